@@ -1,0 +1,100 @@
+"""What every curvature gives to a solver: a linear operator, and sometimes its inverse."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+from hyperkron.losses import Loss
+from hyperkron.point import Point
+from hyperkron.solution import HyperkronError, Status
+from hyperkron.trees import Tree
+
+
+class Operator(ABC):
+    """A symmetric linear operator v ↦ (A + δI) v on trees of parameters.
+
+    A approximates the inner Hessian ∇²_θθ J_in and δ ≥ 0 is the damping. The damping is part of the operator
+    and appears once: a solver never adds its own.
+
+    An implementation evaluates the curvature at one fixed point, with the same parameters, batch and dropout
+    masks every time, so that repeated products are products with one matrix. The products are detached from
+    the graph.
+
+    Attributes:
+        products: how many matrix-vector products have been computed; every :meth:`matvec` adds one.
+    """
+
+    products: int = 0
+
+    @abstractmethod
+    def matvec(self, v: Tree) -> Tree:
+        """(A + δI) v as a new tree with the names of ``v``, which is not changed; adds 1 to ``products``."""
+
+
+class Invertible(Operator):
+    """An operator that also applies its inverse b ↦ (A + δI)⁻¹ b, usually from a factorisation made once.
+
+    Any such operator serves as a direct solve. A positive definite one also serves as the preconditioner of
+    conjugate gradients on another operator.
+
+    Attributes:
+        status: how the factorisation went: ``DIRECT``, or ``MORE_DAMPING`` or ``KEPT_PREVIOUS`` where a
+            fallback was needed.
+    """
+
+    status: Status = Status.DIRECT
+
+    @abstractmethod
+    def solve(self, b: Tree) -> Tree:
+        """(A + δI)⁻¹ b as a new tree with the names of ``b``, which is not changed; counts no product."""
+
+
+class CurvatureState:
+    """What a curvature remembers between calls; this one remembers nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as nested dictionaries of tensors, numbers and strings."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`."""
+        if state:
+            raise HyperkronError(
+                f"this curvature keeps no state, but a state with {sorted(state)} was given."
+            )
+
+
+class Curvature(ABC):
+    """A choice of A ≈ ∇²_θθ J_in: configuration only. Its memory is a :class:`CurvatureState` made by :meth:`init`."""
+
+    def init(self) -> CurvatureState:
+        """A fresh state."""
+        return CurvatureState()
+
+    @abstractmethod
+    def operator(self, point: Point, state: CurvatureState) -> Operator:
+        """A + δI at ``point``, refreshing ``state`` where it is due."""
+
+
+def checked_damping(damping: float) -> float:
+    """``damping`` if it is a finite number ≥ 0, else an error that names it."""
+    if not (isinstance(damping, (int, float)) and math.isfinite(damping) and damping >= 0):
+        raise HyperkronError(f"damping={damping!r} is not a finite number ≥ 0; 1e-3 is a common choice.")
+    return float(damping)
+
+
+def l2_curvature(loss: Loss, params: Tree) -> dict[str, Tensor | float]:
+    """2α for each parameter under a penalty α‖p‖² of the inner loss, by name (summed where there are several)."""
+    names = {id(p): name for name, p in params.items()}
+    found: dict[str, Tensor | float] = {}
+    for penalty in loss.l2:
+        name = names.get(id(penalty.parameter))
+        if name is not None:
+            coefficient = penalty.coefficient
+            value = 2 * (coefficient.detach() if isinstance(coefficient, Tensor) else coefficient)
+            found[name] = found[name] + value if name in found else value
+    return found

@@ -1,0 +1,6 @@
+"""KFAC and EKFAC: layers, coverage, capture, inverses, and the curvatures made of them."""
+
+from hyperkron.curvature.kfac.coverage import Coverage
+from hyperkron.curvature.kfac.kronecker import EKFAC, KFAC, KroneckerState
+
+__all__ = ["EKFAC", "KFAC", "Coverage", "KroneckerState"]

@@ -1,0 +1,299 @@
+"""One forward and a few backward passes that leave behind the Kronecker factors.
+
+A forward hook turns each layer's input into its contribution to A at once; an identity function on each layer's
+output turns the gradient that flows through it into its contribution to B at once. No activation and no gradient is
+kept beyond what autograd keeps, and the gradients of the weights are never computed: the backward pass is asked only
+for a token that every captured output depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hyperkron.curvature.base import l2_curvature
+from hyperkron.curvature.kfac.coverage import Block, Plan
+from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS, LinearLayer, WeightSharing, squared_gradients
+from hyperkron.losses import Loss
+from hyperkron.point import Point
+from hyperkron.solution import HyperkronError, warn_once
+
+Fisher = Literal["mc", "type-2", "empirical"]
+
+
+@dataclass
+class Measured:
+    """What one pass over a batch found."""
+
+    a: dict[str, Tensor] = field(default_factory=dict)
+    """A of every block: the mean of a aᵀ over rows, (groups, d_in [+1], d_in [+1])."""
+    b: dict[str, Tensor] = field(default_factory=dict)
+    """B of every block: the sum of g gᵀ over rows, (groups, d_out, d_out)."""
+    diagonal: dict[str, Tensor] = field(default_factory=dict)
+    """The diagonal for parameters outside blocks, shaped like them or a single number."""
+    corrected: dict[str, Tensor] = field(default_factory=dict)
+    """EKFAC's S of every block, in the eigenbasis it was asked for: (groups, d_out, d_in [+1])."""
+    l2: dict[str, Tensor | float] = field(default_factory=dict)
+    """2α of the penalties α‖p‖² in the inner loss, by parameter."""
+    uncalled: list[str] = field(default_factory=list)
+    """Parameters of layers that were never called as modules (their weights may be used by a function)."""
+
+
+Basis = dict[str, tuple[Tensor, Tensor]]
+"""Eigenvectors (Q_A, Q_B) of every block."""
+
+
+def measure(
+    point: Point,
+    plan: Plan,
+    *,
+    fisher: Fisher,
+    samples: int,
+    sharing: WeightSharing,
+    generator: torch.Generator,
+    basis: Basis | None = None,
+) -> Measured:
+    """Run J_in on the curvature batch and collect the factors, or, given a ``basis``, EKFAC's corrected spectrum."""
+    recorder = _Recorder(plan, sharing, basis, accumulation_dtype(point.dtype))
+    with recorder.attached():
+        loss = point.inner(point.curvature_batch)
+    measured = recorder.measured
+    measured.l2 = l2_curvature(loss, point.params)
+    measured.uncalled = [n for block in plan.blocks.values() if block.name not in recorder.called for n in block.names]
+    names = [*plan.rest, *measured.uncalled] if basis is None and plan.measures_rest else []
+    rest = [point.params[name] for name in names]
+    squares: dict[str, Tensor] = {}
+    for output, vector, last in _probes(loss, recorder, fisher, samples, generator, signed=bool(rest)):
+        found = torch.autograd.grad(
+            output, [recorder.token, *rest], vector, retain_graph=not last, allow_unused=True, materialize_grads=False
+        )
+        for name, gradient in zip(names, found[1:], strict=True):
+            if gradient is not None:
+                square = gradient.to(recorder.dtype).square().mean()
+                squares[name] = squares[name] + square if name in squares else square
+    recorder.finish()
+    measured.diagonal.update(squares)
+    return measured
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Factors are accumulated in float32 at least."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _probes(
+    loss: Loss, recorder: _Recorder, fisher: Fisher, samples: int, generator: torch.Generator, signed: bool
+) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """(output, vector to backpropagate, whether it is the last) such that Σ vector vectorᵀ is the output Hessian.
+
+    Where parameters outside layers are measured by the square of a whole batch's gradient, examples get random signs,
+    which make the mixed terms vanish on average and change no factor; Monte-Carlo vectors are independent already.
+    """
+    pairs: Iterable[tuple[Tensor, Tensor]]
+    if loss.terms:
+        if loss.opaque:
+            warn_once(
+                "opaque",
+                "the inner loss contains a plain tensor whose curvature KFAC cannot see (harmless if it depends on "
+                "λ only); write an L2 penalty as hyperkron.losses.l2(...) to have its curvature counted.",
+            )
+        pairs = ((t.output, v) for t in loss.terms for v in t.vectors(fisher, samples, generator))
+    elif fisher == "empirical":
+        warn_once(
+            "scalar-empirical",
+            "inner returned a plain scalar: empirical factors take it as a mean over the batch with equal weights; "
+            "return hyperkron.losses.cross_entropy(..., weight=...) to have example weights counted once.",
+        )
+        pairs = [(loss.value, loss.value.new_tensor(float(recorder.batch_size) ** 0.5))]
+    else:
+        raise HyperkronError(
+            f"inner returned a plain scalar tensor, from which fisher={fisher!r} cannot be had: return "
+            "hyperkron.losses.cross_entropy(...), mse(...) or binary_cross_entropy(...), or use fisher='empirical'."
+        )
+    previous: tuple[Tensor, Tensor] | None = None
+    for output, vector in pairs:
+        if previous is not None:
+            yield (*previous, False)
+        if signed and fisher != "mc" and vector.dim() > 0:
+            shape = (vector.shape[0], *[1] * (vector.dim() - 1))
+            coin = torch.randint(0, 2, shape, generator=generator, device=vector.device)
+            vector = vector * (2 * coin - 1).to(vector.dtype)
+        previous = (output, vector)
+    if previous is not None:
+        yield (*previous, True)
+
+
+class _Tap(torch.autograd.Function):
+    """The identity on a layer's output, in place; hands the gradient that passes through to ``receive``."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, token: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+        ctx.receive = receive
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        ctx.receive(gradient)
+        return gradient, None, None
+
+
+class _Recorder:
+    """The hooks of one measurement and the sums they fill."""
+
+    def __init__(self, plan: Plan, sharing: WeightSharing, basis: Basis | None, dtype: torch.dtype) -> None:
+        self.plan, self.sharing, self.basis, self.dtype = plan, sharing, basis, dtype
+        self.token = torch.zeros((), requires_grad=True)
+        self.batch_size = 1
+        self.measured = Measured()
+        self.called: set[str] = set()
+        self.rows: dict[str, int] = {}
+        self._grams: dict[tuple[int, int, bool], tuple[Tensor, int]] = {}
+        self._alive: list[Tensor] = []
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hooks on every covered module, removed also when an exception passes through."""
+        handles: list[RemovableHandle] = []
+        try:
+            for module, name in self.plan.feeds:
+                handles.append(module.register_forward_hook(self._on_block(self.plan.blocks[name])))
+            for module, names in self.plan.diagonal:
+                handles.append(module.register_forward_hook(self._on_diagonal(names)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._grams.clear()
+            self._alive.clear()
+
+    def finish(self) -> None:
+        """Sums of a aᵀ become means; blocks that no gradient reached are left out."""
+        found = self.measured
+        means: dict[int, Tensor] = {}  # a sum shared by several blocks is divided once
+        for name, total in found.a.items():
+            if id(total) not in means:
+                means[id(total)] = total / self.rows[name]
+        found.a = {name: means[id(total)] for name, total in found.a.items() if name in found.b}
+
+    def _on_block(self, block: Block) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            x: Tensor = inputs[0].detach()
+            self.called.add(block.name)
+            self.batch_size = max(self.batch_size, x.shape[0] if x.dim() > 1 else 1)
+            if self.basis is None:
+                total, rows = self._input_gram(block, inputs[0])
+                self._sum(self.measured.a, block.name, total)
+                self.rows[block.name] = self.rows.get(block.name, 0) + rows
+            if not output.requires_grad:
+                return output
+            receive: Callable[[Tensor], None] = lambda g: self._on_gradient(block, x, g)  # noqa: E731
+            if self.basis is None:
+                receive = lambda g: self._on_gradient(block, None, g)  # noqa: E731
+            tapped: Tensor = _Tap.apply(output, self.token, receive)
+            return tapped
+
+        return hook
+
+    def _on_diagonal(self, names: dict[str, str]) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            if self.basis is not None or not output.requires_grad:
+                return output
+            x = inputs[0].detach()
+
+            def receive(g: Tensor) -> None:
+                cast = x if not x.dtype.is_floating_point else x.to(self.dtype)
+                for local, square in squared_gradients(module, cast, g.to(self.dtype)).items():
+                    if local in names:
+                        self._sum(self.measured.diagonal, names[local], square)
+
+            tapped: Tensor = _Tap.apply(output, self.token, receive)
+            return tapped
+
+        return hook
+
+    def _input_gram(self, block: Block, x: Tensor) -> tuple[Tensor, int]:
+        """Σ a aᵀ over the rows of one call, with a = [x, 1] where the block has a bias; layers that read the same
+        tensor (query, key, value) share one."""
+        key = (id(x), x._version, block.bias is not None)
+        shareable = isinstance(block.layer, LinearLayer) and block.weight is not None
+        if shareable and key in self._grams:
+            return self._grams[key]
+        with torch.no_grad():
+            made = _gram(block.layer.inputs(x.detach(), self.sharing), self.dtype, block)
+        if shareable:
+            self._grams[key] = made
+            self._alive.append(x)
+        return made
+
+    def _on_gradient(self, block: Block, x: Tensor | None, g: Tensor) -> None:
+        with torch.no_grad():
+            if x is None:
+                total, _ = _gram(block.layer.gradients(g, self.sharing), self.dtype, None)
+                self._sum(self.measured.b, block.name, total)
+                return
+            assert self.basis is not None
+            q_a, q_b = self.basis[block.name]
+            self._sum(self.measured.corrected, block.name, _corrected(block, x, g, q_a, q_b))
+
+    @staticmethod
+    def _sum(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+        sums[name] = sums[name] + value if name in sums else value
+
+
+def _gram(chunks: Iterator[Tensor], dtype: torch.dtype, block: Block | None) -> tuple[Tensor, int]:
+    """Σ r rᵀ over chunks of rows (groups, rows, d), and the number of rows; ``block`` says which columns to use.
+
+    The column of ones that belongs to a bias is never materialised: its products are the column sums.
+    """
+    total: Tensor | None = None
+    sums: Tensor | None = None
+    count = 0
+    for rows in chunks:
+        rows = rows.to(dtype)
+        count += rows.shape[1]
+        if block is None or block.weight is not None:
+            if rows.shape[0] == 1:
+                flat = rows[0]
+                gram = (flat.mT @ flat)[None] if total is None else torch.addmm(total[0], flat.mT, flat)[None]
+            else:
+                gram = rows.mT @ rows if total is None else torch.baddbmm(total, rows.mT, rows)
+            total = gram
+        if block is not None and block.bias is not None:
+            part = rows.sum(1)
+            sums = part if sums is None else sums + part
+    if sums is None:
+        assert total is not None
+        return total, count
+    groups, d = sums.shape
+    if total is None:
+        return sums.new_full((groups, 1, 1), float(count)), count
+    joint = total.new_empty(groups, d + 1, d + 1)
+    joint[:, :d, :d] = total
+    joint[:, :d, d] = sums
+    joint[:, d, :d] = sums
+    joint[:, d, d] = float(count)
+    return joint, count
+
+
+def _corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> Tensor:
+    """Σ_n (Q_Bᵀ G_n Q_A)² with G_n = Σ_positions g [x, 1]ᵀ, the gradient of one example."""
+    total = q_a.new_zeros(q_a.shape[0], q_b.shape[-1], q_a.shape[-1])
+    d = block.layer.d_in if block.weight is not None else 0
+    limit = CHUNK_ELEMENTS.get(x.device.type, 2**24)
+    for inputs, gradients in block.layer.positions(x, g, limit):
+        a = inputs.to(q_a.dtype) @ q_a[:, :d] if d else inputs.new_zeros(*inputs.shape[:-1], 1, dtype=q_a.dtype)
+        if block.bias is not None:
+            a = a + q_a[:, -1:]
+        b = gradients.to(q_b.dtype) @ q_b
+        if a.shape[2] == 1:
+            total += (b[:, :, 0].square().permute(1, 2, 0)) @ (a[:, :, 0].square().transpose(0, 1))
+        else:
+            total += (b.mT @ a).square().sum(0)
+    return total

@@ -1,0 +1,206 @@
+"""How a module's input and output gradient become the rows of Kronecker factors.
+
+For a layer z = W a the curvature block is (Σ_n g_n g_nᵀ) ⊗ (mean_n a_n a_nᵀ), with one row a_n and one row g_n for
+each use of the weight. A layer that shares its weight over S positions of an example (a convolution, a linear layer
+over tokens) has S rows for each example:
+
+- ``expand`` keeps all N·S rows: A averages over them, B sums over them;
+- ``reduce`` first averages a and sums g over the positions of an example (Eschenhagen et al., 2023).
+
+Convolutions are seen as linear layers on patches; a convolution with G groups is G blocks side by side, so every
+factor carries a leading dimension G (1 for everything else).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WeightSharing = Literal["expand", "reduce"]
+
+CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
+"""Patches are materialised at most this many numbers at a time, by device type."""
+
+
+class Layer(ABC):
+    """A kind of module KFAC covers; ``d_in`` and ``d_out`` are the sizes of one block."""
+
+    groups: int
+    d_in: int
+    d_out: int
+
+    @abstractmethod
+    def inputs(self, x: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
+        """Rows of the layer's input, as chunks of shape (groups, rows, d_in)."""
+
+    @abstractmethod
+    def gradients(self, g: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
+        """Rows of the gradient at the layer's output, as chunks of shape (groups, rows, d_out)."""
+
+    @abstractmethod
+    def positions(self, x: Tensor, g: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Chunks of examples: inputs (n, groups, S, d_in) with the output gradients (n, groups, S, d_out)."""
+
+    def to_matrix(self, weight: Tensor) -> Tensor:
+        """The weight as (groups, d_out, d_in)."""
+        return weight.reshape(self.groups, self.d_out, self.d_in)
+
+
+@dataclass(frozen=True)
+class LinearLayer(Layer):
+    """``nn.Linear``: the last dimension is the feature, the first the example, those between are positions."""
+
+    d_in: int
+    d_out: int
+    groups: int = 1
+
+    def inputs(self, x: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
+        if sharing == "reduce" and x.dim() > 2:
+            x = x.flatten(1, -2).mean(1)
+        yield x.reshape(1, -1, x.shape[-1])
+
+    def gradients(self, g: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
+        if sharing == "reduce" and g.dim() > 2:
+            g = g.flatten(1, -2).sum(1)
+        yield g.reshape(1, -1, g.shape[-1])
+
+    def positions(self, x: Tensor, g: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+        count = x.shape[0] if x.dim() > 1 else 1
+        x, g = x.reshape(count, 1, -1, x.shape[-1]), g.reshape(count, 1, -1, g.shape[-1])
+        step = max(1, limit // (self.d_in * self.d_out))
+        yield from zip(x.split(step), g.split(step), strict=True)
+
+
+@dataclass(frozen=True)
+class ConvLayer(Layer):
+    """``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d`` with any stride, padding, dilation and groups."""
+
+    module: nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+    @property
+    def groups(self) -> int:  # type: ignore[override]
+        return self.module.groups
+
+    @property
+    def d_in(self) -> int:  # type: ignore[override]
+        return self.module.weight[0].numel()
+
+    @property
+    def d_out(self) -> int:  # type: ignore[override]
+        return self.module.out_channels // self.module.groups
+
+    def patches(self, x: Tensor) -> Tensor:
+        """A view of the padded input: (N, groups, C/groups, *kernel, *output)."""
+        m = self.module
+        pad = list(m._reversed_padding_repeated_twice)
+        if any(pad):
+            x = F.pad(x, pad, mode="constant" if m.padding_mode == "zeros" else m.padding_mode)
+        x = x.contiguous()
+        kernel, stride, dilation = m.kernel_size, m.stride, m.dilation
+        spatial = x.shape[2:]
+        out = [(s - d * (k - 1) - 1) // t + 1 for s, k, t, d in zip(spatial, kernel, stride, dilation, strict=True)]
+        steps = x.stride()[2:]
+        inside = [d * s for d, s in zip(dilation, steps, strict=True)]
+        across = [t * s for t, s in zip(stride, steps, strict=True)]
+        channels = x.shape[1] // m.groups
+        size = (x.shape[0], m.groups, channels, *kernel, *out)
+        strides = (x.stride(0), channels * x.stride(1), x.stride(1), *inside, *across)
+        return x.as_strided(size, strides)
+
+    def _matrix(self, view: Tensor) -> Tensor:
+        """(N, groups, C/groups, *kernel, *output) as (N, groups, d_in, S), copied."""
+        return view.reshape(view.shape[0], view.shape[1], self.d_in, -1)
+
+    def inputs(self, x: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
+        k = len(self.module.kernel_size)
+        if sharing == "reduce":
+            view = self.patches(x)
+            mean = view.mean(dim=tuple(range(view.dim() - k, view.dim())))
+            yield mean.reshape(view.shape[0], self.groups, self.d_in).transpose(0, 1)
+            return
+        for part in x.split(self._examples_per_chunk(x)):
+            yield self._matrix(self.patches(part)).permute(1, 0, 3, 2).reshape(self.groups, -1, self.d_in)
+
+    def gradients(self, g: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
+        g = g.reshape(g.shape[0], self.groups, self.d_out, -1)
+        if sharing == "reduce":
+            yield g.sum(-1).transpose(0, 1)
+        else:
+            yield g.permute(1, 0, 3, 2).reshape(self.groups, -1, self.d_out)
+
+    def positions(self, x: Tensor, g: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+        g = g.reshape(g.shape[0], self.groups, self.d_out, -1).transpose(2, 3)
+        step = max(1, min(limit // (self.groups * self.d_in * self.d_out), self._examples_per_chunk(x)))
+        for part, gradient in zip(x.split(step), g.split(step), strict=True):
+            yield self._matrix(self.patches(part)).transpose(2, 3), gradient
+
+    def _examples_per_chunk(self, x: Tensor) -> int:
+        m = self.module
+        per_example = x[0].numel() * (self.d_in * m.groups // x.shape[1])
+        for t in m.stride:
+            per_example //= t
+        return max(1, CHUNK_ELEMENTS.get(x.device.type, 2**24) // max(1, per_example))
+
+
+def kronecker_layer(module: nn.Module) -> Layer | None:
+    """The Kronecker view of ``module``, or ``None`` where KFAC has none."""
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return LinearLayer(module.in_features, module.out_features)
+    for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            return ConvLayer(module)
+    return None
+
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
+
+
+def has_diagonal(module: nn.Module) -> bool:
+    """Whether the exact per-example diagonal of ``module``'s block is known in closed form."""
+    return isinstance(module, _NORMS) or type(module) is nn.Embedding
+
+
+def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """Σ_n (∂/∂p s_nᵀf_n)² for each parameter p of a norm layer or embedding, from its input and output gradient.
+
+    A norm layer is z = weight·x̂ + bias, so an example's gradient is Σ_positions g·x̂ and Σ_positions g; batch
+    statistics count as constants. An embedding's row is the sum of g over the positions where it was looked up; those
+    of one example are taken as separate.
+    """
+    if isinstance(module, nn.Embedding):
+        weight = module.weight
+        diagonal = torch.zeros_like(weight, dtype=g.dtype)
+        return {"weight": diagonal.index_add_(0, x.reshape(-1), g.reshape(-1, weight.shape[1]).square())}
+    normalised, axes = _normalised(module, x)
+    keep = [a % g.dim() for a in axes]
+    positions = [a for a in range(1, g.dim()) if a not in keep]
+
+    def total(t: Tensor) -> Tensor:
+        return (t.sum(positions) if positions else t).square().sum(0)
+
+    found = {"weight": total(g * normalised)}
+    if getattr(module, "bias", None) is not None:
+        found["bias"] = total(g)
+    return found
+
+
+def _normalised(module: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
+    """x̂ of a norm layer and the dimensions its weight lives on."""
+    if isinstance(module, nn.LayerNorm):
+        shape = list(module.normalized_shape)
+        return F.layer_norm(x, shape, eps=module.eps), list(range(-len(shape), 0))
+    if isinstance(module, nn.RMSNorm):
+        shape = list(module.normalized_shape)
+        return F.rms_norm(x, shape, eps=module.eps), list(range(-len(shape), 0))
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(x, module.num_groups, eps=module.eps), [1]
+    assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+    if module.training or module.running_mean is None or module.running_var is None:
+        return F.batch_norm(x, None, None, training=True, eps=module.eps), [1]
+    return F.batch_norm(x, module.running_mean, module.running_var, training=False, eps=module.eps), [1]

@@ -1,0 +1,145 @@
+"""A = Hessian or Gauss–Newton matrix, known through products with vectors; one graph is kept for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hyperkron import trees
+from hyperkron.curvature.base import Curvature, CurvatureState, Operator, checked_damping, l2_curvature
+from hyperkron.point import Point
+from hyperkron.solution import HyperkronError
+from hyperkron.trees import Tree
+
+
+class HessianOperator(Operator):
+    """v ↦ (∇²_θθ J_in + δI) v by differentiating the gradient's graph, built once."""
+
+    def __init__(self, point: Point, damping: float) -> None:
+        self.params, self.damping = point.params, damping
+        loss = point.inner(point.curvature_batch, differentiable=True)
+        gradients = _gradients(loss.value, list(self.params.values()), create_graph=True)
+        self.gradients = dict(zip(self.params, gradients, strict=True))
+        self._live = [g for g in gradients if g is not None and g.requires_grad]
+        self._names = [n for n, g in self.gradients.items() if g is not None and g.requires_grad]
+        self.products = 0
+
+    def matvec(self, v: Tree) -> Tree:
+        self.products += 1
+        if not self._live:  # J_in is linear in θ
+            return trees.scale(v, self.damping)
+        found = _gradients(self._live, list(self.params.values()), [v[n] for n in self._names], retain_graph=True)
+        return _damped(self.params, found, v, self.damping)
+
+    def cross(self, v: Tree, hypers: Tree) -> dict[str, Tensor | None]:
+        """∂²_λθ J_in · v from the same graph; only where the curvature batch is the inner batch."""
+        if not self._live:
+            return dict.fromkeys(hypers)
+        found = _gradients(self._live, list(hypers.values()), [v[n] for n in self._names], retain_graph=True)
+        return dict(zip(hypers, found, strict=True))
+
+
+class GGNOperator(Operator):
+    """v ↦ (Jᵀ (∇²_f c) J + L2 + δI) v, with J the Jacobian of the model's outputs."""
+
+    def __init__(self, point: Point, damping: float) -> None:
+        self.params, self.damping = point.params, damping
+        loss = point.inner(point.curvature_batch, differentiable=True)
+        if not loss.terms:
+            raise HyperkronError(
+                "inner returned a plain scalar tensor, from which no Gauss–Newton matrix can be had: return "
+                "hyperkron.losses.cross_entropy(...), mse(...) or binary_cross_entropy(...), or use Hessian()."
+            )
+        self.l2 = l2_curvature(loss, self.params)
+        self.terms = loss.terms
+        # Jᵀu is linear in u, so its derivative in u gives J v: two reverse passes make one forward-mode product.
+        self._seeds = [torch.zeros_like(t.output, requires_grad=True) for t in self.terms]
+        pulled = _gradients([t.output for t in self.terms], list(self.params.values()), self._seeds, create_graph=True)
+        self._pulled = [g for g in pulled if g is not None and g.requires_grad]
+        self._names = [n for n, g in zip(self.params, pulled, strict=True) if g is not None and g.requires_grad]
+        self.products = 0
+
+    def matvec(self, v: Tree) -> Tree:
+        self.products += 1
+        pushed = _gradients(self._pulled, self._seeds, [v[n] for n in self._names], retain_graph=True)
+        bent = [
+            t.hessian_product(torch.zeros_like(t.output) if j is None else j)
+            for t, j in zip(self.terms, pushed, strict=True)
+        ]
+        outputs = [t.output for t in self.terms]
+        found = _gradients(outputs, list(self.params.values()), bent, retain_graph=True)
+        out = _damped(self.params, found, v, self.damping)
+        for name, penalty in self.l2.items():
+            out[name] = out[name] + penalty * v[name]
+        return out
+
+
+@dataclass(frozen=True)
+class Hessian(Curvature):
+    """A = ∇²_θθ J_in + δI, exactly, through Hessian-vector products (Pearlmutter, 1994).
+
+    It may be indefinite away from a minimum; solvers report that as ``NONPOSITIVE_CURVATURE``.
+
+    Args:
+        damping: δ, added once.
+    """
+
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        checked_damping(self.damping)
+
+    def operator(self, point: Point, state: CurvatureState) -> HessianOperator:
+        """The Hessian on the curvature batch."""
+        return HessianOperator(point, self.damping)
+
+
+@dataclass(frozen=True)
+class GGN(Curvature):
+    """A = Σ_n σ_n J_nᵀ (∇²_f c_n) J_n + L2 + δI, the generalized Gauss–Newton matrix (Schraudolph, 2002).
+
+    Positive semi-definite wherever the weights are non-negative, so conjugate gradients are safe.
+
+    Args:
+        damping: δ, added once.
+    """
+
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        checked_damping(self.damping)
+
+    def operator(self, point: Point, state: CurvatureState) -> GGNOperator:
+        """The Gauss–Newton matrix on the curvature batch."""
+        return GGNOperator(point, self.damping)
+
+
+def _gradients(
+    outputs: Tensor | list[Tensor],
+    inputs: list[Tensor],
+    vectors: list[Tensor] | None = None,
+    *,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> tuple[Tensor | None, ...]:
+    try:
+        return torch.autograd.grad(
+            outputs, inputs, vectors, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+        )
+    except RuntimeError as error:
+        if "not implemented" in str(error) or "not differentiable" in str(error):
+            raise HyperkronError(
+                f"an operation of the model cannot be differentiated twice ({str(error).splitlines()[0]}); "
+                "use KFAC, EKFAC or Identity with a finite-difference cross term, or an eager implementation."
+            ) from error
+        raise
+
+
+def _damped(params: Tree, products: tuple[Tensor | None, ...], v: Tree, damping: float) -> Tree:
+    whole = {
+        name: torch.zeros_like(p) if x is None else x.detach()
+        for (name, p), x in zip(params.items(), products, strict=True)
+    }
+    return trees.add(whole, v, alpha=damping) if damping else whole

@@ -1,0 +1,23 @@
+"""dΦ/dλ: implicit, unrolled, truncated, one-step."""
+
+from hyperkron.hypergradient.base import Hypergradient
+from hyperkron.hypergradient.implicit import Implicit
+from hyperkron.hypergradient.named import cg, ekfac, gradient_descent, identity, kfac, neumann, pcg, sama
+from hyperkron.hypergradient.unrolled import Unrolled, one_step, truncated, unrolled
+
+__all__ = [
+    "Hypergradient",
+    "Implicit",
+    "Unrolled",
+    "cg",
+    "ekfac",
+    "gradient_descent",
+    "identity",
+    "kfac",
+    "neumann",
+    "one_step",
+    "pcg",
+    "sama",
+    "truncated",
+    "unrolled",
+]

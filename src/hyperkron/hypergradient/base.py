@@ -1,0 +1,62 @@
+"""What every hypergradient can do: compute dΦ/dλ, or add it to λ's ``.grad`` like a backward pass."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyperkron.point import trainable
+from hyperkron.problem import BilevelProblem
+from hyperkron.solution import HypergradientResult
+
+
+class Hypergradient(ABC):
+    """A way to compute dΦ/dλ at the current (λ, θ).
+
+    Its caches (factors, ages, warm starts, random state) live in ``self.state`` and nowhere else;
+    ``state_dict`` and ``load_state_dict`` move them to and from nested dictionaries of tensors and numbers.
+    """
+
+    @abstractmethod
+    def compute(
+        self,
+        problem: BilevelProblem,
+        model: nn.Module,
+        hyper: nn.Module,
+        inner_batch: Any,
+        outer_batch: Any,
+    ) -> HypergradientResult:
+        """dΦ/dλ by parameter name of ``hyper``; model, hyper and random states are left as they were."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next call depends on, as nested dictionaries of tensors, numbers and strings."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a :meth:`state_dict` as if never interrupted."""
+
+    def backward(
+        self,
+        problem: BilevelProblem,
+        model: nn.Module,
+        hyper: nn.Module,
+        inner_batch: Any,
+        outer_batch: Any,
+        **batches: Any,
+    ) -> HypergradientResult:
+        """Compute the hypergradient and add it to the ``.grad`` of ``hyper``'s parameters, as autograd would."""
+        result = self.compute(problem, model, hyper, inner_batch, outer_batch, **batches)
+        accumulate(hyper, result)
+        return result
+
+
+def accumulate(hyper: nn.Module, result: HypergradientResult) -> None:
+    """Add ``result.grads`` to the ``.grad`` fields of ``hyper``."""
+    with torch.no_grad():
+        for name, p in trainable(hyper, "hyper").items():
+            gradient = result.grads[name]
+            p.grad = gradient.detach().clone() if p.grad is None else p.grad + gradient

@@ -1,0 +1,208 @@
+"""Named methods: each is the formula with its slots filled, by the name its paper gave it."""
+
+from __future__ import annotations
+
+import torch
+
+from hyperkron.cross import Mode
+from hyperkron.curvature import EKFAC, GGN, KFAC, AdamDiagonal, Curvature, Hessian
+from hyperkron.curvature import Identity as IdentityCurvature
+from hyperkron.curvature.kfac.capture import Fisher
+from hyperkron.curvature.kfac.inverse import Split
+from hyperkron.curvature.kfac.layers import WeightSharing
+from hyperkron.hypergradient.implicit import Implicit
+from hyperkron.solution import HyperkronError
+from hyperkron.solvers import CG, Direct, GradientDescent, Neumann
+
+
+def kfac(
+    damping: float = 1e-3,
+    *,
+    fisher: Fisher = "mc",
+    sharing: WeightSharing = "expand",
+    split: Split = "pi",
+    refresh_every: int = 1,
+    ema: float = 0.0,
+    cross: Mode = "auto",
+    seed: int = 0,
+) -> Implicit:
+    """The KFAC hypergradient: v = (B ⊗ A + damping)⁻¹ ∂_θ J_out, layer by layer, without any iteration.
+
+    Args:
+        damping, fisher, sharing, split, refresh_every, ema, seed: see :class:`hyperkron.KFAC`.
+        cross: see :class:`hyperkron.Implicit`.
+
+    Reference: Liao, Dangel & Yu, "Efficient bilevel optimization with KFAC-based hypergradients" (AISTATS 2026).
+
+    Example:
+        >>> import torch, hyperkron as hk
+        >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+        <torch._C.Generator object at ...>
+        >>> model, weights = torch.nn.Linear(4, 3), hk.SampleWeights(8)
+        >>> x, y, index = torch.randn(8, 4), torch.randint(3, (8,)), torch.arange(8)
+        >>> problem = hk.BilevelProblem(
+        ...     lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=w(b[2])),
+        ...     lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1]),
+        ... )
+        >>> result = hk.kfac(damping=1e-2).backward(problem, model, weights, (x, y, index), (x, y, index))
+        >>> print(result.status.value)
+        The system was solved directly from its factorisation.
+        >>> weights.weight.grad.shape
+        torch.Size([8])
+    """
+    curvature = KFAC(
+        damping, fisher=fisher, sharing=sharing, split=split, refresh_every=refresh_every, ema=ema, seed=seed
+    )
+    return Implicit(curvature, Direct(), cross=cross)
+
+
+def ekfac(
+    damping: float = 1e-3,
+    *,
+    fisher: Fisher = "mc",
+    sharing: WeightSharing = "expand",
+    refresh_every: int = 1,
+    ema: float = 0.0,
+    cross: Mode = "auto",
+    seed: int = 0,
+) -> Implicit:
+    """The EKFAC hypergradient: KFAC's eigenbasis with the spectrum that fits it best.
+
+    Args:
+        damping, fisher, sharing, refresh_every, ema, seed: see :class:`hyperkron.EKFAC`.
+        cross: see :class:`hyperkron.Implicit`.
+
+    Reference: George et al., "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis" (2018).
+    """
+    curvature = EKFAC(damping, fisher=fisher, sharing=sharing, refresh_every=refresh_every, ema=ema, seed=seed)
+    return Implicit(curvature, Direct(), cross=cross)
+
+
+def cg(
+    iterations: int = 3,
+    damping: float = 1e-3,
+    *,
+    curvature: Curvature | None = None,
+    tolerance: float = 0.0,
+    warm_start: bool = False,
+    cross: Mode = "auto",
+) -> Implicit:
+    """AID-CG: a few conjugate-gradient iterations on (H + damping·I) v = ∂_θ J_out.
+
+    Args:
+        iterations: one product with the curvature each.
+        damping: added once; not used when ``curvature`` is given.
+        curvature: ``Hessian(damping)`` by default; ``GGN(damping)`` is the positive semi-definite choice.
+        tolerance: relative residual at which it stops early.
+        warm_start: begin at the previous solution.
+        cross: see :class:`hyperkron.Implicit`.
+
+    Reference: Grazzi et al., "On the iteration complexity of hypergradient computation" (ICML 2020).
+    """
+    return Implicit(curvature or Hessian(damping), CG(iterations, tolerance), warm_start=warm_start, cross=cross)
+
+
+def pcg(
+    iterations: int = 10,
+    damping: float = 1e-3,
+    *,
+    curvature: Curvature | None = None,
+    preconditioner: Curvature | None = None,
+    tolerance: float = 1e-6,
+    warm_start: bool = False,
+    cross: Mode = "auto",
+) -> Implicit:
+    """Conjugate gradients preconditioned by KFAC: the exact answer in few products.
+
+    Args:
+        iterations: at most this many products.
+        damping: of the curvature and of the preconditioner, where they are not given.
+        curvature: ``GGN(damping)`` by default.
+        preconditioner: ``KFAC(damping)`` by default.
+        tolerance: relative residual at which it stops.
+        warm_start: begin at the previous solution.
+        cross: see :class:`hyperkron.Implicit`.
+    """
+    return Implicit(
+        curvature or GGN(damping),
+        CG(iterations, tolerance),
+        preconditioner=preconditioner or KFAC(damping),
+        warm_start=warm_start,
+        cross=cross,
+    )
+
+
+def neumann(
+    terms: int = 10,
+    damping: float = 0.0,
+    *,
+    step: float | None = None,
+    curvature: Curvature | None = None,
+    cross: Mode = "auto",
+) -> Implicit:
+    """AID-Neumann: v = η Σ_{k=0}^{K} (I − ηH)^k ∂_θ J_out.
+
+    Args:
+        terms: K.
+        damping: added once; not used when ``curvature`` is given.
+        step: η; ``None`` takes a safe one from power iteration.
+        curvature: ``Hessian(damping)`` by default.
+        cross: see :class:`hyperkron.Implicit`.
+
+    Reference: Lorraine et al., "Optimizing millions of hyperparameters by implicit differentiation" (AISTATS 2020).
+    """
+    return Implicit(curvature or Hessian(damping), Neumann(terms, step), cross=cross)
+
+
+def gradient_descent(
+    iterations: int = 10,
+    damping: float = 0.0,
+    *,
+    step: float | None = None,
+    curvature: Curvature | None = None,
+    warm_start: bool = True,
+    cross: Mode = "auto",
+) -> Implicit:
+    """AmIGO's linear solve: gradient steps v ← v − η(Hv − ∂_θ J_out) from the previous solution.
+
+    Args:
+        iterations: one product each.
+        damping: added once; not used when ``curvature`` is given.
+        step: η; ``None`` takes a safe one from power iteration.
+        curvature: ``Hessian(damping)`` by default.
+        warm_start: begin at the previous solution.
+        cross: see :class:`hyperkron.Implicit`.
+
+    Reference: Arbel & Mairal, "Amortized implicit differentiation for stochastic bilevel optimization" (ICLR 2022).
+    """
+    solver = GradientDescent(iterations, step)
+    return Implicit(curvature or Hessian(damping), solver, warm_start=warm_start, cross=cross)
+
+
+def identity(scale: float = 1.0, *, cross: Mode = "auto") -> Implicit:
+    """The curvature-free hypergradient: v = scale·∂_θ J_out (DARTS' choice, H = I).
+
+    Args:
+        scale: the number that stands for A⁻¹.
+        cross: see :class:`hyperkron.Implicit`.
+
+    Reference: Liu et al., "DARTS: differentiable architecture search" (ICLR 2019).
+    """
+    return Implicit(IdentityCurvature(scale), Direct(), cross=cross)
+
+
+def sama(optimizer: torch.optim.Optimizer | None = None, *, alpha: float = 0.1) -> Implicit:
+    """SAMA: the identity in place of A, adapted to the inner optimizer, with a finite-difference cross term.
+
+        v = lr·D ⊙ ∂_θ J_out ,    ε = alpha/‖v‖
+
+    Args:
+        optimizer: the inner optimizer; D is the diagonal of an Adam step, or 1 for other optimizers. ``None``: v = b.
+        alpha: radius of the finite difference.
+
+    Reference: Choe et al., "Making scalable meta learning practical" (NeurIPS 2023).
+    """
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise HyperkronError(f"optimizer={optimizer!r} is not a torch.optim.Optimizer; pass the inner one, or None.")
+    curvature = IdentityCurvature() if optimizer is None else AdamDiagonal(optimizer)
+    return Implicit(curvature, Direct(), cross="difference", radius=alpha)

@@ -1,0 +1,376 @@
+"""Hypergradients by differentiating through the steps of the inner optimizer.
+
+    Φ_T(λ) = J_out(λ, θ^T(λ)),    (θ^{t+1}, s^{t+1}) = step(θ^t, ∇_θ J_in(λ, θ^t), s^t),    t = 0 … T−1
+
+with θ^0 the model's current parameters and s^0 the optimizer's initial state, both independent of λ. The sum
+over all paths from λ to J_out is accumulated backwards: with the adjoint α^t = ∂Φ_T/∂(θ^t, s^t),
+
+    dΦ_T/dλ = ∂_λ J_out(λ, θ^T) + Σ_t α^{t+1} ∂_λ step_t,        α^t = α^{t+1} ∂_{(θ,s)} step_t.
+
+The forward sweep keeps iterates (θ^t, s^t), not graphs; the backward sweep rebuilds the graph of one step at
+a time. So memory is that of one step's activations plus the kept iterates, however large T is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperkron import trees
+from hyperkron.hypergradient.base import Hypergradient
+from hyperkron.hypergradient.steps import SGD, State, Step
+from hyperkron.point import Point
+from hyperkron.problem import BilevelProblem
+from hyperkron.solution import HypergradientResult, HyperkronError, Status
+from hyperkron.trees import Tree
+
+
+class Batches(tuple[Any, ...]):
+    """One inner batch for every unrolled step: ``Batches([batch_1, …, batch_T])``.
+
+    It is a type of its own because a plain list or tuple is what data loaders give as *one* batch.
+
+    Example:
+        >>> len(Batches([("x1", "y1"), ("x2", "y2"), ("x3", "y3")]))
+        3
+    """
+
+
+_DEFAULT = SGD(lr=0.1)
+
+
+@dataclass(frozen=True)
+class Unrolled(Hypergradient):
+    """dΦ_T/dλ through T functional optimizer steps, exactly, in the memory of one step.
+
+        dΦ_T/dλ = ∂_λ J_out(λ, θ^T) + (dθ^T/dλ)ᵀ ∂_θ J_out(λ, θ^T)
+
+    The T steps are a look-ahead from the model's current parameters: the model itself is not moved. Every
+    step draws its own dropout mask, and draws it again when it is recomputed. Buffers do not move along the
+    steps: each evaluation sees BatchNorm's statistics as they are in the model. ``inner_batch`` is used at
+    every step, unless it is a :class:`Batches` of T batches.
+
+    Args:
+        steps: T, the number of inner steps.
+        optimizer: the inner step (:class:`SGD`, :class:`Adam` or :class:`AdamW`), from its initial state;
+            by default SGD of learning rate 0.1.
+        last: differentiate only through this many last steps, with the iterate before them held constant;
+            ``None`` for all.
+        checkpoint_every: keep every k-th iterate and recompute those between. The default 1 keeps T copies of
+            θ and the optimizer state; k keeps about T/k + k of them, for one more inner gradient a step.
+
+    Reference: Maclaurin, Duvenaud and Adams, "Gradient-based Hyperparameter Optimization through Reversible
+    Learning" (2015); Franceschi et al., "Forward and Reverse Gradient-Based Hyperparameter Optimization"
+    (2017).
+    """
+
+    steps: int
+    optimizer: Step = _DEFAULT
+    last: int | None = None
+    checkpoint_every: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "checkpoint_every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise HyperkronError(f"{name}={value!r} is not a positive integer; give {name} >= 1.")
+        if self.last is not None and not (isinstance(self.last, int) and 1 <= self.last <= self.steps):
+            raise HyperkronError(
+                f"last={self.last!r} is not between 1 and steps={self.steps}; "
+                "give the number of final steps to differentiate through, or None for all."
+            )
+        if not isinstance(self.optimizer, Step):
+            raise HyperkronError(
+                f"optimizer is a {type(self.optimizer).__name__}, not a functional step that autograd can "
+                "pass through; give SGD(lr=…), Adam(lr=…) or AdamW(lr=…) of hyperkron.hypergradient.steps."
+            )
+
+    def compute(
+        self,
+        problem: BilevelProblem,
+        model: nn.Module,
+        hyper: nn.Module,
+        inner_batch: Any,
+        outer_batch: Any,
+    ) -> HypergradientResult:
+        """dΦ_T/dλ by parameter name of ``hyper``; model, hyper and random states are left as they were."""
+        with Point(problem, model, hyper, inner_batch, outer_batch) as point:
+            sweep = _Sweep(self, point)
+            outer_loss, grads = sweep.hypergradient()
+            point.settle()
+        stats: dict[str, float | int | str] = {
+            "steps": self.steps,
+            "differentiated": self.steps - sweep.first,
+            "inner_gradients": sweep.gradients,
+            "kept_iterates": sweep.most_kept,
+        }
+        return HypergradientResult(grads, Status.BUDGET, float(outer_loss), stats=stats)
+
+    def lookahead(
+        self, problem: BilevelProblem, model: nn.Module, hyper: nn.Module, inner_batch: Any
+    ) -> Tree:
+        """θ^T, the parameters at which :meth:`compute` evaluates J_out; the model is left as it was."""
+        with Point(problem, model, hyper, inner_batch, None) as point:
+            sweep = _Sweep(self, point)
+            params = sweep.advance(sweep.forward()).params
+            point.settle()
+        return trees.map(torch.clone, params)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: nothing is carried from one call to the next."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Accepts the empty state only."""
+        if state:
+            raise HyperkronError(
+                f"state has entries {sorted(state)}, but Unrolled keeps none; it belongs to another method."
+            )
+
+
+def unrolled(steps: int, optimizer: Step = _DEFAULT, *, checkpoint_every: int = 1) -> Unrolled:
+    """Reverse-mode differentiation through all T inner steps.
+
+    For plain SGD
+
+        dΦ_T/dλ = ∂_λ J_out − η Σ_{t<T} ∂²_λθ J_in(λ, θ^t) Π_{t<j<T} (I − ηH_j) ∂_θ J_out
+
+    At a minimum of J_in this is the Neumann series of the implicit hypergradient, cut after T terms.
+
+    Args:
+        steps: T, the number of inner steps.
+        optimizer: the functional step; the one that trains the model (default: SGD of learning rate 0.1).
+        checkpoint_every: keep every k-th iterate only (see :class:`Unrolled`).
+
+    Reference: Franceschi et al., "Forward and Reverse Gradient-Based Hyperparameter Optimization" (2017).
+
+    Example:
+        >>> from hyperkron.problem import BilevelProblem
+        >>> model, decay = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.ones_(model.weight), nn.init.ones_(decay.weight)
+        >>> def inner(model, decay, batch):
+        ...     return 0.5 * (decay.weight * model.weight**2).sum()
+        >>> def outer(model, decay, batch):
+        ...     return model.weight.sum()
+        >>> problem = BilevelProblem(inner, outer)
+        >>> unrolled(2, SGD(lr=0.5)).compute(problem, model, decay, None, None).grads  # d(1 − λ/2)²/dλ
+        {'weight': tensor([[-0.5000]])}
+    """
+    return Unrolled(steps, optimizer, checkpoint_every=checkpoint_every)
+
+
+def truncated(steps: int, last: int, optimizer: Step = _DEFAULT, *, checkpoint_every: int = 1) -> Unrolled:
+    """T inner steps, differentiated through the last K only: truncated back-propagation.
+
+    For plain SGD
+
+        dΦ_T/dλ ≈ ∂_λ J_out − η Σ_{T−K≤t<T} ∂²_λθ J_in(λ, θ^t) Π_{t<j<T} (I − ηH_j) ∂_θ J_out
+
+    Args:
+        steps: T, the number of inner steps.
+        last: K, the number of final steps to differentiate through; (θ^{T−K}, s^{T−K}) is held constant.
+        optimizer: the functional step; the one that trains the model (default: SGD of learning rate 0.1).
+        checkpoint_every: keep every k-th iterate only (see :class:`Unrolled`).
+
+    Reference: Shaban et al., "Truncated Back-propagation for Bilevel Optimization" (2019).
+
+    Example:
+        >>> truncated(100, last=5).last
+        5
+    """
+    return Unrolled(steps, optimizer, last, checkpoint_every)
+
+
+def one_step(lr: float) -> Unrolled:
+    """One look-ahead step of gradient descent: T1–T2, and second-order DARTS without weight decay.
+
+        θ^1 = θ^0 − η ∂_θ J_in(λ, θ^0),
+        dΦ_1/dλ = ∂_λ J_out(λ, θ^1) − η ∂²_λθ J_in(λ, θ^0) ∂_θ J_out(λ, θ^1).
+
+    It is the implicit formula with A = I/η, its outer gradient taken one step ahead.
+
+    Args:
+        lr: η.
+
+    Reference: Luketina et al., "Scalable Gradient-Based Tuning of Continuous Regularization Hyperparameters"
+    (2016); Liu, Simonyan and Yang, "DARTS: Differentiable Architecture Search" (2019).
+
+    Example:
+        >>> one_step(lr=0.1).steps
+        1
+    """
+    return Unrolled(1, SGD(lr))
+
+
+@dataclass(frozen=True)
+class _Iterate:
+    """(θ^t, s^t), and t."""
+
+    t: int
+    params: Tree
+    state: State
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.params.values(), *self.state.tensors()]
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> _Iterate:
+        return _Iterate(self.t, trees.map(f, self.params), self.state.map(f))
+
+
+_Adjoint = Sequence[Tensor | None]  # one for each tensor of an _Iterate; None stands for zero
+
+
+@dataclass(frozen=True)
+class _StepGraph:
+    """One step as a graph from (θ^t, s^t) and λ to (θ^{t+1}, s^{t+1})."""
+
+    before: _Iterate
+    after: _Iterate
+
+    def pull_back(self, adjoint: _Adjoint, hypers: Tree) -> tuple[_Adjoint, _Adjoint]:
+        """α^{t+1} ↦ α^t and α^{t+1} ∂_λ step_t, the latter one for each of ``hypers``; the graph is spent."""
+        known = [(x, a) for x, a in zip(self.after.tensors(), adjoint, strict=True) if a is not None]
+        known = [(x, a) for x, a in known if x.requires_grad]
+        before = self.before.tensors()
+        found = torch.autograd.grad(
+            [x for x, _ in known], [*before, *hypers.values()], [a for _, a in known], allow_unused=True
+        )
+        return found[: len(before)], found[len(before) :]
+
+
+class _Sweep:
+    """The forward and backward sweeps of one call."""
+
+    def __init__(self, method: Unrolled, point: Point) -> None:
+        self.point = point
+        self.optimizer = method.optimizer
+        self.steps = method.steps
+        self.first = 0 if method.last is None else method.steps - method.last
+        self.every = method.checkpoint_every
+        self.kept: dict[int, _Iterate] = {}
+        self.most_kept = 0
+        self.gradients = 0
+        given = point.inner_batch
+        if isinstance(given, Batches) and len(given) != method.steps:
+            raise HyperkronError(
+                f"inner_batch holds {len(given)} batches but steps={method.steps}; "
+                "give one batch for each step, or a single batch that is used at every step."
+            )
+
+    def hypergradient(self) -> tuple[Tensor, Tree]:
+        """J_out(λ, θ^T) and dΦ_T/dλ."""
+        hypers = self.point.hypers
+        step = self.linearise(self.forward())  # the last step is not recomputed
+        outer_loss, adjoint, direct = self._outer(step.after.map(Tensor.detach))
+        adjoint, through = step.pull_back(adjoint, hypers)
+        del step  # a graph goes before the next one is made
+        for t in reversed(range(self.first, self.steps - 1)):
+            self._finite(f"∂Φ/∂θ after unrolled step {t + 1} of {self.steps}", adjoint)
+            adjoint, further = self.linearise(self._recall(t)).pull_back(adjoint, hypers)
+            through = _sum(through, further)
+        if all(x is None for x in through):
+            raise HyperkronError(
+                f"hyper does not influence the inner loss: ∂_θ J_in depends on none of {sorted(hypers)} in "
+                f"the {self.steps - self.first} steps differentiated; in inner, use the hyper it is given "
+                "(as weights, penalties, …), without detach() or no_grad()."
+            )
+        total = zip(hypers.items(), _sum(direct, through), strict=True)
+        grads = {name: torch.zeros_like(p) if g is None else g for (name, p), g in total}
+        for name, gradient in grads.items():
+            self._finite(f"the hypergradient of hyper parameter {name}", [gradient])
+        return outer_loss, grads
+
+    def forward(self) -> _Iterate:
+        """From the model's parameters to (θ^{T−1}, s^{T−1}), keeping what the way back needs."""
+        params = trees.map(Tensor.detach, self.point.params)
+        iterate = _Iterate(0, params, self.optimizer.init(params))
+        while iterate.t < self.steps - 1:
+            if iterate.t >= self.first and (iterate.t - self.first) % self.every == 0:
+                self._keep(iterate)
+            iterate = self.advance(iterate)
+        return iterate
+
+    def advance(self, iterate: _Iterate) -> _Iterate:
+        """One step without a graph."""
+        return self._step(iterate, self._gradient(iterate.t, trees.map(_leaf, iterate.params), False))
+
+    def linearise(self, iterate: _Iterate) -> _StepGraph:
+        """One step with its graph."""
+        before = iterate.map(_leaf)
+        return _StepGraph(before, self._step(before, self._gradient(before.t, before.params, True)))
+
+    def _recall(self, t: int) -> _Iterate:
+        """(θ^t, s^t), recomputed from the kept iterate before it where it was not kept; then forgotten."""
+        if t not in self.kept:
+            iterate = self.kept[t - (t - self.first) % self.every]
+            while iterate.t < t:
+                iterate = self.advance(iterate)
+                self._keep(iterate)
+        return self.kept.pop(t)
+
+    def _keep(self, iterate: _Iterate) -> None:
+        self.kept[iterate.t] = iterate
+        self.most_kept = max(self.most_kept, len(self.kept))
+
+    def _step(self, iterate: _Iterate, grads: Tree) -> _Iterate:
+        params, state = self.optimizer.step(iterate.params, grads, iterate.state)
+        after = _Iterate(iterate.t + 1, params, state)
+        self._finite(f"the iterate after unrolled step {after.t} of {self.steps}", after.tensors())
+        return after
+
+    def _gradient(self, t: int, params: Tree, create_graph: bool) -> Tree:
+        """∇_θ J_in(λ, θ^t), of the parameters that J_in depends on."""
+        given = self.point.inner_batch
+        batch = given[t] if isinstance(given, Batches) else given
+        where = f"at unrolled step {t + 1} of {self.steps}"
+        loss = self.point.substituted("inner", params, batch, draw=t, differentiable=True, where=where)
+        self.gradients += 1
+        found = _gradient(loss.value, list(params.values()), create_graph)
+        grads = {name: g for name, g in zip(params, found, strict=True) if g is not None}
+        if not grads:
+            raise HyperkronError(
+                f"inner does not depend on the model's parameters {where}, so there is no step to take; "
+                "compute J_in from the model it is given, without detach() or no_grad()."
+            )
+        return grads
+
+    def _outer(self, iterate: _Iterate) -> tuple[Tensor, _Adjoint, _Adjoint]:
+        """J_out(λ, θ^T), the adjoint of (θ^T, s^T), and ∂_λ J_out for each of λ's parameters."""
+        point, params = self.point, trees.map(_leaf, iterate.params)
+        where = f"after {self.steps} unrolled steps"
+        loss = point.substituted(
+            "outer", params, point.outer_batch, draw=0, differentiable=False, where=where
+        ).value
+        found = _gradient(loss, [*params.values(), *point.hypers.values()], False)
+        adjoint, direct = found[: len(params)], found[len(params) :]
+        if all(a is None for a in adjoint):
+            raise HyperkronError(
+                "outer does not depend on the model's parameters, so no hypergradient passes through them; "
+                "compute J_out from the model it is given, without detach() or no_grad()."
+            )
+        return loss.detach(), [*adjoint, *(None for _ in iterate.state.tensors())], direct
+
+    def _finite(self, name: str, tensors: _Adjoint) -> None:
+        present = [x.detach() for x in tensors if x is not None and x.numel() > 0]
+        if present:
+            largest = torch.stack(torch._foreach_norm(present, float("inf")))
+            self.point.finite(name, largest, "lower the optimizer's lr, or take fewer steps")
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+def _gradient(loss: Tensor, inputs: list[Tensor], create_graph: bool) -> _Adjoint:
+    """The derivative of ``loss`` by each input, ``None`` where it does not depend on it."""
+    if not loss.requires_grad:
+        return [None] * len(inputs)
+    return torch.autograd.grad(loss, inputs, create_graph=create_graph, allow_unused=True)
+
+
+def _sum(a: _Adjoint, b: _Adjoint) -> _Adjoint:
+    return [y if x is None else x if y is None else x + y for x, y in zip(a, b, strict=True)]

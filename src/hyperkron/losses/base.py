@@ -1,0 +1,304 @@
+"""The record a loss function returns: its value, and what is needed to know its curvature."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from hyperkron.solution import HyperkronError
+
+Fisher = Literal["mc", "type-2", "empirical"]
+"""Which vectors stand for the output Hessian: sampled, all of them, or the gradients at the targets."""
+
+
+@dataclass(frozen=True, eq=False)
+class L2:
+    """The penalty α‖p‖² on one parameter p; it adds 2α to the diagonal of the Hessian at p.
+
+    Attributes:
+        parameter: p itself (compare with ``is``).
+        coefficient: α, detached; a number, or a tensor that broadcasts to p.
+    """
+
+    parameter: Tensor
+    coefficient: Tensor | float
+
+    def scale(self, factor: float | Tensor) -> L2:
+        """The same penalty times ``factor``."""
+        return replace(self, coefficient=self.coefficient * _detached(factor))
+
+
+@dataclass(frozen=True, eq=False)
+class Term(ABC):
+    """One criterion c applied to one model output f: J = Σ_r w_r c_r(f_r), summed over rows r.
+
+    A row is what the criterion sees at a time: the logits of one prediction for cross-entropy, the whole
+    output of one example for the others. The Hessian of J with respect to f is block diagonal over rows.
+
+    Attributes:
+        output: f, attached to the graph.
+        coefficients: w_r = σ_r · mask_r · scale / (number of valid rows), detached, one per row.
+        row_losses: c_r, unweighted and attached to the graph, 0 where masked.
+        valid: which rows are not masked; ``None`` if all are valid.
+    """
+
+    output: Tensor
+    coefficients: Tensor
+    row_losses: Tensor
+    valid: Tensor | None
+
+    @property
+    def per_example(self) -> Tensor:
+        """Unweighted losses, one per example: the mean over an example's own valid rows, 0 if it has none."""
+        rows = self.row_losses.reshape(len(self.row_losses), -1)
+        if self.valid is None:
+            return rows.mean(1)
+        return rows.sum(1) / self.valid.reshape(rows.shape).sum(1).clamp(min=1)
+
+    def vectors(
+        self, fisher: Fisher = "mc", samples: int = 1, generator: torch.Generator | None = None
+    ) -> Iterator[Tensor]:
+        r"""Vectors s shaped like the output, whose row-wise outer products add up to the output Hessian of J.
+
+            mc:         Σ_m s_m s_mᵀ has expectation ∂²J/∂f²,   s_m = √(w/M) ∇_f(−log q(ỹ_m|f)),  ỹ_m ~ q(·|f)
+            type-2:     Σ_c s_c s_cᵀ = ∂²J/∂f²                 (one vector per output entry of a row)
+            empirical:  s = √w ∇_f c, the gradient at the true target; not a Hessian (Kunstner et al., 2019)
+
+        The weight enters as its square root, so that the outer products carry σ and not σ².
+
+        Args:
+            fisher: ``"mc"``, ``"type-2"`` or ``"empirical"``.
+            samples: M, for ``"mc"`` only.
+            generator: on the device of the output; ``None`` draws from the global random state.
+
+        References:
+            Martens and Grosse, 2015 (mc); Kunstner, Balles and Hennig, 2019 (empirical); Dangel et al., 2025.
+        """
+        if fisher not in get_args(Fisher):
+            raise HyperkronError(f"fisher={fisher!r} is unknown; use one of {', '.join(get_args(Fisher))}.")
+        if fisher != "mc":
+            samples = 1
+        elif not isinstance(samples, int) or samples < 1:
+            raise HyperkronError(f"samples={samples!r}: Monte-Carlo vectors need a whole number ≥ 1.")
+        if fisher == "mc":
+            _check_generator(generator, self.output)
+        weights = self.coefficients if fisher == "empirical" else self.hessian_scale
+        lowest = weights.min().item()
+        if lowest < 0:
+            raise HyperkronError(
+                f"weight: a row of the loss counts negatively (coefficient {lowest:.3g} after weights, "
+                "target mass and scale), so its curvature is no sum of outer products; use weights ≥ 0 (a "
+                "sigmoid or softplus of λ), or a curvature made of Hessian products."
+            )
+        root = self._per_entry(weights / samples).sqrt()
+        if fisher == "mc":
+            return self._sampled(root, samples, generator)
+        return self._exact(root) if fisher == "type-2" else iter([self._empirical(root)])
+
+    def hessian_product(self, v: Tensor) -> Tensor:
+        """(∂²J/∂f²) v for v shaped like the output; exact, also where weights are negative."""
+        if v.shape != self.output.shape:
+            raise HyperkronError(
+                f"v has shape {tuple(v.shape)} but the output has shape {tuple(self.output.shape)}; "
+                "pass one vector shaped like the output."
+            )
+        work = self.coefficients.dtype
+        product = self._criterion_product(v.detach().to(work)).mul_(self._per_entry(self.hessian_scale))
+        return product.to(self.output.dtype)
+
+    def scale(self, factor: float | Tensor) -> Term:
+        """The same term times ``factor``."""
+        return replace(self, coefficients=self.coefficients * _detached(factor))
+
+    @property
+    def point(self) -> Tensor:
+        """The output, detached, in the precision in which the loss is computed."""
+        return self.output.detach().to(self.coefficients.dtype)
+
+    @property
+    def hessian_scale(self) -> Tensor:
+        """The factor of each row's criterion Hessian in J: the coefficient (times the target's mass)."""
+        return self.coefficients
+
+    @abstractmethod
+    def _sampled(self, root: Tensor, samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """``samples`` vectors ``root`` · s with E[s sᵀ] = ∂²c/∂f²."""
+
+    @abstractmethod
+    def _exact(self, root: Tensor) -> Iterator[Tensor]:
+        """Vectors ``root`` · s_k with Σ_k s_k s_kᵀ = ∂²c/∂f²."""
+
+    @abstractmethod
+    def _empirical(self, root: Tensor) -> Tensor:
+        """``root`` · ∂c/∂f at the true target."""
+
+    @abstractmethod
+    def _criterion_product(self, v: Tensor) -> Tensor:
+        """(∂²c/∂f²) v as a fresh tensor."""
+
+    def _per_entry(self, rows: Tensor) -> Tensor:
+        """One number per row, shaped to multiply the output."""
+        return rows.reshape(rows.shape + (1,) * (self.output.ndim - rows.ndim))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Loss:
+    """A scalar J attached to the graph, with the criteria and penalties it is made of.
+
+    Losses add (``a + b``, ``sum([a, b])``), and scale by numbers or by scalar tensors, which may carry a
+    gradient to λ. A plain scalar tensor can be added; its curvature is unknown, which ``opaque`` records.
+
+    Attributes:
+        value: J, a scalar tensor.
+        terms: the criteria in J, each with its model output.
+        l2: the L2 penalties in J, one per parameter.
+        opaque: whether J contains a plain tensor whose curvature only differentiation can tell.
+
+    Example:
+        >>> import torch
+        >>> from hyperkron.losses import cross_entropy, mse
+        >>> output, target = torch.zeros(4, 2, requires_grad=True), torch.tensor([0, 1, 1, 0])
+        >>> loss = cross_entropy(output, target) + 0.5 * mse(output, torch.zeros(4, 2))
+        >>> loss
+        Loss(0.6931, terms=2, l2=0, opaque=False)
+        >>> loss.backward()
+        >>> (loss + output.sum()).opaque
+        True
+    """
+
+    value: Tensor
+    terms: tuple[Term, ...] = ()
+    l2: tuple[L2, ...] = ()
+    opaque: bool = False
+
+    __array_ufunc__ = None  # numpy scalars leave the arithmetic to this class
+
+    @property
+    def per_example(self) -> Tensor:
+        """The unweighted losses of the examples, (N,), attached to the graph, if J has a single criterion."""
+        if len(self.terms) != 1:
+            raise HyperkronError(
+                f"per_example: the loss has {len(self.terms)} criteria, so whose examples are meant is open; "
+                "read loss.terms[i].per_example, or ask the loss before adding to it."
+            )
+        return self.terms[0].per_example
+
+    def scale(self, factor: float | Tensor) -> Loss:
+        """J times a number or a scalar tensor, with its curvature."""
+        if isinstance(factor, Tensor):
+            _require_scalar(factor, "factor")
+        return Loss(
+            self.value * factor,
+            tuple(term.scale(factor) for term in self.terms),
+            tuple(penalty.scale(factor) for penalty in self.l2),
+            self.opaque,
+        )
+
+    def backward(
+        self,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Tensor | Sequence[Tensor] | None = None,
+    ) -> None:
+        """Backpropagate from the value, as :meth:`torch.Tensor.backward`."""
+        torch.autograd.backward(self.value, None, retain_graph, create_graph, inputs=inputs)
+
+    def item(self) -> float:
+        """The value as a number."""
+        return float(self.value.item())
+
+    def detach(self) -> Tensor:
+        """The value, detached from the graph."""
+        return self.value.detach()
+
+    def __float__(self) -> float:
+        return self.item()
+
+    def __repr__(self) -> str:
+        return f"Loss({self.item():.4g}, terms={len(self.terms)}, l2={len(self.l2)}, opaque={self.opaque})"
+
+    def __add__(self, other: Loss | Tensor | float) -> Loss:
+        if isinstance(other, Real):
+            return self if other == 0 else replace(self, value=self.value + other)
+        if isinstance(other, Tensor):
+            other = as_loss(other)
+        if not isinstance(other, Loss):
+            return NotImplemented
+        return Loss(
+            self.value + other.value,
+            self.terms + other.terms,
+            self.l2 + other.l2,
+            self.opaque or other.opaque,
+        )
+
+    __radd__ = __add__
+
+    def __mul__(self, factor: float | Tensor) -> Loss:
+        return self.scale(factor) if isinstance(factor, (Real, Tensor)) else NotImplemented
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float | Tensor) -> Loss:
+        return self.scale(1 / divisor) if isinstance(divisor, (Real, Tensor)) else NotImplemented
+
+    def __neg__(self) -> Loss:
+        return self.scale(-1.0)
+
+    def __sub__(self, other: Loss | Tensor | float) -> Loss:
+        return self + (-other)
+
+    def __rsub__(self, other: Tensor | float) -> Loss:
+        return -self + other
+
+
+def as_loss(x: Any) -> Loss:
+    """``x`` as a :class:`Loss`: itself, or a scalar tensor as a loss whose curvature is unknown.
+
+    Example:
+        >>> import torch
+        >>> as_loss(torch.tensor(2.0))
+        Loss(2, terms=0, l2=0, opaque=True)
+    """
+    if isinstance(x, Loss):
+        return x
+    if not isinstance(x, Tensor):
+        raise HyperkronError(
+            f"loss is a {type(x).__name__} ({x!r:.60}); return a hyperkron Loss or a scalar tensor."
+        )
+    _require_scalar(x, "loss")
+    return Loss(x, opaque=True)
+
+
+def _require_scalar(x: Tensor, argument: str) -> None:
+    if x.ndim != 0:
+        raise HyperkronError(
+            f"{argument} has shape {tuple(x.shape)} but must be a scalar; reduce it with .mean() or .sum()."
+        )
+    if not x.is_floating_point():
+        raise HyperkronError(f"{argument} has dtype {x.dtype}; use a floating point tensor.")
+
+
+def _check_generator(generator: Any, output: Tensor) -> None:
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        raise HyperkronError(
+            f"generator={generator!r:.60} is a {type(generator).__name__}; pass "
+            f"torch.Generator(device={str(output.device)!r}).manual_seed(seed), or None."
+        )
+    mine, theirs = generator.device, output.device
+    if mine.type != theirs.type or (None not in (mine.index, theirs.index) and mine.index != theirs.index):
+        raise HyperkronError(
+            f"generator is on {mine} but the output is on {theirs}; "
+            f"use torch.Generator(device={str(theirs)!r})."
+        )
+
+
+def _detached(factor: float | Tensor) -> float | Tensor:
+    return factor.detach() if isinstance(factor, Tensor) else factor

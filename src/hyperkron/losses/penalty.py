@@ -1,0 +1,119 @@
+"""The L2 penalty, whose curvature joins the damping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperkron.losses.base import L2, Loss
+from hyperkron.solution import HyperkronError
+
+Coefficient = float | Tensor
+
+
+def l2(
+    parameters: nn.Module | Tensor | Iterable[Tensor], coefficient: Coefficient | Sequence[Coefficient]
+) -> Loss:
+    r"""The penalty Σ_p α_p ‖p‖² (not ½α‖p‖²), which adds 2α_p to the Hessian at p.
+
+    Of a module the trainable parameters are penalised. If none requires a gradient (as while its parameters
+    are moved for a finite difference) all are, so that the penalty of a trainable module never vanishes.
+
+    Args:
+        parameters: a module, a tensor, or tensors.
+        coefficient: α: a number; a tensor that broadcasts to each parameter and may carry a gradient to λ; or
+            a list or tuple of these with one entry for each of ``parameters`` (for a module: for each of
+            ``module.parameters()``, frozen ones included).
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> decay = torch.tensor(0.1, requires_grad=True)
+        >>> loss = l2(model, decay)
+        >>> loss.backward()
+        >>> model.weight.grad, decay.grad
+        (tensor([[0.2000, 0.2000]]), tensor(2.))
+    """
+    pairs = _pairs(_tensors(parameters), coefficient)
+    if isinstance(parameters, nn.Module) and any(p.requires_grad for p, _ in pairs):
+        pairs = [(p, alpha) for p, alpha in pairs if p.requires_grad]
+    values, records = [], []
+    for parameter, alpha in pairs:
+        _check_coefficient(alpha, parameter)
+        squares = parameter.to(torch.promote_types(parameter.dtype, torch.float32)).square()
+        if isinstance(alpha, Tensor) and alpha.ndim > 0:
+            values.append((alpha * squares).sum())
+        else:
+            values.append(alpha * squares.sum())
+        records.append(L2(parameter, alpha.detach() if isinstance(alpha, Tensor) else float(alpha)))
+    return Loss(torch.stack(values).sum(), l2=tuple(records))
+
+
+def _tensors(parameters: Any) -> list[Tensor]:
+    """The parameters as a list, frozen ones included."""
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    if not isinstance(parameters, Iterable):
+        raise HyperkronError(
+            f"parameters is a {type(parameters).__name__}; pass a module, a tensor or an iterable of tensors."
+        )
+    found = list(parameters)
+    if not found:
+        raise HyperkronError(
+            f"parameters ({type(parameters).__name__}) has no tensor in it; pass a module with parameters, "
+            "or a list (a generator can be read only once)."
+        )
+    for p in found:
+        if not isinstance(p, Tensor):
+            raise HyperkronError(
+                f"parameters contains a {type(p).__name__} ({p!r:.40}); pass tensors: module.parameters() "
+                "rather than named_parameters(), or the .values() of a dict."
+            )
+        if not p.is_floating_point():
+            raise HyperkronError(
+                f"parameters contains a tensor of dtype {p.dtype}, shape {tuple(p.shape)}; leave it out."
+            )
+    return found
+
+
+def _pairs(parameters: list[Tensor], coefficient: Any) -> list[tuple[Tensor, Any]]:
+    """Each parameter with its coefficient."""
+    if not isinstance(coefficient, (list, tuple)):
+        return list(zip(parameters, repeat(coefficient), strict=False))
+    if len(coefficient) != len(parameters):
+        raise HyperkronError(
+            f"coefficient has {len(coefficient)} entries for {len(parameters)} parameters; give one entry "
+            "per parameter (frozen ones included), or a single number."
+        )
+    return list(zip(parameters, coefficient, strict=True))
+
+
+def _check_coefficient(alpha: Any, parameter: Tensor) -> None:
+    """Refuse what is no number, is elsewhere, or does not broadcast to the parameter."""
+    if isinstance(alpha, (int, float)) and not isinstance(alpha, bool):
+        return
+    if not isinstance(alpha, Tensor):
+        raise HyperkronError(
+            f"coefficient={alpha!r:.60} is a {type(alpha).__name__}; pass a number, a tensor, or a list of "
+            "these."
+        )
+    if alpha.ndim > 0 and alpha.device != parameter.device:
+        raise HyperkronError(
+            f"coefficient is on {alpha.device} but a parameter is on {parameter.device}; move it with "
+            f"coefficient.to({str(parameter.device)!r})."
+        )
+    if not alpha.is_floating_point():
+        raise HyperkronError(f"coefficient has dtype {alpha.dtype}; use a floating point tensor.")
+    trailing = zip(reversed(alpha.shape), reversed(parameter.shape), strict=False)
+    if alpha.ndim > parameter.ndim or any(a not in (1, p) for a, p in trailing):
+        raise HyperkronError(
+            f"coefficient has shape {tuple(alpha.shape)}, which does not broadcast to a parameter of shape "
+            f"{tuple(parameter.shape)}; use a scalar, or a list with one coefficient per parameter."
+        )

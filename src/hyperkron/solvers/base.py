@@ -1,0 +1,135 @@
+"""What all solvers of (A + δI) v = b share: the interface, and the checks at the door."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+from hyperkron import trees
+from hyperkron.curvature.base import Invertible, Operator
+from hyperkron.solution import HyperkronError, NonFiniteError, Solution, Status
+from hyperkron.trees import Tree
+
+_SAFE_RANGE = 1e-6, 1e6  # of the largest entry of b: float32 squares and products stay far from its limits
+
+
+class Solver(ABC):
+    """A way to solve (A + δI) v = b for one right-hand side, given A + δI as an operator.
+
+    A solver is configuration only: a frozen dataclass that can be shared between threads and problems. A new
+    one implements :meth:`_solve` and declares the three flags, by which a caller refuses combinations that
+    make no sense before any work is done.
+
+    Attributes:
+        needs_products: whether it multiplies by the operator rather than by its inverse.
+        uses_start: whether it takes a start v₀.
+        uses_preconditioner: whether it takes a preconditioner.
+    """
+
+    needs_products: ClassVar[bool] = True
+    uses_start: ClassVar[bool] = False
+    uses_preconditioner: ClassVar[bool] = False
+
+    def solve(
+        self,
+        operator: Operator,
+        b: Tree,
+        *,
+        start: Tree | None = None,
+        preconditioner: Invertible | None = None,
+    ) -> Solution:
+        """Solve (A + δI) v = b.
+
+        Args:
+            operator: A + δI, symmetric, with its damping inside.
+            b: the right-hand side.
+            start: v₀, such as the previous solution; ``None`` starts from zero without spending a product.
+            preconditioner: M ≈ A + δI, positive definite, whose inverse is applied to residuals.
+
+        Returns:
+            The solution with its status. A right-hand side of zeros has the solution zero, at no cost.
+
+        Raises:
+            HyperkronError: for an argument that this solver cannot use.
+            NonFiniteError: for NaN or infinity in ``b`` or ``start``.
+        """
+        self._check(operator, start, preconditioner)
+        b = trees.map(torch.Tensor.detach, b)
+        peak = float(trees.largest(b))
+        if not math.isfinite(peak):
+            raise NonFiniteError(_non_finite("b", b, "the outer loss and its batch"))
+        if start is not None:
+            start = trees.map(torch.Tensor.detach, start)
+            if not trees.is_finite(start):
+                raise NonFiniteError(_non_finite("start", start, "the previous solve, or pass start=None"))
+        if peak == 0.0:
+            return Solution(trees.zeros_like(b), Status.CONVERGED, residual=0.0)
+        if _SAFE_RANGE[0] <= peak <= _SAFE_RANGE[1]:
+            return self._solve(operator, b, start, preconditioner)
+        unit = 2.0 ** math.frexp(peak)[1]  # a power of two, so that scaling does not round
+        start = None if start is None else trees.scale(start, 1.0 / unit)
+        solution = self._solve(operator, trees.scale(b, 1.0 / unit), start, preconditioner)
+        return dataclasses.replace(solution, value=trees.scale(solution.value, unit))
+
+    @abstractmethod
+    def _solve(
+        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None
+    ) -> Solution:
+        """Solve for a finite, detached, non-zero ``b``, with arguments that :meth:`solve` has checked."""
+
+    def _check(self, operator: Operator, start: Tree | None, preconditioner: Invertible | None) -> None:
+        """Refuse arguments that this solver cannot use."""
+        name = type(self).__name__
+        if not isinstance(operator, Operator):
+            raise HyperkronError(
+                f"operator is a {type(operator).__name__}, not a curvature operator; "
+                "pass an instance of hyperkron.curvature.base.Operator"
+            )
+        if start is not None and not self.uses_start:
+            raise HyperkronError(f"start was given to {name}, which uses none; pass start=None, or use CG")
+        if preconditioner is None:
+            return
+        if not self.uses_preconditioner:
+            raise HyperkronError(f"preconditioner was given to {name}, which uses none; use CG")
+        if not isinstance(preconditioner, Invertible):
+            raise HyperkronError(
+                f"preconditioner is a {type(preconditioner).__name__}, which has no inverse to apply; "
+                "use an invertible curvature such as KFAC"
+            )
+
+
+def _non_finite(argument: str, tree: Tree, look: str) -> str:
+    names = [name for name, x in tree.items() if not trees.is_finite({name: x})]
+    return f"{argument} holds NaN or infinity in {names}; check {look}"
+
+
+def epsilon(tree: Tree) -> float:
+    """The unit roundoff of the coarsest dtype in ``tree``."""
+    return max(torch.finfo(x.dtype).eps for x in tree.values())
+
+
+def rounding(curvature_scale: float, eps: float) -> float:
+    """The size below which the sign of a computed pᵀAp means nothing, with ``curvature_scale`` = ‖p‖²·‖Ap‖².
+
+    Rounding p and Ap changes pᵀAp by about ε‖p‖‖Ap‖. A positive definite A of condition number κ has
+    pᵀAp ≥ 2√κ/(1+κ)·‖p‖‖Ap‖ (Kantorovich), so the test misjudges only κ beyond 1/(4ε²).
+    """
+    return 4.0 * eps * math.sqrt(curvature_scale)
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    """Refuse anything but an integer of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise HyperkronError(f"{name} is {value!r}; pass an integer of at least {least}")
+
+
+def check_step(step: float | None) -> None:
+    """Refuse a step that is neither ``None`` nor positive and finite."""
+    if step is not None and not (isinstance(step, int | float) and 0.0 < step < math.inf):
+        raise HyperkronError(
+            f"step is {step!r}; pass a positive number below 2/λmax, or None to have a safe one found"
+        )

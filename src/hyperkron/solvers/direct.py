@@ -1,0 +1,44 @@
+"""Direct solves, by a curvature that knows its own inverse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hyperkron import trees
+from hyperkron.curvature.base import Invertible, Operator
+from hyperkron.solution import HyperkronError, NonFiniteError, Solution
+from hyperkron.solvers.base import Solver
+from hyperkron.trees import Tree
+
+
+@dataclass(frozen=True)
+class Direct(Solver):
+    """v = (A + δI)⁻¹ b from the curvature's own factorisation; no product, no iteration.
+
+    For KFAC this is one multiplication from each side for each layer (Martens & Grosse, 2015). The status is
+    the operator's: ``DIRECT``, or ``MORE_DAMPING`` or ``KEPT_PREVIOUS`` where its factorisation needed a
+    fallback.
+
+    Example:
+        >>> Direct()
+        Direct()
+    """
+
+    needs_products: ClassVar[bool] = False
+
+    def _solve(
+        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None
+    ) -> Solution:
+        if not isinstance(operator, Invertible):
+            raise HyperkronError(
+                f"solver is Direct but {type(operator).__name__} has no inverse of its own; "
+                "use CG, or an invertible curvature such as KFAC"
+            )
+        value = operator.solve(b)
+        if not trees.is_finite(value):
+            raise NonFiniteError(
+                f"{type(operator).__name__} turned a finite right-hand side into NaN or infinity; "
+                "raise the damping, or check the curvature batch"
+            )
+        return Solution(value, operator.status)
