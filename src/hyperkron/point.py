@@ -133,11 +133,12 @@ class Point:
         draw: int,
         differentiable: bool,
         where: str,
+        remedy: str | None = None,
     ) -> Loss:
         """J_in or J_out with θ replaced by ``params`` and attached to their graph, for methods that move θ.
 
         Evaluations with the same ``draw`` draw the same dropout masks, those with different ones independent
-        masks; draw 0 is that of :meth:`inner`. ``where`` says in errors which evaluation this was.
+        masks; draw 0 is that of :meth:`inner`. ``where`` and ``remedy`` go into the error of a non-finite value.
         """
         assert self._snapshot is not None, "a Point is used inside its with block"
         self._snapshot.rewind()
@@ -151,8 +152,8 @@ class Point:
             if differentiable:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             loss = as_loss(functional_call(_Caller(self.model), named, (function, self.hyper, batch)))
-        remedy = f"look for nan or inf in {level}_batch, in hyper and in the model's parameters"
-        self.finite(f"{level} loss {where}", loss.value, remedy)
+        usual = f"look for nan or inf in {level}_batch, in hyper and in the model's parameters"
+        self.finite(f"{level} loss {where}", loss.value, remedy or usual)
         return loss
 
 

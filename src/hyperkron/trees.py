@@ -10,7 +10,7 @@ Binary functions match tensors by name, not by order, and refuse trees whose nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -67,10 +67,10 @@ def scale(a: Tree, c: float | Tensor) -> Tree:
     return dict(zip(a, _times(list(a.values()), c), strict=True))
 
 
-def _times(tensors: list[Tensor], c: float | Tensor) -> Sequence[Tensor]:
+def _times(tensors: list[Tensor], c: float | Tensor) -> list[Tensor]:
     if isinstance(c, Tensor) and any(x.dim() == 0 and x.dtype != c.dtype for x in tensors):
         return [(x * c).to(x.dtype) for x in tensors]  # a 0-dimensional x would take the dtype of c
-    return torch._foreach_mul(tensors, c)
+    return list(torch._foreach_mul(tensors, c))
 
 
 def dot(a: Tree, b: Tree) -> Tensor:

@@ -18,16 +18,22 @@ class HessianOperator(Operator):
     """v ↦ (∇²_θθ J_in + δI) v by differentiating the gradient's graph, built once."""
 
     def __init__(self, point: Point, damping: float) -> None:
-        self.params, self.damping = point.params, damping
-        loss = point.inner(point.curvature_batch, differentiable=True)
-        gradients = _gradients(loss.value, list(self.params.values()), create_graph=True)
-        self.gradients = dict(zip(self.params, gradients, strict=True))
-        self._live = [g for g in gradients if g is not None and g.requires_grad]
-        self._names = [n for n, g in self.gradients.items() if g is not None and g.requires_grad]
+        self.point, self.params, self.damping = point, point.params, damping
         self.products = 0
+        self._live: list[Tensor] | None = None
+        self._names: list[str] = []
+
+    def _build(self) -> None:
+        """The graph of ∂_θ J_in, at the first product: what is computed before it does not add to its memory."""
+        loss = self.point.inner(self.point.curvature_batch, differentiable=True)
+        gradients = _gradients(loss.value, list(self.params.values()), create_graph=True)
+        pairs = [(n, g) for n, g in zip(self.params, gradients, strict=True) if g is not None and g.requires_grad]
+        self._names, self._live = [n for n, _ in pairs], [g for _, g in pairs]
 
     def matvec(self, v: Tree) -> Tree:
         self.products += 1
+        if self._live is None:
+            self._build()
         if not self._live:  # J_in is linear in θ
             return trees.scale(v, self.damping)
         found = _gradients(self._live, list(self.params.values()), [v[n] for n in self._names], retain_graph=True)
@@ -35,6 +41,8 @@ class HessianOperator(Operator):
 
     def cross(self, v: Tree, hypers: Tree) -> dict[str, Tensor | None]:
         """∂²_λθ J_in · v from the same graph; only where the curvature batch is the inner batch."""
+        if self._live is None:
+            self._build()
         if not self._live:
             return dict.fromkeys(hypers)
         found = _gradients(self._live, list(hypers.values()), [v[n] for n in self._names], retain_graph=True)
@@ -45,8 +53,14 @@ class GGNOperator(Operator):
     """v ↦ (Jᵀ (∇²_f c) J + L2 + δI) v, with J the Jacobian of the model's outputs."""
 
     def __init__(self, point: Point, damping: float) -> None:
-        self.params, self.damping = point.params, damping
-        loss = point.inner(point.curvature_batch, differentiable=True)
+        self.point, self.params, self.damping = point, point.params, damping
+        self.products = 0
+        self._built = False
+
+    def _build(self) -> None:
+        """The graph of the outputs and of Jᵀu, at the first product."""
+        self._built = True
+        loss = self.point.inner(self.point.curvature_batch, differentiable=True)
         if not loss.terms:
             raise HyperkronError(
                 "inner returned a plain scalar tensor, from which no Gauss–Newton matrix can be had: return "
@@ -59,10 +73,11 @@ class GGNOperator(Operator):
         pulled = _gradients([t.output for t in self.terms], list(self.params.values()), self._seeds, create_graph=True)
         self._pulled = [g for g in pulled if g is not None and g.requires_grad]
         self._names = [n for n, g in zip(self.params, pulled, strict=True) if g is not None and g.requires_grad]
-        self.products = 0
 
     def matvec(self, v: Tree) -> Tree:
         self.products += 1
+        if not self._built:
+            self._build()
         pushed = _gradients(self._pulled, self._seeds, [v[n] for n in self._names], retain_graph=True)
         bent = [
             t.hessian_product(torch.zeros_like(t.output) if j is None else j)

@@ -90,8 +90,8 @@ class Implicit(Hypergradient):
         """dΦ/dλ at the current (λ, θ); ``curvature_batch`` measures A on another batch than the cross term."""
         state = self.state
         with Point(problem, model, hyper, inner_batch, outer_batch, curvature_batch=curvature_batch) as point:
+            operator = self.curvature.operator(point, state.curvature)  # before b, which would add to its peak memory
             value, b, direct = outer_gradients(point)
-            operator = self.curvature.operator(point, state.curvature)
             solution = self.solver.solve(
                 operator,
                 b,

@@ -41,6 +41,7 @@ class Batches(tuple[Any, ...]):
 
 
 _DEFAULT = SGD(lr=0.1)
+_REMEDY = "lower the optimizer's lr, take fewer steps, or look for nan or inf in inner_batch"
 
 
 @dataclass(frozen=True)
@@ -327,7 +328,15 @@ class _Sweep:
         given = self.point.inner_batch
         batch = given[t] if isinstance(given, Batches) else given
         where = f"at unrolled step {t + 1} of {self.steps}"
-        loss = self.point.substituted("inner", params, batch, draw=t, differentiable=True, where=where)
+        loss = self.point.substituted(
+            "inner",
+            params,
+            batch,
+            draw=t,
+            differentiable=True,
+            where=where,
+            remedy=_REMEDY if t else None,
+        )
         self.gradients += 1
         found = _gradient(loss.value, list(params.values()), create_graph)
         grads = {name: g for name, g in zip(params, found, strict=True) if g is not None}
@@ -341,9 +350,14 @@ class _Sweep:
     def _outer(self, iterate: _Iterate) -> tuple[Tensor, _Adjoint, _Adjoint]:
         """J_out(λ, θ^T), the adjoint of (θ^T, s^T), and ∂_λ J_out for each of λ's parameters."""
         point, params = self.point, trees.map(_leaf, iterate.params)
-        where = f"after {self.steps} unrolled steps"
         loss = point.substituted(
-            "outer", params, point.outer_batch, draw=0, differentiable=False, where=where
+            "outer",
+            params,
+            point.outer_batch,
+            draw=0,
+            differentiable=False,
+            where=f"after {self.steps} unrolled steps",
+            remedy="look for nan or inf in outer_batch, or lower the optimizer's lr",
         ).value
         found = _gradient(loss, [*params.values(), *point.hypers.values()], False)
         adjoint, direct = found[: len(params)], found[len(params) :]
@@ -358,7 +372,7 @@ class _Sweep:
         present = [x.detach() for x in tensors if x is not None and x.numel() > 0]
         if present:
             largest = torch.stack(torch._foreach_norm(present, float("inf")))
-            self.point.finite(name, largest, "lower the optimizer's lr, or take fewer steps")
+            self.point.finite(name, largest, _REMEDY)
 
 
 def _leaf(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hyperkron.losses._checks import answers_at_once, check_companion, check_output, reduce_rows, row_weights
 from hyperkron.losses.base import Loss, Term
@@ -67,7 +68,8 @@ def cross_entropy(
         row_losses = -(target * logp).sum(-1)
     else:
         target, valid, wrong = _class_indices(target, output, ignore_index)
-        row_losses = -logp.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        flat = F.nll_loss(logp.flatten(0, -2), target.flatten(), reduction="none")
+        row_losses = flat.reshape(target.shape)
     if label_smoothing:
         row_losses = row_losses * (1 - label_smoothing) - logp.mean(-1) * label_smoothing
     if wrong is not None:
@@ -82,13 +84,17 @@ def cross_entropy(
 def _class_indices(
     target: Tensor, output: Tensor, ignore_index: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Indices that are safe to gather with; which rows are valid (``None``: all); which are out of range.
+    """Indices that are safe to look up; which rows are valid (``None``: all); which are out of range.
 
     The third is ``None`` on the CPU, where a class out of range is refused here.
     """
     _check_classes(target, output)
     classes = output.shape[-1]
     target = target.long()
+    if answers_at_once(target):
+        low, high = (int(bound) for bound in target.aminmax())
+        if low >= 0 and high < classes and not low <= ignore_index <= high:
+            return target, None, None
     valid = target != ignore_index
     wrong = valid & ((target < 0) | (target >= classes))
     safe = target.masked_fill(~valid | wrong, 0)
@@ -104,7 +110,7 @@ def _class_indices(
             f"target: all {target.numel()} rows equal ignore_index={ignore_index}, so the mean is over none; "
             "skip such batches, or change ignore_index."
         )
-    return safe, None if bool(valid.all()) else valid, None
+    return safe, valid, None
 
 
 def _check_classes(target: Tensor, output: Tensor) -> None:

@@ -112,15 +112,6 @@ def epsilon(tree: Tree) -> float:
     return max(torch.finfo(x.dtype).eps for x in tree.values())
 
 
-def rounding(curvature_scale: float, eps: float) -> float:
-    """The size below which the sign of a computed pᵀAp means nothing, with ``curvature_scale`` = ‖p‖²·‖Ap‖².
-
-    Rounding p and Ap changes pᵀAp by about ε‖p‖‖Ap‖. A positive definite A of condition number κ has
-    pᵀAp ≥ 2√κ/(1+κ)·‖p‖‖Ap‖ (Kantorovich), so the test misjudges only κ beyond 1/(4ε²).
-    """
-    return 4.0 * eps * math.sqrt(curvature_scale)
-
-
 def check_count(name: str, value: int, least: int) -> None:
     """Refuse anything but an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

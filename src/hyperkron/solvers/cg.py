@@ -11,7 +11,7 @@ import torch
 from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.solution import HyperkronError, Solution, Status
-from hyperkron.solvers.base import Solver, check_count, epsilon, rounding
+from hyperkron.solvers.base import Solver, check_count, epsilon
 from hyperkron.trees import Tree
 
 
@@ -32,8 +32,8 @@ class CG(Solver):
     It stops early
 
     - when ‖r‖ ≤ tolerance·‖b‖, or at the precision of the dtype: ``CONVERGED``;
-    - when pᵀAp, or rᵀM⁻¹r, is not positive beyond rounding: ``NONPOSITIVE_CURVATURE``. The value is the last
-      iterate, which still minimises the quadratic over a space where it is convex. If the first direction is
+    - when rᵀM⁻¹r is not positive, or pᵀAp is not above ε‖A‖‖p‖², the rounding error of products with A (ε is
+      the unit roundoff, ‖A‖ as seen so far): ``NONPOSITIVE_CURVATURE``. The value is the last iterate, which still minimises the quadratic over a space where it is convex. If the first direction is
       already bad and there is no ``start``, that iterate would be zero and the hypergradient would silently
       lose its implicit term; the value is then p₀: b (the identity in place of A, as Nocedal & Wright, 2006,
       algorithm 7.1, do for Newton–CG) or M⁻¹b (the preconditioner in place of A; b if M itself is at fault);
@@ -82,6 +82,7 @@ class CG(Solver):
                 return Solution(v, Status.CONVERGED, 0, products, residual)
         p = z = r if preconditioner is None else preconditioner.solve(r)
         rz = trees.dot(r, z)
+        largest = 0.0  # ‖A‖ as far as it was seen
         for done in range(self.iterations):
             product = operator.matvec(p)
             products += 1
@@ -90,7 +91,9 @@ class CG(Solver):
             v_next, r_next = trees.add(v, p, alpha=step), trees.add(r, product, alpha=-step)
             rr = trees.dot(r_next, r_next)
             facts = torch.stack([rz, curvature, trees.dot(p, p), trees.dot(product, product), rr]).tolist()
-            trouble = _trouble(facts, eps)
+            if facts[2] > 0.0:
+                largest = max(largest, math.sqrt(facts[3] / facts[2]))
+            trouble = _trouble(facts, eps * largest)
             if trouble is Status.NONPOSITIVE_CURVATURE and done == 0 and start is None:
                 if facts[0] <= 0.0:
                     return Solution(trees.map(torch.clone, b), trouble, 0, products)
@@ -108,11 +111,11 @@ class CG(Solver):
         return Solution(v, Status.BUDGET, self.iterations, products, residual)
 
 
-def _trouble(facts: list[float], eps: float) -> Status | None:
+def _trouble(facts: list[float], floor: float) -> Status | None:
     """Why an iteration cannot be used, from rᵀz, pᵀAp, ‖p‖², ‖Ap‖² and the new ‖r‖²; ``None`` if it can."""
     rz, curvature, pp, qq, rr = facts
     if not all(math.isfinite(fact) for fact in (rz, curvature, pp, qq)):
         return Status.NON_FINITE
-    if rz <= 0.0 or curvature <= rounding(pp * qq, eps):
+    if rz <= 0.0 or curvature <= floor * pp:
         return Status.NONPOSITIVE_CURVATURE
     return None if math.isfinite(rr) else Status.NON_FINITE

@@ -9,7 +9,7 @@ import torch
 from hyperkron import trees
 from hyperkron.curvature.base import Operator
 from hyperkron.solution import Solution, Status
-from hyperkron.solvers.base import epsilon, rounding
+from hyperkron.solvers.base import epsilon
 from hyperkron.solvers.spectrum import power_iteration
 from hyperkron.trees import Tree
 
@@ -41,7 +41,7 @@ def fixed_step(
         if not math.isfinite(spectrum.largest):
             return Solution(trees.zeros_like(b) if start is None else start, Status.NON_FINITE, 0, spent)
         step = spectrum.safe_step if spectrum.largest > 0.0 else 1.0
-        if spectrum.largest == 0.0 or spectrum.rayleigh < -rounding(spectrum.largest**2, epsilon(b)):
+        if spectrum.largest == 0.0 or spectrum.rayleigh < -epsilon(b) * spectrum.largest:
             value = trees.scale(b, step) if start is None else start
             return Solution(value, Status.NONPOSITIVE_CURVATURE, 0, spent)
     return _iterate(operator, b, start, updates, step, spent)
@@ -66,14 +66,12 @@ def _iterate(
         product = operator.matvec(r)
         products += 1
         r_next = trees.add(r, product, alpha=-step)
-        dots = [trees.dot(r, product), trees.dot(product, product), trees.dot(r_next, r_next)]
-        curvature, qq, rr_next = torch.stack(dots).tolist()
-        if not (math.isfinite(curvature) and math.isfinite(qq)):
+        curvature, rr_next = torch.stack([trees.dot(r, product), trees.dot(r_next, r_next)]).tolist()
+        if not math.isfinite(curvature):
             return Solution(v, Status.NON_FINITE, done, products)
-        negative = curvature < -rounding((residual * size) ** 2 * qq, eps)
         residual = math.sqrt(rr_next) / size if math.isfinite(rr_next) else math.inf
-        if negative or residual > least * (1.0 + math.sqrt(eps)):
-            status = Status.NONPOSITIVE_CURVATURE if negative else Status.DIVERGED
+        if residual > least * (1.0 + math.sqrt(eps)):
+            status = Status.NONPOSITIVE_CURVATURE if curvature < 0.0 else Status.DIVERGED
             if best is None:
                 best, least, at = v, residual, done
             return Solution(best, status, at, products, least if math.isfinite(least) else None)

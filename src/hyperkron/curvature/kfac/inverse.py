@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hyperkron.linalg import spd_inverse
 from hyperkron.solution import FactorizationError, HyperkronError, Status
 
 Split = Literal["pi", "plain", "exact"] | Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -123,7 +124,7 @@ def spd_inverses(matrices: list[Tensor], shifts: list[Tensor]) -> tuple[list[Ten
     for members in by_size.values():
         stacked = torch.cat([matrices[i] for i in members])
         stacked.diagonal(dim1=-2, dim2=-1).add_(torch.cat([shifts[i] for i in members])[:, None])
-        inverse, info = _cholesky_inverse(stacked)
+        inverse, info = spd_inverse(stacked)
         batches.append((members, inverse, info))
     status = Status.DIRECT
     failed = torch.cat([info.ne(0) for _, _, info in batches]).tolist()
@@ -143,17 +144,12 @@ def spd_inverses(matrices: list[Tensor], shifts: list[Tensor]) -> tuple[list[Ten
     return out, status
 
 
-def _cholesky_inverse(stacked: Tensor) -> tuple[Tensor, Tensor]:
-    factor, info = torch.linalg.cholesky_ex(stacked)
-    return torch.cholesky_inverse(factor), info
-
-
 def _rescued(matrix: Tensor, shift: Tensor) -> Tensor:
     """The inverse in float64, with more damping where that is not enough."""
     wide = matrix.double()
     eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
     for factor in (1.0, 10.0, 100.0, 1000.0):
-        inverse, info = _cholesky_inverse(wide + factor * shift.double()[:, None, None] * eye)
+        inverse, info = spd_inverse(wide + factor * shift.double()[:, None, None] * eye)
         if not bool(info.any()) and bool(torch.isfinite(inverse).all()):
             return inverse.to(matrix.dtype)
     raise FactorizationError(
