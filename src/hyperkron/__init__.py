@@ -6,7 +6,8 @@ The pieces of the formula are the parts of the package: ``losses`` and ``Bilevel
 solvers (A⁻¹b), the cross term, and the hypergradients that put them together.
 """
 
-from hyperkron import losses
+from hyperkron import algorithms, losses
+from hyperkron.algorithms import *  # noqa: F403 - every algorithm, by its paper's name
 from hyperkron.curvature import EKFAC, GGN, KFAC, AdamDiagonal, Coverage, Hessian, Identity
 from hyperkron.hyper import SampleWeights, as_hyper
 from hyperkron.hypergradient import (
@@ -37,10 +38,21 @@ from hyperkron.solution import (
     Status,
 )
 from hyperkron.solvers import CG, Direct, GradientDescent, Neumann
+from hyperkron.training import Ball, Box, Callback, EarlyStopping, Every, History, Run, Simplex, fit
 
 __version__ = "0.1.0"
 
 __all__ = [
+    *algorithms.__all__,
+    "Ball",
+    "Box",
+    "Callback",
+    "EarlyStopping",
+    "Every",
+    "History",
+    "Run",
+    "Simplex",
+    "fit",
     "CG",
     "EKFAC",
     "GGN",

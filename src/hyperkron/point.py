@@ -2,15 +2,15 @@
 
 Every forward pass of a hypergradient goes through a :class:`Point`. It keeps the contract of the library:
 when the ``with`` block ends, by success or by exception, the model's parameters, buffers, training mode and
-``requires_grad`` flags and the global random states are exactly what they were. Between evaluations it rewinds
-random states and buffers, so that dropout draws one mask for all products of a solve.
+``requires_grad`` flags and the global random states are exactly what they were. Every evaluation begins at
+the same random states, buffers and modes, so that dropout draws one mask for all products of a solve.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -24,6 +24,8 @@ from hyperkron.problem import BilevelProblem, Objective
 from hyperkron.solution import HyperkronError, NonFiniteError
 from hyperkron.trees import Tree
 
+Level = Literal["inner", "outer"]
+
 
 class Point:
     """The point (λ, θ) at which the pieces of the formula are evaluated; a context manager.
@@ -32,7 +34,8 @@ class Point:
         problem: the two objectives.
         model: holds θ, its parameters with ``requires_grad``.
         hyper: holds λ, its parameters with ``requires_grad``.
-        inner_batch: the batch of J_in for the cross term, and for the curvature unless ``curvature_batch`` is given.
+        inner_batch: the batch of J_in for the cross term, and for the curvature unless ``curvature_batch`` is
+            given.
         outer_batch: the batch of J_out.
         curvature_batch: another batch of J_in on which A is measured.
     """
@@ -47,6 +50,8 @@ class Point:
         *,
         curvature_batch: Any = None,
     ) -> None:
+        if not isinstance(problem, BilevelProblem):
+            raise HyperkronError(f"problem is a {type(problem).__name__}; pass hyperkron.BilevelProblem(inner, outer).")
         self.problem = problem
         self.model = model
         self.hyper = hyper
@@ -57,14 +62,16 @@ class Point:
         self.hypers = trainable(hyper, "hyper")
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
-        self._doors: list[tuple[str, Tensor]] = []
+        self._doors: list[tuple[str, str, Tensor]] = []
         self._stack: ExitStack | None = None
         self._snapshot: _Snapshot | None = None
+        self._away = False
 
     def __enter__(self) -> Point:
         self._snapshot = _Snapshot(self.model, self.hyper, self.device)
         self._stack = ExitStack()
         self._stack.callback(self._snapshot.restore)
+        self._stack.enter_context(torch.inference_mode(False))
         self._stack.enter_context(torch.enable_grad())
         return self
 
@@ -74,59 +81,23 @@ class Point:
 
     def inner(self, batch: Any = None, *, differentiable: bool = False) -> Loss:
         """J_in at this point; ``differentiable`` asks for kernels that can be differentiated twice."""
-        return self._evaluate(self.problem.inner, "inner", self.inner_batch if batch is None else batch, differentiable)
+        batch = self.inner_batch if batch is None else batch
+        loss = self._evaluate("inner", batch, differentiable=differentiable)
+        seen = [t.output.requires_grad for t in loss.terms] or [loss.value.requires_grad]
+        if not self._away and not any(seen):
+            raise HyperkronError(
+                "inner does not depend on the model's trainable parameters; compute it from the model it is "
+                "given, without detach() or torch.no_grad()."
+            )
+        return loss
 
     def outer(self, *, differentiable: bool = False) -> Loss:
         """J_out at this point."""
-        return self._evaluate(self.problem.outer, "outer", self.outer_batch, differentiable)
-
-    def _evaluate(self, function: Objective, level: str, batch: Any, differentiable: bool) -> Loss:
-        assert self._snapshot is not None, "a Point is used inside its with block"
-        self._snapshot.rewind()
-        with ExitStack() as stack:
-            if differentiable:
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            loss = as_loss(function(self.model, self.hyper, batch))
-        self.finite(f"{level} loss", loss.value, f"look for nan or inf in {level}_batch and in the model's parameters")
-        return loss
-
-    def finite(self, name: str, value: Tensor, remedy: str) -> None:
-        """Refuse a non-finite ``value`` by name; on a GPU the answer is read once, in :meth:`settle`."""
-        self._doors.append((f"{name} is not finite; {remedy}.", torch.isfinite(value.detach()).all()))
-        if value.device.type == "cpu":
-            self.settle()
-
-    def settle(self) -> None:
-        """Read all pending finite checks; raise for the first that failed."""
-        if not self._doors:
-            return
-        doors, self._doors = self._doors, []
-        passed = torch.stack([flag for _, flag in doors]).tolist()
-        for (message, _), good in zip(doors, passed, strict=True):
-            if not good:
-                raise NonFiniteError(message)
-
-    @contextmanager
-    def moved(self, displaced: Tree) -> Iterator[None]:
-        """θ replaced by ``displaced``, detached: no graph through the model's parameters is recorded.
-
-        The parameters' own memory is never written: each parameter looks at other storage for the while, and gets
-        its own back also when an exception passes through.
-        """
-        own = {name: p.data for name, p in self.params.items()}
-        try:
-            for name, p in self.params.items():
-                p.requires_grad_(False)
-                p.data = displaced[name]
-            yield
-        finally:
-            for name, p in self.params.items():
-                p.data = own[name]
-                p.requires_grad_(True)
+        return self._evaluate("outer", self.outer_batch, differentiable=differentiable)
 
     def substituted(
         self,
-        level: Literal["inner", "outer"],
+        level: Level,
         params: Tree,
         batch: Any,
         *,
@@ -138,23 +109,137 @@ class Point:
         """J_in or J_out with θ replaced by ``params`` and attached to their graph, for methods that move θ.
 
         Evaluations with the same ``draw`` draw the same dropout masks, those with different ones independent
-        masks; draw 0 is that of :meth:`inner`. ``where`` and ``remedy`` go into the error of a non-finite value.
+        masks; draw 0 is that of :meth:`inner`. ``where`` and ``remedy`` go into the error of a bad value.
         """
+        return self._evaluate(level, batch, params, draw, differentiable, f" {where}", remedy)
+
+    def _evaluate(
+        self,
+        level: Level,
+        batch: Any,
+        params: Tree | None = None,
+        draw: int = 0,
+        differentiable: bool = False,
+        where: str = "",
+        remedy: str | None = None,
+    ) -> Loss:
+        """The one way to J: everything rewound, kernels chosen, the objective called, its value checked."""
         assert self._snapshot is not None, "a Point is used inside its with block"
         self._snapshot.rewind()
-        for module, mode in self._snapshot.training:
-            module.training = mode
         if draw:
             _reseed(draw, self.device)
         function = self.problem.inner if level == "inner" else self.problem.outer
-        named = {f"model.{name}": p for name, p in params.items()}
-        with ExitStack() as stack:
-            if differentiable:
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            loss = as_loss(functional_call(_Caller(self.model), named, (function, self.hyper, batch)))
-        usual = f"look for nan or inf in {level}_batch, in hyper and in the model's parameters"
-        self.finite(f"{level} loss {where}", loss.value, remedy or usual)
+        with _twice_differentiable() if differentiable else ExitStack():
+            try:
+                if params is None:
+                    value = function(self.model, self.hyper, batch)
+                else:
+                    named = {f"model.{name}": p for name, p in params.items()}
+                    value = functional_call(_Caller(self.model), named, (function, self.hyper, batch))
+            except RuntimeError as error:
+                if misplaced := self._misplaced(error):
+                    raise HyperkronError(f"{level}{where} failed: {misplaced}") from error
+                raise
+        try:
+            loss = as_loss(value)
+        except HyperkronError as error:
+            raise HyperkronError(f"{level} did not return a loss: {error}") from None
+        remedy = f"look for nan, inf or extreme values in {level}_batch, in hyper and in the model's parameters"
+        self.finite(f"{level} loss{where}", loss.value, remedy)
         return loss
+
+    def finite(self, name: str, value: Tensor, remedy: str) -> None:
+        """Refuse a non-finite ``value`` by name; on a GPU the answer is read once, in :meth:`settle`."""
+        self._doors.append((name, remedy, value.detach()))
+        if value.device.type == "cpu":
+            self.settle()
+
+    def settle(self) -> None:
+        """Read all pending finite checks; raise for the first that failed."""
+        if not self._doors:
+            return
+        doors, self._doors = self._doors, []
+        passed = torch.stack([torch.isfinite(value).all() for _, _, value in doors]).tolist()
+        for (name, remedy, value), good in zip(doors, passed, strict=True):
+            if not good:
+                found = "nan" if bool(value.isnan().any()) else "infinite"
+                raise NonFiniteError(f"{name} is {found}; {self._culprits() or remedy}.")
+
+    @contextmanager
+    def moved(self, displaced: Tree) -> Iterator[None]:
+        """θ replaced by ``displaced``, detached: no graph through the model's parameters is recorded.
+
+        The parameters' own memory is never written: each parameter looks at other storage for the while, and
+        gets its own back also when an exception passes through.
+        """
+        own = {name: p.data for name, p in self.params.items()}
+        self._away = True
+        try:
+            for name, p in self.params.items():
+                p.requires_grad_(False)
+                p.data = displaced[name]
+            yield
+        finally:
+            self._away = False
+            for name, p in self.params.items():
+                p.data = own[name]
+                p.requires_grad_(True)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor an objective sees, with the name a user knows it by; for error messages."""
+        for label, module in (("model", self.model), ("hyper", self.hyper)):
+            for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+                yield from ((f"{label} {kind} {name}", x) for name, x in named)
+        yield from _leaves("inner_batch", self.inner_batch)
+        yield from _leaves("outer_batch", self.outer_batch)
+        if self.curvature_batch is not self.inner_batch:
+            yield from _leaves("curvature_batch", self.curvature_batch)
+
+    def _culprits(self) -> str:
+        """The tensors that hold a nan or an infinity, or nothing at all."""
+        bad = [f"{name} is empty" for name, x in self._tensors() if x.numel() == 0]
+        for name, x in self._tensors():
+            count = int((~torch.isfinite(x.detach())).sum())
+            if count:
+                bad.append(f"{name} holds {count} nan or infinite of {x.numel()} entries")
+        return "; ".join([*bad[:3], "remove or repair them"]) if bad else ""
+
+    def _misplaced(self, error: RuntimeError) -> str:
+        """The first tensor that differs from the model in device or dtype, if ``error`` is about that."""
+        if isinstance(error, torch.OutOfMemoryError) or not ("device" in str(error) or "type" in str(error)):
+            return ""
+        for name, x in self._tensors():
+            if x.device != self.device:
+                place = str(self.device)
+                return f"{name} is on {x.device} but the model is on {place}; use .to({place!r})."
+        for name, x in self._tensors():
+            if x.is_floating_point() and x.dtype != self.dtype:
+                return f"{name} is {x.dtype} but the model is {self.dtype}; use .to({self.dtype})."
+        return ""
+
+
+def _leaves(name: str, batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch of any kind, by the expression that reaches them."""
+    if isinstance(batch, Tensor):
+        yield name, batch
+    elif isinstance(batch, Mapping):
+        for key, x in batch.items():
+            yield from _leaves(f"{name}[{key!r}]", x)
+    elif isinstance(batch, (list, tuple)):
+        for i, x in enumerate(batch):
+            yield from _leaves(f"{name}[{i}]", x)
+
+
+@contextmanager
+def _twice_differentiable() -> Iterator[None]:
+    """Attention through kernels that have second derivatives and forward mode."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
 
 
 class _Caller(nn.Module):
@@ -184,20 +269,15 @@ def _reseed(draw: int, device: torch.device) -> None:
 class _Snapshot:
     """Everything an evaluation may disturb: buffers, training modes, requires_grad flags, random states.
 
-    A buffer's own memory is never written either: it looks at a scratch copy until the end, and the copy is renewed
-    between evaluations without a mark on its version, so that a kept graph stays usable.
+    A module's own buffers are put aside and every evaluation gets fresh copies of them. So their memory and
+    version are never touched, and a kept graph, the user's or a solver's, keeps the values it was made of.
     """
 
     def __init__(self, model: nn.Module, hyper: nn.Module, device: torch.device) -> None:
         modules = [*model.modules(), *hyper.modules()]
         self.training = [(m, m.training) for m in modules]
         self.flags = [(p, p.requires_grad) for m in (model, hyper) for p in m.parameters()]
-        owned = {id(b): (m, name, b) for m in modules for name, b in m._buffers.items() if b is not None}
-        self.buffers = list(owned.values())
-        self.own = [b.data for _, _, b in self.buffers]
-        self.scratch = [data.clone() for data in self.own]
-        for (_, _, buffer), data in zip(self.buffers, self.scratch, strict=True):
-            buffer.data = data
+        self.buffers = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in modules]
         self.device = device
         self.random = random.getstate()
         self.cpu = torch.get_rng_state()
@@ -206,42 +286,58 @@ class _Snapshot:
         self.numpy = numpy.random.get_state() if numpy is not None else None
 
     def rewind(self) -> None:
-        """Random states and buffers as they were: the next evaluation repeats the last one."""
+        """Random states, modes and the values of buffers as they were: what an evaluation begins with."""
+        self._rewind_random()
+        fresh: dict[int, Tensor] = {}  # one copy for a buffer that modules share
+        for module, own, _ in self.buffers:
+            for name, buffer in own.items():
+                if buffer is not None and not buffer.requires_grad:
+                    module._buffers[name] = fresh.setdefault(id(buffer), buffer.clone())
+                else:
+                    module._buffers[name] = buffer
+        self._rewind_modes()
+
+    def restore(self) -> None:
+        """The whole promise, kept when the with block ends."""
+        self._rewind_random()
+        self._rewind_modes()
+        for module, own, unsaved in self.buffers:
+            if own or module._buffers:
+                module._buffers.clear()
+                module._buffers.update(own)
+                module._non_persistent_buffers_set = unsaved
+        for p, flag in self.flags:
+            if p.requires_grad != flag:
+                p.requires_grad_(flag)
+
+    def _rewind_modes(self) -> None:
+        for module, mode in self.training:
+            module.training = mode
+
+    def _rewind_random(self) -> None:
         random.setstate(self.random)
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
-        for module, name, buffer in self.buffers:
-            module._buffers[name] = buffer
-        if self.scratch:
-            torch._foreach_copy_(self.scratch, self.own)
-
-    def restore(self) -> None:
-        """The whole promise, kept when the with block ends."""
-        self.rewind()
-        for (_, _, buffer), data in zip(self.buffers, self.own, strict=True):
-            buffer.data = data
-        for module, mode in self.training:
-            module.training = mode
-        for p, flag in self.flags:
-            if p.requires_grad != flag:
-                p.requires_grad_(flag)
 
 
 def trainable(module: nn.Module, argument: str) -> Tree:
     """The parameters of ``module`` that require a gradient, by name; refuses a module without any."""
     if not isinstance(module, nn.Module):
-        raise HyperkronError(
-            f"{argument} is a {type(module).__name__}, not a torch.nn.Module; "
-            "wrap a tensor with hyperkron.as_hyper(tensor)."
-        )
-    found: Tree = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        remedy = "wrap a tensor with hyperkron.as_hyper(tensor)" if argument == "hyper" else "pass the network itself"
+        raise HyperkronError(f"{argument} is a {type(module).__name__}, not a torch.nn.Module; {remedy}.")
+    named = dict(module.named_parameters())
+    for name, p in named.items():
+        if nn.parameter.is_lazy(p):
+            raise HyperkronError(f"{argument} parameter {name} has no shape yet; call {argument} once on some data.")
+    found: Tree = {name: p for name, p in named.items() if p.requires_grad}
+    if not named:
+        raise HyperkronError(f"{argument} ({type(module).__name__}) has no parameters; give it an nn.Parameter.")
     if not found:
-        total = sum(1 for _ in module.parameters())
         raise HyperkronError(
-            f"{argument} has no trainable parameter ({total} parameters, all frozen); "
+            f"{argument} has no trainable parameter ({len(named)} parameters, all frozen); "
             f"call {argument}.requires_grad_(True) on the part that is to be learned."
         )
     return found
@@ -268,5 +364,8 @@ def _common_place(params: Tree, hypers: Tree) -> tuple[torch.device, torch.dtype
     shared = {id(p) for p in params.values()} & {id(p) for p in hypers.values()}
     if shared:
         name = next(n for n, p in hypers.items() if id(p) in shared)
-        raise HyperkronError(f"hyper parameter {name} is also a parameter of model; λ and θ must be distinct.")
+        raise HyperkronError(
+            f"hyper parameter {name} is also a parameter of model, but λ and θ must be distinct; "
+            "give hyper a parameter of its own (copy.deepcopy)."
+        )
     return first.device, first.dtype

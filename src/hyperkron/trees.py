@@ -147,7 +147,4 @@ def normal_like(a: Tree, generator: torch.Generator | None) -> Tree:
         >>> draw["w"].shape
         torch.Size([2])
     """
-    return {
-        name: torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-        for name, x in a.items()
-    }
+    return {name: torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device) for name, x in a.items()}

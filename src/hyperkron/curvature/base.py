@@ -63,9 +63,7 @@ class CurvatureState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a :meth:`state_dict`."""
         if state:
-            raise HyperkronError(
-                f"this curvature keeps no state, but a state with {sorted(state)} was given."
-            )
+            raise HyperkronError(f"this curvature keeps no state, but a state with {sorted(state)} was given.")
 
 
 class Curvature(ABC):

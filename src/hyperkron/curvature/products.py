@@ -22,6 +22,7 @@ class HessianOperator(Operator):
         self.products = 0
         self._live: list[Tensor] | None = None
         self._names: list[str] = []
+        self._gradients: Tree = {}
 
     def _build(self) -> None:
         """The graph of ∂_θ J_in, at the first product: what is computed before it does not add to its memory."""
@@ -29,6 +30,17 @@ class HessianOperator(Operator):
         gradients = _gradients(loss.value, list(self.params.values()), create_graph=True)
         pairs = [(n, g) for n, g in zip(self.params, gradients, strict=True) if g is not None and g.requires_grad]
         self._names, self._live = [n for n, _ in pairs], [g for _, g in pairs]
+        self._gradients = {
+            n: torch.zeros_like(p) if g is None else g.detach()
+            for (n, p), g in zip(self.params.items(), gradients, strict=True)
+        }
+
+    @property
+    def gradients(self) -> Tree:
+        """∂_θ J_in on the curvature batch, which the products are derivatives of."""
+        if self._live is None:
+            self._build()
+        return self._gradients
 
     def matvec(self, v: Tree) -> Tree:
         self.products += 1

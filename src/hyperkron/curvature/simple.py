@@ -46,7 +46,7 @@ class Identity(Curvature):
 
     def operator(self, point: Point, state: CurvatureState) -> Invertible:
         """The identity, scaled."""
-        return DiagonalOperator({name: self.scale for name in point.params})
+        return DiagonalOperator(dict.fromkeys(point.params, self.scale))
 
 
 @dataclass(frozen=True)
@@ -94,5 +94,3 @@ def _adam_jacobian(p: Tensor, group: dict[str, object], memory: dict[str, Tensor
     previous_s = (s - (1 - beta2) * g.square()) / beta2  # type: ignore[has-type]
     top = (1 - beta1) * beta2 * previous_s - beta1 * (1 - beta2) * g * previous_m  # type: ignore[has-type]
     return top / (s.sqrt() + eps).pow(3)
-
-

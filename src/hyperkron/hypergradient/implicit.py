@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hyperkron import trees
 from hyperkron.cross import Cross, CrossState, Mode
 from hyperkron.curvature import Curvature, CurvatureState, Invertible, KroneckerState
+from hyperkron.curvature.kfac.kronecker import KroneckerOperator
 from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.point import Point
 from hyperkron.problem import BilevelProblem
@@ -113,6 +114,8 @@ class Implicit(Hypergradient):
         if self.preconditioner is None:
             return None
         made = self.preconditioner.operator(point, state.preconditioner)
+        if isinstance(made, KroneckerOperator):
+            return made.definite()
         if not isinstance(made, Invertible):
             raise HyperkronError(
                 f"preconditioner={type(self.preconditioner).__name__} has no inverse; use KFAC, EKFAC or Identity."

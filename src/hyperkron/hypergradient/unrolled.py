@@ -111,9 +111,7 @@ class Unrolled(Hypergradient):
         }
         return HypergradientResult(grads, Status.BUDGET, float(outer_loss), stats=stats)
 
-    def lookahead(
-        self, problem: BilevelProblem, model: nn.Module, hyper: nn.Module, inner_batch: Any
-    ) -> Tree:
+    def lookahead(self, problem: BilevelProblem, model: nn.Module, hyper: nn.Module, inner_batch: Any) -> Tree:
         """θ^T, the parameters at which :meth:`compute` evaluates J_out; the model is left as it was."""
         with Point(problem, model, hyper, inner_batch, None) as point:
             sweep = _Sweep(self, point)
@@ -328,15 +326,8 @@ class _Sweep:
         given = self.point.inner_batch
         batch = given[t] if isinstance(given, Batches) else given
         where = f"at unrolled step {t + 1} of {self.steps}"
-        loss = self.point.substituted(
-            "inner",
-            params,
-            batch,
-            draw=t,
-            differentiable=True,
-            where=where,
-            remedy=_REMEDY if t else None,
-        )
+        hint = where if t == 0 else f"{where} (if the steps diverge, lower the optimizer's lr)"
+        loss = self.point.substituted("inner", params, batch, draw=t, differentiable=True, where=hint)
         self.gradients += 1
         found = _gradient(loss.value, list(params.values()), create_graph)
         grads = {name: g for name, g in zip(params, found, strict=True) if g is not None}
@@ -350,15 +341,8 @@ class _Sweep:
     def _outer(self, iterate: _Iterate) -> tuple[Tensor, _Adjoint, _Adjoint]:
         """J_out(λ, θ^T), the adjoint of (θ^T, s^T), and ∂_λ J_out for each of λ's parameters."""
         point, params = self.point, trees.map(_leaf, iterate.params)
-        loss = point.substituted(
-            "outer",
-            params,
-            point.outer_batch,
-            draw=0,
-            differentiable=False,
-            where=f"after {self.steps} unrolled steps",
-            remedy="look for nan or inf in outer_batch, or lower the optimizer's lr",
-        ).value
+        where = f"after {self.steps} unrolled steps (if they diverge, lower the optimizer's lr)"
+        loss = point.substituted("outer", params, point.outer_batch, draw=0, differentiable=False, where=where).value
         found = _gradient(loss, [*params.values(), *point.hypers.values()], False)
         adjoint, direct = found[: len(params)], found[len(params) :]
         if all(a is None for a in adjoint):

@@ -23,8 +23,7 @@ def check_output(output: object) -> torch.dtype:
         )
     if output.numel() == 0:
         raise HyperkronError(
-            f"output has shape {tuple(output.shape)}, an empty batch; skip empty batches before computing "
-            "the loss."
+            f"output has shape {tuple(output.shape)}, an empty batch; skip empty batches before computing the loss."
         )
     return torch.float32 if output.dtype in (torch.float16, torch.bfloat16) else output.dtype
 
@@ -32,9 +31,7 @@ def check_output(output: object) -> torch.dtype:
 def check_companion(x: object, output: Tensor, argument: str) -> Tensor:
     """Refuse a target or weight that is no tensor or lives on another device."""
     if not isinstance(x, Tensor):
-        raise HyperkronError(
-            f"{argument} is a {type(x).__name__}, not a tensor; wrap it with torch.as_tensor(...)."
-        )
+        raise HyperkronError(f"{argument} is a {type(x).__name__}, not a tensor; wrap it with torch.as_tensor(...).")
     if x.device != output.device:
         raise HyperkronError(
             f"{argument} is on {x.device} but output is on {output.device}; move it with "
@@ -61,9 +58,7 @@ def check_dense_target(target: Tensor, output: Tensor, work: torch.dtype) -> Ten
     return target.to(work)
 
 
-def row_weights(
-    weight: Tensor | float | None, output: Tensor, rows: torch.Size, work: torch.dtype
-) -> Tensor | None:
+def row_weights(weight: Tensor | float | None, output: Tensor, rows: torch.Size, work: torch.dtype) -> Tensor | None:
     """The weights as a tensor of one number per row, attached to the graph; ``None`` if there are none."""
     if weight is None:
         return None

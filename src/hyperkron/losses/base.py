@@ -268,9 +268,7 @@ def as_loss(x: Any) -> Loss:
     if isinstance(x, Loss):
         return x
     if not isinstance(x, Tensor):
-        raise HyperkronError(
-            f"loss is a {type(x).__name__} ({x!r:.60}); return a hyperkron Loss or a scalar tensor."
-        )
+        raise HyperkronError(f"loss is a {type(x).__name__} ({x!r:.60}); return a hyperkron Loss or a scalar tensor.")
     _require_scalar(x, "loss")
     return Loss(x, opaque=True)
 
@@ -295,8 +293,7 @@ def _check_generator(generator: Any, output: Tensor) -> None:
     mine, theirs = generator.device, output.device
     if mine.type != theirs.type or (None not in (mine.index, theirs.index) and mine.index != theirs.index):
         raise HyperkronError(
-            f"generator is on {mine} but the output is on {theirs}; "
-            f"use torch.Generator(device={str(theirs)!r})."
+            f"generator is on {mine} but the output is on {theirs}; use torch.Generator(device={str(theirs)!r})."
         )
 
 

@@ -81,9 +81,7 @@ def cross_entropy(
     return Loss(value, (term,))
 
 
-def _class_indices(
-    target: Tensor, output: Tensor, ignore_index: int
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _class_indices(target: Tensor, output: Tensor, ignore_index: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Indices that are safe to look up; which rows are valid (``None``: all); which are out of range.
 
     The third is ``None`` on the CPU, where a class out of range is refused here.

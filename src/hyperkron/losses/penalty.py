@@ -15,9 +15,7 @@ from hyperkron.solution import HyperkronError
 Coefficient = float | Tensor
 
 
-def l2(
-    parameters: nn.Module | Tensor | Iterable[Tensor], coefficient: Coefficient | Sequence[Coefficient]
-) -> Loss:
+def l2(parameters: nn.Module | Tensor | Iterable[Tensor], coefficient: Coefficient | Sequence[Coefficient]) -> Loss:
     r"""The penalty Σ_p α_p ‖p‖² (not ½α‖p‖²), which adds 2α_p to the Hessian at p.
 
     Of a module the trainable parameters are penalised. If none requires a gradient (as while its parameters
@@ -101,8 +99,7 @@ def _check_coefficient(alpha: Any, parameter: Tensor) -> None:
         return
     if not isinstance(alpha, Tensor):
         raise HyperkronError(
-            f"coefficient={alpha!r:.60} is a {type(alpha).__name__}; pass a number, a tensor, or a list of "
-            "these."
+            f"coefficient={alpha!r:.60} is a {type(alpha).__name__}; pass a number, a tensor, or a list of these."
         )
     if alpha.ndim > 0 and alpha.device != parameter.device:
         raise HyperkronError(

@@ -65,9 +65,7 @@ class ResNet(nn.Module):
             out = width * 2**stage
             strides = [1 if stage == 0 else 2] + [1] * (count - 1)
             inputs = [channels] + [out] * (count - 1)
-            stages.append(
-                nn.Sequential(*[BasicBlock(c, out, s) for c, s in zip(inputs, strides, strict=True)])
-            )
+            stages.append(nn.Sequential(*[BasicBlock(c, out, s) for c, s in zip(inputs, strides, strict=True)]))
             channels = out
         self.stages = nn.Sequential(*stages)
         self.pool = nn.AdaptiveAvgPool2d(1)

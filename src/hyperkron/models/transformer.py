@@ -26,8 +26,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """(N, T, width) to the same; positions where ``mask`` (N, T) is false are not attended to."""
         q, k, v = (
-            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.query, self.key, self.value)
         )
         seen = None if mask is None else mask[:, None, None, :]
         mixed: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2))
@@ -77,9 +76,7 @@ class TransformerClassifier(nn.Module):
         torch.Size([3, 4])
     """
 
-    def __init__(
-        self, vocab: int, classes: int, layers: int, width: int, heads: int, ffn: int, max_len: int
-    ) -> None:
+    def __init__(self, vocab: int, classes: int, layers: int, width: int, heads: int, ffn: int, max_len: int) -> None:
         super().__init__()
         if heads < 1 or width % heads:
             raise HyperkronError(f"heads={heads!r} must divide width={width!r}.")

@@ -76,9 +76,7 @@ class Solver(ABC):
         return dataclasses.replace(solution, value=trees.scale(solution.value, unit))
 
     @abstractmethod
-    def _solve(
-        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None
-    ) -> Solution:
+    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
         """Solve for a finite, detached, non-zero ``b``, with arguments that :meth:`solve` has checked."""
 
     def _check(self, operator: Operator, start: Tree | None, preconditioner: Invertible | None) -> None:
@@ -121,6 +119,4 @@ def check_count(name: str, value: int, least: int) -> None:
 def check_step(step: float | None) -> None:
     """Refuse a step that is neither ``None`` nor positive and finite."""
     if step is not None and not (isinstance(step, int | float) and 0.0 < step < math.inf):
-        raise HyperkronError(
-            f"step is {step!r}; pass a positive number below 2/λmax, or None to have a safe one found"
-        )
+        raise HyperkronError(f"step is {step!r}; pass a positive number below 2/λmax, or None to have a safe one found")

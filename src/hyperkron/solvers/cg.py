@@ -23,23 +23,25 @@ class CG(Solver):
 
         α = rᵀz / pᵀAp,    v ← v + αp,    r ← r − αAp,    p ← z + (r₊ᵀz₊ / rᵀz) p
 
-    After k iterations v minimises ½vᵀAv − bᵀv over v₀ + span{p₀, …, p₋₁}, the Krylov space (Hestenes &
+    After k iterations v minimises ½vᵀAv − bᵀv over v₀ + span{p₀, …, p_{k−1}}, the Krylov space (Hestenes &
     Stiefel, 1952). It is CG on the system itself, not on its normal equations, so the condition number is not
     squared. From v₀ = 0 no product is spent on r₀; from ``start`` one is.
 
-    Preconditioned by KFAC it gives the exact answer in few products: the better M ≈ A, the fewer.
+    Preconditioned by KFAC it gives the exact answer in few products: the better M ≈ A, the fewer. Where A is
+    singular and b is not in its range, the minimisers grow without bound with k; damping is the cure.
 
     It stops early
 
     - when ‖r‖ ≤ tolerance·‖b‖, or at the precision of the dtype: ``CONVERGED``;
     - when rᵀM⁻¹r is not positive, or pᵀAp is not above ε‖A‖‖p‖², the rounding error of products with A (ε is
-      the unit roundoff, ‖A‖ as seen so far): ``NONPOSITIVE_CURVATURE``. The value is the last iterate, which still minimises the quadratic over a space where it is convex. If the first direction is
-      already bad and there is no ``start``, that iterate would be zero and the hypergradient would silently
-      lose its implicit term; the value is then p₀: b (the identity in place of A, as Nocedal & Wright, 2006,
-      algorithm 7.1, do for Newton–CG) or M⁻¹b (the preconditioner in place of A; b if M itself is at fault);
+      the unit roundoff, ‖A‖ as seen so far): ``NONPOSITIVE_CURVATURE``. The value is the last iterate, which
+      still minimises the quadratic over a space where it is convex. If the first direction is already bad and
+      there is no ``start``, that iterate would be zero and the hypergradient would silently lose its implicit
+      term; the value is then p₀: b (the identity in place of A, as Nocedal & Wright, 2006, algorithm 7.1, do
+      for Newton–CG) or M⁻¹b (the preconditioner in place of A; b if M itself is at fault);
     - when a NaN or an infinity appears: ``NON_FINITE``, with the last finite iterate (v₀ at the first).
 
-    One number-to-host copy is made for each iteration. The residual reported is the recursive one.
+    Numbers are copied to the host once in each iteration. The residual reported is the recursive one.
 
     Reference for the use in hypergradients: Grazzi et al., 2020 (AID-CG).
 
@@ -66,9 +68,7 @@ class CG(Solver):
                 f"tolerance is {self.tolerance!r}; pass a relative residual from 0 to below 1, such as 1e-6"
             )
 
-    def _solve(
-        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None
-    ) -> Solution:
+    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
         eps = epsilon(b)
         goal = max(self.tolerance, eps)
         size = float(trees.norm(b))

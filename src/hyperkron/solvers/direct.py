@@ -27,9 +27,7 @@ class Direct(Solver):
 
     needs_products: ClassVar[bool] = False
 
-    def _solve(
-        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None
-    ) -> Solution:
+    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
         if not isinstance(operator, Invertible):
             raise HyperkronError(
                 f"solver is Direct but {type(operator).__name__} has no inverse of its own; "

@@ -47,9 +47,7 @@ def fixed_step(
     return _iterate(operator, b, start, updates, step, spent)
 
 
-def _iterate(
-    operator: Operator, b: Tree, start: Tree | None, updates: int, step: float, products: int
-) -> Solution:
+def _iterate(operator: Operator, b: Tree, start: Tree | None, updates: int, step: float, products: int) -> Solution:
     """The iteration of :func:`fixed_step` for a known step, after ``products`` were spent on finding it."""
     eps, size = epsilon(b), float(trees.norm(b))
     if start is None:

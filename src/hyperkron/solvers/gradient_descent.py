@@ -50,7 +50,5 @@ class GradientDescent(Solver):
         check_count("seed", self.seed, 0)
         check_step(self.step)
 
-    def _solve(
-        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None
-    ) -> Solution:
+    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
         return fixed_step(operator, b, start, self.iterations, self.step, self.power_iterations, self.seed)

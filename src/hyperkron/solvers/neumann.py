@@ -52,7 +52,5 @@ class Neumann(Solver):
         check_count("seed", self.seed, 0)
         check_step(self.step)
 
-    def _solve(
-        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None
-    ) -> Solution:
+    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
         return fixed_step(operator, b, None, self.terms + 1, self.step, self.power_iterations, self.seed)

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hyperkron.curvature.base import l2_curvature
 from hyperkron.curvature.kfac.coverage import Block, Plan
+from hyperkron.curvature.kfac.factors import Factor, LowRank, added, few_rows, scaled
 from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS, LinearLayer, WeightSharing, squared_gradients
 from hyperkron.losses import Loss
 from hyperkron.point import Point
@@ -31,9 +32,9 @@ Fisher = Literal["mc", "type-2", "empirical"]
 class Measured:
     """What one pass over a batch found."""
 
-    a: dict[str, Tensor] = field(default_factory=dict)
+    a: dict[str, Factor] = field(default_factory=dict)
     """A of every block: the mean of a aᵀ over rows, (groups, d_in [+1], d_in [+1])."""
-    b: dict[str, Tensor] = field(default_factory=dict)
+    b: dict[str, Factor] = field(default_factory=dict)
     """B of every block: the sum of g gᵀ over rows, (groups, d_out, d_out)."""
     diagonal: dict[str, Tensor] = field(default_factory=dict)
     """The diagonal for parameters outside blocks, shaped like them or a single number."""
@@ -58,9 +59,13 @@ def measure(
     sharing: WeightSharing,
     generator: torch.Generator,
     basis: Basis | None = None,
+    low_rank: bool = False,
 ) -> Measured:
-    """Run J_in on the curvature batch and collect the factors, or, given a ``basis``, EKFAC's corrected spectrum."""
-    recorder = _Recorder(plan, sharing, basis, accumulation_dtype(point.dtype))
+    """Run J_in on the curvature batch and collect the factors, or, given a ``basis``, EKFAC's corrected spectrum.
+
+    With ``low_rank`` a factor of fewer rows than dimensions is returned as its rows (see :class:`LowRank`).
+    """
+    recorder = _Recorder(plan, sharing, basis, accumulation_dtype(point.dtype), low_rank)
     with recorder.attached():
         loss = point.inner(point.curvature_batch)
     measured = recorder.measured
@@ -71,7 +76,12 @@ def measure(
     squares: dict[str, Tensor] = {}
     for output, vector, last in _probes(loss, recorder, fisher, samples, generator, signed=bool(rest)):
         found = torch.autograd.grad(
-            output, [recorder.token, *rest], vector, retain_graph=not last, allow_unused=True, materialize_grads=False
+            output,
+            [recorder.token, *rest],
+            vector,
+            retain_graph=not last,
+            allow_unused=True,
+            materialize_grads=False,
         )
         for name, gradient in zip(names, found[1:], strict=True):
             if gradient is not None:
@@ -139,7 +149,7 @@ class _Tap(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ctx.receive(gradient)
         return gradient, None, None
 
@@ -147,14 +157,16 @@ class _Tap(torch.autograd.Function):
 class _Recorder:
     """The hooks of one measurement and the sums they fill."""
 
-    def __init__(self, plan: Plan, sharing: WeightSharing, basis: Basis | None, dtype: torch.dtype) -> None:
-        self.plan, self.sharing, self.basis, self.dtype = plan, sharing, basis, dtype
+    def __init__(
+        self, plan: Plan, sharing: WeightSharing, basis: Basis | None, dtype: torch.dtype, low_rank: bool
+    ) -> None:
+        self.plan, self.sharing, self.basis, self.dtype, self.low_rank = plan, sharing, basis, dtype, low_rank
         self.token = torch.zeros((), requires_grad=True)
         self.batch_size = 1
         self.measured = Measured()
         self.called: set[str] = set()
         self.rows: dict[str, int] = {}
-        self._grams: dict[tuple[int, int, bool], tuple[Tensor, int]] = {}
+        self._grams: dict[tuple[int, int, bool], tuple[Factor, int]] = {}
         self._alive: list[Tensor] = []
 
     @contextmanager
@@ -176,10 +188,10 @@ class _Recorder:
     def finish(self) -> None:
         """Sums of a aᵀ become means; blocks that no gradient reached are left out."""
         found = self.measured
-        means: dict[int, Tensor] = {}  # a sum shared by several blocks is divided once
+        means: dict[int, Factor] = {}  # a sum shared by several blocks is divided once
         for name, total in found.a.items():
             if id(total) not in means:
-                means[id(total)] = total / self.rows[name]
+                means[id(total)] = scaled(total, 1.0 / self.rows[name])
         found.a = {name: means[id(total)] for name, total in found.a.items() if name in found.b}
 
     def _on_block(self, block: Block) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
@@ -189,7 +201,7 @@ class _Recorder:
             self.batch_size = max(self.batch_size, x.shape[0] if x.dim() > 1 else 1)
             if self.basis is None:
                 total, rows = self._input_gram(block, inputs[0])
-                self._sum(self.measured.a, block.name, total)
+                self._add(self.measured.a, block.name, total)
                 self.rows[block.name] = self.rows.get(block.name, 0) + rows
             if not output.requires_grad:
                 return output
@@ -218,7 +230,7 @@ class _Recorder:
 
         return hook
 
-    def _input_gram(self, block: Block, x: Tensor) -> tuple[Tensor, int]:
+    def _input_gram(self, block: Block, x: Tensor) -> tuple[Factor, int]:
         """Σ a aᵀ over the rows of one call, with a = [x, 1] where the block has a bias; layers that read the same
         tensor (query, key, value) share one."""
         key = (id(x), x._version, block.bias is not None)
@@ -226,7 +238,7 @@ class _Recorder:
         if shareable and key in self._grams:
             return self._grams[key]
         with torch.no_grad():
-            made = _gram(block.layer.inputs(x.detach(), self.sharing), self.dtype, block)
+            made = _gram(block.layer.inputs(x.detach(), self.sharing), self.dtype, block, self.low_rank)
         if shareable:
             self._grams[key] = made
             self._alive.append(x)
@@ -235,8 +247,8 @@ class _Recorder:
     def _on_gradient(self, block: Block, x: Tensor | None, g: Tensor) -> None:
         with torch.no_grad():
             if x is None:
-                total, _ = _gram(block.layer.gradients(g, self.sharing), self.dtype, None)
-                self._sum(self.measured.b, block.name, total)
+                total, _ = _gram(block.layer.gradients(g, self.sharing), self.dtype, None, self.low_rank)
+                self._add(self.measured.b, block.name, total)
                 return
             assert self.basis is not None
             q_a, q_b = self.basis[block.name]
@@ -246,40 +258,57 @@ class _Recorder:
     def _sum(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
         sums[name] = sums[name] + value if name in sums else value
 
+    @staticmethod
+    def _add(sums: dict[str, Factor], name: str, value: Factor) -> None:
+        sums[name] = added(sums[name], value) if name in sums else value
 
-def _gram(chunks: Iterator[Tensor], dtype: torch.dtype, block: Block | None) -> tuple[Tensor, int]:
-    """Σ r rᵀ over chunks of rows (groups, rows, d), and the number of rows; ``block`` says which columns to use.
 
-    The column of ones that belongs to a bias is never materialised: its products are the column sums.
-    """
+def _gram(chunks: Iterator[Tensor], dtype: torch.dtype, block: Block | None, low_rank: bool) -> tuple[Factor, int]:
+    """Σ r rᵀ over chunks of rows (groups, rows, d), and the number of rows; ``block`` says which columns to use."""
+    biased, weighted = block is not None and block.bias is not None, block is None or block.weight is not None
     total: Tensor | None = None
     sums: Tensor | None = None
+    waiting: list[Tensor] = []
     count = 0
-    for rows in chunks:
-        rows = rows.to(dtype)
+    for chunk in chunks:
+        rows = chunk.to(dtype)
         count += rows.shape[1]
-        if block is None or block.weight is not None:
-            if rows.shape[0] == 1:
-                flat = rows[0]
-                gram = (flat.mT @ flat)[None] if total is None else torch.addmm(total[0], flat.mT, flat)[None]
-            else:
-                gram = rows.mT @ rows if total is None else torch.baddbmm(total, rows.mT, rows)
-            total = gram
-        if block is not None and block.bias is not None:
-            part = rows.sum(1)
-            sums = part if sums is None else sums + part
+        waiting.append(rows)
+        if low_rank and weighted and total is None and few_rows(count, rows.shape[2]):
+            continue
+        for part in waiting:
+            total = _plus_gram(total, part) if weighted else None
+            if biased:
+                sums = part.sum(1) if sums is None else sums + part.sum(1)
+        waiting = []
+    if waiting:
+        ones = [torch.cat([r, r.new_ones(*r.shape[:2], 1)], dim=-1) if biased else r for r in waiting]
+        return LowRank(torch.cat(ones, dim=1)), count
     if sums is None:
         assert total is not None
         return total, count
+    return _bordered(total, sums, count), count
+
+
+def _plus_gram(total: Tensor | None, rows: Tensor) -> Tensor:
+    """total + rowsᵀ rows, group by group."""
+    if rows.shape[0] == 1:  # one large product is faster as such than as a batch of one
+        flat = rows[0]
+        return (flat.mT @ flat)[None] if total is None else torch.addmm(total[0], flat.mT, flat)[None]
+    return rows.mT @ rows if total is None else torch.baddbmm(total, rows.mT, rows)
+
+
+def _bordered(total: Tensor | None, sums: Tensor, count: int) -> Tensor:
+    """Σ [r, 1][r, 1]ᵀ from Σ r rᵀ and Σ r: the column of ones of a bias is never materialised."""
     groups, d = sums.shape
     if total is None:
-        return sums.new_full((groups, 1, 1), float(count)), count
+        return sums.new_full((groups, 1, 1), float(count))
     joint = total.new_empty(groups, d + 1, d + 1)
     joint[:, :d, :d] = total
     joint[:, :d, d] = sums
     joint[:, d, :d] = sums
     joint[:, d, d] = float(count)
-    return joint, count
+    return joint
 
 
 def _corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> Tensor:

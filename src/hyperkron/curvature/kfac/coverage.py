@@ -69,7 +69,9 @@ class Coverage:
         table = [("parameter", "shape", "curvature", "why")]
         table += [(row.parameter, str(row.shape), row.curvature, row.reason) for row in self.rows]
         widths = [max(len(line[i]) for line in table) for i in range(3)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[3]]) for line in table]
+        lines = [
+            "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[3]]) for line in table
+        ]
         total = sum(row.count for row in self.rows)
         return "\n".join([*lines, f"{100 * self.covered:.1f} % of {total} parameters are covered by Kronecker blocks."])
 
@@ -129,6 +131,16 @@ class Plan:
         return Coverage(tuple(self.rows.values()))
 
 
+_UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
+"""The linear layer whose weights ``nn.MultiheadAttention`` uses without ever calling it."""
+
+
+def _form(module: nn.Module) -> tuple[object, ...]:
+    """What must agree between modules that share a weight, for their uses to be rows of one block."""
+    names = ("in_features", "kernel_size", "stride", "padding", "padding_mode", "dilation", "groups")
+    return (type(module), *(getattr(module, name, None) for name in names))
+
+
 def plan(model: nn.Module, fallback: Fallback) -> Plan:
     """Decide for every trainable parameter of ``model`` which curvature it gets."""
     params = trainable(model, "model")
@@ -157,12 +169,13 @@ def _place(
 ) -> None:
     """Put one parameter, with the bias or weight that belongs to it, into its place in the plan."""
     module_name, module, local = uses[0] if uses else ("", nn.Identity(), "")
-    layers = [kronecker_layer(m) for _, m, _ in uses]
-    kind = type(module).__name__
+    layers = [None if isinstance(m, _UNCALLED) else kronecker_layer(m) for _, m, _ in uses]
+    kind = "out_proj of MultiheadAttention" if isinstance(module, _UNCALLED) else type(module).__name__
     if layers and all(layer is not None for layer in layers) and local in ("weight", "bias"):
-        mates = {id(m._parameters["bias" if local == "weight" else "weight"]) for _, m, _ in uses}
-        alike = len({(type(m), m._parameters["weight"].shape) for _, m, _ in uses}) == 1  # type: ignore[union-attr]
-        mate = module._parameters["bias" if local == "weight" else "weight"]
+        other_local = "bias" if local == "weight" else "weight"
+        mates = {id(m._parameters.get(other_local)) for _, m, _ in uses}  # a parametrized weight is no parameter
+        alike = len({_form(m) for _, m, _ in uses}) == 1
+        mate = module._parameters.get(other_local)
         joint = mate is not None and id(mate) in name_of
         same_users = joint and [m for _, m, _ in owners[id(mate)]] == [m for _, m, _ in uses]
         if alike and len(mates) == 1 and (same_users or not joint):

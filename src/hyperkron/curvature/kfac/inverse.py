@@ -17,7 +17,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hyperkron.linalg import spd_inverse
+from hyperkron.curvature.kfac.factors import (
+    DenseInverse,
+    DualInverse,
+    Factor,
+    FactorInverse,
+    LowRank,
+    dense,
+    mean_diagonal,
+)
+from hyperkron.linalg import full_precision, spd_inverse
 from hyperkron.solution import FactorizationError, HyperkronError, Status
 
 Split = Literal["pi", "plain", "exact"] | Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -26,18 +35,22 @@ Split = Literal["pi", "plain", "exact"] | Callable[[Tensor, Tensor, Tensor], tup
 
 @dataclass(frozen=True)
 class FactoredInverse:
-    """Explicit inverses of both damped factors."""
+    """The inverses of both damped factors."""
 
-    a: Tensor
-    b: Tensor
+    a: FactorInverse
+    b: FactorInverse
 
     def solve(self, v: Tensor) -> Tensor:
         """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹."""
-        return self.b @ v @ self.a
+        return self.a.left(self.b.left(v).mT).mT
 
     def matvec(self, v: Tensor) -> Tensor:
         """(B + δ_B I) V (A + δ_A I)."""
-        return torch.linalg.solve(self.a, torch.linalg.solve(self.b, v), left=False)
+        return self.a.times(self.b.times(v).mT).mT
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors it is made of, by name."""
+        return {f"{side}.{key}": x for side, part in (("a", self.a), ("b", self.b)) for key, x in vars(part).items()}
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,10 @@ class EigenInverse:
     a: Tensor
     b: Tensor
     spectrum: Tensor
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensors it is made of, by name."""
+        return dict(vars(self))
 
     def solve(self, v: Tensor) -> Tensor:
         """Q_B [(Q_Bᵀ V Q_A) / spectrum] Q_Aᵀ."""
@@ -60,41 +77,57 @@ class EigenInverse:
 BlockInverse = FactoredInverse | EigenInverse
 
 
-def split_damping(a: Tensor, b: Tensor, damping: Tensor, split: Split) -> tuple[Tensor, Tensor]:
+def load_inverse(state: dict[str, Tensor]) -> BlockInverse:
+    """A block's inverse from its :meth:`state_dict`."""
+    if "spectrum" in state:
+        return EigenInverse(**state)
+    sides: list[FactorInverse] = []
+    for side in "ab":
+        parts = {key[2:]: x for key, x in state.items() if key.startswith(f"{side}.")}
+        sides.append(DenseInverse(**parts) if "matrix" in parts else DualInverse(**parts))
+    return FactoredInverse(*sides)
+
+
+def split_damping(a: Factor, b: Factor, damping: Tensor, split: Split) -> tuple[Tensor, Tensor]:
     """(δ_A, δ_B) for each group of a block."""
-    root = damping.sqrt()
     if callable(split):
-        return split(a, b, damping)
+        return split(dense(a), dense(b), damping)
+    root = damping.sqrt()
+    mean_a, mean_b = mean_diagonal(a), mean_diagonal(b)
     if split == "plain":
-        return root.expand(a.shape[0]), root.expand(a.shape[0])
+        return root.expand_as(mean_a), root.expand_as(mean_b)
     if split != "pi":
         raise HyperkronError(f"split={split!r} is unknown; use 'pi', 'plain', 'exact' or a callable (A, B, δ).")
-    mean_a = a.diagonal(dim1=-2, dim2=-1).mean(-1)
-    mean_b = b.diagonal(dim1=-2, dim2=-1).mean(-1)
     pi = (mean_a / mean_b).sqrt()
     pi = torch.where((mean_a > 0) & (mean_b > 0), pi, torch.ones_like(pi))
     return pi * root, root / pi
 
 
 def factored_inverses(
-    factors: dict[str, tuple[Tensor, Tensor]], damping: dict[str, Tensor], split: Split
-) -> tuple[dict[str, FactoredInverse], Status]:
-    """The damped inverse of every block, all factors of one size in one batched Cholesky."""
-    matrices: list[Tensor] = []
-    shifts: list[Tensor] = []
+    factors: dict[str, tuple[Factor, Factor]], damping: dict[str, Tensor], split: Split
+) -> tuple[dict[str, BlockInverse], Status]:
+    """The damped inverse of every block, all systems of one size in one batch."""
+    parts: list[tuple[Factor, Tensor]] = []
     for name, (a, b) in factors.items():
         delta_a, delta_b = split_damping(a, b, damping[name], split)
-        matrices += [a, b]
-        shifts += [delta_a, delta_b]
-    inverses, status = spd_inverses(matrices, shifts)
-    return {name: FactoredInverse(inverses[2 * i], inverses[2 * i + 1]) for i, name in enumerate(factors)}, status
+        parts += [(a, delta_a), (b, delta_b)]
+    with full_precision():
+        matrices = [m.rows @ m.rows.mT if isinstance(m, LowRank) else m for m, _ in parts]
+    inverses, status = spd_inverses(matrices, [shift for _, shift in parts])
+    made: list[FactorInverse] = [
+        DualInverse(m.rows, inverse, shift) if isinstance(m, LowRank) else DenseInverse(inverse)
+        for (m, shift), inverse in zip(parts, inverses, strict=True)
+    ]
+    return {name: FactoredInverse(made[2 * i], made[2 * i + 1]) for i, name in enumerate(factors)}, status
 
 
-def eigen_bases(factors: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
+def eigen_bases(
+    factors: dict[str, tuple[Factor, Factor]],
+) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """(eigenvalues of A, Q_A, eigenvalues of B, Q_B) of every block, negative rounding set to zero."""
     found = {}
     for name, (a, b) in factors.items():
-        (values_a, q_a), (values_b, q_b) = _eigh(a), _eigh(b)
+        (values_a, q_a), (values_b, q_b) = _eigh(dense(a)), _eigh(dense(b))
         found[name] = (values_a.clamp_min(0), q_a, values_b.clamp_min(0), q_b)
     return found
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hyperkron.curvature.base import Curvature, CurvatureState, Invertible, checked_damping, l2_curvature
-from hyperkron.curvature.kfac.capture import Fisher, Measured, measure
+from hyperkron.curvature.base import Curvature, CurvatureState, Invertible, checked_damping
+from hyperkron.curvature.kfac.capture import Fisher, Measured, accumulation_dtype, measure
 from hyperkron.curvature.kfac.coverage import Block, Coverage, Fallback, Plan, plan
+from hyperkron.curvature.kfac.factors import Factor, LowRank, dense
 from hyperkron.curvature.kfac.inverse import (
     BlockInverse,
     EigenInverse,
-    FactoredInverse,
     Split,
     eigen_bases,
     factored_inverses,
+    load_inverse,
 )
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.point import Point
@@ -52,9 +54,10 @@ class KroneckerState(CurvatureState):
         self.refreshes = 0
         self.failures = 0
         self.status = Status.DIRECT
-        self.factors: dict[str, tuple[Tensor, Tensor]] = {}
+        self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # the moving averages, where there are any
         self.inverses: dict[str, BlockInverse] = {}
         self.diagonal: dict[str, Tensor] = {}
+        self.parameters: list[str] = []  # those that were trained when the inverse was made
 
     def random(self, device: torch.device) -> torch.Generator:
         """The generator of Monte-Carlo vectors; every refresh draws anew."""
@@ -63,10 +66,6 @@ class KroneckerState(CurvatureState):
         return self.generator
 
     def state_dict(self) -> dict[str, Any]:
-        inverses = {
-            name: {"a": i.a, "b": i.b, **({"spectrum": i.spectrum} if isinstance(i, EigenInverse) else {})}
-            for name, i in self.inverses.items()
-        }
         return {
             "age": self.age,
             "refreshes": self.refreshes,
@@ -76,8 +75,9 @@ class KroneckerState(CurvatureState):
             "generator": None if self.generator is None else self.generator.get_state(),
             "generator_device": "" if self.generator is None else str(self.generator.device),
             "factors": {name: {"a": a, "b": b} for name, (a, b) in self.factors.items()},
-            "inverses": inverses,
+            "inverses": {name: inverse.state_dict() for name, inverse in self.inverses.items()},
             "diagonal": dict(self.diagonal),
+            "parameters": list(self.parameters),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -88,24 +88,28 @@ class KroneckerState(CurvatureState):
             self.generator = torch.Generator(state["generator_device"])
             self.generator.set_state(state["generator"])
         self.factors = {name: (f["a"], f["b"]) for name, f in state["factors"].items()}
-        self.inverses = {
-            name: EigenInverse(i["a"], i["b"], i["spectrum"]) if "spectrum" in i else FactoredInverse(i["a"], i["b"])
-            for name, i in state["inverses"].items()
-        }
+        self.inverses = {name: load_inverse(inverse) for name, inverse in state["inverses"].items()}
         self.diagonal = dict(state["diagonal"])
+        self.parameters = list(state["parameters"])
 
 
 class KroneckerOperator(Invertible):
     """The damped block-diagonal curvature: Kronecker blocks, diagonal layers, and what neither reaches.
 
     A parameter that the inner loss does not depend on has neither; the solution is zero there, as its column of the
-    cross term is.
+    cross term is. A preconditioner must not be zero anywhere: see :meth:`definite`.
     """
 
-    def __init__(self, blocks: dict[str, Block], state: KroneckerState) -> None:
+    def __init__(self, blocks: dict[str, Block], state: KroneckerState, damping: float) -> None:
         self.blocks = {name: blocks[name] for name in state.inverses}
         self.inverses, self.diagonal, self.status = state.inverses, state.diagonal, state.status
         self.products = 0
+        self._damping, self._elsewhere = damping, 0.0
+
+    def definite(self) -> KroneckerOperator:
+        """The same operator with δ (1 if δ = 0) where there is no curvature: positive definite on all parameters."""
+        self._elsewhere = self._damping or 1.0
+        return self
 
     def matvec(self, v: Tree) -> Tree:
         self.products += 1
@@ -118,11 +122,13 @@ class KroneckerOperator(Invertible):
         found: Tree = {}
         for name, inverse in self.inverses.items():
             block = self.blocks[name]
-            matrix = on_block(inverse, block.join(v).to(inverse.a.dtype))
+            matrix = on_block(inverse, block.join(v))
             found.update(block.part(matrix, v))
         for name, d in self.diagonal.items():
             found[name] = on_diagonal(v[name], d)
-        return {name: found[name].to(x.dtype) if name in found else torch.zeros_like(x) for name, x in v.items()}
+        for name in v.keys() - found.keys():
+            found[name] = on_diagonal(v[name], self._elsewhere) if self._elsewhere else torch.zeros_like(v[name])
+        return {name: found[name].to(x.dtype) for name, x in v.items()}
 
 
 @dataclass(frozen=True)
@@ -169,11 +175,14 @@ class Kronecker(Curvature):
         made = plan(point.model, self.fallback)
         if self.strict:
             _refuse(made.coverage())
-        if state.refreshes == 0 or state.age + 1 >= self.refresh_every or set(state.inverses) - set(made.blocks):
+        if state.parameters != list(made.rows):  # the first call, or others are trained now: what is kept does not fit
+            state.factors, state.inverses, state.diagonal = {}, {}, {}
+            self._refresh(point, state, made)
+        elif state.age + 1 >= self.refresh_every:
             self._refresh(point, state, made)
         else:
             state.age += 1
-        return KroneckerOperator(made.blocks, state)
+        return KroneckerOperator(made.blocks, state, self.damping)
 
     def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> None:
         """New factors and inverses, or the previous ones where the new are unusable."""
@@ -194,13 +203,17 @@ class Kronecker(Curvature):
             state.status, state.age = Status.KEPT_PREVIOUS, state.age + 1
             point.notes["factorisation"] = str(error)
             return
-        state.factors = factors if self.ema > 0 else {}
+        state.factors = {name: (dense(a), dense(b)) for name, (a, b) in factors.items()} if self.ema > 0 else {}
         state.inverses, state.status = inverses, status
-        state.diagonal = self._diagonal(made, measured)
+        state.diagonal, state.parameters = self._diagonal(made, measured), list(made.rows)
         state.age, state.failures, state.refreshes = 0, 0, state.refreshes + 1
 
     def _measure(
-        self, point: Point, state: KroneckerState, made: Plan, basis: dict[str, tuple[Tensor, Tensor]] | None = None
+        self,
+        point: Point,
+        state: KroneckerState,
+        made: Plan,
+        basis: dict[str, tuple[Tensor, Tensor]] | None = None,
     ) -> Measured:
         return measure(
             point,
@@ -210,41 +223,52 @@ class Kronecker(Curvature):
             sharing=self.sharing,
             generator=state.random(point.device),
             basis=basis,
+            low_rank=self._low_rank,
         )
 
-    def _average(self, state: KroneckerState, measured: Measured) -> dict[str, tuple[Tensor, Tensor]]:
+    @property
+    def _low_rank(self) -> bool:
+        """Whether factors may be kept as rows; averages and eigenbases need matrices."""
+        return False
+
+    def _average(self, state: KroneckerState, measured: Measured) -> dict[str, tuple[Factor, Factor]]:
         """β·old + (1−β)·new, after a finite check of the new."""
         new = {name: (measured.a[name], measured.b[name]) for name in measured.a}
-        tensors = [t for pair in new.values() for t in pair] + list(measured.diagonal.values())
-        if tensors and not bool(torch.stack([t.sum().isfinite() for t in tensors]).all()):
-            bad = next(name for name, (a, b) in new.items() if not bool((a.sum() + b.sum()).isfinite()))
+        if not _finite([*measured.a.values(), *measured.b.values(), *measured.diagonal.values()]):
+            bad = next((name for name, pair in new.items() if not _finite(pair)), "parameters outside the blocks")
             raise NonFiniteError(f"the factors of {bad} are not finite; look for nan, inf or overflow in inner_batch.")
-        beta = self.ema
-        if beta == 0 or not state.factors:
+        if self.ema == 0:
             return new
-        return {
-            name: (state.factors[name][0].lerp(a, 1 - beta), state.factors[name][1].lerp(b, 1 - beta))
-            if name in state.factors
-            else (a, b)
-            for name, (a, b) in new.items()
-        }
+        averaged: dict[str, tuple[Factor, Factor]] = {}
+        for name, (a, b) in new.items():
+            old_a, old_b = state.factors.get(name, (dense(a), dense(b)))
+            averaged[name] = (old_a.lerp(dense(a), 1 - self.ema), old_b.lerp(dense(b), 1 - self.ema))
+        return averaged
 
-    def _block_damping(self, made: Plan, measured: Measured, like: Tensor, name: str) -> Tensor:
+    def _block_damping(self, made: Plan, measured: Measured, point: Point, name: str) -> Tensor:
         """δ + 2α: the curvature of L2 penalties joins the damping, averaged over the parameters of a block."""
         block = made.blocks[name]
         parts = [(made.rows[n].count, measured.l2.get(n, 0.0)) for n in block.names]
         total = sum(count for count, _ in parts)
-        penalty = sum(count * (p.float().mean() if isinstance(p, Tensor) else p) for count, p in parts) / total
-        return torch.as_tensor(self.damping + penalty, dtype=like.dtype, device=like.device)
+        penalty = sum(count * (p.mean() if isinstance(p, Tensor) else p) for count, p in parts) / total
+        return torch.as_tensor(self.damping + penalty, dtype=accumulation_dtype(point.dtype), device=point.device)
 
     def _diagonal(self, made: Plan, measured: Measured) -> dict[str, Tensor]:
-        """The damped diagonal of every parameter outside the blocks."""
-        outside = [name for name in made.rows if made.rows[name].curvature != "kronecker"] + measured.uncalled
+        """The damped diagonal of every parameter outside the blocks that the inner loss depends on."""
+        inside = {name for block in measured.a for name in made.blocks[block].names}
         found: dict[str, Tensor] = {}
-        for name in outside:
-            if self.fallback == "zero" or (self.fallback == "diagonal" and name not in measured.diagonal):
+        for name in (name for name in made.rows if name not in inside):
+            declared = made.rows[name].curvature != "kronecker" or name in measured.uncalled
+            if declared and self.fallback == "zero":
                 continue
-            curvature = measured.diagonal[name] if self.fallback == "diagonal" else torch.ones(())
+            if declared and self.fallback == "identity":
+                curvature = torch.ones((), dtype=torch.float64)
+            elif name in measured.diagonal:
+                curvature = measured.diagonal[name]
+            elif name in measured.l2:  # the penalty is all that depends on it
+                curvature = torch.zeros((), dtype=torch.float64)
+            else:
+                continue
             found[name] = curvature + (measured.l2.get(name, 0.0) + self.damping)
         return found
 
@@ -255,7 +279,7 @@ class Kronecker(Curvature):
         state: KroneckerState,
         made: Plan,
         measured: Measured,
-        factors: dict[str, tuple[Tensor, Tensor]],
+        factors: dict[str, tuple[Factor, Factor]],
     ) -> tuple[dict[str, BlockInverse], Status]:
         """Damped inverses of all blocks."""
 
@@ -291,18 +315,23 @@ class KFAC(Kronecker):
 
     split: Split = "pi"
 
+    @property
+    def _low_rank(self) -> bool:
+        return self.ema == 0 and self.damping > 0 and self.split in ("pi", "plain")
+
     def _invert(
         self,
         point: Point,
         state: KroneckerState,
         made: Plan,
         measured: Measured,
-        factors: dict[str, tuple[Tensor, Tensor]],
+        factors: dict[str, tuple[Factor, Factor]],
     ) -> tuple[dict[str, BlockInverse], Status]:
-        damping = {name: self._block_damping(made, measured, a, name) for name, (a, _) in factors.items()}
+        damping = {name: self._block_damping(made, measured, point, name) for name in factors}
+        if not factors:
+            return {}, Status.DIRECT
         if self.split != "exact":
-            found, status = factored_inverses(factors, damping, self.split)
-            return dict(found), status
+            return factored_inverses(factors, damping, self.split)
         inverses: dict[str, BlockInverse] = {}
         for name, (values_a, q_a, values_b, q_b) in eigen_bases(factors).items():
             spectrum = values_b[..., :, None] * values_a[..., None, :] + damping[name]
@@ -329,15 +358,21 @@ class EKFAC(Kronecker):
         state: KroneckerState,
         made: Plan,
         measured: Measured,
-        factors: dict[str, tuple[Tensor, Tensor]],
+        factors: dict[str, tuple[Factor, Factor]],
     ) -> tuple[dict[str, BlockInverse], Status]:
         bases = eigen_bases(factors)
         corrected = self._measure(point, state, made, {n: (q_a, q_b) for n, (_, q_a, _, q_b) in bases.items()})
         inverses: dict[str, BlockInverse] = {}
         for name, (_, q_a, _, q_b) in bases.items():
-            damping = self._block_damping(made, measured, q_a, name)
+            damping = self._block_damping(made, measured, point, name)
             inverses[name] = EigenInverse(q_a, q_b, corrected.corrected[name] + damping)
         return inverses, Status.DIRECT
+
+
+def _finite(factors: Iterable[Factor]) -> bool:
+    """Whether all entries of all factors are finite; one copy to the host."""
+    tensors = [f.rows if isinstance(f, LowRank) else f for f in factors]
+    return not tensors or bool(torch.stack(torch._foreach_norm(tensors, float("inf"))).isfinite().all())
 
 
 def _refuse(coverage: Coverage) -> None:

@@ -1,0 +1,81 @@
+# Needs only Python >= 3.10 and make. Everything is installed into .venv, once, and reused.
+#
+#   make demo     clean mislabelled digits with a KFAC hypergradient and print what was found
+#   make test     lint, types, doctests and tests
+#   make bench    speed and memory against peers
+#   make format   let ruff rewrite the code in the house style
+#   make clean    remove caches and builds (make distclean: the environment too)
+#
+# Variables: PYTHON (which interpreter makes .venv), WORKERS (test processes), PYTEST_ARGS,
+# PIP_FLAGS (for example PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# to get the small CPU build of torch where PyPI would give the CUDA one).
+
+PYTHON      ?= python3
+WORKERS     ?= 2
+PYTEST_ARGS ?=
+PIP_FLAGS   ?=
+
+PY    := .venv/bin/python
+PIP   := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+STAMP := .venv/.installed
+CODE  := $(wildcard src tests examples benchmarks docs)
+BENCHMARKS ?= $(sort $(wildcard benchmarks/bench_*.py))
+
+# The stamp holds the path of the checkout, because the editable install does: a moved checkout is set up again.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+STALE := stale
+endif
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test lint types unit bench format clean distclean stale
+
+help:
+	@sed -n '/^#   make/s/^#   //p' Makefile
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt requirements/peers.txt $(STALE)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "hyperkron needs Python >= 3.10, but '$(PYTHON)' is `command -v $(PYTHON) >/dev/null && $(PYTHON) --version 2>&1 || echo missing`."; \
+	  echo "Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "Making .venv with `$(PYTHON) --version`"; $(PYTHON) -m venv --clear .venv; }
+	@echo "Installing the pinned environment into .venv (the first time takes a few minutes: torch is large)"
+	@$(PIP) hatchling
+	@$(PIP) --no-build-isolation -e '.[dev]'
+	@$(PIP) --no-deps -r requirements/peers.txt
+	@printf '%s\n' "$(CURDIR)" > $@
+
+demo: $(STAMP)
+	$(PY) examples/digits.py
+
+test: lint types unit
+
+lint: $(STAMP)
+	$(PY) -m ruff check $(CODE)
+	$(PY) -m ruff format --check --quiet $(CODE)
+
+types: $(STAMP)
+	$(PY) -m mypy
+
+# One thread per process: the two workers would otherwise fight over the cores.
+unit: export OMP_NUM_THREADS := 1
+unit: $(STAMP)
+	$(PY) -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
+
+bench: $(STAMP)
+	@test -n "$(BENCHMARKS)" || { echo "No benchmarks/bench_*.py here."; exit 1; }
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(PY) $$script; done
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix $(CODE)
+	$(PY) -m ruff format $(CODE)
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv

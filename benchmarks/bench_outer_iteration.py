@@ -1,0 +1,149 @@
+"""What one outer iteration costs: ten inner steps, one hypergradient and the λ step, over the ten inner steps alone.
+
+    python benchmarks/bench_outer_iteration.py --device cuda            # the real sizes, on a GPU
+    python benchmarks/bench_outer_iteration.py --small                  # the same at small size on two cores
+
+Ours and the reference ways are timed in one run, each iteration bracketed by device synchronisation; the table shows the
+median over repetitions of (iteration / inner steps) and the peak memory of an iteration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import references
+import torch
+from common import peak_memory, synchronize, write_result
+from workloads import WORKLOADS, Workload
+
+import hyperkron as hk
+
+
+@dataclass
+class Method:
+    """A name, how to make the hypergradient, and over how many iterations its cost repeats (τ)."""
+
+    name: str
+    make: Callable[[Workload], Callable[[], object]]
+    period: int = 1
+
+
+def ours(build: Callable[[Workload], hk.Hypergradient]) -> Callable[[Workload], Callable[[], object]]:
+    """A library method as a function without arguments."""
+
+    def make(work: Workload) -> Callable[[], object]:
+        method = build(work)
+        batch, outer = work.batches[0], work.outer_batch
+        return lambda: method.backward(work.problem, work.model, work.hyper, batch, outer)
+
+    return make
+
+
+def reference(function: Callable[[Workload], None]) -> Callable[[Workload], Callable[[], object]]:
+    """A reference way as a function without arguments."""
+    return lambda work: lambda: function(work)
+
+
+METHODS = [
+    Method("SAMA (Betty's way)", reference(references.sama_betty)),
+    Method("SAMA", ours(lambda w: hk.sama(w.optimizer))),
+    Method("identity", ours(lambda w: hk.identity())),
+    Method("KFAC mc", ours(lambda w: hk.kfac())),
+    Method("KFAC mc reduce", ours(lambda w: hk.kfac(sharing="reduce"))),
+    Method("KFAC empirical", ours(lambda w: hk.kfac(fisher="empirical"))),
+    Method("KFAC mc, every 5", ours(lambda w: hk.kfac(refresh_every=5)), 5),
+    Method("EKFAC", ours(lambda w: hk.ekfac())),
+    Method("EKFAC, every 10", ours(lambda w: hk.ekfac(refresh_every=10)), 10),
+    Method("CG-3", ours(lambda w: hk.cg(3))),
+    Method("Neumann-10", ours(lambda w: hk.neumann(10, step=1e-2))),
+    Method("KFAC (curvlinops)", reference(references.kfac_curvlinops)),
+    Method("CG-3 (normal equations)", reference(references.cg_normal_equations)),
+]
+
+
+def measure(work: Workload, method: Method, device: str, repeats: int) -> dict[str, float | str]:
+    """Median cost ratio and peak memory of one method."""
+    hypergradient = method.make(work)
+    work.inner_steps()
+    work.outer_step(hypergradient)  # warm-up: allocations, first-call decisions
+    ratios, inner_times, outer_times = [], [], []
+    for _ in range(repeats):
+        inner_time = outer_time = 0.0
+        for _ in range(method.period):
+            synchronize(device)
+            start = time.perf_counter()
+            work.inner_steps()
+            synchronize(device)
+            middle = time.perf_counter()
+            work.outer_step(hypergradient)
+            synchronize(device)
+            inner_time += middle - start
+            outer_time += time.perf_counter() - middle
+        ratios.append((inner_time + outer_time) / inner_time)
+        inner_times.append(inner_time / method.period)
+        outer_times.append(outer_time / method.period)
+
+    def iteration() -> None:
+        work.inner_steps()
+        work.outer_step(hypergradient)
+
+    return {
+        "method": method.name,
+        "ratio": statistics.median(ratios),
+        "inner_ms": 1e3 * statistics.median(inner_times),
+        "outer_ms": 1e3 * statistics.median(outer_times),
+        "peak_gib": peak_memory(iteration, device) / 2**30,
+    }
+
+
+def main() -> None:
+    """Parse, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--small", action="store_true", help="small sizes, for machines without a GPU")
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--methods", nargs="+", help="only methods whose name contains one of these words")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", help="result file (JSON)")
+    args = parser.parse_args()
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    rows: list[dict[str, float | str]] = []
+    for name in args.workloads:
+        for method in METHODS:
+            if args.methods and not any(word.lower() in method.name.lower() for word in args.methods):
+                continue
+            work = WORKLOADS[name](args.device, args.small)
+            try:
+                row = {"workload": work.name, **measure(work, method, args.device, args.repeats)}
+            except Exception as error:  # a method that fails is a row, not the end of the table
+                row = {
+                    "workload": work.name,
+                    "method": method.name,
+                    "error": f"{type(error).__name__}: {error}",
+                }
+            rows.append(row)
+            if "error" in row:
+                print(f"{work.name:18s} {method.name:24s} {row['error']}", flush=True)
+            else:
+                print(
+                    f"{work.name:18s} {method.name:24s} {row['ratio']:6.3f}x  inner {row['inner_ms']:8.1f} ms  "
+                    f"outer {row['outer_ms']:8.1f} ms  {row['peak_gib']:6.2f} GiB",
+                    flush=True,
+                )
+            del work
+            gc.collect()
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
+    if args.out:
+        write_result(args.out, {"rows": rows, "seed": 0, "repeats": args.repeats, "small": args.small})
+
+
+if __name__ == "__main__":
+    main()

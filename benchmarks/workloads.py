@@ -1,0 +1,133 @@
+"""The bilevel problems whose cost is measured: BERT-base and two ResNet-18, with one weight per training example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hyperkron as hk
+from hyperkron.models import TransformerClassifier, resnet18
+
+INNER_STEPS = 10
+
+
+@dataclass
+class Workload:
+    """A model in training, its λ and its batches; ``inner_steps`` does the ten steps between two hypergradients."""
+
+    name: str
+    model: nn.Module
+    hyper: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: list[tuple[Any, Tensor, Tensor]]
+    outer_batch: tuple[Any, Tensor, Tensor]
+    outer_optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.outer_optimizer = torch.optim.SGD(self.hyper.parameters(), lr=1e-3, momentum=0.9)
+
+    @property
+    def problem(self) -> hk.BilevelProblem:
+        """Weighted cross-entropy inside, plain cross-entropy outside."""
+        return hk.BilevelProblem(inner, outer)
+
+    def inner_step(self, i: int) -> None:
+        """One optimizer step on batch i."""
+        self.optimizer.zero_grad(set_to_none=True)
+        inner(self.model, self.hyper, self.batches[i % len(self.batches)]).backward()
+        self.optimizer.step()
+
+    def inner_steps(self) -> None:
+        """The steps between two hypergradients."""
+        for i in range(INNER_STEPS):
+            self.inner_step(i)
+
+    def outer_step(self, hypergradient: Callable[[], Any]) -> None:
+        """Hypergradient and λ step."""
+        self.outer_optimizer.zero_grad(set_to_none=True)
+        hypergradient()
+        self.outer_optimizer.step()
+
+
+def inner(model: nn.Module, hyper: nn.Module, batch: Any) -> hk.losses.Loss:
+    """J_in: cross-entropy weighted per example."""
+    x, y, index = batch
+    return hk.losses.cross_entropy(model(x), y, weight=hyper(index))
+
+
+def outer(model: nn.Module, hyper: nn.Module, batch: Any) -> hk.losses.Loss:
+    """J_out: cross-entropy on trusted data."""
+    x, y, _ = batch
+    return hk.losses.cross_entropy(model(x), y)
+
+
+class Bert(nn.Module):
+    """BERT with random weights, its embeddings frozen, and a linear head on the first token."""
+
+    def __init__(self, small: bool, classes: int = 6) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertModel
+
+        sizes = (
+            dict(num_hidden_layers=2, hidden_size=128, num_attention_heads=2, intermediate_size=512) if small else {}
+        )
+        config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.bert.embeddings.requires_grad_(False)
+        self.head = nn.Linear(config.hidden_size, classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Class scores."""
+        return self.head(self.bert(input_ids=tokens).last_hidden_state[:, 0])
+
+
+def bert(device: str, small: bool) -> Workload:
+    """BERT-base, all 12 layers trained, AdamW; 128 × 100 tokens (small: 2 layers of 128, 16 × 32 tokens)."""
+    torch.manual_seed(0)
+    batch, length = (16, 32) if small else (128, 100)
+    try:
+        model: nn.Module = Bert(small).to(device)
+    except ImportError:
+        if not small:
+            raise
+        model = TransformerClassifier(vocab=1000, classes=6, layers=2, width=128, heads=2, ffn=512, max_len=length)
+    model.train()
+    hyper = hk.SampleWeights(batch * INNER_STEPS).to(device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5)
+    data = _batches(lambda: torch.randint(1000, (batch, length), device=device), batch, 6, device)
+    return Workload("BERT-12" if not small else "BERT-small", model, hyper, optimizer, data[:-1], data[-1])
+
+
+def resnet(device: str, small: bool, stem: str) -> Workload:
+    """ResNet-18 on 32 × 32 images, SGD with momentum, batch 512 (small: width 16, batch 32)."""
+    torch.manual_seed(0)
+    batch, width = (32, 16) if small else (512, 64)
+    model = resnet18(classes=10, stem=stem, width=width).to(device).train()  # type: ignore[arg-type]
+    hyper = hk.SampleWeights(batch * INNER_STEPS).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    data = _batches(lambda: torch.randn(batch, 3, 32, 32, device=device), batch, 10, device)
+    return Workload(f"ResNet-18 ({stem})", model, hyper, optimizer, data[:-1], data[-1])
+
+
+def _batches(draw: Callable[[], Tensor], size: int, classes: int, device: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Ten inner batches and one outer batch of random inputs and labels."""
+    return [
+        (
+            draw(),
+            torch.randint(classes, (size,), device=device),
+            torch.arange(size, device=device) + size * (i % INNER_STEPS),
+        )
+        for i in range(INNER_STEPS + 1)
+    ]
+
+
+WORKLOADS: dict[str, Callable[[str, bool], Workload]] = {
+    "bert": bert,
+    "resnet7": lambda device, small: resnet(device, small, "7x7"),
+    "resnet3": lambda device, small: resnet(device, small, "3x3"),
+}

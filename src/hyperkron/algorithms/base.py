@@ -1,0 +1,279 @@
+"""What every algorithm is: a frozen configuration with ``init`` and ``step`` over an explicit state.
+
+How to add one
+--------------
+1. One paper, one file in this folder. The class is a frozen dataclass derived from :class:`Algorithm`; its fields
+   are the paper's constants (``inner_rate`` and ``outer_rate`` are inherited, override their defaults).
+2. The docstring holds the update equations in the notation of the library (v ≈ H⁻¹b, hypergradient ∂_λ f − X(v)),
+   the reference, and what published code does differently. ``facts`` feeds the table in ``docs/algorithms.md``.
+3. ``step(state, draw)`` composes: batches from ``draw.inner()`` and ``draw.outer()``; gradients, products and
+   hypergradients from :mod:`hyperkron.algorithms.oracles` (never written anew); directions handed to
+   ``state.inner.step`` (θ) and ``state.outer.step`` (λ), so that any optimizer and projection works; then
+   ``return state.finish(...)``. θ lives in the model and λ in hyper; whatever else must survive a step goes into
+   ``state.trees`` (vectors), ``state.numbers`` or ``state.twins`` (second points with an optimizer), set up in
+   ``prepare(state)``. Then resuming, seeding, devices and dtypes take care of themselves.
+4. Export it in ``algorithms/__init__.py``, add a case to ``tests/test_algorithms.py`` with its proven accuracy,
+   and run ``python docs/make_algorithms_table.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hyperkron import trees
+from hyperkron.algorithms.draw import Draw
+from hyperkron.algorithms.movers import Mover, Project, Rate, Updates, as_rate
+from hyperkron.hypergradient import Hypergradient, Implicit
+from hyperkron.point import trainable
+from hyperkron.problem import BilevelProblem
+from hyperkron.solution import HyperkronError, NonFiniteError, Status
+from hyperkron.trees import Tree
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the table of algorithms says about one.
+
+    Attributes:
+        name: the paper's name for it.
+        reference: authors, venue and year.
+        calls: oracle calls of one step, in the algorithm's own arguments.
+        memory: what is kept beside θ, λ and their optimizers.
+        accuracy: what is proven to be reached.
+        use: when to choose it.
+    """
+
+    name: str
+    reference: str
+    calls: str
+    memory: str
+    accuracy: str
+    use: str
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did.
+
+    Attributes:
+        step: its number, from 0.
+        outer_loss: J_out on the step's outer batch, before λ moved.
+        inner_loss: J_in on the step's last inner batch, where the method evaluated it.
+        direction: the norm of the direction along which λ moved.
+        status: of the hypergradient, where there was one.
+        stats: further figures, by name.
+    """
+
+    step: int
+    outer_loss: float
+    inner_loss: float | None
+    direction: float
+    status: Status | None = None
+    stats: dict[str, float | int | str] = field(default_factory=dict)
+
+
+class State:
+    """Everything the next step depends on.
+
+    Attributes:
+        inner, outer: how θ and λ move.
+        hypergradient: the algorithm's own copy, with its caches.
+        step: how many steps have been done.
+        trees, numbers, twins: what the algorithm remembers: vectors, scalars, and second points of θ.
+        generator: the algorithm's own randomness, on the device of θ.
+    """
+
+    def __init__(
+        self,
+        problem: BilevelProblem,
+        model: nn.Module,
+        hyper: nn.Module,
+        inner: Mover,
+        outer: Mover,
+        seed: int,
+    ) -> None:
+        self.problem, self.model, self.hyper = problem, model, hyper
+        self.inner, self.outer = inner, outer
+        self.hypergradient: Hypergradient | None = None
+        self.step = 0
+        self.trees: dict[str, Tree] = {}
+        self.numbers: dict[str, float] = {}
+        self.twins: dict[str, Mover] = {}
+        device = next(iter(inner.params.values())).device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    @property
+    def params(self) -> Tree:
+        """θ: the model's trainable parameters."""
+        return self.inner.params
+
+    @property
+    def hypers(self) -> Tree:
+        """λ: the trainable parameters of hyper."""
+        return self.outer.params
+
+    def finish(
+        self,
+        outer_loss: Tensor | float,
+        direction: Tree,
+        inner_loss: Tensor | float | None = None,
+        *,
+        status: Status | None = None,
+        stats: dict[str, float | int | str] | None = None,
+    ) -> StepReport:
+        """Close the step: read its figures, refuse non-finite ones, advance the counter and the schedules."""
+        report = StepReport(
+            self.step,
+            float(outer_loss),
+            None if inner_loss is None else float(inner_loss),
+            float(trees.norm(direction)),
+            status,
+            stats or {},
+        )
+        for name in ("outer_loss", "inner_loss", "direction"):
+            value = getattr(report, name)
+            if value is not None and not math.isfinite(value):
+                raise NonFiniteError(
+                    f"{name} is {value} at step {self.step}; lower inner_rate or outer_rate (or the optimizers' "
+                    "lr), clip with Updates(optimizer, clip=1.0), or look for nan in the batches."
+                )
+        for mover in (self.inner, self.outer):
+            mover.tick(self.step, report.outer_loss)
+        for twin in self.twins.values():
+            for group, own in zip(twin.optimizer.param_groups, self.inner.optimizer.param_groups, strict=True):
+                group["lr"] = own["lr"]
+        self.step += 1
+        return report
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, with copies of θ and λ, as nested dictionaries of tensors, numbers, strings and None."""
+        hypergradient = {} if self.hypergradient is None else self.hypergradient.state_dict()
+        return {
+            "step": self.step,
+            "model": _copies(self.model.state_dict()),
+            "hyper": _copies(self.hyper.state_dict()),
+            "inner": self.inner.state_dict(),
+            "outer": self.outer.state_dict(),
+            "hypergradient": hypergradient,
+            "trees": {name: _copies(tree) for name, tree in self.trees.items()},
+            "numbers": dict(self.numbers),
+            "twins": {name: {"params": twin.values(), "mover": twin.state_dict()} for name, twin in self.twins.items()},
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a :meth:`state_dict` of the same algorithm, bit for bit."""
+        for name in ("trees", "twins"):
+            if set(getattr(self, name)) - set(state[name]):
+                raise HyperkronError(
+                    f"the state has {name} {sorted(state[name])} but this algorithm keeps "
+                    f"{sorted(getattr(self, name))}; load it into the algorithm it was saved from."
+                )
+        self.step = state["step"]
+        self.model.load_state_dict(state["model"])
+        self.hyper.load_state_dict(state["hyper"])
+        self.inner.load_state_dict(state["inner"])
+        self.outer.load_state_dict(state["outer"])
+        if self.hypergradient is not None:
+            self.hypergradient.load_state_dict(state["hypergradient"])
+        self.trees = {name: _copies(tree) for name, tree in state["trees"].items()}
+        self.numbers = dict(state["numbers"])
+        for name, twin in self.twins.items():
+            twin.place(state["twins"][name]["params"])
+            twin.load_state_dict(state["twins"][name]["mover"])
+        self.generator.set_state(state["generator"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(ABC):
+    """A bilevel algorithm: configuration only; what it remembers is a :class:`State`.
+
+    Args:
+        inner_rate: step size of θ, where no inner optimizer is given.
+        outer_rate: step size of λ, where no outer optimizer is given.
+        seed: of the algorithm's own randomness.
+    """
+
+    inner_rate: Rate | float = 0.1
+    outer_rate: Rate | float = 0.1
+    seed: int = 0
+
+    facts: ClassVar[Facts]
+
+    def __post_init__(self) -> None:
+        as_rate(self.inner_rate), as_rate(self.outer_rate)
+        method = getattr(self, "hypergradient", None)
+        if method is not None and not isinstance(method, Hypergradient):
+            raise HyperkronError(
+                f"hypergradient={method!r:.60} is a {type(method).__name__}, not a hypergradient; pass "
+                "hyperkron.kfac(), cg(), neumann(), … or Implicit(curvature, solver)."
+            )
+
+    def init(
+        self,
+        problem: BilevelProblem,
+        model: nn.Module,
+        hyper: nn.Module,
+        *,
+        inner: torch.optim.Optimizer | Updates | None = None,
+        outer: torch.optim.Optimizer | Updates | None = None,
+        project: Project | None = None,
+    ) -> State:
+        """A fresh state at the current θ and λ.
+
+        Args:
+            problem: the two objectives.
+            model: holds θ.
+            hyper: holds λ.
+            inner: what moves θ; ``None`` for gradient descent at ``inner_rate``.
+            outer: what moves λ; ``None`` for gradient descent at ``outer_rate``.
+            project: the projection of λ, applied now and after every step.
+        """
+        moves_theta = Mover(trainable(model, "model"), inner, as_rate(self.inner_rate))
+        moves_lambda = Mover(trainable(hyper, "hyper"), outer, as_rate(self.outer_rate), project=project, level="outer")
+        state = State(problem, model, hyper, moves_theta, moves_lambda, self.seed)
+        method = getattr(self, "hypergradient", None)
+        if method is not None:
+            state.hypergradient = fresh(method)
+        self.prepare(state)
+        return state
+
+    def prepare(self, state: State) -> None:  # noqa: B027 - most algorithms remember nothing more
+        """Put into ``state`` what this algorithm remembers."""
+
+    @abstractmethod
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """One step: θ and λ move, ``state`` with them."""
+
+
+def fresh(method: Hypergradient) -> Hypergradient:
+    """A copy of ``method`` without its memory, so that one configuration serves many runs."""
+    if isinstance(method, Implicit):
+        return Implicit(
+            method.curvature,
+            method.solver,
+            preconditioner=method.preconditioner,
+            warm_start=method.warm_start,
+            cross=method.cross.mode,
+            radius=method.cross.radius,
+        )
+    return copy.deepcopy(method)
+
+
+def check_counts(algorithm: Any, *names: str, least: int = 1) -> None:
+    """Refuse counts that are not whole numbers of at least ``least``."""
+    for name in names:
+        value = getattr(algorithm, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise HyperkronError(f"{name}={value!r} must be a whole number ≥ {least}.")
+
+
+def _copies(tree: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.detach().clone() if isinstance(x, Tensor) else x for name, x in tree.items()}

@@ -1,0 +1,210 @@
+"""How θ and λ move: a direction becomes the ``.grad`` of a ``torch.optim`` optimizer.
+
+An algorithm decides the direction; the optimizer, its schedule, clipping and the projection decide the step. So
+momentum, Adam or a cosine schedule can be had with any algorithm, and without them it is the paper's own rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from hyperkron import trees
+from hyperkron.solution import HyperkronError
+from hyperkron.trees import Tree
+
+Project = Callable[[Tensor], Tensor]
+"""A projection of one parameter of λ onto its constraint set."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A step size or weight that decays as scale / (t + 1)^exponent.
+
+    Args:
+        scale: c, the value at t = 0.
+        exponent: e; 0 for a constant.
+
+    Example:
+        >>> Rate(0.1, 0.5)(3)
+        0.05
+    """
+
+    scale: float
+    exponent: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.scale, (int, float)) and math.isfinite(self.scale) and self.scale >= 0):
+            raise HyperkronError(f"scale={self.scale!r} of a rate must be a finite number ≥ 0.")
+        if not math.isfinite(self.exponent):
+            raise HyperkronError(f"exponent={self.exponent!r} of a rate must be finite; 0 is a constant rate.")
+
+    def __call__(self, t: int) -> float:
+        """The value at step ``t``, counted from 0."""
+        return self.scale / (t + 1) ** self.exponent
+
+
+def as_rate(rate: Rate | float) -> Rate:
+    """A number as a constant :class:`Rate`."""
+    return rate if isinstance(rate, Rate) else Rate(rate)
+
+
+@dataclass(frozen=True)
+class Updates:
+    """An optimizer with what belongs to it, where the bare optimizer is not enough.
+
+    Args:
+        optimizer: any ``torch.optim`` optimizer of the level's parameters.
+        scheduler: any ``torch.optim.lr_scheduler`` of that optimizer, stepped once after every step of the
+            algorithm (with the outer loss, for ``ReduceLROnPlateau``).
+        clip: the largest norm of a direction; longer ones are scaled down to it.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        >>> Updates(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10), clip=1.0).clip
+        1.0
+    """
+
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler | ReduceLROnPlateau | None = None
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise HyperkronError(
+                f"optimizer={self.optimizer!r:.60} is not a torch.optim.Optimizer; pass one over the parameters "
+                "of this level, such as torch.optim.SGD(model.parameters(), lr=0.1)."
+            )
+        if self.scheduler is not None and getattr(self.scheduler, "optimizer", None) is not self.optimizer:
+            raise HyperkronError("scheduler belongs to another optimizer than the one it is given with.")
+        if self.clip is not None and not self.clip > 0:
+            raise HyperkronError(f"clip={self.clip!r} must be positive, or None for no clipping.")
+
+
+class Mover:
+    """The parameters of one level and the optimizer that moves them along a direction.
+
+    Args:
+        params: θ or λ, by name.
+        given: an optimizer, :class:`Updates`, or ``None`` for plain gradient descent at ``rate``.
+        rate: the algorithm's own step sizes; used where ``given`` is ``None``.
+        project: applied to every parameter after every step, and once now.
+        level: how errors call it.
+    """
+
+    def __init__(
+        self,
+        params: Tree,
+        given: torch.optim.Optimizer | Updates | None,
+        rate: Rate,
+        *,
+        project: Project | None = None,
+        level: str = "inner",
+    ) -> None:
+        self.params = params
+        self.rate: Rate | None = rate if given is None else None
+        if given is None:
+            given = torch.optim.SGD(list(params.values()), lr=rate(0))
+        updates = given if isinstance(given, Updates) else Updates(given)
+        self.optimizer, self.scheduler, self.clip = updates.optimizer, updates.scheduler, updates.clip
+        self.project = project
+        self.factor = 1.0
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        missing = [name for name, p in params.items() if id(p) not in held]
+        if missing:
+            raise HyperkronError(
+                f"{level}_optimizer does not hold {missing[0]} (and {len(missing) - 1} others); give it all "
+                "trainable parameters of this level, or freeze those with requires_grad_(False)."
+            )
+        self._project()
+
+    @property
+    def lr(self) -> float:
+        """The step size of the first parameter group, now."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def step(self, direction: Tree) -> None:
+        """Move against ``direction``, as the optimizer moves against a gradient; then project."""
+        if self.clip is not None:
+            ratio = self.clip / trees.norm(direction).clamp(min=torch.finfo(torch.float32).tiny)
+            direction = trees.scale(direction, ratio.clamp(max=1.0))
+        for name, p in self.params.items():
+            p.grad = direction[name].detach()
+        self.optimizer.step()
+        self._project()
+
+    def _project(self) -> None:
+        if self.project is not None:
+            with torch.no_grad():
+                for p in self.params.values():
+                    p.copy_(self.project(p))
+
+    def place(self, values: Tree) -> None:
+        """Set the parameters to ``values``, without a step."""
+        with torch.no_grad():
+            for name, p in self.params.items():
+                p.copy_(values[name])
+
+    def values(self) -> Tree:
+        """A copy of the parameters."""
+        return trees.map(lambda p: p.detach().clone(), self.params)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply this and all later step sizes of the algorithm's rule (or the optimizer's now) by ``factor``."""
+        self.factor *= factor
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+
+    def tick(self, t: int, metric: float) -> None:
+        """Step ``t`` of the algorithm is over: set the step sizes of the next one."""
+        if self.rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate(t + 1) * self.factor
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(metric)
+        elif self.scheduler is not None:
+            self.scheduler.step()
+
+    def twin(self) -> Mover:
+        """A copy of the parameters with a fresh optimizer of the same kind and settings.
+
+        Methods that follow a second point of the inner problem (F2SA's z, BOME's θ̂) move it this way.
+        """
+        copies: Tree = {name: nn.Parameter(p.detach().clone()) for name, p in self.params.items()}
+        of = {id(p): copies[name] for name, p in self.params.items()}
+        groups = [
+            {**group, "params": [of[id(p)] for p in group["params"] if id(p) in of]}
+            for group in self.optimizer.param_groups
+        ]
+        optimizer = type(self.optimizer)([g for g in groups if g["params"]], **self.optimizer.defaults)
+        return Mover(copies, Updates(optimizer, clip=self.clip), Rate(0.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer and scheduler as nested dictionaries of tensors and plain values; not the parameters."""
+        memory = self.optimizer.state_dict()
+        scheduler = {} if self.scheduler is None else self.scheduler.state_dict()
+        return {
+            "state": {str(key): _copied(value) for key, value in memory["state"].items()},
+            "groups": {str(key): dict(group) for key, group in enumerate(memory["param_groups"])},
+            "scheduler": {key: value for key, value in scheduler.items() if not callable(value)},
+            "factor": self.factor,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`."""
+        groups = [state["groups"][str(i)] for i in range(len(state["groups"]))]
+        memory = {int(key): _copied(value) for key, value in state["state"].items()}
+        self.optimizer.load_state_dict({"state": memory, "param_groups": [dict(group) for group in groups]})
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.factor = state["factor"]
+
+
+def _copied(memory: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.detach().clone() if isinstance(x, Tensor) else x for name, x in memory.items()}

@@ -1,0 +1,290 @@
+"""The environment, the package's metadata, and the rules that hold for every source file."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SRC = ROOT / "src" / "hyperkron"
+SOURCES = sorted(SRC.rglob("*.py"))
+MAX_LINES = 450
+
+# Each module imports only from those before it (docs/architecture.md). The package's __init__ may import all.
+LAYERS = (
+    "trees",
+    "linalg",
+    "solution",
+    "losses",
+    "problem",
+    "point",
+    "curvature",
+    "solvers",
+    "cross",
+    "hypergradient",
+    "algorithms",
+    "hyper",
+    "training",
+    "data",
+    "models",
+    "tasks",
+    "paper",
+    "cli",
+)
+
+HEAVY = ("sklearn", "transformers", "datasets", "pandas", "matplotlib", "optuna")
+
+PICKLERS = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"})
+PICKLING = frozenset({"torch.load", "torch.save", "pandas.read_pickle"})
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(SRC))
+
+
+# --- the environment ---------------------------------------------------------------------------------------
+
+
+def test_torchvision_is_absent() -> None:
+    """PyPI's torchvision breaks the CPU build of torch, so nothing may pull it in."""
+    assert importlib.util.find_spec("torchvision") is None, (
+        "torchvision is installed. Remove it (pip uninstall torchvision), find what brought it in "
+        "and install that with --no-deps."
+    )
+
+
+def test_torchvision_is_named_by_no_requirement() -> None:
+    files = [ROOT / "pyproject.toml", ROOT / "constraints.txt", *(ROOT / "requirements").glob("*.txt")]
+    for file in files:
+        wanted = [line for line in file.read_text("utf-8").splitlines() if not line.lstrip().startswith("#")]
+        assert "torchvision" not in "\n".join(wanted), f"{file.name} asks for torchvision"
+
+
+def test_installed_versions_are_the_pinned_ones() -> None:
+    """Every pin of constraints.txt that is installed has the version it says; so do the peers."""
+    from packaging.requirements import Requirement
+
+    lines = [*(ROOT / "constraints.txt").open(encoding="utf-8")]
+    lines += (ROOT / "requirements" / "peers.txt").open(encoding="utf-8")
+    pins = [Requirement(line) for line in map(str.strip, lines) if line and not line.startswith("#")]
+    assert len(pins) > 50
+    wrong = []
+    for pin in pins:
+        if pin.marker is not None and not pin.marker.evaluate():
+            continue
+        try:
+            version = importlib.metadata.version(pin.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # belongs to an extra that is not installed
+        if not pin.specifier.contains(version, prereleases=True):
+            wrong.append(f"{pin.name} {version}, pinned {pin.specifier}")
+    assert not wrong, f"run `make venv`: {wrong}"
+
+
+# --- the package -------------------------------------------------------------------------------------------
+
+
+def test_metadata() -> None:
+    import hyperkron
+
+    metadata = importlib.metadata.metadata("hyperkron")
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert hyperkron.__version__ == metadata["Version"]
+    core = [r for r in importlib.metadata.requires("hyperkron") or [] if "extra ==" not in r]
+    assert sorted(r.split(">=")[0] for r in core) == ["safetensors", "torch", "tqdm"]
+    extras = set(metadata.get_all("Provides-Extra") or [])
+    assert extras >= {"data", "text", "report", "track", "sweep", "cli", "dev"}
+
+
+def test_the_wheel_ships_all_sources_types_and_licence(tmp_path: Path) -> None:
+    from hatchling.builders.wheel import WheelBuilder
+
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert "hyperkron/py.typed" in names
+    assert {f"hyperkron/{path.relative_to(SRC).as_posix()}" for path in SOURCES} <= names
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+    assert not any(name.startswith(("tests/", "benchmarks/", "examples/")) for name in names)
+
+
+def test_import_is_light() -> None:
+    """`import hyperkron` pulls in none of the heavy extras."""
+    program = f"import sys, hyperkron; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.split() == []
+
+
+# --- the layers --------------------------------------------------------------------------------------------
+
+
+def _layer(module: str) -> str | None:
+    """The layer of a dotted module name; None for the package itself and for other packages."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "hyperkron" and len(parts) > 1 else None
+
+
+def _imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Yield (line, absolute dotted name) for everything a module imports, wherever in the file it does.
+
+    `from hyperkron import x` counts as hyperkron.x; imports for type checking count too.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = module.split(".")
+                above = above[: len(above) - node.level + is_package]
+                base = ".".join([*above, base] if base else above)
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def _layer_faults(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What in a module of the package breaks the order of LAYERS."""
+    own = _layer(module)
+    if own is None or own == "__main__":
+        return []  # the package's face may import all
+    if own not in LAYERS:
+        return [f"{module}: layer {own!r} is not in LAYERS; give it its place in the order"]
+    faults = []
+    for line, name in _imports(ast.parse(source), module, is_package):
+        if name.split(".")[0] != "hyperkron":
+            continue
+        other = _layer(name)
+        if other not in LAYERS:
+            faults.append(
+                f"{module}:{line} imports {name} from the package's face; name the module it lives in"
+            )
+        elif LAYERS.index(other) > LAYERS.index(own):
+            faults.append(f"{module}:{line} imports {name}, which lies below {own!r}")
+    return faults
+
+
+def _module(path: Path) -> str:
+    parts = ("hyperkron", *path.relative_to(SRC).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_imports_respect_the_layers(path: Path) -> None:
+    assert _layer_faults(path.read_text("utf-8"), _module(path), path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "faults"),
+    [
+        ("hyperkron.curvature.kfac.factors", "from ...trees import dot", 0),
+        ("hyperkron.curvature.kfac.factors", "from ..base import Operator", 0),
+        ("hyperkron.curvature.kfac.factors", "from ...solvers.cg import CG", 1),
+        ("hyperkron.curvature.kfac.factors", "from hyperkron import trees, solvers", 1),
+        ("hyperkron.trees", "def f():\n    import hyperkron.losses", 1),
+        (
+            "hyperkron.trees",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import cross",
+            1,
+        ),
+        ("hyperkron.cross", "from . import trees\nfrom .solution import Status\nimport torch", 0),
+        ("hyperkron.cross", "import hyperkron as hk", 1),
+        ("hyperkron.cross", "from . import kfac", 1),
+        ("hyperkron.newcomer", "import torch", 1),
+        ("hyperkron", "from hyperkron.cli import main", 0),
+    ],
+)
+def test_the_layer_check_sees(module: str, source: str, faults: int) -> None:
+    assert len(_layer_faults(source, module)) == faults
+
+
+def test_the_layer_check_resolves_relative_imports_of_a_package() -> None:
+    assert _layer_faults("from .cg import CG", "hyperkron.solvers", is_package=True) == []
+    assert _layer_faults("from ..curvature import KFAC", "hyperkron.solvers", is_package=True) == []
+    assert len(_layer_faults("from ..cross import product", "hyperkron.solvers", is_package=True)) == 1
+
+
+# --- no pickle, no long files ------------------------------------------------------------------------------
+
+
+def _pickle_faults(source: str) -> list[str]:
+    """Imports of pickling modules, and uses of functions that pickle, also under another name."""
+    tree = ast.parse(source)
+    known = {}  # local name -> what it stands for
+    faults = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(alias.asname or alias.name.split(".")[0], alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [(alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names]
+        else:
+            continue
+        for local, full in names:
+            known[local] = full if isinstance(node, ast.ImportFrom) or local != full.split(".")[0] else local
+            if full.split(".")[0] in PICKLERS or full in PICKLING:
+                faults.append(f"line {node.lineno}: imports {full}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = ast.unparse(node).partition(".")
+            if f"{known.get(root, root)}.{rest}" in PICKLING:
+                faults.append(f"line {node.lineno}: uses {ast.unparse(node)}")
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            faults.append(f"line {node.value.lineno}: allow_pickle")
+    return faults
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_nothing_pickles(path: Path) -> None:
+    """A file from a stranger must never run code: safetensors and JSON instead."""
+    assert _pickle_faults(path.read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "faults"),
+    [
+        ("import pickle", 1),
+        ("def f():\n    from cloudpickle import dumps", 1),
+        ("import torch\nx = torch.load('a')", 1),
+        ("import torch as t\nt.save({}, 'a')", 1),
+        ("from torch import load as read", 1),
+        ("import torch.nn as nn\nimport torch\ntorch.load('a')", 1),
+        ("import numpy as np\nnp.load('a', allow_pickle=True)", 1),
+        ("import json\njson.load(open('a'))", 0),
+        ("from safetensors.torch import load, save_file", 0),
+    ],
+)
+def test_the_pickle_check_sees(source: str, faults: int) -> None:
+    assert len(_pickle_faults(source)) == faults
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_files_are_short(path: Path) -> None:
+    lines = len(path.read_text("utf-8").splitlines())
+    assert lines <= MAX_LINES, f"{lines} lines; split it by concept (at most {MAX_LINES}, better 400)"
+
+
+def test_there_are_sources_to_check() -> None:
+    assert {"trees.py", "solution.py", "problem.py"} <= {path.name for path in SOURCES}
+
+
+# --- the README --------------------------------------------------------------------------------------------
+
+
+def test_the_readme_example_runs_and_finds_the_wrong_labels(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    weights = names["weights"](torch.arange(64)).detach()
+    assert weights[:16].mean() < weights[16:].mean() - 0.2
+    assert names["result"].status.value in capsys.readouterr().out
