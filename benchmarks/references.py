@@ -31,6 +31,7 @@ def sama_betty(work: Workload) -> None:
             torch._foreach_add_(params, v, alpha=factor * epsilon)
         loss = inner(work.model, work.hyper, work.batches[0]).value
         sides.append(torch.autograd.grad(loss, list(work.hyper.parameters()))[0])
+        del loss  # and with it the graph, before the other side is evaluated
     with torch.no_grad():
         torch._foreach_add_(params, v, alpha=epsilon)
     _set_grad(work, (sides[0] - sides[1]) / (2 * epsilon))

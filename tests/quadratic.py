@@ -47,8 +47,9 @@ class Quadratic:
         if not self.isotropic:
             axes = axes * torch.tensor([1.0, 0.8, 1.25], dtype=torch.float64)
         x = axes + self.noise * normal(count, 3)
-        y, features = normal(count, 2), normal(3, 2, 3).repeat(-(-count // 3), 1, 1)[:count]
-        features = features + self.noise * normal(count, 2, 3)
+        y = normal(count, 2)
+        basis = 3**0.5 * torch.linalg.qr(normal(6, 3)).Q.reshape(3, 2, 3)  # λ moves θ in orthogonal directions
+        features = basis.repeat(-(-count // 3), 1, 1)[:count] + self.noise * normal(count, 2, 3)
         outer_x = axes + self.noise * normal(count, 3)
         outer_y = normal(count, 2)
         if self.realizable:
@@ -100,6 +101,4 @@ class Quadratic:
         """Both levels in batches, by default one full batch."""
         inner, outer = ([x.to(dtype) for x in part] for part in self.data())
         size = self.examples if batch_size is None else batch_size
-        return hk.Draw(
-            hk.Examples(*inner, batch_size=size, seed=1), hk.Examples(*outer, batch_size=size, seed=2)
-        )
+        return hk.Draw(hk.Examples(*inner, batch_size=size, seed=1), hk.Examples(*outer, batch_size=size, seed=2))

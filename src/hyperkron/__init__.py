@@ -9,7 +9,15 @@ solvers (A⁻¹b), the cross term, and the hypergradients that put them together
 from hyperkron import algorithms, losses
 from hyperkron.algorithms import *  # noqa: F403 - every algorithm, by its paper's name
 from hyperkron.curvature import EKFAC, GGN, KFAC, AdamDiagonal, Coverage, Hessian, Identity
-from hyperkron.hyper import SampleWeights, as_hyper
+from hyperkron.hyper import (
+    Augmentation,
+    DomainWeights,
+    LabelCorrection,
+    MetaWeightNet,
+    SampleWeights,
+    WeightDecay,
+    as_hyper,
+)
 from hyperkron.hypergradient import (
     Hypergradient,
     Implicit,
@@ -44,9 +52,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     *algorithms.__all__,
+    "Augmentation",
     "Ball",
     "Box",
     "Callback",
+    "DomainWeights",
     "EarlyStopping",
     "Every",
     "History",
@@ -72,11 +82,14 @@ __all__ = [
     "Identity",
     "Implicit",
     "Neumann",
+    "LabelCorrection",
+    "MetaWeightNet",
     "NonFiniteError",
     "SampleWeights",
     "Solution",
     "Status",
     "Unrolled",
+    "WeightDecay",
     "as_hyper",
     "cg",
     "ekfac",

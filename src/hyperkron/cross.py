@@ -5,8 +5,12 @@ Three ways to the same vector, X(v) = ∂_λ ⟨∂_θ J_in(λ, θ), v⟩:
 - ``reverse``: differentiate the gradient's graph again; exact, the most memory;
 - ``forward``: one forward pass with tangent v on θ, then ∂_λ of the tangent; exact, and cheap where λ only weights
   examples, for then nothing is propagated back through the model;
-- ``difference``: [∂_λ J_in(θ + εv) − ∂_λ J_in(θ − εv)] / 2ε with ε = radius/‖v‖ and θ detached: two plain forward passes
-  where λ only weights examples. Works with every model; its error is O(radius²) plus rounding/radius.
+- ``difference``: [∂_λ J_in(θ + εv) − ∂_λ J_in(θ − εv)] / 2ε with ε = radius/‖v‖ and θ detached: two plain forward
+  passes where λ only weights examples. Works with every model; its error is O(radius²) plus rounding/radius.
+
+The last two move θ rather than differentiate by it. Where an inner loss stops gradients (``detach()``, ``no_grad``,
+straight-through estimators) or asks parameters whether they require a gradient, its value moves otherwise than its
+gradient says, and only ``reverse`` is right; ``auto`` finds that out.
 """
 
 from __future__ import annotations
@@ -16,12 +20,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from hyperkron import trees
-from hyperkron.curvature.base import Operator
-from hyperkron.curvature.products import HessianOperator
+from hyperkron.curvature.base import Operator, checked_positive
+from hyperkron.curvature.products import HessianOperator, UndifferentiableError, gradients_of, graph_nodes
 from hyperkron.point import Point
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import Tree
@@ -59,8 +62,10 @@ class Cross:
     Args:
         mode: ``auto`` tries the finite difference first, at two radii: by how much the two answers differ tells its
             error. Where that is above ``tolerance`` at every radius it takes forward mode, then double backward,
-            whichever the model allows. It decides on the first call and again after every 100.
-        radius: ε‖v‖ of the finite difference; ``None`` tries 1e-2, 3e-3 and 1e-3 (float64: 1e-4 and 1e-5).
+            whichever the model allows. Where J_in changes along v otherwise than its gradient says (gradients are
+            stopped inside it), it takes double backward. It decides on the first call and again after every 100.
+        radius: ε‖v‖ of the finite difference; ``None`` tries 1e-2, 3e-3 and 1e-3 (float64: 1e-4 and 1e-5; TF32 and half
+            precision: 1e-1, 3e-2 and 1e-2).
         tolerance: relative error at which a finite difference is exact enough; ``None`` means 5 %, an angle of 3°
             (float64: 1e-6). Models of smooth activations stay far below, those of ReLU and batch norm come close.
     """
@@ -72,8 +77,8 @@ class Cross:
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "reverse", "forward", "difference"):
             raise HyperkronError(f"cross={self.mode!r} is unknown; choose auto, reverse, forward or difference.")
-        if self.radius is not None and not self.radius > 0:
-            raise HyperkronError(f"radius={self.radius!r} must be positive, or None for a choice by dtype.")
+        if self.radius is not None:
+            checked_positive("radius", self.radius, "None chooses it by dtype")
 
     def term(self, point: Point, v: Tree, operator: Operator | None, state: CrossState) -> Tree:
         """∂²_λθ J_in · v, one tensor for each parameter of λ."""
@@ -94,65 +99,109 @@ class Cross:
     def _radii(self, point: Point) -> tuple[float, ...]:
         if self.radius is not None:
             return (self.radius, self.radius / 3)
-        return (1e-4, 1e-5, 1e-6) if point.dtype == torch.float64 else (1e-2, 3e-3, 1e-3, 3e-4)
+        if point.dtype == torch.float64:
+            return (1e-4, 1e-5, 1e-6)
+        if _rounds_coarsely(point):  # a small step is lost in the rounding of the weights themselves
+            return (1e-1, 3e-2, 1e-2, 3e-3)
+        return (1e-2, 3e-3, 1e-3, 3e-4)
 
     def _decide(self, point: Point, v: Tree, state: CrossState) -> Tree:
         tolerance = self.tolerance or (1e-6 if point.dtype == torch.float64 else 0.05)
         radii = self._radii(point)
-        wide, best = difference(point, v, radii[0]), (float("inf"), radii[0])
-        first = wide
+        if not _moves_as_its_gradient(point, v, radii[0]):
+            try:
+                exact = reverse(point, v)
+            except (UndifferentiableError, RuntimeError) as failure:
+                if isinstance(failure, torch.OutOfMemoryError):
+                    raise
+                warn_once(
+                    "cross-stopped",
+                    "the inner loss changes along v otherwise than its gradient says (through detach(), no_grad or "
+                    "requires_grad inside it), so only cross='reverse' would be right, but an operation of the model "
+                    f"cannot be differentiated twice ({str(failure).splitlines()[0]}); use an eager implementation.",
+                )
+            else:
+                state.mode, state.error = "reverse", 0.0
+                return exact
+        wide = difference(point, v, radii[0])
+        state.mode, state.radius, state.error, best = "difference", radii[0], float("inf"), wide
         for radius, next_radius in itertools.pairwise(radii):
             narrow = difference(point, v, next_radius)
             size = float(trees.norm(narrow))
             gap = float(trees.norm(trees.add(wide, narrow, alpha=-1.0)))
             error = 1.5 * gap / size if size > 0 else 0.0  # exact for an error that grows linearly with the radius
+            if error < state.error:
+                state.radius, state.error, best = radius, error, wide
             if error <= tolerance:
-                state.mode, state.radius, state.error = "difference", radius, error
-                return wide
-            best = min(best, (error, radius))
+                return best
             wide = narrow
         reasons = []
         for mode, method in (("forward", forward), ("reverse", reverse)):
             try:
                 exact = method(point, v)
-            except (NotImplementedError, RuntimeError) as failure:
+            except (UndifferentiableError, RuntimeError) as failure:
                 if isinstance(failure, torch.OutOfMemoryError):
                     raise
                 reasons.append(f"{mode}: {str(failure).splitlines()[0]}")
                 continue
+            gap = float(trees.norm(trees.add(exact, best, alpha=-1.0)) / trees.norm(best))
+            if gap > 5 * state.error:  # a custom function whose backward pass records no graph
+                reasons.append(f"{mode}: {gap:.1%} away from the finite difference")
+                continue
             state.mode, state.error = mode, 0.0
             return exact
-        state.mode, (state.error, state.radius) = "difference", best
         warn_once(
             "cross-inexact",
             f"the finite-difference cross term has an error of about {state.error:.1%}, and no exact way works with "
             f"this model ({'; '.join(reasons)}); set radius, or use float64.",
         )
-        return first if state.radius == radii[0] else difference(point, v, state.radius)
+        return best
+
+
+def _rounds_coarsely(point: Point) -> bool:
+    """Whether products run in less than float32: TF32 on a GPU, autocast, or a model in half precision."""
+    if point.dtype != torch.float32 or torch.is_autocast_enabled(point.device.type):
+        return True
+    return point.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
 
 
 def reverse(point: Point, v: Tree) -> Tree:
     """X(v) by double backward: ∂_λ of ⟨∂_θ J_in, v⟩ with the gradient's graph kept."""
     loss = point.inner(differentiable=True)
-    gradients = torch.autograd.grad(loss.value, list(point.params.values()), create_graph=True, allow_unused=True)
+    gradients = gradients_of(loss.value, list(point.params.values()), create_graph=True)
     pairs = [(g, v[n]) for n, g in zip(point.params, gradients, strict=True) if g is not None and g.requires_grad]
     if not pairs:
         return _filled(point, dict.fromkeys(point.hypers))
-    live, vectors = zip(*pairs, strict=True)
-    found = torch.autograd.grad(live, list(point.hypers.values()), vectors, allow_unused=True)
+    live, vectors = [g for g, _ in pairs], [x for _, x in pairs]
+    found = gradients_of(live, list(point.hypers.values()), vectors)
     return _filled(point, dict(zip(point.hypers, found, strict=True)))
 
 
 def forward(point: Point, v: Tree) -> Tree:
     """X(v) by forward mode: J_in's tangent along v, then its gradient in λ."""
-    with forward_ad.dual_level():
-        duals = {name: forward_ad.make_dual(p.detach(), v[name]) for name, p in point.params.items()}
-        loss = point.substituted("inner", duals, point.inner_batch, draw=0, differentiable=True, where="along v")
-        tangent = forward_ad.unpack_dual(loss.value).tangent
-        if tangent is None or not tangent.requires_grad:
-            return _filled(point, dict.fromkeys(point.hypers))
-        found = torch.autograd.grad(tangent, list(point.hypers.values()), allow_unused=True)
+
+    def value(params: Tree) -> Tensor:
+        batch = point.inner_batch
+        return point.substituted("inner", params, batch, draw=0, differentiable=True, where="along v").value
+
+    tangent: Tensor = torch.func.jvp(value, (trees.map(Tensor.detach, point.params),), (v,))[1]
+    if not tangent.requires_grad:
+        return _filled(point, dict.fromkeys(point.hypers))
+    _refuse_normalisation(tangent)
+    found = gradients_of(tangent, list(point.hypers.values()))
     return _filled(point, dict(zip(point.hypers, found, strict=True)))
+
+
+def _refuse_normalisation(tangent: Tensor) -> None:
+    """Refuse a tangent whose gradient in λ passes through the statistics of a norm layer.
+
+    torch computes the tangents of layer norm, and of batch norm in training mode, from saved statistics that it takes
+    for constants: differentiated once more, in λ inside the model, they would be wrong in silence.
+    """
+    for node in graph_nodes([tangent]):
+        kind = node.name()
+        if "LayerNormBackward" in kind or ("BatchNormBackward" in kind and getattr(node, "_saved_training", True)):
+            raise UndifferentiableError(f"forward mode and then λ, through {kind.removesuffix('Backward0')}")
 
 
 def difference(point: Point, v: Tree, radius: float) -> Tree:
@@ -172,6 +221,26 @@ def difference(point: Point, v: Tree, radius: float) -> Tree:
         for name, up, down in zip(point.hypers, *sides, strict=True)
     }
     return _filled(point, found)
+
+
+def _moves_as_its_gradient(point: Point, v: Tree, radius: float) -> bool:
+    """Whether J_in changes along v as its gradient says, up to what rounding and the radius explain."""
+    length = float(trees.norm(v))
+    if length == 0:
+        return True
+    loss = point.inner()
+    found = torch.autograd.grad(loss.value, list(point.params.values()), allow_unused=True)
+    live = {name: g for name, g in zip(point.params, found, strict=True) if g is not None}
+    told = trees.dot(live, {name: v[name] for name in live}) / length
+    params = trees.map(Tensor.detach, point.params)
+    values = [loss.value.detach(), told]
+    for step in (radius, -radius, radius / 2, -radius / 2):
+        with point.moved(trees.add(params, v, alpha=step / length)):
+            values.append(point.inner().value.detach())
+    value, slope, up, down, near_up, near_down = torch.stack([x.double() for x in values]).tolist()
+    seen, nearer = (up - down) / (2 * radius), (near_up - near_down) / radius
+    noise = 1e3 * torch.finfo(point.dtype).eps * abs(value) / radius
+    return abs(nearer - slope) <= 0.1 * max(abs(nearer), abs(slope)) + 5 * abs(seen - nearer) + noise
 
 
 def _filled(point: Point, found: dict[str, Tensor | None]) -> Tree:

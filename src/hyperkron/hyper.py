@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from hyperkron.losses import Loss, l2
 from hyperkron.solution import HyperkronError
 
 Squash = Literal["clip", "sigmoid", "softmax"]
@@ -32,7 +34,13 @@ class SampleWeights(nn.Module):
             raise HyperkronError(f"count={count!r} must be at least 1: the number of training examples.")
         if squash not in ("clip", "sigmoid", "softmax"):
             raise HyperkronError(f"squash={squash!r} is unknown; choose clip, sigmoid or softmax.")
+        if squash == "softmax" and init is not None:
+            raise HyperkronError(
+                f"init={init!r} has no meaning for squash='softmax', whose weights have mean 1; use None."
+            )
         start = 0.5 if init is None else init
+        if not 0 <= start <= 1:
+            raise HyperkronError(f"init={init!r} must lie in [0, 1]: outside it a clipped weight has no gradient.")
         raw = {"clip": start, "softmax": 0.0}.get(squash)
         if raw is None:
             if not 0 < start < 1:
@@ -48,6 +56,184 @@ class SampleWeights(nn.Module):
         if self.squash == "sigmoid":
             return self.weight[index].sigmoid()
         return self.weight.softmax(0)[index] * self.weight.numel()
+
+
+class MetaWeightNet(nn.Module):
+    """A small network from an example's loss to its weight: σ_n = scale · sigmoid(MLP(ℓ_n)).
+
+    λ does not grow with the data, and the weights carry over to new examples. Losses are detached: θ does not
+    learn through its own weights.
+
+    Args:
+        hidden: units of the hidden layer.
+        features: numbers that describe an example; 1 is its loss.
+        scale: the largest weight.
+        normalise: divide the weights of a batch by their mean.
+
+    Reference: Shu et al., "Meta-Weight-Net: learning an explicit mapping for sample weighting" (NeurIPS 2019).
+
+    Example:
+        >>> net = MetaWeightNet()
+        >>> net(torch.tensor([0.1, 2.0, 0.5])).shape
+        torch.Size([3])
+    """
+
+    def __init__(self, hidden: int = 100, *, features: int = 1, scale: float = 1.0, normalise: bool = False) -> None:
+        super().__init__()
+        if hidden < 1 or features < 1:
+            raise HyperkronError(f"hidden={hidden!r} and features={features!r} must be at least 1.")
+        if not scale > 0:
+            raise HyperkronError(f"scale={scale!r} must be positive: the largest weight of an example.")
+        self.net = nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+        self.scale, self.normalise = scale, normalise
+
+    def forward(self, losses: Tensor) -> Tensor:
+        """The weights (N,) of examples with these losses (N,), or features (N, features)."""
+        inputs = losses.detach().to(next(self.net.parameters()).dtype)
+        weights = self.scale * self.net(inputs.reshape(len(inputs), -1)).squeeze(1).sigmoid()
+        if not self.normalise:
+            return weights
+        return weights / weights.mean().clamp(min=torch.finfo(weights.dtype).eps)
+
+
+class DomainWeights(nn.Module):
+    """One weight for every source of data: p = softmax(λ).
+
+    Args:
+        count: the number of sources.
+        init: their initial proportions; ``None`` for equal ones.
+
+    Example:
+        >>> mixture = DomainWeights(4)
+        >>> mixture.proportions()
+        tensor([0.2500, 0.2500, 0.2500, 0.2500], grad_fn=<SoftmaxBackward0>)
+        >>> mixture(torch.tensor([0, 3]))  # an average example weighs 1
+        tensor([1., 1.], grad_fn=<MulBackward0>)
+    """
+
+    def __init__(self, count: int, init: Tensor | None = None) -> None:
+        super().__init__()
+        if count < 1:
+            raise HyperkronError(f"count={count!r} must be at least 1: the number of sources.")
+        if init is not None and (init.shape != (count,) or not bool((init > 0).all())):
+            raise HyperkronError(f"init={init!r} must hold {count} positive proportions.")
+        self.logits = nn.Parameter(torch.zeros(count) if init is None else init.detach().log())
+
+    def proportions(self) -> Tensor:
+        """p, one for each source, adding up to 1."""
+        return self.logits.softmax(0)
+
+    def forward(self, domain: Tensor) -> Tensor:
+        """The weights of examples from these sources: count · p, so that equal proportions weigh 1."""
+        return self.proportions()[domain] * len(self.logits)
+
+
+class WeightDecay(nn.Module):
+    """A learned L2 penalty on a model: Σ_p exp(λ_p) ‖p‖², with one λ for each tensor or for each entry.
+
+    Args:
+        model: whose parameters are penalised.
+        init: the initial coefficient exp(λ).
+        each: ``tensor`` for one coefficient a parameter tensor, ``entry`` for one a number.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> decay = WeightDecay(model, init=1e-3)
+        >>> len(list(decay.parameters())), decay(model)
+        (2, Loss(..., terms=0, l2=2, opaque=False))
+    """
+
+    def __init__(self, model: nn.Module, init: float = 1e-3, each: Literal["tensor", "entry"] = "tensor") -> None:
+        super().__init__()
+        if not init > 0:
+            raise HyperkronError(f"init={init!r} must be positive: it is exp(λ).")
+        if each not in ("tensor", "entry"):
+            raise HyperkronError(f"each={each!r} is unknown; choose tensor or entry.")
+        self.log = nn.ParameterList(
+            nn.Parameter(torch.full(p.shape if each == "entry" else (), math.log(init), dtype=p.dtype, device=p.device))
+            for p in model.parameters()
+        )
+
+    def forward(self, model: nn.Module) -> Loss:
+        """The penalty, to be added to the inner loss; its curvature joins A."""
+        count = sum(1 for _ in model.parameters())
+        if count != len(self.log):
+            raise HyperkronError(
+                f"model has {count} parameters but this WeightDecay was made for {len(self.log)}; "
+                "make it from the same model."
+            )
+        return l2(model, [log.exp() for log in self.log])
+
+
+class LabelCorrection(nn.Module):
+    """Learned labels: the target of example n is softmax(λ_n), which starts near its given label.
+
+    Args:
+        labels: the given classes (N,).
+        classes: their number.
+        confidence: the initial probability of the given label.
+
+    Reference: in the spirit of Algan & Ulusoy, "Meta soft label generation for noisy labels" (ICPR 2020).
+
+    Example:
+        >>> labels = LabelCorrection(torch.tensor([0, 2]), classes=3, confidence=0.8)
+        >>> labels(torch.tensor([1])).detach()
+        tensor([[0.1000, 0.1000, 0.8000]])
+    """
+
+    def __init__(self, labels: Tensor, classes: int, confidence: float = 0.9) -> None:
+        super().__init__()
+        if labels.ndim != 1 or labels.is_floating_point() or classes < 2:
+            raise HyperkronError(
+                f"labels must be a vector of class numbers with classes={classes!r} ≥ 2, not {labels.dtype} of shape "
+                f"{tuple(labels.shape)}."
+            )
+        if not 1 / classes < confidence < 1:
+            raise HyperkronError(f"confidence={confidence!r} must lie between 1/classes and 1.")
+        other = (1 - confidence) / (classes - 1)
+        hot = nn.functional.one_hot(labels.long(), classes).to(torch.get_default_dtype())
+        self.logits = nn.Parameter(hot * math.log(confidence / other))
+
+    def forward(self, index: Tensor) -> Tensor:
+        """Soft targets (B, classes) of the examples in ``index``, for ``losses.cross_entropy``."""
+        return self.logits[index].softmax(1)
+
+    def labels(self) -> Tensor:
+        """The corrected class of every example."""
+        return self.logits.detach().argmax(1)
+
+
+class Augmentation(nn.Module):
+    """Learned strengths of random contrast, brightness and noise, in the spirit of Augerino.
+
+        x ↦ (1 + c·u₁)(x − mean(x)) + mean(x) + b·u₂ + s·ε ,    u uniform in [−1, 1] for each example, ε ~ N(0, 1)
+
+    with c, b, s = exp(λ). Smooth in λ, so that every cross term can be used; the draws come from torch's random
+    state, which the library repeats within one hypergradient.
+
+    Args:
+        init: the initial strength of all three.
+
+    Reference: Benton et al., "Learning invariances in neural networks" (NeurIPS 2020).
+
+    Example:
+        >>> Augmentation(0.1)(torch.zeros(4, 1, 8, 8)).shape
+        torch.Size([4, 1, 8, 8])
+    """
+
+    def __init__(self, init: float = 0.1) -> None:
+        super().__init__()
+        if not init > 0:
+            raise HyperkronError(f"init={init!r} must be positive: it is exp(λ).")
+        self.log = nn.Parameter(torch.full((3,), math.log(init)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A random augmentation of each example."""
+        contrast, brightness, noise = self.log.exp()
+        shape = (len(x), *(1,) * (x.ndim - 1))
+        u1, u2 = (2 * torch.rand(shape, dtype=x.dtype, device=x.device) - 1 for _ in range(2))
+        mean = x.mean(tuple(range(1, x.ndim)), keepdim=True)
+        return (1 + contrast * u1) * (x - mean) + mean + brightness * u2 + noise * torch.randn_like(x)
 
 
 class _Tensor(nn.Module):
@@ -72,5 +258,6 @@ def as_hyper(tensor: Tensor) -> _Tensor:
         tensor(-3., requires_grad=True)
     """
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        raise HyperkronError(f"as_hyper needs a floating point tensor, not {tensor!r}.")
+        what = str(tensor.dtype) if isinstance(tensor, Tensor) else f"{tensor!r:.60}"
+        raise HyperkronError(f"as_hyper needs a floating point tensor, not {what}; use torch.tensor(..., dtype=...).")
     return _Tensor(tensor)

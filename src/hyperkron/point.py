@@ -85,10 +85,7 @@ class Point:
         loss = self._evaluate("inner", batch, differentiable=differentiable)
         seen = [t.output.requires_grad for t in loss.terms] or [loss.value.requires_grad]
         if not self._away and not any(seen):
-            raise HyperkronError(
-                "inner does not depend on the model's trainable parameters; compute it from the model it is "
-                "given, without detach() or torch.no_grad()."
-            )
+            raise independent("inner")
         return loss
 
     def outer(self, *, differentiable: bool = False) -> Loss:
@@ -144,8 +141,8 @@ class Point:
             loss = as_loss(value)
         except HyperkronError as error:
             raise HyperkronError(f"{level} did not return a loss: {error}") from None
-        remedy = f"look for nan, inf or extreme values in {level}_batch, in hyper and in the model's parameters"
-        self.finite(f"{level} loss{where}", loss.value, remedy)
+        usual = f"look for nan, inf or extreme values in {level}_batch, in hyper and in the model's parameters"
+        self.finite(f"{level} loss{where}", loss.value, remedy or usual)
         return loss
 
     def finite(self, name: str, value: Tensor, remedy: str) -> None:
@@ -163,7 +160,7 @@ class Point:
         for (name, remedy, value), good in zip(doors, passed, strict=True):
             if not good:
                 found = "nan" if bool(value.isnan().any()) else "infinite"
-                raise NonFiniteError(f"{name} is {found}; {self._culprits() or remedy}.")
+                raise NonFiniteError(f"{name} is {found}; {self.culprits() or remedy}.")
 
     @contextmanager
     def moved(self, displaced: Tree) -> Iterator[None]:
@@ -195,8 +192,8 @@ class Point:
         if self.curvature_batch is not self.inner_batch:
             yield from _leaves("curvature_batch", self.curvature_batch)
 
-    def _culprits(self) -> str:
-        """The tensors that hold a nan or an infinity, or nothing at all."""
+    def culprits(self) -> str:
+        """The tensors that hold a nan or an infinity, or nothing at all, and what to do; empty if there are none."""
         bad = [f"{name} is empty" for name, x in self._tensors() if x.numel() == 0]
         for name, x in self._tensors():
             count = int((~torch.isfinite(x.detach())).sum())
@@ -270,7 +267,8 @@ class _Snapshot:
     """Everything an evaluation may disturb: buffers, training modes, requires_grad flags, random states.
 
     A module's own buffers are put aside and every evaluation gets fresh copies of them. So their memory and
-    version are never touched, and a kept graph, the user's or a solver's, keeps the values it was made of.
+    version are never touched, and a kept graph, the user's or a solver's, keeps the values it was made of. Parameters
+    are not written by any layer but embeddings with ``max_norm``; those are put back.
     """
 
     def __init__(self, model: nn.Module, hyper: nn.Module, device: torch.device) -> None:
@@ -278,6 +276,14 @@ class _Snapshot:
         self.training = [(m, m.training) for m in modules]
         self.flags = [(p, p.requires_grad) for m in (model, hyper) for p in m.parameters()]
         self.buffers = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in modules]
+        by_dtype: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+        for _, own, _ in self.buffers:
+            for buffer in own.values():
+                if buffer is not None and not buffer.requires_grad:
+                    by_dtype.setdefault((buffer.dtype, buffer.device), {})[id(buffer)] = buffer
+        self.groups = [list(group.values()) for group in by_dtype.values()]
+        normed = [m for m in modules if getattr(m, "max_norm", None) is not None]
+        self.weights = [(p, p.detach().clone()) for m in normed for p in m.parameters(recurse=False)]
         self.device = device
         self.random = random.getstate()
         self.cpu = torch.get_rng_state()
@@ -289,12 +295,13 @@ class _Snapshot:
         """Random states, modes and the values of buffers as they were: what an evaluation begins with."""
         self._rewind_random()
         fresh: dict[int, Tensor] = {}  # one copy for a buffer that modules share
+        for group in self.groups:
+            copies = [torch.empty_like(buffer) for buffer in group]
+            torch._foreach_copy_(copies, group)  # one launch for all buffers of a dtype
+            fresh.update(zip(map(id, group), copies, strict=True))
         for module, own, _ in self.buffers:
             for name, buffer in own.items():
-                if buffer is not None and not buffer.requires_grad:
-                    module._buffers[name] = fresh.setdefault(id(buffer), buffer.clone())
-                else:
-                    module._buffers[name] = buffer
+                module._buffers[name] = fresh.get(id(buffer), buffer)
         self._rewind_modes()
 
     def restore(self) -> None:
@@ -306,13 +313,16 @@ class _Snapshot:
                 module._buffers.clear()
                 module._buffers.update(own)
                 module._non_persistent_buffers_set = unsaved
+        for p, own_values in self.weights:
+            p.data.copy_(own_values)
         for p, flag in self.flags:
             if p.requires_grad != flag:
                 p.requires_grad_(flag)
 
     def _rewind_modes(self) -> None:
         for module, mode in self.training:
-            module.training = mode
+            if module.training != mode:
+                module.training = mode
 
     def _rewind_random(self) -> None:
         random.setstate(self.random)
@@ -321,6 +331,14 @@ class _Snapshot:
             torch.cuda.set_rng_state(self.cuda, self.device)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
+
+
+def independent(level: Level, where: str = "") -> HyperkronError:
+    """The error for an objective that θ does not reach."""
+    return HyperkronError(
+        f"{level} does not depend on the model's parameters{where}; compute it from the model it is given, "
+        "without detach() or torch.no_grad()."
+    )
 
 
 def trainable(module: nn.Module, argument: str) -> Tree:

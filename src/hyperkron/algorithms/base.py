@@ -170,12 +170,11 @@ class State:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a :meth:`state_dict` of the same algorithm, bit for bit."""
-        for name in ("trees", "twins"):
-            if set(getattr(self, name)) - set(state[name]):
-                raise HyperkronError(
-                    f"the state has {name} {sorted(state[name])} but this algorithm keeps "
-                    f"{sorted(getattr(self, name))}; load it into the algorithm it was saved from."
-                )
+        if set(self.twins) != set(state["twins"]):
+            raise HyperkronError(
+                f"the state has second points {sorted(state['twins'])} but this algorithm keeps {sorted(self.twins)}; "
+                "load it into the algorithm it was saved from."
+            )
         self.step = state["step"]
         self.model.load_state_dict(state["model"])
         self.hyper.load_state_dict(state["hyper"])

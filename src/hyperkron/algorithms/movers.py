@@ -155,6 +155,11 @@ class Mover:
         """A copy of the parameters."""
         return trees.map(lambda p: p.detach().clone(), self.params)
 
+    def set_lr(self, lr: float) -> None:
+        """Use this step size for all parameter groups."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
     def rescale(self, factor: float) -> None:
         """Multiply this and all later step sizes of the algorithm's rule (or the optimizer's now) by ``factor``."""
         self.factor *= factor

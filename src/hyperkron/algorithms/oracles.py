@@ -7,7 +7,7 @@ ordinary training. Every other evaluation leaves the model's buffers as they wer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -128,6 +128,14 @@ def descend(state: State, draw: Draw, steps: int) -> Tensor | None:
     return loss
 
 
+def advance_buffers(state: State, batches: Iterable[Any]) -> None:
+    """The buffers' share of a training step (BatchNorm's statistics) where its gradient left them alone."""
+    if state.model.training and next(state.model.buffers(), None) is not None:
+        with torch.no_grad():
+            for batch in batches:
+                state.problem.inner(state.model, state.hyper, batch)
+
+
 def batches_of(method: Hypergradient) -> int:
     """How many fresh inner batches a call of ``method`` uses."""
     if isinstance(method, Unrolled):
@@ -186,7 +194,7 @@ def parts(state: State, inner_batch: Any, outer_batch: Any, v: Tree, curvature: 
     return result
 
 
-def _filled(found: dict[str, Tensor | None], like: Tree) -> Tree:
+def _filled(found: Mapping[str, Tensor | None], like: Tree) -> Tree:
     return {n: torch.zeros_like(like[n]) if x is None else x.detach() for n, x in found.items()}
 
 
@@ -198,3 +206,25 @@ def check_products(curvature: Curvature, algorithm: str) -> None:
             "product with A a step: use Hessian() or GGN(); a curvature with an inverse needs no such v: use it in "
             "AID(hyperkron.kfac(), …) or AmIGO(hypergradient=hyperkron.kfac(), …)."
         )
+
+
+def weighted_change(new: Parts, old: Parts, inner_share: float, outer_share: float) -> dict[str, Tree]:
+    """The change of SOBA's three directions between two points on one pair of batches, each batch by its share."""
+
+    def change(part: str, share: float) -> Tree:
+        return trees.scale(trees.add(getattr(new, part), getattr(old, part), alpha=-1.0), share)
+
+    return {
+        "theta": change("inner", inner_share),
+        "v": trees.add(change("product", inner_share), change("b", outer_share), alpha=-1.0),
+        "hyper": trees.add(change("direct", outer_share), change("crossed", inner_share), alpha=-1.0),
+    }
+
+
+def hypergradient_at(state: State, inner_batch: Any, outer_batch: Any, v: Tree) -> tuple[Tensor, Tree]:
+    """J_out and ∂λ f − X(v) for a given ``v``."""
+    with Point(state.problem, state.model, state.hyper, inner_batch, outer_batch) as point:
+        outer_loss, _, direct = outer_gradients(point)
+        found = trees.add(direct, cross.reverse(point, v), alpha=-1.0)
+        point.settle()
+    return outer_loss, found

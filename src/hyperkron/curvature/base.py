@@ -85,6 +85,13 @@ def checked_damping(damping: float) -> float:
     return float(damping)
 
 
+def checked_positive(name: str, value: float, remedy: str) -> float:
+    """``value`` if it is a finite number > 0, else an error that names it."""
+    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+        raise HyperkronError(f"{name}={value!r} is not a positive number; {remedy}.")
+    return float(value)
+
+
 def l2_curvature(loss: Loss, params: Tree) -> dict[str, Tensor | float]:
     """2α for each parameter under a penalty α‖p‖² of the inner loss, by name (summed where there are several)."""
     names = {id(p): name for name, p in params.items()}

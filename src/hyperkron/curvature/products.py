@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from hyperkron import trees
 from hyperkron.curvature.base import Curvature, CurvatureState, Operator, checked_damping, l2_curvature
-from hyperkron.point import Point
+from hyperkron.point import Point, independent
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
 
@@ -27,7 +28,9 @@ class HessianOperator(Operator):
     def _build(self) -> None:
         """The graph of ∂_θ J_in, at the first product: what is computed before it does not add to its memory."""
         loss = self.point.inner(self.point.curvature_batch, differentiable=True)
-        gradients = _gradients(loss.value, list(self.params.values()), create_graph=True)
+        gradients = gradients_of(loss.value, list(self.params.values()), create_graph=True)
+        if all(g is None for g in gradients):
+            raise independent("inner")
         pairs = [(n, g) for n, g in zip(self.params, gradients, strict=True) if g is not None and g.requires_grad]
         self._names, self._live = [n for n, _ in pairs], [g for _, g in pairs]
         self._gradients = {
@@ -48,7 +51,7 @@ class HessianOperator(Operator):
             self._build()
         if not self._live:  # J_in is linear in θ
             return trees.scale(v, self.damping)
-        found = _gradients(self._live, list(self.params.values()), [v[n] for n in self._names], retain_graph=True)
+        found = gradients_of(self._live, list(self.params.values()), [v[n] for n in self._names], retain_graph=True)
         return _damped(self.params, found, v, self.damping)
 
     def cross(self, v: Tree, hypers: Tree) -> dict[str, Tensor | None]:
@@ -57,7 +60,7 @@ class HessianOperator(Operator):
             self._build()
         if not self._live:
             return dict.fromkeys(hypers)
-        found = _gradients(self._live, list(hypers.values()), [v[n] for n in self._names], retain_graph=True)
+        found = gradients_of(self._live, list(hypers.values()), [v[n] for n in self._names], retain_graph=True)
         return dict(zip(hypers, found, strict=True))
 
 
@@ -82,7 +85,10 @@ class GGNOperator(Operator):
         self.terms = loss.terms
         # Jᵀu is linear in u, so its derivative in u gives J v: two reverse passes make one forward-mode product.
         self._seeds = [torch.zeros_like(t.output, requires_grad=True) for t in self.terms]
-        pulled = _gradients([t.output for t in self.terms], list(self.params.values()), self._seeds, create_graph=True)
+        outputs = [t.output for t in self.terms]
+        pulled = gradients_of(outputs, list(self.params.values()), self._seeds, create_graph=True)
+        if all(g is None for g in pulled):
+            raise independent("inner")
         self._pulled = [g for g in pulled if g is not None and g.requires_grad]
         self._names = [n for n, g in zip(self.params, pulled, strict=True) if g is not None and g.requires_grad]
 
@@ -90,13 +96,13 @@ class GGNOperator(Operator):
         self.products += 1
         if not self._built:
             self._build()
-        pushed = _gradients(self._pulled, self._seeds, [v[n] for n in self._names], retain_graph=True)
+        pushed = gradients_of(self._pulled, self._seeds, [v[n] for n in self._names], retain_graph=True)
         bent = [
             t.hessian_product(torch.zeros_like(t.output) if j is None else j)
             for t, j in zip(self.terms, pushed, strict=True)
         ]
         outputs = [t.output for t in self.terms]
-        found = _gradients(outputs, list(self.params.values()), bent, retain_graph=True)
+        found = gradients_of(outputs, list(self.params.values()), bent, retain_graph=True)
         out = _damped(self.params, found, v, self.damping)
         for name, penalty in self.l2.items():
             out[name] = out[name] + penalty * v[name]
@@ -143,7 +149,17 @@ class GGN(Curvature):
         return GGNOperator(point, self.damping)
 
 
-def _gradients(
+class UndifferentiableError(HyperkronError):
+    """An operation of the model has no second derivative."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"an operation of the model cannot be differentiated twice ({why}); use KFAC, EKFAC or Identity with a "
+            "finite-difference cross term, or an eager implementation."
+        )
+
+
+def gradients_of(
     outputs: Tensor | list[Tensor],
     inputs: list[Tensor],
     vectors: list[Tensor] | None = None,
@@ -151,17 +167,41 @@ def _gradients(
     retain_graph: bool | None = None,
     create_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` for first and second derivatives, with a named refusal where there is no second one."""
     try:
-        return torch.autograd.grad(
+        found = torch.autograd.grad(
             outputs, inputs, vectors, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
         )
     except RuntimeError as error:
-        if "not implemented" in str(error) or "not differentiable" in str(error):
-            raise HyperkronError(
-                f"an operation of the model cannot be differentiated twice ({str(error).splitlines()[0]}); "
-                "use KFAC, EKFAC or Identity with a finite-difference cross term, or an eager implementation."
-            ) from error
+        if any(words in str(error) for words in ("not implemented", "not differentiable", "double backward")):
+            raise UndifferentiableError(str(error).splitlines()[0]) from error
         raise
+    if create_graph:
+        _refuse_dead_ends(found)
+    return found
+
+
+def _refuse_dead_ends(gradients: tuple[Tensor | None, ...]) -> None:
+    """Refuse a graph through a function marked ``once_differentiable``: autograd would drop its terms in silence.
+
+    Such a function hangs an error node into the graph, but cut off from the inputs, so that a derivative in given
+    inputs never gets there.
+    """
+    if any(node.name() == "torch::autograd::Error" for node in graph_nodes([g for g in gradients if g is not None])):
+        raise UndifferentiableError("a function is marked once_differentiable")
+
+
+def graph_nodes(tensors: list[Tensor]) -> Iterator[torch.autograd.graph.Node]:
+    """Every node of the autograd graph behind ``tensors``, once."""
+    seen: set[torch.autograd.graph.Node] = set()
+    waiting = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for further, _ in node.next_functions:
+            if further is not None and further not in seen:
+                seen.add(further)
+                waiting.append(further)
 
 
 def _damped(params: Tree, products: tuple[Tensor | None, ...], v: Tree, damping: float) -> Tree:

@@ -56,7 +56,7 @@ class Hypergradient(ABC):
 
 def accumulate(hyper: nn.Module, result: HypergradientResult) -> None:
     """Add ``result.grads`` to the ``.grad`` fields of ``hyper``."""
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         for name, p in trainable(hyper, "hyper").items():
             gradient = result.grads[name]
             p.grad = gradient.detach().clone() if p.grad is None else p.grad + gradient

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from hyperkron import trees
 from hyperkron.cross import Cross, CrossState, Mode
 from hyperkron.curvature import Curvature, CurvatureState, Invertible, KroneckerState
-from hyperkron.curvature.kfac.kronecker import KroneckerOperator
+from hyperkron.curvature.kfac.state import KroneckerOperator
 from hyperkron.hypergradient.base import Hypergradient
-from hyperkron.point import Point
+from hyperkron.point import Point, independent
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, NonFiniteError, Solution, Status
 from hyperkron.solvers import Solver
@@ -59,6 +59,7 @@ class Implicit(Hypergradient):
         cross: Mode = "auto",
         radius: float | None = None,
     ) -> None:
+        _check_slots(curvature, solver, preconditioner)
         if preconditioner is not None and not solver.uses_preconditioner:
             raise HyperkronError(
                 f"solver={type(solver).__name__} takes no preconditioner; use CG, or leave preconditioner out."
@@ -156,20 +157,30 @@ class Implicit(Hypergradient):
         self.state = fresh
 
 
+def _check_slots(curvature: Curvature, solver: Solver, preconditioner: Curvature | None) -> None:
+    """Refuse what does not belong in a slot, such as a class in place of its instance."""
+    slots = [("curvature", curvature, Curvature, "KFAC()"), ("solver", solver, Solver, "Direct()")]
+    if preconditioner is not None:
+        slots.append(("preconditioner", preconditioner, Curvature, "KFAC()"))
+    for name, value, kind, example in slots:
+        if not isinstance(value, kind):
+            raise HyperkronError(f"{name}={value!r} is no {kind.__name__.lower()}; pass an instance such as {example}.")
+
+
 def outer_gradients(point: Point) -> tuple[Tensor, Tree, Tree]:
     """(J_out, ∂_θ J_out, ∂_λ J_out) from one backward pass; absent dependences are zero."""
     loss = point.outer()
     wanted = [*point.params.values(), *point.hypers.values()]
     if not loss.value.requires_grad:
-        raise HyperkronError("outer returned a loss that depends on neither model nor hyper; do not detach it.")
+        raise independent("outer")
     found = torch.autograd.grad(loss.value, wanted, allow_unused=True)
-    filled = [torch.zeros_like(p) if g is None else g for p, g in zip(wanted, found, strict=True)]
+    filled = [
+        torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+        for p, g in zip(wanted, found, strict=True)
+    ]
     count = len(point.params)
     if all(g is None for g in found[:count]):
-        raise HyperkronError(
-            "outer does not depend on the model's trainable parameters; evaluate the model inside "
-            "outer(model, hyper, batch), without torch.no_grad()."
-        )
+        raise independent("outer")
     b = dict(zip(point.params, filled[:count], strict=True))
     direct = dict(zip(point.hypers, filled[count:], strict=True))
     point.finite("∂θ J_out", trees.norm(b), "look for overflow in the model or its loss")

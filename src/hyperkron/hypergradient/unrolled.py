@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hyperkron import trees
 from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.hypergradient.steps import SGD, State, Step
-from hyperkron.point import Point
+from hyperkron.point import Point, independent
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, Status
 from hyperkron.trees import Tree
@@ -332,10 +332,7 @@ class _Sweep:
         found = _gradient(loss.value, list(params.values()), create_graph)
         grads = {name: g for name, g in zip(params, found, strict=True) if g is not None}
         if not grads:
-            raise HyperkronError(
-                f"inner does not depend on the model's parameters {where}, so there is no step to take; "
-                "compute J_in from the model it is given, without detach() or no_grad()."
-            )
+            raise independent("inner", f" {where}")
         return grads
 
     def _outer(self, iterate: _Iterate) -> tuple[Tensor, _Adjoint, _Adjoint]:
@@ -346,10 +343,7 @@ class _Sweep:
         found = _gradient(loss, [*params.values(), *point.hypers.values()], False)
         adjoint, direct = found[: len(params)], found[len(params) :]
         if all(a is None for a in adjoint):
-            raise HyperkronError(
-                "outer does not depend on the model's parameters, so no hypergradient passes through them; "
-                "compute J_out from the model it is given, without detach() or no_grad()."
-            )
+            raise independent("outer")
         return loss.detach(), [*adjoint, *(None for _ in iterate.state.tensors())], direct
 
     def _finite(self, name: str, tensors: _Adjoint) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.solution import HyperkronError, NonFiniteError, Solution
@@ -26,6 +28,20 @@ class Direct(Solver):
     """
 
     needs_products: ClassVar[bool] = False
+
+    def solve(
+        self,
+        operator: Operator,
+        b: Tree,
+        *,
+        start: Tree | None = None,
+        preconditioner: Invertible | None = None,
+    ) -> Solution:
+        """As for every solver; on a GPU nothing is read back, and a non-finite value is left for the caller to find."""
+        if next(iter(b.values())).is_cuda and isinstance(operator, Invertible):
+            self._check(operator, start, preconditioner)
+            return Solution(operator.solve(trees.map(Tensor.detach, b)), operator.status)
+        return super().solve(operator, b, start=start, preconditioner=preconditioner)
 
     def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
         if not isinstance(operator, Invertible):

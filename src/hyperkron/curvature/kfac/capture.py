@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -140,13 +141,16 @@ def _probes(
 
 
 class _Tap(torch.autograd.Function):
-    """The identity on a layer's output, in place; hands the gradient that passes through to ``receive``."""
+    """The identity on a layer's output; hands the gradient that passes through to ``receive``.
+
+    What it returns shares the output's memory without being a view of it, so that a model may go on in place, as
+    ``ReLU(inplace=True)`` does; none of the layers concerned needs its output in the backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, token: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
         ctx.receive = receive
-        ctx.mark_dirty(output)
-        return output
+        return torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -281,13 +285,17 @@ def _gram(chunks: Iterator[Tensor], dtype: torch.dtype, block: Block | None, low
             if biased:
                 sums = part.sum(1) if sums is None else sums + part.sum(1)
         waiting = []
+    layer = None if block is None else block.layer
     if waiting:
+        waiting = waiting if layer is None else [layer.ordered(rows) for rows in waiting]
         ones = [torch.cat([r, r.new_ones(*r.shape[:2], 1)], dim=-1) if biased else r for r in waiting]
         return LowRank(torch.cat(ones, dim=1)), count
+    if layer is not None and total is not None:
+        total = layer.ordered_gram(total)
     if sums is None:
         assert total is not None
         return total, count
-    return _bordered(total, sums, count), count
+    return _bordered(total, sums if layer is None else layer.ordered(sums), count), count
 
 
 def _plus_gram(total: Tensor | None, rows: Tensor) -> Tensor:
@@ -300,14 +308,11 @@ def _plus_gram(total: Tensor | None, rows: Tensor) -> Tensor:
 
 def _bordered(total: Tensor | None, sums: Tensor, count: int) -> Tensor:
     """Σ [r, 1][r, 1]ᵀ from Σ r rᵀ and Σ r: the column of ones of a bias is never materialised."""
-    groups, d = sums.shape
     if total is None:
-        return sums.new_full((groups, 1, 1), float(count))
-    joint = total.new_empty(groups, d + 1, d + 1)
-    joint[:, :d, :d] = total
-    joint[:, :d, d] = sums
-    joint[:, d, :d] = sums
-    joint[:, d, d] = float(count)
+        return sums.new_full((sums.shape[0], 1, 1), float(count))
+    joint = F.pad(total, (0, 1, 0, 1), value=float(count))
+    joint[:, :-1, -1] = sums
+    joint[:, -1, :-1] = sums
     return joint
 
 

@@ -10,11 +10,12 @@ system of size R by Woodbury's identity,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hyperkron.linalg import full_precision
+from hyperkron.linalg import Factorization, full_precision, load_factorization
 
 DUAL_RATIO = 0.5
 """Rows are kept where there are at most this many for each dimension."""
@@ -44,11 +45,9 @@ def dense(factor: Factor) -> Tensor:
     return factor.dense() if isinstance(factor, LowRank) else factor
 
 
-def mean_diagonal(factor: Factor) -> Tensor:
-    """tr M / d of every group."""
-    if isinstance(factor, LowRank):
-        return factor.rows.square().sum((1, 2)) / factor.rows.shape[2]
-    return factor.diagonal(dim1=-2, dim2=-1).mean(-1)
+def dimension(factor: Factor) -> int:
+    """d, of a d × d factor."""
+    return factor.rows.shape[2] if isinstance(factor, LowRank) else factor.shape[-1]
 
 
 def scaled(factor: Factor, c: float) -> Factor:
@@ -66,39 +65,53 @@ def added(a: Factor, b: Factor) -> Factor:
 
 
 @dataclass(frozen=True)
-class DualInverse:
-    """(XᵀX + δI)⁻¹ by its rows X, the inverse of XXᵀ + δI, and δ of every group.
+class Primal:
+    """(M + δI)⁻¹ of dense factors, (L, d, d)."""
 
-    Both products run in full precision: the answer along the rows is a small difference of large numbers.
+    system: Factorization
+
+    def solve(self, v: Tensor) -> Tensor:
+        """(M + δI)⁻¹ V for V of shape (L, d, k)."""
+        return self.system.solve(v)
+
+    def times(self, v: Tensor) -> Tensor:
+        """(M + δI) V."""
+        return self.system.times(v)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its tensors, by name."""
+        return {"system": self.system.state_dict()}
+
+
+@dataclass(frozen=True)
+class Dual:
+    """(XᵀX + δI)⁻¹ by the rows X (L, R, d), a factorisation of XXᵀ + δI, and δ (L,).
+
+    Products run in full precision: the answer along the rows is a small difference of large numbers.
     """
 
     rows: Tensor
-    kernel: Tensor
+    system: Factorization
     shift: Tensor
 
-    def left(self, v: Tensor) -> Tensor:
-        """(XᵀX + δI)⁻¹ V."""
+    def solve(self, v: Tensor) -> Tensor:
+        """(XᵀX + δI)⁻¹ V for V of shape (L, d, k)."""
         with full_precision():
-            return (v - self.rows.mT @ (self.kernel @ (self.rows @ v))) / self.shift[:, None, None]
+            return (v - self.rows.mT @ self.system.solve(self.rows @ v)) / self.shift[:, None, None]
 
     def times(self, v: Tensor) -> Tensor:
         """(XᵀX + δI) V."""
         return self.rows.mT @ (self.rows @ v) + self.shift[:, None, None] * v
 
-
-@dataclass(frozen=True)
-class DenseInverse:
-    """An explicit inverse."""
-
-    matrix: Tensor
-
-    def left(self, v: Tensor) -> Tensor:
-        """M⁻¹ V."""
-        return self.matrix @ v
-
-    def times(self, v: Tensor) -> Tensor:
-        """M V, recovered from the inverse."""
-        return torch.linalg.solve(self.matrix, v)
+    def state_dict(self) -> dict[str, Any]:
+        """Its tensors, by name."""
+        return {"rows": self.rows, "system": self.system.state_dict(), "shift": self.shift}
 
 
-FactorInverse = DenseInverse | DualInverse
+FactorInverse = Primal | Dual
+
+
+def load_factor_inverse(state: dict[str, Any]) -> FactorInverse:
+    """The inverse whose :meth:`state_dict` this is."""
+    system = load_factorization(state["system"])
+    return Dual(state["rows"], system, state["shift"]) if "rows" in state else Primal(system)

@@ -2,128 +2,306 @@
 
 For a block B ⊗ A with damping δ the inverse acts on a matrix V of the weight's shape as
 
-- factored damping (``pi``, ``plain`` or a callable):  V ↦ (B + δ_B I)⁻¹ V (A + δ_A I)⁻¹, by Cholesky;
-- ``exact`` and EKFAC:  V ↦ Q_B [(Q_Bᵀ V Q_A) / (S + δ)] Q_Aᵀ, by eigendecomposition.
+- factored damping (``pi``, ``plain`` or a callable):  V ↦ (B + δ_B I)⁻¹ V (A + δ_A I)⁻¹, see :class:`FactoredInverses`;
+- ``exact`` and EKFAC:  V ↦ Q_B [(Q_Bᵀ V Q_A) / (S + δ)] Q_Aᵀ, see :class:`EigenInverses`.
 
 Martens & Grosse (2015) split δ as δ_A = π√δ, δ_B = √δ/π with π = √((tr A/dim A) / (tr B/dim B)).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hyperkron.curvature.kfac.factors import (
-    DenseInverse,
-    DualInverse,
+    Dual,
     Factor,
     FactorInverse,
     LowRank,
+    Primal,
     dense,
-    mean_diagonal,
+    dimension,
+    load_factor_inverse,
 )
-from hyperkron.linalg import full_precision, spd_inverse
+from hyperkron.linalg import Factorization, Leaf, factorize, full_precision
 from hyperkron.solution import FactorizationError, HyperkronError, Status
 
-Split = Literal["pi", "plain", "exact"] | Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+SplitFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Split = Literal["pi", "plain", "exact"] | SplitFunction
 """How δ is shared between the factors; a callable takes (A, B, δ) and returns (δ_A, δ_B), one number per group."""
+
+Matrices = dict[str, Tensor]
+"""One matrix (groups, d_out, d_in [+1]) for each block."""
 
 
 @dataclass(frozen=True)
-class FactoredInverse:
-    """The inverses of both damped factors."""
+class ShapeClass:
+    """Blocks of one shape, their groups stacked one after the other, and the inverses of both stacks of factors."""
 
+    names: tuple[str, ...]
+    groups: tuple[int, ...]
     a: FactorInverse
     b: FactorInverse
 
-    def solve(self, v: Tensor) -> Tensor:
-        """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹."""
-        return self.a.left(self.b.left(v).mT).mT
 
-    def matvec(self, v: Tensor) -> Tensor:
-        """(B + δ_B I) V (A + δ_A I)."""
-        return self.a.times(self.b.times(v).mT).mT
+@dataclass(frozen=True)
+class FactoredInverses:
+    """(B + δ_B I)⁻¹ ⊗ (A + δ_A I)⁻¹ of all blocks; those of one shape are solved together."""
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The tensors it is made of, by name."""
-        return {f"{side}.{key}": x for side, part in (("a", self.a), ("b", self.b)) for key, x in vars(part).items()}
+    classes: tuple[ShapeClass, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The blocks."""
+        return tuple(name for c in self.classes for name in c.names)
+
+    def solve(self, v: Matrices) -> Matrices:
+        """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for every block."""
+        return self._apply(v, lambda c, x: c.a.solve(c.b.solve(x).mT).mT)
+
+    def matvec(self, v: Matrices) -> Matrices:
+        """(B + δ_B I) V (A + δ_A I) for every block."""
+        return self._apply(v, lambda c, x: c.a.times(c.b.times(x).mT).mT)
+
+    def _apply(self, v: Matrices, act: Callable[[ShapeClass, Tensor], Tensor]) -> Matrices:
+        found: Matrices = {}
+        for c in self.classes:
+            stacked = torch.cat([v[name] for name in c.names]) if len(c.names) > 1 else v[c.names[0]]
+            found.update(zip(c.names, act(c, stacked).split(c.groups), strict=True))
+        return found
+
+    def strategies(self) -> str:
+        """How many blocks have their factors inverted as matrices, and how many by their rows, as words."""
+        counts: dict[str, int] = {}
+        for c in self.classes:
+            for side in (c.a, c.b):
+                kind = "dual" if isinstance(side, Dual) else "primal"
+                counts[kind] = counts.get(kind, 0) + len(c.names)
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items(), reverse=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nested dictionaries of tensors, numbers and strings."""
+        return {
+            "kind": "factored",
+            "classes": {
+                str(i): {
+                    "names": list(c.names),
+                    "groups": list(c.groups),
+                    "a": c.a.state_dict(),
+                    "b": c.b.state_dict(),
+                }
+                for i, c in enumerate(self.classes)
+            },
+        }
 
 
 @dataclass(frozen=True)
-class EigenInverse:
-    """Eigenvectors of both factors and the damped spectrum between them."""
+class EigenInverses:
+    """Eigenvectors (Q_A, Q_B) of the factors of every block, and the damped spectrum between them."""
 
-    a: Tensor
-    b: Tensor
-    spectrum: Tensor
+    blocks: dict[str, tuple[Tensor, Tensor, Tensor]]
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The tensors it is made of, by name."""
-        return dict(vars(self))
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The blocks."""
+        return tuple(self.blocks)
 
-    def solve(self, v: Tensor) -> Tensor:
-        """Q_B [(Q_Bᵀ V Q_A) / spectrum] Q_Aᵀ."""
-        return self.b @ ((self.b.mT @ v @ self.a) / self.spectrum) @ self.a.mT
+    def solve(self, v: Matrices) -> Matrices:
+        """Q_B [(Q_Bᵀ V Q_A) / spectrum] Q_Aᵀ for every block."""
+        return {n: b @ ((b.mT @ v[n] @ a) / spectrum) @ a.mT for n, (a, b, spectrum) in self.blocks.items()}
 
-    def matvec(self, v: Tensor) -> Tensor:
-        """Q_B [(Q_Bᵀ V Q_A) · spectrum] Q_Aᵀ."""
-        return self.b @ ((self.b.mT @ v @ self.a) * self.spectrum) @ self.a.mT
+    def matvec(self, v: Matrices) -> Matrices:
+        """Q_B [(Q_Bᵀ V Q_A) · spectrum] Q_Aᵀ for every block."""
+        return {n: b @ ((b.mT @ v[n] @ a) * spectrum) @ a.mT for n, (a, b, spectrum) in self.blocks.items()}
 
+    def strategies(self) -> str:
+        """How the blocks are inverted, as words."""
+        return f"{len(self.blocks)} eigenbasis"
 
-BlockInverse = FactoredInverse | EigenInverse
-
-
-def load_inverse(state: dict[str, Tensor]) -> BlockInverse:
-    """A block's inverse from its :meth:`state_dict`."""
-    if "spectrum" in state:
-        return EigenInverse(**state)
-    sides: list[FactorInverse] = []
-    for side in "ab":
-        parts = {key[2:]: x for key, x in state.items() if key.startswith(f"{side}.")}
-        sides.append(DenseInverse(**parts) if "matrix" in parts else DualInverse(**parts))
-    return FactoredInverse(*sides)
+    def state_dict(self) -> dict[str, Any]:
+        """Nested dictionaries of tensors and strings."""
+        parts = {n: {"a": a, "b": b, "spectrum": s} for n, (a, b, s) in self.blocks.items()}
+        return {"kind": "eigen", "blocks": parts}
 
 
-def split_damping(a: Factor, b: Factor, damping: Tensor, split: Split) -> tuple[Tensor, Tensor]:
-    """(δ_A, δ_B) for each group of a block."""
-    if callable(split):
-        return split(dense(a), dense(b), damping)
+BlockInverses = FactoredInverses | EigenInverses
+
+
+def load_inverses(state: dict[str, Any]) -> BlockInverses:
+    """The inverses whose :meth:`state_dict` this is."""
+    if state["kind"] == "eigen":
+        return EigenInverses({n: (x["a"], x["b"], x["spectrum"]) for n, x in state["blocks"].items()})
+    classes = (
+        ShapeClass(tuple(c["names"]), tuple(c["groups"]), load_factor_inverse(c["a"]), load_factor_inverse(c["b"]))
+        for c in state["classes"].values()
+    )
+    return FactoredInverses(tuple(classes))
+
+
+def split_damping(mean_a: Tensor, mean_b: Tensor, damping: Tensor, split: str) -> tuple[Tensor, Tensor]:
+    """(δ_A, δ_B) of blocks whose factors have the mean eigenvalues ``mean_a`` and ``mean_b``."""
     root = damping.sqrt()
-    mean_a, mean_b = mean_diagonal(a), mean_diagonal(b)
     if split == "plain":
-        return root.expand_as(mean_a), root.expand_as(mean_b)
-    if split != "pi":
-        raise HyperkronError(f"split={split!r} is unknown; use 'pi', 'plain', 'exact' or a callable (A, B, δ).")
-    pi = (mean_a / mean_b).sqrt()
-    pi = torch.where((mean_a > 0) & (mean_b > 0), pi, torch.ones_like(pi))
+        return root, root
+    pi = torch.where((mean_a > 0) & (mean_b > 0), (mean_a / mean_b).sqrt(), 1.0)
     return pi * root, root / pi
 
 
 def factored_inverses(
-    factors: dict[str, tuple[Factor, Factor]], damping: dict[str, Tensor], split: Split
-) -> tuple[dict[str, BlockInverse], Status]:
-    """The damped inverse of every block, all systems of one size in one batch."""
-    parts: list[tuple[Factor, Tensor]] = []
-    for name, (a, b) in factors.items():
-        delta_a, delta_b = split_damping(a, b, damping[name], split)
-        parts += [(a, delta_a), (b, delta_b)]
-    with full_precision():
-        matrices = [m.rows @ m.rows.mT if isinstance(m, LowRank) else m for m, _ in parts]
-    inverses, status = spd_inverses(matrices, [shift for _, shift in parts])
-    made: list[FactorInverse] = [
-        DualInverse(m.rows, inverse, shift) if isinstance(m, LowRank) else DenseInverse(inverse)
-        for (m, shift), inverse in zip(parts, inverses, strict=True)
-    ]
-    return {name: FactoredInverse(made[2 * i], made[2 * i + 1]) for i, name in enumerate(factors)}, status
+    factors: dict[str, tuple[Factor, Factor]], damping: dict[str, Tensor | float], split: Split, finite: Tensor
+) -> tuple[FactoredInverses, Status, bool]:
+    """The damped inverses of all blocks, how they were obtained, and the value of ``finite``.
+
+    ``finite`` says whether the factors are; it is read together with the outcome of the factorisation, and where it is
+    false the inverses are worthless.
+
+    On a GPU, small factors cost launches rather than operations, so blocks are sorted by shape, all systems of one size
+    are factorised in one batch, and each shape gets its stretch of the batch.
+    """
+    by_shape: dict[tuple[object, ...], list[str]] = {}
+    for name, pair in factors.items():
+        by_shape.setdefault(tuple((isinstance(f, LowRank), _shape(f)) for f in pair), []).append(name)
+    names = [name for members in by_shape.values() for name in members]
+    if not names:
+        return FactoredInverses(()), Status.DIRECT, bool(finite)
+    systems = _Systems([factors[n][side] for side in (0, 1) for n in names])
+    shifts = systems.shifts([damping[n] for n in names], split)
+    status, good = systems.factorize(shifts, finite)
+    classes, first = [], 0
+    for members in by_shape.values():
+        last = first + len(members)
+        sides = [systems.inverse(first + side * len(names), last + side * len(names), shifts) for side in (0, 1)]
+        classes.append(ShapeClass(tuple(members), tuple(systems.groups[first:last]), sides[0], sides[1]))
+        first = last
+    return FactoredInverses(tuple(classes)), status, good
 
 
-def eigen_bases(
-    factors: dict[str, tuple[Factor, Factor]],
-) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
+def _shape(factor: Factor) -> tuple[int, ...]:
+    shape = factor.rows.shape if isinstance(factor, LowRank) else factor.shape
+    return tuple(shape[1:])
+
+
+class _Systems:
+    """The linear systems of many factors, all of A and then all of B, stacked by size."""
+
+    def __init__(self, factors: list[Factor]) -> None:
+        self.factors, self.count = factors, len(factors) // 2
+        with full_precision():
+            self.matrices = [f.rows @ f.rows.mT if isinstance(f, LowRank) else f for f in factors]
+        self.groups = [m.shape[0] for m in self.matrices]
+        by_size: dict[int, list[int]] = {}
+        for i, m in enumerate(self.matrices):
+            by_size.setdefault(m.shape[-1], []).append(i)
+        self.members = list(by_size.values())
+        self.stacks = [torch.cat([self.matrices[i] for i in members]) for members in self.members]
+        self.made: list[Factorization] = []
+        self.begin: dict[int, int] = {}  # where a factor's groups begin when all stacks are put one after the other
+        self.stack_of: dict[int, int] = {}
+        position = 0
+        for s, members in enumerate(self.members):
+            for i in members:
+                self.begin[i], self.stack_of[i] = position, s
+                position += self.groups[i]
+
+    def shifts(self, damping: list[Tensor | float], split: Split) -> Tensor:
+        """δ_A and δ_B of every group, in the order of the stacks."""
+        like = self.stacks[0]
+        groups = [(i, g) for i in range(self.count) for g in range(self.groups[i])]
+        at_a, at_b = (
+            torch.tensor([self.begin[i + side * self.count] + g for i, g in groups], device=like.device)
+            for side in (0, 1)
+        )
+        if callable(split):
+            delta_a, delta_b = self._by_callable(damping, split)
+        elif split in ("pi", "plain"):
+            traces = torch.cat([stack.diagonal(dim1=-2, dim2=-1).sum(-1) for stack in self.stacks])
+            mean_a, mean_b = (
+                traces[at] / like.new_tensor([dimension(self.factors[i + side * self.count]) for i, _ in groups])
+                for side, at in ((0, at_a), (1, at_b))
+            )
+            delta_a, delta_b = split_damping(mean_a, mean_b, _vector([damping[i] for i, _ in groups], like), split)
+        else:
+            raise HyperkronError(f"split={split!r} is unknown; use 'pi', 'plain', 'exact' or a callable (A, B, δ).")
+        found = like.new_empty(2 * len(groups))
+        found[at_a], found[at_b] = delta_a, delta_b
+        return found
+
+    def _by_callable(self, damping: list[Tensor | float], split: SplitFunction) -> tuple[Tensor, Tensor]:
+        like = self.stacks[0]
+        sides: list[list[Tensor]] = [[], []]
+        for i, delta in enumerate(damping):
+            a, b = dense(self.factors[i]), dense(self.factors[i + self.count])
+            for side, value in enumerate(split(a, b, torch.as_tensor(delta, dtype=like.dtype, device=like.device))):
+                sides[side].append(torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(a.shape[0]))
+        return torch.cat(sides[0]), torch.cat(sides[1])
+
+    def factorize(self, shifts: Tensor, finite: Tensor) -> tuple[Status, bool]:
+        """Factorise M + shift·I for all stacks, and read ``finite``; where it is false, nothing is rescued.
+
+        A stack in which a matrix fails is tried in float64, then with 10, 100 and 1000 times the shift of the matrices
+        that fail; then :class:`FactorizationError` is raised.
+        """
+        infos: list[Tensor] = []
+        for members, stack in zip(self.members, self.stacks, strict=True):
+            first = self.begin[members[0]]
+            stack.diagonal(dim1=-2, dim2=-1).add_(shifts[first : first + stack.shape[0], None])
+            made, info = factorize(stack)
+            self.made.append(made)
+            infos.append(info)
+        self.stacks = []  # not needed any more; the factors themselves are, should one have failed
+        *failed, bad_input = torch.cat([*(info.ne(0) for info in infos), ~finite.reshape(1).to(shifts.device)]).tolist()
+        if bad_input or not any(failed):
+            return Status.DIRECT, not bad_input
+        for s, members in enumerate(self.members):
+            first = self.begin[members[0]]
+            bad = failed[first : first + sum(self.groups[i] for i in members)]
+            if any(bad):
+                matrices = torch.cat([self.matrices[i] for i in members])
+                self.made[s] = _rescued(matrices, shifts[first : first + len(bad)])
+        return Status.MORE_DAMPING, True
+
+    def inverse(self, first: int, last: int, shifts: Tensor) -> FactorInverse:
+        """The inverse of factors ``first`` to ``last``, neighbours in one stack."""
+        stack = self.stack_of[first]
+        start = self.begin[self.members[stack][0]]
+        begin, end = self.begin[first], self.begin[last - 1] + self.groups[last - 1]
+        whole = self.made[stack]
+        complete = begin == start and self.members[stack][-1] == last - 1
+        system = whole if complete else whole.part(begin - start, end - start)
+        rows = [f.rows for f in self.factors[first:last] if isinstance(f, LowRank)]
+        return Dual(torch.cat(rows), system, shifts[begin:end]) if rows else Primal(system)
+
+
+def _vector(values: Sequence[Tensor | float], like: Tensor) -> Tensor:
+    """Numbers, some of which may be on the device already, as one vector."""
+    if any(isinstance(x, Tensor) for x in values):
+        return torch.stack([torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in values])
+    return like.new_tensor(values)
+
+
+def _rescued(matrices: Tensor, shift: Tensor) -> Factorization:
+    """The inverses in float64, with more damping for those where that is not enough."""
+    wide, more = matrices.double(), shift.double().clone()
+    eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
+    bad = torch.ones_like(shift, dtype=torch.bool)
+    for _ in range(4):
+        factor, info = torch.linalg.cholesky_ex(wide + more[:, None, None] * eye)
+        bad = info.ne(0) | ~torch.isfinite(factor).all(-1).all(-1)
+        if not bool(bad.any()):
+            return Leaf(torch.cholesky_inverse(factor).to(matrices.dtype))
+        more = torch.where(bad, 10 * more, more)
+    worst = matrices[bad]
+    raise FactorizationError(
+        f"a factor of size {worst.shape[-1]} could not be factorised, even in float64 with 1000 times the damping "
+        f"(largest entry {float(worst.abs().max()):.3g}); raise damping."
+    )
+
+
+def eigen_bases(factors: dict[str, tuple[Factor, Factor]]) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """(eigenvalues of A, Q_A, eigenvalues of B, Q_B) of every block, negative rounding set to zero."""
     found = {}
     for name, (a, b) in factors.items():
@@ -142,50 +320,3 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
             raise FactorizationError(f"the eigendecomposition of a factor did not converge: {error}") from error
         values, vectors = values.to(matrix.dtype), vectors.to(matrix.dtype)
     return values, vectors
-
-
-def spd_inverses(matrices: list[Tensor], shifts: list[Tensor]) -> tuple[list[Tensor], Status]:
-    """(M + shift·I)⁻¹ for every M (groups, n, n), batched by size.
-
-    A matrix whose Cholesky factorisation fails is tried in float64, then with 10, 100 and 1000 times its shift;
-    then :class:`FactorizationError` is raised.
-    """
-    by_size: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
-    for i, m in enumerate(matrices):
-        by_size.setdefault((m.shape[-1], m.dtype, m.device), []).append(i)
-    batches: list[tuple[list[int], Tensor, Tensor]] = []
-    for members in by_size.values():
-        stacked = torch.cat([matrices[i] for i in members])
-        stacked.diagonal(dim1=-2, dim2=-1).add_(torch.cat([shifts[i] for i in members])[:, None])
-        inverse, info = spd_inverse(stacked)
-        batches.append((members, inverse, info))
-    status = Status.DIRECT
-    failed = torch.cat([info.ne(0) for _, _, info in batches]).tolist()
-    out: list[Tensor] = [matrices[0]] * len(matrices)
-    position = 0
-    for members, inverse, info in batches:
-        bad = failed[position : position + info.numel()]
-        position += info.numel()
-        row = 0
-        for i in members:
-            groups = matrices[i].shape[0]
-            out[i] = inverse[row : row + groups]
-            if any(bad[row : row + groups]):
-                out[i] = _rescued(matrices[i], shifts[i])
-                status = Status.MORE_DAMPING
-            row += groups
-    return out, status
-
-
-def _rescued(matrix: Tensor, shift: Tensor) -> Tensor:
-    """The inverse in float64, with more damping where that is not enough."""
-    wide = matrix.double()
-    eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
-    for factor in (1.0, 10.0, 100.0, 1000.0):
-        inverse, info = spd_inverse(wide + factor * shift.double()[:, None, None] * eye)
-        if not bool(info.any()) and bool(torch.isfinite(inverse).all()):
-            return inverse.to(matrix.dtype)
-    raise FactorizationError(
-        f"a factor of size {matrix.shape[-1]} could not be factorised, even in float64 with 1000 times the damping "
-        f"(largest entry {float(matrix.abs().max()):.3g}); raise damping."
-    )

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hyperkron.curvature.base import Curvature, CurvatureState, Invertible, checked_damping
-from hyperkron.curvature.kfac.capture import Fisher, Measured, accumulation_dtype, measure
-from hyperkron.curvature.kfac.coverage import Block, Coverage, Fallback, Plan, plan
+from hyperkron.curvature.base import Curvature, CurvatureState, checked_damping
+from hyperkron.curvature.kfac.capture import Fisher, Measured, measure
+from hyperkron.curvature.kfac.coverage import Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.factors import Factor, LowRank, dense
-from hyperkron.curvature.kfac.inverse import (
-    BlockInverse,
-    EigenInverse,
-    Split,
-    eigen_bases,
-    factored_inverses,
-    load_inverse,
-)
+from hyperkron.curvature.kfac.inverse import BlockInverses, EigenInverses, Split, eigen_bases, factored_inverses
 from hyperkron.curvature.kfac.layers import WeightSharing
-from hyperkron.point import Point
+from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState
+from hyperkron.point import Point, independent
 from hyperkron.solution import (
     CoverageError,
     FactorizationError,
@@ -31,104 +24,9 @@ from hyperkron.solution import (
     NonFiniteError,
     Status,
 )
-from hyperkron.trees import Tree
 
 MAX_FAILURES = 3
 """After so many refreshes in a row that ended with the previous inverse, an error is raised."""
-
-
-class KroneckerState(CurvatureState):
-    """Factors, inverses and ages of a Kronecker curvature.
-
-    Attributes:
-        age: hypergradients computed since the inverse in use was made; 0 right after a refresh.
-        refreshes: how many times it was made.
-        failures: refreshes in a row that failed and kept the previous inverse.
-        status: how the inverse in use was obtained.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.generator: torch.Generator | None = None
-        self.age = 0
-        self.refreshes = 0
-        self.failures = 0
-        self.status = Status.DIRECT
-        self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # the moving averages, where there are any
-        self.inverses: dict[str, BlockInverse] = {}
-        self.diagonal: dict[str, Tensor] = {}
-        self.parameters: list[str] = []  # those that were trained when the inverse was made
-
-    def random(self, device: torch.device) -> torch.Generator:
-        """The generator of Monte-Carlo vectors; every refresh draws anew."""
-        if self.generator is None or self.generator.device.type != device.type:
-            self.generator = torch.Generator(device).manual_seed(self.seed)
-        return self.generator
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "age": self.age,
-            "refreshes": self.refreshes,
-            "failures": self.failures,
-            "status": self.status.name,
-            "seed": self.seed,
-            "generator": None if self.generator is None else self.generator.get_state(),
-            "generator_device": "" if self.generator is None else str(self.generator.device),
-            "factors": {name: {"a": a, "b": b} for name, (a, b) in self.factors.items()},
-            "inverses": {name: inverse.state_dict() for name, inverse in self.inverses.items()},
-            "diagonal": dict(self.diagonal),
-            "parameters": list(self.parameters),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.age, self.refreshes, self.failures = state["age"], state["refreshes"], state["failures"]
-        self.status, self.seed = Status[state["status"]], state["seed"]
-        self.generator = None
-        if state["generator"] is not None:
-            self.generator = torch.Generator(state["generator_device"])
-            self.generator.set_state(state["generator"])
-        self.factors = {name: (f["a"], f["b"]) for name, f in state["factors"].items()}
-        self.inverses = {name: load_inverse(inverse) for name, inverse in state["inverses"].items()}
-        self.diagonal = dict(state["diagonal"])
-        self.parameters = list(state["parameters"])
-
-
-class KroneckerOperator(Invertible):
-    """The damped block-diagonal curvature: Kronecker blocks, diagonal layers, and what neither reaches.
-
-    A parameter that the inner loss does not depend on has neither; the solution is zero there, as its column of the
-    cross term is. A preconditioner must not be zero anywhere: see :meth:`definite`.
-    """
-
-    def __init__(self, blocks: dict[str, Block], state: KroneckerState, damping: float) -> None:
-        self.blocks = {name: blocks[name] for name in state.inverses}
-        self.inverses, self.diagonal, self.status = state.inverses, state.diagonal, state.status
-        self.products = 0
-        self._damping, self._elsewhere = damping, 0.0
-
-    def definite(self) -> KroneckerOperator:
-        """The same operator with δ (1 if δ = 0) where there is no curvature: positive definite on all parameters."""
-        self._elsewhere = self._damping or 1.0
-        return self
-
-    def matvec(self, v: Tree) -> Tree:
-        self.products += 1
-        return self._apply(v, lambda inverse, x: inverse.matvec(x), lambda x, d: x * d)
-
-    def solve(self, b: Tree) -> Tree:
-        return self._apply(b, lambda inverse, x: inverse.solve(x), lambda x, d: x / d)
-
-    def _apply(self, v: Tree, on_block: Any, on_diagonal: Any) -> Tree:
-        found: Tree = {}
-        for name, inverse in self.inverses.items():
-            block = self.blocks[name]
-            matrix = on_block(inverse, block.join(v))
-            found.update(block.part(matrix, v))
-        for name, d in self.diagonal.items():
-            found[name] = on_diagonal(v[name], d)
-        for name in v.keys() - found.keys():
-            found[name] = on_diagonal(v[name], self._elsewhere) if self._elsewhere else torch.zeros_like(v[name])
-        return {name: found[name].to(x.dtype) for name, x in v.items()}
 
 
 @dataclass(frozen=True)
@@ -158,7 +56,9 @@ class Kronecker(Curvature):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise HyperkronError(f"{name}={value!r} must be a whole number ≥ 1.")
-        if not 0 <= self.ema < 1:
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise HyperkronError(f"seed={self.seed!r} must be a whole number ≥ 0.")
+        if not (isinstance(self.ema, (int, float)) and 0 <= self.ema < 1):
             raise HyperkronError(f"ema={self.ema!r} must lie in [0, 1); 0 uses the newest factors alone.")
 
     def init(self) -> KroneckerState:
@@ -172,11 +72,11 @@ class Kronecker(Curvature):
     def operator(self, point: Point, state: CurvatureState) -> KroneckerOperator:
         """The curvature at ``point``, measured anew when it is ``refresh_every`` calls old."""
         assert isinstance(state, KroneckerState)
-        made = plan(point.model, self.fallback)
+        made = state.plan(point.model, point.params, self.fallback)
         if self.strict:
             _refuse(made.coverage())
         if state.parameters != list(made.rows):  # the first call, or others are trained now: what is kept does not fit
-            state.factors, state.inverses, state.diagonal = {}, {}, {}
+            state.factors, state.inverses, state.diagonal = {}, None, {}
             self._refresh(point, state, made)
         elif state.age + 1 >= self.refresh_every:
             self._refresh(point, state, made)
@@ -188,18 +88,22 @@ class Kronecker(Curvature):
         """New factors and inverses, or the previous ones where the new are unusable."""
         try:
             measured = self._measure(point, state, made)
-            point.settle()
             if self.strict and measured.uncalled:
                 raise CoverageError(
                     f"strict=True, but {', '.join(measured.uncalled)} belong to layers that were never called as "
                     "modules; call the layer itself, or use strict=False."
                 )
-            factors = self._average(state, measured)
+            if measured.uncalled:
+                point.notes["uncalled"] = f"{', '.join(measured.uncalled)}: fallback, for their layers were not called"
+            self._check(made, measured)
+            factors = self._average(point, state, measured)
             inverses, status = self._invert(point, state, made, measured, factors)
         except (FactorizationError, NonFiniteError) as error:
             state.failures += 1
-            if not state.inverses or state.failures >= MAX_FAILURES:
+            if state.inverses is None:
                 raise
+            if state.failures >= MAX_FAILURES:
+                raise type(error)(f"{error} It was refresh {state.failures} in a row to fail.") from error
             state.status, state.age = Status.KEPT_PREVIOUS, state.age + 1
             point.notes["factorisation"] = str(error)
             return
@@ -231,27 +135,44 @@ class Kronecker(Curvature):
         """Whether factors may be kept as rows; averages and eigenbases need matrices."""
         return False
 
-    def _average(self, state: KroneckerState, measured: Measured) -> dict[str, tuple[Factor, Factor]]:
-        """β·old + (1−β)·new, after a finite check of the new."""
+    def _check(self, made: Plan, measured: Measured) -> None:
+        """Refuse an inner loss that does not depend on the model, or whose penalty makes the curvature negative."""
+        if not (measured.b or measured.diagonal or measured.l2) and (made.blocks or self.fallback == "diagonal"):
+            raise independent("inner")
+        lowest = {name: torch.as_tensor(value).detach().min().cpu() for name, value in measured.l2.items()}
+        for name, value in lowest.items():
+            if value + self.damping < 0:
+                raise HyperkronError(
+                    f"the l2 penalty of {name} has curvature {float(value):.4g}, which with damping={self.damping} is "
+                    f"negative ({float(value) + self.damping:.4g}); use coefficients ≥ 0 (exp or softplus of λ)."
+                )
+
+    def _average(self, point: Point, state: KroneckerState, measured: Measured) -> dict[str, tuple[Factor, Factor]]:
+        """β·old + (1−β)·new."""
         new = {name: (measured.a[name], measured.b[name]) for name in measured.a}
-        if not _finite([*measured.a.values(), *measured.b.values(), *measured.diagonal.values()]):
-            bad = next((name for name, pair in new.items() if not _finite(pair)), "parameters outside the blocks")
-            raise NonFiniteError(f"the factors of {bad} are not finite; look for nan, inf or overflow in inner_batch.")
         if self.ema == 0:
             return new
+        self._finite(point, measured, bool(finite(measured)))
         averaged: dict[str, tuple[Factor, Factor]] = {}
         for name, (a, b) in new.items():
             old_a, old_b = state.factors.get(name, (dense(a), dense(b)))
             averaged[name] = (old_a.lerp(dense(a), 1 - self.ema), old_b.lerp(dense(b), 1 - self.ema))
         return averaged
 
-    def _block_damping(self, made: Plan, measured: Measured, point: Point, name: str) -> Tensor:
+    def _finite(self, point: Point, measured: Measured, good: bool) -> None:
+        """Refuse factors that are not finite, by the name of the first such block."""
+        if good:
+            return
+        point.settle()  # a loss that is not finite is the better message
+        bad = next((n for n in measured.a if not bool(finite(measured, n))), "parameters outside the blocks")
+        remedy = point.culprits() or "look for overflow in the model, or use float64"
+        raise NonFiniteError(f"the factors of {bad} are not finite; {remedy}.")
+
+    def _block_damping(self, made: Plan, measured: Measured, name: str) -> Tensor | float:
         """δ + 2α: the curvature of L2 penalties joins the damping, averaged over the parameters of a block."""
-        block = made.blocks[name]
-        parts = [(made.rows[n].count, measured.l2.get(n, 0.0)) for n in block.names]
+        parts = [(made.rows[n].count, measured.l2.get(n, 0.0)) for n in made.blocks[name].names]
         total = sum(count for count, _ in parts)
-        penalty = sum(count * (p.mean() if isinstance(p, Tensor) else p) for count, p in parts) / total
-        return torch.as_tensor(self.damping + penalty, dtype=accumulation_dtype(point.dtype), device=point.device)
+        return self.damping + sum(count / total * (p.mean() if isinstance(p, Tensor) else p) for count, p in parts)
 
     def _diagonal(self, made: Plan, measured: Measured) -> dict[str, Tensor]:
         """The damped diagonal of every parameter outside the blocks that the inner loss depends on."""
@@ -280,7 +201,7 @@ class Kronecker(Curvature):
         made: Plan,
         measured: Measured,
         factors: dict[str, tuple[Factor, Factor]],
-    ) -> tuple[dict[str, BlockInverse], Status]:
+    ) -> tuple[BlockInverses, Status]:
         """Damped inverses of all blocks."""
 
 
@@ -315,6 +236,13 @@ class KFAC(Kronecker):
 
     split: Split = "pi"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.split) and self.split not in ("pi", "plain", "exact"):
+            raise HyperkronError(
+                f"split={self.split!r} is unknown; use 'pi', 'plain', 'exact' or a callable (A, B, δ) -> (δ_A, δ_B)."
+            )
+
     @property
     def _low_rank(self) -> bool:
         return self.ema == 0 and self.damping > 0 and self.split in ("pi", "plain")
@@ -326,17 +254,19 @@ class KFAC(Kronecker):
         made: Plan,
         measured: Measured,
         factors: dict[str, tuple[Factor, Factor]],
-    ) -> tuple[dict[str, BlockInverse], Status]:
-        damping = {name: self._block_damping(made, measured, point, name) for name in factors}
-        if not factors:
-            return {}, Status.DIRECT
+    ) -> tuple[BlockInverses, Status]:
+        damping = {name: self._block_damping(made, measured, name) for name in factors}
         if self.split != "exact":
-            return factored_inverses(factors, damping, self.split)
-        inverses: dict[str, BlockInverse] = {}
+            # one copy to the host tells both whether the factors are finite and whether they could be factorised
+            inverses, status, good = factored_inverses(factors, damping, self.split, finite(measured))
+            self._finite(point, measured, good)
+            return inverses, status
+        self._finite(point, measured, bool(finite(measured)))
+        blocks = {}
         for name, (values_a, q_a, values_b, q_b) in eigen_bases(factors).items():
             spectrum = values_b[..., :, None] * values_a[..., None, :] + damping[name]
-            inverses[name] = EigenInverse(q_a, q_b, spectrum)
-        return inverses, Status.DIRECT
+            blocks[name] = (q_a, q_b, spectrum)
+        return _checked(point, EigenInverses(blocks)), Status.DIRECT
 
 
 @dataclass(frozen=True)
@@ -359,20 +289,37 @@ class EKFAC(Kronecker):
         made: Plan,
         measured: Measured,
         factors: dict[str, tuple[Factor, Factor]],
-    ) -> tuple[dict[str, BlockInverse], Status]:
+    ) -> tuple[BlockInverses, Status]:
+        self._finite(point, measured, bool(finite(measured)))
         bases = eigen_bases(factors)
         corrected = self._measure(point, state, made, {n: (q_a, q_b) for n, (_, q_a, _, q_b) in bases.items()})
-        inverses: dict[str, BlockInverse] = {}
+        blocks = {}
         for name, (_, q_a, _, q_b) in bases.items():
-            damping = self._block_damping(made, measured, point, name)
-            inverses[name] = EigenInverse(q_a, q_b, corrected.corrected[name] + damping)
-        return inverses, Status.DIRECT
+            blocks[name] = (q_a, q_b, corrected.corrected[name] + self._block_damping(made, measured, name))
+        return _checked(point, EigenInverses(blocks)), Status.DIRECT
 
 
-def _finite(factors: Iterable[Factor]) -> bool:
-    """Whether all entries of all factors are finite; one copy to the host."""
+def _checked(point: Point, inverses: EigenInverses) -> EigenInverses:
+    """Refuse a damped spectrum that cannot be divided by; one copy to the host."""
+    extremes = [torch.stack([s.min(), s.max()]) for _, _, s in inverses.blocks.values()]
+    for name, (low, high) in zip(inverses.names, torch.stack(extremes).tolist() if extremes else [], strict=True):
+        if not (math.isfinite(low) and math.isfinite(high)):
+            remedy = point.culprits() or "look for overflow in the model, or use float64"
+            raise NonFiniteError(f"the spectrum of {name} is not finite; {remedy}.")
+        if low <= 0:
+            raise FactorizationError(f"the damped spectrum of {name} reaches down to {low:.3g}; raise damping.")
+    return inverses
+
+
+def finite(measured: Measured, block: str | None = None) -> Tensor:
+    """Whether all entries of all factors (of one block) are finite, as a tensor that has not been read yet."""
+    names = list(measured.a) if block is None else [block]
+    factors: list[Factor] = [side[name] for name in names for side in (measured.a, measured.b)]
+    factors += measured.diagonal.values() if block is None else []
+    if not factors:
+        return torch.ones((), dtype=torch.bool)
     tensors = [f.rows if isinstance(f, LowRank) else f for f in factors]
-    return not tensors or bool(torch.stack(torch._foreach_norm(tensors, float("inf"))).isfinite().all())
+    return torch.stack(torch._foreach_norm(tensors, float("inf"))).isfinite().all()
 
 
 def _refuse(coverage: Coverage) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 WeightSharing = Literal["expand", "reduce"]
 
-CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
+CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**25}
 """Patches are materialised at most this many numbers at a time, by device type."""
 
 
@@ -37,7 +37,15 @@ class Layer(ABC):
 
     @abstractmethod
     def inputs(self, x: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
-        """Rows of the layer's input, as chunks of shape (groups, rows, d_in)."""
+        """Rows of the layer's input, as chunks of shape (groups, rows, d_in), in the order :meth:`ordered` expects."""
+
+    def ordered(self, rows: Tensor) -> Tensor:
+        """Rows of :meth:`inputs` in the order of the weight's columns."""
+        return rows
+
+    def ordered_gram(self, gram: Tensor) -> Tensor:
+        """Σ r rᵀ of such rows, both sides in the order of the weight's columns."""
+        return gram
 
     @abstractmethod
     def gradients(self, g: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
@@ -96,36 +104,44 @@ class ConvLayer(Layer):
         return self.module.out_channels // self.module.groups
 
     def patches(self, x: Tensor) -> Tensor:
-        """A view of the padded input: (N, groups, C/groups, *kernel, *output)."""
+        """A view of the padded input, channels last: (N, *output, groups, *kernel, C/groups).
+
+        Channels last, so that copying the view reads and writes runs of channels; the few entries of a kernel would be
+        read one by one.
+        """
         m = self.module
         pad = list(m._reversed_padding_repeated_twice)
         if any(pad):
             x = F.pad(x, pad, mode="constant" if m.padding_mode == "zeros" else m.padding_mode)
-        x = x.contiguous()
+        x = x.movedim(1, -1).contiguous()
         kernel, stride, dilation = m.kernel_size, m.stride, m.dilation
-        spatial = x.shape[2:]
+        spatial = x.shape[1:-1]
         out = [(s - d * (k - 1) - 1) // t + 1 for s, k, t, d in zip(spatial, kernel, stride, dilation, strict=True)]
-        steps = x.stride()[2:]
+        steps = x.stride()[1:-1]
         inside = [d * s for d, s in zip(dilation, steps, strict=True)]
         across = [t * s for t, s in zip(stride, steps, strict=True)]
-        channels = x.shape[1] // m.groups
-        size = (x.shape[0], m.groups, channels, *kernel, *out)
-        strides = (x.stride(0), channels * x.stride(1), x.stride(1), *inside, *across)
-        return x.as_strided(size, strides)
+        channels = x.shape[-1] // m.groups
+        size = (x.shape[0], *out, m.groups, *kernel, channels)
+        return x.as_strided(size, (x.stride(0), *across, channels, *inside, 1))
 
-    def _matrix(self, view: Tensor) -> Tensor:
-        """(N, groups, C/groups, *kernel, *output) as (N, groups, d_in, S), copied."""
-        return view.reshape(view.shape[0], view.shape[1], self.d_in, -1)
+    def ordered(self, rows: Tensor) -> Tensor:
+        """Reorder the last dimension from (*kernel, C/groups), the order of patches, to that of the weight."""
+        kernel = self.module.kernel_size
+        order = rows.unflatten(-1, (*kernel, -1)).movedim(-1, -1 - len(kernel))
+        return order.flatten(-1 - len(kernel))
+
+    def ordered_gram(self, gram: Tensor) -> Tensor:
+        """Reorder both sides of Σ r rᵀ likewise."""
+        return self.ordered(self.ordered(gram).mT)
 
     def inputs(self, x: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
         k = len(self.module.kernel_size)
         if sharing == "reduce":
-            view = self.patches(x)
-            mean = view.mean(dim=tuple(range(view.dim() - k, view.dim())))
-            yield mean.reshape(view.shape[0], self.groups, self.d_in).transpose(0, 1)
+            mean = self.patches(x).mean(dim=tuple(range(1, 1 + k)))
+            yield mean.flatten(2).transpose(0, 1)
             return
         for part in x.split(self._examples_per_chunk(x)):
-            yield self._matrix(self.patches(part)).permute(1, 0, 3, 2).reshape(self.groups, -1, self.d_in)
+            yield self.patches(part).flatten(-1 - k).movedim(-2, 0).flatten(1, -2)
 
     def gradients(self, g: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
         g = g.reshape(g.shape[0], self.groups, self.d_out, -1)
@@ -137,8 +153,10 @@ class ConvLayer(Layer):
     def positions(self, x: Tensor, g: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
         g = g.reshape(g.shape[0], self.groups, self.d_out, -1).transpose(2, 3)
         step = max(1, min(limit // (self.groups * self.d_in * self.d_out), self._examples_per_chunk(x)))
+        k = len(self.module.kernel_size)
         for part, gradient in zip(x.split(step), g.split(step), strict=True):
-            yield self._matrix(self.patches(part)).transpose(2, 3), gradient
+            rows = self.patches(part).flatten(1, k).flatten(3).transpose(1, 2)
+            yield self.ordered(rows), gradient
 
     def _examples_per_chunk(self, x: Tensor) -> int:
         m = self.module
@@ -177,6 +195,8 @@ def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tens
         weight = module.weight
         diagonal = torch.zeros_like(weight, dtype=g.dtype)
         return {"weight": diagonal.index_add_(0, x.reshape(-1), g.reshape(-1, weight.shape[1]).square())}
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return _batch_norm_squares(module, x, g)
     normalised, axes = _normalised(module, x)
     keep = [a % g.dim() for a in axes]
     positions = [a for a in range(1, g.dim()) if a not in keep]
@@ -198,9 +218,20 @@ def _normalised(module: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
     if isinstance(module, nn.RMSNorm):
         shape = list(module.normalized_shape)
         return F.rms_norm(x, shape, eps=module.eps), list(range(-len(shape), 0))
-    if isinstance(module, nn.GroupNorm):
-        return F.group_norm(x, module.num_groups, eps=module.eps), [1]
-    assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+    assert isinstance(module, nn.GroupNorm)
+    return F.group_norm(x, module.num_groups, eps=module.eps), [1]
+
+
+def _batch_norm_squares(module: nn.modules.batchnorm._BatchNorm, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """As above; with statistics per channel, Σ g·x̂ = (Σ g·x − mean·Σ g)/std needs no normalised copy of x."""
+    x, g = x.flatten(2) if x.dim() > 2 else x[:, :, None], g.flatten(2) if g.dim() > 2 else g[:, :, None]
     if module.training or module.running_mean is None or module.running_var is None:
-        return F.batch_norm(x, None, None, training=True, eps=module.eps), [1]
-    return F.batch_norm(x, module.running_mean, module.running_var, training=False, eps=module.eps), [1]
+        variance, mean = torch.var_mean(x, dim=(0, 2), correction=0)
+    else:
+        variance, mean = module.running_var, module.running_mean
+    sums = g.sum(2)
+    along = ((g * x).sum(2) - mean * sums) * (variance + module.eps).rsqrt()
+    found = {"weight": along.square().sum(0)}
+    if module.bias is not None:
+        found["bias"] = sums.square().sum(0)
+    return found

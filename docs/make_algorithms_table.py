@@ -1,0 +1,138 @@
+"""Writes docs/algorithms.md from the code: ``python docs/make_algorithms_table.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hyperkron as hk
+from hyperkron.algorithms import Algorithm
+
+TARGET = Path(__file__).with_name("algorithms.md")
+
+INTRODUCTION = """\
+# Algorithms
+
+<!-- Written by docs/make_algorithms_table.py from the code; do not edit. -->
+
+f is the outer objective, g the inner one, b = ∂_θ f, H = ∂²_θθ g, and X(v) = ∂_λ⟨∂_θ g, v⟩ the cross term. *Calls* are
+oracle calls of one step (one move of λ): ∂f and ∂g are gradients, Hv a Hessian product; *counted* are the evaluations of
+g and f in the second step at default arguments (AID: `cg(3)`; one graph serves several products), as measured by this
+script. *Memory* is what is kept beside θ, λ and their optimizers. *Accuracy* is what is proven for a strongly convex
+inner problem; the conformance suite (`tests/test_algorithms.py`) measures it on a quadratic with a known solution.
+
+Every algorithm runs in `hyperkron.fit`, takes any `torch.optim` optimizer on both levels in place of its own
+`inner_rate` and `outer_rate`, and any projection of λ. Where `hypergradient` is an argument, any curvature and solver
+can be put there: `AID(kfac())`, `AmIGO(hypergradient=kfac())`, `MRBO(kfac())`, `TGDA(ekfac())`.
+"""
+
+
+def algorithms() -> list[type[Algorithm]]:
+    """All algorithm classes, in alphabetical order of their names."""
+    found = [getattr(hk.algorithms, name) for name in hk.algorithms.__all__]
+    classes = [x for x in found if isinstance(x, type) and issubclass(x, Algorithm) and not inspect.isabstract(x)]
+    return sorted(classes, key=lambda x: x.facts.name.lower())
+
+
+def presets() -> list[Any]:
+    """The functions that name a configuration."""
+    found = [getattr(hk.algorithms, name) for name in hk.algorithms.__all__ if name.startswith("aid_")]
+    return sorted(found, key=lambda x: x.__name__)
+
+
+def arguments(algorithm: type[Algorithm]) -> str:
+    """Fields with their defaults, the common ``seed`` left out."""
+    shown = []
+    for field in dataclasses.fields(algorithm):
+        if field.name == "seed":
+            continue
+        if field.default is not dataclasses.MISSING:
+            shown.append(f"`{field.name}={_short(field.default)}`")
+        elif field.default_factory is not dataclasses.MISSING:
+            shown.append(f"`{field.name}=…`")
+        else:
+            shown.append(f"`{field.name}`")
+    return ", ".join(sorted(shown, key=lambda text: "_rate=" in text))
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, hk.Rate):
+        return f"Rate({value.scale:.3g}, {value.exponent:.3g})"
+    return f"{value:.3g}" if isinstance(value, float) else repr(value)
+
+
+def counted(algorithm: type[Algorithm]) -> str:
+    """Evaluations of g and f in the second step, at default arguments, on a tiny problem."""
+    calls = {"g": 0, "f": 0}
+
+    def inner(model: nn.Module, hyper: nn.Module, batch: tuple[Tensor, ...]) -> hk.losses.Loss:
+        calls["g"] += 1
+        return hk.losses.mse(model(batch[0]), batch[1] * hyper())
+
+    def outer(model: nn.Module, hyper: nn.Module, batch: tuple[Tensor, ...]) -> hk.losses.Loss:
+        calls["f"] += 1
+        return hk.losses.mse(model(batch[0]), batch[1])
+
+    made = algorithm(hk.cg(3)) if algorithm is hk.AID else algorithm()  # type: ignore[call-arg]
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    state = made.init(hk.BilevelProblem(inner, outer), model, hk.as_hyper(torch.ones(1)))
+    data = [hk.Examples(torch.eye(2).repeat(4, 1), torch.ones(8, 1), batch_size=1) for _ in range(2)]
+    draw = hk.Draw(*data)
+    made.step(state, draw)
+    calls.update(g=0, f=0)
+    made.step(state, draw)
+    return f"{calls['g']} g, {calls['f']} f"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def page() -> str:
+    """The whole page."""
+    rows = [
+        [
+            f"**{c.facts.name}** `{c.__name__}`",
+            c.facts.reference,
+            c.facts.calls,
+            counted(c),
+            c.facts.memory,
+            c.facts.accuracy,
+        ]
+        for c in algorithms()
+    ]
+    when = [[f"`{c.__name__}`", c.facts.use, arguments(c)] for c in algorithms()]
+    named = [[f"`{_call(f)}`", _first(f)] for f in presets()]
+    parts = [
+        INTRODUCTION,
+        "## What they cost and reach\n",
+        table(["algorithm", "reference", "calls per step", "counted", "memory", "accuracy"], rows),
+        "\n## When to use which, and their arguments\n",
+        table(["algorithm", "when to use it", "arguments"], when),
+        "\n## Named configurations of AID\n",
+        table(["function", "what it is"], named),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _call(function: Any) -> str:
+    """The function with its arguments and their defaults, without types."""
+    shown = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
+    return f"{function.__name__}{inspect.Signature(shown)}"
+
+
+def _first(function: Any) -> str:
+    return " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page(), "utf-8")
+    print(f"wrote {TARGET}")

@@ -1,0 +1,102 @@
+"""AmIGO: amortised implicit differentiation, θ and v both warm-started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hyperkron import trees
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.draw import Draw
+from hyperkron.algorithms.movers import Rate, as_rate
+from hyperkron.curvature import Curvature, Hessian
+from hyperkron.hypergradient import Hypergradient, Implicit
+from hyperkron.solution import HyperkronError
+from hyperkron.solvers import Direct
+
+_HESSIAN = Hessian()
+
+
+@dataclass(frozen=True)
+class AmIGO(Algorithm):
+    r"""T stochastic steps on θ, N on v, one on λ, all continuing where they were.
+
+        θ ← θ − α ∂_θ g_B(λ, θ)                 T times
+        v ← v − ρ (H_B v − b)                   N times, b = ∂_θ f on one outer batch, H_B on fresh inner ones
+        λ ← λ − γ (∂_λ f − X_B(v))
+
+    All rates are constant. With ``hypergradient`` the v-loop is replaced: ``AmIGO(hypergradient=hk.kfac())`` is
+    AmIGO-KFAC.
+
+    Reference: Arbel & Mairal, "Amortized implicit differentiation for stochastic bilevel optimization" (ICLR 2022).
+
+    Args:
+        inner_steps: T.
+        linear_steps: N.
+        linear_rate: ρ, below 2/λmax.
+        curvature: whose products move v: ``Hessian()`` or ``GGN()``.
+        hypergradient: in place of the v-loop: a direct solve, or an iterative one with ``warm_start=True``.
+
+    Example:
+        >>> import hyperkron as hk
+        >>> AmIGO(hypergradient=hk.kfac(damping=1e-3)).inner_steps
+        10
+    """
+
+    inner_steps: int = 10
+    linear_steps: int = 10
+    linear_rate: Rate | float = 0.1
+    curvature: Curvature = _HESSIAN
+    hypergradient: Hypergradient | None = None
+
+    facts: ClassVar[Facts] = Facts(
+        name="AmIGO, AmIGO-KFAC",
+        reference="Arbel & Mairal, ICLR 2022",
+        calls="inner_steps ∂g, linear_steps Hv, 1 ∂f, 1 X",
+        memory="v",
+        accuracy="the optimum; with stochastic batches a ball of radius ∝ the rates",
+        use="stochastic problems with a trustworthy step size for v; with KFAC, without one",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "inner_steps", "linear_steps")
+        as_rate(self.linear_rate)
+        oracles.check_products(self.curvature, "AmIGO")
+        method = self.hypergradient
+        if method is None:
+            return
+        if not isinstance(method, Implicit):
+            raise HyperkronError(
+                f"hypergradient={type(method).__name__} solves no linear system that AmIGO could amortise; "
+                "use it in AID, or Unroll for unrolled differentiation."
+            )
+        if not isinstance(method.solver, Direct) and not method.warm_start:
+            remedy = "pass warm_start=True" if method.solver.uses_start else "it cannot be warm-started: use cg()"
+            raise HyperkronError(
+                f"hypergradient with solver={method.solver!r} starts every solve from zero, but AmIGO is the "
+                f"amortised method that continues it; {remedy}, or use AID for solves from zero."
+            )
+
+    def prepare(self, state: State) -> None:
+        """v = 0."""
+        if self.hypergradient is None:
+            state.trees["v"] = trees.zeros_like(state.inner.values())
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """T steps on θ, N on v, one on λ."""
+        inner_loss = oracles.descend(state, draw, self.inner_steps)
+        if self.hypergradient is not None:
+            result = oracles.hypergradient(state, draw)
+            state.outer.step(result.grads)
+            return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
+        outer_loss, b, direct = oracles.outer_parts(state, draw.outer())
+        v, rate = state.trees["v"], as_rate(self.linear_rate)(state.step)
+        for _ in range(self.linear_steps):
+            residual = trees.add(oracles.product(state, draw.inner(), v, self.curvature), b, alpha=-1.0)
+            v = trees.add(v, residual, alpha=-rate)
+        state.trees["v"] = v
+        direction = trees.add(direct, oracles.cross_term(state, draw.inner(), v), alpha=-1.0)
+        state.outer.step(direction)
+        return state.finish(outer_loss, direction, inner_loss)

@@ -1,0 +1,59 @@
+"""BSG-1: the Hessian replaced by an outer product of gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hyperkron import trees
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.draw import Draw
+from hyperkron.solution import HyperkronError
+
+
+@dataclass(frozen=True)
+class BSG1(Algorithm):
+    r"""Second derivatives replaced by rank-one products: H ≈ ∂_θg ∂_θgᵀ and ∂²_λθ g ≈ ∂_λg ∂_θgᵀ.
+
+        θ ← θ − α ∂_θ g      T times
+        λ ← λ − γ ( ∂_λ f − ⟨∂_θ f, ∂_θ g⟩ / (‖∂_θ g‖² + ϵ) · ∂_λ g )
+
+    It is exact where g = ½r² with a single residual r ≠ 0. At an inner minimum ∂_θ g = 0 and only ∂_λ f is left, so
+    it has no fixed point at a bilevel optimum: what it finds depends on T and on the noise. IGA is the same update.
+
+    Reference: Giovannelli, Kent & Vicente, "Inexact bilevel stochastic gradient methods for constrained and
+    unconstrained lower-level problems" (2021).
+
+    Args:
+        inner_steps: T.
+        epsilon: ϵ.
+    """
+
+    inner_steps: int = 10
+    epsilon: float = 1e-4
+
+    facts: ClassVar[Facts] = Facts(
+        name="BSG-1",
+        reference="Giovannelli, Kent & Vicente, 2021",
+        calls="inner_steps + 1 ∂g, 1 ∂f",
+        memory="nothing",
+        accuracy="exact for a single residual away from the inner minimum; else no guarantee",
+        use="a cheap baseline",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "inner_steps")
+        if not self.epsilon > 0:
+            raise HyperkronError(f"epsilon={self.epsilon!r} must be positive; 1e-4 is usual.")
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """T inner steps, one outer step."""
+        oracles.descend(state, draw, self.inner_steps)
+        g = oracles.gradients(state, "inner", draw.inner())
+        f = oracles.gradients(state, "outer", draw.outer())
+        ratio = trees.dot(f.theta, g.theta) / (trees.dot(g.theta, g.theta) + self.epsilon)
+        direction = trees.add(f.hyper, g.hyper, alpha=-ratio)
+        state.outer.step(direction)
+        return state.finish(f.value, direction, g.value)

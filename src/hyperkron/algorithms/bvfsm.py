@@ -1,0 +1,91 @@
+"""BVFSM: the value function turned into a barrier, minimised in sequence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from hyperkron import trees
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.draw import Draw
+from hyperkron.algorithms.movers import Rate, as_rate
+from hyperkron.solution import HyperkronError
+
+
+@dataclass(frozen=True)
+class BVFSM(Algorithm):
+    r"""A regularised value function, then θ and λ on f with a barrier against exceeding it.
+
+        r_t = 1 / log(1.1 (t + 1))
+        T times:   z ↓ g(λ, z) + .01 r_t‖z‖² ,      g_z(λ) its value
+        T times:   θ ↓ f + .01 r_t‖θ‖² − r_t log(sg[g(θ)] + 1e-4 + g_z − g(θ))
+        λ ↓ the same objective (∂_λ g_z at fixed z)
+
+    sg[·] holds its argument constant: the logarithm's argument is 1e-4 + g_z and never negative, where the paper's
+    barrier g_z − g(θ) would be undefined. So the step is a penalty method of weight r_t/(1e-4 + g_z), exact in the
+    limit only where the inner problem interpolates (g_z → 0). At t = 0, r = 10.5.
+
+    Reference: Liu et al., "A value-function-based interior-point method for non-convex bi-level optimization" (ICML
+    2021), as published in code.
+
+    Args:
+        inner_steps: T, for z and for θ.
+        value_rate: the step size of z, where no inner optimizer is given (else z has one of its own kind); ``None``
+            for that of θ.
+        weight: the factor .01 of the regularisers.
+        margin: the 1e-4 in the logarithm.
+    """
+
+    inner_steps: int = 10
+    value_rate: Rate | float | None = None
+    weight: float = 0.01
+    margin: float = 1e-4
+
+    facts: ClassVar[Facts] = Facts(
+        name="BVFSM",
+        reference="Liu et al., ICML 2021",
+        calls="2·inner_steps + 2 ∂g, inner_steps + 1 ∂f",
+        memory="one more θ",
+        accuracy="bias ∝ (margin + g_z)/r: the optimum where the inner problem interpolates",
+        use="first-order; for comparison",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "inner_steps")
+        as_rate(self.inner_rate if self.value_rate is None else self.value_rate)
+        if not (self.weight >= 0 and self.margin > 0):
+            raise HyperkronError(f"weight={self.weight!r} must be ≥ 0 and margin={self.margin!r} positive.")
+
+    def prepare(self, state: State) -> None:
+        """z = θ."""
+        state.twins["z"] = state.inner.twin()
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """T steps on z, T on θ, one on λ."""
+        r = 1.0 / math.log(1.1 * (state.step + 1))
+        z, pull = state.twins["z"], 2 * self.weight * r
+        if state.inner.rate is not None and self.value_rate is not None:
+            z.set_lr(as_rate(self.value_rate)(state.step))
+        for _ in range(self.inner_steps):
+            g_z = oracles.gradients(state, "inner", draw.inner(), theta=z.params, hyper=False)
+            z.step(trees.add(g_z.theta, z.values(), alpha=pull))
+        batch, outer_batch = draw.inner(), draw.outer()
+        g_z = oracles.gradients(state, "inner", batch, theta=z.params)
+        regular = self.weight * r * trees.dot(z.values(), z.values())
+        barrier = r / (self.margin + g_z.value + regular).to(torch.float64)
+        penalty = float(barrier.clamp(min=0.0))
+        for _ in range(self.inner_steps):
+            f = oracles.gradients(state, "outer", outer_batch, hyper=False)
+            g = oracles.gradients(state, "inner", batch, live=True, hyper=False)
+            theta = trees.add(f.theta, state.inner.values(), alpha=pull)
+            state.inner.step(trees.add(theta, g.theta, alpha=penalty))
+        f = oracles.gradients(state, "outer", outer_batch)
+        g = oracles.gradients(state, "inner", batch)
+        direction = trees.add(f.hyper, trees.add(g.hyper, g_z.hyper, alpha=-1.0), alpha=penalty)
+        state.outer.step(direction)
+        return state.finish(f.value, direction, g.value, stats={"multiplier": penalty})

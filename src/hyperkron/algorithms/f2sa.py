@@ -1,0 +1,82 @@
+"""F2SA: a fully first-order stochastic method by a growing penalty."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from hyperkron import trees
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.draw import Draw
+from hyperkron.algorithms.movers import Rate, as_rate
+from hyperkron.solution import HyperkronError
+
+
+@dataclass(frozen=True)
+class F2SA(Algorithm):
+    r"""Two copies of θ, one pulled by f with a growing multiplier ℓ on g; their difference is the hypergradient.
+
+        T times:   y ← y − α_t (∂_θ f(λ, y) + ℓ ∂_θ g(λ, y)) ,      z ← z − β_t ∂_θ g(λ, z)
+        λ ← λ − γ_t ( ∂_λ f(λ, y) + ℓ (∂_λ g(λ, y) − ∂_λ g(λ, z)) ) ;      ℓ ← ℓ + δ_t
+
+    The model holds y, which tends to θ*(λ) as ℓ grows; z lives in the state. The bias of the direction is O(1/ℓ).
+    Decay exponents are those of the benchmark_bilevel suite; in the paper ℓ itself grows as t^{1/7}.
+
+    Reference: Kwon et al., "A fully first-order method for stochastic bilevel optimization" (ICML 2023).
+
+    Args:
+        inner_steps: T.
+        multiplier: ℓ at the start.
+        growth: δ_t.
+        second_rate: β_t, the step size of z, where no inner optimizer is given (else z has one of its own kind).
+    """
+
+    inner_steps: int = 10
+    multiplier: float = 1.0
+    growth: Rate | float = field(default=Rate(0.1, 1 / 7))
+    second_rate: Rate | float = field(default=Rate(0.01, 4 / 7))
+    inner_rate: Rate | float = field(default=Rate(0.01, 5 / 7), kw_only=True)
+    outer_rate: Rate | float = field(default=Rate(0.01, 4 / 7), kw_only=True)
+
+    facts: ClassVar[Facts] = Facts(
+        name="F2SA",
+        reference="Kwon et al., ICML 2023",
+        calls="2·inner_steps + 2 ∂g, inner_steps + 1 ∂f",
+        memory="one more θ with its optimizer",
+        accuracy="the optimum as ℓ → ∞; bias O(1/ℓ)",
+        use="large models where second derivatives are out of reach",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "inner_steps")
+        as_rate(self.growth), as_rate(self.second_rate)
+        if not self.multiplier > 0:
+            raise HyperkronError(f"multiplier={self.multiplier!r} must be positive.")
+
+    def prepare(self, state: State) -> None:
+        """z = θ, and ℓ."""
+        state.twins["z"] = state.inner.twin()
+        state.numbers["multiplier"] = self.multiplier
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """T steps on y and z, one on λ."""
+        z, ell = state.twins["z"], state.numbers["multiplier"]
+        if state.inner.rate is not None:
+            z.set_lr(as_rate(self.second_rate)(state.step))
+        for _ in range(self.inner_steps):
+            batch = draw.inner()
+            f = oracles.gradients(state, "outer", draw.outer(), hyper=False)
+            g = oracles.gradients(state, "inner", batch, live=True, hyper=False)
+            g_z = oracles.gradients(state, "inner", batch, theta=z.params, hyper=False)
+            state.inner.step(trees.add(f.theta, g.theta, alpha=ell))
+            z.step(g_z.theta)
+        batch = draw.inner()
+        f = oracles.gradients(state, "outer", draw.outer())
+        g = oracles.gradients(state, "inner", batch)
+        g_z = oracles.gradients(state, "inner", batch, theta=z.params)
+        direction = trees.add(f.hyper, trees.add(g.hyper, g_z.hyper, alpha=-1.0), alpha=ell)
+        state.outer.step(direction)
+        state.numbers["multiplier"] = ell + as_rate(self.growth)(state.step)
+        return state.finish(f.value, direction, g_z.value, stats={"multiplier": ell})

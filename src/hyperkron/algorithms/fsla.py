@@ -1,0 +1,70 @@
+"""FSLA: a fully single-loop algorithm with momentum on λ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from hyperkron import trees
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.base import Facts, State, StepReport
+from hyperkron.algorithms.draw import Draw
+from hyperkron.algorithms.movers import Rate, as_rate
+from hyperkron.algorithms.soba import SOBA
+
+
+@dataclass(frozen=True)
+class FSLA(SOBA):
+    r"""One step on θ, one on v, one on λ along self-correcting momentum.
+
+        θ ← θ − α_t ∂_θ g ,      v ← v − ρ_t (Hv − ∂_θ f)        at the new θ
+        d ← h(z) + (1 − η_t)(d − h(z⁻)) ,      h = ∂_λ f − X(v)
+        λ ← λ − γ_t d
+
+    where z = (λ, θ, v) is the new point and z⁻ that of the step before, both on the same batches. All rates
+    decay as t^{−1/2}.
+
+    Reference: Li, Gu & Huang, "A fully single loop algorithm for bilevel optimization without Hessian inverse"
+    (AAAI 2022).
+
+    Args:
+        momentum: η_t, 1 is no momentum.
+    """
+
+    momentum: Rate | float = field(default=Rate(0.5, 0.5))
+    inner_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
+    outer_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
+
+    facts: ClassVar[Facts] = Facts(
+        name="FSLA",
+        reference="Li, Gu & Huang, AAAI 2022",
+        calls="1 ∂g, 1 Hv, 3 ∂f, 2 X",
+        memory="v, d_λ and the previous point",
+        accuracy="the optimum; stochastic rate T^(−1/2)",
+        use="stochastic problems, single-loop",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        as_rate(self.momentum)
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """One step on θ, v and λ in turn."""
+        memory = state.trees
+        old_theta, old_v = state.inner.values(), memory["v"]
+        inner = oracles.gradients(state, "inner", draw.inner(), live=True, hyper=False)
+        state.inner.step(inner.theta)
+        _, b, _ = oracles.outer_parts(state, draw.outer())
+        residual = trees.add(oracles.product(state, draw.inner(), old_v, self.curvature), b, alpha=-1.0)
+        memory["v"] = trees.add(old_v, residual, alpha=-as_rate(self._linear_rate())(state.step))
+        batches = draw.inner(), draw.outer()
+        outer_loss, h = oracles.hypergradient_at(state, *batches, memory["v"])
+        direction = h
+        if "d" in memory:
+            keep = 1.0 - min(1.0, as_rate(self.momentum)(state.step))
+            with oracles.placed(state.params, old_theta), oracles.placed(state.hypers, memory["old hyper"]):
+                _, h_old = oracles.hypergradient_at(state, *batches, old_v)
+            direction = trees.add(h, trees.add(memory["d"], h_old, alpha=-1.0), alpha=keep)
+        memory["d"], memory["old hyper"] = direction, state.outer.values()
+        state.outer.step(direction)
+        return state.finish(outer_loss, direction, inner.value)

@@ -1,0 +1,70 @@
+"""PBGD: penalty-based bilevel gradient descent on the value gap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hyperkron import trees
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.draw import Draw
+from hyperkron.solution import HyperkronError
+
+
+@dataclass(frozen=True)
+class PBGD(Algorithm):
+    r"""Gradient descent on f plus γ times the value gap, with γ rising to a final value.
+
+        ŷ ← T steps on g(λ, ·) from the last ŷ
+        (θ, λ) ← (θ, λ) − rates · min(1/γ, 1) ∇[ f(λ, θ) + γ (g(λ, θ) − g(λ, ŷ)) ]       (ŷ held fixed)
+        γ = final · min(1, t/ramp)
+
+    Reference: Shen & Chen, "On penalty-based bilevel gradient descent method" (ICML 2023).
+
+    Args:
+        inner_steps: T.
+        penalty: the final γ; the bias is O(1/γ).
+        ramp: steps in which γ rises linearly from 0; 0 for γ = penalty from the start.
+    """
+
+    inner_steps: int = 1
+    penalty: float = 0.2
+    ramp: int = 30_000
+
+    facts: ClassVar[Facts] = Facts(
+        name="PBGD",
+        reference="Shen & Chen, ICML 2023",
+        calls="inner_steps + 2 ∂g, 1 ∂f",
+        memory="one more θ with its optimizer",
+        accuracy="the optimum up to O(1/penalty)",
+        use="first-order, one simple joint step",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "inner_steps")
+        check_counts(self, "ramp", least=0)
+        if not self.penalty > 0:
+            raise HyperkronError(f"penalty={self.penalty!r} must be positive.")
+
+    def prepare(self, state: State) -> None:
+        """ŷ = θ."""
+        state.twins["y"] = state.inner.twin()
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """T steps on ŷ, one on (θ, λ)."""
+        y = state.twins["y"]
+        for _ in range(self.inner_steps):
+            y.step(oracles.gradients(state, "inner", draw.inner(), theta=y.params, hyper=False).theta)
+        gamma = self.penalty * (min(1.0, state.step / self.ramp) if self.ramp else 1.0)
+        scale = 1.0 if gamma <= 1.0 else 1.0 / gamma
+        batch = draw.inner()
+        f = oracles.gradients(state, "outer", draw.outer())
+        g = oracles.gradients(state, "inner", batch, live=True)
+        g_y = oracles.gradients(state, "inner", batch, theta=y.params)
+        gap = trees.add(g.hyper, g_y.hyper, alpha=-1.0)
+        direction = trees.scale(trees.add(f.hyper, gap, alpha=gamma), scale)
+        state.inner.step(trees.scale(trees.add(f.theta, g.theta, alpha=gamma), scale))
+        state.outer.step(direction)
+        return state.finish(f.value, direction, g.value, stats={"penalty": gamma})

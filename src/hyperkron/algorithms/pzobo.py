@@ -1,0 +1,78 @@
+"""PZOBO: the Jacobian of the inner solution by finite differences of whole inner runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hyperkron import trees
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.draw import Draw
+from hyperkron.solution import HyperkronError
+from hyperkron.trees import Tree
+
+
+@dataclass(frozen=True)
+class PZOBO(Algorithm):
+    r"""dθ_T/dλ is estimated by running the inner steps again at λ + µu; no second derivatives.
+
+        θ_T(λ): T inner steps from θ ;      u_q ~ N(0, I), q ≤ Q
+        λ ← λ − γ [ ∂_λ f + (1/Q) Σ_q u_q ⟨(θ_T(λ + µu_q) − θ_T(λ))/µ, ∂_θ f⟩ ] ;      θ ← θ_T(λ)
+
+    All runs use the same batches and start from the same θ. (Sow et al. write ES for the estimate.)
+
+    Reference: Sow, Ji & Liang, "On the convergence theory for Hessian-free bilevel algorithms" (NeurIPS 2022).
+
+    Args:
+        inner_steps: T.
+        samples: Q.
+        radius: µ.
+    """
+
+    inner_steps: int = 10
+    samples: int = 10
+    radius: float = 0.1
+
+    facts: ClassVar[Facts] = Facts(
+        name="PZOBO",
+        reference="Sow, Ji & Liang, NeurIPS 2022",
+        calls="(samples + 1)·inner_steps ∂g, 1 ∂f",
+        memory="one more θ",
+        accuracy="the optimum, up to the variance of the estimate ∝ dim λ/samples",
+        use="few hyperparameters, inner problems that cannot be differentiated twice",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "inner_steps", "samples")
+        if not self.radius > 0:
+            raise HyperkronError(f"radius={self.radius!r} must be positive.")
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """T inner steps, Q more runs of them, one outer step."""
+        batches = [draw.inner() for _ in range(self.inner_steps)]
+        hyper = state.outer.values()
+        draws = [trees.normal_like(hyper, state.generator) for _ in range(self.samples)]
+        ends = []
+        for u in draws:
+            with oracles.placed(state.hypers, trees.add(hyper, u, alpha=self.radius)):
+                ends.append(self._run(state, batches))
+        for batch in batches:
+            inner = oracles.gradients(state, "inner", batch, live=True, hyper=False)
+            state.inner.step(inner.theta)
+        end = state.inner.values()
+        found = oracles.gradients(state, "outer", draw.outer())
+        direction = found.hyper
+        for u, moved in zip(draws, ends, strict=True):
+            along = trees.dot(trees.add(moved, end, alpha=-1.0), found.theta) / (self.radius * self.samples)
+            direction = trees.add(direction, trees.map(lambda x, a=along: a.to(x.dtype) * x, u))  # type: ignore[misc]
+        state.outer.step(direction)
+        return state.finish(found.value, direction, inner.value)
+
+    def _run(self, state: State, batches: list[Any]) -> Tree:
+        """θ_T from the current θ at the current λ; the model is left as it was."""
+        twin = state.inner.twin()
+        for batch in batches:
+            twin.step(oracles.gradients(state, "inner", batch, theta=twin.params, hyper=False).theta)
+        return twin.values()

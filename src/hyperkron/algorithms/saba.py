@@ -1,0 +1,73 @@
+"""SABA: SOBA with SAGA's tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from hyperkron import trees
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.base import Facts, State, StepReport
+from hyperkron.algorithms.draw import Draw
+from hyperkron.algorithms.movers import Rate
+from hyperkron.algorithms.soba import SOBA
+from hyperkron.trees import Tree
+
+
+@dataclass(frozen=True)
+class SABA(SOBA):
+    r"""SOBA's joint step with a table of the last value of every batch for each of its five oracles.
+
+        for q in (∂_θ g_i, H_i v, X_i(v), ∂_θ f_j, ∂_λ f_j):
+            q̂ = q_i − table_q[i] + mean(table_q) ;      table_q[i] ← q_i
+        θ ← θ − ρ ∂̂_θ g ,      v ← v − ρ (Ĥv − ∂̂_θ f) ,      λ ← λ − γ (∂̂_λ f − X̂(v))
+
+    Constant rates; tables start at zero. It needs :class:`~hyperkron.Examples` on both levels and keeps
+    (batches × dimension) numbers: for small models.
+
+    Reference: Dagréou et al., "A framework for bilevel optimization that enables stochastic and global variance
+    reduction algorithms" (NeurIPS 2022).
+    """
+
+    inner_rate: Rate | float = field(default=0.1, kw_only=True)
+    outer_rate: Rate | float = field(default=0.1, kw_only=True)
+
+    facts: ClassVar[Facts] = Facts(
+        name="SABA",
+        reference="Dagréou et al., NeurIPS 2022",
+        calls="1 ∂g, 1 Hv, 1 ∂f, 1 X (one inner graph)",
+        memory="v and tables of batches × (3·dim θ + 2·dim λ)",
+        accuracy="the optimum of the finite sum, linearly, at constant rates",
+        use="finite sums with small models",
+    )
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """One joint step along variance-reduced directions."""
+        inner, outer = draw.finite("SABA")
+        i, j = inner.index(), outer.index()
+        found = oracles.parts(state, inner.batch(i), outer.batch(j), state.trees["v"], self.curvature)
+        of_inner, of_outer = (i, len(inner), inner.share(i)), (j, len(outer), outer.share(j))
+        gradient = _reduced(state, "inner", found.inner, *of_inner)
+        product = _reduced(state, "product", found.product, *of_inner)
+        crossed = _reduced(state, "crossed", found.crossed, *of_inner)
+        b = _reduced(state, "b", found.b, *of_outer)
+        direct = _reduced(state, "direct", found.direct, *of_outer)
+        direction = trees.add(direct, crossed, alpha=-1.0)
+        self.move(state, gradient, trees.add(product, b, alpha=-1.0), direction, inner.batch(i))
+        return state.finish(found.outer_loss, direction)
+
+
+def _reduced(state: State, name: str, new: Tree, index: int, count: int, share: float) -> Tree:
+    """SAGA's direction for batch ``index`` of ``count``; its table and the table's mean are updated."""
+    if f"{name} table" not in state.trees:
+        state.trees[f"{name} table"] = {n: x.new_zeros((count, *x.shape)) for n, x in new.items()}
+        state.trees[f"{name} mean"] = trees.zeros_like(new)
+    table, mean = state.trees[f"{name} table"], state.trees[f"{name} mean"]
+    change = trees.add(trees.scale(new, share), {n: x[index] for n, x in table.items()}, alpha=-1.0)
+    with torch.no_grad():
+        for n, x in table.items():
+            x[index] += change[n]
+    state.trees[f"{name} mean"] = trees.add(mean, change, alpha=1.0 / count)
+    return trees.add(change, mean)

@@ -1,0 +1,80 @@
+"""ScaleBiO: a first-order penalty for data weights of large models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hyperkron import trees
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.draw import Draw
+from hyperkron.solution import HyperkronError
+
+
+@dataclass(frozen=True)
+class ScaleBiO(Algorithm):
+    r"""min over (θ, λ), max over u of f(λ, θ) + α [g(λ, θ) − g(λ, u)], with α raised in rounds.
+
+        u ← u − β ∂_θ g(λ, u) ,      θ ← θ − η (∂_θ f + α ∂_θ g(λ, θ))
+        λ ← λ − γ (∂_λ f + α (∂_λ g(λ, θ) − ∂_λ g(λ, u)))
+        after every ``round_steps``:  α ← τα, and the step sizes of θ and λ are divided by τ
+
+    All three move once a step, from the same point. With λ a softmax over sources (:class:`~hyperkron.DomainWeights`)
+    this is the paper's data reweighting. u has an optimizer of the kind θ has.
+
+    Reference: Pan et al., "ScaleBiO: scalable bilevel optimization for LLM data reweighting" (2024).
+
+    Args:
+        penalty: α at the start.
+        growth: τ.
+        round_steps: steps between raises of α.
+        most: α is not raised beyond this; the bias is O(1/α).
+    """
+
+    penalty: float = 1.0
+    growth: float = 1.2
+    round_steps: int = 100
+    most: float = 1e3
+
+    facts: ClassVar[Facts] = Facts(
+        name="ScaleBiO",
+        reference="Pan et al., 2024",
+        calls="2 ∂g and ∂_λ g, 1 ∂f",
+        memory="one more θ with its optimizer",
+        accuracy="the optimum up to O(1/α)",
+        use="reweighting data of language models",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "round_steps")
+        if not (self.penalty > 0 and self.growth >= 1 and self.most >= self.penalty):
+            raise HyperkronError(
+                f"penalty={self.penalty!r} must be positive, growth={self.growth!r} at least 1 and most={self.most!r} "
+                "at least penalty."
+            )
+
+    def prepare(self, state: State) -> None:
+        """u = θ, and α."""
+        state.twins["u"] = state.inner.twin()
+        state.numbers["penalty"] = self.penalty
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """One step on u, θ and λ at once; the end of a round raises α."""
+        u, alpha = state.twins["u"], state.numbers["penalty"]
+        u.set_lr(state.inner.lr / state.inner.factor)
+        batch = draw.inner()
+        f = oracles.gradients(state, "outer", draw.outer())
+        g = oracles.gradients(state, "inner", batch, live=True)
+        g_u = oracles.gradients(state, "inner", batch, theta=u.params)
+        direction = trees.add(f.hyper, trees.add(g.hyper, g_u.hyper, alpha=-1.0), alpha=alpha)
+        u.step(g_u.theta)
+        state.inner.step(trees.add(f.theta, g.theta, alpha=alpha))
+        state.outer.step(direction)
+        raised = min(alpha * self.growth, self.most)
+        if (state.step + 1) % self.round_steps == 0 and raised > alpha:
+            state.numbers["penalty"] = raised
+            for mover in (state.inner, state.outer):
+                mover.rescale(alpha / raised)
+        return state.finish(f.value, direction, g.value, stats={"penalty": alpha})

@@ -1,0 +1,74 @@
+"""SOBA: the three variables move together, each along its own stochastic direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from hyperkron import trees
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.draw import Draw
+from hyperkron.algorithms.movers import Rate, as_rate
+from hyperkron.curvature import Curvature, Hessian
+
+_HESSIAN = Hessian()
+
+
+@dataclass(frozen=True)
+class SOBA(Algorithm):
+    r"""One step on θ, v and λ at once, from the same point and the same batches.
+
+        θ ← θ − ρ_t ∂_θ g ,      v ← v − ρ_t (Hv − ∂_θ f) ,      λ ← λ − γ_t (∂_λ f − X(v))
+
+    v follows H⁻¹∂_θ f (the paper's v is its negative). Rates decay as t^{−1/2}.
+
+    Reference: Dagréou et al., "A framework for bilevel optimization that enables stochastic and global variance
+    reduction algorithms" (NeurIPS 2022).
+
+    Args:
+        linear_rate: the step size of v; ``None`` for that of ``inner_rate``.
+        curvature: whose product moves v: ``Hessian()`` or ``GGN()``.
+    """
+
+    linear_rate: Rate | float | None = None
+    curvature: Curvature = _HESSIAN
+    inner_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
+    outer_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
+
+    facts: ClassVar[Facts] = Facts(
+        name="SOBA",
+        reference="Dagréou et al., NeurIPS 2022",
+        calls="1 ∂g, 1 Hv, 1 ∂f, 1 X (one inner graph)",
+        memory="v",
+        accuracy="the optimum; stochastic rate T^(−1/2)",
+        use="stochastic problems; the simplest single-loop method",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        as_rate(self._linear_rate())
+        oracles.check_products(self.curvature, type(self).__name__)
+
+    def _linear_rate(self) -> Rate | float:
+        return self.inner_rate if self.linear_rate is None else self.linear_rate
+
+    def prepare(self, state: State) -> None:
+        """v = 0."""
+        state.trees["v"] = trees.zeros_like(state.inner.values())
+
+    def move(self, state: State, theta: trees.Tree, v: trees.Tree, hyper: trees.Tree, batch: Any) -> None:
+        """All three variables against their directions, found on ``batch``."""
+        oracles.advance_buffers(state, [batch])
+        rate = as_rate(self._linear_rate())(state.step)
+        state.trees["v"] = trees.add(state.trees["v"], v, alpha=-rate)
+        state.inner.step(theta)
+        state.outer.step(hyper)
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """One joint step."""
+        batch = draw.inner()
+        found = oracles.parts(state, batch, draw.outer(), state.trees["v"], self.curvature)
+        direction = found.hyper()
+        self.move(state, found.inner, found.system(), direction, batch)
+        return state.finish(found.outer_loss, direction)

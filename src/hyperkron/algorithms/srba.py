@@ -1,0 +1,74 @@
+"""SRBA: SOBA with SARAH's recursive differences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from hyperkron import trees
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.base import Facts, State, StepReport, check_counts
+from hyperkron.algorithms.draw import Draw
+from hyperkron.algorithms.movers import Rate
+from hyperkron.algorithms.soba import SOBA
+
+
+@dataclass(frozen=True)
+class SRBA(SOBA):
+    r"""SOBA's joint step whose directions are corrected by differences along the path.
+
+        every ``period`` steps:  D_t = D(z_t) on all examples
+        else:                    D_t = D(z_t; i, j) − D(z_{t−1}; i, j) + D_{t−1}
+        z_{t+1} = z_t − rates · D_t ,      z = (θ, v, λ),  D = (∂_θ g, Hv − ∂_θ f, ∂_λ f − X(v))
+
+    It needs :class:`~hyperkron.Examples` on both levels.
+
+    Reference: Dagréou et al., "A lower bound and a near-optimal algorithm for bilevel empirical risk minimization"
+    (AISTATS 2024).
+
+    Args:
+        period: steps between full passes; ``None`` for half the number of batches of both levels.
+    """
+
+    period: int | None = None
+    inner_rate: Rate | float = field(default=0.1, kw_only=True)
+    outer_rate: Rate | float = field(default=0.1, kw_only=True)
+
+    facts: ClassVar[Facts] = Facts(
+        name="SRBA",
+        reference="Dagréou et al., AISTATS 2024",
+        calls="2 × (1 ∂g, 1 Hv, 1 ∂f, 1 X); a full pass every period steps",
+        memory="v, 3 directions and the previous point",
+        accuracy="the optimum of the finite sum, at constant rates; optimal oracle complexity",
+        use="finite sums where SABA's tables do not fit",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.period is not None:
+            check_counts(self, "period")
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """One joint step along recursive directions."""
+        inner, outer = draw.finite("SRBA")
+        period = self.period or max(1, (len(inner) + len(outer)) // 2)
+        memory = state.trees
+        if state.step % period == 0:
+            batches = inner.full(), outer.full()
+            found = oracles.parts(state, *batches, memory["v"], self.curvature)
+            moves = {"theta": found.inner, "v": found.system(), "hyper": found.hyper()}
+        else:
+            i, j = inner.index(), outer.index()
+            batches = inner.batch(i), outer.batch(j)
+            found = oracles.parts(state, *batches, memory["v"], self.curvature)
+            with (
+                oracles.placed(state.params, memory["old theta"]),
+                oracles.placed(state.hypers, memory["old hyper"]),
+            ):
+                old = oracles.parts(state, *batches, memory["old v"], self.curvature)
+            change = oracles.weighted_change(found, old, inner.share(i), outer.share(j))
+            moves = {name: trees.add(memory[f"d {name}"], x) for name, x in change.items()}
+        memory.update({f"d {name}": x for name, x in moves.items()})
+        memory.update({"old theta": state.inner.values(), "old hyper": state.outer.values(), "old v": memory["v"]})
+        self.move(state, moves["theta"], moves["v"], moves["hyper"], batches[0])
+        return state.finish(found.outer_loss, moves["hyper"])

@@ -1,0 +1,52 @@
+"""T1–T2: one step on θ, one on λ, with the identity in place of the Hessian."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.draw import Draw
+from hyperkron.hypergradient import identity
+
+
+@dataclass(frozen=True)
+class T1T2(Algorithm):
+    r"""One step on θ, then one on λ through that step alone.
+
+        θ ← θ − α ∂_θ g(λ, θ) ,     λ ← λ − γ (∂_λ f − scale · X(∂_θ f))
+
+    which is the implicit formula with A = I/scale. The paper takes scale = α; ``scale=None`` does so too, with the
+    learning rate the inner optimizer has at the time.
+
+    Reference: Luketina et al., "Scalable gradient-based tuning of continuous regularization hyperparameters" (2016).
+
+    Args:
+        scale: the number that stands for H⁻¹; ``None`` for the inner learning rate.
+    """
+
+    scale: float | None = None
+
+    facts: ClassVar[Facts] = Facts(
+        name="T1–T2",
+        reference="Luketina et al., ICML 2016",
+        calls="1 ∂g, 1 ∂f, 1 X",
+        memory="nothing",
+        accuracy="the optimum where scale·H = I; elsewhere biased",
+        use="a first baseline",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale is not None:
+            identity(self.scale)  # refuses a scale that is not positive
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """One step on each level."""
+        scale = state.inner.lr if self.scale is None else self.scale
+        inner_loss = oracles.descend(state, draw, 1)
+        method = identity(scale, cross="reverse")
+        result = method.compute(state.problem, state.model, state.hyper, draw.inner(), draw.outer())
+        state.outer.step(result.grads)
+        return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)

@@ -1,0 +1,92 @@
+"""TTSA and BSA: stochastic approximation on two timescales with the randomised inverse HIA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.draw import Draw
+from hyperkron.algorithms.inverse import hia
+from hyperkron.algorithms.movers import Rate
+
+
+@dataclass(frozen=True)
+class TTSA(Algorithm):
+    r"""One step on θ at a fast rate, one on λ at a slow one.
+
+        θ ← θ − α_t ∂_θ g_B(λ, θ) ,   α_t ∝ t^{−2/5} ;      λ ← λ − γ_t (∂_λ f − X(v)) ,   γ_t ∝ t^{−3/5}
+        v = Kη Π_{k≤p} (I − ηH_k) ∂_θ f ,   p uniform in {0, …, K−1}                        (HIA)
+
+    Reference: Hong et al., "A two-timescale stochastic algorithm framework for bilevel optimization" (SIAM J. Optim.
+    2023). For convex problems the paper has other exponents; give them as ``inner_rate`` and ``outer_rate``.
+
+    Args:
+        terms: K.
+        step_size: η, below 2/λmax of every batch.
+    """
+
+    terms: int = 10
+    step_size: float = 0.1
+    inner_rate: Rate | float = field(default=Rate(0.1, 0.4), kw_only=True)
+    outer_rate: Rate | float = field(default=Rate(0.1, 0.6), kw_only=True)
+
+    facts: ClassVar[Facts] = Facts(
+        name="TTSA",
+        reference="Hong et al., SIAM J. Optim. 2023",
+        calls="1 ∂g, 1 ∂f, about terms/2 Hv, 1 X",
+        memory="nothing",
+        accuracy="the optimum of the series truncated after terms; rate T^(−2/5)",
+        use="for comparison; slow",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        hia(self.terms, self.step_size)
+
+    def prepare(self, state: State) -> None:
+        """The randomised inverse."""
+        state.hypergradient = hia(self.terms, self.step_size, seed=self.seed)
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """One step on each level."""
+        inner_loss = oracles.descend(state, draw, 1)
+        result = oracles.hypergradient(state, draw)
+        state.outer.step(result.grads)
+        return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
+
+
+@dataclass(frozen=True)
+class BSA(TTSA):
+    r"""Bilevel stochastic approximation: an outer step by HIA, then T steps on θ; both rates ∝ t^{−1/2}.
+
+    Reference: Ghadimi & Wang, "Approximation methods for bilevel programming" (2018).
+
+    Args:
+        inner_steps: T.
+    """
+
+    inner_steps: int = 10
+    inner_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
+    outer_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
+
+    facts: ClassVar[Facts] = Facts(
+        name="BSA",
+        reference="Ghadimi & Wang, 2018",
+        calls="inner_steps ∂g, 1 ∂f, about terms/2 Hv, 1 X",
+        memory="nothing",
+        accuracy="the optimum of the series truncated after terms",
+        use="for comparison",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "inner_steps")
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """One outer step, T inner steps."""
+        result = oracles.hypergradient(state, draw)
+        state.outer.step(result.grads)
+        inner_loss = oracles.descend(state, draw, self.inner_steps)
+        return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)

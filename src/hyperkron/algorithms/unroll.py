@@ -1,0 +1,82 @@
+"""Unrolled and truncated differentiation: λ moves along the gradient through the inner steps themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.draw import Draw
+from hyperkron.hypergradient import Unrolled
+from hyperkron.hypergradient.steps import SGD, Step
+from hyperkron.solution import HyperkronError
+
+_DEFAULT = SGD(lr=0.1)
+
+
+@dataclass(frozen=True)
+class Unroll(Algorithm):
+    r"""θ moves by T functional optimizer steps, and λ along the derivative through them.
+
+        θ^{t+1} = step(θ^t, ∂_θ g(λ, θ^t)) ,  t < T ;       λ ← λ − γ d/dλ f(λ, θ^T(λ)) ;       θ⁰ ← θ^T
+
+    Every step has its own batch. ``last`` differentiates through the last K steps only. With ``restart`` every round
+    begins at the θ with which the run began, instead of where the last one ended: the classical (unamortised) form.
+    The functional optimizer starts each round without momentum; ``inner_rate`` is not used.
+
+    Reference: Maclaurin et al. (2015); Franceschi et al. (2017); truncated: Shaban et al. (2019).
+
+    Args:
+        inner_steps: T.
+        optimizer: the functional step that moves θ: ``SGD``, ``Adam`` or ``AdamW`` of
+            :mod:`hyperkron.hypergradient.steps`.
+        last: K, or ``None`` for all.
+        restart: begin every round at the initial θ.
+        checkpoint_every: keep every k-th iterate only.
+    """
+
+    inner_steps: int = 10
+    optimizer: Step = _DEFAULT
+    last: int | None = None
+    restart: bool = False
+    checkpoint_every: int = 1
+
+    facts: ClassVar[Facts] = Facts(
+        name="Unrolled, truncated",
+        reference="Maclaurin et al., ICML 2015; Franceschi et al., ICML 2017; Shaban et al., AISTATS 2019",
+        calls="about 3·inner_steps ∂g, 1 ∂f, last (or all) step derivatives",
+        memory="inner_steps/checkpoint_every copies of θ and the optimizer's state",
+        accuracy="the optimum as inner_steps grows; error (1 − ηµ)^K",
+        use="few inner steps whose path matters: short horizons, learned optimizers",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "inner_steps", "checkpoint_every")
+        self._method()  # refuses what cannot be unrolled
+
+    def _method(self) -> Unrolled:
+        return Unrolled(self.inner_steps, self.optimizer, self.last, self.checkpoint_every)
+
+    def prepare(self, state: State) -> None:
+        """Remember θ⁰ where every round begins there."""
+        if state.inner.rate is None:
+            raise HyperkronError(
+                "inner optimizer: Unroll moves θ by functional steps that can be differentiated, not by a torch.optim "
+                "optimizer; give Unroll(optimizer=SGD(lr=…)) of hyperkron.hypergradient.steps, or use AID."
+            )
+        if self.restart:
+            state.trees["initial"] = state.inner.values()
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """One round: T inner steps and their derivative, one outer step."""
+        method = self._method()
+        batches, outer_batch = draw.inners(self.inner_steps), draw.outer()
+        if self.restart:
+            state.inner.place(state.trees["initial"])
+        result = method.compute(state.problem, state.model, state.hyper, batches, outer_batch)
+        state.inner.place(method.lookahead(state.problem, state.model, state.hyper, batches))
+        oracles.advance_buffers(state, batches if self.inner_steps > 1 else [batches])
+        state.outer.step(result.grads)
+        return state.finish(result.outer_loss, result.grads, status=result.status, stats=result.stats)

@@ -1,0 +1,87 @@
+"""VRBO: SPIDER's variance reduction on both levels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hyperkron import trees
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.draw import Draw
+from hyperkron.algorithms.inverse import StochasticNeumann
+from hyperkron.algorithms.mrbo import two_points
+from hyperkron.hypergradient import Hypergradient
+
+
+@dataclass(frozen=True)
+class VRBO(Algorithm):
+    r"""Directions from a full pass, kept up by differences on single batches.
+
+        every ``period`` steps:  d_θ = ∂_θ g(z) ,  d_λ = h(z)  on all examples
+        λ ← λ − γ d_λ
+        T times:   d_θ += ∂_θ g_B(z) − ∂_θ g_B(z⁻) ,    d_λ += h_B(z) − h_B(z⁻) ,    θ ← θ − α d_θ
+
+    with z = (λ, θ) and z⁻ the point before the last move. It needs :class:`~hyperkron.Examples` on both levels.
+
+    Reference: Yang, Ji & Liang, "Provably faster algorithms for bilevel optimization" (NeurIPS 2021).
+
+    Args:
+        hypergradient: h; ``None`` for a Neumann series of ten terms at step 0.1.
+        inner_steps: T.
+        period: steps between full passes.
+    """
+
+    hypergradient: Hypergradient | None = None
+    inner_steps: int = 10
+    period: int = 2
+
+    facts: ClassVar[Facts] = Facts(
+        name="VRBO",
+        reference="Yang, Ji & Liang, NeurIPS 2021",
+        calls="2·inner_steps × (∂g, hypergradient); a full pass every period steps",
+        memory="d_θ, d_λ and the previous point",
+        accuracy="the optimum of the finite sum, up to the error of h",
+        use="for comparison; expensive steps",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "inner_steps", "period")
+
+    def prepare(self, state: State) -> None:
+        """The default hypergradient, where none is given."""
+        if state.hypergradient is None:
+            state.hypergradient = StochasticNeumann(10, 0.1)
+
+    def step(self, state: State, draw: Draw) -> StepReport:
+        """A step on λ, then T on θ."""
+        method = state.hypergradient
+        assert method is not None
+        inner, outer = draw.finite("VRBO")
+        memory = state.trees
+        if state.step % self.period == 0:
+            memory["d theta"] = oracles.gradients(state, "inner", inner.full(), hyper=False).theta
+            whole = method.compute(state.problem, state.model, state.hyper, inner.full(), outer.full())
+            memory["d hyper"] = whole.grads
+        old_theta, old_hyper = state.inner.values(), state.outer.values()
+        direction = memory["d hyper"]
+        state.outer.step(direction)
+        for _ in range(self.inner_steps):
+            i, j = inner.index(), outer.index()
+            batch, share = inner.batch(i), inner.share(i)
+            new = oracles.gradients(state, "inner", batch, live=True, hyper=False)
+            with oracles.placed(state.hypers, old_hyper):
+                old = oracles.gradients(state, "inner", batch, theta=old_theta, hyper=False)
+            here, there = two_points(
+                state, draw.inners(oracles.batches_of(method)), outer.batch(j), old_theta, old_hyper
+            )
+            old_theta, old_hyper = state.inner.values(), state.outer.values()
+            memory["d theta"] = _moved(memory["d theta"], new.theta, old.theta, share)
+            memory["d hyper"] = _moved(memory["d hyper"], here.grads, there.grads, 1.0)
+            state.inner.step(memory["d theta"])
+        return state.finish(here.outer_loss, direction, new.value, status=here.status)
+
+
+def _moved(direction: trees.Tree, new: trees.Tree, old: trees.Tree, share: float) -> trees.Tree:
+    return trees.add(direction, trees.add(new, old, alpha=-1.0), alpha=share)

@@ -1,0 +1,124 @@
+"""What KFAC and EKFAC remember between calls, and the operator they make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperkron.curvature.base import CurvatureState, Invertible
+from hyperkron.curvature.kfac.coverage import Block, Fallback, Plan, plan
+from hyperkron.curvature.kfac.inverse import BlockInverses, load_inverses
+from hyperkron.solution import Status
+from hyperkron.trees import Tree
+
+
+class KroneckerState(CurvatureState):
+    """Factors, inverses and ages of a Kronecker curvature.
+
+    Attributes:
+        age: hypergradients computed since the inverse in use was made; 0 right after a refresh.
+        refreshes: how many times it was made.
+        failures: refreshes in a row that failed and kept the previous inverse.
+        status: how the inverse in use was obtained.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.generator: torch.Generator | None = None
+        self.age = 0
+        self.refreshes = 0
+        self.failures = 0
+        self.status = Status.DIRECT
+        self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # the moving averages, where there are any
+        self.inverses: BlockInverses | None = None
+        self.diagonal: dict[str, Tensor] = {}
+        self.parameters: list[str] = []  # those that were trained when the inverse was made
+        self._planned: tuple[nn.Module, list[Tensor], Plan] | None = None
+
+    def plan(self, model: nn.Module, params: Tree, fallback: Fallback) -> Plan:
+        """The plan for ``model``, made anew only when its trainable parameters have changed."""
+        members = list(params.values())
+        if self._planned is not None:
+            known, old, made = self._planned
+            if known is model and len(old) == len(members) and all(x is y for x, y in zip(old, members, strict=True)):
+                return made
+        self._planned = (model, members, plan(model, fallback))
+        return self._planned[2]
+
+    def random(self, device: torch.device) -> torch.Generator:
+        """The generator of Monte-Carlo vectors; every refresh draws anew."""
+        if self.generator is None or self.generator.device.type != device.type:
+            self.generator = torch.Generator(device).manual_seed(self.seed)
+        return self.generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "age": self.age,
+            "refreshes": self.refreshes,
+            "failures": self.failures,
+            "status": self.status.name,
+            "seed": self.seed,
+            "generator": None if self.generator is None else self.generator.get_state(),
+            "generator_device": "" if self.generator is None else str(self.generator.device),
+            "factors": {name: {"a": a, "b": b} for name, (a, b) in self.factors.items()},
+            "inverses": None if self.inverses is None else self.inverses.state_dict(),
+            "diagonal": dict(self.diagonal),
+            "parameters": list(self.parameters),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.age, self.refreshes, self.failures = state["age"], state["refreshes"], state["failures"]
+        self.status, self.seed = Status[state["status"]], state["seed"]
+        self.generator = None
+        if state["generator"] is not None:
+            self.generator = torch.Generator(state["generator_device"])
+            self.generator.set_state(state["generator"])
+        self.factors = {name: (f["a"], f["b"]) for name, f in state["factors"].items()}
+        self.inverses = None if state["inverses"] is None else load_inverses(state["inverses"])
+        self.diagonal = dict(state["diagonal"])
+        self.parameters = list(state["parameters"])
+
+
+class KroneckerOperator(Invertible):
+    """The damped block-diagonal curvature: Kronecker blocks, diagonal layers, and what neither reaches.
+
+    A parameter that the inner loss does not depend on has neither; the solution is zero there, as its column of the
+    cross term is. A preconditioner must not be zero anywhere: see :meth:`definite`.
+    """
+
+    def __init__(self, blocks: dict[str, Block], state: KroneckerState, damping: float) -> None:
+        assert state.inverses is not None
+        self.blocks = {name: blocks[name] for name in state.inverses.names}
+        self.inverses, self.diagonal, self.status = state.inverses, state.diagonal, state.status
+        self.products = 0
+        self._damping, self._elsewhere = damping, 0.0
+
+    def definite(self) -> KroneckerOperator:
+        """The same operator with δ (1 if δ = 0) where there is no curvature: positive definite on all parameters."""
+        self._elsewhere = self._damping or 1.0
+        return self
+
+    def matvec(self, v: Tree) -> Tree:
+        self.products += 1
+        return self._apply(v, self.inverses.matvec, lambda x, d: x * d)
+
+    def solve(self, b: Tree) -> Tree:
+        return self._apply(b, self.inverses.solve, lambda x, d: x / d)
+
+    def _apply(
+        self,
+        v: Tree,
+        on_blocks: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+        on_diagonal: Callable[[Tensor, Tensor | float], Tensor],
+    ) -> Tree:
+        found: Tree = {}
+        for name, matrix in on_blocks({name: block.join(v) for name, block in self.blocks.items()}).items():
+            found.update(self.blocks[name].part(matrix, v))
+        for name, d in self.diagonal.items():
+            found[name] = on_diagonal(v[name], d)
+        for name in v.keys() - found.keys():
+            found[name] = on_diagonal(v[name], self._elsewhere) if self._elsewhere else torch.zeros_like(v[name])
+        return {name: found[name].to(x.dtype) for name, x in v.items()}

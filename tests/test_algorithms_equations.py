@@ -1,0 +1,261 @@
+"""What single algorithms promise beyond the conformance suite: equations, refusals, biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyperkron as hk
+from hyperkron import trees
+from hyperkron.algorithms import oracles
+from hyperkron.algorithms.inverse import StochasticNeumann
+from hyperkron.algorithms.mrbo import two_points
+from hyperkron.hypergradient.unrolled import Batches
+from quadratic import Quadratic
+
+
+def at_random_point(problem: Quadratic) -> tuple[nn.Module, nn.Module, Any, Any]:
+    model, hyper = problem.modules()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in (*model.parameters(), *hyper.parameters()):
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    draw = problem.draw()
+    return model, hyper, draw.inner(), draw.outer()
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+# --- the stochastic inverse --------------------------------------------------------------------------------
+
+
+def test_the_series_on_one_batch_is_neumann() -> None:
+    problem = Quadratic()
+    model, hyper, inner, outer = at_random_point(problem)
+    ours = StochasticNeumann(7, 0.3).compute(problem.problem(), model, hyper, inner, outer)
+    core = hk.neumann(7, step=0.3).compute(problem.problem(), model, hyper, inner, outer)
+    assert relative(ours.grads["value"], core.grads["value"]) < 1e-12
+    assert ours.outer_loss == core.outer_loss
+
+
+def test_every_product_has_its_own_batch() -> None:
+    problem = Quadratic(examples=6, noise=0.2)
+    model, hyper, _, outer = at_random_point(problem)
+    source = problem.draw(2).inner_source
+    assert isinstance(source, hk.Examples)
+    x0, x1, x2 = (source.batch(i) for i in range(3))
+    found = StochasticNeumann(2, 0.3).compute(problem.problem(), model, hyper, Batches([x0, x1, x2]), outer)
+    state = hk.aid_cg().init(problem.problem(), model, hyper)
+    _, b, direct = oracles.outer_parts(state, outer)
+    p1 = trees.add(b, oracles.product(state, x1, b, hk.Hessian()), -0.3)
+    p2 = trees.add(p1, oracles.product(state, x2, p1, hk.Hessian()), -0.3)
+    v = {n: 0.3 * (b[n] + p1[n] + p2[n]) for n in b}
+    wanted = direct["value"] - oracles.cross_term(state, x0, v)["value"]
+    assert relative(found.grads["value"], wanted) < 1e-12
+
+
+def test_hia_is_unbiased_for_the_series() -> None:
+    """Its K values, averaged, are the sum of the first K terms."""
+    problem = Quadratic()
+    model, hyper, inner, outer = at_random_point(problem)
+    terms = 5
+    drawn: dict[int, Tensor] = {}
+    method = hk.hia(terms, 0.3)
+    while len(drawn) < terms:
+        result = method.compute(problem.problem(), model, hyper, inner, outer)
+        drawn[int(result.stats["products"])] = result.grads["value"]
+    wanted = StochasticNeumann(terms - 1, 0.3).compute(problem.problem(), model, hyper, inner, outer)
+    assert relative(torch.stack(list(drawn.values())).mean(0), wanted.grads["value"]) < 1e-12
+
+
+def test_the_misscaled_sum_is_the_published_one() -> None:
+    """ηp_K + Σ_{k≥1} p_k, with p_k = (I − ηH)^k b, on a diagonal Hessian by hand."""
+    problem = Quadratic(direct=0.0)
+    model, hyper, inner, outer = at_random_point(problem)
+    x = inner[0]
+    hessian = x.T @ x / len(x) + 2 * problem.ridge * torch.eye(3, dtype=x.dtype)
+    result = StochasticNeumann(3, 0.2, misscaled=True).compute(problem.problem(), model, hyper, inner, outer)
+    state = hk.aid_cg().init(problem.problem(), model, hyper)
+    b = oracles.outer_parts(state, outer)[1]["weight"]
+    step = torch.eye(3, dtype=x.dtype) - 0.2 * hessian
+    powers = [b @ torch.linalg.matrix_power(step, k) for k in range(4)]
+    v = 0.2 * powers[3] + powers[1] + powers[2] + powers[3]
+    assert result.solution is not None
+    assert relative(result.solution.value["weight"], v) < 1e-12
+
+
+# --- single algorithms -------------------------------------------------------------------------------------
+
+
+def test_bsg1_is_exact_for_a_single_residual() -> None:
+    """g = ½(θ − wλ)²: the rank-one formula is the implicit one up to ϵ."""
+    problem = hk.BilevelProblem(
+        lambda m, h, _: 0.5 * (m() - 2 * h()).square().sum(), lambda m, h, _: 0.5 * (m() - 3).square().sum()
+    )
+    model, hyper = (hk.as_hyper(torch.tensor(x, dtype=torch.float64)) for x in (1.0, 0.25))
+    algorithm = hk.BSG1(1, epsilon=1e-14, inner_rate=0.0, outer_rate=1.0)
+    algorithm.step(algorithm.init(problem, model, hyper), hk.Draw(None, None))
+    exact = (1.0 - 3.0) * 2.0  # ∂_θ f · dθ*/dλ
+    assert float(hyper().detach()) == pytest.approx(0.25 - exact, rel=1e-9)
+
+
+def test_amigo_with_one_batch_is_warm_started_gradient_descent() -> None:
+    """Its v-loop and the core's solver are two ways to the same iterates."""
+    problem = Quadratic()
+    rates = {"inner_rate": 0.5, "outer_rate": 0.3}
+    ends = []
+    for algorithm in (
+        hk.AmIGO(2, 3, 0.4, **rates),
+        hk.AmIGO(2, hypergradient=hk.gradient_descent(3, step=0.4), **rates),
+    ):
+        model, hyper = problem.modules()
+        state, draw = algorithm.init(problem.problem(), model, hyper), problem.draw()
+        for _ in range(5):
+            algorithm.step(state, draw)
+        ends.append(hyper().detach())
+    assert relative(ends[0], ends[1]) < 1e-10
+
+
+def test_mrbo_compares_two_points_under_the_same_draws() -> None:
+    """Monte-Carlo KFAC gives the same hypergradient at the same point, and only one draw is spent."""
+    problem = Quadratic()
+    model, hyper, inner, outer = at_random_point(problem)
+    algorithm = hk.MRBO(hk.kfac(0.1))
+    state = algorithm.init(problem.problem(), model, hyper)
+    here, there = two_points(state, inner, outer, state.inner.values(), state.outer.values())
+    assert torch.equal(here.grads["value"], there.grads["value"])
+    again, _ = two_points(state, inner, outer, state.inner.values(), state.outer.values())
+    assert not torch.equal(again.grads["value"], here.grads["value"])
+
+
+def test_mrbo_momentum_is_the_recursive_one() -> None:
+    """Two steps by hand."""
+    problem, eta = Quadratic(), 0.25
+    model, hyper = problem.modules()
+    algorithm = hk.MRBO(hk.cg(3, 0.0), eta, inner_rate=0.3, outer_rate=0.2)
+    state, draw = algorithm.init(problem.problem(), model, hyper), problem.draw()
+
+    def directions() -> tuple[Tensor, Tensor]:
+        theta = oracles.gradients(state, "inner", draw.inner()).theta["weight"]
+        found = hk.cg(3, 0.0).compute(problem.problem(), model, hyper, draw.inner(), draw.outer())
+        return theta, found.grads["value"]
+
+    old_theta, old_hyper = directions()
+    d_theta, d_hyper = old_theta, old_hyper
+    algorithm.step(state, draw)
+    new_theta, new_hyper = directions()
+    d_theta = new_theta + (1 - eta) * (d_theta - old_theta)
+    d_hyper = new_hyper + (1 - eta) * (d_hyper - old_hyper)
+    wanted = model.weight.detach() - 0.3 * d_theta, hyper().detach() - 0.2 * d_hyper
+    algorithm.step(state, draw)
+    assert relative(model.weight.detach(), wanted[0]) < 1e-12
+    assert relative(hyper().detach(), wanted[1]) < 1e-12
+
+
+def test_sama_reads_adam_and_nudges() -> None:
+    problem = Quadratic()
+    ends = {}
+    for name, make in (("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)):
+        for nudge in (False, True):
+            model, hyper = problem.modules()
+            algorithm = hk.SAMA(2, alpha=0.1, nudge=nudge)
+            state = algorithm.init(problem.problem(), model, hyper, inner=make(model.parameters(), lr=0.1))
+            draw = problem.draw()
+            before = [algorithm.step(state, draw) for _ in range(2)]
+            assert before[-1].direction > 0
+            ends[name, nudge] = model.weight.detach().clone(), hyper().detach().clone()
+    assert not torch.equal(ends["adam", False][1], ends["sgd", False][1])
+    assert float((ends["sgd", True][0] - ends["sgd", False][0]).norm()) > 0.05  # about 2·alpha
+
+
+def test_batch_norm_counts_the_real_steps_only() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    problem = Quadratic(examples=6, noise=0.2)
+    _, hyper = problem.modules()
+    counted: list[tuple[Any, int]] = [(hk.aid_cg(2, inner_steps=3), 3), (hk.F2SA(2), 2), (hk.BOME(4), 1)]
+    counted += [(hk.SOBA(), 1), (hk.SRBA(), 1), (hk.SABA(), 1), (hk.MRBO(), 1), (hk.Unroll(3), 3), (hk.DARTS(), 1)]
+    for algorithm, steps in counted:
+        state = algorithm.init(problem.problem(), model, hyper)
+        before = int(model[1].num_batches_tracked)
+        algorithm.step(state, problem.draw())
+        assert int(model[1].num_batches_tracked) - before == steps, type(algorithm).__name__
+
+
+def bias(algorithm: Any, steps: int) -> float:
+    problem = Quadratic()
+    model, hyper = problem.modules()
+    state, draw = algorithm.init(problem.problem(), model, hyper), problem.draw()
+    for _ in range(steps):
+        algorithm.step(state, draw)
+    return relative(hyper().detach(), problem.solution())
+
+
+@pytest.mark.parametrize("method", ["PBGD", "MEHA"])
+def test_a_penalty_method_has_the_bias_it_is_proven_to_have(method: str) -> None:
+    """Twice the penalty, half the distance to the optimum."""
+    if method == "PBGD":
+        few, many = (bias(hk.PBGD(3, g, 0, inner_rate=0.5, outer_rate=1.0), 250) for g in (4.0, 8.0))
+    else:
+        make = {"hat_rate": 0.5, "inner_rate": 0.5}
+        few, many = (bias(hk.MEHA(multiplier=c, outer_rate=c / 5, **make), 150) for c in (50.0, 100.0))
+    assert few / many == pytest.approx(2.0, rel=0.15)
+
+
+# --- refusals ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: hk.AID("kfac"), "hypergradient='kfac' is a str"),
+        (lambda: hk.AID(hk.KFAC()), "Implicit"),
+        (lambda: hk.aid_cg(inner_steps=0), "inner_steps=0"),
+        (lambda: hk.SOBA(curvature=hk.KFAC()), "KFAC makes no sense in SOBA"),
+        (lambda: hk.FSLA(curvature=hk.EKFAC()), "AmIGO"),
+        (lambda: hk.AmIGO(hypergradient=hk.cg(3)), "warm_start=True"),
+        (lambda: hk.AmIGO(hypergradient=hk.neumann(3)), "cannot be warm-started"),
+        (lambda: hk.AmIGO(hypergradient=hk.unrolled(3)), "no linear system"),
+        (lambda: hk.SUSTAIN(hk.cg(3)), "use MRBO"),
+        (lambda: hk.Rate(-1.0), "scale=-1.0"),
+        (lambda: hk.aid_cg(inner_rate=float("nan")), "finite"),
+        (lambda: hk.StochasticNeumann(3, 0.1, sampled=True, misscaled=True), "HIA"),
+        (lambda: hk.BOME(barrier="none"), "barrier"),
+        (lambda: hk.Updates("sgd"), "torch.optim"),
+        (lambda: hk.Draw([1, 2], None), "one batch or many"),
+        (lambda: hk.Examples(torch.zeros(3), torch.zeros(2), batch_size=1), "lengths"),
+    ],
+)
+def test_nonsense_is_refused_with_the_reason(make: Any, says: str) -> None:
+    with pytest.raises(hk.HyperkronError, match=says):
+        make()
+
+
+@pytest.mark.parametrize("algorithm", [hk.SABA(), hk.SRBA(), hk.VRBO()], ids=lambda a: type(a).__name__)
+def test_finite_sum_methods_ask_for_a_finite_sum(algorithm: Any) -> None:
+    problem = Quadratic()
+    inner, outer = problem.data()
+    state = algorithm.init(problem.problem(), *problem.modules())
+    with pytest.raises(hk.HyperkronError, match="Examples"):
+        algorithm.step(state, hk.Draw(inner, outer))
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    problem = Quadratic()
+    model, hyper = problem.modules()
+    with pytest.raises(hk.HyperkronError, match="outer_optimizer does not hold value"):
+        hk.aid_cg().init(problem.problem(), model, hyper, outer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(hk.HyperkronError, match="functional steps"):
+        hk.Unroll(3).init(problem.problem(), model, hyper, inner=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_divergence_is_named() -> None:
+    problem = Quadratic()
+    algorithm = hk.SOBA(inner_rate=1e200, outer_rate=1e200)
+    run = hk.fit(problem.problem(), *problem.modules(), algorithm, *problem.data(), steps=0)
+    with pytest.raises(hk.NonFiniteError):
+        run.advance(10)

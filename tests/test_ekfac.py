@@ -1,0 +1,147 @@
+"""EKFAC's diagonal is the exact optimum for its basis, and so it is never worse than KFAC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import oracles
+import pytest
+import torch
+from cases import DOUBLE, Case, Mean, make, mlp, random_weights
+from torch import Tensor, nn
+
+import hyperkron as hk
+
+CASES: dict[str, Callable[[], Case]] = {
+    "mlp": lambda: make(mlp(3, 4, 3), (3,), loss="cross_entropy", count=8, hyper=random_weights(8)),
+    "mlp, mse": lambda: make(mlp(3, 4, 3), (3,), count=8, hyper=random_weights(8)),
+    "mlp, binary": lambda: make(mlp(3, 4, 2), (3,), loss="binary", count=8, hyper=random_weights(8)),
+    "no bias": lambda: make(mlp(3, 4, 3, bias=False), (3,), loss="cross_entropy", count=8),
+    "few examples": lambda: make(mlp(6, 5, 4), (6,), loss="cross_entropy", count=3, hyper=random_weights(3)),
+    "convolution": lambda: make(
+        nn.Sequential(nn.Conv2d(2, 3, 2, padding=1, stride=2), nn.Tanh(), Mean(True), nn.Linear(3, 3)),
+        (2, 3, 3),
+        loss="cross_entropy",
+        count=8,
+        hyper=random_weights(8),
+    ),
+    "grouped convolution": lambda: make(
+        nn.Sequential(nn.Conv2d(4, 4, 2, groups=2), nn.Tanh(), Mean(True), nn.Linear(4, 3)),
+        (4, 3, 3),
+        loss="cross_entropy",
+        count=12,
+    ),
+    "tokens": lambda: make(
+        nn.Sequential(mlp(3, 4, 3), nn.Tanh(), Mean(), nn.Linear(3, 2)),
+        (4, 3),
+        loss="cross_entropy",
+        count=8,
+        hyper=random_weights(8),
+    ),
+    "a loss at every token": lambda: make(mlp(3, 4, 3), (4, 3), loss="cross_entropy", count=4),
+    "frozen bias": lambda: make(_frozen(nn.Linear(3, 4), "bias"), (3,), loss="cross_entropy", count=8),
+    "frozen weight": lambda: make(_frozen(nn.Linear(3, 4), "weight"), (3,), loss="cross_entropy", count=8),
+}
+
+
+def _frozen(layer: nn.Linear, part: str) -> nn.Module:
+    getattr(layer, part).requires_grad_(False)
+    return nn.Sequential(layer)
+
+
+def blocks(case: Case, sharing: str) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """(exact Fisher block, KFAC's block, EKFAC's block, eigenbasis) of every layer, dense."""
+    term = case.inner(case.model, case.hyper, case.inner_batch).terms[0]
+    found = []
+    dense = {}
+    for kind, curvature in (
+        ("kfac", hk.KFAC(0.1, fisher="type-2", split="exact", sharing=sharing)),  # type: ignore[arg-type]
+        ("ekfac", hk.EKFAC(0.1, fisher="type-2", sharing=sharing)),  # type: ignore[arg-type]
+    ):
+        with case.point() as point:
+            operator = curvature.operator(point, curvature.init())
+            matrix = oracles.dense(operator.matvec, case.params)
+        dense[kind] = matrix - 0.1 * torch.eye(len(matrix), dtype=DOUBLE)
+    exact = oracles.fisher(term.output, list(term.vectors("type-2")), list(case.params.values()))
+    for name, (a, b) in case.slow_factors(sharing=sharing).items():
+        order = oracles.joint_order(case.model.get_submodule(name), f"{name}.", case.params)
+        bases = [torch.kron(torch.linalg.eigh(b[g])[1], torch.linalg.eigh(a[g])[1]) for g in range(len(a))]
+        basis = torch.block_diag(*bases)
+        pick = lambda m, order=order: m[order][:, order]  # noqa: E731
+        found.append((pick(exact), pick(dense["kfac"]), pick(dense["ekfac"]), basis))
+    return found
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", CASES)
+def test_spectrum_is_the_diagonal_of_the_exact_block_in_the_basis_of_kfac(name: str, sharing: str) -> None:
+    for exact, kfac, ekfac, basis in blocks(CASES[name](), sharing):
+        # a basis is unique only up to the choice inside eigenspaces: take the one EKFAC itself must be diagonal in
+        inside = basis.T @ ekfac @ basis
+        if oracles.relative(inside, torch.diag(inside.diagonal())) > 1e-8:
+            _, basis = torch.linalg.eigh(ekfac + 1e-3 * kfac)
+            inside = basis.T @ ekfac @ basis
+        assert oracles.relative(inside, torch.diag(inside.diagonal())) < 1e-8
+        wanted = (basis.T @ exact @ basis).diagonal()
+        assert oracles.relative(inside.diagonal(), wanted) < 1e-8
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_other_diagonal_is_closer_to_the_exact_block(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for exact, kfac, ekfac, basis in blocks(CASES[name](), "expand"):
+        best = float((exact - ekfac).norm())
+        for scale in (1e-3, 1e-2, 0.1):
+            change = scale * torch.randn(len(exact), dtype=DOUBLE, generator=generator) * ekfac.diagonal().mean()
+            other = ekfac + basis @ torch.diag(change) @ basis.T
+            assert float((exact - other).norm()) > best
+        assert best <= float((exact - kfac).norm()) + 1e-12 * float(exact.norm())
+
+
+def test_ekfac_is_closer_than_kfac_where_kfac_is_not_exact() -> None:
+    gains = []
+    for build in CASES.values():
+        for exact, kfac, ekfac, _ in blocks(build(), "expand"):
+            size = float(exact.norm())
+            gains.append((float((exact - kfac).norm()) / size, float((exact - ekfac).norm()) / size))
+    assert sum(after < 0.98 * before for before, after in gains) > len(gains) / 2
+    print("relative Frobenius errors (KFAC, EKFAC):", [f"{a:.3f} {b:.3f}" for a, b in gains])
+
+
+@pytest.mark.parametrize("fisher", ["mc", "empirical"])
+def test_damping_is_added_to_the_spectrum(fisher: str) -> None:
+    case = CASES["mlp"]()
+    matrices = []
+    for damping in (0.1, 0.7):
+        curvature = hk.EKFAC(damping, fisher=fisher)  # type: ignore[arg-type]
+        with case.point() as point:
+            matrices.append(oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params))
+    eye = torch.eye(len(matrices[0]), dtype=DOUBLE)
+    assert oracles.relative(matrices[1] - matrices[0], 0.6 * eye) < 1e-10
+
+
+def test_l2_penalty_joins_the_damping() -> None:
+    case = CASES["mlp"]()
+    curvature = hk.EKFAC(0.1, fisher="type-2")
+    with case.point() as point:
+        before = oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
+    case.decay = dict.fromkeys(case.params, 0.25)
+    with case.point() as point:
+        after = oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
+    assert oracles.relative(after - before, 0.5 * torch.eye(len(after), dtype=DOUBLE)) < 1e-10
+
+
+def test_it_is_exact_where_kfac_is() -> None:
+    case = make(nn.Sequential(nn.Linear(3, 2)), (3,))
+    found = hk.ekfac(0.05, fisher="type-2").compute(*case.arguments).grads
+    assert oracles.relative(found, oracles.implicit(case, case.hessian(), damping=0.05)) < 1e-8
+
+
+def test_monte_carlo_spectrum_converges_to_the_exact_one() -> None:
+    case = CASES["mlp"]()
+    matrices = []
+    for curvature in (hk.EKFAC(0.1, fisher="type-2"), hk.EKFAC(0.1, samples=2), hk.EKFAC(0.1, samples=2000)):
+        with case.point() as point:
+            matrices.append(oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params))
+    coarse, fine = (oracles.relative(m, matrices[0]) for m in matrices[1:])
+    assert fine < 0.2 * coarse  # the basis is sampled too, and turns freely between nearly equal eigenvalues

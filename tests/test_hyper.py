@@ -1,0 +1,120 @@
+"""The λ modules: what they compute, and that a hypergradient reaches every one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyperkron as hk
+
+X, Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
+INDEX, DOMAIN = torch.arange(8), torch.arange(8) // 4
+
+
+def weighted_by_loss(model: nn.Module, net: nn.Module, batch: Any) -> hk.losses.Loss:
+    plain = hk.losses.cross_entropy(model(X), Y)
+    return hk.losses.cross_entropy(model(X), Y, weight=net(plain.per_example))
+
+
+USES: dict[str, tuple[Any, Any]] = {
+    "SampleWeights": (
+        lambda model: hk.SampleWeights(8),
+        lambda m, h, _: hk.losses.cross_entropy(m(X), Y, weight=h(INDEX)),
+    ),
+    "MetaWeightNet": (lambda model: hk.MetaWeightNet(5), weighted_by_loss),
+    "MetaWeightNet, normalised": (lambda model: hk.MetaWeightNet(5, normalise=True), weighted_by_loss),
+    "DomainWeights": (
+        lambda model: hk.DomainWeights(2),
+        lambda m, h, _: hk.losses.cross_entropy(m(X), Y, weight=h(DOMAIN)),
+    ),
+    "WeightDecay": (
+        lambda model: hk.WeightDecay(model),
+        lambda m, h, _: hk.losses.cross_entropy(m(X), Y) + h(m),
+    ),
+    "WeightDecay, entries": (
+        lambda model: hk.WeightDecay(model, each="entry"),
+        lambda m, h, _: hk.losses.cross_entropy(m(X), Y) + h(m),
+    ),
+    "LabelCorrection": (
+        lambda model: hk.LabelCorrection(Y, 2),
+        lambda m, h, _: hk.losses.cross_entropy(m(X), h(INDEX)),
+    ),
+    "Augmentation": (lambda model: hk.Augmentation(), lambda m, h, _: hk.losses.cross_entropy(m(h(X)), Y)),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("method", [lambda: hk.cg(5, 0.1), lambda: hk.kfac(0.1)], ids=["cg", "kfac"])
+def test_a_hypergradient_reaches_it(name: str, method: Any) -> None:
+    make, inner = USES[name]
+    model = nn.Linear(3, 2)
+    hyper = make(model)
+    problem = hk.BilevelProblem(inner, lambda m, h, _: hk.losses.cross_entropy(m(X), 1 - Y))
+    result = method().compute(problem, model, hyper, None, None)
+    assert all(bool(g.isfinite().all()) for g in result.grads.values())
+    assert float(sum(g.abs().sum() for g in result.grads.values())) > 0
+
+
+def test_meta_weights() -> None:
+    losses = torch.tensor([0.1, 5.0, 1.0], requires_grad=True)
+    net = hk.MetaWeightNet(7, scale=2.0)
+    weights = net(losses)
+    assert bool(((weights > 0) & (weights < 2)).all())
+    weights.sum().backward()
+    assert losses.grad is None  # θ does not learn through its own weight
+    assert hk.MetaWeightNet(normalise=True)(losses).mean().item() == pytest.approx(1.0)
+    assert hk.MetaWeightNet(features=2)(torch.zeros(4, 2)).shape == (4,)
+
+
+def test_domain_weights() -> None:
+    given = torch.tensor([0.5, 0.3, 0.2])
+    mixture = hk.DomainWeights(3, given)
+    assert torch.allclose(mixture.proportions(), given)
+    assert torch.allclose(mixture(torch.tensor([2, 0])), 3 * given[[2, 0]])
+
+
+@pytest.mark.parametrize("each", ["tensor", "entry"])
+def test_weight_decay(each: Any) -> None:
+    model = nn.Linear(3, 2).double()
+    decay = hk.WeightDecay(model, 0.01, each)
+    wanted = 0.01 * sum(p.square().sum() for p in model.parameters())
+    assert torch.allclose(decay(model).value, wanted)
+    assert [tuple(p.shape) for p in decay.parameters()] == ([(2, 3), (2,)] if each == "entry" else [(), ()])
+    assert all(p.dtype == torch.float64 for p in decay.parameters())
+    with pytest.raises(hk.HyperkronError, match="made for 2"):
+        decay(nn.Linear(3, 2, bias=False))
+
+
+def test_label_correction() -> None:
+    labels = hk.LabelCorrection(torch.tensor([0, 2, 1]), 3, confidence=0.7)
+    assert torch.allclose(labels(torch.tensor([1])), torch.tensor([[0.15, 0.15, 0.7]]))
+    assert labels.labels().tolist() == [0, 2, 1]
+
+
+def test_augmentation_is_random_and_vanishes_with_its_strength() -> None:
+    x: Tensor = torch.randn(4, 1, 5, 5)
+    strong = hk.Augmentation(0.5)
+    assert not torch.equal(strong(x), strong(x))
+    assert torch.allclose(hk.Augmentation(1e-8)(x), x, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hk.MetaWeightNet(0),
+        lambda: hk.MetaWeightNet(scale=0.0),
+        lambda: hk.DomainWeights(0),
+        lambda: hk.DomainWeights(2, torch.tensor([1.0, -1.0])),
+        lambda: hk.WeightDecay(nn.Linear(1, 1), init=0.0),
+        lambda: hk.WeightDecay(nn.Linear(1, 1), each="layer"),  # type: ignore[arg-type]
+        lambda: hk.LabelCorrection(torch.zeros(3), 2),
+        lambda: hk.LabelCorrection(torch.zeros(3, dtype=torch.int64), 2, confidence=0.4),
+        lambda: hk.Augmentation(0.0),
+    ],
+)
+def test_bad_arguments_are_refused(make: Any) -> None:
+    with pytest.raises(hk.HyperkronError):
+        make()

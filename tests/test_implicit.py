@@ -1,0 +1,231 @@
+"""Implicit hypergradients with every solver against the dense formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import oracles
+import pytest
+import torch
+from cases import DOUBLE, Case, Mean, make, mlp, random_weights
+from torch import Tensor, nn
+
+import hyperkron as hk
+
+
+def convex() -> Case:
+    """Damping 1 makes the Hessian positive definite here, which the tests check."""
+    torch.manual_seed(0)
+    return make(mlp(3, 4, 3), (3,), loss="cross_entropy", hyper=random_weights(5), decay={"0.weight": 0.1})
+
+
+SOLVERS: dict[str, Callable[[hk.Hessian | hk.GGN], hk.Implicit]] = {
+    "cg": lambda a: hk.Implicit(a, hk.CG(200, 1e-12)),
+    "pcg": lambda a: hk.Implicit(a, hk.CG(200, 1e-12), preconditioner=hk.KFAC(1.0)),
+    "pcg by ekfac": lambda a: hk.Implicit(a, hk.CG(200, 1e-12), preconditioner=hk.EKFAC(1.0)),
+    "neumann": lambda a: hk.Implicit(a, hk.Neumann(300)),
+    "gradient descent": lambda a: hk.Implicit(a, hk.GradientDescent(300)),
+}
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("curvature", [hk.Hessian, hk.GGN])
+@pytest.mark.parametrize("cross", ["auto", "reverse"])
+def test_converged_solvers_give_the_dense_hypergradient(
+    solver: str, curvature: type[hk.Hessian] | type[hk.GGN], cross: str
+) -> None:
+    case = convex()
+    matrix = case.hessian() if curvature is hk.Hessian else case.ggn()
+    assert float(torch.linalg.eigvalsh(matrix)[0]) > -0.9
+    made = SOLVERS[solver](curvature(1.0))
+    made.cross = hk.Implicit(hk.Identity(), hk.Direct(), cross=cross).cross  # type: ignore[arg-type]
+    result = made.compute(*case.arguments)
+    assert result.status.ok
+    assert oracles.relative(result.grads, oracles.implicit(case, matrix, damping=1.0)) < 1e-6
+    assert result.outer_loss == pytest.approx(float(case.plain_outer().detach()), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("made", "curvature"),
+    [
+        (lambda: hk.cg(200, 1.0, tolerance=1e-12), "hessian"),
+        (lambda: hk.cg(200, curvature=hk.GGN(1.0), tolerance=1e-12), "ggn"),
+        (lambda: hk.pcg(200, 1.0, tolerance=1e-12), "ggn"),
+        (lambda: hk.neumann(300, 1.0), "hessian"),
+        (lambda: hk.gradient_descent(300, 1.0), "hessian"),
+    ],
+    ids=["cg", "cg on the ggn", "pcg", "neumann", "gradient descent"],
+)
+def test_named_methods_are_the_formula(made: Callable[[], hk.Implicit], curvature: str) -> None:
+    case = convex()
+    wanted = oracles.implicit(case, getattr(case, curvature)(), damping=1.0)
+    assert oracles.relative(made().compute(*case.arguments).grads, wanted) < 1e-6
+
+
+def test_identity_is_the_formula_with_the_identity() -> None:
+    case = convex()
+    eye = torch.eye(sum(p.numel() for p in case.params.values()), dtype=DOUBLE)
+    found = hk.identity(0.3, cross="reverse").compute(*case.arguments).grads
+    assert oracles.relative(found, oracles.implicit(case, eye / 0.3)) < 1e-12
+
+
+def test_sama_is_the_formula_with_the_adam_diagonal() -> None:
+    case = convex()
+    optimizer = torch.optim.Adam(case.model.parameters(), lr=0.1)
+    case.plain_inner().backward()
+    optimizer.step()
+    case.plain_inner().backward()
+    before = {p: {k: v.clone() for k, v in optimizer.state[p].items()} for p in case.model.parameters()}
+    optimizer.step()
+    slopes = []
+    for p in case.params.values():
+        g, m, s = p.grad, before[p]["exp_avg"], before[p]["exp_avg_sq"]
+        assert g is not None
+        after = 0.999 * s + 0.001 * g.square()
+        slopes.append(0.1 * (0.1 * 0.999 * s - 0.9 * 0.001 * g * m) / (after.sqrt() + 1e-8) ** 3)
+    matrix = torch.diag(1 / oracles.flat(slopes))
+    found = hk.sama(optimizer, alpha=1e-4).compute(*case.arguments)
+    assert oracles.relative(found.grads, oracles.implicit(case, matrix)) < 1e-6
+    assert found.stats["cross"] == "difference"
+    plain = hk.sama(None, alpha=1e-4).compute(*case.arguments)
+    eye = torch.eye(len(matrix), dtype=DOUBLE)
+    assert oracles.relative(plain.grads, oracles.implicit(case, eye)) < 1e-6
+
+
+def test_the_direct_term_is_included() -> None:
+    """J_out = … + ½‖λ‖²/10 adds λ/10, whatever the curvature."""
+    case = convex()
+    bare = hk.BilevelProblem(case.inner, lambda m, h, b: hk.losses.cross_entropy(m(b[0]), b[1]))
+    for made in (hk.kfac(1.0, fisher="type-2"), hk.cg(50, 1.0), hk.identity(), hk.sama()):
+        without = made.compute(bare, *case.arguments[1:]).grads["weight"]
+        fresh = type(made)(made.curvature, made.solver)
+        fresh.cross = made.cross
+        total = fresh.compute(*case.arguments).grads["weight"]
+        assert oracles.relative(total - without, 0.1 * case.hyper().detach()) < 1e-8
+
+
+def test_backward_adds_to_the_gradient_of_lambda() -> None:
+    case = convex()
+    made = hk.cg(50, 1.0)
+    wanted = made.compute(*case.arguments).grads["weight"]
+    for turn in (1, 2):
+        made.backward(*case.arguments)
+        assert oracles.relative(case.hyper.weight.grad, turn * wanted) < 1e-10
+    assert all(p.grad is None for p in case.model.parameters())
+
+
+def ill_conditioned() -> Case:
+    """Inputs of very different sizes: CG needs many products, KFAC knows the sizes."""
+    torch.manual_seed(0)
+    case = make(mlp(8, 6, 3), (8,), loss="cross_entropy", count=40)
+    scales = torch.logspace(-1.5, 1.5, 8, dtype=DOUBLE)
+    case.inner_batch = (case.inner_batch[0] * scales, case.inner_batch[1])
+    case.outer_batch = (case.outer_batch[0] * scales, case.outer_batch[1])
+    return case
+
+
+def test_preconditioning_by_kfac_saves_products() -> None:
+    case = ill_conditioned()
+    eigenvalues = torch.linalg.eigvalsh(case.ggn())
+    damping = 1e-4
+    wanted = oracles.implicit(case, case.ggn(), damping=damping)
+    spent = {}
+    for name, preconditioner in (
+        ("cg", None),
+        ("kfac", hk.KFAC(damping, fisher="type-2")),
+        ("mc", hk.KFAC(damping, samples=4)),
+        ("ekfac", hk.EKFAC(damping, fisher="type-2")),
+    ):
+        made = hk.Implicit(hk.GGN(damping), hk.CG(2000, 1e-9), preconditioner=preconditioner)
+        result = made.compute(*case.arguments)
+        assert result.status is hk.Status.CONVERGED
+        assert oracles.relative(result.grads, wanted) < 1e-6
+        spent[name] = int(result.stats["products"])
+    print(f"condition number {float(eigenvalues[-1] / damping):.0e}, products to 1e-9: {spent}")
+    assert max(spent["kfac"], spent["mc"], spent["ekfac"]) < 0.7 * spent["cg"]
+
+
+def test_warm_start_continues_from_the_previous_solution() -> None:
+    case = convex()
+    warm, cold = hk.gradient_descent(10, 1.0), hk.gradient_descent(10, 1.0, warm_start=False)
+    wanted = oracles.implicit(case, case.hessian(), damping=1.0)
+    errors = [
+        [oracles.relative(made.compute(*case.arguments).grads, wanted) for _ in range(6)] for made in (warm, cold)
+    ]
+    assert errors[0][0] == errors[1][0] == errors[1][-1]
+    assert errors[0][-1] < 1e-2 * errors[0][0]
+    again = hk.cg(3, 1.0, warm_start=True)
+    for _ in range(10):
+        result = again.compute(*case.arguments)
+    assert oracles.relative(result.grads, wanted) < 1e-6
+
+
+def test_negative_curvature_is_reported() -> None:
+    torch.manual_seed(0)
+    case = make(mlp(3, 6, 3), (3,), loss="cross_entropy", hyper=random_weights(5))
+    assert float(torch.linalg.eigvalsh(case.hessian())[0]) < -1e-3
+    result = hk.cg(50).compute(*case.arguments)
+    assert result.status is hk.Status.NONPOSITIVE_CURVATURE
+    assert not result.status.ok
+    assert hk.pcg(50).compute(*case.arguments).status.ok
+
+
+@pytest.mark.parametrize("solver", ["kfac", "cg", "pcg"])
+def test_curvature_can_come_from_another_batch(solver: str) -> None:
+    case = convex()
+    torch.manual_seed(1)
+    other = make(mlp(3, 4, 3), (3,), loss="cross_entropy", hyper=case.hyper, seed=7, decay=case.decay)
+    other.model = case.model
+    made = {
+        "kfac": hk.Implicit(hk.KFAC(1.0, fisher="type-2", split="exact"), hk.Direct()),
+        "cg": hk.cg(200, curvature=hk.GGN(1.0), tolerance=1e-12),
+        "pcg": hk.pcg(200, 1.0, tolerance=1e-12),
+    }[solver]
+    found = made.compute(*case.arguments, curvature_batch=other.inner_batch).grads
+    if solver == "kfac":
+        with other.point() as point:
+            curvature = hk.KFAC(1.0, fisher="type-2", split="exact")
+            matrix = oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
+    else:
+        matrix = other.ggn() + torch.eye(len(other.ggn()), dtype=DOUBLE)
+    assert oracles.relative(found, oracles.implicit(case, matrix)) < 1e-6
+
+
+def test_combinations_without_sense_are_refused() -> None:
+    with pytest.raises(hk.HyperkronError, match="takes no preconditioner"):
+        hk.Implicit(hk.GGN(), hk.Neumann(3), preconditioner=hk.KFAC())
+    with pytest.raises(hk.HyperkronError, match="warm_start"):
+        hk.Implicit(hk.KFAC(), hk.Direct(), warm_start=True)
+    case = convex()
+    with pytest.raises(hk.HyperkronError, match="no inverse"):
+        hk.Implicit(hk.GGN(1.0), hk.Direct()).compute(*case.arguments)
+    with pytest.raises(hk.HyperkronError, match="no inverse"):
+        hk.Implicit(hk.GGN(1.0), hk.CG(3), preconditioner=hk.GGN(1.0)).compute(*case.arguments)
+    with pytest.raises(hk.HyperkronError, match="cross='backward'"):
+        hk.kfac(cross="backward")  # type: ignore[arg-type]
+
+
+class Pool(nn.Module):
+    """A convolution, a norm and a head: every kind of curvature KFAC knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 2), nn.GroupNorm(2, 4)
+        self.mean, self.head, self.scale = Mean(True), nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mean(torch.tanh(self.norm(self.conv(x))))) * self.scale
+
+
+@pytest.mark.parametrize("curvature", [hk.KFAC(0.5), hk.KFAC(0.5, split="exact"), hk.EKFAC(0.5)])
+def test_a_direct_solve_is_the_inverse_of_the_product(curvature: hk.KFAC | hk.EKFAC) -> None:
+    """And the hypergradient is the formula with exactly this matrix in the place of A."""
+    case = make(Pool(), (2, 3, 3), loss="cross_entropy", hyper=random_weights(5))
+    with case.point() as point:
+        operator = curvature.operator(point, curvature.init())
+        matrix = oracles.dense(operator.matvec, case.params)
+        inverse = oracles.dense(operator.solve, case.params)
+    eye = torch.eye(len(matrix), dtype=DOUBLE)
+    assert oracles.relative(matrix @ inverse, eye) < 1e-10
+    found = hk.Implicit(curvature, hk.Direct(), cross="reverse").compute(*case.arguments).grads
+    assert oracles.relative(found, oracles.implicit(case, matrix)) < 1e-8

@@ -1,0 +1,380 @@
+"""What KFAC measures layer by layer: factors against loops, diagonals against dense Fisher matrices, and coverage."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import oracles
+import pytest
+import torch
+from cases import DOUBLE, Case, Mean, make, mlp, random_weights
+from torch import Tensor, nn
+
+import hyperkron as hk
+from hyperkron.curvature.kfac.factors import dense as as_matrix
+
+Build = Callable[[], nn.Module]
+
+
+def conv_net(layer: nn.Module, channels: int) -> nn.Module:
+    return nn.Sequential(layer, nn.Tanh(), Mean(True), nn.Linear(channels, 3))
+
+
+def frozen(layer: nn.Module, part: str) -> nn.Module:
+    getattr(layer, part).requires_grad_(False)
+    return layer
+
+
+LAYERS: dict[str, tuple[Build, tuple[int, ...]]] = {
+    "linear": (lambda: mlp(3, 4, 3), (3,)),
+    "linear without bias": (lambda: mlp(3, 4, 3, bias=False), (3,)),
+    "linear over tokens": (lambda: nn.Sequential(mlp(3, 4, 3), nn.Tanh(), Mean(), nn.Linear(3, 2)), (4, 3)),
+    "linear over an image": (lambda: nn.Sequential(mlp(3, 4, 3), nn.Tanh(), Mean(), nn.Linear(3, 2)), (2, 3, 3)),
+    "frozen weight": (lambda: nn.Sequential(frozen(nn.Linear(3, 4), "weight"), nn.Tanh(), nn.Linear(4, 2)), (3,)),
+    "frozen bias": (lambda: nn.Sequential(frozen(nn.Linear(3, 4), "bias"), nn.Tanh(), nn.Linear(4, 2)), (3,)),
+    "conv1d": (lambda: conv_net(nn.Conv1d(2, 3, 3, stride=2, padding=1), 3), (2, 7)),
+    "conv1d same": (lambda: conv_net(nn.Conv1d(2, 3, 4, padding="same"), 3), (2, 5)),
+    "conv2d": (lambda: conv_net(nn.Conv2d(2, 3, (3, 2), stride=(1, 2), padding=(2, 1)), 3), (2, 4, 5)),
+    "conv2d valid, no bias": (lambda: conv_net(nn.Conv2d(2, 3, 2, padding="valid", bias=False), 3), (2, 4, 3)),
+    "conv2d circular": (lambda: conv_net(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), 3), (2, 3, 4)),
+    "conv2d reflect": (lambda: conv_net(nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode="reflect"), 3), (2, 3, 4)),
+    "conv2d replicate, same": (
+        lambda: conv_net(nn.Conv2d(2, 3, 2, padding="same", padding_mode="replicate"), 3),
+        (2, 3, 3),
+    ),
+    "conv2d dilated": (lambda: conv_net(nn.Conv2d(2, 3, 2, dilation=(2, 1), padding=1), 3), (2, 4, 3)),
+    "conv2d dilated, same": (lambda: conv_net(nn.Conv2d(2, 3, 2, dilation=2, padding="same"), 3), (2, 3, 3)),
+    "conv2d groups": (lambda: conv_net(nn.Conv2d(4, 6, 2, groups=2, stride=2), 6), (4, 4, 4)),
+    "conv2d depthwise": (lambda: conv_net(nn.Conv2d(3, 6, 2, groups=3, dilation=2, padding=1), 6), (3, 3, 3)),
+    "conv2d frozen weight": (lambda: conv_net(frozen(nn.Conv2d(2, 4, 2, groups=2), "weight"), 4), (2, 3, 3)),
+    "conv2d frozen bias": (lambda: conv_net(frozen(nn.Conv2d(2, 4, 2, groups=2), "bias"), 4), (2, 3, 3)),
+    "conv3d": (lambda: conv_net(nn.Conv3d(1, 2, 2, stride=(1, 2, 1), padding=(0, 1, 1)), 2), (1, 2, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("fisher", ["type-2", "mc", "empirical"])
+def test_factors_equal_loops_over_examples_and_positions(name: str, sharing: str, fisher: str) -> None:
+    build, shape = LAYERS[name]
+    case = make(build(), shape, count=3, loss="cross_entropy", hyper=random_weights(3))
+    found = case.measured(fisher, sharing, samples=2)
+    wanted = case.slow_factors(fisher, sharing, samples=2)
+    assert set(found.a) == set(found.b) == set(wanted)
+    for block, (a, b) in wanted.items():
+        assert oracles.relative(as_matrix(found.a[block]), a) < 1e-13
+        assert oracles.relative(as_matrix(found.b[block]), b) < 1e-13
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_operator_is_the_damped_kronecker_product(name: str) -> None:
+    """[W | b] is put together and taken apart in the right order, for every kind of layer."""
+    build, shape = LAYERS[name]
+    case = make(build(), shape, count=3, loss="cross_entropy")
+    size = sum(p.numel() for p in case.params.values())
+    wanted = torch.zeros(size, size, dtype=DOUBLE)
+    for block, (a, b) in case.slow_factors().items():
+        order = oracles.joint_order(case.model.get_submodule(block), f"{block}.", case.params)
+        wanted[order[:, None], order] = oracles.kron(a, b) + 0.1 * torch.eye(len(order), dtype=DOUBLE)
+    curvature = hk.KFAC(0.1, fisher="type-2", split="exact")
+    with case.point() as point:
+        operator = curvature.operator(point, curvature.init())
+        assert oracles.relative(oracles.dense(operator.matvec, case.params), wanted) < 1e-12
+        assert oracles.relative(oracles.dense(operator.solve, case.params), torch.linalg.inv(wanted)) < 1e-11
+
+
+# --- several uses of one weight ------------------------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """One layer called twice in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(torch.tanh(self.layer(x))))
+
+
+class Tied(nn.Module):
+    """One Parameter in two layers."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3, bias=bias), nn.Linear(3, 3, bias=bias)
+        self.two.weight, self.two.bias = self.one.weight, self.one.bias
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.two(torch.tanh(self.one(x))))
+
+
+def test_a_module_called_twice_sums_its_uses() -> None:
+    case = make(Twice(), (3,), loss="cross_entropy")
+    found, wanted = case.measured(), case.slow_factors()
+    for block in ("layer", "head"):
+        assert oracles.relative(as_matrix(found.a[block]), wanted[block][0]) < 1e-13
+        assert oracles.relative(as_matrix(found.b[block]), wanted[block][1]) < 1e-13
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_parameter_tied_between_layers_sums_its_uses(bias: bool) -> None:
+    case = make(Tied(bias), (3,), loss="cross_entropy")
+    rows = {row.parameter: row for row in hk.KFAC().coverage(case.model).rows}
+    assert rows["one.weight"].curvature == "kronecker"
+    assert "tied over 2 modules" in rows["one.weight"].reason
+    assert "two.weight" not in rows
+    found, wanted = case.measured(), case.slow_factors()
+    assert set(found.a) == {"one", "head"}
+    (a1, b1), (a2, b2) = wanted["one"], wanted["two"]
+    assert oracles.relative(as_matrix(found.a["one"]), (a1 + a2) / 2) < 1e-13
+    assert oracles.relative(as_matrix(found.b["one"]), b1 + b2) < 1e-13
+
+
+class TiedEmbedding(nn.Module):
+    """A language model whose output layer is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(5, 3), nn.Linear(3, 5)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.embed(x).cumsum(1).tanh())
+
+
+class TiedConv(nn.Module):
+    """One kernel with two strides: its uses are rows of different layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(2, 2, 2, padding=1), nn.Conv2d(2, 2, 2, stride=2)
+        self.two.weight, self.two.bias = self.one.weight, self.one.bias
+        self.mean = Mean(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mean(self.two(torch.tanh(self.one(x))))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attend(x, x, x)[0].mean(1))
+
+
+class Raw(nn.Module):
+    """Parameters that belong to no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.head = nn.Linear(3, 4), nn.Parameter(torch.ones(4)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x) * self.scale))
+
+
+OUTSIDE: dict[str, tuple[Build, tuple[int, ...], int, dict[str, str]]] = {
+    "tied embedding": (TiedEmbedding, (3,), 5, {"embed.weight": "tied between embed (Embedding) and out (Linear)"}),
+    "tied strides": (TiedConv, (2, 4, 4), 0, {"one.weight": "tied between one (Conv2d) and two (Conv2d)"}),
+    "attention": (
+        Attention,
+        (3, 4),
+        0,
+        {"attend.in_proj_weight": "MultiheadAttention", "attend.out_proj.weight": "out_proj of MultiheadAttention"},
+    ),
+    "raw": (Raw, (3,), 0, {"scale": "Raw"}),
+    "parametrized": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))),
+        (3,),
+        0,
+        {"0.parametrizations.weight.original0": "ParametrizationList"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_kfac_does_not_cover_is_named_and_gets_the_scaled_identity(name: str) -> None:
+    build, shape, tokens, reasons = OUTSIDE[name]
+    case = make(build(), shape, loss="cross_entropy", tokens=tokens)
+    coverage = hk.KFAC().coverage(case.model)
+    rows = {row.parameter: row for row in coverage.rows}
+    assert set(rows) == set(case.params)
+    for parameter, reason in reasons.items():
+        assert rows[parameter].curvature == "scaled identity"
+        assert rows[parameter].reason == reason
+        assert f"{parameter} " in str(coverage)
+    strict = hk.Implicit(hk.KFAC(strict=True), hk.Direct())
+    with pytest.raises(hk.CoverageError, match=r"no Kronecker block for .*" + next(iter(reasons)).replace(".", r"\.")):
+        strict.compute(*case.arguments)
+    for fallback, curvature in (("identity", 1.0), ("zero", None)):
+        made = hk.KFAC(0.25, fallback=fallback)  # type: ignore[arg-type]
+        assert {row.curvature for row in made.coverage(case.model).uncovered} == {fallback}
+        with case.point() as point:
+            solved = made.operator(point, made.init()).solve({n: torch.ones_like(p) for n, p in case.params.items()})
+        for parameter in reasons:
+            wanted = 0.0 if curvature is None else 1 / (curvature + 0.25)
+            assert float((solved[parameter] - wanted).abs().max()) < 1e-15
+    assert hk.kfac(0.1).compute(*case.arguments).status is hk.Status.DIRECT
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "mc", "empirical"])
+@pytest.mark.parametrize("name", ["tied embedding", "attention", "raw"])
+def test_scaled_identity_has_the_right_trace_on_average(name: str, fisher: str) -> None:
+    """The mean over 200 seeds is tr F / dim within 4.5 standard errors, F being the dense Fisher of the block."""
+    build, shape, tokens, reasons = OUTSIDE[name]
+    case = make(build(), shape, count=3, loss="mse", tokens=tokens, hyper=random_weights(3))
+    loss = case.inner(case.model, case.hyper, case.inner_batch)
+    term = loss.terms[0]
+    for parameter in reasons:
+        p = case.params[parameter]
+        exact = oracles.fisher(term.output, term.vectors("empirical" if fisher == "empirical" else "type-2"), [p])
+        draws = torch.stack([case.measured(fisher, seed=s).diagonal[parameter] for s in range(200)])
+        spread = float(draws.std()) / len(draws) ** 0.5
+        assert abs(float(draws.mean()) - float(exact.trace()) / p.numel()) < 4.5 * spread + 1e-12
+
+
+# --- diagonals -----------------------------------------------------------------------------------------------------
+
+
+class Bag(nn.Module):
+    """Embeddings, in which no token occurs twice in an example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        distinct = (x[:, :1] + 2 * torch.arange(4)) % 9
+        return self.head(self.embed(distinct).tanh().mean(1))
+
+
+def normed(*layers: nn.Module, head: int, mean: nn.Module | None = None) -> nn.Module:
+    for layer in layers:
+        for p in layer.parameters():
+            nn.init.normal_(p)
+    return nn.Sequential(*layers, nn.Tanh(), mean or nn.Identity(), nn.Linear(head, 2))
+
+
+class Warm(nn.BatchNorm2d):
+    """BatchNorm in evaluation mode with running statistics of its own."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.running_mean.normal_()  # type: ignore[union-attr]
+        self.running_var.uniform_(0.5, 2.0)  # type: ignore[union-attr]
+        self.eval()
+
+
+DIAGONAL: dict[str, tuple[Build, tuple[int, ...], int]] = {
+    "layer norm": (lambda: normed(nn.LayerNorm(4), head=4), (4,), 0),
+    "layer norm without bias": (lambda: normed(nn.LayerNorm(4, bias=False), head=4), (4,), 0),
+    "layer norm over tokens": (lambda: normed(nn.LayerNorm(4), head=4, mean=Mean()), (3, 4), 0),
+    "layer norm over two dimensions": (lambda: normed(nn.LayerNorm((3, 4)), head=4, mean=Mean()), (2, 3, 4), 0),
+    "rms norm": (lambda: normed(nn.RMSNorm(4), head=4, mean=Mean()), (3, 4), 0),
+    "group norm": (lambda: normed(nn.GroupNorm(2, 4), head=4, mean=Mean(True)), (4, 2, 3), 0),
+    "batch norm, evaluation": (lambda: normed(Warm(3), head=3, mean=Mean(True)), (3, 2, 2), 0),
+    "batch norm 1d, training": (lambda: normed(nn.BatchNorm1d(4), head=4), (4,), 0),
+    "batch norm 2d, training": (lambda: normed(nn.BatchNorm2d(3), head=3, mean=Mean(True)), (3, 2, 2), 0),
+    "embedding": (Bag, (4,), 5),
+}
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "empirical", "mc"])
+@pytest.mark.parametrize("name", DIAGONAL)
+def test_diagonals_are_exact_per_example(name: str, fisher: str) -> None:
+    """In training mode too: x̂ of a batch norm does not depend on its own weight and bias."""
+    build, shape, tokens = DIAGONAL[name]
+    case = make(build(), shape, loss="cross_entropy", tokens=tokens, hyper=random_weights(5))
+    found = case.measured(fisher, samples=2).diagonal
+    uncovered = {row.parameter: row for row in hk.KFAC().coverage(case.model).uncovered}
+    assert set(found) == set(uncovered)
+    term = case.inner(case.model, case.hyper, case.inner_batch).terms[0]
+    vectors = list(term.vectors(fisher, 2, torch.Generator().manual_seed(0)))  # type: ignore[arg-type]
+    for parameter, diagonal in found.items():
+        assert uncovered[parameter].curvature == "diagonal"
+        exact = oracles.fisher(term.output, vectors, [case.params[parameter]]).diagonal()
+        assert oracles.relative(diagonal.reshape(-1), exact) < 1e-12
+    curvature = hk.KFAC(0.3, fisher=fisher, samples=2)  # type: ignore[arg-type]
+    with case.point() as point:
+        solved = curvature.operator(point, curvature.init()).solve({n: torch.ones_like(p) for n, p in case.params.items()})
+    for parameter, diagonal in found.items():
+        assert oracles.relative(solved[parameter], 1 / (diagonal + 0.3)) < 1e-14
+
+
+# --- what the inner loss does not see ------------------------------------------------------------------------------
+
+
+class Unused(nn.Module):
+    """Layers and parameters that the inner loss never touches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.layer, self.norm = nn.Linear(3, 2), nn.Linear(2, 2), nn.LayerNorm(2)
+        self.raw = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def elsewhere(case: Case) -> hk.BilevelProblem:
+    """An outer loss that also depends on the unused parameters, which changes no hypergradient."""
+
+    def outer(model: nn.Module, hyper: nn.Module, batch: object) -> hk.losses.Loss:
+        unused = [p for name, p in model.named_parameters() if not name.startswith("used")]
+        return case.outer(model, hyper, batch) + hk.losses.l2(unused, 0.1)
+
+    return hk.BilevelProblem(case.inner, outer)
+
+
+@pytest.mark.parametrize("curvature", [hk.KFAC(0.1, fisher="type-2"), hk.EKFAC(0.1, fisher="type-2")])
+def test_unused_parameters_get_zero(curvature: hk.KFAC | hk.EKFAC) -> None:
+    case = make(Unused(), (3,))
+    made = hk.Implicit(curvature, hk.Direct())
+    result = made.compute(elsewhere(case), case.model, case.hyper, case.inner_batch, case.outer_batch)
+    assert result.solution is not None
+    for name, v in result.solution.value.items():
+        assert bool((v == 0).all()) == (not name.startswith("used"))
+
+
+@pytest.mark.parametrize("curvature", [hk.KFAC(0.1, fisher="type-2", split="exact"), hk.EKFAC(0.1, fisher="type-2")])
+def test_a_penalty_alone_is_curvature_too(curvature: hk.KFAC | hk.EKFAC) -> None:
+    case = make(Unused(), (3,), decay={"layer.weight": 0.2, "norm.bias": 0.3, "raw": torch.tensor([0.1, 0.2, 0.3])})
+    with case.point() as point:
+        v = curvature.operator(point, curvature.init()).solve({n: torch.ones_like(p) for n, p in case.params.items()})
+    assert float((v["layer.weight"] - 1 / (0.4 + 0.1)).abs().max()) < 1e-14
+    assert float((v["norm.bias"] - 1 / (0.6 + 0.1)).abs().max()) < 1e-14
+    assert float((v["raw"] - 1 / (2 * torch.tensor([0.1, 0.2, 0.3]) + 0.1)).abs().max()) < 1e-6
+    assert float(v["layer.bias"].abs().max()) == 0.0
+
+
+def test_preconditioner_reaches_what_kfac_does_not() -> None:
+    """Without curvature somewhere KFAC's solution is zero there, but a preconditioner must be positive definite."""
+    case = make(Unused(), (3,))
+    made = hk.pcg(100, 0.1, preconditioner=hk.KFAC(0.1, fisher="type-2", fallback="zero"), tolerance=1e-10)
+    result = made.compute(elsewhere(case), case.model, case.hyper, case.inner_batch, case.outer_batch)
+    assert result.status is hk.Status.CONVERGED
+    assert oracles.relative(result.grads, oracles.implicit(case, case.ggn(), damping=0.1)) < 1e-8
+
+
+def test_a_model_without_any_kronecker_block() -> None:
+    for curvature in (hk.KFAC(0.1), hk.KFAC(0.1, split="exact"), hk.EKFAC(0.1)):
+        case = make(nn.LayerNorm(3), (3,))
+        assert hk.Implicit(curvature, hk.Direct()).compute(*case.arguments).status is hk.Status.DIRECT
+
+
+def test_sparse_embedding_gradients() -> None:
+    grads = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(6, 3, sparse=sparse), Mean(), nn.Linear(3, 2))
+        case = make(model, (4,), loss="cross_entropy", tokens=6)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            grads.append(hk.kfac(0.1, fisher="type-2").compute(*case.arguments).grads)
+    assert oracles.relative(grads[1], grads[0]) < 1e-12
