@@ -3,8 +3,8 @@
     python benchmarks/bench_outer_iteration.py --device cuda            # the real sizes, on a GPU
     python benchmarks/bench_outer_iteration.py --small                  # the same at small size on two cores
 
-Ours and the reference ways are timed in one run, each iteration bracketed by device synchronisation; the table shows the
-median over repetitions of (iteration / inner steps) and the peak memory of an iteration.
+Ours and the reference ways are timed in one run, each iteration bracketed by device synchronisation; the table shows
+the median over repetitions of (iteration / inner steps) and the peak memory of an iteration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import references
 import torch
-from common import peak_memory, synchronize, write_result
+from common import peak_memory, seconds, synchronize, write_result
 from workloads import WORKLOADS, Workload
 
 import hyperkron as hk
@@ -88,17 +88,65 @@ def measure(work: Workload, method: Method, device: str, repeats: int) -> dict[s
         inner_times.append(inner_time / method.period)
         outer_times.append(outer_time / method.period)
 
-    def iteration() -> None:
-        work.inner_steps()
-        work.outer_step(hypergradient)
-
     return {
         "method": method.name,
         "ratio": statistics.median(ratios),
         "inner_ms": 1e3 * statistics.median(inner_times),
         "outer_ms": 1e3 * statistics.median(outer_times),
-        "peak_gib": peak_memory(iteration, device) / 2**30,
+        "peak_gib": whole_peak(work, hypergradient, method.period, device) / 2**30,
     }
+
+
+def whole_peak(work: Workload, hypergradient: Callable[[], object], period: int, device: str) -> int:
+    """Peak memory over a whole period: model, optimizer and method state included on a GPU, on top of them on a CPU."""
+
+    def iterations() -> None:
+        for _ in range(period):
+            work.inner_steps()
+            work.outer_step(hypergradient)
+
+    extra = peak_memory(iterations, device)
+    return torch.cuda.max_memory_allocated() if device == "cuda" else extra
+
+
+def inner_loops(name: str, args: argparse.Namespace) -> list[dict[str, float | str]]:
+    """The ten inner steps alone: eager, replayed as a CUDA graph, and that in bfloat16; times and losses."""
+    rows: list[dict[str, float | str]] = []
+    for label, options in (
+        ("eager", {"graph": False}),
+        ("graph", {"graph": True}),
+        ("graph, bfloat16", {"graph": True, "autocast": torch.bfloat16}),
+    ):
+        work = WORKLOADS[name](args.device, args.small)
+        loop = hk.InnerLoop(work.problem, work.model, work.hyper, work.optimizer, **options)  # type: ignore[arg-type]
+        losses = [float(loop.step(batch)) for _ in range(2) for batch in work.batches]
+
+        def ten(loop: hk.InnerLoop = loop, work: Workload = work) -> None:
+            for batch in work.batches:
+                loop.step(batch)
+
+        times = [seconds(ten, args.device) for _ in range(args.repeats)]
+        rows.append(
+            {
+                "workload": work.name,
+                "inner loop": label,
+                "ms": 1e3 * statistics.median(times),
+                "last_losses": " ".join(f"{x:.5f}" for x in losses[-3:]),
+            }
+        )
+        print(f"{work.name:18s} inner loop {label:16s} {rows[-1]['ms']:8.1f} ms  {rows[-1]['last_losses']}", flush=True)
+        if args.device == "cuda" and label != "eager":
+            hypergradient = ours(lambda w: hk.kfac())(work)
+            work.outer_step(hypergradient)
+
+            def whole(work: Workload = work, step: Callable[[], object] = hypergradient) -> None:
+                ten()
+                work.outer_step(step)
+
+            iterations = [seconds(whole, args.device) for _ in range(args.repeats)]
+            rows[-1]["outer_iteration_ms"] = 1e3 * statistics.median(iterations)
+            print(f"{'':18s} with KFAC, whole outer iteration {rows[-1]['outer_iteration_ms']:8.1f} ms", flush=True)
+    return rows
 
 
 def main() -> None:
@@ -109,6 +157,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--methods", nargs="+", help="only methods whose name contains one of these words")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--inner-loops", action="store_true", help="also time the ways to run the inner loop")
     parser.add_argument("--out", help="result file (JSON)")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -141,8 +190,11 @@ def main() -> None:
             gc.collect()
             if args.device == "cuda":
                 torch.cuda.empty_cache()
+    loops = [row for name in args.workloads for row in inner_loops(name, args)] if args.inner_loops else []
     if args.out:
-        write_result(args.out, {"rows": rows, "seed": 0, "repeats": args.repeats, "small": args.small})
+        write_result(
+            args.out, {"rows": rows, "inner_loops": loops, "seed": 0, "repeats": args.repeats, "small": args.small}
+        )
 
 
 if __name__ == "__main__":

@@ -73,7 +73,9 @@ class Bert(nn.Module):
         from transformers import BertConfig, BertModel
 
         sizes = (
-            dict(num_hidden_layers=2, hidden_size=128, num_attention_heads=2, intermediate_size=512) if small else {}
+            {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512}
+            if small
+            else {}
         )
         config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)
         self.bert = BertModel(config, add_pooling_layer=False)

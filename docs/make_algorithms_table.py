@@ -21,10 +21,11 @@ INTRODUCTION = """\
 <!-- Written by docs/make_algorithms_table.py from the code; do not edit. -->
 
 f is the outer objective, g the inner one, b = ∂_θ f, H = ∂²_θθ g, and X(v) = ∂_λ⟨∂_θ g, v⟩ the cross term. *Calls* are
-oracle calls of one step (one move of λ): ∂f and ∂g are gradients, Hv a Hessian product; *counted* are the evaluations of
-g and f in the second step at default arguments (AID: `cg(3)`; one graph serves several products), as measured by this
-script. *Memory* is what is kept beside θ, λ and their optimizers. *Accuracy* is what is proven for a strongly convex
-inner problem; the conformance suite (`tests/test_algorithms.py`) measures it on a quadratic with a known solution.
+oracle calls of one step (one move of λ): ∂f and ∂g are gradients, Hv a Hessian product; *counted* are the evaluations
+of g and f in the second step at default arguments (AID: `cg(3)`; one graph serves several products), as measured by
+this script. *Memory* is what is kept beside θ, λ and their optimizers. *Accuracy* is what is proven for a strongly
+convex inner problem; the conformance suite (`tests/test_algorithms.py`) measures it on a quadratic with a known
+solution.
 
 Every algorithm runs in `hyperkron.fit`, takes any `torch.optim` optimizer on both levels in place of its own
 `inner_rate` and `outer_rate`, and any projection of λ. Where `hypergradient` is an argument, any curvature and solver
@@ -78,7 +79,7 @@ def counted(algorithm: type[Algorithm]) -> str:
         calls["f"] += 1
         return hk.losses.mse(model(batch[0]), batch[1])
 
-    made = algorithm(hk.cg(3)) if algorithm is hk.AID else algorithm()  # type: ignore[call-arg]
+    made = algorithm(hk.cg(3)) if algorithm is hk.AID else algorithm()
     model = nn.Linear(2, 1, bias=False)
     nn.init.ones_(model.weight)
     state = made.init(hk.BilevelProblem(inner, outer), model, hk.as_hyper(torch.ones(1)))

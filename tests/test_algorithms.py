@@ -71,7 +71,10 @@ CASES: dict[str, Case] = {
     "AmIGO-KFAC": Case(hk.AmIGO(3, hypergradient=exact_kfac(), **FAST), 30, 1e-9, "KFAC is exact here"),
     "AmIGO-CG": Case(hk.AmIGO(3, hypergradient=hk.cg(2, 0.0, warm_start=True), **FAST), 30, 1e-6, "warm-started CG"),
     "MRBO": Case(
-        hk.MRBO(hk.StochasticNeumann(10, 0.8), inner_rate=0.5, outer_rate=0.5), 60, 1e-3, "momentum forgets slowly"
+        hk.MRBO(hk.StochasticNeumann(10, 0.8), inner_rate=0.5, outer_rate=0.5),
+        60,
+        1e-3,
+        "without noise it is AID with one inner step",
     ),
     "MRBO-KFAC": Case(hk.MRBO(exact_kfac(), inner_rate=0.5, outer_rate=0.5), 60, 1e-3, "as MRBO"),
     "SUSTAIN": Case(
@@ -214,6 +217,22 @@ def test_everything_follows_the_models_dtype(case: Case) -> None:
     held = [x for tree in state.trees.values() for x in tree.values()]
     held += [x for twin in state.twins.values() for x in twin.params.values()]
     assert all(x.dtype == dtype for x in held if x.is_floating_point())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_everything_follows_the_models_device(case: Case) -> None:
+    problem, device = SUM.problem(), torch.device("cuda")
+    model, hyper = (module.to(device) for module in SUM.modules())
+    inner, outer = ([x.to(device) for x in part] for part in SUM.data())
+    draw = hk.Draw(hk.Examples(*inner, batch_size=2, seed=1), hk.Examples(*outer, batch_size=2, seed=2))
+    state = case.algorithm.init(problem, model, hyper)
+    reached = run(case, state, draw, 2)
+    held = [x for tree in state.trees.values() for x in tree.values()]
+    held += [x for twin in state.twins.values() for x in twin.params.values()]
+    assert all(x.device.type == "cuda" for x in held)
+    if not isinstance(case.algorithm, hk.PZOBO):  # it draws its directions on the device
+        on_cpu = stochastic(case)
+        assert torch.allclose(reached.cpu(), run(on_cpu, *start(on_cpu), 2), rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ import hyperkron as hk
 from hyperkron import trees
 from hyperkron.algorithms import oracles
 from hyperkron.algorithms.inverse import StochasticNeumann
+from hyperkron.algorithms.movers import Mover
 from hyperkron.algorithms.mrbo import two_points
+from hyperkron.hypergradient.steps import SGD
 from hyperkron.hypergradient.unrolled import Batches
 from quadratic import Quadratic
 
@@ -134,27 +136,88 @@ def test_mrbo_compares_two_points_under_the_same_draws() -> None:
 
 
 def test_mrbo_momentum_is_the_recursive_one() -> None:
-    """Two steps by hand."""
-    problem, eta = Quadratic(), 0.25
+    """The second step by hand, on other batches than the first: with the same ones the correction would vanish."""
+    problem, eta = Quadratic(examples=6, noise=0.2), 0.25
     model, hyper = problem.modules()
     algorithm = hk.MRBO(hk.cg(3, 0.0), eta, inner_rate=0.3, outer_rate=0.2)
-    state, draw = algorithm.init(problem.problem(), model, hyper), problem.draw()
+    source, outer = problem.draw(2).inner_source, problem.data()[1]
+    assert isinstance(source, hk.Examples)
+    order = iter([0, 1, 2, 0])  # a batch for θ, then one for the hypergradient, at each step
+    draw = hk.Draw(lambda: source.batch(next(order)), outer)
+    state = algorithm.init(problem.problem(), model, hyper)
 
-    def directions() -> tuple[Tensor, Tensor]:
-        theta = oracles.gradients(state, "inner", draw.inner()).theta["weight"]
-        found = hk.cg(3, 0.0).compute(problem.problem(), model, hyper, draw.inner(), draw.outer())
+    def directions(first: int, second: int) -> tuple[Tensor, Tensor]:
+        theta = oracles.gradients(state, "inner", source.batch(first)).theta["weight"]
+        found = hk.cg(3, 0.0).compute(problem.problem(), model, hyper, source.batch(second), outer)
         return theta, found.grads["value"]
 
-    old_theta, old_hyper = directions()
-    d_theta, d_hyper = old_theta, old_hyper
+    d_theta, d_hyper = directions(0, 1)
+    old_theta, old_hyper = directions(2, 0)
     algorithm.step(state, draw)
-    new_theta, new_hyper = directions()
-    d_theta = new_theta + (1 - eta) * (d_theta - old_theta)
-    d_hyper = new_hyper + (1 - eta) * (d_hyper - old_hyper)
-    wanted = model.weight.detach() - 0.3 * d_theta, hyper().detach() - 0.2 * d_hyper
+    new_theta, new_hyper = directions(2, 0)
+    wanted_theta = model.weight.detach() - 0.3 * (new_theta + (1 - eta) * (d_theta - old_theta))
+    wanted_hyper = hyper().detach() - 0.2 * (new_hyper + (1 - eta) * (d_hyper - old_hyper))
     algorithm.step(state, draw)
-    assert relative(model.weight.detach(), wanted[0]) < 1e-12
-    assert relative(hyper().detach(), wanted[1]) < 1e-12
+    assert relative(model.weight.detach(), wanted_theta) < 1e-12
+    assert relative(hyper().detach(), wanted_hyper) < 1e-12
+
+
+def test_fsla_momentum_is_the_recursive_one() -> None:
+    """The second step of λ by hand, with v and θ read from the state."""
+    problem, eta = Quadratic(examples=6, noise=0.2), 0.25
+    model, hyper = problem.modules()
+    algorithm = hk.FSLA(momentum=eta, inner_rate=0.3, outer_rate=0.2)
+    source, outer = problem.draw(2).inner_source, problem.data()[1]
+    assert isinstance(source, hk.Examples)
+    order = iter([0, 1, 2, 1, 2, 0])  # θ, v, λ at each step
+    draw = hk.Draw(lambda: source.batch(next(order)), outer)
+    state = algorithm.init(problem.problem(), model, hyper)
+
+    def h(batch: int) -> Tensor:
+        return oracles.hypergradient_at(state, source.batch(batch), outer, state.trees["v"])[1]["value"]
+
+    algorithm.step(state, draw)
+    d = state.trees["d"]["value"]
+    with oracles.placed(state.hypers, state.trees["old hyper"]):
+        old = h(0)  # at the θ and v of before the second step, and the λ of before the first
+    before = hyper().detach().clone()
+    algorithm.step(state, draw)
+    with oracles.placed(state.hypers, {"value": before}):
+        new = h(0)  # at the new θ and v, and the λ of before the second step
+    assert relative(hyper().detach(), before - 0.2 * (new + (1 - eta) * (d - old))) < 1e-12
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_unroll_moves_theta_by_its_own_steps(restart: bool) -> None:
+    problem = Quadratic()
+    model, hyper = problem.modules()
+    algorithm = hk.Unroll(3, SGD(0.4), restart=restart, outer_rate=0.0)
+    state, draw = algorithm.init(problem.problem(), model, hyper), problem.draw()
+    for _ in range(2):
+        algorithm.step(state, draw)
+    other, _ = problem.modules()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.4)
+    for _ in range(3 if restart else 6):
+        optimizer.zero_grad()
+        problem.problem().inner(other, hyper, draw.inner()).backward()
+        optimizer.step()
+    assert relative(model.weight.detach(), other.weight.detach()) < 1e-12
+
+
+def test_pzobo_is_a_gaussian_estimate_of_the_unrolled_hypergradient() -> None:
+    """θ_T is affine in λ here, so each difference is exact: ∂_λ f + mean_q u_q (u_q · Jᵀb)."""
+    problem = Quadratic()
+    model, hyper = problem.modules()
+    algorithm = hk.PZOBO(4, samples=3, radius=0.5, seed=7, inner_rate=0.4, outer_rate=1.0)
+    state, draw = algorithm.init(problem.problem(), model, hyper), problem.draw()
+    inner, outer = draw.inner(), draw.outer()
+    exact = hk.unrolled(4, SGD(0.4)).compute(problem.problem(), model, hyper, inner, outer).grads["value"]
+    direct = problem.direct * hyper().detach()
+    generator = torch.Generator().manual_seed(7)
+    draws = [torch.randn(3, generator=generator, dtype=torch.float64) for _ in range(3)]
+    estimate = direct + torch.stack([u * (u @ (exact - direct)) for u in draws]).mean(0)
+    algorithm.step(state, draw)
+    assert relative(hyper().detach(), -estimate) < 1e-10
 
 
 def test_sama_reads_adam_and_nudges() -> None:
@@ -204,6 +267,70 @@ def test_a_penalty_method_has_the_bias_it_is_proven_to_have(method: str) -> None
         make = {"hat_rate": 0.5, "inner_rate": 0.5}
         few, many = (bias(hk.MEHA(multiplier=c, outer_rate=c / 5, **make), 150) for c in (50.0, 100.0))
     assert few / many == pytest.approx(2.0, rel=0.15)
+
+
+OPTIMIZERS = [
+    x
+    for x in vars(torch.optim).values()
+    if isinstance(x, type) and issubclass(x, torch.optim.Optimizer) and x is not torch.optim.Optimizer
+]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda x: x.__name__)
+def test_a_twin_moves_as_its_original(kind: Any) -> None:
+    """Second points of θ have an optimizer of the same kind and settings, group by group."""
+    model, _ = Quadratic().modules()
+    bias = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    groups = [{"params": [model.weight]}, {"params": [bias], "lr": 0.5}]
+    if kind is torch.optim.LBFGS:
+        with pytest.raises(hk.HyperkronError, match="closure"):
+            hk.Updates(kind([model.weight]))
+        return
+    if kind.__name__ == "Muon":  # for matrices only
+        groups = [{"params": [model.weight]}]
+    params = {"weight": model.weight} if len(groups) == 1 else {"weight": model.weight, "bias": bias}
+    own = Mover(params, kind(groups, lr=0.1), hk.Rate(0.0))
+    twin = own.twin()
+    direction = {name: torch.full_like(p, 0.3) for name, p in params.items()}
+    if kind is torch.optim.SparseAdam:
+        direction = {name: x.to_sparse() for name, x in direction.items()}
+    for _ in range(2):
+        own.step(direction)
+        twin.step(direction)
+    assert all(torch.equal(p, twin.params[name]) for name, p in params.items())
+    assert not torch.equal(model.weight, torch.zeros_like(model.weight))
+
+
+@pytest.mark.parametrize("cross", ["forward", "difference"])
+def test_t1t2_finds_the_same_direction_by_any_cross_term(cross: Any) -> None:
+    problem = Quadratic()
+    ends = []
+    for mode in ("reverse", cross):
+        model, hyper = problem.modules()
+        algorithm = hk.T1T2(cross=mode)
+        state, draw = algorithm.init(problem.problem(), model, hyper), problem.draw()
+        for _ in range(3):
+            algorithm.step(state, draw)
+        ends.append(hyper().detach())
+    assert relative(ends[1], ends[0]) < 1e-9
+
+
+def test_a_saved_state_does_not_move_with_the_run() -> None:
+    problem = Quadratic(examples=6, noise=0.2)
+    algorithm = hk.AID(hk.kfac(0.1, ema=0.5), 2)
+    state, draw = algorithm.init(problem.problem(), *problem.modules()), problem.draw(2)
+    algorithm.step(state, draw)
+    saved = state.state_dict()
+    before = torch.cat([x.double().flatten() for x in tensors(saved)])
+    for _ in range(3):
+        algorithm.step(state, draw)
+    assert torch.equal(torch.cat([x.double().flatten() for x in tensors(saved)]), before)
+
+
+def tensors(state: Any) -> list[Tensor]:
+    if isinstance(state, dict):
+        return [x for value in state.values() for x in tensors(value)]
+    return [state] if isinstance(state, Tensor) else []
 
 
 # --- refusals ----------------------------------------------------------------------------------------------

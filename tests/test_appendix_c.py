@@ -31,7 +31,7 @@ def at_the_minimum(model: nn.Module, loss: str) -> Case:
         if float(g.norm()) < 1e-14:
             break
     assert float(oracles.gradient(case.plain_inner(), params).norm()) < 1e-13
-    assert float(torch.linalg.eigvalsh(case.hessian())[0]) > 0.05
+    assert float(torch.linalg.eigvalsh(case.hessian())[0]) > 0.02
     return case
 
 

@@ -46,9 +46,7 @@ PROBLEM = hk.BilevelProblem(inner, outer)
 def make(model: nn.Module | None = None, **extra: Any) -> Point:
     torch.manual_seed(0)
     x, y = torch.randn(2 * N, D), torch.randn(2 * N, C)
-    return Point(
-        PROBLEM, model or nn.Linear(D, C), hk.SampleWeights(N), (x[:N], y[:N]), (x[N:], y[N:]), **extra
-    )
+    return Point(PROBLEM, model or nn.Linear(D, C), hk.SampleWeights(N), (x[:N], y[:N]), (x[N:], y[N:]), **extra)
 
 
 def test_values_are_those_of_the_objectives() -> None:
@@ -124,7 +122,7 @@ def test_moved_parameters_are_detached_and_come_back_also_on_error() -> None:
                 assert not any(p.requires_grad for p in point.params.values())
                 torch.testing.assert_close(dict(point.params), elsewhere)
                 loss = point.inner()
-                with pytest.raises(RuntimeError, match="not have been used|does not require grad|require grad"):
+                with pytest.raises(RuntimeError, match="does not require grad"):
                     torch.autograd.grad(loss.value, list(point.params.values()))
                 raise KeyboardInterrupt
 

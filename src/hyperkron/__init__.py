@@ -46,7 +46,7 @@ from hyperkron.solution import (
     Status,
 )
 from hyperkron.solvers import CG, Direct, GradientDescent, Neumann
-from hyperkron.training import Ball, Box, Callback, EarlyStopping, Every, History, Run, Simplex, fit
+from hyperkron.training import Ball, Box, Callback, EarlyStopping, Every, History, InnerLoop, Run, Simplex, fit
 
 __version__ = "0.1.0"
 
@@ -81,6 +81,7 @@ __all__ = [
     "HyperkronWarning",
     "Identity",
     "Implicit",
+    "InnerLoop",
     "Neumann",
     "LabelCorrection",
     "MetaWeightNet",

@@ -16,6 +16,7 @@ gradient says, and only ``reverse`` is right; ``auto`` finds that out.
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from hyperkron import trees
 from hyperkron.curvature.base import Operator, checked_positive
 from hyperkron.curvature.products import HessianOperator, UndifferentiableError, gradients_of, graph_nodes
+from hyperkron.linalg import full_precision
 from hyperkron.point import Point
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import Tree
@@ -42,6 +44,7 @@ class CrossState:
 
     mode: str = ""
     radius: float = 0.0
+    full: bool = False  # whether the finite difference runs in full float32 where the model runs in TF32
     error: float = 0.0
     calls: int = 0
 
@@ -51,7 +54,7 @@ class CrossState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with an earlier decision."""
-        self.mode, self.radius = state["mode"], state["radius"]
+        self.mode, self.radius, self.full = state["mode"], state["radius"], state["full"]
         self.error, self.calls = state["error"], state["calls"]
 
 
@@ -93,15 +96,15 @@ class Cross:
         if self.mode != "auto":
             state.mode, state.radius = self.mode, self._radii(point)[0]
         if state.mode == "difference":
-            return difference(point, v, state.radius)
+            return difference(point, v, state.radius, state.full)
         return forward(point, v) if state.mode == "forward" else reverse(point, v)
 
-    def _radii(self, point: Point) -> tuple[float, ...]:
+    def _radii(self, point: Point, full: bool = False) -> tuple[float, ...]:
         if self.radius is not None:
             return (self.radius, self.radius / 3)
         if point.dtype == torch.float64:
             return (1e-4, 1e-5, 1e-6)
-        if _rounds_coarsely(point):  # a small step is lost in the rounding of the weights themselves
+        if not full and _rounds_coarsely(point):  # a small step is lost in the rounding of the weights themselves
             return (1e-1, 3e-2, 1e-2, 3e-3)
         return (1e-2, 3e-3, 1e-3, 3e-4)
 
@@ -123,18 +126,13 @@ class Cross:
             else:
                 state.mode, state.error = "reverse", 0.0
                 return exact
-        wide = difference(point, v, radii[0])
-        state.mode, state.radius, state.error, best = "difference", radii[0], float("inf"), wide
-        for radius, next_radius in itertools.pairwise(radii):
-            narrow = difference(point, v, next_radius)
-            size = float(trees.norm(narrow))
-            gap = float(trees.norm(trees.add(wide, narrow, alpha=-1.0)))
-            error = 1.5 * gap / size if size > 0 else 0.0  # exact for an error that grows linearly with the radius
-            if error < state.error:
-                state.radius, state.error, best = radius, error, wide
-            if error <= tolerance:
-                return best
-            wide = narrow
+        state.mode, state.error = "difference", float("inf")
+        best = self._search(point, v, state, tolerance, full=False)
+        if state.error > tolerance and _tf32(point):
+            finer = self._search(point, v, state, tolerance, full=True)
+            best = finer if state.full else best
+        if state.error <= tolerance:
+            return best
         reasons = []
         for mode, method in (("forward", forward), ("reverse", reverse)):
             try:
@@ -157,12 +155,32 @@ class Cross:
         )
         return best
 
+    def _search(self, point: Point, v: Tree, state: CrossState, tolerance: float, full: bool) -> Tree:
+        """The first radius whose answer agrees with that of the next, or else the best; written into ``state``."""
+        radii = self._radii(point, full)
+        wide = best = difference(point, v, radii[0], full)
+        for radius, next_radius in itertools.pairwise(radii):
+            narrow = difference(point, v, next_radius, full)
+            size = float(trees.norm(narrow))
+            gap = float(trees.norm(trees.add(wide, narrow, alpha=-1.0)))
+            error = 1.5 * gap / size if size > 0 else 0.0  # exact for an error that grows linearly with the radius
+            if error < state.error:
+                state.radius, state.error, state.full, best = radius, error, full, wide
+            if error <= tolerance:
+                break
+            wide = narrow
+        return best
+
+
+def _tf32(point: Point) -> bool:
+    """Whether float32 products may run in TF32, which can be had in full precision at a price."""
+    on_gpu = point.device.type == "cuda" and point.dtype == torch.float32
+    return on_gpu and (torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32)
+
 
 def _rounds_coarsely(point: Point) -> bool:
-    """Whether products run in less than float32: TF32 on a GPU, autocast, or a model in half precision."""
-    if point.dtype != torch.float32 or torch.is_autocast_enabled(point.device.type):
-        return True
-    return point.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    """Whether products run in less than float32: TF32, autocast, or a model in half precision."""
+    return point.dtype != torch.float32 or torch.is_autocast_enabled(point.device.type) or _tf32(point)
 
 
 def reverse(point: Point, v: Tree) -> Tree:
@@ -204,14 +222,19 @@ def _refuse_normalisation(tangent: Tensor) -> None:
             raise UndifferentiableError(f"forward mode and then λ, through {kind.removesuffix('Backward0')}")
 
 
-def difference(point: Point, v: Tree, radius: float) -> Tree:
-    """X(v) by a central difference of ∂_λ J_in along v; the graph reaches λ only, never θ."""
+def difference(point: Point, v: Tree, radius: float, full: bool = False) -> Tree:
+    """X(v) by a central difference of ∂_λ J_in along v; the graph reaches λ only, never θ.
+
+    With ``full``, a model that runs in TF32 runs in float32 here: TF32 keeps so few digits of a weight that a small
+    step is lost.
+    """
     length = trees.norm(v)
     epsilon = torch.where(length > 0, radius / length, torch.ones_like(length))
     params = trees.map(Tensor.detach, point.params)
     sides: list[tuple[Tensor | None, ...]] = []
     for sign in (1.0, -1.0):
-        with point.moved(trees.add(params, v, alpha=(sign * epsilon).to(point.dtype))):
+        moved = trees.add(params, v, alpha=(sign * epsilon).to(point.dtype))
+        with point.moved(moved), full_precision() if full else nullcontext():
             value = point.inner().value
             if not value.requires_grad:
                 return _filled(point, dict.fromkeys(point.hypers))
@@ -224,7 +247,12 @@ def difference(point: Point, v: Tree, radius: float) -> Tree:
 
 
 def _moves_as_its_gradient(point: Point, v: Tree, radius: float) -> bool:
-    """Whether J_in changes along v as its gradient says, up to what rounding and the radius explain."""
+    """Whether J_in changes along v as its gradient says, beyond what rounding and the radius explain.
+
+    It does not where its slopes at three radii miss ⟨∂_θ J_in, v⟩/‖v‖ by more than a tenth of ‖∂_θ J_in‖ and more than
+    they differ among themselves (as they do where J_in has kinks or is computed coarsely), or where its value depends
+    on whether θ requires a gradient.
+    """
     length = float(trees.norm(v))
     if length == 0:
         return True
@@ -234,13 +262,15 @@ def _moves_as_its_gradient(point: Point, v: Tree, radius: float) -> bool:
     told = trees.dot(live, {name: v[name] for name in live}) / length
     params = trees.map(Tensor.detach, point.params)
     values = [loss.value.detach(), told]
-    for step in (radius, -radius, radius / 2, -radius / 2):
+    radii = (radius, radius / 4, radius / 16)
+    for step in (0.0, *(sign * r for r in radii for sign in (1, -1))):
         with point.moved(trees.add(params, v, alpha=step / length)):
             values.append(point.inner().value.detach())
-    value, slope, up, down, near_up, near_down = torch.stack([x.double() for x in values]).tolist()
-    seen, nearer = (up - down) / (2 * radius), (near_up - near_down) / radius
-    noise = 1e3 * torch.finfo(point.dtype).eps * abs(value) / radius
-    return abs(nearer - slope) <= 0.1 * max(abs(nearer), abs(slope)) + 5 * abs(seen - nearer) + noise
+    value, slope, still, *moved = torch.stack([x.double() for x in values]).tolist()
+    seen = [(up - down) / (2 * r) for r, up, down in zip(radii, moved[::2], moved[1::2], strict=True)]
+    rounding = 10 * torch.finfo(point.dtype).eps * abs(value)
+    allowed = 0.1 * float(trees.norm(live)) + 2 * (max(seen) - min(seen)) + rounding / radii[-1]
+    return abs(still - value) <= 100 * rounding and min(abs(x - slope) for x in seen) <= allowed
 
 
 def _filled(point: Point, found: dict[str, Tensor | None]) -> Tree:

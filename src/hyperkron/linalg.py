@@ -7,8 +7,8 @@ matrices until the pieces are small and eliminates one half with batched matrix 
     [Q  D ] = [W  I] [   S] [   I ] ,     W = Q P⁻¹ ,   S = D − W Qᵀ ,
 
 the same again for P and S: 2/3·n³ operations, half those of an explicit inverse, and half its memory, while a solve
-costs no more than a product with the inverse would. Building runs in full float32 whatever the global setting, for W and
-S feed everything below them; solves follow the setting.
+costs no more than a product with the inverse would. Building runs in full float32 whatever the global setting, for W
+and S feed everything below them; solves follow the setting.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ import torch
 from torch import Tensor
 
 LEAF = 256
-"""Matrices of this size are inverted by the library's batched Cholesky."""
-FEW = 8
-"""Where there are no more matrices than this, launches cost more than operations and leaves are larger."""
-LEAF_OF_FEW = 1152
+"""Matrices of this size are inverted by the library's batched Cholesky, where operations are what costs."""
+LARGE_LEAF = 1152
+"""The same where launches are what costs: in a batch of fewer than ``FEW_OPERATIONS``."""
+FEW_OPERATIONS = 2e10
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Matrix products in true float32, restoring the global setting afterwards."""
-    before = torch.get_float32_matmul_precision()
-    if before == "highest":
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
+    """Matrix products and convolutions in true float32, restoring the global settings afterwards."""
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
+        if products != "highest":
+            torch.set_float32_matmul_precision("highest")
+        if convolutions:
+            torch.backends.cudnn.allow_tf32 = False
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        if products != "highest":
+            torch.set_float32_matmul_precision(products)
+        if convolutions:
+            torch.backends.cudnn.allow_tf32 = True
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,8 @@ def factorize(matrices: Tensor) -> tuple[Factorization, Tensor]:
     with full_precision():
         if matrices.device.type == "cpu":
             return _leaf(matrices)
-        return _halved(matrices, LEAF if matrices.shape[0] > FEW else LEAF_OF_FEW)
+        operations = matrices.shape[0] * float(matrices.shape[1]) ** 3
+        return _halved(matrices, LEAF if operations > FEW_OPERATIONS else LARGE_LEAF)
 
 
 def _halved(m: Tensor, leaf: int) -> tuple[Factorization, Tensor]:
@@ -128,6 +132,8 @@ def _halved(m: Tensor, leaf: int) -> tuple[Factorization, Tensor]:
 def _leaf(m: Tensor) -> tuple[Leaf, Tensor]:
     factor, info = torch.linalg.cholesky_ex(m)
     if m.device.type == "cpu":
+        if bool(info.any()):  # cholesky_inverse raises for the whole batch at a pivot of zero
+            factor[info != 0] = torch.eye(m.shape[-1], dtype=m.dtype)
         return Leaf(torch.cholesky_inverse(factor)), info
     eye = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device).expand_as(m)
     root = torch.linalg.solve_triangular(factor, eye, upper=False)

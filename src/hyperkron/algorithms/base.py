@@ -154,7 +154,7 @@ class State:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, with copies of θ and λ, as nested dictionaries of tensors, numbers, strings and None."""
-        hypergradient = {} if self.hypergradient is None else self.hypergradient.state_dict()
+        hypergradient = {} if self.hypergradient is None else _copies(self.hypergradient.state_dict())
         return {
             "step": self.step,
             "model": _copies(self.model.state_dict()),
@@ -181,7 +181,7 @@ class State:
         self.inner.load_state_dict(state["inner"])
         self.outer.load_state_dict(state["outer"])
         if self.hypergradient is not None:
-            self.hypergradient.load_state_dict(state["hypergradient"])
+            self.hypergradient.load_state_dict(_copies(state["hypergradient"]))
         self.trees = {name: _copies(tree) for name, tree in state["trees"].items()}
         self.numbers = dict(state["numbers"])
         for name, twin in self.twins.items():
@@ -254,7 +254,7 @@ class Algorithm(ABC):
 
 def fresh(method: Hypergradient) -> Hypergradient:
     """A copy of ``method`` without its memory, so that one configuration serves many runs."""
-    if isinstance(method, Implicit):
+    if type(method) is Implicit:
         return Implicit(
             method.curvature,
             method.solver,
@@ -275,4 +275,8 @@ def check_counts(algorithm: Any, *names: str, least: int = 1) -> None:
 
 
 def _copies(tree: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.detach().clone() if isinstance(x, Tensor) else x for name, x in tree.items()}
+    """The same nested dictionary with every tensor copied, so that a saved state does not move with the live one."""
+    return {
+        name: _copies(x) if isinstance(x, dict) else x.detach().clone() if isinstance(x, Tensor) else x
+        for name, x in tree.items()
+    }

@@ -6,6 +6,7 @@ momentum, Adam or a cosine schedule can be had with any algorithm, and without t
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,6 +81,11 @@ class Updates:
             raise HyperkronError(
                 f"optimizer={self.optimizer!r:.60} is not a torch.optim.Optimizer; pass one over the parameters "
                 "of this level, such as torch.optim.SGD(model.parameters(), lr=0.1)."
+            )
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise HyperkronError(
+                "optimizer=LBFGS evaluates the loss itself, several times a step, while an algorithm gives it one "
+                "direction; use SGD, Adam or another optimizer that needs no closure."
             )
         if self.scheduler is not None and getattr(self.scheduler, "optimizer", None) is not self.optimizer:
             raise HyperkronError("scheduler belongs to another optimizer than the one it is given with.")
@@ -187,7 +193,9 @@ class Mover:
             {**group, "params": [of[id(p)] for p in group["params"] if id(p) in of]}
             for group in self.optimizer.param_groups
         ]
-        optimizer = type(self.optimizer)([g for g in groups if g["params"]], **self.optimizer.defaults)
+        known = inspect.signature(type(self.optimizer)).parameters
+        settings = {key: value for key, value in self.optimizer.defaults.items() if key in known}
+        optimizer = type(self.optimizer)(groups, **settings)
         return Mover(copies, Updates(optimizer, clip=self.clip), Rate(0.0))
 
     def state_dict(self) -> dict[str, Any]:

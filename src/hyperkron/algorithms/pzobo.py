@@ -20,7 +20,8 @@ class PZOBO(Algorithm):
         θ_T(λ): T inner steps from θ ;      u_q ~ N(0, I), q ≤ Q
         λ ← λ − γ [ ∂_λ f + (1/Q) Σ_q u_q ⟨(θ_T(λ + µu_q) − θ_T(λ))/µ, ∂_θ f⟩ ] ;      θ ← θ_T(λ)
 
-    All runs use the same batches and start from the same θ. (Sow et al. write ES for the estimate.)
+    All runs use the same batches and start from the same θ. λ + µu may leave the set that λ is projected onto: g must
+    be defined within about 3µ of it.
 
     Reference: Sow, Ji & Liang, "On the convergence theory for Hessian-free bilevel algorithms" (NeurIPS 2022).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from hyperkron.algorithms import oracles
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
@@ -24,9 +24,11 @@ class T1T2(Algorithm):
 
     Args:
         scale: the number that stands for H⁻¹; ``None`` for the inner learning rate.
+        cross: how X is computed; ``difference`` is DARTS' [∂_λ g(θ + εv) − ∂_λ g(θ − εv)]/2ε with ε = .01/‖v‖.
     """
 
     scale: float | None = None
+    cross: Literal["reverse", "forward", "difference"] = "reverse"
 
     facts: ClassVar[Facts] = Facts(
         name="T1–T2",
@@ -39,14 +41,13 @@ class T1T2(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scale is not None:
-            identity(self.scale)  # refuses a scale that is not positive
+        identity(1.0 if self.scale is None else self.scale, cross=self.cross)  # refuses what makes no sense
 
     def step(self, state: State, draw: Draw) -> StepReport:
         """One step on each level."""
         scale = state.inner.lr if self.scale is None else self.scale
         inner_loss = oracles.descend(state, draw, 1)
-        method = identity(scale, cross="reverse")
+        method = identity(scale, cross=self.cross)
         result = method.compute(state.problem, state.model, state.hyper, draw.inner(), draw.outer())
         state.outer.step(result.grads)
         return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)

@@ -40,7 +40,8 @@ class Direct(Solver):
         """As for every solver; on a GPU nothing is read back, and a non-finite value is left for the caller to find."""
         if next(iter(b.values())).is_cuda and isinstance(operator, Invertible):
             self._check(operator, start, preconditioner)
-            return Solution(operator.solve(trees.map(Tensor.detach, b)), operator.status)
+            value = operator.solve(trees.map(Tensor.detach, b))
+            return Solution(value, operator.status)
         return super().solve(operator, b, start=start, preconditioner=preconditioner)
 
     def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:

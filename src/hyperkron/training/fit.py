@@ -138,7 +138,7 @@ def fit(
         ... )
         >>> x = torch.ones(2, 1)
         >>> run = hk.fit(problem, model, shift, hk.aid_cg(1, outer_rate=0.5), x, x, steps=50)
-        >>> round(float(shift()), 3)  # the inner targets that make the outer ones fit
+        >>> round(float(shift().detach()), 3)  # the inner targets that make the outer ones fit
         3.0
         >>> run.history.column("outer_loss")[-1] < 1e-6
         True

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hyperkron.linalg import Factorization, full_precision, load_factorization
@@ -66,38 +67,42 @@ def added(a: Factor, b: Factor) -> Factor:
 
 @dataclass(frozen=True)
 class Primal:
-    """(M + δI)⁻¹ of dense factors, (L, d, d)."""
+    """(M + δI)⁻¹ of dense factors, (L, d, d); the system may have more rows, those of an identity, than M."""
 
     system: Factorization
+    extra: int = 0
 
     def solve(self, v: Tensor) -> Tensor:
         """(M + δI)⁻¹ V for V of shape (L, d, k)."""
-        return self.system.solve(v)
+        return self.system.solve(self._longer(v))[:, : v.shape[1]]
 
     def times(self, v: Tensor) -> Tensor:
         """(M + δI) V."""
-        return self.system.times(v)
+        return self.system.times(self._longer(v))[:, : v.shape[1]]
+
+    def _longer(self, v: Tensor) -> Tensor:
+        return F.pad(v, (0, 0, 0, self.extra)) if self.extra else v
 
     def state_dict(self) -> dict[str, Any]:
         """Its tensors, by name."""
-        return {"system": self.system.state_dict()}
+        return {"system": self.system.state_dict(), "extra": self.extra}
 
 
 @dataclass(frozen=True)
 class Dual:
-    """(XᵀX + δI)⁻¹ by the rows X (L, R, d), a factorisation of XXᵀ + δI, and δ (L,).
+    """(XᵀX + δI)⁻¹ by the rows X (L, R, d), the inverse of XXᵀ + δI, and δ (L,).
 
     Products run in full precision: the answer along the rows is a small difference of large numbers.
     """
 
     rows: Tensor
-    system: Factorization
+    kernel: Primal
     shift: Tensor
 
     def solve(self, v: Tensor) -> Tensor:
         """(XᵀX + δI)⁻¹ V for V of shape (L, d, k)."""
         with full_precision():
-            return (v - self.rows.mT @ self.system.solve(self.rows @ v)) / self.shift[:, None, None]
+            return (v - self.rows.mT @ self.kernel.solve(self.rows @ v)) / self.shift[:, None, None]
 
     def times(self, v: Tensor) -> Tensor:
         """(XᵀX + δI) V."""
@@ -105,7 +110,7 @@ class Dual:
 
     def state_dict(self) -> dict[str, Any]:
         """Its tensors, by name."""
-        return {"rows": self.rows, "system": self.system.state_dict(), "shift": self.shift}
+        return {"rows": self.rows, "shift": self.shift, **self.kernel.state_dict()}
 
 
 FactorInverse = Primal | Dual
@@ -113,5 +118,5 @@ FactorInverse = Primal | Dual
 
 def load_factor_inverse(state: dict[str, Any]) -> FactorInverse:
     """The inverse whose :meth:`state_dict` this is."""
-    system = load_factorization(state["system"])
-    return Dual(state["rows"], system, state["shift"]) if "rows" in state else Primal(system)
+    primal = Primal(load_factorization(state["system"]), state["extra"])
+    return Dual(state["rows"], primal, state["shift"]) if "rows" in state else primal

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hyperkron.curvature.kfac.factors import (
@@ -151,33 +152,41 @@ def split_damping(mean_a: Tensor, mean_b: Tensor, damping: Tensor, split: str) -
     return pi * root, root / pi
 
 
+Outcome = Callable[[], tuple[FactoredInverses, Status, bool]]
+
+
 def factored_inverses(
     factors: dict[str, tuple[Factor, Factor]], damping: dict[str, Tensor | float], split: Split, finite: Tensor
-) -> tuple[FactoredInverses, Status, bool]:
-    """The damped inverses of all blocks, how they were obtained, and the value of ``finite``.
+) -> Outcome:
+    """Begin the damped inverses of all blocks; the function returned waits for them and says how it went.
 
-    ``finite`` says whether the factors are; it is read together with the outcome of the factorisation, and where it is
-    false the inverses are worthless.
+    Its answers are the inverses, how they were obtained, and the value of ``finite``, which says whether the factors
+    are; where it is false the inverses are worthless. On a GPU other work can be queued before it is called.
 
-    On a GPU, small factors cost launches rather than operations, so blocks are sorted by shape, all systems of one size
-    are factorised in one batch, and each shape gets its stretch of the batch.
+    There, too, small factors cost launches rather than operations, so blocks are sorted by shape, all systems of one
+    size are factorised in one batch, and each shape gets its stretch of the batch.
     """
     by_shape: dict[tuple[object, ...], list[str]] = {}
     for name, pair in factors.items():
         by_shape.setdefault(tuple((isinstance(f, LowRank), _shape(f)) for f in pair), []).append(name)
     names = [name for members in by_shape.values() for name in members]
     if not names:
-        return FactoredInverses(()), Status.DIRECT, bool(finite)
+        return lambda: (FactoredInverses(()), Status.DIRECT, bool(finite))
     systems = _Systems([factors[n][side] for side in (0, 1) for n in names])
     shifts = systems.shifts([damping[n] for n in names], split)
-    status, good = systems.factorize(shifts, finite)
-    classes, first = [], 0
-    for members in by_shape.values():
-        last = first + len(members)
-        sides = [systems.inverse(first + side * len(names), last + side * len(names), shifts) for side in (0, 1)]
-        classes.append(ShapeClass(tuple(members), tuple(systems.groups[first:last]), sides[0], sides[1]))
-        first = last
-    return FactoredInverses(tuple(classes)), status, good
+    infos = systems.factorize(shifts)
+
+    def outcome() -> tuple[FactoredInverses, Status, bool]:
+        status, good = systems.outcome(shifts, infos, finite)
+        classes, first = [], 0
+        for members in by_shape.values():
+            last = first + len(members)
+            a, b = (systems.inverse(first + skip, last + skip, shifts) for skip in (0, len(names)))
+            classes.append(ShapeClass(tuple(members), tuple(systems.groups[first:last]), a, b))
+            first = last
+        return FactoredInverses(tuple(classes)), status, good
+
+    return outcome
 
 
 def _shape(factor: Factor) -> tuple[int, ...]:
@@ -193,11 +202,13 @@ class _Systems:
         with full_precision():
             self.matrices = [f.rows @ f.rows.mT if isinstance(f, LowRank) else f for f in factors]
         self.groups = [m.shape[0] for m in self.matrices]
+        sizes = _common_sizes({m.shape[-1] for m in self.matrices})
+        self.extra = [sizes[m.shape[-1]] - m.shape[-1] for m in self.matrices]
         by_size: dict[int, list[int]] = {}
         for i, m in enumerate(self.matrices):
-            by_size.setdefault(m.shape[-1], []).append(i)
+            by_size.setdefault(sizes[m.shape[-1]], []).append(i)
         self.members = list(by_size.values())
-        self.stacks = [torch.cat([self.matrices[i] for i in members]) for members in self.members]
+        self.stacks = [self._stacked(members) for members in self.members]
         self.made: list[Factorization] = []
         self.begin: dict[int, int] = {}  # where a factor's groups begin when all stacks are put one after the other
         self.stack_of: dict[int, int] = {}
@@ -206,6 +217,19 @@ class _Systems:
             for i in members:
                 self.begin[i], self.stack_of[i] = position, s
                 position += self.groups[i]
+
+    def _stacked(self, members: list[int]) -> Tensor:
+        """Copies of some matrices in one tensor, bordered with an identity where they are smaller than others."""
+        return torch.cat(
+            [F.pad(self.matrices[i], (0, self.extra[i]) * 2) if self.extra[i] else self.matrices[i] for i in members]
+        )
+
+    def _border(self, stack: Tensor, members: list[int]) -> None:
+        """Ones on the diagonal of the borders."""
+        for i in members:
+            if self.extra[i]:
+                first = self.begin[i] - self.begin[members[0]]
+                stack.diagonal(dim1=-2, dim2=-1)[first : first + self.groups[i], -self.extra[i] :] = 1.0
 
     def shifts(self, damping: list[Tensor | float], split: Split) -> Tensor:
         """δ_A and δ_B of every group, in the order of the stacks."""
@@ -239,29 +263,33 @@ class _Systems:
                 sides[side].append(torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(a.shape[0]))
         return torch.cat(sides[0]), torch.cat(sides[1])
 
-    def factorize(self, shifts: Tensor, finite: Tensor) -> tuple[Status, bool]:
-        """Factorise M + shift·I for all stacks, and read ``finite``; where it is false, nothing is rescued.
-
-        A stack in which a matrix fails is tried in float64, then with 10, 100 and 1000 times the shift of the matrices
-        that fail; then :class:`FactorizationError` is raised.
-        """
+    def factorize(self, shifts: Tensor) -> list[Tensor]:
+        """Factorise M + shift·I for all stacks; non-zero where it failed, nothing read yet."""
         infos: list[Tensor] = []
         for members, stack in zip(self.members, self.stacks, strict=True):
             first = self.begin[members[0]]
             stack.diagonal(dim1=-2, dim2=-1).add_(shifts[first : first + stack.shape[0], None])
+            self._border(stack, members)
             made, info = factorize(stack)
             self.made.append(made)
-            infos.append(info)
+            infos.append(info.ne(0))
         self.stacks = []  # not needed any more; the factors themselves are, should one have failed
-        *failed, bad_input = torch.cat([*(info.ne(0) for info in infos), ~finite.reshape(1).to(shifts.device)]).tolist()
+        return infos
+
+    def outcome(self, shifts: Tensor, infos: list[Tensor], finite: Tensor) -> tuple[Status, bool]:
+        """Read the outcome, and ``finite``, in one copy to the host.
+
+        A stack in which a matrix failed is tried in float64, then with 10, 100 and 1000 times the shift of the matrices
+        that fail; then :class:`FactorizationError` is raised. Factors that are not finite are not tried again.
+        """
+        *failed, bad_input = torch.cat([*infos, ~finite.reshape(1).to(shifts.device)]).tolist()
         if bad_input or not any(failed):
             return Status.DIRECT, not bad_input
         for s, members in enumerate(self.members):
             first = self.begin[members[0]]
             bad = failed[first : first + sum(self.groups[i] for i in members)]
             if any(bad):
-                matrices = torch.cat([self.matrices[i] for i in members])
-                self.made[s] = _rescued(matrices, shifts[first : first + len(bad)])
+                self.made[s] = _rescued(self._stacked(members), shifts[first : first + len(bad)])
         return Status.MORE_DAMPING, True
 
     def inverse(self, first: int, last: int, shifts: Tensor) -> FactorInverse:
@@ -273,7 +301,17 @@ class _Systems:
         complete = begin == start and self.members[stack][-1] == last - 1
         system = whole if complete else whole.part(begin - start, end - start)
         rows = [f.rows for f in self.factors[first:last] if isinstance(f, LowRank)]
-        return Dual(torch.cat(rows), system, shifts[begin:end]) if rows else Primal(system)
+        primal = Primal(system, self.extra[first])
+        return Dual(torch.cat(rows), primal, shifts[begin:end]) if rows else primal
+
+
+def _common_sizes(sizes: set[int]) -> dict[int, int]:
+    """Each size with the one it is raised to: a size hardly larger that is there anyway (768 joins 769)."""
+    found: dict[int, int] = {}
+    for n in sorted(sizes):
+        larger = [m for m in sizes if n < m <= 1.02 * n]
+        found[n] = max(larger, default=n)
+    return {n: found.get(m, m) for n, m in found.items()}
 
 
 def _vector(values: Sequence[Tensor | float], like: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -77,15 +78,17 @@ class Kronecker(Curvature):
             _refuse(made.coverage())
         if state.parameters != list(made.rows):  # the first call, or others are trained now: what is kept does not fit
             state.factors, state.inverses, state.diagonal = {}, None, {}
-            self._refresh(point, state, made)
-        elif state.age + 1 >= self.refresh_every:
-            self._refresh(point, state, made)
-        else:
+        elif state.age + 1 < self.refresh_every:
             state.age += 1
+            return KroneckerOperator(made.blocks, state, self.damping)
+        finish = self._refresh(point, state, made)
+        if point.device.type != "cpu":  # queue what follows before waiting for the factorisation
+            return KroneckerOperator(made.blocks, state, self.damping, finish)
+        finish()
         return KroneckerOperator(made.blocks, state, self.damping)
 
-    def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> None:
-        """New factors and inverses, or the previous ones where the new are unusable."""
+    def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Callable[[], None]:
+        """Begin new factors and inverses; the function returned completes them, or keeps the previous ones."""
         try:
             measured = self._measure(point, state, made)
             if self.strict and measured.uncalled:
@@ -97,15 +100,36 @@ class Kronecker(Curvature):
                 point.notes["uncalled"] = f"{', '.join(measured.uncalled)}: fallback, for their layers were not called"
             self._check(made, measured)
             factors = self._average(point, state, measured)
-            inverses, status = self._invert(point, state, made, measured, factors)
+            begun = self._invert(point, state, made, measured, factors)
         except (FactorizationError, NonFiniteError) as error:
-            state.failures += 1
-            if state.inverses is None:
-                raise
-            if state.failures >= MAX_FAILURES:
-                raise type(error)(f"{error} It was refresh {state.failures} in a row to fail.") from error
-            state.status, state.age = Status.KEPT_PREVIOUS, state.age + 1
-            point.notes["factorisation"] = str(error)
+            self._keep(point, state, error)
+            return lambda: None
+        return lambda: self._complete(point, state, made, measured, factors, begun)
+
+    def _keep(self, point: Point, state: KroneckerState, error: HyperkronError) -> None:
+        """Go on with the previous inverse, if there is one and it has not been kept too often."""
+        state.failures += 1
+        if state.inverses is None:
+            raise error
+        if state.failures >= MAX_FAILURES:
+            raise type(error)(f"{error} It was refresh {state.failures} in a row to fail.") from error
+        state.status, state.age = Status.KEPT_PREVIOUS, state.age + 1
+        point.notes["factorisation"] = str(error)
+
+    def _complete(
+        self,
+        point: Point,
+        state: KroneckerState,
+        made: Plan,
+        measured: Measured,
+        factors: dict[str, tuple[Factor, Factor]],
+        begun: Callable[[], tuple[BlockInverses, Status]],
+    ) -> None:
+        """Put the new inverses in place of the previous ones, or keep those."""
+        try:
+            inverses, status = begun()
+        except (FactorizationError, NonFiniteError) as error:
+            self._keep(point, state, error)
             return
         state.factors = {name: (dense(a), dense(b)) for name, (a, b) in factors.items()} if self.ema > 0 else {}
         state.inverses, state.status = inverses, status
@@ -201,8 +225,8 @@ class Kronecker(Curvature):
         made: Plan,
         measured: Measured,
         factors: dict[str, tuple[Factor, Factor]],
-    ) -> tuple[BlockInverses, Status]:
-        """Damped inverses of all blocks."""
+    ) -> Callable[[], tuple[BlockInverses, Status]]:
+        """Begin the damped inverses of all blocks; the function returned gives them and how they were obtained."""
 
 
 @dataclass(frozen=True)
@@ -254,19 +278,24 @@ class KFAC(Kronecker):
         made: Plan,
         measured: Measured,
         factors: dict[str, tuple[Factor, Factor]],
-    ) -> tuple[BlockInverses, Status]:
+    ) -> Callable[[], tuple[BlockInverses, Status]]:
         damping = {name: self._block_damping(made, measured, name) for name in factors}
         if self.split != "exact":
-            # one copy to the host tells both whether the factors are finite and whether they could be factorised
-            inverses, status, good = factored_inverses(factors, damping, self.split, finite(measured))
-            self._finite(point, measured, good)
-            return inverses, status
+            outcome = factored_inverses(factors, damping, self.split, finite(measured))
+
+            def finish() -> tuple[BlockInverses, Status]:
+                inverses, status, good = outcome()
+                self._finite(point, measured, good)
+                return inverses, status
+
+            return finish
         self._finite(point, measured, bool(finite(measured)))
         blocks = {}
         for name, (values_a, q_a, values_b, q_b) in eigen_bases(factors).items():
             spectrum = values_b[..., :, None] * values_a[..., None, :] + damping[name]
             blocks[name] = (q_a, q_b, spectrum)
-        return _checked(point, EigenInverses(blocks)), Status.DIRECT
+        inverses = _checked(point, EigenInverses(blocks))
+        return lambda: (inverses, Status.DIRECT)
 
 
 @dataclass(frozen=True)
@@ -289,14 +318,15 @@ class EKFAC(Kronecker):
         made: Plan,
         measured: Measured,
         factors: dict[str, tuple[Factor, Factor]],
-    ) -> tuple[BlockInverses, Status]:
+    ) -> Callable[[], tuple[BlockInverses, Status]]:
         self._finite(point, measured, bool(finite(measured)))
         bases = eigen_bases(factors)
         corrected = self._measure(point, state, made, {n: (q_a, q_b) for n, (_, q_a, _, q_b) in bases.items()})
         blocks = {}
         for name, (_, q_a, _, q_b) in bases.items():
             blocks[name] = (q_a, q_b, corrected.corrected[name] + self._block_damping(made, measured, name))
-        return _checked(point, EigenInverses(blocks)), Status.DIRECT
+        inverses = _checked(point, EigenInverses(blocks))
+        return lambda: (inverses, Status.DIRECT)
 
 
 def _checked(point: Point, inverses: EigenInverses) -> EigenInverses:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 WeightSharing = Literal["expand", "reduce"]
 
-CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**25}
+CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**24}
 """Patches are materialised at most this many numbers at a time, by device type."""
 
 

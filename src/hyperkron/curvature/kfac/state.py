@@ -89,11 +89,17 @@ class KroneckerOperator(Invertible):
     cross term is. A preconditioner must not be zero anywhere: see :meth:`definite`.
     """
 
-    def __init__(self, blocks: dict[str, Block], state: KroneckerState, damping: float) -> None:
-        assert state.inverses is not None
-        self.blocks = {name: blocks[name] for name in state.inverses.names}
-        self.inverses, self.diagonal, self.status = state.inverses, state.diagonal, state.status
+    def __init__(
+        self,
+        blocks: dict[str, Block],
+        state: KroneckerState,
+        damping: float,
+        pending: Callable[[], None] | None = None,
+    ) -> None:
+        self._blocks, self._state, self._pending = blocks, state, pending
         self.products = 0
+        if pending is None:
+            self.settle()
         self._damping, self._elsewhere = damping, 0.0
 
     def definite(self) -> KroneckerOperator:
@@ -101,11 +107,25 @@ class KroneckerOperator(Invertible):
         self._elsewhere = self._damping or 1.0
         return self
 
+    def settle(self) -> None:
+        """Wait for a factorisation still under way; by then other work has been queued behind it."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending()
+        assert self._state.inverses is not None
+        self.blocks = {name: self._blocks[name] for name in self._state.inverses.names}
+        self.inverses, self.diagonal = self._state.inverses, self._state.diagonal
+        self.status = self._state.status
+
     def matvec(self, v: Tree) -> Tree:
+        if self._pending is not None:
+            self.settle()
         self.products += 1
         return self._apply(v, self.inverses.matvec, lambda x, d: x * d)
 
     def solve(self, b: Tree) -> Tree:
+        if self._pending is not None:
+            self.settle()
         return self._apply(b, self.inverses.solve, lambda x, d: x / d)
 
     def _apply(
