@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,11 +27,14 @@ from torch import Tensor, nn
 import hyperkron as hk
 from hyperkron.point import Point
 
-SEEDS = range(5)
-DAMPINGS = (1e-1, 1e-2, 1e-3, 1e-4)
-FALLBACKS = ("diagonal", "identity", "zero")
+SEEDS = range(3)
+DAMPINGS = (1e-1, 1e-2, 1e-3)
+REGIMES = ((20, 64), (120, 64), (20, 160), (120, 160))
+"""(training steps, examples): before and after the data are fitted, below and around the number of parameters."""
+FALLBACKS = ("diagonal", "identity", "zero", "diagonal, roots")
+"""The last is no option of the library: (√d + √δ)² in place of d + δ, as factored damping treats a Kronecker block."""
 FISHERS = ("type-2", "mc")
-STEPS, COUNT, CLASSES, VOCABULARY, LENGTH = 150, 64, 4, 20, 6
+CLASSES, VOCABULARY, LENGTH = 4, 20, 6
 
 
 class Pooled(nn.Module):
@@ -98,16 +100,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def data(kind: str) -> tuple[Tensor, Tensor]:
+def data(kind: str, count: int) -> tuple[Tensor, Tensor]:
     """Inputs and classes of a random teacher, a third of them wrong."""
     if kind == "tokens":
-        x = torch.randint(VOCABULARY, (2 * COUNT, LENGTH))
+        x = torch.randint(VOCABULARY, (2 * count, LENGTH))
         y = nn.functional.one_hot(x, VOCABULARY).double().sum(1) @ torch.randn(VOCABULARY, CLASSES).double()
     else:
-        x = torch.randn(2 * COUNT, *((10,) if kind == "vectors" else (2, 5, 5)), dtype=torch.float64)
+        x = torch.randn(2 * count, *((10,) if kind == "vectors" else (2, 5, 5)), dtype=torch.float64)
         y = x.flatten(1) @ torch.randn(x[0].numel(), CLASSES, dtype=torch.float64)
-    wrong = torch.rand(2 * COUNT) < 0.33
-    return x, torch.where(wrong, torch.randint(CLASSES, (2 * COUNT,)), y.argmax(1))
+    wrong = torch.rand(2 * count) < 0.33
+    return x, torch.where(wrong, torch.randint(CLASSES, (2 * count,)), y.argmax(1))
 
 
 def inner(model: nn.Module, weights: nn.Module, batch: Any) -> hk.losses.Loss:
@@ -121,41 +123,20 @@ def outer(model: nn.Module, weights: nn.Module, batch: Any) -> hk.losses.Loss:
 PROBLEM = hk.BilevelProblem(inner, outer)
 
 
-def trained(name: str, seed: int) -> tuple[nn.Module, nn.Module, Any, Any]:
+def trained(name: str, seed: int, steps: int, count: int) -> tuple[nn.Module, nn.Module, Any, Any]:
     torch.manual_seed(seed)
     build, kind = MODELS[name]
-    model, weights = build().double(), hk.as_hyper(torch.full((COUNT,), 0.5, dtype=torch.float64))
-    x, y = data(kind)
-    first, second = (x[:COUNT], y[:COUNT]), (x[COUNT:], y[COUNT:])
+    model, weights = build().double(), hk.as_hyper(torch.full((count,), 0.5, dtype=torch.float64))
+    x, y = data(kind, count)
+    first, second = (x[:count], y[:count]), (x[count:], y[count:])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         inner(model, weights, first).backward()
         optimizer.step()
     model.zero_grad()
     weights.zero_grad()
     return model, weights, first, second
-
-
-class Dense(hk.Identity):
-    """A dense matrix in the place of A."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        object.__setattr__(self, "matrix", matrix)
-
-    def operator(self, point: Point, state: Any) -> Any:
-        return _DenseOperator(self.matrix, point.params)  # type: ignore[attr-defined]
-
-
-class _DenseOperator(hk.curvature.Invertible):
-    def __init__(self, matrix: Tensor, like: dict[str, Tensor]) -> None:
-        self.matrix, self.like = matrix, like
-
-    def matvec(self, v: dict[str, Tensor]) -> dict[str, Tensor]:
-        return unflat(self.matrix @ flat(v), self.like)
-
-    def solve(self, b: dict[str, Tensor]) -> dict[str, Tensor]:
-        return unflat(torch.linalg.solve(self.matrix, flat(b)), self.like)
 
 
 def flat(tree: dict[str, Tensor]) -> Tensor:
@@ -167,81 +148,105 @@ def unflat(vector: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: part.reshape(p.shape) for (n, p), part in zip(like.items(), parts, strict=True)}
 
 
-def dense_ggn(arguments: Any) -> Tensor:
-    with Point(PROBLEM, *arguments) as point:
-        operator = hk.GGN().operator(point, hk.GGN().init())
-        size = sum(p.numel() for p in point.params.values())
-        columns = [flat(operator.matvec(unflat(e, point.params))) for e in torch.eye(size, dtype=torch.float64)]
-    return torch.stack(columns, 1)
+def gradient(value: Tensor, params: dict[str, Tensor]) -> Tensor:
+    return flat(dict(zip(params, torch.autograd.grad(value, list(params.values()), retain_graph=True), strict=True)))
 
 
-def measure(name: str, seed: int) -> list[dict[str, Any]]:
-    arguments = trained(name, seed)
-    matrix = dense_ggn(arguments)
-    eye = torch.eye(len(matrix), dtype=torch.float64)
+def dense(point: Point, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The Gauss–Newton matrix Σ σ/N Jᵀ(diag p − ppᵀ)J and ∂²_λθ J_in, rows (p − y)ᵀJ/N, from a dense Jacobian."""
+    output = point.inner(differentiable=True).terms[0].output
+    count, classes = output.shape
+    rows = torch.eye(output.numel(), dtype=output.dtype).reshape(-1, count, classes)
+    parts = torch.autograd.grad(output, list(point.params.values()), rows, is_grads_batched=True)
+    jacobian = torch.cat([part.reshape(len(rows), -1) for part in parts], 1).reshape(count, classes, -1)
+    p = output.detach().softmax(1)[:, :, None]
+    bent = p * (jacobian - (p * jacobian).sum(1, keepdim=True)) * (0.5 / count)
+    residual = (p - F.one_hot(target, classes)[:, :, None]) / count
+    return jacobian.flatten(0, 1).T @ bent.flatten(0, 1), (residual * jacobian).sum(1)
+
+
+def solutions(point: Point, b: dict[str, Tensor], damping: float, fisher: str, seed: int) -> dict[str, Tensor]:
+    """v = A⁻¹b with each fallback, and with the diagonal damped as the factors are."""
+    found = {}
+    for fallback in FALLBACKS[:3]:
+        curvature = hk.KFAC(damping, fisher=fisher, fallback=fallback, seed=seed)  # type: ignore[arg-type]
+        found[fallback] = flat(curvature.operator(point, curvature.init()).solve(b))
+    zero = found["zero"] == 0
+    diagonal = (flat(b) / found["diagonal"] - damping).clamp_min(0).nan_to_num()
+    rooted = flat(b) / (diagonal.sqrt() + damping**0.5).square()
+    found[FALLBACKS[3]] = torch.where(zero, rooted, found["diagonal"])
+    return found
+
+
+def measure(name: str, seed: int, steps: int, count: int) -> list[dict[str, Any]]:
+    model, weights, first, second = trained(name, seed, steps, count)
+    covered = round(hk.KFAC().coverage(model).covered, 3)
     rows = []
-    for damping in DAMPINGS:
-        made = hk.Implicit(Dense(matrix + damping * eye), hk.Direct(), cross="reverse")
-        exact = flat(made.compute(PROBLEM, *arguments).grads)
-        for fisher in FISHERS:
-            for fallback in FALLBACKS:
-                curvature = hk.KFAC(damping, fisher=fisher, fallback=fallback, seed=seed)
-                found = flat(hk.Implicit(curvature, hk.Direct(), cross="reverse").compute(PROBLEM, *arguments).grads)
-                rows.append(
-                    {
-                        "model": name,
-                        "seed": seed,
-                        "covered": round(curvature.coverage(arguments[0]).covered, 3),
-                        "damping": damping,
-                        "fisher": fisher,
-                        "fallback": fallback,
-                        "cosine": float(F.cosine_similarity(found, exact, dim=0)),
-                        "relative_error": float((found - exact).norm() / exact.norm()),
-                    }
-                )
+    with Point(PROBLEM, model, weights, first, second) as point:
+        params = point.params
+        b = gradient(point.outer().value, params)
+        ggn, cross = dense(point, first[1])
+        for damping in DAMPINGS:
+            exact = -cross @ torch.linalg.solve(ggn + damping * torch.eye(len(b), dtype=b.dtype), b)
+            for fisher in FISHERS:
+                for fallback, v in solutions(point, unflat(b, params), damping, fisher, seed).items():
+                    found = -cross @ v
+                    rows.append(
+                        {
+                            "model": name,
+                            "covered": covered,
+                            "seed": seed,
+                            "steps": steps,
+                            "examples": count,
+                            "damping": damping,
+                            "fisher": fisher,
+                            "fallback": fallback,
+                            "cosine": float(F.cosine_similarity(found, exact, dim=0)),
+                            "relative_error": float((found - exact).norm() / exact.norm()),
+                        }
+                    )
     return rows
 
 
-def summary(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    table = []
-    wins = dict.fromkeys(FALLBACKS, 0)
-    for name in MODELS:
-        for fisher in FISHERS:
-            for damping in DAMPINGS:
-                line: dict[str, Any] = {"model": name, "fisher": fisher, "damping": damping}
-                for fallback in FALLBACKS:
-                    some = [
-                        r
-                        for r in rows
-                        if (r["model"], r["fisher"], r["damping"], r["fallback"]) == (name, fisher, damping, fallback)
-                    ]
-                    line["covered"] = some[0]["covered"]
-                    line[f"cosine {fallback}"] = round(statistics.median(r["cosine"] for r in some), 4)
-                    line[f"error {fallback}"] = round(statistics.median(r["relative_error"] for r in some), 4)
-                wins[max(FALLBACKS, key=lambda f, line=line: line[f"cosine {f}"])] += 1
-                table.append(line)
-    overall = {
-        f: {
-            "median_cosine": round(statistics.median(r["cosine"] for r in rows if r["fallback"] == f), 4),
-            "worst_cosine": round(min(r["cosine"] for r in rows if r["fallback"] == f), 4),
-            "median_error": round(statistics.median(r["relative_error"] for r in rows if r["fallback"] == f), 4),
-            "worst_error": round(max(r["relative_error"] for r in rows if r["fallback"] == f), 4),
-            "settings_of_highest_median_cosine": wins[f],
+def figures(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Medians and worst cases of each fallback, and its share of settings with the highest cosine."""
+    settings: dict[tuple[Any, ...], dict[str, float]] = {}
+    for r in rows:
+        key = (r["model"], r["seed"], r["steps"], r["examples"], r["damping"], r["fisher"])
+        settings.setdefault(key, {})[r["fallback"]] = r["cosine"]
+    best = [max(cosines, key=lambda f, c=cosines: c[f]) for cosines in settings.values()]
+    found = {}
+    for f in FALLBACKS:
+        cosines = [r["cosine"] for r in rows if r["fallback"] == f]
+        errors = [r["relative_error"] for r in rows if r["fallback"] == f]
+        found[f] = {
+            "mean_cosine": round(statistics.mean(cosines), 4),
+            "median_cosine": round(statistics.median(cosines), 4),
+            "worst_cosine": round(min(cosines), 4),
+            "median_error": round(statistics.median(errors), 4),
+            "worst_error": round(max(errors), 4),
+            "share_of_best_cosine": round(best.count(f) / len(best), 3),
         }
-        for f in FALLBACKS
-    }
-    return table, overall
+    return found
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    found = figures(rows)
+    line = ("{mean_cosine:.3f} {median_error:6.3f} {share_of_best_cosine:4.0%}".format(**x) for x in found.values())
+    print(f"{title:<44} {'    '.join(line)}")
+    return found
 
 
 def main() -> None:
     torch.set_num_threads(1)
     begin = time.perf_counter()
-    rows = [row for name in MODELS for seed in SEEDS for row in measure(name, seed)]
-    table, overall = summary(rows)
-    for line in table:
-        cells = "  ".join(f"{f} {line[f'cosine {f}']:.3f}/{line[f'error {f}']:.3f}" for f in FALLBACKS)
-        print(f"{line['model']:<38} {line['fisher']:<7} δ={line['damping']:<7g} cosine/error: {cells}")
-    print(json.dumps(overall, indent=1))
+    runs = [(name, seed, *regime) for regime in REGIMES for name in MODELS for seed in SEEDS]
+    rows = [row for run in runs for row in measure(*run)]
+    print("mean cosine, median relative error, share of settings with the highest cosine:", *FALLBACKS, sep="    ")
+    groups = {"all": show("all", rows)}
+    for key in ("model", "damping", "fisher", "steps", "examples"):
+        for value in dict.fromkeys(r[key] for r in rows):
+            groups[f"{key} {value}"] = show(f"{key} {value}", [r for r in rows if r[key] == value])
     report = {
         "command": "python benchmarks/fallback.py",
         "seeds": list(SEEDS),
@@ -251,16 +256,15 @@ def main() -> None:
             "python": platform.python_version(),
             "machine": platform.machine(),
         },
-        "settings": {"training_steps": STEPS, "examples": COUNT, "threads": 1, "dtype": "float64"},
+        "settings": {"regimes (steps, examples)": REGIMES, "dampings": DAMPINGS, "threads": 1, "dtype": "float64"},
         "seconds": round(time.perf_counter() - begin, 1),
-        "overall": overall,
-        "medians_over_seeds": table,
-        "runs": rows,
+        "figures": groups,
+        "runs": [{k: round(v, 5) if isinstance(v, float) else v for k, v in r.items()} for r in rows],
     }
     path = Path(__file__).parent / "results" / "fallback.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{report['seconds']} s, written to {path}", file=sys.stderr)
+    path.write_text(json.dumps(report) + "\n")
+    print(f"{report['seconds']} s, written to {path.relative_to(Path(__file__).parent.parent)}")
 
 
 if __name__ == "__main__":

@@ -43,8 +43,14 @@ class Measured:
     """EKFAC's S of every block, in the eigenbasis it was asked for: (groups, d_out, d_in [+1])."""
     l2: dict[str, Tensor | float] = field(default_factory=dict)
     """2α of the penalties α‖p‖² in the inner loss, by parameter."""
+    reached: tuple[str, ...] = ()
+    """The blocks that a gradient reached."""
     uncalled: list[str] = field(default_factory=list)
     """Parameters of layers that were never called as modules (their weights may be used by a function)."""
+
+    def release(self) -> None:
+        """Forget the factors, to free their memory; what else was found stays."""
+        self.a, self.b = {}, {}
 
 
 Basis = dict[str, tuple[Tensor, Tensor]]
@@ -197,6 +203,7 @@ class _Recorder:
             if id(total) not in means:
                 means[id(total)] = scaled(total, 1.0 / self.rows[name])
         found.a = {name: means[id(total)] for name, total in found.a.items() if name in found.b}
+        found.reached = tuple(found.a)
 
     def _on_block(self, block: Block) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
         def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:

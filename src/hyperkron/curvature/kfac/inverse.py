@@ -155,13 +155,23 @@ def split_damping(mean_a: Tensor, mean_b: Tensor, damping: Tensor, split: str) -
 Outcome = Callable[[], tuple[FactoredInverses, Status, bool]]
 
 
+class FactorsNeeded(Exception):
+    """A factorisation failed and the factors are gone: measure them again, the same way, and keep them."""
+
+
 def factored_inverses(
-    factors: dict[str, tuple[Factor, Factor]], damping: dict[str, Tensor | float], split: Split, finite: Tensor
+    factors: dict[str, tuple[Factor, Factor]],
+    damping: dict[str, Tensor | float],
+    split: Split,
+    finite: Tensor,
+    keep: bool,
 ) -> Outcome:
     """Begin the damped inverses of all blocks; the function returned waits for them and says how it went.
 
     Its answers are the inverses, how they were obtained, and the value of ``finite``, which says whether the factors
-    are; where it is false the inverses are worthless. On a GPU other work can be queued before it is called.
+    are; where it is false the inverses are worthless. On a GPU other work can be queued before it is called. So that
+    the factors do not add to the memory of that work they are not kept, unless ``keep`` says so: after a failure
+    :class:`FactorsNeeded` is then raised.
 
     There, too, small factors cost launches rather than operations, so blocks are sorted by shape, all systems of one
     size are factorised in one batch, and each shape gets its stretch of the batch.
@@ -172,7 +182,7 @@ def factored_inverses(
     names = [name for members in by_shape.values() for name in members]
     if not names:
         return lambda: (FactoredInverses(()), Status.DIRECT, bool(finite))
-    systems = _Systems([factors[n][side] for side in (0, 1) for n in names])
+    systems = _Systems([factors[n][side] for side in (0, 1) for n in names], keep)
     shifts = systems.shifts([damping[n] for n in names], split)
     infos = systems.factorize(shifts)
 
@@ -197,18 +207,23 @@ def _shape(factor: Factor) -> tuple[int, ...]:
 class _Systems:
     """The linear systems of many factors, all of A and then all of B, stacked by size."""
 
-    def __init__(self, factors: list[Factor]) -> None:
-        self.factors, self.count = factors, len(factors) // 2
+    def __init__(self, factors: list[Factor], keep: bool) -> None:
+        self.count, self.keep = len(factors) // 2, keep
+        self.factors = factors  # until the shifts are known; then only the rows of those that are kept as rows
+        self.rows = [f.rows if isinstance(f, LowRank) else None for f in factors]
         with full_precision():
-            self.matrices = [f.rows @ f.rows.mT if isinstance(f, LowRank) else f for f in factors]
-        self.groups = [m.shape[0] for m in self.matrices]
-        sizes = _common_sizes({m.shape[-1] for m in self.matrices})
-        self.extra = [sizes[m.shape[-1]] - m.shape[-1] for m in self.matrices]
+            matrices = [f.rows @ f.rows.mT if isinstance(f, LowRank) else f for f in factors]
+        self.groups = [m.shape[0] for m in matrices]
+        sizes = _common_sizes({m.shape[-1] for m in matrices})
+        self.extra = [sizes[m.shape[-1]] - m.shape[-1] for m in matrices]
         by_size: dict[int, list[int]] = {}
-        for i, m in enumerate(self.matrices):
+        for i, m in enumerate(matrices):
             by_size.setdefault(sizes[m.shape[-1]], []).append(i)
         self.members = list(by_size.values())
-        self.stacks = [self._stacked(members) for members in self.members]
+        self.stacks = [
+            torch.cat([F.pad(matrices[i], (0, self.extra[i]) * 2) if self.extra[i] else matrices[i] for i in members])
+            for members in self.members
+        ]
         self.made: list[Factorization] = []
         self.begin: dict[int, int] = {}  # where a factor's groups begin when all stacks are put one after the other
         self.stack_of: dict[int, int] = {}
@@ -217,12 +232,6 @@ class _Systems:
             for i in members:
                 self.begin[i], self.stack_of[i] = position, s
                 position += self.groups[i]
-
-    def _stacked(self, members: list[int]) -> Tensor:
-        """Copies of some matrices in one tensor, bordered with an identity where they are smaller than others."""
-        return torch.cat(
-            [F.pad(self.matrices[i], (0, self.extra[i]) * 2) if self.extra[i] else self.matrices[i] for i in members]
-        )
 
     def _border(self, stack: Tensor, members: list[int]) -> None:
         """Ones on the diagonal of the borders."""
@@ -252,6 +261,7 @@ class _Systems:
             raise HyperkronError(f"split={split!r} is unknown; use 'pi', 'plain', 'exact' or a callable (A, B, δ).")
         found = like.new_empty(2 * len(groups))
         found[at_a], found[at_b] = delta_a, delta_b
+        self.factors = []
         return found
 
     def _by_callable(self, damping: list[Tensor | float], split: SplitFunction) -> tuple[Tensor, Tensor]:
@@ -264,17 +274,23 @@ class _Systems:
         return torch.cat(sides[0]), torch.cat(sides[1])
 
     def factorize(self, shifts: Tensor) -> list[Tensor]:
-        """Factorise M + shift·I for all stacks; non-zero where it failed, nothing read yet."""
+        """Factorise M + shift·I for all stacks; true where it failed, nothing read yet."""
         infos: list[Tensor] = []
-        for members, stack in zip(self.members, self.stacks, strict=True):
-            first = self.begin[members[0]]
-            stack.diagonal(dim1=-2, dim2=-1).add_(shifts[first : first + stack.shape[0], None])
+        for s, members in enumerate(self.members):
+            stack = self.stacks[s].clone() if self.keep else self.stacks[s]
+            stack.diagonal(dim1=-2, dim2=-1).add_(self._of_stack(shifts, members)[:, None])
             self._border(stack, members)
             made, info = factorize(stack)
             self.made.append(made)
             infos.append(info.ne(0))
-        self.stacks = []  # not needed any more; the factors themselves are, should one have failed
+        if not self.keep:
+            self.stacks = []
         return infos
+
+    def _of_stack(self, values: Any, members: list[int]) -> Any:
+        """The stretch of per-group values that belongs to one stack."""
+        first, last = members[0], members[-1]
+        return values[self.begin[first] : self.begin[last] + self.groups[last]]
 
     def outcome(self, shifts: Tensor, infos: list[Tensor], finite: Tensor) -> tuple[Status, bool]:
         """Read the outcome, and ``finite``, in one copy to the host.
@@ -283,13 +299,17 @@ class _Systems:
         that fail; then :class:`FactorizationError` is raised. Factors that are not finite are not tried again.
         """
         *failed, bad_input = torch.cat([*infos, ~finite.reshape(1).to(shifts.device)]).tolist()
-        if bad_input or not any(failed):
-            return Status.DIRECT, not bad_input
+        if not bad_input and not any(failed):
+            return Status.DIRECT, True
+        if not self.keep:
+            raise FactorsNeeded
+        if bad_input:
+            return Status.DIRECT, False
         for s, members in enumerate(self.members):
-            first = self.begin[members[0]]
-            bad = failed[first : first + sum(self.groups[i] for i in members)]
-            if any(bad):
-                self.made[s] = _rescued(self._stacked(members), shifts[first : first + len(bad)])
+            if any(self._of_stack(failed, members)):
+                mine = self._of_stack(shifts, members)
+                self.made[s], more = _rescued(self.stacks[s], mine)
+                mine.copy_(more)  # the dual form uses δ once more
         return Status.MORE_DAMPING, True
 
     def inverse(self, first: int, last: int, shifts: Tensor) -> FactorInverse:
@@ -300,7 +320,7 @@ class _Systems:
         whole = self.made[stack]
         complete = begin == start and self.members[stack][-1] == last - 1
         system = whole if complete else whole.part(begin - start, end - start)
-        rows = [f.rows for f in self.factors[first:last] if isinstance(f, LowRank)]
+        rows = [r for r in self.rows[first:last] if r is not None]
         primal = Primal(system, self.extra[first])
         return Dual(torch.cat(rows), primal, shifts[begin:end]) if rows else primal
 
@@ -321,8 +341,8 @@ def _vector(values: Sequence[Tensor | float], like: Tensor) -> Tensor:
     return like.new_tensor(values)
 
 
-def _rescued(matrices: Tensor, shift: Tensor) -> Factorization:
-    """The inverses in float64, with more damping for those where that is not enough."""
+def _rescued(matrices: Tensor, shift: Tensor) -> tuple[Factorization, Tensor]:
+    """The inverses in float64, with more damping for those where that is not enough, and the damping they got."""
     wide, more = matrices.double(), shift.double().clone()
     eye = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
     bad = torch.ones_like(shift, dtype=torch.bool)
@@ -330,7 +350,7 @@ def _rescued(matrices: Tensor, shift: Tensor) -> Factorization:
         factor, info = torch.linalg.cholesky_ex(wide + more[:, None, None] * eye)
         bad = info.ne(0) | ~torch.isfinite(factor).all(-1).all(-1)
         if not bool(bad.any()):
-            return Leaf(torch.cholesky_inverse(factor).to(matrices.dtype))
+            return Leaf(torch.cholesky_inverse(factor).to(matrices.dtype)), more
         more = torch.where(bad, 10 * more, more)
     worst = matrices[bad]
     raise FactorizationError(

@@ -14,7 +14,14 @@ from hyperkron.curvature.base import Curvature, CurvatureState, checked_damping
 from hyperkron.curvature.kfac.capture import Fisher, Measured, measure
 from hyperkron.curvature.kfac.coverage import Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.factors import Factor, LowRank, dense
-from hyperkron.curvature.kfac.inverse import BlockInverses, EigenInverses, Split, eigen_bases, factored_inverses
+from hyperkron.curvature.kfac.inverse import (
+    BlockInverses,
+    EigenInverses,
+    FactorsNeeded,
+    Split,
+    eigen_bases,
+    factored_inverses,
+)
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState
 from hyperkron.point import Point, independent
@@ -89,6 +96,8 @@ class Kronecker(Curvature):
 
     def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Callable[[], None]:
         """Begin new factors and inverses; the function returned completes them, or keeps the previous ones."""
+        generator = state.random(point.device)
+        before = generator.get_state()
         try:
             measured = self._measure(point, state, made)
             if self.strict and measured.uncalled:
@@ -104,7 +113,17 @@ class Kronecker(Curvature):
         except (FactorizationError, NonFiniteError) as error:
             self._keep(point, state, error)
             return lambda: None
-        return lambda: self._complete(point, state, made, measured, factors, begun)
+        averages = {name: (dense(a), dense(b)) for name, (a, b) in factors.items()} if self.ema > 0 else {}
+        if point.device.type != "cpu" and not averages:
+            measured.release()
+
+        def again() -> tuple[BlockInverses, Status]:
+            """The same draws once more, this time keeping the factors until it is known how it went."""
+            generator.set_state(before)
+            repeated = self._measure(point, state, made)
+            return self._invert(point, state, made, repeated, self._average(point, state, repeated), keep=True)()
+
+        return lambda: self._complete(point, state, made, measured, averages, begun, again)
 
     def _keep(self, point: Point, state: KroneckerState, error: HyperkronError) -> None:
         """Go on with the previous inverse, if there is one and it has not been kept too often."""
@@ -122,16 +141,20 @@ class Kronecker(Curvature):
         state: KroneckerState,
         made: Plan,
         measured: Measured,
-        factors: dict[str, tuple[Factor, Factor]],
+        averages: dict[str, tuple[Tensor, Tensor]],
         begun: Callable[[], tuple[BlockInverses, Status]],
+        again: Callable[[], tuple[BlockInverses, Status]],
     ) -> None:
         """Put the new inverses in place of the previous ones, or keep those."""
         try:
-            inverses, status = begun()
+            try:
+                inverses, status = begun()
+            except FactorsNeeded:
+                inverses, status = again()
         except (FactorizationError, NonFiniteError) as error:
             self._keep(point, state, error)
             return
-        state.factors = {name: (dense(a), dense(b)) for name, (a, b) in factors.items()} if self.ema > 0 else {}
+        state.factors = averages
         state.inverses, state.status = inverses, status
         state.diagonal, state.parameters = self._diagonal(made, measured), list(made.rows)
         state.age, state.failures, state.refreshes = 0, 0, state.refreshes + 1
@@ -161,7 +184,7 @@ class Kronecker(Curvature):
 
     def _check(self, made: Plan, measured: Measured) -> None:
         """Refuse an inner loss that does not depend on the model, or whose penalty makes the curvature negative."""
-        if not (measured.b or measured.diagonal or measured.l2) and (made.blocks or self.fallback == "diagonal"):
+        if not (measured.reached or measured.diagonal or measured.l2) and (made.blocks or self.fallback == "diagonal"):
             raise independent("inner")
         lowest = {name: torch.as_tensor(value).detach().min().cpu() for name, value in measured.l2.items()}
         for name, value in lowest.items():
@@ -200,7 +223,7 @@ class Kronecker(Curvature):
 
     def _diagonal(self, made: Plan, measured: Measured) -> dict[str, Tensor]:
         """The damped diagonal of every parameter outside the blocks that the inner loss depends on."""
-        inside = {name for block in measured.a for name in made.blocks[block].names}
+        inside = {name for block in measured.reached for name in made.blocks[block].names}
         found: dict[str, Tensor] = {}
         for name in (name for name in made.rows if name not in inside):
             declared = made.rows[name].curvature != "kronecker" or name in measured.uncalled
@@ -225,6 +248,7 @@ class Kronecker(Curvature):
         made: Plan,
         measured: Measured,
         factors: dict[str, tuple[Factor, Factor]],
+        keep: bool = False,
     ) -> Callable[[], tuple[BlockInverses, Status]]:
         """Begin the damped inverses of all blocks; the function returned gives them and how they were obtained."""
 
@@ -278,10 +302,12 @@ class KFAC(Kronecker):
         made: Plan,
         measured: Measured,
         factors: dict[str, tuple[Factor, Factor]],
+        keep: bool = False,
     ) -> Callable[[], tuple[BlockInverses, Status]]:
         damping = {name: self._block_damping(made, measured, name) for name in factors}
         if self.split != "exact":
-            outcome = factored_inverses(factors, damping, self.split, finite(measured))
+            keep = keep or point.device.type == "cpu"
+            outcome = factored_inverses(factors, damping, self.split, finite(measured), keep)
 
             def finish() -> tuple[BlockInverses, Status]:
                 inverses, status, good = outcome()
@@ -318,6 +344,7 @@ class EKFAC(Kronecker):
         made: Plan,
         measured: Measured,
         factors: dict[str, tuple[Factor, Factor]],
+        keep: bool = False,
     ) -> Callable[[], tuple[BlockInverses, Status]]:
         self._finite(point, measured, bool(finite(measured)))
         bases = eigen_bases(factors)
