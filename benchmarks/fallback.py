@@ -259,7 +259,8 @@ def main() -> None:
         "settings": {"regimes (steps, examples)": REGIMES, "dampings": DAMPINGS, "threads": 1, "dtype": "float64"},
         "seconds": round(time.perf_counter() - begin, 1),
         "figures": groups,
-        "runs": [{k: round(v, 5) if isinstance(v, float) else v for k, v in r.items()} for r in rows],
+        "columns": list(rows[0]),
+        "runs": [[round(x, 5) if isinstance(x, float) else x for x in r.values()] for r in rows],
     }
     path = Path(__file__).parent / "results" / "fallback.json"
     path.parent.mkdir(exist_ok=True)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import oracles
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hyperkron as hk
+import oracles
 from hyperkron.curvature.kfac.capture import Measured, measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.point import Point
@@ -205,7 +206,7 @@ def make(
 def mlp(*widths: int, activation: type[nn.Module] = nn.Tanh, bias: bool = True) -> nn.Sequential:
     """Linear layers with an activation between them."""
     layers: list[nn.Module] = []
-    for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):
+    for i, (a, b) in enumerate(itertools.pairwise(widths)):
         layers += [nn.Linear(a, b, bias=bias)] + ([activation()] if i < len(widths) - 2 else [])
     return nn.Sequential(*layers).to(DOUBLE)
 

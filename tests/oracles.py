@@ -49,7 +49,8 @@ def gradient(value: Tensor, inputs: list[Tensor], graph: bool = False) -> Tensor
     if not value.requires_grad:
         return torch.cat([torch.zeros_like(x).reshape(-1) for x in inputs])
     found = torch.autograd.grad(value, inputs, create_graph=graph, retain_graph=True, allow_unused=True)
-    return torch.cat([(torch.zeros_like(x) if g is None else g).reshape(-1) for g, x in zip(found, inputs, strict=True)])
+    filled = [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+    return torch.cat([g.reshape(-1) for g in filled])
 
 
 def jacobian(outputs: Tensor, inputs: list[Tensor]) -> Tensor:
@@ -58,7 +59,7 @@ def jacobian(outputs: Tensor, inputs: list[Tensor]) -> Tensor:
 
 
 def hessian(value: Callable[[], Tensor], inputs: list[Tensor], others: list[Tensor] | None = None) -> Tensor:
-    """∂²value/∂others∂inputs, (numbers in inputs, numbers in others); ``others`` are the inputs themselves if absent."""
+    """∂²value/∂others∂inputs, (numbers in inputs, numbers in others); without ``others`` the Hessian."""
     with sdpa_kernel(SDPBackend.MATH):
         first = gradient(value(), inputs, graph=True)
     return jacobian(first, others or inputs)

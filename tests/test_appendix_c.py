@@ -1,17 +1,17 @@
 """Unrolling and implicit differentiation are one (appendix C of the paper): at one step, and at infinitely many.
 
-    dΦ_T/dλ = ∂_λ J_out − η Σ_{t<T} ∂²_λθ J_in (I − ηH)^t ∂_θ J_out      at a fixed point θ⁰ = θ* of the inner steps
+dΦ_T/dλ = ∂_λ J_out − η Σ_{t<T} ∂²_λθ J_in (I − ηH)^t ∂_θ J_out      at a fixed point θ⁰ = θ* of the inner steps
 """
 
 from __future__ import annotations
 
-import oracles
 import pytest
 import torch
-from cases import DOUBLE, Case, make, mlp, random_weights
 from torch import nn
 
 import hyperkron as hk
+import oracles
+from cases import DOUBLE, Case, make, mlp, random_weights
 from hyperkron.hypergradient.steps import SGD
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DOUBLE, Mean, make, mlp, random_weights
-from test_curvature_products import Attention, Once
 from torch import Tensor, nn
 
 import hyperkron as hk
+import oracles
+from cases import DOUBLE, Mean, make, mlp, random_weights
 from hyperkron import solution, trees
 from hyperkron.cross import Cross, CrossState, difference, forward, reverse
 from hyperkron.point import Point
+from test_curvature_products import Attention, Once
 
 X = torch.randn(5, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
 Y = torch.tensor([0, 2, 1, 1, 0])
@@ -79,13 +79,16 @@ KINDS: dict[str, tuple[Callable[..., hk.losses.Loss], Callable[[], nn.Module]]] 
 }
 
 
-def setting(inner: Callable[..., hk.losses.Loss], hyper: nn.Module, model: nn.Module) -> tuple[Point, dict[str, Tensor]]:
+Inner = Callable[..., hk.losses.Loss]
+
+
+def setting(inner: Inner, hyper: nn.Module, model: nn.Module) -> tuple[Point, dict[str, Tensor]]:
     problem = hk.BilevelProblem(inner, lambda m, h, b: hk.losses.cross_entropy(m(X), Y))
     v = trees.normal_like(oracles.trainable(model), torch.Generator().manual_seed(3))
     return Point(problem, model, hyper, None, None), v
 
 
-def dense_cross(inner: Callable[..., hk.losses.Loss], model: nn.Module, hyper: nn.Module, v: Any) -> dict[str, Tensor]:
+def dense_cross(inner: Inner, model: nn.Module, hyper: nn.Module, v: Any) -> dict[str, Tensor]:
     params, hypers = list(oracles.trainable(model).values()), oracles.trainable(hyper)
     matrix = oracles.hessian(lambda: inner(model, hyper, None).value, params, list(hypers.values()))
     return oracles.tree(matrix.T @ oracles.flat(v), hypers)
@@ -333,7 +336,7 @@ def test_fused_attention_with_every_curvature() -> None:
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.LayerNorm(4), nn.InstanceNorm1d(2)])
 def test_forward_mode_refuses_norms_whose_tangents_cannot_be_differentiated(norm: nn.Module) -> None:
-    """torch's tangents of these norms are wrong in λ inside the model, without a word; ``auto`` takes double backward."""
+    """torch's tangents of these norms are wrong in λ inside the model, in silence; ``auto`` takes double backward."""
     shaped = nn.Sequential(nn.Unflatten(1, (2, 2)), norm, nn.Flatten()) if isinstance(norm, nn.InstanceNorm1d) else norm
     model, hyper = bent(shaped), KINDS["perturbation"][1]()
     point, v = setting(perturbation, hyper, model)

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DOUBLE, Case, Mean, Weights, make, mlp, random_weights
 from torch import Tensor, nn
 
 import hyperkron as hk
+import oracles
+from cases import DOUBLE, Case, Mean, Weights, make, mlp, random_weights
 
 
 class Attention(nn.Module):
@@ -54,9 +54,7 @@ CASES: dict[str, Callable[[], Case]] = {
         loss="cross_entropy",
         hyper=random_weights(5),
     ),
-    "masked tokens": lambda: masked(
-        make(mlp(3, 4, 3), (4, 3), loss="cross_entropy", count=3, hyper=random_weights(3))
-    ),
+    "masked tokens": lambda: masked(make(mlp(3, 4, 3), (4, 3), loss="cross_entropy", count=3, hyper=random_weights(3))),
     "attention": lambda: masked(make(Attention(), (4, 3), loss="cross_entropy", count=3, hyper=random_weights(3))),
     "penalties": lambda: make(
         mlp(3, 4, 2),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import oracles
 import pytest
 import torch
-from cases import DOUBLE, Case, Mean, make, mlp, random_weights
 from torch import Tensor, nn
 
 import hyperkron as hk
+import oracles
+from cases import DOUBLE, Case, Mean, make, mlp, random_weights
 
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": lambda: make(mlp(3, 4, 3), (3,), loss="cross_entropy", count=8, hyper=random_weights(8)),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import oracles
 import pytest
 import torch
-from cases import DOUBLE, Case, Mean, make, mlp, random_weights
 from torch import Tensor, nn
 
 import hyperkron as hk
+import oracles
+from cases import DOUBLE, Case, Mean, make, mlp, random_weights
 
 
 def convex() -> Case:
@@ -115,7 +115,7 @@ def test_backward_adds_to_the_gradient_of_lambda() -> None:
 
 
 def ill_conditioned() -> Case:
-    """Inputs of very different sizes and more examples than parameters: CG needs many products, KFAC knows the sizes."""
+    """Inputs of very different sizes, more examples than parameters: CG needs many products, KFAC knows the sizes."""
     torch.manual_seed(0)
     case = make(mlp(8, 6, 3), (8,), loss="cross_entropy", count=300)
     scales = torch.logspace(-1.5, 1.5, 8, dtype=DOUBLE)

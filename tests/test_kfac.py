@@ -6,14 +6,14 @@ import copy
 import math
 from collections.abc import Callable
 
-import cases
-import oracles
 import pytest
 import torch
-from cases import DOUBLE, Case, Mean, make, mlp, random_weights
 from torch import Tensor, nn
 
+import cases
 import hyperkron as hk
+import oracles
+from cases import DOUBLE, Case, Mean, make, mlp, random_weights
 from hyperkron.curvature.kfac.factors import dense as as_matrix
 
 
@@ -157,9 +157,7 @@ def test_monte_carlo_converges_to_type_2_at_the_root_of_the_samples(loss: str) -
         for seed in seeds:
             drawn = case.measured("mc", samples=samples, seed=1000 * samples + seed)
             assert all(torch.equal(as_matrix(drawn.a[n]), as_matrix(exact.a[n])) for n in exact.a)
-            squares.append(
-                sum(float((as_matrix(drawn.b[n]) - as_matrix(exact.b[n])).square().sum()) for n in exact.b)
-            )
+            squares.append(sum(float((as_matrix(drawn.b[n]) - as_matrix(exact.b[n])).square().sum()) for n in exact.b))
         errors.append(math.sqrt(sum(squares) / len(squares)))
     x = torch.tensor(counts, dtype=DOUBLE).log()
     y = torch.tensor(errors, dtype=DOUBLE).log()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-import oracles
 import pytest
 import torch
-from cases import DOUBLE, Case, Mean, make, mlp, random_weights
 from torch import Tensor, nn
 
 import hyperkron as hk
+import oracles
+from cases import DOUBLE, Case, Mean, make, mlp, random_weights
 from hyperkron.curvature.kfac.factors import dense as as_matrix
 
 Build = Callable[[], nn.Module]
@@ -301,8 +301,9 @@ def test_diagonals_are_exact_per_example(name: str, fisher: str) -> None:
         exact = oracles.fisher(term.output, vectors, [case.params[parameter]]).diagonal()
         assert oracles.relative(diagonal.reshape(-1), exact) < 1e-12
     curvature = hk.KFAC(0.3, fisher=fisher, samples=2)  # type: ignore[arg-type]
+    ones = {n: torch.ones_like(p) for n, p in case.params.items()}
     with case.point() as point:
-        solved = curvature.operator(point, curvature.init()).solve({n: torch.ones_like(p) for n, p in case.params.items()})
+        solved = curvature.operator(point, curvature.init()).solve(ones)
     for parameter, diagonal in found.items():
         assert oracles.relative(solved[parameter], 1 / (diagonal + 0.3)) < 1e-14
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
-import oracles
 import torch
-from cases import DOUBLE, Case, Mean, Weights, make
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hyperkron as hk
+import oracles
+from cases import DOUBLE, Case, Mean, Weights, make
 from hyperkron import trees
 from hyperkron.curvature.kfac.factors import dense as as_matrix
 
@@ -35,7 +36,7 @@ class Recipe:
     def build(self) -> Case:
         torch.manual_seed(self.seed)
         layers: list[nn.Module] = []
-        for i, (a, b) in enumerate(zip(self.widths, self.widths[1:], strict=False)):
+        for i, (a, b) in enumerate(itertools.pairwise(self.widths)):
             last = i == len(self.widths) - 2
             if self.kind == "conv" and not last:
                 layers += [nn.Conv1d(a, b, 2, padding=1, bias=self.bias), self.activation()]

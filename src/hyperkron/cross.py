@@ -258,7 +258,8 @@ def _moves_as_its_gradient(point: Point, v: Tree, radius: float) -> bool:
         return True
     loss = point.inner()
     found = torch.autograd.grad(loss.value, list(point.params.values()), allow_unused=True)
-    live = {name: g for name, g in zip(point.params, found, strict=True) if g is not None}
+    pairs = zip(point.params, found, strict=True)
+    live = {name: g.to_dense() if g.is_sparse else g for name, g in pairs if g is not None}
     told = trees.dot(live, {name: v[name] for name in live}) / length
     params = trees.map(Tensor.detach, point.params)
     values = [loss.value.detach(), told]

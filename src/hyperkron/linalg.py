@@ -24,8 +24,8 @@ from torch import Tensor
 LEAF = 256
 """Matrices of this size are inverted by the library's batched Cholesky, where operations are what costs."""
 LARGE_LEAF = 1152
-"""The same where launches are what costs: in a batch of fewer than ``FEW_OPERATIONS``."""
-FEW_OPERATIONS = 2e10
+"""The same where launches are what costs: for at most ``FEW`` matrices of at most twice this size."""
+FEW = 8
 
 
 @contextmanager
@@ -113,8 +113,8 @@ def factorize(matrices: Tensor) -> tuple[Factorization, Tensor]:
     with full_precision():
         if matrices.device.type == "cpu":
             return _leaf(matrices)
-        operations = matrices.shape[0] * float(matrices.shape[1]) ** 3
-        return _halved(matrices, LEAF if operations > FEW_OPERATIONS else LARGE_LEAF)
+        few_and_small = matrices.shape[0] <= FEW and matrices.shape[1] <= 2 * LARGE_LEAF
+        return _halved(matrices, LARGE_LEAF if few_and_small else LEAF)
 
 
 def _halved(m: Tensor, leaf: int) -> tuple[Factorization, Tensor]:

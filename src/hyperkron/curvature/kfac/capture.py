@@ -310,27 +310,7 @@ def _plus_gram(total: Tensor | None, rows: Tensor) -> Tensor:
     if rows.shape[0] > 1:
         return rows.mT @ rows if total is None else torch.baddbmm(total, rows.mT, rows)
     flat = rows[0]  # one large product is faster as such than as a batch of one
-    if flat.is_cuda and flat.shape[1] >= WIDE:
-        gram = _symmetric_gram(flat)
-        return gram[None] if total is None else total + gram
     return (flat.mT @ flat)[None] if total is None else torch.addmm(total[0], flat.mT, flat)[None]
-
-
-WIDE = 2048
-"""Gram matrices at least so wide are made of three quarters of their products."""
-
-
-def _symmetric_gram(flat: Tensor) -> Tensor:
-    """flatᵀ flat, the lower left quarter copied from the upper right."""
-    d = flat.shape[1]
-    k = d // 2
-    out = flat.new_empty(d, d)
-    left, right = flat[:, :k].mT, flat[:, k:].mT
-    torch.mm(left, left.mT, out=out[:k, :k])
-    torch.mm(left, right.mT, out=out[:k, k:])
-    torch.mm(right, right.mT, out=out[k:, k:])
-    out[k:, :k] = out[:k, k:].mT
-    return out
 
 
 def _bordered(total: Tensor | None, sums: Tensor, count: int) -> Tensor:
