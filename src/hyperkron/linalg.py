@@ -1,18 +1,19 @@
-"""Many symmetric positive definite systems at once, factorised for solves.
+"""Many symmetric positive definite systems at once: Cholesky factorisations M = L Lᵀ, made for solves.
 
 On a GPU, library routines treat a batch of large matrices one after the other. :func:`factorize` instead halves the
-matrices until the pieces are small and eliminates one half with batched matrix products,
+matrices until the pieces are small,
 
-    [P  Qᵀ]   [I   ] [P   ] [I  Wᵀ]
-    [Q  D ] = [W  I] [   S] [   I ] ,     W = Q P⁻¹ ,   S = D − W Qᵀ ,
+    [P  Qᵀ]   [K    ] [Kᵀ  Cᵀ]
+    [Q  D ] = [C  R ] [    Rᵀ] ,     P = K Kᵀ ,   C = Q K⁻ᵀ ,   D − C Cᵀ = R Rᵀ ,
 
-the same again for P and S: 2/3·n³ operations, half those of an explicit inverse, and half its memory, while a solve
-costs no more than a product with the inverse would. Building runs in full float32 whatever the global setting, for W
-and S feed everything below them; solves follow the setting.
+so that nearly all work is in batched matrix products: n³/2 operations, and half the memory of an explicit inverse. The
+small triangles are kept inverted, and a solve is a sequence of products too. Building runs in full float32 whatever the
+global setting, for every piece feeds those below it; solves follow the setting.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,95 +47,156 @@ def full_precision() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """Explicit inverses (L, n, n)."""
+class Cholesky:
+    """M = L Lᵀ by L itself (L, n, n), for the library's triangular solves."""
 
-    inverse: Tensor
+    factor: Tensor
 
     def solve(self, v: Tensor) -> Tensor:
         """M⁻¹ V for V of shape (L, n, k)."""
-        return self.inverse @ v
+        return torch.cholesky_solve(v, self.factor)
 
     def times(self, v: Tensor) -> Tensor:
         """M V."""
-        return torch.linalg.solve(self.inverse, v)
+        return self.factor @ (self.factor.mT @ v)
 
-    def part(self, begin: int, end: int) -> Leaf:
+    def part(self, begin: int, end: int) -> Cholesky:
         """The matrices ``begin`` to ``end`` of the batch."""
-        return Leaf(self.inverse[begin:end])
+        return Cholesky(self.factor[begin:end])
 
     def state_dict(self) -> dict[str, Any]:
         """Its tensors, by name."""
+        return {"factor": self.factor}
+
+
+class Halves(ABC):
+    """M = L Lᵀ as something that applies L⁻¹, L⁻ᵀ, L and Lᵀ to V of shape (L, n, k)."""
+
+    def solve(self, v: Tensor) -> Tensor:
+        """M⁻¹ V."""
+        return self.backward(self.forward(v))
+
+    def times(self, v: Tensor) -> Tensor:
+        """M V."""
+        return self.lower(self.upper(v))
+
+    @abstractmethod
+    def forward(self, v: Tensor) -> Tensor:
+        """L⁻¹ V."""
+
+    @abstractmethod
+    def backward(self, v: Tensor) -> Tensor:
+        """L⁻ᵀ V."""
+
+    @abstractmethod
+    def lower(self, v: Tensor) -> Tensor:
+        """L V."""
+
+    @abstractmethod
+    def upper(self, v: Tensor) -> Tensor:
+        """Lᵀ V."""
+
+    @abstractmethod
+    def part(self, begin: int, end: int) -> Halves:
+        """The matrices ``begin`` to ``end`` of the batch."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Its tensors, by name."""
+
+
+@dataclass(frozen=True)
+class Leaf(Halves):
+    """A small L by its inverse."""
+
+    inverse: Tensor
+
+    def forward(self, v: Tensor) -> Tensor:
+        return self.inverse @ v
+
+    def backward(self, v: Tensor) -> Tensor:
+        return self.inverse.mT @ v
+
+    def lower(self, v: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.inverse, v, upper=False)
+
+    def upper(self, v: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.inverse.mT, v, upper=True)
+
+    def part(self, begin: int, end: int) -> Leaf:
+        return Leaf(self.inverse[begin:end])
+
+    def state_dict(self) -> dict[str, Any]:
         return {"inverse": self.inverse}
 
 
 @dataclass(frozen=True)
-class Node:
-    """The elimination of one half: factorisations of P (``head``) and S (``tail``), and W."""
+class Node(Halves):
+    """A large L by its diagonal halves K (``head``) and R (``tail``) and the block C below the diagonal."""
 
-    head: Factorization
-    w: Tensor
-    tail: Factorization
+    head: Halves
+    c: Tensor
+    tail: Halves
 
-    def solve(self, v: Tensor) -> Tensor:
-        """M⁻¹ V for V of shape (L, n, k)."""
-        k = self.w.shape[2]
-        first = v[:, :k]
-        second = self.tail.solve(torch.baddbmm(v[:, k:], self.w, first, alpha=-1))
-        return torch.cat([torch.baddbmm(self.head.solve(first), self.w.mT, second, alpha=-1), second], dim=1)
+    def forward(self, v: Tensor) -> Tensor:
+        k = self.c.shape[2]
+        first = self.head.forward(v[:, :k])
+        return torch.cat([first, self.tail.forward(torch.baddbmm(v[:, k:], self.c, first, alpha=-1))], dim=1)
 
-    def times(self, v: Tensor) -> Tensor:
-        """M V."""
-        k = self.w.shape[2]
-        first = self.head.times(torch.baddbmm(v[:, :k], self.w.mT, v[:, k:]))
-        return torch.cat([first, torch.baddbmm(self.tail.times(v[:, k:]), self.w, first)], dim=1)
+    def backward(self, v: Tensor) -> Tensor:
+        k = self.c.shape[2]
+        second = self.tail.backward(v[:, k:])
+        return torch.cat([self.head.backward(torch.baddbmm(v[:, :k], self.c.mT, second, alpha=-1)), second], dim=1)
+
+    def lower(self, v: Tensor) -> Tensor:
+        k = self.c.shape[2]
+        return torch.cat([self.head.lower(v[:, :k]), torch.baddbmm(self.tail.lower(v[:, k:]), self.c, v[:, :k])], dim=1)
+
+    def upper(self, v: Tensor) -> Tensor:
+        k = self.c.shape[2]
+        return torch.cat(
+            [torch.baddbmm(self.head.upper(v[:, :k]), self.c.mT, v[:, k:]), self.tail.upper(v[:, k:])], dim=1
+        )
 
     def part(self, begin: int, end: int) -> Node:
-        """The matrices ``begin`` to ``end`` of the batch."""
-        return Node(self.head.part(begin, end), self.w[begin:end], self.tail.part(begin, end))
+        return Node(self.head.part(begin, end), self.c[begin:end], self.tail.part(begin, end))
 
     def state_dict(self) -> dict[str, Any]:
-        """Its tensors, by name."""
-        return {"head": self.head.state_dict(), "w": self.w, "tail": self.tail.state_dict()}
+        return {"head": self.head.state_dict(), "c": self.c, "tail": self.tail.state_dict()}
 
 
-Factorization = Leaf | Node
+Factorization = Cholesky | Halves
 
 
 def load_factorization(state: dict[str, Any]) -> Factorization:
     """The factorisation whose :meth:`state_dict` this is."""
+    return Cholesky(state["factor"]) if "factor" in state else _load_halves(state)
+
+
+def _load_halves(state: dict[str, Any]) -> Halves:
     if "inverse" in state:
         return Leaf(state["inverse"])
-    return Node(load_factorization(state["head"]), state["w"], load_factorization(state["tail"]))
+    return Node(_load_halves(state["head"]), state["c"], _load_halves(state["tail"]))
 
 
 def factorize(matrices: Tensor) -> tuple[Factorization, Tensor]:
     """(factorisation, info) of a batch (L, n, n); ``info`` is non-zero where a matrix is not positive definite."""
+    if matrices.device.type == "cpu":
+        factor, info = torch.linalg.cholesky_ex(matrices)
+        return Cholesky(factor), info
     with full_precision():
-        if matrices.device.type == "cpu":
-            return _leaf(matrices)
         few_and_small = matrices.shape[0] <= FEW and matrices.shape[1] <= 2 * LARGE_LEAF
         return _halved(matrices, LARGE_LEAF if few_and_small else LEAF)
 
 
-def _halved(m: Tensor, leaf: int) -> tuple[Factorization, Tensor]:
+def _halved(m: Tensor, leaf: int) -> tuple[Halves, Tensor]:
     n = m.shape[-1]
     if n <= leaf:
-        return _leaf(m)
-    k = (n // 2 + 63) // 64 * 64  # aligned products; a lone last row, such as that of a bias, ends in the tail
+        factor, info = torch.linalg.cholesky_ex(m)
+        eye = torch.eye(n, dtype=m.dtype, device=m.device).expand_as(m)
+        return Leaf(torch.linalg.solve_triangular(factor, eye, upper=False)), info
+    k = n // 2 if n <= 128 else (n // 2 + 63) // 64 * 64  # aligned; a lone last row, a bias, ends in the tail
     head, info_head = _halved(m[:, :k, :k], leaf)
-    q = m[:, k:, :k]
-    w = head.solve(q.mT).mT
-    tail, info_tail = _halved(torch.baddbmm(m[:, k:, k:], w, q.mT, alpha=-1), leaf)
-    return Node(head, w, tail), info_head + info_tail
-
-
-def _leaf(m: Tensor) -> tuple[Leaf, Tensor]:
-    factor, info = torch.linalg.cholesky_ex(m)
-    if m.device.type == "cpu":
-        if bool(info.any()):  # cholesky_inverse raises for the whole batch at a pivot of zero
-            factor[info != 0] = torch.eye(m.shape[-1], dtype=m.dtype)
-        return Leaf(torch.cholesky_inverse(factor)), info
-    eye = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device).expand_as(m)
-    root = torch.linalg.solve_triangular(factor, eye, upper=False)
-    return Leaf(root.mT @ root), info
+    c = head.forward(m[:, :k, k:]).mT
+    tail, info_tail = _halved(torch.baddbmm(m[:, k:, k:], c, c.mT, alpha=-1), leaf)
+    return Node(head, c, tail), info_head + info_tail

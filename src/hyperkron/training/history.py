@@ -68,7 +68,7 @@ class History:
             raise HyperkronError("plot() needs matplotlib; install it, or use to_rows() or to_json().") from error
         axes = plt.subplots()[1] if ax is None else ax
         for name in names or ("inner_loss", "outer_loss"):
-            pairs = [(row["step"], row[name]) for row in self._rows if row.get(name) is not None]
+            pairs: list[tuple[Any, Any]] = [(r["step"], r[name]) for r in self._rows if r.get(name) is not None]
             if not pairs:
                 self.column(name)
             axes.plot([x for x, _ in pairs], [y for _, y in pairs], label=name)

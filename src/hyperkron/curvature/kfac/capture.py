@@ -146,6 +146,13 @@ def _probes(
         yield (*previous, True)
 
 
+@contextmanager
+def _plainly(x: Tensor) -> Iterator[None]:
+    """Without graph, and without the autocast a model may run under: factors are summed in their own precision."""
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        yield
+
+
 class _Tap(torch.autograd.Function):
     """The identity on a layer's output; hands the gradient that passes through to ``receive``.
 
@@ -231,10 +238,11 @@ class _Recorder:
             x = inputs[0].detach()
 
             def receive(g: Tensor) -> None:
-                cast = x if not x.dtype.is_floating_point else x.to(self.dtype)
-                for local, square in squared_gradients(module, cast, g.to(self.dtype)).items():
-                    if local in names:
-                        self._sum(self.measured.diagonal, names[local], square)
+                with _plainly(g):
+                    cast = x if not x.dtype.is_floating_point else x.to(self.dtype)
+                    for local, square in squared_gradients(module, cast, g.to(self.dtype)).items():
+                        if local in names:
+                            self._sum(self.measured.diagonal, names[local], square)
 
             tapped: Tensor = _Tap.apply(output, self.token, receive)
             return tapped
@@ -248,7 +256,7 @@ class _Recorder:
         shareable = isinstance(block.layer, LinearLayer) and block.weight is not None
         if shareable and key in self._grams:
             return self._grams[key]
-        with torch.no_grad():
+        with _plainly(x):
             made = _gram(block.layer.inputs(x.detach(), self.sharing), self.dtype, block, self.low_rank)
         if shareable:
             self._grams[key] = made
@@ -256,7 +264,7 @@ class _Recorder:
         return made
 
     def _on_gradient(self, block: Block, x: Tensor | None, g: Tensor) -> None:
-        with torch.no_grad():
+        with _plainly(g):
             if x is None:
                 total, _ = _gram(block.layer.gradients(g, self.sharing), self.dtype, None, self.low_rank)
                 self._add(self.measured.b, block.name, total)

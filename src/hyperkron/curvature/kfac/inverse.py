@@ -28,7 +28,7 @@ from hyperkron.curvature.kfac.factors import (
     dimension,
     load_factor_inverse,
 )
-from hyperkron.linalg import Factorization, Leaf, factorize, full_precision
+from hyperkron.linalg import Cholesky, Factorization, factorize, full_precision
 from hyperkron.solution import FactorizationError, HyperkronError, Status
 
 SplitFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -350,7 +350,7 @@ def _rescued(matrices: Tensor, shift: Tensor) -> tuple[Factorization, Tensor]:
         factor, info = torch.linalg.cholesky_ex(wide + more[:, None, None] * eye)
         bad = info.ne(0) | ~torch.isfinite(factor).all(-1).all(-1)
         if not bool(bad.any()):
-            return Leaf(torch.cholesky_inverse(factor).to(matrices.dtype)), more
+            return Cholesky(factor.to(matrices.dtype)), more
         more = torch.where(bad, 10 * more, more)
     worst = matrices[bad]
     raise FactorizationError(

@@ -89,7 +89,7 @@ class Kronecker(Curvature):
             state.age += 1
             return KroneckerOperator(made.blocks, state, self.damping)
         finish = self._refresh(point, state, made)
-        if point.device.type != "cpu":  # queue what follows before waiting for the factorisation
+        if _queues(point):  # let what follows be queued before waiting for the factorisation
             return KroneckerOperator(made.blocks, state, self.damping, finish)
         finish()
         return KroneckerOperator(made.blocks, state, self.damping)
@@ -114,7 +114,7 @@ class Kronecker(Curvature):
             self._keep(point, state, error)
             return lambda: None
         averages = {name: (dense(a), dense(b)) for name, (a, b) in factors.items()} if self.ema > 0 else {}
-        if point.device.type != "cpu" and not averages:
+        if _queues(point) and not averages:
             measured.release()
 
         def again() -> tuple[BlockInverses, Status]:
@@ -306,7 +306,7 @@ class KFAC(Kronecker):
     ) -> Callable[[], tuple[BlockInverses, Status]]:
         damping = {name: self._block_damping(made, measured, name) for name in factors}
         if self.split != "exact":
-            keep = keep or point.device.type == "cpu"
+            keep = keep or not _queues(point)
             outcome = factored_inverses(factors, damping, self.split, finite(measured), keep)
 
             def finish() -> tuple[BlockInverses, Status]:
@@ -354,6 +354,11 @@ class EKFAC(Kronecker):
             blocks[name] = (q_a, q_b, corrected.corrected[name] + self._block_damping(made, measured, name))
         inverses = _checked(point, EigenInverses(blocks))
         return lambda: (inverses, Status.DIRECT)
+
+
+def _queues(point: Point) -> bool:
+    """Whether the device works through a queue, so that waiting for a result before going on costs time."""
+    return point.device.type != "cpu"
 
 
 def _checked(point: Point, inverses: EigenInverses) -> EigenInverses:

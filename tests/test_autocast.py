@@ -1,0 +1,70 @@
+"""A model under bfloat16 autocast: factors are summed in float32 and the hypergradient keeps its direction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hyperkron as hk
+from hyperkron import trees
+from hyperkron.curvature.kfac.capture import measure
+from hyperkron.curvature.kfac.coverage import plan
+from hyperkron.point import Point
+
+
+def models() -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    torch.manual_seed(0)
+    convolutional = nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.GELU(), nn.Conv2d(6, 6, 3), nn.GELU(), nn.Flatten(), nn.Linear(96, 4)
+    )
+    tokens = nn.Sequential(
+        nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16), nn.Flatten(), nn.Linear(80, 4)
+    )
+    return {"convolutions": (convolutional, torch.randn(32, 1, 8, 8)), "tokens": (tokens, torch.randn(32, 5, 8))}
+
+
+def problem(autocast: bool) -> hk.BilevelProblem:
+    def loss(model: nn.Module, batch: Any, **weight: Any) -> hk.losses.Loss:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return hk.losses.cross_entropy(model(batch[0]), batch[1], **weight)
+
+    return hk.BilevelProblem(lambda m, w, b: loss(m, b, weight=w(b[2])), lambda m, w, b: loss(m, b))
+
+
+@pytest.mark.parametrize("name", ["convolutions", "tokens"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_factors_are_summed_in_float32(name: str, sharing: Any) -> None:
+    model, x = models()[name]
+    weights, batch = hk.SampleWeights(32), (x, torch.arange(32) % 4, torch.arange(32))
+    found = {}
+    for autocast in (False, True):
+        with Point(problem(autocast), model, weights, batch, batch) as point:
+            found[autocast] = measure(
+                point, plan(model, "diagonal"), fisher="type-2", samples=1, sharing=sharing, generator=torch.Generator()
+            )
+    for side in ("a", "b"):
+        for block, exact in getattr(found[False], side).items():
+            rounded = getattr(found[True], side)[block]
+            assert rounded.dtype == torch.float32
+            assert (rounded - exact).norm() < 2e-2 * exact.norm()  # bfloat16 keeps 8 bits of an activation
+    for name_, exact in found[False].diagonal.items():
+        assert found[True].diagonal[name_].dtype == torch.float32
+        assert (found[True].diagonal[name_] - exact).norm() < 3e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["convolutions", "tokens"])
+@pytest.mark.parametrize("build", [hk.kfac, hk.ekfac, lambda: hk.pcg(8, 1e-2)], ids=["kfac", "ekfac", "pcg"])
+def test_the_hypergradient_keeps_its_direction(name: str, build: Any) -> None:
+    model, x = models()[name]
+    weights, batch = hk.SampleWeights(32), (x, torch.arange(32) % 4, torch.arange(32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        problem(False).inner(model, weights, batch).backward()
+        optimizer.step()
+    exact, rounded = (build().compute(problem(a), model, weights, batch, batch).grads for a in (False, True))
+    cosine = trees.dot(exact, rounded) / (trees.norm(exact) * trees.norm(rounded))
+    assert cosine >= 0.99

@@ -1,0 +1,87 @@
+"""The inner loop takes the optimizer's own steps, whatever way it runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyperkron as hk
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
+def setting(device: str) -> tuple[hk.BilevelProblem, nn.Module, nn.Module, list[tuple[Tensor, Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).to(device)
+    weights = hk.SampleWeights(24).to(device)
+    batches = [
+        (
+            torch.randn(8, 1, 6, 6).to(device),
+            torch.randint(3, (8,)).to(device),
+            torch.arange(8 * i, 8 * i + 8).to(device),
+        )
+        for i in range(3)
+    ]
+    problem = hk.BilevelProblem(
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=w(b[2])),
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1]),
+    )
+    return problem, model, weights, batches
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("graph", [False, True])
+def test_steps_are_those_of_the_optimizer(device: str, graph: bool) -> None:
+    problem, model, weights, batches = setting(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    losses = []
+    for batch in batches * 2:
+        optimizer.zero_grad()
+        loss = problem.inner(model, weights, batch)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    expected = {name: x.clone() for name, x in model.state_dict().items()}
+
+    problem, model, weights, batches = setting(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    loop = hk.InnerLoop(problem, model, weights, optimizer, graph=graph)
+    found = []
+    for batch in batches * 2:
+        found.append(float(loop.step(batch)))
+        schedule.step()
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+    for name, x in model.state_dict().items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-4, atol=1e-5)
+    assert all(p.grad is None for p in weights.parameters())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_keeps_the_parameters_and_comes_close(device: str) -> None:
+    found = {}
+    for dtype in (None, torch.bfloat16):
+        problem, model, weights, batches = setting(device)
+        loop = hk.InnerLoop(
+            problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.05), graph=True, autocast=dtype
+        )
+        found[dtype] = torch.tensor([float(loop.step(batch)) for batch in batches * 3])
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not torch.equal(found[None], found[torch.bfloat16])
+    torch.testing.assert_close(found[torch.bfloat16], found[None], rtol=3e-2, atol=3e-2)
+
+
+def test_a_batch_of_another_shape_takes_the_ordinary_way() -> None:
+    problem, model, weights, batches = setting("cpu")
+    loop = hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.05))
+    x, y, index = batches[0]
+    assert torch.isfinite(loop.step((x[:5], y[:5], index[:5])))
+
+
+def test_a_wrong_autocast_is_named() -> None:
+    problem, model, weights, _ = setting("cpu")
+    with pytest.raises(hk.HyperkronError, match=r"autocast=torch.float64 must be"):
+        hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.float64)

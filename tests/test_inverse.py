@@ -1,0 +1,160 @@
+"""Damped inverses of Kronecker blocks: each fast path against the plain one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyperkron as hk
+from hyperkron import linalg
+from hyperkron.curvature.kfac import inverse as inverse_module
+from hyperkron.curvature.kfac import kronecker
+from hyperkron.curvature.kfac.factors import Dual, Factor, LowRank, Primal, added, dense, scaled
+from hyperkron.curvature.kfac.inverse import FactorsNeeded, _common_sizes, factored_inverses, load_inverses
+from hyperkron.solution import Status
+
+DOUBLE = torch.float64
+TRUE = torch.tensor(True)
+
+
+def rows(groups: int, count: int, d: int, seed: int) -> Tensor:
+    return torch.randn(groups, count, d, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+
+
+def factors(low_rank: bool) -> dict[str, tuple[Factor, Factor]]:
+    """Blocks of several shapes, groups and sizes hardly different, as rows or as matrices."""
+    shapes = {"one": (1, 12, 9), "two": (1, 12, 9), "grouped": (3, 4, 5), "near": (1, 51, 50), "small": (1, 1, 2)}
+    made: dict[str, tuple[Factor, Factor]] = {}
+    for i, (name, (groups, a, b)) in enumerate(shapes.items()):
+        pair = LowRank(rows(groups, 3, a, 2 * i)), LowRank(rows(groups, 2, b, 2 * i + 1))
+        made[name] = pair if low_rank else (dense(pair[0]), dense(pair[1]))
+    return made
+
+
+def right_hand_sides() -> dict[str, Tensor]:
+    sizes = {
+        name: (dense(a).shape[0], dense(b).shape[-1], dense(a).shape[-1]) for name, (a, b) in factors(True).items()
+    }
+    return {name: rows(*shape, seed=50 + i) for i, (name, shape) in enumerate(sizes.items())}
+
+
+def plain(split: str, delta: float) -> dict[str, Tensor]:
+    """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹, block by block and group by group."""
+    found = {}
+    for name, (fa, fb) in factors(False).items():
+        a, b, v = dense(fa), dense(fb), right_hand_sides()[name]
+        out = []
+        for g in range(a.shape[0]):
+            pi = 1.0 if split == "plain" else ((a[g].trace() / len(a[g])) / (b[g].trace() / len(b[g]))).sqrt()
+            damped_a = a[g] + pi * delta**0.5 * torch.eye(len(a[g]), dtype=DOUBLE)
+            damped_b = b[g] + delta**0.5 / pi * torch.eye(len(b[g]), dtype=DOUBLE)
+            out.append(torch.linalg.inv(damped_b) @ v[g] @ torch.linalg.inv(damped_a))
+        found[name] = torch.stack(out)
+    return found
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "released"])
+@pytest.mark.parametrize("low_rank", [True, False], ids=["dual", "primal"])
+@pytest.mark.parametrize("split", ["pi", "plain"])
+def test_dual_and_primal_equal_the_plain_formula(split: Any, low_rank: bool, keep: bool) -> None:
+    delta = 1e-3
+    given = factors(low_rank)
+    inverses, status, good = factored_inverses(given, dict.fromkeys(given, delta), split, TRUE, keep)()
+    assert status is Status.DIRECT and good
+    kinds = {type(side) for c in inverses.classes for side in (c.a, c.b)}
+    assert kinds == ({Dual} if low_rank else {Primal})
+    v, wanted = right_hand_sides(), plain(split, delta)
+    found = inverses.solve(v)
+    assert {c.names for c in inverses.classes} == {("one", "two"), ("grouped",), ("near",), ("small",)}
+    for name, expected in wanted.items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-9)
+    back = inverses.matvec(found)
+    restored = load_inverses(inverses.state_dict()).solve(v)
+    for name in wanted:
+        torch.testing.assert_close(back[name], v[name], rtol=1e-8, atol=1e-8)
+        assert torch.equal(restored[name], found[name])
+
+
+@pytest.mark.parametrize("low_rank", [True, False], ids=["dual", "primal"])
+def test_float32_fast_paths_agree_with_float64(low_rank: bool) -> None:
+    delta = 1e-2
+    wanted, v = plain("pi", delta), {name: x.float() for name, x in right_hand_sides().items()}
+    given: dict[str, tuple[Factor, Factor]] = {}
+    for name, pair in factors(low_rank).items():
+        a, b = (LowRank(f.rows.float()) if isinstance(f, LowRank) else f.float() for f in pair)
+        given[name] = (a, b)
+    inverses, _, _ = factored_inverses(given, dict.fromkeys(given, delta), "pi", TRUE, True)()
+    for name, found in inverses.solve(v).items():
+        assert (found.double() - wanted[name]).norm() / wanted[name].norm() < 1e-5, name
+
+
+def test_halved_systems_give_the_same_hypergradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does with large factors, on small ones."""
+    given = factors(False)
+    before = factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, True)()[0].solve(right_hand_sides())
+    monkeypatch.setattr(inverse_module, "factorize", lambda m: linalg._halved(m, leaf=4))
+    after = factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, True)()[0].solve(right_hand_sides())
+    for name in before:
+        torch.testing.assert_close(after[name], before[name], rtol=1e-9, atol=1e-9)
+
+
+def test_sizes_hardly_different_share_a_stack() -> None:
+    assert _common_sizes({768, 769, 3072, 3073, 10}) == {768: 769, 769: 769, 3072: 3073, 3073: 3073, 10: 10}
+
+
+def test_without_the_factors_a_failure_asks_for_them() -> None:
+    bad: dict[str, tuple[Factor, Factor]] = {"a": (-torch.eye(3, dtype=DOUBLE)[None], torch.eye(2, dtype=DOUBLE)[None])}
+    with pytest.raises(FactorsNeeded):
+        factored_inverses(bad, {"a": 1e-3}, "pi", TRUE, False)()
+    with pytest.raises(FactorsNeeded):
+        factored_inverses(factors(False), dict.fromkeys(factors(False), 1e-3), "pi", ~TRUE, False)()
+
+
+def test_sums_and_scales_of_rows_are_those_of_matrices() -> None:
+    a, b = LowRank(rows(2, 2, 20, 0)), LowRank(rows(2, 3, 20, 1))
+    torch.testing.assert_close(dense(added(a, b)), dense(a) + dense(b))
+    torch.testing.assert_close(dense(scaled(a, 0.3)), 0.3 * dense(a))
+    assert isinstance(added(a, b), LowRank)
+    assert isinstance(added(LowRank(rows(1, 8, 20, 2)), LowRank(rows(1, 8, 20, 3))), Tensor)
+
+
+def _problem() -> tuple[hk.BilevelProblem, nn.Module, nn.Module, tuple[Tensor, Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    weights = hk.SampleWeights(10).double()
+    batch = torch.randn(10, 6, dtype=DOUBLE), torch.randint(3, (10,)), torch.arange(10)
+    problem = hk.BilevelProblem(
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=w(b[2])) + hk.losses.l2(m, 1e-3),
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1]),
+    )
+    return problem, model, weights, batch
+
+
+def test_waiting_late_for_the_factorisation_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the outcome is read after the outer gradient has been queued, and the factors are gone by then."""
+    problem, model, weights, batch = _problem()
+    early, late = hk.kfac(seed=3), hk.kfac(seed=3)
+    first = [early.compute(problem, model, weights, batch, batch).grads["weight"] for _ in range(3)]
+    monkeypatch.setattr(kronecker, "_queues", lambda point: True)
+    for expected in first:
+        assert torch.equal(late.compute(problem, model, weights, batch, batch).grads["weight"], expected)
+
+
+def test_a_late_failure_measures_the_same_factors_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, model, weights, batch = _problem()
+    reference = hk.kfac(seed=3).compute(problem, model, weights, batch, batch)
+    monkeypatch.setattr(kronecker, "_queues", lambda point: True)
+    true_factorize, calls = inverse_module.factorize, []
+
+    def failing(matrices: Tensor) -> Any:
+        made, info = true_factorize(matrices)
+        calls.append(len(calls))
+        return made, torch.ones_like(info)
+
+    monkeypatch.setattr(inverse_module, "factorize", failing)
+    result = hk.kfac(seed=3).compute(problem, model, weights, batch, batch)
+    assert calls and result.status is Status.MORE_DAMPING  # float64 was enough: the values are the same
+    torch.testing.assert_close(result.grads["weight"], reference.grads["weight"], rtol=1e-9, atol=1e-12)

@@ -1,0 +1,96 @@
+"""Block elimination against dense float64 solves; the code that runs on GPUs, here on the CPU at small size."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from hyperkron import linalg
+
+SIZES = [1, 5, 63, 64, 65, 129, 200, 321]
+
+
+def spd(count: int, n: int, damping: float = 1e-2) -> Tensor:
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(count, n, n // 2 + 1, dtype=torch.float64, generator=generator)
+    return x @ x.mT / n + damping * torch.eye(n, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_halving_solves_and_multiplies_like_the_dense_matrix(n: int) -> None:
+    matrices = spd(3, n)
+    v = torch.randn(3, n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    made, info = linalg._halved(matrices, leaf=48)
+    assert info.tolist() == [0, 0, 0]
+    assert isinstance(made, linalg.Leaf) == (n <= 48)
+    torch.testing.assert_close(made.solve(v), torch.linalg.solve(matrices, v), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(made.times(v), matrices @ v, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("damping", [1e-1, 1e-3])
+@pytest.mark.parametrize("n", SIZES)
+def test_float32_error_is_that_of_a_library_solve(n: int, damping: float) -> None:
+    exact = spd(2, n, damping)
+    v = torch.randn(2, n, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    truth = torch.linalg.solve(exact, v)
+    made, _ = linalg._halved(exact.float(), leaf=48)
+    ours = (made.solve(v.float()).double() - truth).norm() / truth.norm()
+    library = torch.cholesky_solve(v.float(), torch.linalg.cholesky(exact.float())).double()
+    condition = float(torch.linalg.cond(exact).max())
+    assert ours < 1e-6 * condition
+    assert ours < 4 * (library - truth).norm() / truth.norm() + 1e-7
+
+
+def test_info_names_the_matrix_that_is_not_positive_definite() -> None:
+    matrices = spd(4, 150)
+    matrices[2] -= 5 * torch.eye(150, dtype=torch.float64)
+    _, info = linalg._halved(matrices, leaf=48)
+    assert (info != 0).tolist() == [False, False, True, False]
+
+
+def test_part_and_state_dict_keep_the_answer() -> None:
+    matrices = spd(5, 200)
+    v = torch.randn(2, 200, 3, dtype=torch.float64)
+    made, _ = linalg._halved(matrices, leaf=48)
+    assert torch.equal(made.part(1, 3).solve(v), linalg.load_factorization(made.part(1, 3).state_dict()).solve(v))
+    torch.testing.assert_close(made.part(1, 3).solve(v), torch.linalg.solve(matrices[1:3], v), rtol=1e-9, atol=1e-10)
+
+
+def test_it_holds_about_half_of_an_explicit_inverse() -> None:
+    def numbers(made: linalg.Factorization) -> int:
+        if isinstance(made, linalg.Node):
+            return numbers(made.head) + made.c.numel() + numbers(made.tail)
+        assert isinstance(made, linalg.Leaf)
+        return made.inverse.numel()
+
+    made, _ = linalg._halved(spd(1, 1024), leaf=64)
+    assert numbers(made) < 0.6 * 1024**2
+
+
+def test_full_precision_restores_the_settings_also_after_an_exception() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    try:
+        with contextlib.suppress(RuntimeError), linalg.full_precision():
+            assert torch.get_float32_matmul_precision() == "highest"
+            assert not torch.backends.cudnn.allow_tf32
+            raise RuntimeError
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cudnn.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("count", "n"), [(3, 300), (12, 769), (3, 2304)])
+def test_on_a_gpu_the_same(count: int, n: int) -> None:
+    matrices, v = spd(count, n).cuda(), torch.randn(count, n, 8, dtype=torch.float64, device="cuda")
+    made, info = linalg.factorize(matrices.float())
+    assert not info.any()
+    truth = torch.linalg.solve(matrices, v)
+    assert (made.solve(v.float()).double() - truth).norm() / truth.norm() < 1e-4
