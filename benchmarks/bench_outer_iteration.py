@@ -146,6 +146,10 @@ def inner_loops(name: str, args: argparse.Namespace) -> list[dict[str, float | s
             iterations = [seconds(whole, args.device) for _ in range(args.repeats)]
             rows[-1]["outer_iteration_ms"] = 1e3 * statistics.median(iterations)
             print(f"{'':18s} with KFAC, whole outer iteration {rows[-1]['outer_iteration_ms']:8.1f} ms", flush=True)
+        del work, loop, ten
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
     return rows
 
 
@@ -163,38 +167,36 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
+    chosen = [m for m in METHODS if not args.methods or any(w.lower() in m.name.lower() for w in args.methods)]
     rows: list[dict[str, float | str]] = []
+    loops: list[dict[str, float | str]] = []
     for name in args.workloads:
-        for method in METHODS:
-            if args.methods and not any(word.lower() in method.name.lower() for word in args.methods):
-                continue
-            work = WORKLOADS[name](args.device, args.small)
-            try:
-                row = {"workload": work.name, **measure(work, method, args.device, args.repeats)}
-            except Exception as error:  # a method that fails is a row, not the end of the table
-                row = {
-                    "workload": work.name,
-                    "method": method.name,
-                    "error": f"{type(error).__name__}: {error}",
-                }
-            rows.append(row)
-            if "error" in row:
-                print(f"{work.name:18s} {method.name:24s} {row['error']}", flush=True)
-            else:
-                print(
-                    f"{work.name:18s} {method.name:24s} {row['ratio']:6.3f}x  inner {row['inner_ms']:8.1f} ms  "
-                    f"outer {row['outer_ms']:8.1f} ms  {row['peak_gib']:6.2f} GiB",
-                    flush=True,
-                )
-            del work
-            gc.collect()
-            if args.device == "cuda":
-                torch.cuda.empty_cache()
-    loops = [row for name in args.workloads for row in inner_loops(name, args)] if args.inner_loops else []
-    if args.out:
-        write_result(
-            args.out, {"rows": rows, "inner_loops": loops, "seed": 0, "repeats": args.repeats, "small": args.small}
-        )
+        for method in chosen:
+            rows.append(one_row(name, method, args))
+        if args.inner_loops:
+            loops += inner_loops(name, args)
+        if args.out:  # after every workload, so that an interrupted run leaves what it has
+            write_result(
+                args.out,
+                {"rows": rows, "inner_loops": loops, "seed": 0, "repeats": args.repeats, "small": args.small},
+            )
+
+
+def one_row(name: str, method: Method, args: argparse.Namespace) -> dict[str, float | str]:
+    """Measure one method on one workload and print its line; a method that fails is a line, not the end."""
+    work = WORKLOADS[name](args.device, args.small)
+    row: dict[str, float | str] = {"workload": work.name, "method": method.name}
+    try:
+        row |= measure(work, method, args.device, args.repeats)
+        line = "{ratio:6.3f}x  inner {inner_ms:8.1f} ms  outer {outer_ms:8.1f} ms  {peak_gib:6.2f} GiB".format(**row)
+    except Exception as error:
+        row["error"] = line = f"{type(error).__name__}: {error}"
+    print(f"{work.name:18s} {method.name:24s} {line}", flush=True)
+    del work
+    gc.collect()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+    return row
 
 
 if __name__ == "__main__":

@@ -1,0 +1,81 @@
+"""Write the tables of docs/performance.md from the committed result files.
+
+python docs/make_performance_tables.py          # rewrite what stands between the markers
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parent / "benchmarks" / "results"
+GPU = ("outer_iteration_h200.json", "outer_iteration_h200_resnet3.json")
+
+
+def load(name: str) -> dict[str, Any]:
+    """A result file."""
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text("utf-8"))
+    return found
+
+
+def outer_iteration() -> str:
+    """Cost ratio and peak memory of every method on every workload."""
+    rows = [row for name in GPU for row in load(name)["rows"]]
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    lines = ["| method | " + " | ".join(workloads) + " |", "| --- |" + " --- |" * len(workloads)]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        cells = []
+        for workload in workloads:
+            row = next(r for r in rows if r["method"] == method and r["workload"] == workload)
+            cells.append(f"{row['ratio']:.2f}×, {row['outer_ms']:.0f} ms, {row['peak_gib']:.2f} GiB")
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def inner_loops() -> str:
+    """Ten inner steps, and a whole outer iteration with KFAC, the ways they can run."""
+    rows = [row for name in GPU for row in load(name)["inner_loops"]]
+    reference = {
+        row["workload"]: row["inner_ms"] + row["outer_ms"]
+        for name in GPU
+        for row in load(name)["rows"]
+        if row["method"] == "KFAC (curvlinops)"
+    }
+    eager = {row["workload"]: row["ms"] for row in rows if row["inner loop"] == "eager"}
+    lines = [
+        "| workload | inner loop | ten steps | against eager | whole KFAC outer iteration | against curvlinops |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        whole = row.get("outer_iteration_ms")
+        last = f"{whole:.0f} ms | {reference[row['workload']] / whole:.2f}×" if whole else "– | –"
+        speedup = eager[row["workload"]] / row["ms"]
+        lines.append(f"| {row['workload']} | {row['inner loop']} | {row['ms']:.0f} ms | {speedup:.2f}× | {last} |")
+    return "\n".join(lines)
+
+
+def bfloat16() -> str:
+    """Cosine between the hypergradients of the bfloat16 and the float32 model."""
+    lines = ["| workload | cosine | ratio of norms |", "| --- | --- | --- |"]
+    for row in load("bfloat16_h200.json")["rows"]:
+        lines.append(f"| {row['workload']} | {row['cosine']:.4f} | {row['ratio_of_norms']:.3f} |")
+    return "\n".join(lines)
+
+
+TABLES = {"outer-iteration": outer_iteration, "inner-loops": inner_loops, "bfloat16": bfloat16}
+
+
+def rendered(text: str) -> str:
+    """``text`` with every marked table made anew."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        head, rest = text.split(begin, 1)
+        text = f"{head}{begin}{table()}\n{end}{rest.split(end, 1)[1]}"
+    return text
+
+
+if __name__ == "__main__":
+    page = HERE / "performance.md"
+    page.write_text(rendered(page.read_text("utf-8")), "utf-8")
