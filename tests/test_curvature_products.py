@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 import oracles
 from cases import DOUBLE, Case, Mean, Weights, make, mlp, random_weights
+from hyperkron import solution
 
 
 class Attention(nn.Module):
@@ -215,3 +216,21 @@ def test_adam_diagonal_is_the_derivative_of_the_step() -> None:
     with case.point() as point:
         v = sgd.operator(point, sgd.init()).solve(b)
     assert all(math.isclose(float(x.min()), 0.1) and math.isclose(float(x.max()), 0.1) for x in v.values())
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (lambda model: model.weight.square().sum(), "plain tensor whose curvature the Gauss–Newton matrix cannot see"),
+        (lambda model: hk.losses.l2(2 * model.weight, 0.5), "l2 penalty on a tensor computed from parameters"),
+    ],
+    ids=["plain penalty", "penalty of a derived tensor"],
+)
+def test_curvature_that_is_not_counted_is_said(
+    extra: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solution, "_warned", set())
+    case = make(nn.Linear(3, 2), (3,))
+    problem = hk.BilevelProblem(lambda m, h, b: case.inner(m, h, b) + extra(m), case.outer)
+    with pytest.warns(hk.HyperkronWarning, match=message):
+        hk.cg(3, curvature=hk.GGN(0.1)).compute(problem, *case.arguments[1:])

@@ -46,7 +46,22 @@ from hyperkron.solution import (
     Status,
 )
 from hyperkron.solvers import CG, Direct, GradientDescent, Neumann
-from hyperkron.training import Ball, Box, Callback, EarlyStopping, Every, History, InnerLoop, Run, Simplex, fit
+from hyperkron.training import (
+    Ball,
+    Box,
+    Callback,
+    Checkpoint,
+    CheckpointError,
+    DamagedCheckpoint,
+    EarlyStopping,
+    Every,
+    History,
+    InnerLoop,
+    Interrupted,
+    Run,
+    Simplex,
+    fit,
+)
 
 __version__ = "0.1.0"
 
@@ -56,10 +71,14 @@ __all__ = [
     "Ball",
     "Box",
     "Callback",
+    "Checkpoint",
+    "CheckpointError",
+    "DamagedCheckpoint",
     "DomainWeights",
     "EarlyStopping",
     "Every",
     "History",
+    "Interrupted",
     "Run",
     "Simplex",
     "fit",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hyperkron.losses import Loss
 from hyperkron.point import Point
-from hyperkron.solution import HyperkronError, Status
+from hyperkron.solution import HyperkronError, Status, warn_once
 from hyperkron.trees import Tree
 
 
@@ -92,12 +92,27 @@ def checked_positive(name: str, value: float, remedy: str) -> float:
     return float(value)
 
 
+def warn_opaque(who: str) -> None:
+    """Say once that a plain tensor in the inner loss has a curvature that ``who`` cannot see."""
+    warn_once(
+        f"opaque {who}",
+        f"the inner loss contains a plain tensor whose curvature {who} cannot see (harmless if it depends on λ only); "
+        "write an L2 penalty as hyperkron.losses.l2(...) to have its curvature counted.",
+    )
+
+
 def l2_curvature(loss: Loss, params: Tree) -> dict[str, Tensor | float]:
     """2α for each parameter under a penalty α‖p‖² of the inner loss, by name (summed where there are several)."""
     names = {id(p): name for name, p in params.items()}
     found: dict[str, Tensor | float] = {}
     for penalty in loss.l2:
         name = names.get(id(penalty.parameter))
+        if name is None and penalty.parameter.grad_fn is not None:
+            warn_once(
+                "l2-derived",
+                "the inner loss has an l2 penalty on a tensor computed from parameters, whose curvature is not counted "
+                "(harmless if it depends on λ only); penalise the parameters themselves: losses.l2(model, α).",
+            )
         if name is not None:
             coefficient = penalty.coefficient
             value = 2 * (coefficient.detach() if isinstance(coefficient, Tensor) else coefficient)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from hyperkron import trees
-from hyperkron.curvature.base import Curvature, CurvatureState, Operator, checked_damping, l2_curvature
+from hyperkron.curvature.base import (
+    Curvature,
+    CurvatureState,
+    Operator,
+    checked_damping,
+    l2_curvature,
+    warn_opaque,
+)
 from hyperkron.point import Point, independent
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
@@ -81,6 +88,8 @@ class GGNOperator(Operator):
                 "inner returned a plain scalar tensor, from which no Gauss–Newton matrix can be had: return "
                 "hyperkron.losses.cross_entropy(...), mse(...) or binary_cross_entropy(...), or use Hessian()."
             )
+        if loss.opaque:
+            warn_opaque("the Gauss–Newton matrix")
         self.l2 = l2_curvature(loss, self.params)
         self.terms = loss.terms
         # Jᵀu is linear in u, so its derivative in u gives J v: two reverse passes make one forward-mode product.

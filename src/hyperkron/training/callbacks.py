@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyperkron.algorithms import StepReport
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, HyperkronWarning
+from hyperkron.training import checkpoint
+from hyperkron.training.encoding import CheckpointError
 
 if TYPE_CHECKING:
     from hyperkron.training.fit import Run
@@ -18,7 +22,12 @@ class Callback:
     """Override what is needed; every method does nothing by default.
 
     ``on_step`` may return figures for the step's row of the history, and may call ``run.stop(reason)``.
+
+    Attributes:
+        catches_signals: whether SIGTERM and SIGINT wait for the end of the step, because this callback saves then.
     """
+
+    catches_signals: bool = False
 
     def on_start(self, run: Run) -> None:
         """Before the first step of a call of :meth:`Run.advance`."""
@@ -27,8 +36,11 @@ class Callback:
         """After every step."""
         return None
 
+    def on_boundary(self, run: Run) -> None:
+        """After every step, when its row is in the history and all callbacks have seen it: the moment to save."""
+
     def on_end(self, run: Run) -> None:
-        """After the last step, also of a stopped run."""
+        """After the last step, also of a stopped or interrupted run."""
 
     def state_dict(self) -> dict[str, Any]:
         """What the next call depends on, as plain values."""
@@ -99,3 +111,83 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue waiting."""
         self.best, self.waited = state["best"], state["waited"]
+
+
+class Checkpoint(Callback):
+    """Saves the run every ``every`` steps, at its end, and when SIGTERM or SIGINT asks it to stop.
+
+    A save that fails on the way (a full disk) is a warning and the run goes on; at the end it is an error. Earlier
+    checkpoints are deleted only after the new one is on the disk.
+
+    Args:
+        folder: where the checkpoints go; one folder for one run.
+        every: how often, in steps.
+        keep: the newest so many are kept.
+        best: a figure of the history; of the saved steps the best by it is kept as well.
+        mode: ``min`` or ``max``, which is better.
+
+    Attributes:
+        best_step, best_value: the best saved step so far and its figure; ``None`` where there is none yet.
+
+    Example:
+        >>> Checkpoint("runs/first", every=50, keep=2, best="outer_loss").every
+        50
+    """
+
+    catches_signals = True
+
+    def __init__(
+        self, folder: str | Path, every: int = 100, keep: int = 3, best: str | None = None, mode: str = "min"
+    ) -> None:
+        for name, value in (("every", every), ("keep", keep)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise HyperkronError(f"{name}={value!r} must be a whole number ≥ 1.")
+        if mode not in ("min", "max"):
+            raise HyperkronError(f"mode={mode!r} is unknown; choose min or max.")
+        self.folder, self.every, self.keep, self.best, self.mode = Path(folder), every, keep, best, mode
+        self.best_step: int | None = None
+        self.best_value: float | None = None
+        self._saved: int | None = None
+
+    def on_start(self, run: Run) -> None:
+        """Refuse a folder whose newest checkpoint this run has not reached."""
+        checkpoint.refuse_overtaken(self.folder, run.state.step)
+
+    def on_boundary(self, run: Run) -> None:
+        """Save where it is due."""
+        if run.state.step % self.every == 0:
+            try:
+                self._save(run)
+            except CheckpointError as error:
+                warnings.warn(f"{error} The run goes on.", HyperkronWarning, stacklevel=2)
+
+    def on_end(self, run: Run) -> None:
+        """Save, unless the last step was."""
+        if self._saved != run.state.step:
+            self._save(run)
+
+    def _save(self, run: Run) -> None:
+        before = self.state_dict()
+        self._saved = run.state.step
+        value = run.history[-1].get(self.best) if self.best is not None and len(run.history) else None
+        if isinstance(value, (int, float)) and math.isfinite(value) and self._improves(value):
+            self.best_step, self.best_value = run.state.step, float(value)
+        try:
+            run.save(self.folder)
+        except CheckpointError:
+            self.load_state_dict(before)
+            raise
+        checkpoint.prune(self.folder, self.keep, [] if self.best_step is None else [self.best_step])
+
+    def _improves(self, value: float) -> bool:
+        if self.best_value is None:
+            return True
+        return value < self.best_value if self.mode == "min" else value > self.best_value
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best so far, and the last step saved."""
+        return {"saved": self._saved, "best_step": self.best_step, "best_value": self.best_value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue comparing."""
+        self._saved, self.best_step, self.best_value = state["saved"], state["best_step"], state["best_value"]

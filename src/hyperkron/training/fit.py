@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +11,15 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from hyperkron.algorithms import Algorithm, Draw, State, StepReport, Updates
-from hyperkron.algorithms.movers import Project
+from hyperkron.algorithms.movers import Mover, Project
 from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, warn_once
+from hyperkron.training import checkpoint, fingerprint
 from hyperkron.training.callbacks import Callback
+from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import History, Value
+from hyperkron.training.randomness import random_state, seed_all, set_random_state
+from hyperkron.training.signals import Interrupted, Signals
 
 
 class Run:
@@ -35,26 +38,45 @@ class Run:
         self.history = History()
         self.row: dict[str, Value] = {}
         self.stopped: str | None = None
+        self._config = fingerprint.describe(
+            {
+                "algorithm": algorithm,
+                **{level: _settings(getattr(state, level)) for level in ("inner", "outer")},
+                "inner_data": draw.inner_source,
+                "outer_data": draw.outer_source,
+                "callbacks": [type(callback) for callback in self.callbacks],
+            }
+        )
 
     def stop(self, reason: str) -> None:
         """End the run after this step."""
         self.stopped = reason
 
     def advance(self, steps: int, progress: bool = False) -> Run:
-        """Do ``steps`` more steps, or fewer if a callback stops the run."""
+        """Do ``steps`` more steps, or fewer if a callback stops the run.
+
+        With a :class:`Checkpoint` among the callbacks SIGTERM and SIGINT end the run after the current step: it is
+        saved and :class:`Interrupted` leaves the process with 143 or 130.
+        """
         self.stopped = None
-        for callback in self.callbacks:
-            callback.on_start(self)
-        with tqdm(total=steps, disable=not progress, unit="step", dynamic_ncols=True) as bar:
+        catches = any(callback.catches_signals for callback in self.callbacks)
+        bar = tqdm(total=steps, disable=not progress, unit="step", dynamic_ncols=True)
+        with Signals(catches) as signals, bar:
+            for callback in self.callbacks:
+                callback.on_start(self)
             for _ in range(steps):
+                if self.stopped is not None or signals.received is not None:
+                    break
                 report = self.algorithm.step(self.state, self.draw)
                 self._record(report)
+                for callback in self.callbacks:
+                    callback.on_boundary(self)
                 bar.update()
                 bar.set_postfix(outer=f"{report.outer_loss:.4g}", refresh=False)
-                if self.stopped is not None:
-                    break
-        for callback in self.callbacks:
-            callback.on_end(self)
+            for callback in self.callbacks:
+                callback.on_end(self)
+        if signals.received is not None:
+            raise Interrupted(signals.received)
         return self
 
     def _record(self, report: StepReport) -> None:
@@ -73,23 +95,80 @@ class Run:
             "state": self.state.state_dict(),
             "draw": self.draw.state_dict(),
             "history": self.history.state_dict(),
-            "callbacks": {str(i): callback.state_dict() for i, callback in enumerate(self.callbacks)},
-            "random": _random_state(),
+            "callbacks": dict(zip(self._callback_names(), [c.state_dict() for c in self.callbacks], strict=True)),
+            "random": random_state(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a :meth:`state_dict` of a run made with the same arguments."""
-        if len(state["callbacks"]) != len(self.callbacks):
+    def _callback_names(self) -> list[str]:
+        return [f"{i} {type(callback).__name__}" for i, callback in enumerate(self.callbacks)]
+
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
+        """Continue from a :meth:`state_dict` of a run made with the same arguments.
+
+        ``strict=False`` lets the callbacks differ: each takes the state of the first unused one of its class.
+        """
+        saved, names = dict(state["callbacks"]), self._callback_names()
+        if strict and list(saved) != names:
             raise HyperkronError(
-                f"the state has {len(state['callbacks'])} callbacks but this run has {len(self.callbacks)}; "
+                f"the state has the callbacks {list(saved)} but this run has {names}; "
                 "make the run with the callbacks it was saved with."
             )
         self.state.load_state_dict(state["state"])
         self.draw.load_state_dict(state["draw"])
         self.history.load_state_dict(state["history"])
-        for i, callback in enumerate(self.callbacks):
-            callback.load_state_dict(state["callbacks"][str(i)])
-        _set_random_state(state["random"])
+        for callback in self.callbacks:
+            found = next((name for name in saved if name.split()[1] == type(callback).__name__), None)
+            if found is not None:
+                callback.load_state_dict(saved.pop(found))
+        set_random_state(state["random"])
+
+    def about(self) -> checkpoint.About:
+        """What this run is made of; a checkpoint is resumed only where it is the same."""
+        model, hyper = fingerprint.tensors(self.state.model), fingerprint.tensors(self.state.hyper)
+        return checkpoint.About(model, hyper, self._config)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write everything the rest of the run depends on to ``folder/step-…``, and return that path.
+
+        It is complete or absent, whatever happens meanwhile; see ``docs/checkpoints.md``.
+        """
+        return checkpoint.write(folder, self.state.step, self.state_dict(), self.about())
+
+    def resume(self, folder: str | Path, *, step: int | None = None, allow_changes: bool = False) -> Run:
+        """Continue from the newest intact checkpoint in ``folder``, bit for bit (on the CPU).
+
+        Args:
+            folder: where :meth:`save` or :class:`Checkpoint` has written.
+            step: take the checkpoint of this step.
+            allow_changes: go on although the model, the configuration or the number of processes differ, instead of
+                raising an error that lists the differences. What does not fit is still an error, after which this
+                run is as it was. Settings of optimizers and schedulers come from the checkpoint in any case.
+        """
+        saved = checkpoint.newest(folder, step)
+        lines = saved.about.differences(self.about())
+        if lines and not allow_changes:
+            raise CheckpointError(
+                f"{saved.path} belongs to another run:{fingerprint.listed(lines)}\n"
+                "Make this run as that one was made, or pass allow_changes=True."
+            )
+        if saved.versions.get("torch") != str(torch.__version__):
+            warn_once(
+                f"checkpoint-torch-{saved.versions.get('torch')}",
+                f"{saved.path} was written with torch {saved.versions.get('torch')} and is read with "
+                f"{torch.__version__}: the run continues, but perhaps not bit for bit.",
+            )
+        if not lines:
+            self.load_state_dict(saved.state)
+            return self
+        before = self.state_dict()
+        try:
+            self.load_state_dict(saved.state, strict=False)
+        except Exception as error:
+            self.load_state_dict(before)
+            raise CheckpointError(
+                f"{saved.path} does not fit into this run ({error}), which differs in:{fingerprint.listed(lines)}"
+            ) from error
+        return self
 
 
 def fit(
@@ -106,6 +185,7 @@ def fit(
     projection: Project | None = None,
     callbacks: Sequence[Callback] = (),
     seed: int | None = 0,
+    resume: str | Path | None = None,
     progress: bool = False,
 ) -> Run:
     """Learn λ (and θ with it): ``steps`` steps of ``algorithm``.
@@ -124,6 +204,8 @@ def fit(
         projection: of every parameter of λ: :class:`Box`, :class:`Simplex`, :class:`Ball` or a function.
         callbacks: see :class:`Callback`.
         seed: of torch, numpy and ``random``, set before the first step; ``None`` leaves them.
+        resume: a folder of checkpoints: where there is one the run continues from the newest intact one, and ``steps``
+            counts from the very beginning. Usually the folder of a :class:`Checkpoint` among the callbacks.
         progress: show a bar with the time left.
 
     Returns:
@@ -151,29 +233,15 @@ def fit(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise HyperkronError(f"steps={steps!r} must be a whole number ≥ 0.")
     if seed is not None:
-        _seed_all(seed)
+        seed_all(seed)
     state = algorithm.init(problem, model, hyper, inner=inner_optimizer, outer=outer_optimizer, project=projection)
     run = Run(algorithm, state, Draw(inner_data, outer_data), callbacks)
+    if resume is not None and checkpoint.candidates(resume):
+        run.resume(resume)
+        steps = max(0, steps - run.state.step)
     return run.advance(steps, progress) if steps else run
 
 
-def _seed_all(seed: int) -> None:
-    random.seed(seed)
-    torch.manual_seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-
-
-def _random_state() -> dict[str, Any]:
-    found = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        found.update({f"cuda:{i}": x for i, x in enumerate(torch.cuda.get_rng_state_all())})
-    return found
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    for name, value in state.items():
-        if name.startswith("cuda:") and torch.cuda.is_available():
-            torch.cuda.set_rng_state(value, int(name.removeprefix("cuda:")))
+def _settings(mover: Mover) -> dict[str, Any]:
+    """What decides how a level moves."""
+    return {name: getattr(mover, name) for name in ("rate", "optimizer", "scheduler", "clip", "project")}
