@@ -5,6 +5,7 @@ Scripts in this folder are run by their path (``python benchmarks/x.py``) and im
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -80,8 +81,8 @@ def median_seconds(
 def peak_memory(function: Callable[[], object], device: str | torch.device = "cpu") -> int:
     """The most memory, in bytes, that a call needs on top of what is in use before it.
 
-    On CUDA, what the allocator hands out. On the CPU, resident memory of this process: for a comparison run each
-    candidate in a process of its own, because memory freed earlier may stay resident and hide a need.
+    On CUDA, what the allocator hands out. On the CPU, resident memory of this process: for a comparison run
+    each candidate in a process of its own, because memory freed earlier may stay resident and hide a need.
     """
     gc.collect()
     if torch.device(device).type == "cuda":
@@ -118,10 +119,8 @@ def _reset_high_water_mark() -> bool:
 
 def _return_free_memory() -> None:
     """Give memory that malloc keeps for later back to the system, so that it is not counted as in use."""
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        pass
 
 
 def _sampled_peak(function: Callable[[], object]) -> int:

@@ -1,0 +1,292 @@
+"""Seven stochastic algorithms on the two problems of the benchmark_bilevel suite, at a size for one CPU core.
+
+*logistic*: one penalty for each feature of a logistic regression, J_in = mean loss + ½ Σ_j exp(λ_j) θ_j² on training
+data, J_out = mean loss on validation data. The score is the suboptimality h(λ) − h* of the value function, with the
+inner problem solved by Newton's method. The data are synthetic (IJCNN1 and covtype must be downloaded): features
+of different scales, and validation labels noisier than the training labels, so that the best penalties are finite.
+
+*cleaning*: weights σ(λ_n) of MNIST examples of which half have random labels, J_in = mean(σ(λ) · CE) + 0.2 ‖θ‖²,
+λ₀ = −2, θ₀ = 0; the score is the validation loss at (λ, θ), with the validation error beside it.
+
+Every algorithm has its published decay exponents, batches of 64, and the same grid of (step, ratio): θ (and v, and the
+Neumann series) move by step, λ by step/ratio. The grid is screened with a fifth of the time, the best settings run for
+all of it, and the setting with the best final score is run with every seed.
+
+    python benchmarks/bilevel_suite.py             # continues where an earlier run stopped
+    python benchmarks/bilevel_suite.py --figure    # docs/figures/bilevel_suite.png
+    python benchmarks/bilevel_suite.py --table     # the tables of docs/benchmarks.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from mnist_cleaning import loss_and_error, noisy_mnist
+from torch import Tensor, nn
+
+import hyperkron as hk
+
+RESULT = "bilevel_suite.json"
+FIGURE = common.RESULTS.parent.parent / "docs" / "figures" / "bilevel_suite.png"
+NAMES = ("SABA", "SOBA", "AmIGO", "MRBO", "FSLA", "stocBiO", "F2SA")
+CALLS = {"SABA": 4, "SOBA": 4, "AmIGO": 22, "MRBO": 26, "FSLA": 7, "stocBiO": 22, "F2SA": 33}
+"""Oracle calls on a batch in one step (∂f, ∂g, Hv and X count one each), as in docs/algorithms.md."""
+Scores = dict[str, float]
+
+
+def algorithm(name: str, step: float, ratio: float, seed: int = 0) -> hk.Algorithm:
+    """An algorithm with its published exponents."""
+    outer = step / ratio
+    if name == "SABA":
+        return hk.SABA(inner_rate=step, outer_rate=outer, seed=seed)
+    if name in ("SOBA", "FSLA"):
+        kind = hk.SOBA if name == "SOBA" else hk.FSLA
+        return kind(inner_rate=hk.Rate(step, 1 / 2), outer_rate=hk.Rate(outer, 1 / 2), seed=seed)
+    if name == "AmIGO":
+        return hk.AmIGO(linear_rate=step, inner_rate=step, outer_rate=outer, seed=seed)
+    if name == "stocBiO":
+        return hk.StocBiO(step_size=step, inner_rate=step, outer_rate=outer, seed=seed)
+    if name == "MRBO":
+        series = hk.StochasticNeumann(10, step, seed=seed)
+        return hk.MRBO(series, inner_rate=hk.Rate(step, 1 / 3), outer_rate=hk.Rate(outer, 1 / 3), seed=seed)
+    if name == "F2SA":
+        second, third = hk.Rate(step, 4 / 7), hk.Rate(outer, 4 / 7)
+        return hk.F2SA(second_rate=second, inner_rate=hk.Rate(step, 5 / 7), outer_rate=third, seed=seed)
+    raise ValueError(f"name={name!r} is none of {', '.join(NAMES)}.")
+
+
+# --- the problems ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A bilevel problem, where it starts, how it is scored, and the grid of its step sizes."""
+
+    name: str
+    problem: hk.BilevelProblem
+    start: Callable[[], tuple[nn.Module, nn.Module]]
+    inner: tuple[Tensor, ...]
+    outer: tuple[Tensor, ...]
+    score: Callable[[nn.Module, nn.Module], Scores]
+    steps: tuple[float, ...]
+    ratios: tuple[float, ...]
+    target: float
+
+
+class Logistic:
+    """Regularisation selection on synthetic data, in double precision, with its value function."""
+
+    def __init__(self, features: int = 10, train: int = 1024, validation: int = 512, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def sample(count: int, noise: float) -> tuple[Tensor, Tensor]:
+            x = torch.randn(count, features, generator=generator, dtype=torch.float64)
+            chance = (1 - noise) * torch.sigmoid(0.9 * x @ signs) + noise / 2
+            return x * scales, (torch.rand(count, generator=generator, dtype=x.dtype) < chance).to(x.dtype)
+
+        scales = 3 * torch.logspace(0, -0.5, features, dtype=torch.float64)  # the covariance has condition number 10
+        signs = 2 * torch.randint(2, (features,), generator=generator).double() - 1
+        self.train, self.validation = sample(train, 0.0), sample(validation, 0.4)
+
+    def case(self) -> Case:
+        def loss(model: nn.Module, batch: Any) -> hk.losses.Loss:
+            return hk.losses.binary_cross_entropy(model(batch[0]).squeeze(1), batch[1])
+
+        def inner(model: nn.Module, hyper: nn.Module, batch: Any) -> hk.losses.Loss:
+            return loss(model, batch) + hk.losses.l2(model, 0.5 * hyper().exp())
+
+        problem = hk.BilevelProblem(inner, lambda model, hyper, batch: loss(model, batch))
+        features = self.train[0].shape[1]
+        best = self.value(self.optimum())[0]
+
+        def start() -> tuple[nn.Module, nn.Module]:
+            model = nn.Linear(features, 1, bias=False, dtype=torch.float64)
+            nn.init.zeros_(model.weight)
+            return model, hk.as_hyper(torch.zeros(1, features, dtype=torch.float64))
+
+        def score(model: nn.Module, hyper: nn.Module) -> Scores:
+            return {"suboptimality": max(float(self.value(hyper().detach()[0])[0] - best), 1e-16)}
+
+        return Case("logistic", problem, start, self.train, self.validation, score, STEPS, RATIOS, 1e-4)
+
+    def value(self, log_penalty: Tensor) -> tuple[Tensor, Tensor]:
+        """h(λ) and its gradient, −exp(λ) θ ⊙ H⁻¹∂f, at the inner minimum found by Newton's method."""
+        x, y = self.train
+        penalty, theta = log_penalty.exp(), torch.zeros_like(log_penalty)
+        for _ in range(100):
+            p = torch.sigmoid(x @ theta)
+            gradient = x.T @ (p - y) / len(x) + penalty * theta
+            hessian = (x.T * (p * (1 - p))) @ x / len(x) + torch.diag(penalty)
+            if float(gradient.norm()) < 1e-13:
+                break
+            theta = theta - torch.linalg.solve(hessian, gradient)
+        x, y = self.validation
+        output = x @ theta
+        b = x.T @ (torch.sigmoid(output) - y) / len(x)
+        h = nn.functional.binary_cross_entropy_with_logits(output, y)
+        return h, -penalty * theta * torch.linalg.solve(hessian, b)
+
+    def optimum(self) -> Tensor:
+        """argmin h, by L-BFGS on exact values and gradients."""
+        point = torch.zeros(self.train[0].shape[1], dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.LBFGS(
+            [point], max_iter=2000, tolerance_grad=1e-12, tolerance_change=0.0, line_search_fn="strong_wolfe"
+        )
+
+        def closure() -> Tensor:
+            h, point.grad = self.value(point.detach())
+            return h
+
+        optimizer.step(closure)
+        return point.detach()
+
+
+STEPS = (0.1, 0.25, 0.6)
+RATIOS = (0.1, 0.03, 0.01)
+CLEANING_STEPS = (0.02, 0.05, 0.15)
+CLEANING_RATIOS = (1e-2, 1e-3, 1e-4)
+
+
+def cleaning(folder: str | Path, train: int = 4096, validation: int = 1024) -> Case:
+    """Hypercleaning of MNIST with a linear model."""
+    split = noisy_mnist(folder, (train, validation, 0))
+
+    def inner(model: nn.Module, weights: nn.Module, batch: Any) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(model(batch[0]), batch[1], weight=weights(batch[2])) + hk.losses.l2(model, 0.2)
+
+    def outer(model: nn.Module, weights: nn.Module, batch: Any) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+    def start() -> tuple[nn.Module, nn.Module]:
+        model = nn.Linear(split.train[0].shape[1], 10, bias=False)
+        nn.init.zeros_(model.weight)
+        return model, hk.SampleWeights(train, "sigmoid", init=float(torch.sigmoid(torch.tensor(-2.0))))
+
+    def score(model: nn.Module, weights: nn.Module) -> Scores:
+        loss, error = loss_and_error(model, split.validation)
+        return {"validation loss": loss, "validation error": error}
+
+    data = (*split.train, torch.arange(train))
+    problem = hk.BilevelProblem(inner, outer)
+    return Case(
+        "cleaning", problem, start, data, split.validation, score, CLEANING_STEPS, CLEANING_RATIOS, target=0.5
+    )
+
+
+# --- running -----------------------------------------------------------------------------------------------
+
+
+def run(case: Case, name: str, step: float, ratio: float, seed: int, seconds: float, points: int = 25) -> dict[str, Any]:
+    """One run of ``seconds`` of CPU time; snapshots are scored afterwards, outside the clock.
+
+    CPU time of the one thread is what wall-clock time would be on a machine that nobody else uses.
+    """
+    model, hyper = case.start()
+    method = algorithm(name, step, ratio, seed)
+    state = method.init(case.problem, model, hyper)
+    inner = hk.Examples(*case.inner, batch_size=64, seed=seed)
+    draw = hk.Draw(inner, hk.Examples(*case.outer, batch_size=64, seed=seed + 1000))
+    marks = [seconds * (i + 1) / points for i in range(points)]
+    found: list[dict[str, Any]] = [{"seconds": 0.0, "steps": 0, "at": _snapshot(state)}]
+    clock, failed = 0.0, False
+    while marks and not failed:
+        begin = time.process_time()
+        try:
+            method.step(state, draw)
+        except hk.HyperkronError:
+            failed = True
+        clock += time.process_time() - begin
+        if clock >= marks[0]:
+            marks = [x for x in marks if x > clock]
+            found.append({"seconds": clock, "steps": state.step, "at": _snapshot(state)})
+    curve = []
+    for row in found:
+        state.inner.place(row["at"][0])
+        state.outer.place(row["at"][1])
+        with torch.no_grad():
+            scores = case.score(model, hyper)
+        if not all(math.isfinite(x) for x in scores.values()):
+            failed = True
+            break
+        curve.append({"seconds": row["seconds"], "calls": row["steps"] * CALLS[name], **scores})
+    return {"failed": failed, "curve": curve}
+
+
+def _snapshot(state: hk.State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return state.inner.values(), state.outer.values()
+
+
+def final(result: dict[str, Any]) -> float:
+    """The score at the end, by the problem's first figure; infinite for a run that failed."""
+    figures = [v for k, v in result["curve"][-1].items() if k not in ("seconds", "calls")]
+    return math.inf if result["failed"] else float(figures[0])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is run."""
+
+    seconds: float = 4.0
+    screening: float = 0.8
+    kept: int = 2
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+
+def tune_and_run(case: Case, name: str, plan: Plan) -> dict[str, Any]:
+    """Screen the grid, run the best settings in full, and the best of them with every seed."""
+    first, *others = plan.seeds
+    screened = [(*x, run(case, name, *x, first, plan.screening, 2)) for x in product(case.steps, case.ratios)]
+    screened.sort(key=lambda x: final(x[2]))
+    runs = [(step, ratio, run(case, name, step, ratio, first, plan.seconds)) for step, ratio, _ in screened[: plan.kept]]
+    step, ratio, best = min(runs, key=lambda x: final(x[2]))
+    curves = [best, *(run(case, name, step, ratio, seed, plan.seconds) for seed in others)]
+    return {
+        "step": step,
+        "ratio": ratio,
+        "grid": [[s, r, _plain(final(x))] for s, r, x in screened],
+        "full": [[s, r, _plain(final(x))] for s, r, x in runs],
+        "runs": [_columns(x["curve"]) for x in curves],
+    }
+
+
+def _plain(x: float) -> float | None:
+    return x if math.isfinite(x) else None
+
+
+def _columns(curve: list[dict[str, float]]) -> dict[str, str]:
+    """A curve by column, each as one JSON string so that the file stays readable."""
+    return {key: json.dumps([float(f"{row[key]:.4g}") for row in curve]) for key in curve[0]}
+
+
+def main(folder: str, plan: Plan, path: Path, problems: list[str]) -> None:
+    torch.set_num_threads(1)
+    made: dict[str, Callable[[], Case]] = {"logistic": Logistic().case, "cleaning": lambda: cleaning(folder)}
+    settings = {"seconds": plan.seconds, "screening": plan.screening, "seeds": list(plan.seeds), "batch": 64}
+    record: dict[str, Any] = {"settings": settings, "problems": {}}
+    if path.exists():
+        earlier = json.loads(path.read_text("utf-8"))
+        if earlier.get("settings") == settings:
+            record["problems"] = earlier["problems"]
+    for problem in problems:
+        case, done = made[problem](), record["problems"].setdefault(problem, {})
+        for name in NAMES:
+            if name not in done:
+                done[name] = tune_and_run(case, name, plan)
+                common.write_result(path, record)
+                ends = [json.loads(next(reversed(_figures(x))))[-1] for x in done[name]["runs"]]
+                print(problem, name, done[name]["step"], done[name]["ratio"], ends, flush=True)
+
+
+def _figures(columns: dict[str, str]) -> list[str]:
+    return [v for k, v in columns.items() if k not in ("seconds", "calls")]

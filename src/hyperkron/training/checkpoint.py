@@ -1,0 +1,336 @@
+"""Checkpoints: folders that are complete or absent, verified before they are read, and never executed.
+
+    folder/step-00000123/tensors-rank00000.safetensors    every tensor of the state
+                         state-rank00000.json             everything else, with the places of the tensors
+                         manifest.json                    format, sizes, SHA-256, versions, what the run is made of
+
+``docs/checkpoints.md`` describes the format and what is guaranteed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import platform
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hyperkron.solution import HyperkronWarning, warn_once
+from hyperkron.training import files, fingerprint
+from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, join, split
+
+FORMAT = 1
+"""The format this version writes."""
+
+Migration = Callable[[dict[str, Any]], dict[str, Any]]
+MIGRATIONS: dict[int, Migration] = {}
+"""For every older format, the function that makes a state of the next format of one of this format."""
+
+MANIFEST = "manifest.json"
+MAX_MANIFEST = 2**26
+_STEP = re.compile(r"step-(\d{8,12})(\.replaced)?\Z")
+_TEMPORARY = ".tmp-"
+
+
+@dataclass(frozen=True)
+class About:
+    """What a state belongs to.
+
+    Attributes:
+        model, hyper: dtype and shape of every parameter and buffer.
+        config: the settings of the run, a line each.
+        world_size: over how many processes it is spread.
+    """
+
+    model: Mapping[str, str] = field(default_factory=dict)
+    hyper: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, str] = field(default_factory=dict)
+    world_size: int = 1
+
+    def differences(self, now: About) -> list[str]:
+        """What is not the same in ``now``, a line each."""
+        lines = fingerprint.differences("model", self.model, now.model)
+        lines += fingerprint.differences("hyper", self.hyper, now.hyper)
+        lines += fingerprint.differences("config", self.config, now.config)
+        if self.world_size != now.world_size:
+            lines.append(f"world size: {self.world_size} in the checkpoint, {now.world_size} in this run")
+        return lines
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that has been read.
+
+    Attributes:
+        path: its folder.
+        step: how many steps had been done.
+        state: what was saved.
+        about: what it belongs to.
+        versions: of hyperkron, torch and Python when it was written.
+    """
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    about: About
+    versions: Mapping[str, str]
+
+
+# --- writing -----------------------------------------------------------------------------------------------
+
+
+def write(folder: str | Path, step: int, state: dict[str, Any], about: About | None = None, rank: int = 0) -> Path:
+    """Save ``state`` as ``folder/step-…``: written beside it, flushed to the disk, then renamed.
+
+    Whatever interrupts it, a kill or a full disk, the checkpoints that were there stay as they are.
+    """
+    folder, about = Path(folder), about or About()
+    tree, tensors = split(state)
+    refuse_overtaken(folder, step)
+    target = folder / _name(step)
+    try:
+        _make_folder(folder)
+        clean(folder)
+        temporary = folder / f"{_TEMPORARY}{target.name}-{secrets.token_hex(4)}"
+        try:
+            temporary.mkdir()
+            tensor_file, state_file = _file_names(rank)
+            records = {tensor_file: files.write_tensors(temporary / tensor_file, tensors)}
+            records[state_file] = files.write_bytes(temporary / state_file, _dump(tree))
+            files.write_bytes(temporary / MANIFEST, _manifest(step, about, records))
+            files.flush_folder(temporary)
+            _put_in_place(temporary, target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise CheckpointError(
+            f"step {step} could not be saved in {folder}: {error.strerror or error}. Earlier checkpoints are "
+            "untouched; make room, or choose another folder."
+        ) from error
+    return target
+
+
+def _manifest(step: int, about: About, records: Mapping[str, Any]) -> bytes:
+    content = {
+        "format": FORMAT,
+        "step": step,
+        "world_size": about.world_size,
+        "versions": _versions(),
+        "files": dict(records),
+        "model": dict(about.model),
+        "hyper": dict(about.hyper),
+        "config": dict(about.config),
+    }
+    return _sealed(content)
+
+
+def _sealed(content: dict[str, Any]) -> bytes:
+    """A manifest with its own SHA-256 as the last entry."""
+    own = hashlib.sha256(_dump(content, indent=1)).hexdigest()
+    return _dump({**content, "sha256": own}, indent=1)
+
+
+def _dump(content: Any, indent: int | None = None) -> bytes:
+    return json.dumps(content, allow_nan=False, indent=indent).encode("ascii")
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Rename, durably; a checkpoint of the same step stays readable until the new one is in its place."""
+    aside = target.with_name(f"{target.name}.replaced")
+    if target.exists():
+        if aside.exists():
+            _delete(aside)
+        target.rename(aside)
+    temporary.rename(target)
+    files.flush_folder(target.parent)
+    if aside.exists():
+        _delete(aside)
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        files.flush_folder(folder.parent)
+
+
+def _delete(path: Path) -> None:
+    """Remove a folder so that, interrupted, it leaves nothing that looks like a checkpoint."""
+    hidden = path.with_name(f"{_TEMPORARY}delete-{path.name}-{secrets.token_hex(4)}")
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def clean(folder: Path) -> None:
+    """Remove what interrupted saves and deletions have left; a folder belongs to one run at a time."""
+    for path in folder.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(folder: str | Path, keep: int, protect: Iterable[int] = ()) -> None:
+    """Delete all but the newest ``keep`` complete checkpoints and those of the steps in ``protect``."""
+    complete = [path for path in candidates(folder) if _plausible(path)]
+    kept = {path.name for path in complete[:keep]} | {_name(step) for step in protect}
+    for path in complete[keep:]:
+        if path.name not in kept:
+            try:
+                _delete(path)
+            except OSError as error:
+                warn_once(f"prune-{folder}", f"{path} is no longer needed but could not be deleted: {error}")
+
+
+def refuse_overtaken(folder: str | Path, step: int) -> None:
+    """Refuse to write step ``step`` where a verified checkpoint of a later one exists: it would be resumed instead."""
+    for path in candidates(folder):
+        if _step(path) <= step:
+            return
+        with contextlib.suppress(DamagedCheckpoint):
+            check(path)
+            raise CheckpointError(
+                f"{path} is further than this run, which is at step {step}; continue it with "
+                "fit(…, resume=folder), choose another folder, or move that checkpoint away."
+            )
+
+
+# --- reading -----------------------------------------------------------------------------------------------
+
+
+def candidates(folder: str | Path) -> list[Path]:
+    """The checkpoints in a folder, unverified, the newest first."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _STEP.match(path.name) and not path.is_symlink() and path.is_dir()]
+    return sorted(found, key=lambda path: (-_step(path), path.name))
+
+
+def check(path: str | Path, rank: int = 0) -> dict[str, Any]:
+    """The manifest of a checkpoint all of whose files are what was written; else :class:`DamagedCheckpoint`."""
+    manifest = _read_manifest(Path(path), rank)
+    for name, record in manifest["files"].items():
+        files.verify(Path(path) / name, record)
+    return manifest
+
+
+def read(path: str | Path, device: torch.device | str | None = None, rank: int = 0) -> Saved:
+    """Read one checkpoint; sizes and hashes are verified before anything is made of its content.
+
+    Args:
+        path: the folder ``…/step-…``.
+        device: where tensors go; ``None`` puts each where it was.
+        rank: of this process.
+    """
+    path = Path(path)
+    manifest = _read_manifest(path, rank)
+    form = manifest["format"]
+    if form > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {form}, but this version of hyperkron reads formats up to {FORMAT}; it was written by "
+            f"hyperkron {manifest['versions'].get('hyperkron', '?')}: install that or a newer one."
+        )
+    tensor_file, state_file = _file_names(rank)
+    tree, _ = files.read_json(path / state_file, manifest["files"][state_file])
+    with files.TensorFile(path / tensor_file, manifest["files"][tensor_file]) as tensors:
+        state = join(tree, tensors, device)
+    for old in range(form, FORMAT):
+        if old not in MIGRATIONS:
+            raise CheckpointError(f"{path} has format {form}, from which there is no way to format {FORMAT}.")
+        state = MIGRATIONS[old](state)
+    about = About(manifest["model"], manifest["hyper"], manifest["config"], manifest["world_size"])
+    return Saved(path, manifest["step"], state, about, manifest["versions"])
+
+
+def newest(folder: str | Path, step: int | None = None, device: torch.device | str | None = None) -> Saved:
+    """The newest checkpoint of a folder that verifies; damaged ones are passed over with a warning.
+
+    Args:
+        folder: where the checkpoints are.
+        step: take this one; then a damaged one is an error.
+        device: see :func:`read`.
+    """
+    found = [path for path in candidates(folder) if step is None or _step(path) == step]
+    wrong: list[str] = []
+    for path in found:
+        try:
+            saved = read(path, device)
+        except DamagedCheckpoint as error:
+            wrong.append(f"{path.name}: {error}")
+            continue
+        if wrong:
+            warnings.warn(
+                f"damaged checkpoints in {folder} were passed over, continuing from {path.name}:"
+                f"{fingerprint.listed(wrong)}",
+                HyperkronWarning,
+                stacklevel=3,
+            )
+        return saved
+    asked = "" if step is None else f" of step {step}"
+    if not wrong:
+        raise CheckpointError(f"there is no checkpoint{asked} in {folder}.")
+    raise CheckpointError(f"no checkpoint{asked} in {folder} is intact:{fingerprint.listed(wrong)}")
+
+
+def _read_manifest(path: Path, rank: int) -> dict[str, Any]:
+    """The manifest, if it is byte for byte what its own hash says and describes this folder and these files."""
+    manifest, data = files.read_json(path / MANIFEST, limit=MAX_MANIFEST)
+    if not isinstance(manifest, dict) or _sealed({k: v for k, v in manifest.items() if k != "sha256"}) != data:
+        raise DamagedCheckpoint(f"{MANIFEST} does not agree with its own SHA-256")
+    try:
+        form, step, world_size = manifest["format"], manifest["step"], manifest["world_size"]
+        if not all(type(n) is int for n in (form, step, world_size)):
+            raise TypeError("format, step and world_size must be whole numbers")
+        if step != _step(path):
+            raise DamagedCheckpoint(f"{MANIFEST} is of step {step}, but the folder is {path.name}")
+        expected = {name for r in range(world_size) for name in _file_names(r)} if 0 < world_size <= 10**5 else set()
+        if set(manifest["files"]) != expected or not expected.issuperset(_file_names(rank)):
+            raise DamagedCheckpoint(f"{MANIFEST} lists {sorted(manifest['files'])!r:.200}")
+        for record in manifest["files"].values():
+            if type(record["size"]) is not int or type(record["sha256"]) is not str:
+                raise TypeError("a size or hash is missing")
+        for part in ("model", "hyper", "config", "versions"):
+            if not all(type(x) is str for x in manifest[part].values()):
+                raise TypeError(f"{part} must hold strings")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{MANIFEST} is malformed ({error})") from error
+    return manifest
+
+
+def _plausible(path: Path) -> bool:
+    """Whether a checkpoint has its manifest and files of the right size: enough to count it, not to trust it."""
+    try:
+        return all((path / n).stat().st_size == r["size"] for n, r in _read_manifest(path, 0)["files"].items())
+    except (DamagedCheckpoint, OSError):
+        return False
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _step(path: Path) -> int:
+    found = _STEP.match(path.name)
+    if found is None:
+        raise CheckpointError(f"{path} is not named like a checkpoint (step-00000123).")
+    return int(found[1])
+
+
+def _file_names(rank: int) -> tuple[str, str]:
+    return f"tensors-rank{rank:05d}.safetensors", f"state-rank{rank:05d}.json"
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = version("hyperkron")
+    except PackageNotFoundError:
+        own = "unknown"
+    return {"hyperkron": own, "torch": str(torch.__version__), "python": platform.python_version()}

@@ -1,0 +1,164 @@
+"""Files that are all there or not there at all: hashed while written, flushed to the disk, verified before read."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hyperkron.training.encoding import DTYPES, DamagedCheckpoint
+
+CHUNK = 2**20
+MAX_HEADER = 100_000_000
+"""Bytes of the description at the head of a tensor file; the limit of safetensors itself."""
+MAX_JSON = 2**28
+"""Bytes of a JSON file."""
+
+
+class _Hashed:
+    """A file open for writing, with the size and SHA-256 of what was written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.size, self._sum = file, 0, hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self.file.write(data)
+        self._sum.update(data)
+        self.size += len(data)
+
+    def record(self) -> dict[str, Any]:
+        return {"size": self.size, "sha256": self._sum.hexdigest()}
+
+
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[_Hashed]:
+    """A new file that is on the disk when the block is left."""
+    with path.open("xb") as file:
+        yield _Hashed(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_bytes(path: Path, data: bytes) -> dict[str, Any]:
+    """Write a file durably; its size and SHA-256."""
+    with _new_file(path) as file:
+        file.write(data)
+    return file.record()
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Write a safetensors file durably, one tensor after the other; its size and SHA-256."""
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # aligns every one to its size
+    header, end = {}, 0
+    for name, x in ordered:
+        begin, end = end, end + x.numel() * x.element_size()
+        header[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with _new_file(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, x in ordered:
+            here = x.detach().cpu().contiguous()
+            if here.numel():
+                count = here.numel() * here.element_size()
+                file.write(memoryview((ctypes.c_char * count).from_address(here.data_ptr())).cast("B"))
+    return file.record()
+
+
+def flush_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where the system can."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _plain_file(path: Path, size: int | None) -> Iterator[BinaryIO]:
+    """An ordinary file of the given size, not a link, a pipe or a folder, opened for reading."""
+    flags = [getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")]
+    try:
+        descriptor = os.open(path, os.O_RDONLY | sum(flags))
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path.name} cannot be opened ({error.strerror})") from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedCheckpoint(f"{path.name} is not an ordinary file")
+        if size is not None and found.st_size != size:
+            raise DamagedCheckpoint(f"{path.name} has {found.st_size} bytes instead of {size}")
+        with open(descriptor, "rb", closefd=False) as file:
+            yield file
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path.name} cannot be read ({error.strerror})") from error
+    finally:
+        os.close(descriptor)
+
+
+def verify(path: Path, record: dict[str, Any]) -> None:
+    """Refuse a file that is not, byte for byte, the one of ``record``."""
+    found = hashlib.sha256()
+    with _plain_file(path, record["size"]) as file:
+        while data := file.read(CHUNK):
+            found.update(data)
+    if found.hexdigest() != record["sha256"]:
+        raise DamagedCheckpoint(f"{path.name} has another SHA-256 than when it was written")
+
+
+def read_json(path: Path, record: dict[str, Any] | None = None, limit: int = MAX_JSON) -> tuple[Any, bytes]:
+    """The content of a JSON file and its bytes, verified if there is a record of it."""
+    with _plain_file(path, None if record is None else record["size"]) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise DamagedCheckpoint(f"{path.name} is larger than {limit} bytes")
+    if record is not None and hashlib.sha256(data).hexdigest() != record["sha256"]:
+        raise DamagedCheckpoint(f"{path.name} has another SHA-256 than when it was written")
+    try:
+        return json.loads(data.decode("ascii"), parse_constant=_refuse_constant), data
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path.name} is no JSON that hyperkron writes ({str(error)[:100]})") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+class TensorFile:
+    """The tensors of a verified safetensors file, each a copy of its own that outlives the file."""
+
+    def __init__(self, path: Path, record: dict[str, Any]) -> None:
+        verify(path, record)
+        with _plain_file(path, record["size"]) as file:
+            length = int.from_bytes(file.read(8), "little")
+        if record["size"] < 8 or length > min(MAX_HEADER, record["size"] - 8):
+            raise DamagedCheckpoint(f"{path.name} claims a header of {length} bytes in a file of {record['size']}")
+        self._name = path.name
+        try:
+            self._file = safe_open(path, framework="pt", device="cpu").__enter__()
+        except (SafetensorError, OSError) as error:
+            raise DamagedCheckpoint(f"{path.name} is no safetensors file ({error})") from error
+
+    def __call__(self, name: str) -> Tensor:
+        """A tensor by its name, as a copy."""
+        try:
+            return torch.clone(self._file.get_tensor(name))
+        except (SafetensorError, TypeError) as error:
+            raise DamagedCheckpoint(f"{self._name} has no tensor {name!r:.100}") from error
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._file.__exit__(None, None, None)

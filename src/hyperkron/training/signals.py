@@ -1,0 +1,66 @@
+"""SIGTERM and SIGINT as requests: finish the step, save, and leave with the exit code the system expects."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class Interrupted(SystemExit):
+    """The run was asked to stop, has saved, and leaves the process with 128 + the signal's number.
+
+    Attributes:
+        code: 143 for SIGTERM, 130 for SIGINT.
+        signal: the signal.
+
+    Example:
+        >>> Interrupted(signal.SIGTERM).code
+        143
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.signal = signal.Signals(number)
+
+
+class Signals:
+    """While active, SIGTERM and SIGINT only set ``received``; a second SIGINT does what it did before.
+
+    Handlers can be set in the main thread alone; elsewhere, and where ``active`` is false, this does nothing.
+
+    Attributes:
+        received: the number of the first signal, or ``None``.
+
+    Example:
+        >>> with Signals() as signals:
+        ...     signal.raise_signal(signal.SIGTERM)
+        >>> signals.received == signal.SIGTERM
+        True
+    """
+
+    def __init__(self, active: bool = True) -> None:
+        self.received: int | None = None
+        self._active = active and threading.current_thread() is threading.main_thread()
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if self._active:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                previous = signal.getsignal(number)
+                if previous is not None:  # set by something other than Python: it could not be put back
+                    self._previous[number] = previous
+                    signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = number
+        elif number == signal.SIGINT:  # impatience
+            signal.signal(number, self._previous[number])
+            signal.raise_signal(number)
+
+    def __exit__(self, *reason: object) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)

@@ -1,0 +1,439 @@
+"""Checkpoints: exact encoding of any state, durable writing, and refusal of whatever is not what was written."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import hyperkron as hk
+from hyperkron.training import checkpoint, files
+from hyperkron.training.encoding import DTYPES, join, split
+
+# --- the encoding ------------------------------------------------------------------------------------------
+
+
+def same(x: Any, y: Any) -> bool:
+    """Equal in type, bits and, for tensors, memory layout."""
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, Tensor):
+        alike = x.dtype == y.dtype and x.shape == y.shape and (not x.numel() or x.stride() == y.stride())
+        return alike and _bits(x) == _bits(y)
+    if isinstance(x, float):
+        return struct.pack(">d", x) == struct.pack(">d", y)
+    if isinstance(x, dict):
+        return list(x) == list(y) and [type(k) for k in x] == [type(k) for k in y] and all(same(x[k], y[k]) for k in x)
+    if isinstance(x, (list, tuple)):
+        return len(x) == len(y) and all(same(a, b) for a, b in zip(x, y, strict=True))
+    return bool(x == y)
+
+
+def _bits(x: Tensor) -> list[int]:
+    return x.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+def round_trip(state: Any) -> Any:
+    """Through JSON text and tensors, without files."""
+    tree, tensors = split(state)
+    return join(json.loads(json.dumps(tree, allow_nan=False)), lambda name: tensors[name].clone())
+
+
+@st.composite
+def some_tensor(draw: st.DrawFn) -> Tensor:
+    """Any dtype with any bits, any small shape, any order of the dimensions in memory, perhaps a view."""
+    dtype = draw(st.sampled_from(list(DTYPES)))
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    count = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
+    data = draw(st.binary(min_size=count, max_size=count))
+    if dtype is torch.bool:
+        data = bytes(byte & 1 for byte in data)
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
+    x = flat.view(dtype).reshape(shape) if count or shape else torch.zeros((), dtype=dtype)
+    x = x.permute(draw(st.permutations(range(x.dim()))))
+    return x.expand(2, *x.shape)[1] if draw(st.booleans()) else x
+
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(2**200), 2**200),
+    st.floats(),
+    st.binary(min_size=8, max_size=8).map(lambda data: struct.unpack(">d", data)[0]),  # every NaN there is
+    st.text(st.characters(), max_size=10),  # lone surrogates included
+    st.text(max_size=3).map(lambda text: (text or "é") * 3000),
+    some_tensor(),
+)
+KEYS = st.one_of(st.text(max_size=4), st.sampled_from(["$tensor", "$tuple", "__metadata__", "a.b", ""]))
+STATES = st.recursive(
+    LEAVES,
+    lambda inside: st.one_of(
+        st.lists(inside, max_size=3),
+        st.lists(inside, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inside, max_size=4),
+        st.dictionaries(st.one_of(KEYS, st.integers()), inside, max_size=3),
+        st.dictionaries(KEYS, inside, max_size=3).map(OrderedDict),
+        st.dictionaries(st.integers(0, 9), st.integers(0, 9), max_size=3).map(Counter),
+    ),
+    max_leaves=8,
+)
+
+
+@given(STATES)
+def test_any_state_comes_back_bit_for_bit(state: Any) -> None:
+    assert same(round_trip(state), state)
+
+
+@given(st.dictionaries(KEYS, STATES, max_size=3))
+def test_any_state_comes_back_from_the_disk(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> None:
+    path = checkpoint.write(tmp_path_factory.mktemp("state"), 7, state)
+    assert same(checkpoint.read(path).state, state)
+
+
+def test_one_tensor_in_two_places_is_stored_once_and_stays_one() -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+    tree, tensors = split({"a": x, "b": x.view(3, 4), "row": x[1], "column": x[:, 1], "wide": x[:1].expand(3, 4)})
+    assert len(tensors) == 4
+    found = join(tree, lambda name: tensors[name].clone())
+    found["a"][0, 0] = 100.0
+    assert found["b"][0, 0] == 100.0
+    assert torch.equal(found["column"], x[:, 1]) and torch.equal(found["wide"], x[:1].expand(3, 4))
+
+
+def test_parameters_and_numpy_numbers_are_stored_as_what_they_are() -> None:
+    numpy = pytest.importorskip("numpy")
+    found = round_trip({"p": nn.Parameter(torch.ones(2)), "x": numpy.float64(0.1)})
+    assert same(found, {"p": torch.ones(2), "x": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        (object(), "object"),
+        ({1, 2}, "set"),
+        (b"bytes", "bytes"),
+        (torch.ones(2).to_sparse(), "torch.sparse_coo"),
+        (torch.ones(2, dtype=torch.complex64), "torch.complex64"),
+        (torch.ones(2, device="meta"), "meta device"),
+        (hk.Status.DIRECT, "Status"),
+        (lambda: None, "function"),
+        ({(1, 2): 3}, "tuple"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_types_are_refused_by_place_and_name(bad: Any, named: str) -> None:
+    with pytest.raises(hk.CheckpointError, match=r"state\['inner'\]\['1'\]") as caught:
+        split({"inner": [0, bad]})
+    assert named in str(caught.value)
+
+
+def test_a_state_that_holds_itself_is_refused() -> None:
+    state: list[Any] = []
+    state.append(state)
+    with pytest.raises(hk.CheckpointError, match="deeper"):
+        split(state)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$unknown": 1},
+        {"$tensor": "absent"},
+        {"$tensor": "x", "shape": [2, 3], "stride": [100, 1]},
+        {"$tensor": "x", "shape": [-6, -1], "stride": [1, 1]},
+        {"$tensor": "x", "shape": [10**12], "stride": [0]},
+        {"$float": "zz"},
+        {"$float": "00"},
+        {"$int": "one"},
+        {"$tuple": 3},
+        {"$dict": [[[1], 2]]},
+        {"$text": "x"},
+        {"$tensor": "x", "device": "nowhere"},
+    ],
+)
+def test_malformed_trees_are_refused(tree: Any) -> None:
+    tensors = {"x": torch.full((6,), 255, dtype=torch.uint8)}
+    with pytest.raises(hk.CheckpointError):
+        join({"a": tree}, tensors.__getitem__)
+
+
+def test_tensor_files_are_what_safetensors_reads(tmp_path: Path) -> None:
+    tensors = {
+        "half": torch.randn(3, 5).bfloat16(),
+        "flag": torch.tensor(True),
+        "none": torch.empty(0, 4),
+        "random": torch.get_rng_state(),
+        "wide": torch.randn(7, dtype=torch.float64),
+        "ü": torch.arange(4),
+    }
+    record = files.write_tensors(tmp_path / "a.safetensors", tensors)
+    found = load_file(tmp_path / "a.safetensors")
+    assert found.keys() == tensors.keys() and all(same(found[name], x) for name, x in tensors.items())
+    assert record["size"] == (tmp_path / "a.safetensors").stat().st_size
+
+
+# --- damage ------------------------------------------------------------------------------------------------
+
+STATE = {"weight": torch.arange(6.0).reshape(2, 3).T, "step": 3, "loss": math.nan}
+
+
+def write(folder: Path, step: int = 3) -> Path:
+    return checkpoint.write(folder, step, {**STATE, "step": step})
+
+
+def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    data = (path / "manifest.json").read_bytes()
+    for place in range(0, len(data)):
+        (path / "manifest.json").write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+        with pytest.raises(hk.DamagedCheckpoint):
+            checkpoint.read(path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state-rank00000.json", "tensors-rank00000.safetensors"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete", "grow", "link", "folder", "pipe"])
+def test_damage_is_found_and_the_checkpoint_before_is_taken(tmp_path: Path, name: str, damage: str) -> None:
+    write(tmp_path, 3)
+    path = write(tmp_path, 4) / name
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "link":
+        (tmp_path / "same").write_bytes(data)
+        path.symlink_to(tmp_path / "same")
+    elif damage == "folder":
+        path.mkdir()
+    elif damage == "pipe":
+        os.mkfifo(path)
+    elif damage != "delete":
+        middle = len(data) // 2
+        flipped = data[:middle] + bytes([data[middle] ^ 16]) + data[middle + 1 :]
+        path.write_bytes({"flip": flipped, "cut": data[:-1], "grow": data + b" "}[damage])
+    with pytest.raises(hk.DamagedCheckpoint, match=name):
+        checkpoint.read(path.parent)
+    with pytest.warns(hk.HyperkronWarning, match=f"(?s)continuing from step-00000003.*step-00000004.*{name}"):
+        assert checkpoint.newest(tmp_path).state["step"] == 3
+    with pytest.raises(hk.CheckpointError, match=r"step 4 in .* is intact"):
+        checkpoint.newest(tmp_path, step=4)
+
+
+def test_nothing_intact_is_an_error_that_lists_what_was_wrong(tmp_path: Path) -> None:
+    with pytest.raises(hk.CheckpointError, match="there is no checkpoint"):
+        checkpoint.newest(tmp_path / "absent")
+    for step in (1, 2):
+        (write(tmp_path, step) / "manifest.json").unlink()
+    with pytest.raises(hk.CheckpointError, match=r"(?s)step-00000002.*step-00000001"):
+        checkpoint.newest(tmp_path)
+
+
+def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
+    write(tmp_path).rename(tmp_path / "step-00000009")
+    with pytest.raises(hk.DamagedCheckpoint, match="is of step 3"):
+        checkpoint.read(tmp_path / "step-00000009")
+
+
+# --- malice: hashes that agree, content that should not be trusted -----------------------------------------
+
+
+def forge(path: Path, change: Any = None, **contents: bytes) -> None:
+    """Replace files and make the manifest agree with them."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["sha256"]
+    for name, data in contents.items():
+        name = {"state": "state-rank00000.json", "tensors": "tensors-rank00000.safetensors"}[name]
+        (path / name).unlink()
+        manifest["files"][name] = files.write_bytes(path / name, data)
+    if change is not None:
+        change(manifest)
+    (path / "manifest.json").write_bytes(checkpoint._sealed(manifest))
+
+
+def test_names_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "run")
+    (tmp_path / "secret.json").write_text("{}")
+    for name in ("../../secret.json", "/etc/hostname", "state-rank00000.json/../../../secret.json", "other.json"):
+        forge(path, lambda manifest, name=name: manifest.update(files={name: {"size": 2, "sha256": ""}}))
+        with pytest.raises(hk.DamagedCheckpoint, match="lists"):
+            checkpoint.read(path)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        (2**63).to_bytes(8, "little") + b"{}",
+        (10**8).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"[]",
+        b"",
+        (0).to_bytes(8, "little"),
+        b"\x80\x04cos\nsystem\n(S'true'\ntR.",
+    ],
+    ids=["8 EiB", "100 MB", "list", "empty", "no header", "pickle"],
+)
+def test_absurd_tensor_files_are_refused(tmp_path: Path, tensors: bytes) -> None:
+    path = write(tmp_path)
+    forge(path, tensors=tensors)
+    with pytest.raises(hk.DamagedCheckpoint, match="safetensors"):
+        checkpoint.read(path)
+
+
+def test_offsets_outside_the_file_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24]}}).encode()
+    forge(path, tensors=len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(hk.DamagedCheckpoint, match="safetensors"):
+        checkpoint.read(path)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        b"[" * 100_000,
+        b"[" * 900 + b"]" * 900,
+        b'{"a": NaN}',
+        b'{"a": {"$import": "os"}}',
+        b"!!python/object/apply:os.system [true]",
+        b"9" * 5000,
+        b'{"a": {"$tensor": "../../secret"}}',
+    ],
+    ids=["unclosed", "deep", "NaN", "mark", "YAML", "digits", "traversal"],
+)
+def test_malformed_state_files_are_refused(tmp_path: Path, state: bytes) -> None:
+    path = write(tmp_path)
+    forge(path, state=state)
+    with pytest.raises(hk.DamagedCheckpoint):
+        checkpoint.read(path)
+
+
+def test_oversized_json_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path)
+    monkeypatch.setattr(checkpoint, "MAX_MANIFEST", 100)
+    with pytest.raises(hk.DamagedCheckpoint, match="larger than 100 bytes"):
+        checkpoint.read(path)
+
+
+# --- formats -----------------------------------------------------------------------------------------------
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    forge(path, lambda manifest: manifest.update(format=checkpoint.FORMAT + 1))
+    with pytest.raises(hk.CheckpointError, match=r"format 2, but this version of hyperkron reads formats up to 1"):
+        checkpoint.newest(tmp_path)
+
+
+def test_an_older_format_is_migrated_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path)
+    monkeypatch.setattr(checkpoint, "FORMAT", 3)
+    monkeypatch.setitem(checkpoint.MIGRATIONS, 1, lambda state: {**state, "log": ["1 to 2"]})
+    with pytest.raises(hk.CheckpointError, match="no way to format 3"):
+        checkpoint.read(path)
+    monkeypatch.setitem(checkpoint.MIGRATIONS, 2, lambda state: {**state, "log": [*state["log"], "2 to 3"]})
+    assert checkpoint.read(path).state["log"] == ["1 to 2", "2 to 3"]
+
+
+# --- writing -----------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_renamed_into_place_after_everything_is_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the moment of the rename all three files and the folder are flushed; the parent is flushed after it."""
+    events: list[str] = []
+    flush, rename = os.fsync, Path.rename
+
+    def recorded_flush(descriptor: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        flush(descriptor)
+
+    def recorded_rename(self: Path, target: Path) -> Path:
+        events.append(f"rename to {target.name}")
+        return rename(self, target)
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("needs /proc")
+    monkeypatch.setattr(os, "fsync", recorded_flush)
+    monkeypatch.setattr(Path, "rename", recorded_rename)
+    write(tmp_path)
+    assert events[:3] == ["tensors-rank00000.safetensors", "state-rank00000.json", "manifest.json"]
+    assert events[3].startswith(".tmp-step-00000003-")
+    assert events[4:] == ["rename to step-00000003", tmp_path.name]
+
+
+@pytest.mark.parametrize("place", ["write_tensors", "write_bytes", "flush_folder"])
+def test_a_failed_save_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    first = write(tmp_path, 1)
+    before = checkpoint.check(first)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, place, full)
+        with pytest.raises(hk.CheckpointError, match=r"step 2 could not be saved.*No space left"):
+            write(tmp_path, 2)
+    assert checkpoint.check(first) == before
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+    write(tmp_path, 2)
+
+
+def test_a_step_saved_again_is_replaced_and_never_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.write(tmp_path, 3, {"x": 1})
+    checkpoint.write(tmp_path, 3, {"x": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert checkpoint.newest(tmp_path).state == {"x": 2}
+    rename = Path.rename
+
+    def dies(self: Path, target: Path) -> Path:
+        if self.name.startswith(".tmp-step"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:  # between the two renames
+        patch.setattr(Path, "rename", dies)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.write(tmp_path, 3, {"x": 3})
+    assert checkpoint.newest(tmp_path).state == {"x": 2}
+    checkpoint.write(tmp_path, 3, {"x": 4})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_leftovers_of_killed_saves_are_ignored_and_removed(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-step-00000009-abc").mkdir()
+    assert checkpoint.candidates(tmp_path) == []
+    path = write(tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_newest_and_the_protected_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        write(tmp_path, step)
+    (tmp_path / "step-00000005" / "manifest.json").unlink()  # damaged: does not count as one of those kept
+    checkpoint.prune(tmp_path, 2, protect=[1])
+    assert [path.name for path in checkpoint.candidates(tmp_path)] == [f"step-0000000{i}" for i in (6, 5, 4, 1)]
+
+
+def test_a_later_checkpoint_is_not_overtaken(tmp_path: Path) -> None:
+    later = write(tmp_path, 9)
+    with pytest.raises(hk.CheckpointError, match="further than this run, which is at step 3"):
+        write(tmp_path, 3)
+    (later / "manifest.json").unlink()  # damaged: it would not be resumed
+    write(tmp_path, 3)
+
+
+def test_foreign_tensor_files_written_by_safetensors_are_read(tmp_path: Path) -> None:
+    """The format is safetensors', not only our writer's."""
+    path = write(tmp_path)
+    save_file({"weight": torch.full((6,), 2.0)}, tmp_path / "other")
+    forge(path, tensors=(tmp_path / "other").read_bytes())
+    assert torch.equal(checkpoint.read(path).state["weight"], torch.full((3, 2), 2.0))
