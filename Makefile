@@ -3,6 +3,7 @@
 #   make demo     clean mislabelled digits with a KFAC hypergradient and print what was found
 #   make test     lint, types, doctests and tests
 #   make bench    speed and memory against peers
+#   make faults   kill, signal and damage runs, and count those that survive
 #   make format   let ruff rewrite the code in the house style
 #   make clean    remove caches and builds (make distclean: the environment too)
 #
@@ -29,7 +30,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint types unit bench format clean distclean stale
+.PHONY: help venv demo test lint types unit bench faults format clean distclean stale
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -68,6 +69,10 @@ unit: $(STAMP)
 bench: $(STAMP)
 	@test -n "$(BENCHMARKS)" || { echo "No benchmarks/bench_*.py here."; exit 1; }
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(PY) $$script; done
+
+faults: export OMP_NUM_THREADS := 1
+faults: $(STAMP)
+	$(PY) benchmarks/faults.py
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix $(CODE)

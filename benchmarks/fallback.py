@@ -31,7 +31,7 @@ SEEDS = range(3)
 DAMPINGS = (1e-1, 1e-2, 1e-3)
 REGIMES = ((20, 64), (120, 64), (20, 160), (120, 160))
 """(training steps, examples): before and after the data are fitted, below and around the number of parameters."""
-FALLBACKS = ("diagonal", "identity", "zero", "diagonal, roots")
+FALLBACKS = ("diagonal", "identity", "zero", "diagonal, d + δ")
 """The last is no option of the library: (√d + √δ)² in place of d + δ, as factored damping treats a Kronecker block."""
 FISHERS = ("type-2", "mc")
 CLASSES, VOCABULARY, LENGTH = 4, 20, 6
@@ -166,15 +166,14 @@ def dense(point: Point, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def solutions(point: Point, b: dict[str, Tensor], damping: float, fisher: str, seed: int) -> dict[str, Tensor]:
-    """v = A⁻¹b with each fallback, and with the diagonal damped as the factors are."""
+    """v = A⁻¹b with each fallback, and with the diagonal damped as d + δ instead of as the factors are."""
     found = {}
     for fallback in FALLBACKS[:3]:
         curvature = hk.KFAC(damping, fisher=fisher, fallback=fallback, seed=seed)  # type: ignore[arg-type]
         found[fallback] = flat(curvature.operator(point, curvature.init()).solve(b))
     zero = found["zero"] == 0
-    diagonal = (flat(b) / found["diagonal"] - damping).clamp_min(0).nan_to_num()
-    rooted = flat(b) / (diagonal.sqrt() + damping**0.5).square()
-    found[FALLBACKS[3]] = torch.where(zero, rooted, found["diagonal"])
+    diagonal = ((flat(b) / found["diagonal"]).clamp_min(0).sqrt() - damping**0.5).clamp_min(0).square().nan_to_num()
+    found[FALLBACKS[3]] = torch.where(zero, flat(b) / (diagonal + damping), found["diagonal"])
     return found
 
 

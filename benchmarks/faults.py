@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import mmap
 import os
 import random
@@ -42,6 +43,8 @@ from hyperkron.training import checkpoint
 METHODS = tuple(resuming.ALGORITHMS)
 RUN_STEPS = 8
 """Steps of the runs that are killed at random."""
+WIDTH = 42
+"""Of the first column."""
 
 
 # --- processes ---------------------------------------------------------------------------------------------
@@ -332,24 +335,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("kills", 200), ("mutations", 500), ("signals", 50), ("steps", 40), ("full", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="killed within each step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-record", action="store_true", help="print the table, write no file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    chance, begin = random.Random(options.seed), time.perf_counter()
+    gc.collect()
+    gc.freeze()  # what is here already stays shared with the children
+    chance, begin, rows = random.Random(options.seed), time.perf_counter(), []
+    print(f"{'fault':{WIDTH}}  tries  survived")
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         scratch = Path(name)
-        rows = [
-            sigkill(options.kills, scratch, chance),
-            mutations(options.mutations, scratch, chance),
-            full_disk(options.full, scratch, chance),
-            signals(options.signals, scratch, chance),
-            *(consecutive(method, options.steps, scratch) for method in METHODS),
+        faults = [
+            lambda: sigkill(options.kills, scratch, chance),
+            lambda: mutations(options.mutations, scratch, chance),
+            lambda: full_disk(options.full, scratch, chance),
+            lambda: signals(options.signals, scratch, chance),
+            *(lambda method=method: consecutive(method, options.steps, scratch) for method in options.methods),
         ]
-    width = max(len(row["fault"]) for row in rows)
-    print(f"{'fault':{width}}  tries  survived")
-    for row in rows:
-        print(f"{row['fault']:{width}}  {row['tries']:5d}  {row['survived']:8d}  {row.get('note', '')}".rstrip())
+        for fault in faults:
+            row = fault()
+            rows.append(row)
+            print(f"{row['fault']:{WIDTH}}  {row['tries']:5d}  {row['survived']:8d}  {row.get('note', '')}".rstrip())
+            sys.stdout.flush()
     seconds = round(time.perf_counter() - begin, 1)
     if not options.no_record:
         write_result("faults.json", {"seed": options.seed, "seconds": seconds, "rows": rows})

@@ -22,7 +22,7 @@ from quadratic import Quadratic
 from resuming import ALGORITHMS, digest, start
 
 ROOT = Path(__file__).resolve().parent.parent
-END = 9
+END = 7
 
 
 @pytest.mark.parametrize("method", ALGORITHMS)
@@ -30,7 +30,7 @@ def test_a_run_stopped_at_any_step_continues_bit_for_bit(method: str, tmp_path: 
     """θ, λ, optimizers, schedules, curvature, warm starts, data, random states, history: every bit of the state."""
     wanted = digest(start(method, steps=END).state_dict(), tmp_path)
     run = start(method)
-    for step in range(1, 8):
+    for step in range(1, 6):
         run.advance(1).save(tmp_path)
         resumed = start(method)
         resumed.algorithm.step(resumed.state, resumed.draw)  # whatever it did before is forgotten
@@ -41,7 +41,7 @@ def test_a_run_stopped_at_any_step_continues_bit_for_bit(method: str, tmp_path: 
         assert digest(resumed.advance(END - step).state_dict(), tmp_path) == wanted
         set_random_state(checkpoint.newest(tmp_path, step).state["random"])  # the first run goes on as if alone
         assert digest(random_state(), tmp_path) != digest(random_before, tmp_path)
-    assert len(checkpoint.candidates(tmp_path)) == 7
+    assert len(checkpoint.candidates(tmp_path)) == 5
 
 
 def _without_random(run: hk.Run, resumed: hk.Run) -> dict[str, Any]:
@@ -286,11 +286,11 @@ def test_another_thread_can_run_too(tmp_path: Path) -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, signals and /proc")
 def test_a_few_of_every_fault_are_survived() -> None:
     """The benchmark in small: exit code 0 says that every row survived all its tries."""
-    counts = ["--kills", "4", "--mutations", "24", "--signals", "2", "--steps", "1", "--full", "2"]
-    command = [sys.executable, "benchmarks/faults.py", *counts, "--no-record"]
+    counts = ["--kills", "2", "--mutations", "24", "--signals", "2", "--steps", "1", "--full", "1"]
+    command = [sys.executable, "benchmarks/faults.py", *counts, "--methods", "KFAC", "SABA", "--no-record"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("SIGKILL within each of 1 steps") == len(ALGORITHMS)
+    assert done.stdout.count("SIGKILL within each of 1 steps") == 2
 
 
 def test_a_manifest_says_what_it_belongs_to(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import trees
+from hyperkron.curvature.products import gradients_of
 from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.hypergradient.steps import SGD, State, Step
 from hyperkron.point import Point, independent
@@ -361,7 +362,7 @@ def _gradient(loss: Tensor, inputs: list[Tensor], create_graph: bool) -> _Adjoin
     """The derivative of ``loss`` by each input, ``None`` where it does not depend on it."""
     if not loss.requires_grad:
         return [None] * len(inputs)
-    return torch.autograd.grad(loss, inputs, create_graph=create_graph, allow_unused=True)
+    return gradients_of(loss, inputs, create_graph=create_graph)
 
 
 def _sum(a: _Adjoint, b: _Adjoint) -> _Adjoint:

@@ -77,7 +77,9 @@ def measure(
         loss = point.inner(point.curvature_batch)
     measured = recorder.measured
     measured.l2 = l2_curvature(loss, point.params)
-    measured.uncalled = [n for block in plan.blocks.values() if block.name not in recorder.called for n in block.names]
+    layered = [n for block in plan.blocks.values() for n in block.names]
+    layered += [n for _, names in plan.diagonal for n in names.values()]
+    measured.uncalled = [n for n in layered if n not in recorder.called]
     names = [*plan.rest, *measured.uncalled] if basis is None and plan.measures_rest else []
     rest = [point.params[name] for name in names]
     squares: dict[str, Tensor] = {}
@@ -171,6 +173,9 @@ class _Tap(torch.autograd.Function):
         return gradient, None, None
 
 
+Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], Tensor]
+
+
 class _Recorder:
     """The hooks of one measurement and the sums they fill."""
 
@@ -192,9 +197,10 @@ class _Recorder:
         handles: list[RemovableHandle] = []
         try:
             for module, name in self.plan.feeds:
-                handles.append(module.register_forward_hook(self._on_block(self.plan.blocks[name])))
+                hook = self._on_block(self.plan.blocks[name])
+                handles.append(module.register_forward_hook(hook, with_kwargs=True))
             for module, names in self.plan.diagonal:
-                handles.append(module.register_forward_hook(self._on_diagonal(names)))
+                handles.append(module.register_forward_hook(self._on_diagonal(names), with_kwargs=True))
             yield
         finally:
             for handle in handles:
@@ -212,13 +218,14 @@ class _Recorder:
         found.a = {name: means[id(total)] for name, total in found.a.items() if name in found.b}
         found.reached = tuple(found.a)
 
-    def _on_block(self, block: Block) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-            x: Tensor = inputs[0].detach()
-            self.called.add(block.name)
+    def _on_block(self, block: Block) -> Hook:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
+            given: Tensor = inputs[0] if inputs else named["input"]
+            x = given.detach()
+            self.called.update(block.names)
             self.batch_size = max(self.batch_size, x.shape[0] if x.dim() > 1 else 1)
             if self.basis is None:
-                total, rows = self._input_gram(block, inputs[0])
+                total, rows = self._input_gram(block, given)
                 self._add(self.measured.a, block.name, total)
                 self.rows[block.name] = self.rows.get(block.name, 0) + rows
             if not output.requires_grad:
@@ -231,11 +238,12 @@ class _Recorder:
 
         return hook
 
-    def _on_diagonal(self, names: dict[str, str]) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    def _on_diagonal(self, names: dict[str, str]) -> Hook:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
+            self.called.update(names.values())
             if self.basis is not None or not output.requires_grad:
                 return output
-            x = inputs[0].detach()
+            x = (inputs[0] if inputs else named["input"]).detach()
 
             def receive(g: Tensor) -> None:
                 with _plainly(g):

@@ -229,16 +229,18 @@ class Kronecker(Curvature):
             declared = made.rows[name].curvature != "kronecker" or name in measured.uncalled
             if declared and self.fallback == "zero":
                 continue
+            damping = measured.l2.get(name, 0.0) + self.damping
             if declared and self.fallback == "identity":
-                curvature = torch.ones((), dtype=torch.float64)
+                found[name] = torch.ones((), dtype=torch.float64) + damping
             elif name in measured.diagonal:
-                curvature = measured.diagonal[name]
+                found[name] = self._damped(measured.diagonal[name], damping)
             elif name in measured.l2:  # the penalty is all that depends on it
-                curvature = torch.zeros((), dtype=torch.float64)
-            else:
-                continue
-            found[name] = curvature + (measured.l2.get(name, 0.0) + self.damping)
+                found[name] = torch.zeros((), dtype=torch.float64) + damping
         return found
+
+    def _damped(self, diagonal: Tensor, damping: Tensor | float) -> Tensor:
+        """The diagonal of parameters outside the blocks, damped as their neighbours in the blocks are: d + δ."""
+        return diagonal + damping
 
     @abstractmethod
     def _invert(
@@ -267,7 +269,8 @@ class KFAC(Kronecker):
         split: how δ is divided between the factors: ``"pi"`` (Martens & Grosse), ``"plain"`` (√δ each), ``"exact"``
             (B ⊗ A + δI inverted exactly, by eigendecomposition), or a callable (A, B, δ) → (δ_A, δ_B).
         fisher: where s_n comes from: ``"mc"`` draws it from the model's own predictions, ``"type-2"`` uses all C exact
-            vectors, ``"empirical"`` the gradient at the given labels.
+            vectors, ``"empirical"`` the gradient at the given labels. With a loss at every token the exact vectors of
+            all tokens go back together, and where layers mix tokens only ``"mc"`` is unbiased.
         samples: Monte-Carlo draws per example.
         sharing: ``"expand"`` or ``"reduce"``, for weights used at several positions.
         refresh_every: τ; factors and inverses are reused for this many calls.
@@ -294,6 +297,12 @@ class KFAC(Kronecker):
     @property
     def _low_rank(self) -> bool:
         return self.ema == 0 and self.damping > 0 and self.split in ("pi", "plain")
+
+    def _damped(self, diagonal: Tensor, damping: Tensor | float) -> Tensor:
+        """With δ split between the factors a balanced eigenvalue λ becomes (√λ + √δ)²; so does the diagonal."""
+        if self.split == "exact":
+            return diagonal + damping
+        return (diagonal.sqrt() + torch.as_tensor(damping, dtype=diagonal.dtype).to(diagonal.device).sqrt()).square()
 
     def _invert(
         self,
@@ -330,8 +339,9 @@ class EKFAC(Kronecker):
 
         A⁻¹: V ↦ Q_B [(Q_Bᵀ V Q_A) / (S + δ)] Q_Aᵀ ,   S = Σ_n (σ_n/N) (Q_Bᵀ G_n Q_A)²
 
-    with G_n the gradient of one example in the layer's weight. S minimises ‖G − Q diag(S) Qᵀ‖_F over all diagonals. It
-    costs a second pass over the batch and an eigendecomposition; damping is exact (δ is added to the spectrum).
+    with G_n the gradient of one example in the layer's weight (calls of one module count as separate examples). S
+    minimises ‖G − Q diag(S) Qᵀ‖_F over all diagonals. It costs a second pass over the batch and an eigendecomposition;
+    damping is exact (δ is added to the spectrum).
 
     Args:
         damping, fisher, samples, sharing, refresh_every, ema, fallback, strict, seed: as in :class:`KFAC`.

@@ -134,8 +134,13 @@ class ConvLayer(Layer):
         """Reorder both sides of Σ r rᵀ likewise."""
         return self.ordered(self.ordered(gram).mT)
 
+    def _batched(self, x: Tensor) -> Tensor:
+        """A single example as a batch of one."""
+        return x if x.dim() == 2 + len(self.module.kernel_size) else x[None]
+
     def inputs(self, x: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
         k = len(self.module.kernel_size)
+        x = self._batched(x)
         if sharing == "reduce":
             mean = self.patches(x).mean(dim=tuple(range(1, 1 + k)))
             yield mean.flatten(2).transpose(0, 1)
@@ -144,6 +149,7 @@ class ConvLayer(Layer):
             yield self.patches(part).flatten(-1 - k).movedim(-2, 0).flatten(1, -2)
 
     def gradients(self, g: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
+        g = self._batched(g)
         g = g.reshape(g.shape[0], self.groups, self.d_out, -1)
         if sharing == "reduce":
             yield g.sum(-1).transpose(0, 1)
@@ -151,6 +157,7 @@ class ConvLayer(Layer):
             yield g.permute(1, 0, 3, 2).reshape(self.groups, -1, self.d_out)
 
     def positions(self, x: Tensor, g: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+        x, g = self._batched(x), self._batched(g)
         g = g.reshape(g.shape[0], self.groups, self.d_out, -1).transpose(2, 3)
         step = max(1, min(limit // (self.groups * self.d_in * self.d_out), self._examples_per_chunk(x)))
         k = len(self.module.kernel_size)
@@ -188,13 +195,10 @@ def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tens
     """Σ_n (∂/∂p s_nᵀf_n)² for each parameter p of a norm layer or embedding, from its input and output gradient.
 
     A norm layer is z = weight·x̂ + bias, so an example's gradient is Σ_positions g·x̂ and Σ_positions g; batch
-    statistics count as constants. An embedding's row is the sum of g over the positions where it was looked up; those
-    of one example are taken as separate.
+    statistics count as constants. An embedding's row gets the sum of g over the positions where it was looked up.
     """
     if isinstance(module, nn.Embedding):
-        weight = module.weight
-        diagonal = torch.zeros_like(weight, dtype=g.dtype)
-        return {"weight": diagonal.index_add_(0, x.reshape(-1), g.reshape(-1, weight.shape[1]).square())}
+        return {"weight": _embedding_squares(module, x, g)}
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return _batch_norm_squares(module, x, g)
     normalised, axes = _normalised(module, x)
@@ -208,6 +212,19 @@ def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tens
     if getattr(module, "bias", None) is not None:
         found["bias"] = total(g)
     return found
+
+
+def _embedding_squares(module: nn.Embedding, index: Tensor, g: Tensor) -> Tensor:
+    """For each row of the table, Σ_n (Σ g over the positions of example n where the row was looked up)²."""
+    count, width = module.weight.shape
+    examples = torch.arange(index.shape[0] if index.dim() > 1 else index.numel(), device=index.device)
+    pairs = (index.reshape(len(examples), -1) + count * examples[:, None]).reshape(-1)
+    distinct, where = torch.unique(pairs, return_inverse=True)
+    sums = g.new_zeros(len(distinct), width).index_add_(0, where, g.reshape(-1, width))
+    diagonal = g.new_zeros(count, width).index_add_(0, distinct % count, sums.square())
+    if module.padding_idx is not None:
+        diagonal[module.padding_idx] = 0.0  # its row receives no gradient
+    return diagonal
 
 
 def _normalised(module: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:

@@ -1,0 +1,92 @@
+"""The stochastic algorithms' benchmark: its oracle is right, every algorithm runs, the tables read what was written."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("bilevel_suite")
+
+
+@pytest.fixture
+def cleaning(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("mnist_cleaning")
+
+
+def test_the_value_function_has_the_gradient_it_says_and_a_finite_optimum(suite: ModuleType) -> None:
+    problem = suite.Logistic()
+    point = torch.linspace(-1, 1, 10, dtype=torch.float64)
+    gradient = problem.value(point)[1]
+    for j in range(10):
+        shift = torch.zeros_like(point)
+        shift[j] = 1e-5
+        slope = (problem.value(point + shift)[0] - problem.value(point - shift)[0]) / 2e-5
+        assert float(slope - gradient[j]) == pytest.approx(0.0, abs=1e-9)
+    best = problem.optimum()
+    assert float(problem.value(best)[1].norm()) < 1e-8
+    assert float(best.abs().max()) < 5
+    assert float(problem.value(best)[0]) < float(problem.value(point)[0])
+
+
+@pytest.mark.parametrize("name", ["SABA", "SOBA", "AmIGO", "MRBO", "FSLA", "stocBiO", "F2SA"])
+def test_every_algorithm_lowers_the_suboptimality(suite: ModuleType, name: str) -> None:
+    case = suite.Logistic(train=128, validation=128).case()
+    found = suite.run(case, name, 0.1, 0.1, seed=0, seconds=0.15, points=2)
+    assert not found["failed"]
+    assert found["curve"][-1]["calls"] >= suite.CALLS[name]
+    assert suite.final(found) < found["curve"][0]["suboptimality"]
+
+
+def test_a_run_that_diverges_is_worth_nothing(suite: ModuleType) -> None:
+    case = suite.Logistic(train=128, validation=128).case()
+    assert suite.final(suite.run(case, "AmIGO", 100.0, 0.001, seed=0, seconds=0.5, points=2)) == math.inf
+
+
+def test_medians_and_levels_are_read_from_the_record(suite: ModuleType) -> None:
+    runs = [
+        {"seconds": json.dumps([0.0, 1.0, 2.0]), "suboptimality": json.dumps([1.0, first, last])}
+        for first, last in ((0.5, 0.1), (0.4, 0.2), (0.9, 0.8))
+    ]
+    assert suite.curve(runs, "seconds", "suboptimality", [0.0, 1.5, 2.0]) == [1.0, 0.5, 0.2]
+    assert suite.reach(runs, "seconds", "suboptimality", 0.5) == 1.0
+    assert suite.reach(runs, "seconds", "suboptimality", 0.15) == math.inf
+
+
+def test_the_cleaning_verdict_compares_first_arrivals(cleaning: ModuleType) -> None:
+    def rows(*losses: float, pace: float) -> list[dict[str, float]]:
+        return [
+            {"step": i, "seconds": i * pace, "cpu": i * pace / 2, "test_loss": loss, "test_error": 0.1}
+            for i, loss in enumerate(losses, 1)
+        ]
+
+    pair = ("AID-CG", "AID-KFAC")
+    found = cleaning.verdict(
+        pair, {"AID-CG": rows(0.5, 0.4, 0.3, 0.35, pace=2.0), "AID-KFAC": rows(0.3, 0.2, pace=3.0)}
+    )
+    assert (found["target"], found["seconds"], found["kfac_seconds"]) == (0.3, 6.0, 3.0)
+    assert found["seconds_ratio"] == found["cpu_ratio"] == 2.0
+    never = cleaning.verdict(pair, {"AID-CG": rows(0.3, pace=1.0), "AID-KFAC": rows(0.31, pace=1.0)})
+    assert never["seconds_ratio"] is None
+
+
+@pytest.mark.parametrize("script", ["bilevel_suite", "mnist_cleaning"])
+def test_the_published_tables_are_those_of_the_results(suite: ModuleType, cleaning: ModuleType, script: str) -> None:
+    module = sys.modules[script]
+    record = json.loads((BENCHMARKS / "results" / module.RESULT).read_text("utf-8"))
+    text = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text("utf-8")
+    for block in filter(None, module.table(record).split("\n\n")):
+        assert block.strip() in text, f"run `python benchmarks/{script}.py --table` and put it into docs/benchmarks.md"

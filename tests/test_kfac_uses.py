@@ -1,0 +1,106 @@
+"""Layers used in unusual ways: by keyword, as functions, without a batch, with repeated tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hyperkron as hk
+import oracles
+from cases import make
+from test_curvature_products import Once
+
+
+class ByKeyword(nn.Module):
+    """Calls its layers with ``input=``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 2), nn.LayerNorm(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(input=self.linear(input=x))
+
+
+class AsFunction(nn.Module):
+    """Uses the weights of a norm layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 2), nn.LayerNorm(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(self.linear(x), (2,), self.norm.weight, self.norm.bias)
+
+
+class OneByOne(nn.Module):
+    """Convolves examples one at a time, without a batch dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.convolution(image).mean((1, 2)) for image in x])
+
+
+class Bag(nn.Module):
+    """The mean of token embeddings, tokens repeating."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(3, 2, **options), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.embedding(x).tanh().mean(1))
+
+
+@pytest.mark.parametrize("fisher", ["mc", "type-2", "empirical"])
+def test_calls_by_keyword_are_calls(fisher: Any) -> None:
+    torch.manual_seed(0)
+    case = make(ByKeyword(), (3,))
+    plain = make(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)), (3,))
+    plain.model.load_state_dict(dict(zip(plain.model.state_dict(), case.model.state_dict().values(), strict=True)))
+    by_keyword, by_position = case.measured(fisher), plain.measured(fisher)
+    assert oracles.relative(by_keyword.a["linear"], by_position.a["0"]) < 1e-14
+    assert oracles.relative(by_keyword.b["linear"], by_position.b["0"]) < 1e-14
+    assert oracles.relative(by_keyword.diagonal["norm.weight"], by_position.diagonal["1.weight"]) < 1e-14
+
+
+def test_a_norm_used_as_a_function_gets_the_measured_multiple_of_the_identity() -> None:
+    case = make(AsFunction(), (3,))
+    curvature = hk.KFAC(0.1)
+    with case.point() as point:
+        v = curvature.operator(point, curvature.init()).solve({n: torch.ones_like(p) for n, p in case.params.items()})
+        assert "norm.weight" in point.notes["uncalled"]
+    assert float(v["norm.weight"].min()) == float(v["norm.weight"].max()) > 0
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_convolutions_without_a_batch_count_as_batches_of_one(sharing: Any) -> None:
+    torch.manual_seed(0)
+    case = make(OneByOne(), (2, 3, 3))
+    batched = make(nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(2), nn.AdaptiveAvgPool1d(1), nn.Flatten()), (2, 3, 3))
+    batched.model.load_state_dict(dict(zip(batched.model.state_dict(), case.model.state_dict().values(), strict=True)))
+    single, together = case.measured("type-2", sharing=sharing), batched.measured("type-2", sharing=sharing)
+    assert oracles.relative(single.a["convolution"], together.a["0"]) < 1e-12
+    assert oracles.relative(single.b["convolution"], together.b["0"]) < 1e-12
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 0}], ids=["plain", "padding"])
+def test_embedding_diagonals_are_exact_for_repeated_tokens(options: dict[str, Any]) -> None:
+    case = make(Bag(**options), (5,), loss="cross_entropy", tokens=3)
+    term = case.inner(case.model, case.hyper, case.inner_batch).terms[0]
+    exact = oracles.fisher(term.output, list(term.vectors("type-2")), [case.params["embedding.weight"]]).diagonal()
+    found = case.measured("type-2").diagonal["embedding.weight"].reshape(-1)
+    assert oracles.relative(found, exact) < 1e-10
+
+
+def test_unrolling_refuses_a_function_without_second_derivative() -> None:
+    case = make(nn.Sequential(nn.Linear(3, 4), Once(), nn.Linear(4, 2)), (3,))
+    with pytest.raises(hk.HyperkronError, match="twice"):
+        hk.unrolled(3).compute(*case.arguments)
