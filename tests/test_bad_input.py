@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hyperkron as hk
+from hyperkron import solution
 from hyperkron.hypergradient.steps import SGD, Adam
 
 N, D, C = 6, 4, 3
@@ -624,3 +625,16 @@ def test_bad_input_is_named(name: str) -> None:
 )
 def test_the_good_problem_is_good(method: Any) -> None:
     assert Given().run(method()).outer_loss > 0
+
+
+def test_sama_says_when_the_gradients_it_needs_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solution, "_warned", set())
+    given = Given()
+    optimizer = torch.optim.AdamW(given.model.parameters())
+    given.run(hk.sama(optimizer))  # before the first step there is nothing to miss
+    given.outer(given.model, None, given.held).backward()
+    optimizer.step()
+    given.run(hk.sama(optimizer))
+    given.model.zero_grad()
+    with pytest.warns(hk.HyperkronWarning, match="before zero_grad"):
+        given.run(hk.sama(optimizer))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hyperkron.curvature.base import Curvature, CurvatureState, Invertible, checked_positive
 from hyperkron.point import Point
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import Tree
 
 
@@ -90,6 +90,12 @@ class AdamDiagonal(Curvature):
             inverse[name] = float(group["lr"])
             if p.grad is not None and {"exp_avg", "exp_avg_sq"} <= self.optimizer.state.get(p, {}).keys():
                 adaptive.setdefault(id(group), []).append(name)
+        if not adaptive and any("exp_avg_sq" in self.optimizer.state.get(p, {}) for p in point.params.values()):
+            warn_once(
+                "sama-gradients",
+                "optimizer has Adam's moments but the model's gradients are cleared, so D = 1 is taken; compute the "
+                "hypergradient after optimizer.step() and before zero_grad().",
+            )
         for names in adaptive.values():
             members = [point.params[name] for name in names]
             memory = [self.optimizer.state[p] for p in members]
