@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import references
 import torch
@@ -111,46 +112,47 @@ def whole_peak(work: Workload, hypergradient: Callable[[], object], period: int,
 
 def inner_loops(name: str, args: argparse.Namespace) -> list[dict[str, float | str]]:
     """The ten inner steps alone: eager, replayed as a CUDA graph, and that in bfloat16; times and losses."""
-    rows: list[dict[str, float | str]] = []
+    rows = []
     for label, options in (
         ("eager", {"graph": False}),
         ("graph", {"graph": True}),
         ("graph, bfloat16", {"graph": True, "autocast": torch.bfloat16}),
     ):
-        work = WORKLOADS[name](args.device, args.small)
-        loop = hk.InnerLoop(work.problem, work.model, work.hyper, work.optimizer, **options)  # type: ignore[arg-type]
-        losses = [float(loop.step(batch)) for _ in range(2) for batch in work.batches]
-
-        def ten(loop: hk.InnerLoop = loop, work: Workload = work) -> None:
-            for batch in work.batches:
-                loop.step(batch)
-
-        times = [seconds(ten, args.device) for _ in range(args.repeats)]
-        rows.append(
-            {
-                "workload": work.name,
-                "inner loop": label,
-                "ms": 1e3 * statistics.median(times),
-                "last_losses": " ".join(f"{x:.5f}" for x in losses[-3:]),
-            }
-        )
-        print(f"{work.name:18s} inner loop {label:16s} {rows[-1]['ms']:8.1f} ms  {rows[-1]['last_losses']}", flush=True)
-        if args.device == "cuda" and label != "eager":
-            hypergradient = ours(lambda w: hk.kfac())(work)
-            work.outer_step(hypergradient)
-
-            def whole(work: Workload = work, step: Callable[[], object] = hypergradient) -> None:
-                ten()
-                work.outer_step(step)
-
-            iterations = [seconds(whole, args.device) for _ in range(args.repeats)]
-            rows[-1]["outer_iteration_ms"] = 1e3 * statistics.median(iterations)
-            print(f"{'':18s} with KFAC, whole outer iteration {rows[-1]['outer_iteration_ms']:8.1f} ms", flush=True)
-        del work, loop, ten
+        rows.append(one_loop(name, label, options, args))
         gc.collect()
-        if args.device == "cuda":
+        if args.device == "cuda":  # the memory of a graph, too
             torch.cuda.empty_cache()
     return rows
+
+
+def one_loop(name: str, label: str, options: dict[str, Any], args: argparse.Namespace) -> dict[str, float | str]:
+    """One way to run the inner loop; on a GPU also a whole outer iteration with KFAC."""
+    work = WORKLOADS[name](args.device, args.small)
+    loop = hk.InnerLoop(work.problem, work.model, work.hyper, work.optimizer, **options)
+    losses = [float(loop.step(batch)) for _ in range(2) for batch in work.batches]
+
+    def ten() -> None:
+        for batch in work.batches:
+            loop.step(batch)
+
+    row: dict[str, float | str] = {
+        "workload": work.name,
+        "inner loop": label,
+        "ms": 1e3 * statistics.median(seconds(ten, args.device) for _ in range(args.repeats)),
+        "last_losses": " ".join(f"{x:.5f}" for x in losses[-3:]),
+    }
+    print(f"{work.name:18s} inner loop {label:16s} {row['ms']:8.1f} ms  {row['last_losses']}", flush=True)
+    if args.device == "cuda" and label != "eager":
+        hypergradient = ours(lambda w: hk.kfac())(work)
+        work.outer_step(hypergradient)
+
+        def whole() -> None:
+            ten()
+            work.outer_step(hypergradient)
+
+        row["outer_iteration_ms"] = 1e3 * statistics.median(seconds(whole, args.device) for _ in range(args.repeats))
+        print(f"{'':18s} with KFAC, whole outer iteration {row['outer_iteration_ms']:8.1f} ms", flush=True)
+    return row
 
 
 def main() -> None:

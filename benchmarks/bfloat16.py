@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--out")
     args = parser.parse_args()
     rows = []
-    for name, build in WORKLOADS.items():
+    for build in WORKLOADS.values():
         work = build(args.device, args.small)
         for i in range(args.steps):
             work.inner_step(i)

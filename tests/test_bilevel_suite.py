@@ -59,7 +59,7 @@ def test_every_algorithm_lowers_the_suboptimality(suite: ModuleType, name: str) 
 
 
 def test_a_run_that_diverges_is_worth_nothing(suite: ModuleType) -> None:
-    assert suite.final(_run(suite, "AmIGO", 100.0, 0.001, steps=10)) == math.inf
+    assert suite.final(_run(suite, "SABA", 5.0, 0.01, steps=20)) == math.inf
 
 
 def test_medians_and_levels_are_read_from_the_record(suite: ModuleType) -> None:

@@ -122,9 +122,7 @@ def test_the_wheel_ships_all_sources_types_and_licence(tmp_path: Path) -> None:
 def test_import_is_light() -> None:
     """`import hyperkron` pulls in none of the heavy extras."""
     program = f"import sys, hyperkron; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == []
 
 
@@ -167,9 +165,7 @@ def _layer_faults(source: str, module: str, is_package: bool = False) -> list[st
             continue
         other = _layer(name)
         if other not in LAYERS:
-            faults.append(
-                f"{module}:{line} imports {name} from the package's face; name the module it lives in"
-            )
+            faults.append(f"{module}:{line} imports {name} from the package's face; name the module it lives in")
         elif LAYERS.index(other) > LAYERS.index(own):
             faults.append(f"{module}:{line} imports {name}, which lies below {own!r}")
     return faults
@@ -282,9 +278,11 @@ def test_there_are_sources_to_check() -> None:
 
 
 def test_the_readme_example_runs_and_finds_the_wrong_labels(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), flags=re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), flags=re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile(example, "README.md", "exec"), names)
+    for example in examples:  # each goes on where the one before it ended
+        exec(compile(example, "README.md", "exec"), names)
+    assert len(examples) == 2 and names["run"].history.to_rows()
     weights = names["weights"](torch.arange(64)).detach()
     assert weights[:16].mean() < weights[16:].mean() - 0.2
     assert names["result"].status.value in capsys.readouterr().out
