@@ -264,13 +264,44 @@ def verdict(pair: tuple[str, str], curves: dict[str, Any]) -> dict[str, Any]:
     return found | {"kfac_seconds": here and here["seconds"], "kfac_step": here and here["step"]}
 
 
+def diagnose(setting: Setting, split: Split, plan: Plan) -> dict[str, Any]:
+    """How near the solvers come to the exact hypergradient (CG to the end) after 20 steps of AID-CG, on one batch.
+
+    The cosine and the ratio of the norms with the exact hypergradient of the full training part, over the batch.
+    """
+    run = Trial("AID-CG", setting, split, plan.batch, 0)
+    run.advance(20)
+    x, y = split.train
+    index = torch.arange(len(x))
+    point = (cleaning(), run.model, run.weights)
+    exact = hk.cg(500, tolerance=1e-4).compute(*point, (x, y, index), split.validation)
+    part = index[: plan.batch]
+    reference = exact.grads["weight"][part]
+    methods = {"v = b": hk.identity()}
+    methods |= {f"CG, {k} products, damping {d:g}": hk.cg(k, d) for k in (3, 10) for d in (0.0, 0.1)}
+    methods |= {f"KFAC, damping {d:g}": hk.kfac(d) for d in (1e-3, *DAMPINGS)}
+    methods |= {f"EKFAC, damping {d:g}": hk.ekfac(d) for d in (1e-3, *DAMPINGS[:2])}
+    found: dict[str, Any] = {"exact": {"products": exact.stats["products"]}}
+    for name, method in methods.items():
+        begin = time.process_time()
+        grads = method.compute(*point, (x[part], y[part], part), split.validation).grads["weight"][part]
+        spent = time.process_time() - begin
+        scale = len(part) / len(x)  # the batch's mean has a smaller divisor
+        found[name] = {
+            "cosine": float(nn.functional.cosine_similarity(grads, reference, dim=0)),
+            "norm": float(grads.norm() / reference.norm()) * scale,
+            "milliseconds": 1e3 * spent,
+        }
+    return found
+
+
 def load(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """What an earlier run with the same settings has already found."""
     if path.exists():
         record = json.loads(path.read_text("utf-8"))
         if record.get("settings") == json.loads(json.dumps(settings)):
-            return {key: record[key] for key in ("settings", "tuned", "curves", "verdicts")}
-    return {"settings": settings, "tuned": {}, "curves": {}, "verdicts": {}}
+            return {key: record.get(key, {}) for key in ("settings", "tuned", "curves", "verdicts", "diagnosis")}
+    return {"settings": settings, "tuned": {}, "curves": {}, "verdicts": {}, "diagnosis": {}}
 
 
 def main(folder: str, plan: Plan, path: Path) -> None:
@@ -284,6 +315,9 @@ def main(folder: str, plan: Plan, path: Path) -> None:
                 record["tuned"][name] = tune(name, split, plan)
                 common.write_result(path, record)
                 print(name, record["tuned"][name]["setting"], record["tuned"][name]["second_loss"], flush=True)
+    if not record["diagnosis"]:
+        record["diagnosis"] = diagnose(Setting(**record["tuned"]["AID-CG"]["setting"]), split, plan)
+        common.write_result(path, record)
     for seed in plan.seeds:
         split = noisy_mnist(folder, plan.counts, seed=seed)
         for pair in PAIRS:
@@ -328,6 +362,14 @@ def table(record: dict[str, Any]) -> str:
         medians = (_median([x[f"{clock}_ratio"] for x in rows.values()]) for clock in ("seconds", "cpu"))
         wall, cpu = (_or_never(x, "×") for x in medians)
         lines.append(f"| **{name}** | **median** | | | | | | | **{wall}** | **{cpu}** |")
+    lines += [
+        "",
+        "| hypergradient | cosine with the exact one | norm, relative | ms |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, x in record.get("diagnosis", {}).items():
+        if name != "exact":
+            lines.append(f"| {name} | {x['cosine']:.3f} | {x['norm']:.3f} | {x['milliseconds']:.0f} |")
     return "\n".join(lines)
 
 

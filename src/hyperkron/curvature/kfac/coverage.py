@@ -143,66 +143,93 @@ def _form(module: nn.Module) -> tuple[object, ...]:
 
 def plan(model: nn.Module, fallback: Fallback) -> Plan:
     """Decide for every trainable parameter of ``model`` which curvature it gets."""
-    params = trainable(model, "model")
-    name_of = {id(p): name for name, p in params.items()}
-    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    for module_name, module in model.named_modules():
-        for local, p in module._parameters.items():
-            if p is not None and id(p) in name_of:
-                owners.setdefault(id(p), []).append((module_name, module, local))
-    made = Plan(rows={name: Row(name, tuple(p.shape), "", "") for name, p in params.items()}, fallback=fallback)
-    for name, p in params.items():
-        if made.rows[name].curvature:
-            continue
-        _place(made, name, p, owners.get(id(p), []), owners, name_of, fallback)
-    return made
+    planner = _Planner(model, fallback)
+    for name in planner.params:
+        if planner.plan.rows[name].curvature:
+            continue  # came in with the weight or bias of its layer
+        if not planner.block(name) and not planner.diagonal(name):
+            planner.rest(name)
+    return planner.plan
 
 
-def _place(
-    made: Plan,
-    name: str,
-    p: Tensor,
-    uses: list[tuple[str, nn.Module, str]],
-    owners: dict[int, list[tuple[str, nn.Module, str]]],
-    name_of: dict[int, str],
-    fallback: Fallback,
-) -> None:
-    """Put one parameter, with the bias or weight that belongs to it, into its place in the plan."""
-    module_name, module, local = uses[0] if uses else ("", nn.Identity(), "")
-    layers = [None if isinstance(m, _UNCALLED) else kronecker_layer(m) for _, m, _ in uses]
-    kind = "out_proj of MultiheadAttention" if isinstance(module, _UNCALLED) else type(module).__name__
-    if layers and all(layer is not None for layer in layers) and local in ("weight", "bias"):
-        other_local = "bias" if local == "weight" else "weight"
-        mates = {id(m._parameters.get(other_local)) for _, m, _ in uses}  # a parametrized weight is no parameter
-        alike = len({_form(m) for _, m, _ in uses}) == 1
-        mate = module._parameters.get(other_local)
-        joint = mate is not None and id(mate) in name_of
-        same_users = joint and [m for _, m, _ in owners[id(mate)]] == [m for _, m, _ in uses]
-        if alike and len(mates) == 1 and (same_users or not joint):
-            layer = layers[0]
-            assert layer is not None
-            weight = name if local == "weight" else (name_of[id(mate)] if joint else None)
-            bias = name if local == "bias" else (name_of[id(mate)] if joint else None)
-            block = Block(module_name or kind, layer, weight, bias)
-            made.blocks[block.name] = block
-            made.feeds += [(m, block.name) for _, m, _ in uses]
-            tied = f", tied over {len(uses)} modules" if len(uses) > 1 else ""
-            for part, other in ((weight, "bias" if bias else None), (bias, "weight" if weight else None)):
-                if part is not None:
-                    why = f"{kind}{f', with {other}' if other else ''}{tied}"
-                    made.rows[part] = Row(part, made.rows[part].shape, KRONECKER, why)
-            return
-    if len(uses) > 1:
-        reason = "tied between " + " and ".join(f"{n or 'model'} ({type(m).__name__})" for n, m, _ in uses)
-    else:
-        reason = kind if uses else "used outside any module"
-    if fallback == "diagonal" and len(uses) == 1 and has_diagonal(module):
-        known = [m for m, _ in made.diagonal]
-        if module not in known:
-            made.diagonal.append((module, {}))
-            known.append(module)
-        made.diagonal[known.index(module)][1][local] = name
-        made.rows[name] = Row(name, tuple(p.shape), DIAGONAL, reason)
-        return
-    made.rest.append(name)
-    made.rows[name] = Row(name, tuple(p.shape), SCALAR if fallback == "diagonal" else fallback, reason)
+@dataclass(frozen=True)
+class _Use:
+    """A module that owns a parameter, and the parameter's name in it."""
+
+    module_name: str
+    module: nn.Module
+    local: str
+
+    @property
+    def kind(self) -> str:
+        """The module's type, in words for the table."""
+        return "out_proj of MultiheadAttention" if isinstance(self.module, _UNCALLED) else type(self.module).__name__
+
+
+class _Planner:
+    """A plan in the making: who owns which parameter, and a method for each kind of curvature."""
+
+    def __init__(self, model: nn.Module, fallback: Fallback) -> None:
+        self.params = trainable(model, "model")
+        self.names = {id(p): name for name, p in self.params.items()}
+        self.uses: dict[str, list[_Use]] = {name: [] for name in self.params}
+        for module_name, module in model.named_modules():
+            for local, p in module._parameters.items():
+                if p is not None and id(p) in self.names:
+                    self.uses[self.names[id(p)]].append(_Use(module_name, module, local))
+        rows = {name: Row(name, tuple(p.shape), "", "") for name, p in self.params.items()}
+        self.plan = Plan(rows=rows, fallback=fallback)
+
+    def block(self, name: str) -> bool:
+        """A Kronecker block of the parameter and its mate (the bias of a weight, the weight of a bias), if it has one.
+
+        A parameter tied over several modules has one if they all use it, and the mate, in the same way.
+        """
+        uses = self.uses[name]
+        layers = [None if isinstance(use.module, _UNCALLED) else kronecker_layer(use.module) for use in uses]
+        layer = layers[0] if layers else None
+        if layer is None or None in layers or uses[0].local not in ("weight", "bias"):
+            return False
+        other = "bias" if uses[0].local == "weight" else "weight"
+        mates = [use.module._parameters.get(other) for use in uses]  # a parametrized weight is no parameter
+        mate = self.names.get(id(mates[0]))
+        alike = len({_form(use.module) for use in uses}) == 1 and len({id(m) for m in mates}) == 1
+        if not alike or (mate is not None and [u.module for u in self.uses[mate]] != [u.module for u in uses]):
+            return False
+        weight, bias = (name, mate) if uses[0].local == "weight" else (mate, name)
+        block = Block(uses[0].module_name or uses[0].kind, layer, weight, bias)
+        self.plan.blocks[block.name] = block
+        self.plan.feeds += [(use.module, block.name) for use in uses]
+        tied = f", tied over {len(uses)} modules" if len(uses) > 1 else ""
+        for part, with_ in ((weight, "bias"), (bias, "weight")):
+            if part is not None:
+                joint = f", with {with_}" if len(block.names) == 2 else ""
+                self._row(part, KRONECKER, f"{uses[0].kind}{joint}{tied}")
+        return True
+
+    def diagonal(self, name: str) -> bool:
+        """The exact diagonal of a norm layer or embedding, if that is where the parameter lives, and only there."""
+        uses = self.uses[name]
+        if self.plan.fallback != "diagonal" or len(uses) != 1 or not has_diagonal(uses[0].module):
+            return False
+        names = next((names for module, names in self.plan.diagonal if module is uses[0].module), None)
+        if names is None:
+            names = {}
+            self.plan.diagonal.append((uses[0].module, names))
+        names[uses[0].local] = name
+        self._row(name, DIAGONAL, uses[0].kind)
+        return True
+
+    def rest(self, name: str) -> None:
+        """The declared fallback."""
+        uses = self.uses[name]
+        if len(uses) > 1:
+            owners = (f"{use.module_name or 'model'} ({type(use.module).__name__})" for use in uses)
+            reason = "tied between " + " and ".join(owners)
+        else:
+            reason = uses[0].kind if uses else "used outside any module"
+        self.plan.rest.append(name)
+        self._row(name, SCALAR if self.plan.fallback == "diagonal" else self.plan.fallback, reason)
+
+    def _row(self, name: str, curvature: str, reason: str) -> None:
+        self.plan.rows[name] = Row(name, tuple(self.params[name].shape), curvature, reason)
