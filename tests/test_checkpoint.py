@@ -228,6 +228,25 @@ def test_damage_is_found_and_the_checkpoint_before_is_taken(tmp_path: Path, name
         checkpoint.newest(tmp_path, step=4)
 
 
+def test_content_that_parses_but_differs_is_found_by_its_hash(tmp_path: Path) -> None:
+    """One flipped bit of a number is well-formed everywhere: only the hash can tell."""
+    path = write(tmp_path)
+    tensors, state = path / "tensors-rank00000.safetensors", path / "state-rank00000.json"
+    data = tensors.read_bytes()
+    tensors.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert not torch.equal(load_file(tensors)["weight"], torch.arange(6.0))
+    with pytest.raises(hk.DamagedCheckpoint, match=r"tensors-rank00000\.safetensors has another SHA-256"):
+        checkpoint.read(path)
+    tensors.write_bytes(data)
+    text = state.read_text()
+    state.write_text(text.replace('"step": 3', '"step": 7'))
+    assert state.read_text() != text
+    with pytest.raises(hk.DamagedCheckpoint, match=r"state-rank00000\.json has another SHA-256"):
+        checkpoint.read(path)
+    with pytest.raises(hk.DamagedCheckpoint, match="SHA-256"):
+        checkpoint.check(path)
+
+
 def test_nothing_intact_is_an_error_that_lists_what_was_wrong(tmp_path: Path) -> None:
     with pytest.raises(hk.CheckpointError, match="there is no checkpoint"):
         checkpoint.newest(tmp_path / "absent")
@@ -269,21 +288,21 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tensors",
+    ("tensors", "named"),
     [
-        (2**63).to_bytes(8, "little") + b"{}",
-        (10**8).to_bytes(8, "little") + b"{}",
-        (2).to_bytes(8, "little") + b"[]",
-        b"",
-        (0).to_bytes(8, "little"),
-        b"\x80\x04cos\nsystem\n(S'true'\ntR.",
+        ((2**63).to_bytes(8, "little") + b"{}", "claims a header of 9223372036854775808 bytes"),
+        ((10**8).to_bytes(8, "little") + b"{}", "claims a header of 100000000 bytes"),
+        (b"", "claims a header of 0 bytes in a file of 0"),
+        ((2).to_bytes(8, "little") + b"[]", "is no safetensors file"),
+        ((0).to_bytes(8, "little"), "is no safetensors file"),
+        (b"\x80\x04cos\nsystem\n(S'true'\ntR.", "claims a header"),
     ],
-    ids=["8 EiB", "100 MB", "list", "empty", "no header", "pickle"],
+    ids=["8 EiB", "100 MB", "empty", "list", "no header", "pickle"],
 )
-def test_absurd_tensor_files_are_refused(tmp_path: Path, tensors: bytes) -> None:
+def test_absurd_tensor_files_are_refused(tmp_path: Path, tensors: bytes, named: str) -> None:
     path = write(tmp_path)
     forge(path, tensors=tensors)
-    with pytest.raises(hk.DamagedCheckpoint, match="safetensors"):
+    with pytest.raises(hk.DamagedCheckpoint, match=named):
         checkpoint.read(path)
 
 

@@ -158,3 +158,24 @@ def test_a_late_failure_measures_the_same_factors_again(monkeypatch: pytest.Monk
     result = hk.kfac(seed=3).compute(problem, model, weights, batch, batch)
     assert calls and result.status is Status.MORE_DAMPING  # float64 was enough: the values are the same
     torch.testing.assert_close(result.grads["weight"], reference.grads["weight"], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("examples", "strategy"), [(2, "1 primal, 3 dual"), (40, "4 primal")])
+def test_the_strategy_follows_the_number_of_rows_and_is_shown(examples: int, strategy: str) -> None:
+    torch.manual_seed(0)
+    model, weights = nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 2)).double(), hk.SampleWeights(examples)
+    batch = torch.randn(examples, 9, dtype=DOUBLE), torch.arange(examples) % 2, torch.arange(examples)
+    problem = hk.BilevelProblem(
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=w(b[2])),
+        lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1]),
+    )
+    result = hk.kfac(1e-2).compute(problem, model, weights, batch, batch)
+    assert result.stats["curvature_strategy"] == strategy
+    exact = hk.kfac(
+        1e-2,
+        split=lambda a, b, d: inverse_module.split_damping(
+            a.diagonal(dim1=-2, dim2=-1).mean(-1), b.diagonal(dim1=-2, dim2=-1).mean(-1), d, "pi"
+        ),
+    ).compute(problem, model, weights, batch, batch)  # a callable keeps matrices: the primal way
+    assert "dual" not in str(exact.stats["curvature_strategy"])
+    torch.testing.assert_close(result.grads["weight"], exact.grads["weight"], rtol=1e-6, atol=1e-9)

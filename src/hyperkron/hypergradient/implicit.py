@@ -137,6 +137,8 @@ class Implicit(Hypergradient):
             if isinstance(memory, KroneckerState):
                 stats["curvature_age"] = memory.age
                 stats["curvature_refreshes"] = memory.refreshes
+                if memory.inverses is not None:
+                    stats["curvature_strategy"] = memory.inverses.strategies()
         return {**stats, **point.notes}
 
     def state_dict(self) -> dict[str, Any]:

@@ -359,22 +359,32 @@ def _rescued(matrices: Tensor, shift: Tensor) -> tuple[Factorization, Tensor]:
     )
 
 
-def eigen_bases(factors: dict[str, tuple[Factor, Factor]]) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """(eigenvalues of A, Q_A, eigenvalues of B, Q_B) of every block, negative rounding set to zero."""
-    found = {}
-    for name, (a, b) in factors.items():
-        (values_a, q_a), (values_b, q_b) = _eigh(dense(a)), _eigh(dense(b))
+Bases = dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]
+"""(eigenvalues of A, Q_A, eigenvalues of B, Q_B) of every block."""
+
+
+def eigen_bases(factors: dict[str, tuple[Factor, Factor]]) -> tuple[Bases, Status]:
+    """The eigenbases of all blocks, negative rounding of eigenvalues set to zero, and how they were obtained."""
+    found: Bases = {}
+    status = Status.DIRECT
+    for name, pair in factors.items():
+        (values_a, q_a, direct_a), (values_b, q_b, direct_b) = (_eigh(dense(factor)) for factor in pair)
         found[name] = (values_a.clamp_min(0), q_a, values_b.clamp_min(0), q_b)
-    return found
+        status = status if direct_a and direct_b else Status.MORE_DAMPING
+    return found, status
 
 
-def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Eigenvalues, eigenvectors, and whether float64 was not needed."""
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:
         try:
             values, vectors = torch.linalg.eigh(matrix.double())
         except torch.linalg.LinAlgError as error:
-            raise FactorizationError(f"the eigendecomposition of a factor did not converge: {error}") from error
-        values, vectors = values.to(matrix.dtype), vectors.to(matrix.dtype)
-    return values, vectors
+            raise FactorizationError(
+                f"the eigendecomposition of a factor of size {matrix.shape[-1]} did not converge ({error}); "
+                "raise damping, or look for extreme values in the batch."
+            ) from error
+        return values.to(matrix.dtype), vectors.to(matrix.dtype), False
+    return values, vectors, True

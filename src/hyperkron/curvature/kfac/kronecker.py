@@ -325,12 +325,13 @@ class KFAC(Kronecker):
 
             return finish
         self._finite(point, measured, bool(finite(measured)))
+        bases, found_how = eigen_bases(factors)
         blocks = {}
-        for name, (values_a, q_a, values_b, q_b) in eigen_bases(factors).items():
+        for name, (values_a, q_a, values_b, q_b) in bases.items():
             spectrum = values_b[..., :, None] * values_a[..., None, :] + damping[name]
             blocks[name] = (q_a, q_b, spectrum)
         inverses = _checked(point, EigenInverses(blocks))
-        return lambda: (inverses, Status.DIRECT)
+        return lambda: (inverses, found_how)
 
 
 @dataclass(frozen=True)
@@ -357,13 +358,13 @@ class EKFAC(Kronecker):
         keep: bool = False,
     ) -> Callable[[], tuple[BlockInverses, Status]]:
         self._finite(point, measured, bool(finite(measured)))
-        bases = eigen_bases(factors)
+        bases, found_how = eigen_bases(factors)
         corrected = self._measure(point, state, made, {n: (q_a, q_b) for n, (_, q_a, _, q_b) in bases.items()})
         blocks = {}
         for name, (_, q_a, _, q_b) in bases.items():
             blocks[name] = (q_a, q_b, corrected.corrected[name] + self._block_damping(made, measured, name))
         inverses = _checked(point, EigenInverses(blocks))
-        return lambda: (inverses, Status.DIRECT)
+        return lambda: (inverses, found_how)
 
 
 def _queues(point: Point) -> bool:
