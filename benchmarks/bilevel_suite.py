@@ -42,7 +42,7 @@ FIGURE = common.RESULTS.parent.parent / "docs" / "figures" / "bilevel_suite.png"
 NAMES = ("SABA", "SOBA", "AmIGO", "MRBO", "FSLA", "stocBiO", "F2SA")
 CALLS = {"SABA": 4, "SOBA": 4, "AmIGO": 22, "MRBO": 26, "FSLA": 7, "stocBiO": 22, "F2SA": 33}
 """Oracle calls on a batch in one step (∂f, ∂g, Hv and X count one each), as in docs/algorithms.md."""
-FIGURES = {"logistic": ("suboptimality", 1e-3), "cleaning": ("validation loss", 0.6)}
+FIGURES = {"logistic": ("suboptimality", 1e-3), "cleaning": ("validation loss", 0.8)}
 """The figure each problem is judged by, and the level the tables say when it is reached."""
 Scores = dict[str, float]
 
@@ -83,8 +83,6 @@ class Case:
     score: Callable[[nn.Module, nn.Module], Scores]
     steps: tuple[float, ...]
     ratios: tuple[float, ...]
-    patience: float = 1.0
-    """How much longer than others this problem runs."""
 
 
 class Logistic:
@@ -178,7 +176,7 @@ def cleaning(folder: str | Path, train: int = 2048, validation: int = 1024) -> C
     data = (*split.train, torch.arange(train))
     problem = hk.BilevelProblem(inner, outer)
     grid = {"steps": (0.05, 0.15, 0.3), "ratios": (1e-3, 1e-4, 1e-5)}
-    return Case("cleaning", problem, start, data, split.validation, score, **grid, patience=1.5)
+    return Case("cleaning", problem, start, data, split.validation, score, **grid)
 
 
 # --- running -----------------------------------------------------------------------------------------------
@@ -230,7 +228,8 @@ def run(
 
 
 def _snapshot(state: hk.State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return state.inner.values(), state.outer.values()
+    """(θ, λ). The θ of F2SA that follows θ*(λ) is its z; its y is also pulled by J_out and would score too well."""
+    return state.twins.get("z", state.inner).values(), state.outer.values()
 
 
 def final(result: dict[str, Any]) -> float:
@@ -371,7 +370,7 @@ def draw_figure(record: dict[str, Any], path: Path) -> None:
         for panel, axis in zip(panels[row], ("seconds", "calls"), strict=True):
             for i, name in enumerate(NAMES):
                 runs = record["problems"][problem][name]["runs"]
-                last = min(json.loads(x[axis])[-1] for x in runs)
+                last = statistics.median(json.loads(x[axis])[-1] for x in runs)
                 grid = [last * k / 100 for k in range(101)]
                 style = "-" if name in ("SABA", "SOBA") else "--" if name in ("FSLA", "MRBO") else ":"
                 panel.plot(grid, curve(runs, axis, name_of, grid), style, color=f"C{i}", label=name, lw=1.6)

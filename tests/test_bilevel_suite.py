@@ -80,11 +80,15 @@ def test_the_cleaning_verdict_compares_first_arrivals(cleaning: ModuleType) -> N
         ]
 
     pair = ("AID-CG", "AID-KFAC")
-    found = cleaning.verdict(
-        pair, {"AID-CG": rows(0.5, 0.4, 0.3, 0.35, pace=2.0), "AID-KFAC": rows(0.3, 0.2, pace=3.0)}
-    )
+    curves = {"AID-CG": rows(0.5, 0.4, 0.3, 0.35, pace=2.0), "AID-KFAC": rows(0.5, 0.3, 0.25, 0.2, pace=1.5)}
+    found = cleaning.verdict(pair, curves)
     assert (found["target"], found["seconds"], found["kfac_seconds"]) == (0.3, 6.0, 3.0)
     assert found["seconds_ratio"] == found["cpu_ratio"] == 2.0
+    assert found["same_iterations"]
+    curves["AID-KFAC"] = rows(0.9, 0.6, 0.5, 0.4, 0.3, 0.2, pace=0.5)  # goes on after the common four steps
+    later = cleaning.verdict(pair, curves)
+    assert (later["kfac_best"], later["kfac_best_same_time"], later["kfac_step"]) == (0.4, 0.2, 5)
+    assert later["seconds_ratio"] == 2.4 and not later["same_iterations"]
     never = cleaning.verdict(pair, {"AID-CG": rows(0.3, pace=1.0), "AID-KFAC": rows(0.31, pace=1.0)})
     assert never["seconds_ratio"] is None
 

@@ -22,6 +22,7 @@ from hyperkron.curvature.base import l2_curvature
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.factors import Factor, LowRank, added, few_rows, scaled
 from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS, LinearLayer, WeightSharing, squared_gradients
+from hyperkron.linalg import gram, in_blocks
 from hyperkron.losses import Loss
 from hyperkron.point import Point
 from hyperkron.solution import HyperkronError, warn_once
@@ -225,7 +226,8 @@ class _Recorder:
             self.called.update(block.names)
             self.batch_size = max(self.batch_size, x.shape[0] if x.dim() > 1 else 1)
             if self.basis is None:
-                total, rows = self._input_gram(block, given)
+                rows = output.numel() // (block.layer.groups * block.layer.d_out)
+                total, rows = self._input_gram(block, given, rows)
                 self._add(self.measured.a, block.name, total)
                 self.rows[block.name] = self.rows.get(block.name, 0) + rows
             if not output.requires_grad:
@@ -257,7 +259,7 @@ class _Recorder:
 
         return hook
 
-    def _input_gram(self, block: Block, x: Tensor) -> tuple[Factor, int]:
+    def _input_gram(self, block: Block, x: Tensor, rows: int) -> tuple[Factor, int]:
         """Σ a aᵀ over the rows of one call, with a = [x, 1] where the block has a bias; layers that read the same
         tensor (query, key, value) share one."""
         key = (id(x), x._version, block.bias is not None)
@@ -265,11 +267,24 @@ class _Recorder:
         if shareable and key in self._grams:
             return self._grams[key]
         with _plainly(x):
-            made = _gram(block.layer.inputs(x.detach(), self.sharing), self.dtype, block, self.low_rank)
+            made = self._without_rows(block, x.detach(), rows) or _gram(
+                block.layer.inputs(x.detach(), self.sharing), self.dtype, block, self.low_rank
+            )
         if shareable:
             self._grams[key] = made
             self._alive.append(x)
         return made
+
+    def _without_rows(self, block: Block, x: Tensor, rows: int) -> tuple[Factor, int] | None:
+        """The same for layers that need not form their ``rows`` rows; ``None`` for others, and where rows are kept."""
+        layer = block.layer
+        few = self.low_rank and few_rows(rows, layer.d_in)
+        total = None if few or self.sharing == "reduce" or block.weight is None else layer.input_gram(x.to(self.dtype))
+        if total is None or block.bias is None:
+            return None if total is None else (total, rows)
+        whole = layer.inputs(x.to(self.dtype).sum(0, keepdim=True), "expand")  # a row is linear in the image
+        sums = torch.stack([part.sum(1) for part in whole]).sum(0)
+        return _bordered(total, layer.ordered(sums), rows), rows
 
     def _on_gradient(self, block: Block, x: Tensor | None, g: Tensor) -> None:
         with _plainly(g):
@@ -323,10 +338,13 @@ def _gram(chunks: Iterator[Tensor], dtype: torch.dtype, block: Block | None, low
 
 def _plus_gram(total: Tensor | None, rows: Tensor) -> Tensor:
     """total + rowsᵀ rows, group by group."""
+    if total is None:
+        return gram(rows)
+    if in_blocks(rows):
+        return total.add_(gram(rows))
     if rows.shape[0] > 1:
-        return rows.mT @ rows if total is None else torch.baddbmm(total, rows.mT, rows)
-    flat = rows[0]  # one large product is faster as such than as a batch of one
-    return (flat.mT @ flat)[None] if total is None else torch.addmm(total[0], flat.mT, flat)[None]
+        return torch.baddbmm(total, rows.mT, rows)
+    return torch.addmm(total[0], rows[0].mT, rows[0])[None]
 
 
 def _bordered(total: Tensor | None, sums: Tensor, count: int) -> Tensor:

@@ -28,7 +28,7 @@ from hyperkron.curvature.kfac.factors import (
     dimension,
     load_factor_inverse,
 )
-from hyperkron.linalg import Cholesky, Factorization, factorize, full_precision
+from hyperkron.linalg import Cholesky, Factorization, factorize, full_precision, gram
 from hyperkron.solution import FactorizationError, HyperkronError, Status
 
 SplitFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -212,7 +212,7 @@ class _Systems:
         self.factors = factors  # until the shifts are known; then only the rows of those that are kept as rows
         self.rows = [f.rows if isinstance(f, LowRank) else None for f in factors]
         with full_precision():
-            matrices = [f.rows @ f.rows.mT if isinstance(f, LowRank) else f for f in factors]
+            matrices = [gram(f.rows.mT) if isinstance(f, LowRank) else f for f in factors]
         self.groups = [m.shape[0] for m in matrices]
         sizes = _common_sizes({m.shape[-1] for m in matrices})
         self.extra = [sizes[m.shape[-1]] - m.shape[-1] for m in matrices]

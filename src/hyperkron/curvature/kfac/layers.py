@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hyperkron.curvature.kfac.correlation import patch_gram
+
 WeightSharing = Literal["expand", "reduce"]
 
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**24}
@@ -46,6 +48,11 @@ class Layer(ABC):
     def ordered_gram(self, gram: Tensor) -> Tensor:
         """Σ r rᵀ of such rows, both sides in the order of the weight's columns."""
         return gram
+
+    def input_gram(self, x: Tensor) -> Tensor | None:
+        """Σ r rᵀ over the rows that ``expand`` makes of ``x``, in the order of the weight's columns, where it can be
+        had without the rows; else ``None``."""
+        return None
 
     @abstractmethod
     def gradients(self, g: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
@@ -147,6 +154,17 @@ class ConvLayer(Layer):
             return
         for part in x.split(self._examples_per_chunk(x)):
             yield self.patches(part).flatten(-1 - k).movedim(-2, 0).flatten(1, -2)
+
+    def input_gram(self, x: Tensor) -> Tensor | None:
+        """On the CPU, for stride 1: see :mod:`~hyperkron.curvature.kfac.correlation`."""
+        m = self.module
+        if x.device.type != "cpu" or not isinstance(m, nn.Conv2d) or x.dim() != 4 or m.padding_mode != "zeros":
+            return None
+        if m.groups > 1 or set(m.stride) != {1} or set(m.kernel_size) == {1} or m.in_channels < 8:
+            return None
+        left, right, top, bottom = m._reversed_padding_repeated_twice
+        kernel, dilation = (m.kernel_size[0], m.kernel_size[1]), (m.dilation[0], m.dilation[1])
+        return patch_gram(x, kernel, dilation, ((top, bottom), (left, right)))[None]
 
     def gradients(self, g: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
         g = self._batched(g)
