@@ -9,8 +9,8 @@ of different scales, and validation labels noisier than the training labels, so 
 λ₀ = −2, θ₀ = 0; the score is the validation loss at (λ, θ), with the validation error beside it.
 
 Every algorithm has its published decay exponents, batches of 64, and the same grid of (step, ratio): θ (and v, and the
-Neumann series) move by step, λ by step/ratio. The grid is screened with a fifth of the time, the best settings run for
-all of it, and the setting with the best final score is run with every seed.
+Neumann series) move by step, λ by step/ratio. The grid is screened with a fifth of the time, the two best settings run
+for all of it, and the better of them is run with every seed; choices are made with the first seed.
 
     python benchmarks/bilevel_suite.py             # continues where an earlier run stopped
     python benchmarks/bilevel_suite.py --figure    # docs/figures/bilevel_suite.png

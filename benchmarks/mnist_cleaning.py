@@ -34,6 +34,7 @@ import hyperkron as hk
 from hyperkron.data import mnist
 
 RESULT = "mnist_cleaning.json"
+KEYS = ("settings", "tuned", "curves", "verdicts", "diagnosis", "follow_up")
 PAIRS = (("AID-CG", "AID-KFAC"), ("AmIGO", "AmIGO-KFAC"), ("MRBO", "MRBO-KFAC"))
 DAMPINGS = (1e-2, 1e-1, 1.0, 10.0)
 STEPS = (0.01, 0.03, 0.1, 0.3)
@@ -45,6 +46,16 @@ SOLVER = {
     "MRBO": ("step of the series", STEPS),
     "MRBO-KFAC": ("damping", DAMPINGS),
 }
+FOLLOW_UP = (
+    ("AID-CG", 0.2, 300.0, 0.1),
+    ("AID-CG", 0.2, 1000.0, 1.0),
+    ("AID-CG", 0.1, 1000.0, 0.1),
+    ("AID-KFAC", 0.2, 300.0, 0.1),
+    ("AID-KFAC", 0.2, 1000.0, 1.0),
+    ("AID-KFAC", 0.2, 10000.0, 10.0),
+    ("AID-KFAC", 0.1, 3000.0, 1.0),
+)
+"""Settings of AID that the short first round left behind, or outside its grid: (method, θ step, λ step, damping)."""
 
 
 # --- the problem -------------------------------------------------------------------------------------------
@@ -208,24 +219,26 @@ class Plan:
         return self.single_loop_iterations if name.startswith("MRBO") else self.iterations
 
 
+def trial(name: str, setting: Setting, split: Split, plan: Plan, steps: int) -> float:
+    """The lowest loss on the second validation part within ``steps``."""
+    run = Trial(name, setting, split, plan.batch, 0, plan.refresh)
+    for done in range(0, steps, plan.block):
+        run.advance(min(plan.block, steps - done))
+        run.look(second=split.second)
+    return min(row["second_loss"] for row in run.curve)
+
+
 def tune(name: str, split: Split, plan: Plan) -> dict[str, Any]:
     """The setting with the lowest loss on the second validation part, and every trial that led to it."""
     settings = [Setting(*x) for x in product(plan.inner, plan.outer, SOLVER[name][1])]
-
-    def trial(setting: Setting, steps: int) -> float:
-        run = Trial(name, setting, split, plan.batch, 0, plan.refresh)
-        for done in range(0, steps, plan.block):
-            run.advance(min(plan.block, steps - done))
-            run.look(second=split.second)
-        return min(row["second_loss"] for row in run.curve)
-
-    first = sorted((trial(x, plan.steps(name) // 8), i, x) for i, x in enumerate(settings))
-    second = sorted((trial(x, plan.steps(name)), i, x) for _, i, x in first[: plan.kept])
+    short, full = plan.steps(name) // 8, plan.steps(name)
+    first = sorted((trial(name, x, split, plan, short), i, x) for i, x in enumerate(settings))
+    second = sorted((trial(name, x, split, plan, full), i, x) for _, i, x in first[: plan.kept])
     return {
         "setting": asdict(second[0][2]),
         "second_loss": second[0][0],
-        "trials": [asdict(x) | {"steps": plan.steps(name) // 8, "second_loss": loss} for loss, _, x in first]
-        + [asdict(x) | {"steps": plan.steps(name), "second_loss": loss} for loss, _, x in second],
+        "trials": [asdict(x) | {"steps": short, "second_loss": loss} for loss, _, x in first]
+        + [asdict(x) | {"steps": full, "second_loss": loss} for loss, _, x in second],
     }
 
 
@@ -315,8 +328,8 @@ def load(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if path.exists():
         record = json.loads(path.read_text("utf-8"))
         if record.get("settings") == json.loads(json.dumps(settings)):
-            return {key: record.get(key, {}) for key in ("settings", "tuned", "curves", "verdicts", "diagnosis")}
-    return {"settings": settings, "tuned": {}, "curves": {}, "verdicts": {}, "diagnosis": {}}
+            return {key: record.get(key, {}) for key in KEYS}
+    return {"settings": settings} | {key: {} for key in KEYS[1:]}
 
 
 def main(folder: str, plan: Plan, path: Path) -> None:
@@ -333,6 +346,11 @@ def main(folder: str, plan: Plan, path: Path) -> None:
     if not record["diagnosis"]:
         record["diagnosis"] = diagnose(Setting(**record["tuned"]["AID-CG"]["setting"]), split, plan)
         common.write_result(path, record)
+    for name, *numbers in FOLLOW_UP:
+        key = f"{name}, θ step {numbers[0]:g}, λ step {numbers[1]:g}, damping {numbers[2]:g}"
+        if key not in record["follow_up"]:
+            record["follow_up"][key] = trial(name, Setting(*numbers), split, plan, plan.steps(name))
+            common.write_result(path, record)
     for seed in plan.seeds:
         split = noisy_mnist(folder, plan.counts, seed=seed)
         for pair in PAIRS:
@@ -386,6 +404,8 @@ def table(record: dict[str, Any]) -> str:
     for name, x in record.get("diagnosis", {}).items():
         if name != "exact":
             lines.append(f"| {name} | {x['cosine']:.3f} | {x['norm']:.3f} | {x['milliseconds']:.0f} |")
+    lines += ["", "| setting | loss on second validation |", "| --- | --- |"]
+    lines += [f"| {name} | {loss:.4f} |" for name, loss in record.get("follow_up", {}).items()]
     return "\n".join(lines)
 
 

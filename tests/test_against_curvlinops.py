@@ -29,9 +29,7 @@ from hyperkron.models import TransformerClassifier
 from hyperkron.point import Point
 from hyperkron.problem import BilevelProblem
 
-curvlinops = pytest.importorskip(
-    "curvlinops", reason="curvlinops is a peer: pip install -r requirements/peers.txt"
-)
+curvlinops = pytest.importorskip("curvlinops", reason="curvlinops is a peer: pip install -r requirements/peers.txt")
 
 FISHERS = ("mc", "type-2", "empirical")
 SHARINGS = ("expand", "reduce")
@@ -194,9 +192,7 @@ def _ours(setting: Setting, damping: float = DAMPING) -> tuple[KroneckerState, A
     state = curvature.init()
     problem = BilevelProblem(setting.inner, setting.inner)
     batch = (setting.x, setting.y)
-    with Point(
-        problem, setting.model, nn.Linear(1, 1).to(next(setting.model.parameters())), batch, batch
-    ) as point:
+    with Point(problem, setting.model, nn.Linear(1, 1).to(next(setting.model.parameters())), batch, batch) as point:
         operator = curvature.operator(point, state)
     return state, operator
 
@@ -320,9 +316,7 @@ def test_damped_inverses_agree(case: str) -> None:
     setting = _setting(case, "type-2", "expand", torch.float64)
     _, ours = _ours(setting)
     theirs = _theirs(setting)
-    inverse = curvlinops.KFACInverseLinearOperator(
-        theirs, damping=DAMPING, use_heuristic_damping=True, min_damping=0
-    )
+    inverse = curvlinops.KFACInverseLinearOperator(theirs, damping=DAMPING, use_heuristic_damping=True, min_damping=0)
     names = {id(p): name for name, p in setting.model.named_parameters()}
     right = {name: torch.randn_like(p) for name, p in setting.model.named_parameters()}
     found = ours.solve(right)

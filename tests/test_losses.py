@@ -129,22 +129,16 @@ def _autograd_hessian(name: str, weight: Tensor | None, output: Tensor) -> Tenso
 
 
 @WEIGHTED
-def test_hessian_product_and_exact_vectors_equal_autograd(
-    name: str, weight_shape: tuple[int, ...] | None
-) -> None:
+def test_hessian_product_and_exact_vectors_equal_autograd(name: str, weight_shape: tuple[int, ...] | None) -> None:
     weight = None if weight_shape is None else _rand(*weight_shape, seed=2)
     output, term, _ = _make(name, weight)
     expected = _autograd_hessian(name, weight, output)
     torch.testing.assert_close(_dense(term.hessian_product, output.shape), expected, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(
-        _gram(term.vectors("type-2"), CASES[name][1]), expected, rtol=1e-12, atol=1e-14
-    )
+    torch.testing.assert_close(_gram(term.vectors("type-2"), CASES[name][1]), expected, rtol=1e-12, atol=1e-14)
 
 
 @WEIGHTED
-def test_empirical_vector_is_the_root_weighted_gradient(
-    name: str, weight_shape: tuple[int, ...] | None
-) -> None:
+def test_empirical_vector_is_the_root_weighted_gradient(name: str, weight_shape: tuple[int, ...] | None) -> None:
     weight = None if weight_shape is None else _rand(*weight_shape, seed=2)
     output, term, loss = _make(name, weight)
     (gradient,) = torch.autograd.grad(loss.value, output)  # coefficient · ∇c
@@ -193,9 +187,7 @@ def test_monte_carlo_error_falls_as_one_over_root_m(name: str) -> None:
     generator = _seeded(3)
     counts, errors = [2, 8, 32, 128], []
     for samples in counts:
-        squared = [
-            (_gram(term.vectors("mc", samples, generator), 1) - exact).square().sum() for _ in range(60)
-        ]
+        squared = [(_gram(term.vectors("mc", samples, generator), 1) - exact).square().sum() for _ in range(60)]
         errors.append(torch.stack(squared).mean().sqrt().item())
     slope = np.polyfit(np.log(counts), np.log(errors), 1)[0]
     assert -0.57 < slope < -0.43
@@ -298,9 +290,7 @@ def test_per_example_is_unweighted_and_over_valid_rows() -> None:
     target = _tokens()
     per_example = cross_entropy(output, target, weight=_rand(N)).per_example
     rows = F.cross_entropy(output.movedim(-1, 1), target, reduction="none")
-    expected = torch.stack(
-        [rows[0, [0, 2]].mean(), rows[1].mean(), rows[2, 1:].mean(), torch.zeros((), dtype=DOUBLE)]
-    )
+    expected = torch.stack([rows[0, [0, 2]].mean(), rows[1].mean(), rows[2, 1:].mean(), torch.zeros((), dtype=DOUBLE)])
     torch.testing.assert_close(per_example, expected, rtol=1e-13, atol=0)
     assert per_example.requires_grad
 
@@ -352,9 +342,7 @@ def test_arithmetic_keeps_value_and_curvature_together() -> None:
         return torch.stack(penalties + [term.hessian_product(v) for term in loss.terms]).sum(0)
 
     size = output.numel()
-    torch.testing.assert_close(
-        _dense(product, output.shape), hessian.reshape(size, size), rtol=1e-12, atol=1e-14
-    )
+    torch.testing.assert_close(_dense(product, output.shape), hessian.reshape(size, size), rtol=1e-12, atol=1e-14)
     loss.backward()
     assert output.grad is not None and factor.grad is not None
     torch.testing.assert_close(factor.grad, F.cross_entropy(output, _classes(N)).detach())

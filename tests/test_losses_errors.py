@@ -99,9 +99,7 @@ def test_where_asking_stalls_the_device_bad_targets_become_nan(monkeypatch: pyte
     output = torch.randn(N, C)
     expected = cross_entropy(output, torch.tensor([0, 1, -100, 2]), label_smoothing=0.1).value
     monkeypatch.setattr(classification, "answers_at_once", lambda x: False)
-    assert torch.equal(
-        cross_entropy(output, torch.tensor([0, 1, -100, 2]), label_smoothing=0.1).value, expected
-    )
+    assert torch.equal(cross_entropy(output, torch.tensor([0, 1, -100, 2]), label_smoothing=0.1).value, expected)
     wrong = cross_entropy(output, torch.tensor([0, 1, 7, 2]))
     assert wrong.value.isnan() and wrong.terms[0].row_losses.isnan().tolist() == [False, False, True, False]
     assert cross_entropy(output, torch.full((N,), -100)).value.isnan()

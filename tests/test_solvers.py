@@ -577,10 +577,7 @@ def test_solvers_are_values(solver: Solver) -> None:
 
 
 def test_flags_tell_what_a_solver_uses() -> None:
-    flags = {
-        type(s).__name__: (s.needs_products, s.uses_start, s.uses_preconditioner)
-        for s in [Direct(), *ITERATIVE]
-    }
+    flags = {type(s).__name__: (s.needs_products, s.uses_start, s.uses_preconditioner) for s in [Direct(), *ITERATIVE]}
     assert flags == {
         "Direct": (False, False, False),
         "CG": (True, True, True),
@@ -598,9 +595,7 @@ quick = settings(max_examples=40, deadline=None)
 
 @quick
 @given(sizes, conditions, seeds)
-def test_cg_reaches_its_tolerance_on_any_positive_definite_system(
-    size: int, condition: float, seed: int
-) -> None:
+def test_cg_reaches_its_tolerance_on_any_positive_definite_system(size: int, condition: float, seed: int) -> None:
     a, b = random_spd(size, condition, seed), random_vector(size, seed + 1)
     solution = CG(1000, tolerance=1e-8).solve(DenseOperator(a), unflatten(b))
     assert solution.status is Status.CONVERGED
@@ -632,9 +627,7 @@ def test_a_found_step_never_diverges(size: int, condition: float, seed: int, ter
 
 @quick
 @given(sizes, conditions, seeds, st.integers(1, 5), st.integers(1, 5))
-def test_gradient_descent_can_be_split_anywhere(
-    size: int, condition: float, seed: int, k1: int, k2: int
-) -> None:
+def test_gradient_descent_can_be_split_anywhere(size: int, condition: float, seed: int, k1: int, k2: int) -> None:
     a, b = random_spd(size, condition, seed), unflatten(random_vector(size, seed + 1))
     step = 0.9 / condition
     first = GradientDescent(k1, step=step).solve(DenseOperator(a), b)
@@ -659,7 +652,5 @@ def test_a_negative_eigenvalue_is_never_called_converged(size: int, seed: int) -
     a, b = random_spd(size, 10.0, seed), random_vector(size, seed + 1)
     eigenvalues, basis = torch.linalg.eigh(a)
     eigenvalues[0] = -1.0
-    solution = CG(5 * size, tolerance=1e-12).solve(
-        DenseOperator((basis * eigenvalues) @ basis.T), unflatten(b)
-    )
+    solution = CG(5 * size, tolerance=1e-12).solve(DenseOperator((basis * eigenvalues) @ basis.T), unflatten(b))
     assert solution.status is Status.NONPOSITIVE_CURVATURE

@@ -169,9 +169,7 @@ def test_normal_like_is_standard_normal() -> None:
 @pytest.mark.parametrize("status", Status)
 def test_a_status_reads_as_a_sentence_and_names_a_remedy(status: Status) -> None:
     assert status.value[0].isupper() and status.value.endswith(".") and "  " not in status.value
-    has_remedy = any(
-        word in status.value for word in ("raise the damping", "lower the step", "check the batch")
-    )
+    has_remedy = any(word in status.value for word in ("raise the damping", "lower the step", "check the batch"))
     assert has_remedy == (not status.ok)
 
 

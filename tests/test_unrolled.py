@@ -161,9 +161,7 @@ def test_at_a_fixed_point_it_is_the_neumann_series_and_tends_to_the_implicit_hyp
     rho = float(torch.linalg.eigvalsh(ridge.contraction).abs().max())
     assert rho < 1.0
     cross = ridge.hypergradient(ridge.minimum, [])  # the direct term alone, to bound the constant
-    constant = float(trees.norm(trees.add(implicit, cross, alpha=-1.0))) * float(
-        torch.linalg.cond(ridge.hessian)
-    )
+    constant = float(trees.norm(trees.add(implicit, cross, alpha=-1.0))) * float(torch.linalg.cond(ridge.hessian))
     for steps, error in zip((1, 5, 20, 40), errors, strict=True):
         assert error <= 10 * constant * rho**steps  # geometric
     assert errors == sorted(errors, reverse=True)
@@ -319,9 +317,7 @@ def test_only_one_step_graph_is_alive(every: int) -> None:
         return inner(model, hyper, (Probe.apply(batch[0].requires_grad_()), batch[1]))
 
     case = make()
-    result = unrolled(6, SGD(0.1, momentum=0.9), checkpoint_every=every).compute(
-        BilevelProblem(probed, outer), *case
-    )
+    result = unrolled(6, SGD(0.1, momentum=0.9), checkpoint_every=every).compute(BilevelProblem(probed, outer), *case)
     assert len(seen) == result.stats["inner_gradients"]
     assert seen == [0] * len(seen)  # no graph of an earlier step is left when the next begins
     assert not alive

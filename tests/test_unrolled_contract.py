@@ -112,9 +112,7 @@ def fingerprint(model: nn.Module, hyper: nn.Module) -> list[Any]:
             marks.append((n, id(p), p.data_ptr(), p.requires_grad, p.grad is None, p.detach().tolist()))
         for n, m in module.named_modules():
             hooks = [len(getattr(m, kind)) for kind in vars(m) if kind.endswith("_hooks")]
-            marks.append(
-                (n, m.training, hooks, sorted(m._modules), sorted(m._parameters), sorted(m._buffers))
-            )
+            marks.append((n, m.training, hooks, sorted(m._modules), sorted(m._parameters), sorted(m._buffers)))
     marks.append(torch.is_grad_enabled())
     return marks
 

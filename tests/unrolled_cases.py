@@ -62,9 +62,7 @@ def outer(model: nn.Module, hyper: Any, batch: Any) -> Tensor:
 PROBLEM = BilevelProblem(inner, outer)
 
 
-def make(
-    *layers: nn.Module, size: int = 6, width: int = 3, seed: int = 0
-) -> tuple[nn.Module, Lambda, Any, Any]:
+def make(*layers: nn.Module, size: int = 6, width: int = 3, seed: int = 0) -> tuple[nn.Module, Lambda, Any, Any]:
     """A small regression: the model, λ, an inner and an outer batch."""
     torch.manual_seed(seed)
     model = nn.Sequential(*(layers or (nn.Linear(width, 4), nn.Tanh(), nn.Linear(4, 2)))).to(DOUBLE)
@@ -109,12 +107,8 @@ def naive(
         grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
         params, state = step.step(params, dict(zip(params, grads, strict=True)), state)
     hypers = dict(hyper.named_parameters())
-    found = torch.autograd.grad(
-        at(problem.outer, params, outer_batch), list(hypers.values()), allow_unused=True
-    )
-    return {
-        n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(hypers.items(), found, strict=True)
-    }
+    found = torch.autograd.grad(at(problem.outer, params, outer_batch), list(hypers.values()), allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(hypers.items(), found, strict=True)}
 
 
 def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-10) -> None:
