@@ -64,7 +64,28 @@ def bfloat16() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"outer-iteration": outer_iteration, "inner-loops": inner_loops, "bfloat16": bfloat16}
+def curvlinops() -> str:
+    """Factors, factorisation and one solve on the CPU, against curvlinops."""
+    lines = [
+        "| model | curvlinops | ours | faster | memory, of theirs | without norm layers and embeddings |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, model in load("curvlinops_cpu.json")["models"].items():
+        ours, blocks = model["ours"], model["ours, blocks only"]
+        lines.append(
+            f"| {name} | {model['curvlinops']['median_s']:.2f} s | {ours['median_s']:.2f} s "
+            f"| {ours['faster_by_median']:.2f}× | {ours['share_of_memory']:.2f} "
+            f"| {blocks['faster_by_median']:.2f}×, {blocks['share_of_memory']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+TABLES = {
+    "outer-iteration": outer_iteration,
+    "inner-loops": inner_loops,
+    "bfloat16": bfloat16,
+    "curvlinops": curvlinops,
+}
 
 
 def rendered(text: str) -> str:
