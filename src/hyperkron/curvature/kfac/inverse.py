@@ -375,16 +375,24 @@ def eigen_bases(factors: dict[str, tuple[Factor, Factor]]) -> tuple[Bases, Statu
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Eigenvalues, eigenvectors, and whether float64 was not needed."""
-    try:
-        values, vectors = torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:
+    """Eigenvalues, eigenvectors, and whether the first try was enough.
+
+    The library's routine can fail on a matrix with many rows of zeros (the patches of a convolution that sees mostly
+    padding). Then float64 is tried, and then float64 with a ramp of up to 1e-9 of the mean on the diagonal, which parts
+    the equal eigenvalues.
+    """
+    wide = matrix.double()
+    mean = wide.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    ramp = 1e-9 * mean * torch.linspace(0, 1, wide.shape[-1], dtype=wide.dtype, device=wide.device)
+    reason = ""
+    for attempt in (matrix, wide, wide + torch.diag_embed(ramp)):
         try:
-            values, vectors = torch.linalg.eigh(matrix.double())
+            values, vectors = torch.linalg.eigh(attempt)
         except torch.linalg.LinAlgError as error:
-            raise FactorizationError(
-                f"the eigendecomposition of a factor of size {matrix.shape[-1]} did not converge ({error}); "
-                "raise damping, or look for extreme values in the batch."
-            ) from error
-        return values.to(matrix.dtype), vectors.to(matrix.dtype), False
-    return values, vectors, True
+            reason = str(error)
+            continue
+        return values.to(matrix.dtype), vectors.to(matrix.dtype), not reason
+    raise FactorizationError(
+        f"the eigendecomposition of a factor of size {matrix.shape[-1]} did not converge ({reason}); "
+        "raise damping, or look for extreme values in the batch."
+    )
