@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,9 @@ from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.factors import Factor, LowRank, added, few_rows, scaled
 from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS, LinearLayer, WeightSharing, squared_gradients
 from hyperkron.linalg import gram, in_blocks
-from hyperkron.losses import Loss
+from hyperkron.losses import Fisher, Loss
 from hyperkron.point import Point
 from hyperkron.solution import HyperkronError, warn_once
-
-Fisher = Literal["mc", "type-2", "empirical"]
 
 
 @dataclass
