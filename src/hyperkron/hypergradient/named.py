@@ -7,10 +7,10 @@ import torch
 from hyperkron.cross import Mode
 from hyperkron.curvature import EKFAC, GGN, KFAC, AdamDiagonal, Curvature, Hessian
 from hyperkron.curvature import Identity as IdentityCurvature
-from hyperkron.curvature.kfac.capture import Fisher
 from hyperkron.curvature.kfac.inverse import Split
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.hypergradient.implicit import Implicit
+from hyperkron.losses import Fisher
 from hyperkron.solution import HyperkronError
 from hyperkron.solvers import CG, Direct, GradientDescent, Neumann
 

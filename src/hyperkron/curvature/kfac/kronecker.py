@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.curvature.base import Curvature, CurvatureState, checked_damping
-from hyperkron.curvature.kfac.capture import Fisher, Measured, measure
+from hyperkron.curvature.kfac.capture import Measured, measure
 from hyperkron.curvature.kfac.coverage import Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.factors import Factor, LowRank, dense
 from hyperkron.curvature.kfac.inverse import (
@@ -24,6 +24,7 @@ from hyperkron.curvature.kfac.inverse import (
 )
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState
+from hyperkron.losses import Fisher
 from hyperkron.point import Point, independent
 from hyperkron.solution import (
     CoverageError,
