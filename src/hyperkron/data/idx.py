@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hyperkron.data.files import MAX_BYTES, read_bounded
 from hyperkron.solution import HyperkronError
 
 _DTYPES = {
@@ -21,10 +21,9 @@ _DTYPES = {
     0x0D: torch.float32,
     0x0E: torch.float64,
 }
-_GZIP = b"\x1f\x8b"
 
 
-def read_idx(path: str | Path) -> Tensor:
+def read_idx(path: str | Path, max_bytes: int = MAX_BYTES) -> Tensor:
     """The array of an IDX file, gzip-compressed or not.
 
     The file holds two zero bytes, a code of the element type, the number of dimensions, the dimensions as big-endian
@@ -32,6 +31,7 @@ def read_idx(path: str | Path) -> Tensor:
 
     Args:
         path: of the file.
+        max_bytes: of the file once decompressed.
 
     Reference: LeCun, Cortes & Burges, "The MNIST database of handwritten digits" (1998).
 
@@ -42,9 +42,7 @@ def read_idx(path: str | Path) -> Tensor:
         >>> read_idx(path)
         tensor([7, 2, 1], dtype=torch.uint8)
     """
-    content = Path(path).read_bytes()
-    if content.startswith(_GZIP):
-        content = gzip.decompress(content)
+    content = read_bounded(Path(path), max_bytes)
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _DTYPES:
         raise HyperkronError(f"path={str(path)!r} is no IDX file: it starts with {content[:4].hex() or 'nothing'}.")
     dtype, start = _DTYPES[content[2]], 4 + 4 * content[3]
@@ -80,14 +78,15 @@ def mnist(folder: str | Path) -> MNIST:
         folder: holds ``train-images-idx3-ubyte`` and the other three, each with or without ``.gz``.
     """
     names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-    images, labels, test_images, test_labels = (read_idx(_find(Path(folder), f"{name}-ubyte")) for name in names)
+    images, labels, test_images, test_labels = (read_idx(find_idx(Path(folder), f"{name}-ubyte")) for name in names)
     for x, y in ((images, labels), (test_images, test_labels)):
         if len(x) != len(y):
             raise HyperkronError(f"folder={str(folder)!r} holds {len(x)} images but {len(y)} labels; fetch it again.")
     return MNIST(images.flatten(1) / 255, labels.long(), test_images.flatten(1) / 255, test_labels.long())
 
 
-def _find(folder: Path, name: str) -> Path:
+def find_idx(folder: Path, name: str) -> Path:
+    """A file of MNIST, compressed or not."""
     for candidate in (folder / name, folder / f"{name}.gz"):
         if candidate.is_file():
             return candidate

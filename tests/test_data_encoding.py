@@ -1,0 +1,89 @@
+"""How tables become numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from hyperkron.data import TableEncoding, read_pair
+from hyperkron.solution import HyperkronError
+
+
+def test_closed_form() -> None:
+    """Mean and standard deviation over what is there; 0 and a flag where it is not."""
+    encoding, messages = TableEncoding.fit({"a": ["1", "3", "", "nan"], "b": [4.0, 4.0, 6.0, 6.0]})
+    assert messages == []
+    found = encoding.encode({"a": ["1", "3", "", "nan"], "b": [4.0, 4.0, 6.0, 6.0]})
+    np.testing.assert_allclose(found, [[-1, -1, 0], [1, -1, 0], [0, 1, 1], [0, 1, 1]])
+    assert found.dtype == np.float32
+    unseen = encoding.encode({"a": ["5"], "b": [math.nan]})  # b had no gap in training: the mean, and no flag
+    np.testing.assert_allclose(unseen, [[3, 0, 0]])
+
+
+def test_matrix_keeps_gaps_and_names() -> None:
+    encoding, _ = TableEncoding.fit({"a": [1, None, 3], "t": ["x", "", "x"]})
+    assert encoding.names == ("a", "t=x", "t=(missing)")
+    matrix = encoding.matrix({"a": [1, None, 3], "t": ["x", "", "new"]})
+    np.testing.assert_array_equal(matrix, [[1, 1, 0], [np.nan, 0, 1], [3, 0, 0]])
+
+
+def test_rare_values_share_one_input() -> None:
+    values = ["a"] * 5 + ["b"] * 4 + ["c", "d"]
+    encoding, messages = TableEncoding.fit({"t": values}, max_categories=2)
+    assert encoding.names == ("t=a", "t=b", "t=(other)")
+    assert "4 different values; the 2 most frequent" in messages[0] and "(2 rows)" in messages[0]
+    np.testing.assert_array_equal(encoding.matrix({"t": ["d", "never seen", "b"]}), [[0, 0, 1], [0, 0, 1], [0, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "message"),
+    [
+        ([None, "", "NaN"], (), "has no values"),
+        ([2, 2, 2], (), "is 2 in every training row"),
+        (["x", "x", "x"], (), "is 'x' in every training row"),
+        ([f"name {i}" for i in range(60)], (), "look like names or free text"),
+        ([*map(str, range(39)), "n. a."], ("c",), "1 value taken as missing: 'n. a.'"),
+        ([1, math.inf, 3], ("c",), ""),
+        (["True", "false", "TRUE"], ("c",), ""),
+        ([1e300, 1, 2], ("c",), ""),
+        ([10**400, 1, 2], ("c",), ""),
+        (["1_0", "2_0", "1_0"], ("c=1_0", "c=2_0"), ""),
+    ],
+)
+def test_columns(values: list[object], names: tuple[str, ...], message: str) -> None:
+    other = [float(i) for i in range(len(values))]
+    encoding, messages = TableEncoding.fit({"c": values, "other": other})
+    assert encoding.names == (*names, "other")
+    assert (message in messages[0]) if message else messages == []
+    assert np.isfinite(encoding.encode({"c": values, "other": other})).all()
+
+
+def test_saved_as_json() -> None:
+    encoding, _ = TableEncoding.fit({"a": ["0.1", "", "7"], "t": ["é", "b", "b"]}, max_categories=1)
+    again = TableEncoding.from_json(encoding.to_json())
+    assert again == encoding
+    np.testing.assert_array_equal(again.encode({"a": [1], "t": ["é"]}), encoding.encode({"a": [1], "t": ["é"]}))
+    for broken in ("", "[]", "{}", '{"format": 2, "columns": []}', '{"format": 1, "columns": [{"kind": "eval"}]}'):
+        with pytest.raises(HyperkronError, match="is no encoding"):
+            TableEncoding.from_json(broken)
+
+
+def test_learnt_on_training_rows_only() -> None:
+    train, trusted = read_pair(
+        {"a": [0, 2, 0, 2], "b": [0, 0, 2, 2], "label": [0, 1, 0, 1]}, {"a": [100, None], "b": [1, 3], "label": [0, 1]}
+    )
+    assert train.encoding is trusted.encoding and train.encoding is not None
+    np.testing.assert_allclose(trusted.standardised(), [[99, 0], [0, 2]])
+    assert any("missing values in 1 column: 'a' (1)" in message for message in trusted.messages)
+
+
+def test_errors() -> None:
+    encoding, _ = TableEncoding.fit({"a": [1, 2]})
+    with pytest.raises(HyperkronError, match="lacks the column 'a'"):
+        encoding.matrix({"b": [1]})
+    with pytest.raises(HyperkronError, match="has 1 columns"):
+        encoding.standardise(np.zeros((2, 2)))
+    with pytest.raises(HyperkronError, match="no column can be used"):
+        TableEncoding.fit({"a": [1, 1]})

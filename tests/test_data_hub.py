@@ -1,0 +1,80 @@
+"""Datasets of the Hugging Face Hub; the Hub itself is a stand-in."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from hyperkron.data import export_rows, read, read_pair
+from hyperkron.solution import HyperkronError
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[tuple[Any, ...]]]:
+    def install(result: Any) -> list[tuple[Any, ...]]:
+        calls: list[tuple[Any, ...]] = []
+
+        def load_dataset(path: str, name: str | None = None, split: str | None = None) -> Any:
+            calls.append((path, name, split))
+            if isinstance(result, Exception):
+                raise result
+            return result[split]
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return calls
+
+    return install
+
+
+def _texts(texts: list[str], labels: list[int]) -> Any:
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
+    return datasets.Dataset.from_dict({"text": texts, "label": labels}, features=features)
+
+
+def test_texts_with_class_names(hub: Callable[[Any], list[Any]], tmp_path: Path) -> None:
+    calls = hub({"train": _texts(["a", "b", "c"], [1, 0, -1]), "test": _texts(["d", "e"], [0, 1])})
+    train, trusted = read_pair("hf:org/some-name", "hf:org/some-name@config:test")
+    assert calls == [("org/some-name", None, "train"), ("org/some-name", "config", "test")]
+    assert (train.inputs, train.classes, train.labels.tolist()) == (["a", "b"], ("neg", "pos"), [1, 0])
+    assert any("1 row without a label" in message for message in train.messages)
+    assert trusted.labels.tolist() == [0, 1]
+    export_rows("hf:org/some-name", [1], tmp_path / "b.parquet", ["pos"])
+    assert pq.read_table(tmp_path / "b.parquet").to_pylist() == [{"text": "b", "label": 1}]
+
+
+def test_images_are_decoded_within_our_limits(hub: Callable[[Any], list[Any]]) -> None:
+    Image.new("L", (3, 2), 9).save(buffer := io.BytesIO(), "PNG")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+    pictures = [{"bytes": buffer.getvalue(), "path": None}, {"bytes": b"broken", "path": None}] * 2
+    hub({"train": datasets.Dataset.from_dict({"image": pictures, "label": [0, 1, 1, 0]}, features=features)})
+    found = read("hf:pictures")
+    assert found.inputs.shape == (2, 1, 2, 3) and found.rows.tolist() == [0, 2] and found.labels.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (ConnectionError("Couldn't reach 'x' on the Hub (LocalEntryNotFoundError)"), "save the dataset as Parquet"),
+        (ValueError("Config name is missing. Please pick one among: ['a', 'b']"), "Name a configuration"),
+        (ValueError("Unknown split \"nope\". Should be one of ['train']."), "Name a split"),
+        (RuntimeError("whatever"), "Check the name"),
+    ],
+)
+def test_errors_name_the_remedy(hub: Callable[[Any], list[Any]], error: Exception, remedy: str) -> None:
+    hub(error)
+    with pytest.raises(HyperkronError, match=f"source='hf:x' could not be loaded .*{remedy}"):
+        read("hf:x")
+
+
+@pytest.mark.parametrize("source", ["hf:", "hf:a b", "hf:@c"])
+def test_names_that_are_none(source: str) -> None:
+    with pytest.raises(HyperkronError, match="must be hf:NAME"):
+        read(source)
