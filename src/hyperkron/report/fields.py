@@ -1,0 +1,131 @@
+"""JSON objects read with suspicion: every field is checked for its kind, and a wrong one is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from hyperkron.solution import HyperkronError
+
+REMEDY = "restore the file or make the run again with `hyperkron clean`"
+"""What helps against a damaged file."""
+
+
+class Fields:
+    """The fields of one JSON object; a missing one, null or NaN counts as not known.
+
+    Args:
+        value: what the JSON text held.
+        file: where it was read, for the messages.
+        where: the place within the file, for the messages; empty at its top.
+
+    Example:
+        >>> fields = Fields({"noise": {"rate": 0.4}}, Path("result.json"))
+        >>> fields.child("noise").number("rate")
+        0.4
+        >>> fields.child("weights").numbers("edges")
+        []
+    """
+
+    def __init__(self, value: Any, file: Path, where: str = "") -> None:
+        self.file, self._where = file, where
+        if not isinstance(value, dict):
+            raise self._wrong("", value, "an object")
+        self.raw: dict[str, Any] = value
+
+    def _wrong(self, name: str, value: Any, kind: str) -> HyperkronError:
+        place = ".".join(part for part in (self._where, name) if part) or "its content"
+        return HyperkronError(f"{self.file}: {place}={value!r:.80} is not {kind}; {REMEDY}.")
+
+    def text(self, name: str) -> str:
+        """A string; empty when not known."""
+        value = self.raw.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self._wrong(name, value, "a string")
+        return value or ""
+
+    def number(self, name: str) -> float | None:
+        """A finite number; None when not known."""
+        return self._number(name, self.raw.get(name))
+
+    def _number(self, name: str, value: Any) -> float | None:
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(name, value, "a number")
+        try:
+            return float(value) if math.isfinite(value) else None
+        except OverflowError:
+            raise self._wrong(name, value, "a number of float64") from None
+
+    def count(self, name: str) -> int | None:
+        """A whole number, at least 0; None when not known."""
+        value = self.number(name)
+        if value is not None and (value < 0 or value != int(value)):
+            raise self._wrong(name, value, "a whole number, at least 0")
+        return None if value is None else int(value)
+
+    def flag(self, name: str) -> bool:
+        """True or false; false when not known."""
+        value = self.raw.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return bool(value)
+
+    def items(self, name: str) -> list[Any]:
+        """A list; empty when not known."""
+        value = self.raw.get(name)
+        if value is not None and not isinstance(value, list):
+            raise self._wrong(name, value, "a list")
+        return value or []
+
+    def numbers(self, name: str) -> list[float | None]:
+        """A list of numbers, None for each that is not finite."""
+        return [self._number(f"{name}[{i}]", value) for i, value in enumerate(self.items(name))]
+
+    def texts(self, name: str) -> list[str]:
+        """A list of strings; other plain values, such as class names that are numbers, become strings."""
+        values = self.items(name)
+        for i, value in enumerate(values):
+            if isinstance(value, dict | list) or value is None:
+                raise self._wrong(f"{name}[{i}]", value, "a string")
+        return [str(value) for value in values]
+
+    def label(self, name: str) -> str:
+        """The name of a class: a string, or a number that stands for one."""
+        value = self.raw.get(name)
+        if isinstance(value, dict | list):
+            raise self._wrong(name, value, "the name of a class")
+        return "" if value is None else str(value)
+
+    def child(self, name: str) -> Fields:
+        """An object within the object; empty when not known."""
+        value = self.raw.get(name)
+        return Fields({} if value is None else value, self.file, f"{self._where}.{name}".lstrip("."))
+
+    def children(self, name: str) -> list[Fields]:
+        """A list of objects."""
+        place = f"{self._where}.{name}".lstrip(".")
+        return [Fields(value, self.file, f"{place}[{i}]") for i, value in enumerate(self.items(name))]
+
+
+def parse(text: str, file: Path, where: str = "") -> Fields:
+    """The JSON object that a text holds."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        place = f"{file}, {where}," if where else f"{file}"
+        raise HyperkronError(f"{place} is no JSON ({str(error)[:100]}): {text[:40]!r}; {REMEDY}.") from error
+    return Fields(value, file, where)
+
+
+def read_text(file: Path) -> str | None:
+    """The text of a file; None where there is no such file."""
+    try:
+        return file.read_text("utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise HyperkronError(f"{file} cannot be read as UTF-8 ({error}); {REMEDY}.") from error

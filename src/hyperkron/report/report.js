@@ -1,0 +1,251 @@
+"use strict";
+// The table of suspects: sorted, filtered and paged here. Whatever comes from the data is put on the page as the text of
+// an element, or as an attribute that the report has checked; never as markup.
+(() => {
+  const byId = (id) => document.getElementById(id);
+  const data = JSON.parse(byId("data").textContent);
+  const { suspects, page_size: pageSize, spark: [sparkWidth, sparkHeight] } = data;
+  const explorer = byId("explorer");
+
+  addEventListener("beforeprint", () => {
+    for (const part of document.querySelectorAll("details:not([open])")) {
+      part.open = true;
+      addEventListener("afterprint", () => { part.open = false; }, { once: true });
+    }
+  });
+  if (!explorer) return;
+
+  const make = (name, className, text) => {
+    const element = document.createElement(name);
+    if (className) element.className = className;
+    if (text !== undefined) element.textContent = text;
+    return element;
+  };
+  const makeSvg = (name, attributes) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    return element;
+  };
+  const fixed = (x, digits) => (x === null ? "–" : x.toFixed(digits));
+  const percent = (x) => (x === null ? "–" : `${(100 * x).toFixed(1)}\u00a0%`);
+
+  for (const s of suspects) {
+    s.example = s.text || s.features.map(([name, value]) => `${name} ${value}`).join(" ");
+    s.change = s.first === null ? null : s.last - s.first;
+    s.searched = `${s.example}\n${s.row === null ? "" : s.row}`.toLowerCase();
+  }
+
+  // --- one row -------------------------------------------------------------------------------------------------
+
+  const showText = (s) => {
+    const part = make("div");
+    const text = make("div", "text", s.text + (s.cut ? `… (${s.cut.toLocaleString("en")} more characters)` : ""));
+    text.dir = "auto";
+    part.append(text);
+    const more = make("button", "more", "Show all");
+    more.type = "button";
+    more.setAttribute("aria-expanded", "false");
+    more.addEventListener("click", () => {
+      const open = text.classList.toggle("open");
+      more.textContent = open ? "Show less" : "Show all";
+      more.setAttribute("aria-expanded", String(open));
+    });
+    part.append(more);
+    return part;
+  };
+
+  // The button stands only under texts of which something is hidden at this width.
+  const offerMore = () => {
+    const closed = [...document.querySelectorAll("#rows .text:not(.open)")];
+    const hides = closed.map((text) => text.scrollHeight > text.clientHeight + 1);
+    closed.forEach((text, i) => { text.nextElementSibling.hidden = !hides[i]; });
+  };
+
+  const showFeatures = (features) => {
+    const shown = make("dl", "features");
+    const add = (from, to) => {
+      for (const [name, value] of features.slice(from, to)) {
+        const pair = make("div");
+        pair.append(make("dt", "", `${name} `), make("dd", "", value));
+        shown.append(pair);
+      }
+    };
+    add(0, 8);
+    const part = make("div");
+    part.append(shown);
+    if (features.length > 8) {
+      const more = make("button", "more", `Show ${features.length - 8} more`);
+      more.type = "button";
+      more.addEventListener("click", () => { add(8); more.remove(); });
+      part.append(more);
+    }
+    return part;
+  };
+
+  const showExample = (s) => {
+    const parts = [];
+    if (s.picture) {
+      const picture = make("img", "picture");
+      picture.alt = s.row === null ? `Suspect ${s.rank}` : `Row ${s.row}`;
+      picture.src = s.picture;
+      parts.push(picture);
+    }
+    if (s.text) parts.push(showText(s));
+    if (s.features.length) parts.push(showFeatures(s.features));
+    return parts.length ? parts : [make("span", "small", "not kept")];
+  };
+
+  const showHistory = (s) => {
+    if (!s.spark) return make("span", "small", "–");
+    const words = `Weight from ${fixed(s.first, 2)} to ${fixed(s.last, 2)}`;
+    const box = makeSvg("svg", { width: sparkWidth, height: sparkHeight, class: "spark", role: "img", "aria-label": words });
+    const title = makeSvg("title", {});
+    title.textContent = words;
+    const [x, y] = s.spark.split(" ").pop().split(",");
+    box.append(
+      title,
+      makeSvg("line", { x1: 0, x2: sparkWidth, y1: sparkHeight - 3, y2: sparkHeight - 3 }),
+      makeSvg("polyline", { points: s.spark }),
+      makeSvg("circle", { cx: x, cy: y, r: 2.5 }),
+    );
+    return box;
+  };
+
+  const showProbability = (s) => {
+    const part = make("div", "", percent(s.probability));
+    const gauge = make("span", "gauge"), level = make("span");
+    gauge.setAttribute("aria-hidden", "true");
+    level.style.width = `${100 * Math.min(1, Math.max(0, s.probability || 0))}%`;
+    gauge.append(level);
+    part.append(gauge);
+    return part;
+  };
+
+  const showRow = (s) => {
+    const line = make("tr");
+    line.setAttribute("role", "row");
+    const cell = (label, className, ...content) => {
+      const made = make("td", className);
+      made.setAttribute("role", "cell");
+      made.dataset.label = label;
+      made.append(...content);
+      line.append(made);
+    };
+    cell("#", "n rank", String(s.rank));
+    cell("Row", "n", s.row === null ? "–" : String(s.row));
+    cell("Example", "example", ...showExample(s));
+    cell("Given", "given", make("bdi", "", s.given));
+    cell("Suggested", "suggested", make("bdi", "", s.suggested));
+    cell("Error probability", "n probability", showProbability(s));
+    cell("Weight", "n", fixed(s.weight, 3));
+    cell("Weight history", "history", showHistory(s));
+    return line;
+  };
+
+  // --- the table -----------------------------------------------------------------------------------------------
+
+  const state = { key: "rank", down: false, page: 0, shown: suspects };
+  const headers = [...document.querySelectorAll("#table thead th")];
+  const kinds = Object.fromEntries(headers.map((header) => [header.dataset.key, header.dataset.kind]));
+  const given = byId("given"), suggested = byId("suggested"), least = byId("least"), search = byId("search");
+  const chips = [...document.querySelectorAll(".chip")];
+
+  const compare = (a, b) => {
+    const x = a[state.key], y = b[state.key];
+    if (x === null || y === null) return (x === null) - (y === null);  // what is not known comes last, either way
+    const order = kinds[state.key] === "text" ? x.localeCompare(y, undefined, { numeric: true }) : x - y;
+    return state.down ? -order : order;  // the sort is stable: equal ones stay in the order of suspicion
+  };
+
+  const draw = () => {
+    const pages = Math.max(1, Math.ceil(state.shown.length / pageSize));
+    state.page = Math.min(Math.max(0, state.page), pages - 1);
+    const start = state.page * pageSize;
+    const lines = state.shown.slice(start, start + pageSize).map(showRow);
+    if (!lines.length) {
+      const line = make("tr"), cell = make("td", "nothing", "No suspect matches these filters.");
+      line.setAttribute("role", "row");
+      cell.setAttribute("role", "cell");
+      cell.colSpan = headers.length;
+      line.append(cell);
+      lines.push(line);
+    }
+    byId("rows").replaceChildren(...lines);
+    offerMore();
+    const of = state.shown.length === suspects.length ? "" : ` that match, of ${suspects.length}`;
+    byId("status").textContent = state.shown.length
+      ? `${start + 1}–${Math.min(start + pageSize, state.shown.length)} of ${state.shown.length} suspects${of}`
+      : `0 suspects${of}`;
+    byId("page").textContent = `Page ${state.page + 1} of ${pages}`;
+    byId("previous").setAttribute("aria-disabled", String(state.page === 0));
+    byId("next").setAttribute("aria-disabled", String(state.page === pages - 1));
+    document.querySelector(".pager").hidden = pages === 1;
+  };
+
+  const refresh = () => {
+    const words = search.value.trim().toLowerCase(), from = given.value, to = suggested.value;
+    const floor = Number(least.value) / 100;
+    state.shown = suspects.filter((s) =>
+      (!words || s.searched.includes(words)) && (from === "" || s.given === data.givens[from])
+      && (to === "" || s.suggested === data.suggestions[to]) && (floor === 0 || (s.probability !== null && s.probability >= floor)));
+    state.shown.sort(compare);
+    state.page = 0;
+    byId("least-shown").textContent = `${least.value} %`;
+    for (const chip of chips) {
+      const on = chip.dataset.given === given.value && chip.dataset.suggested === suggested.value;
+      chip.setAttribute("aria-pressed", String(on));
+    }
+    draw();
+  };
+
+  const sortBy = (key, down) => {
+    state.key = key;
+    state.down = down;
+    for (const header of headers) {
+      if (header.dataset.key === key) header.setAttribute("aria-sort", down ? "descending" : "ascending");
+      else header.removeAttribute("aria-sort");
+    }
+    byId("sorter").value = `${key} ${down ? "down" : "up"}`;
+    refresh();
+  };
+
+  const turn = (by) => {
+    const before = state.page;
+    state.page += by;
+    draw();
+    if (state.page !== before) byId("status").scrollIntoView({ block: "start" });
+  };
+
+  for (const header of headers) {
+    const { key, kind } = header.dataset, name = header.textContent.trim();
+    for (const down of [false, true]) {
+      const option = make("option", "", `${name} ${down ? "↓" : "↑"}`);
+      option.value = `${key} ${down ? "down" : "up"}`;
+      byId("sorter").append(option);
+    }
+    header.firstElementChild.addEventListener("click", () => {
+      const first = kind === "number" && key !== "rank" && key !== "row" && key !== "change";  // large ones first
+      sortBy(key, state.key === key ? !state.down : first);
+    });
+  }
+  byId("sorter").addEventListener("change", (event) => {
+    const [key, way] = event.target.value.split(" ");
+    sortBy(key, way === "down");
+  });
+  for (const control of [search, given, suggested, least]) control.addEventListener("input", refresh);
+  byId("filters").addEventListener("submit", (event) => event.preventDefault());
+  byId("filters").addEventListener("reset", () => setTimeout(() => sortBy("rank", false)));
+  addEventListener("resize", offerMore);
+  byId("previous").addEventListener("click", () => turn(-1));
+  byId("next").addEventListener("click", () => turn(1));
+  for (const chip of chips) {
+    chip.addEventListener("click", () => {
+      const on = chip.getAttribute("aria-pressed") === "true";
+      given.value = on ? "" : chip.dataset.given;
+      suggested.value = on ? "" : chip.dataset.suggested;
+      refresh();
+    });
+  }
+  explorer.hidden = false;
+  sortBy("rank", false);
+})();

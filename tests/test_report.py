@@ -1,0 +1,472 @@
+"""The report as text: what it says, what it escapes, what it refuses. test_report_browser.py opens it in Chromium."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import sys
+import zipfile
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyperkron.report import matrix, page, plots, wording, write_report
+from hyperkron.report.folder import Candidate, Curve, read_run
+from hyperkron.solution import HyperkronError
+from run_folder import CLASSES, make_rows, picture, write_json, write_run_folder, write_suspects
+
+ROOT = Path(__file__).parents[1]
+COUNT = sum(row["suspect"] for row in make_rows(CLASSES, 300, 0.4))
+
+
+class _Reader(HTMLParser):
+    """Elements, their attributes, and the visible text of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.scripts: list[tuple[str | None, str]] = []
+        self._within = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._within = tag
+        if tag == "script":
+            self.scripts.append((dict(attrs).get("type"), ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._within = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._within == "script":
+            kind, text = self.scripts[-1]
+            self.scripts[-1] = (kind, text + data)
+        elif self._within != "style":
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).replace("\u00a0", " ").split())
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return json.loads(next(text for kind, text in self.scripts if kind == "application/json"))
+
+
+def read(file: Path) -> _Reader:
+    reader = _Reader()
+    reader.feed(file.read_text("utf-8"))
+    reader.close()
+    return reader
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> _Reader:
+    return read(write_report(write_run_folder(tmp_path_factory.mktemp("run") / "mine")))
+
+
+# --- what it says ------------------------------------------------------------------------------------------
+
+
+def test_the_parts_stand_in_their_order(report: _Reader) -> None:
+    found = [attributes.get("id") for tag, attributes in report.elements if tag == "section"]
+    assert found == ["accuracy", "suspects", "weights", "noise", "curves", "cost", "messages", "configuration"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Use weighted and trusted .",
+        f"About 40 % of the labels look wrong. {COUNT} of 300 rows are suspects.",
+        "Training with the learned weights beats every alternative",
+        "The best alternative, “small loss”, reaches 88.7 %, 2.7 points less; the intervals overlap",
+        "88.4 % – 94.4 %",
+        "Test accuracy",
+        "2.5 × one plain training",
+        "1 min 11 s",
+        "812 MB",
+        "12 rows without a label were left out",
+        "hyperkron clean train.csv --trusted trusted.csv",
+        "outer_steps 200",
+        "torch 2.8.0",
+        "held-out accuracy",
+    ],
+)
+def test_it_says(report: _Reader, said: str) -> None:
+    assert said in report.text
+
+
+def test_suspects_are_handed_to_the_script(report: _Reader, tmp_path: Path) -> None:
+    first = report.data["suspects"][0]
+    assert len(report.data["suspects"]) == COUNT and report.data["page_size"] == 50
+    lines = (write_run_folder(tmp_path) / "suspects.jsonl").read_text("utf-8").splitlines()
+    expected = json.loads(lines[0])
+    assert {key: first[key] for key in ("row", "given", "suggested", "text", "weight")} == {
+        key: expected[key] for key in ("row", "given", "suggested", "text", "weight")
+    }
+    assert first["probability"] == expected["error_probability"] and first["rank"] == 1
+    assert (first["first"], first["last"]) == (expected["weights"][0], expected["weights"][-1])
+    assert len(first["spark"].split()) == len(expected["weights"])
+
+
+def test_without_test_accuracies_there_is_no_such_column(tmp_path: Path) -> None:
+    candidates = [{"name": "a", "accuracy": 0.5, "test_accuracy": None}]
+    reader = read(write_report(write_run_folder(tmp_path, candidates=candidates, chosen="a")))
+    assert "Test accuracy" not in reader.text and "On the test set" not in reader.text
+
+
+def test_collapse_is_said(tmp_path: Path, report: _Reader) -> None:
+    assert "The weights collapsed." not in report.text
+    assert "The weights collapsed." in read(write_report(write_run_folder(tmp_path, collapsed=True))).text
+
+
+def test_only_five_hundred_suspects_are_listed_and_that_is_said(tmp_path: Path) -> None:
+    reader = read(write_report(write_run_folder(tmp_path, rows=2000)))
+    assert len(reader.data["suspects"]) == 500
+    count = json.loads((tmp_path / "result.json").read_text("utf-8"))["suspects"]["count"]
+    assert f"The first 500 of {count} are listed" in reader.text
+
+
+def test_many_classes_show_the_noisiest_twenty(tmp_path: Path) -> None:
+    classes = tuple(f"c{i}" for i in range(30))
+    reader = read(write_report(write_run_folder(tmp_path, classes=classes)))
+    assert "The 20 of 30 classes with most noise are shown" in reader.text and "any of the other 10" in reader.text
+
+
+def test_writing_again_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path)
+    before = sorted(p.name for p in folder.iterdir())
+    (folder / "report.html").write_text("old", "utf-8")
+    assert write_report(str(folder)) == folder / "report.html"
+    assert sorted(p.name for p in folder.iterdir()) == sorted([*before, "report.html"])
+    assert (folder / "report.html").read_text("utf-8").startswith("<!doctype html>")
+
+
+# --- nothing is fetched, nothing foreign is run ------------------------------------------------------------
+
+
+def test_no_address_leads_outside(report: _Reader) -> None:
+    for tag, attributes in report.elements:
+        for name in ("src", "href", "action", "srcset", "poster"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:")), (tag, attributes)
+        assert "style" not in attributes and not any(name.startswith("on") for name in attributes)
+    styles = (ROOT / "src/hyperkron/report/report.css").read_text("utf-8")
+    assert "url(" not in styles and "@import" not in styles
+
+
+def test_the_policy_names_the_script_and_the_style_by_hash(tmp_path: Path) -> None:
+    text = write_report(write_run_folder(tmp_path)).read_text("utf-8")
+    policy = read(tmp_path / "report.html").elements
+    content = next(a["content"] for t, a in policy if t == "meta" and a.get("http-equiv") == "Content-Security-Policy")
+    assert content is not None and "unsafe" not in content and content.startswith("default-src 'none'; img-src data:;")
+    for kind, tag in (("script-src", "script"), ("style-src", "style")):
+        (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, flags=re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{kind} 'sha256-{digest}';" in content
+
+
+def test_the_script_uses_no_markup_of_strings() -> None:
+    script = (ROOT / "src/hyperkron/report/report.js").read_text("utf-8")
+    banned = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "fetch(")
+    assert not [word for word in banned if word in script] and "</script" not in script
+
+
+def test_embedded_json_cannot_leave_its_element() -> None:
+    hostile = "</script><script>alert(1)</script> <!-- & \u2028 \u2029 \ud800 é"
+    text = page.embed({hostile: [hostile]})
+    assert text.isascii() and not set(text) & set("<>&")
+    assert json.loads(text) == {hostile: [hostile]}
+
+
+HOSTILE = "</script></title><script>window.__owned=1</script><img src=x onerror=alert(1)>{{7*7}}\u2028\u202e\"'"
+
+
+def test_hostile_words_everywhere_stay_words(tmp_path: Path) -> None:
+    classes = (HOSTILE, HOSTILE + "2", "plain")
+    folder = write_run_folder(tmp_path, classes=classes)
+    result = json.loads((folder / "result.json").read_text("utf-8"))
+    for key in ("verdict", "command", "hardware", "created", "hyperkron"):
+        result[key] = HOSTILE
+    result["versions"] = {HOSTILE: HOSTILE}
+    result["data"]["messages"] = [HOSTILE]
+    for candidate in result["candidates"]:
+        candidate["description"] = HOSTILE
+    result["candidates"][0]["name"] = result["chosen"] = HOSTILE
+    result["curves"][0].update(name=HOSTILE, x_label=HOSTILE)
+    write_json(folder / "result.json", result)
+    write_json(folder / "config.json", {HOSTILE: {HOSTILE: HOSTILE}})
+    reader = read(write_report(folder))
+    assert [kind for kind, _ in reader.scripts] == ["application/json", None]
+    assert not [a for t, a in reader.elements if t == "img" or any(name.startswith("on") for name in a)]
+    assert reader.text.count("{{7*7}}") > 10 and reader.data["givens"][0] == HOSTILE
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "data:image/svg+xml;base64," + base64.b64encode(b"<svg onload='alert(1)'/>").decode(),
+        "data:image/png;base64,@@@@",
+        "data:image/png;base64," + base64.b64encode(b"<svg onload='alert(1)'/>").decode(),
+        "javascript:alert(1)",
+        "https://example.com/a.png",
+        picture(0) + "\n",
+        picture(0) + '" onerror="alert(1)',
+        " " + picture(0),
+        picture(0)[:-1],
+        picture(0).replace("png", "PNG"),
+        picture(0) + "A" * 2**18,
+    ],
+)
+def test_only_a_png_is_a_picture(tmp_path: Path, address: str) -> None:
+    folder = write_run_folder(tmp_path)
+    write_suspects(folder, [{"row": 0, "image": address}, {"row": 1, "image": picture(1)}])
+    reader = read(write_report(folder))
+    assert [s["picture"] for s in reader.data["suspects"]] == ["", picture(1)]
+    assert "Pictures of 1 suspects are not shown" in reader.text
+
+
+# --- what is absent ----------------------------------------------------------------------------------------
+
+
+def test_a_bare_result_gives_a_page(tmp_path: Path) -> None:
+    write_json(tmp_path / "result.json", {"format": 1})
+    said = read(write_report(tmp_path)).text
+    for part in ("No model was chosen", "compared no alternatives", "does not say which rows", "kept no weights"):
+        assert part in said
+    for part in ("no noise matrix", "no curves", "no suspects.jsonl", "does not say how the run was made"):
+        assert part in said
+
+
+@pytest.mark.parametrize("name", ["config.json", "rows.csv", "suspects.jsonl", "log.jsonl"])
+def test_each_other_file_may_be_absent(tmp_path: Path, name: str) -> None:
+    folder = write_run_folder(tmp_path)
+    (folder / name).unlink()
+    assert f"{COUNT} of 300 rows are suspects" in read(write_report(folder)).text
+
+
+def test_no_suspects(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path, suspects={"cut": 0.5, "count": 0})
+    write_suspects(folder, [])
+    said = read(write_report(folder)).text
+    assert "No row stands out as mislabelled." in said and "No row is a suspect." in said
+
+
+def test_numbers_that_are_not_finite_are_not_known(tmp_path: Path) -> None:
+    folder = write_run_folder(
+        tmp_path,
+        candidates=[{"name": "a", "accuracy": float("nan"), "low": float("-inf"), "high": None}],
+        curves=[{"name": "c", "x": [0, 1, 2, 3], "y": [1.0, float("nan"), 2.0, 3.0]}, {"name": "never", "y": []}],
+        peak_memory_mb=float("inf"),
+    )
+    text = write_report(folder).read_text("utf-8")
+    assert text.count('class="curve"') == 2 and not re.search(r"\b(nan|inf)\b", text, flags=re.IGNORECASE)
+
+
+def test_tables_and_pictures(tmp_path: Path) -> None:
+    table = read(write_report(write_run_folder(tmp_path / "a", kind="table"))).data["suspects"][0]
+    assert len(table["features"]) == 12 and table["features"][0][0] == "feature 0" and not table["text"]
+    image = read(write_report(write_run_folder(tmp_path / "b", kind="image"))).data["suspects"][0]
+    assert image["picture"].startswith("data:image/png;base64,") and not image["features"]
+
+
+def test_long_texts_are_cut_and_that_is_counted(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path)
+    write_suspects(folder, [{"row": 0, "text": "a" * 5000}])
+    (suspect,) = read(write_report(folder)).data["suspects"]
+    assert len(suspect["text"]) == 4000 and suspect["cut"] == 1000
+
+
+# --- what it refuses ---------------------------------------------------------------------------------------
+
+
+def test_the_folder_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(HyperkronError, match=r"run_folder='.*nowhere' is no folder; name one"):
+        write_report(tmp_path / "nowhere")
+    with pytest.raises(HyperkronError, match=r"no result.json: the run has not finished; .*hyperkron resume"):
+        write_report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", r"result.json is no JSON .*'\{'; restore the file"),
+        ("[1]", r"its content=\[1\] is not an object; restore"),
+        ("[" * 100_000, "is no JSON"),
+        ("{}", r"format=None is not one that this version reads \(1\); use the version"),
+        ('{"format": 2}', "format=2 is not one"),
+        ('{"format": true}', "format=True is not one"),
+        ('{"format": 1, "noise": {"rate": "much"}}', "noise.rate='much' is not a number; restore"),
+        ('{"format": 1, "noise": 3}', "noise=3 is not an object"),
+        ('{"format": 1, "candidates": [{"name": 4}]}', r"candidates\[0\].name=4 is not a string"),
+        ('{"format": 1, "candidates": [{"rows": -1}]}', r"candidates\[0\].rows=-1.0 is not a whole number"),
+        ('{"format": 1, "collapsed": "no"}', "collapsed='no' is not true or false"),
+        ('{"format": 1, "curves": {}}', r"curves=\{\} is not a list"),
+        ('{"format": 1, "curves": [{"y": ["a"]}]}', r"curves\[0\].y\[0\]='a' is not a number"),
+        ('{"format": 1, "peak_memory_mb": 1' + "0" * 400 + "}", "peak_memory_mb=.* is not a number of float64"),
+        ('{"format": 1, "noise": {"matrix": [[1, 0]]}}', r"noise.matrix has 1 rows of \[2\] numbers"),
+        ('{"format": 1, "data": {"classes": ["a"]}, "noise": {"matrix": [[1, 0], [0, 1]]}}', "there are 1 classes"),
+        ('{"format": 1, "weights": {"edges": [0, 1], "counts": [1, 2]}}', "weights has 2 edges and 2 counts"),
+        ('{"format": 1, "weights": {"edges": [1, 0], "counts": [1]}}', "the edges must increase"),
+    ],
+)
+def test_a_damaged_result_is_named(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "result.json").write_text(content, "utf-8")
+    with pytest.raises(HyperkronError, match=words):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("result.json", b"\xff\xfe", "result.json cannot be read as UTF-8"),
+        ("config.json", b"[]", r"config.json: its content=\[\] is not an object"),
+        ("suspects.jsonl", b'{"row": 1}\n{"row":\n', "suspects.jsonl, line 2, is no JSON"),
+        ("suspects.jsonl", b'{"row": 1}\n{"row": "x"}\n', "line 2.row='x' is not a number"),
+        ("rows.csv", b"row,given\n1,a\n", "rows.csv: the header .* lacks weight, suspect"),
+        ("rows.csv", b"", "rows.csv: the header"),
+        ("rows.csv", b"given,suggested,weight,suspect\na,b,0.1,true\na,b,x,true\n", "rows.csv: row 3 is damaged"),
+        ("rows.csv", b"given,suggested,weight,suspect\na,b,0.1,maybe\n", "row 2 is damaged"),
+        ("rows.csv", b"weight,given,suspect\n0.1,b\n", "row 2 is damaged"),
+    ],
+)
+def test_another_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    folder = write_run_folder(tmp_path)
+    (folder / name).write_bytes(content)
+    with pytest.raises(HyperkronError, match=words):
+        write_report(folder)
+
+
+def test_a_missing_jinja2_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(HyperkronError, match=r"pip install 'hyperkron\[report\]'"):
+        write_report(write_run_folder(tmp_path))
+
+
+# --- the plots ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "about", "expected"),
+    [
+        (0, 1, 5, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0.73, 0.95, 5, [0.75, 0.8, 0.85, 0.9, 0.95]),
+        (-3, 7, 4, [0, 5]),
+        (0, 3e-7, 3, [0, 1e-7, 2e-7, 3e-7]),
+        (2, 2, 5, [2]),
+    ],
+)
+def test_ticks(low: float, high: float, about: int, expected: list[float]) -> None:
+    assert plots.ticks(low, high, about) == pytest.approx(expected)
+
+
+def test_dots_stand_where_the_numbers_say() -> None:
+    def candidate(accuracy: float, low: float, high: float) -> Candidate:
+        return Candidate("a", "", accuracy, low, high, None, None, False, None)
+
+    drawn = plots.dot_plot([candidate(0.75, 0.7, 0.8), candidate(0.8, 0.8, 0.8)])
+    assert plots.accuracy_range([candidate(0.75, 0.7, 0.8)]) == pytest.approx((0.7, 0.8))
+    assert re.findall(r'cx="([\d.]+)%"', drawn) == ["50", "98"]  # 2 % are left free at both ends
+    assert 'x1="2%" x2="98%" y1="30" y2="30" class="interval"' in drawn
+
+
+def test_the_histogram_counts_every_row() -> None:
+    assert plots.bin_counts([0.0, 0.5, 1.0], [-1.0, 0.0, 0.49, 0.5, 1.0, 7.0, float("nan")]) == [3, 3]
+    drawn = plots.histogram([0.0, 0.5, 1.0], [4, 1], [0, 3])
+    heights = [float(h) for h in re.findall(r'height="([\d.]+)" class="bar', drawn)]
+    assert heights == pytest.approx([170, 0, 42.5, 127.5])
+    assert "weight 0.5 to 1: 4 rows, 3 of them suspects" in drawn
+
+
+def test_a_histogram_without_rows_uses_the_counts(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path, weights={"edges": [0, 1], "counts": [7]})
+    (folder / "rows.csv").unlink()
+    assert "weight 0 to 1: 7 rows<" in write_report(folder).read_text("utf-8")
+
+
+def test_a_histogram_without_edges_makes_its_own(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path, weights=None)
+    (folder / "rows.csv").write_text("weight,suspect\n2.0,false\ninf,false\nnan,true\n0,true\n", "utf-8")
+    text = write_report(folder).read_text("utf-8")
+    assert "weight 1.9 to 2: 1 rows" in text and "weight 0 to 0.1: 1 rows, 1 of them" in text
+
+
+def test_a_curve_spans_its_box_and_breaks_at_gaps() -> None:
+    drawn = plots.line_plot(Curve("loss", "step", [0, 1, 2, 3, 4], [0.0, 1.0, None, 1.0, 0.0]))
+    pieces = re.findall(r'<polyline points="([^"]*)"', drawn)
+    assert [piece.split()[0] for piece in pieces] == ["0,954.55", "750,45.45"]
+    flat = plots.line_plot(Curve("one", "", [3], [2]))
+    assert 'points="0,500 0,500"' in flat
+
+
+def test_plots_are_escaped() -> None:
+    drawn = plots.line_plot(Curve("<script>", '"><script>', [0, 1], [0, 1]))
+    assert "<script>" not in drawn
+    assert plots.svg("g", "<b>", title='"<') == '<g title="&quot;&lt;">&lt;b&gt;</g>'
+
+
+def test_sparklines_share_one_scale_and_are_thinned() -> None:
+    assert plots.sparkline([0.0, 1.0], 1.0) == "3,21 93,3"
+    assert plots.sparkline([0.5], 1.0) == "3,12" and plots.sparkline([], 1.0) == ""
+    assert len(plots.sparkline([0.1] * 1000, 1.0).split()) == plots.SPARK_POINTS
+
+
+def test_the_noise_matrix_keeps_the_noisiest_classes_and_sums_the_rest() -> None:
+    n = 22
+    rows = [[0.5 if i == j else 0.5 / (n - 1) for j in range(n)] for i in range(n)]
+    rows[3] = [float(j == 3) for j in range(n)]
+    rows[7] = [0.9 if j == 7 else 0.1 if j == 3 else 0.0 for j in range(n)]
+    table = matrix.noise_table([str(i) for i in range(n)], rows)
+    assert table.left_out == 2 and table.classes == [str(i) for i in range(n) if i not in (3, 7)]
+    first = table.lines[0]
+    assert len(first) == 21 and (first[0].text, first[0].shade) == ("50", "right")
+    assert (first[1].text, first[-1].text, first[-1].shade) == ("2.4", "4.8", "heat9")
+    assert first[-1].tip == "true 0, given a class that is not shown: 4.8 %"
+
+
+def test_a_matrix_without_noise_has_no_shade() -> None:
+    table = matrix.noise_table(["a", "b"], [[1.0, 0.0], [0.0, 1.0]])
+    assert [[c.shade for c in line] for line in table.lines] == [["right", "heat0"], ["heat0", "right"]]
+
+
+# --- the words ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("winner", "other", "words"),
+    [
+        ((0.9, 0.88, 0.92), (0.8, 0.78, 0.82), "10.0 points less; the intervals do not overlap."),
+        ((0.9, 0.8, 1.0), (0.89, 0.8, 1.0), "1.0 points less; the intervals overlap, so the difference may be chance."),
+        ((0.8, 0.7, 0.9), (0.82, 0.7, 0.9), "2.0 points more; the intervals overlap"),
+        ((0.8, None, 0.9), (0.8, 0.7, 0.9), "which is the same."),
+    ],
+)
+def test_the_comparison_in_words(winner: Any, other: Any, words: str) -> None:
+    a = Candidate("a", "", *winner, None, None, True, None)
+    b = Candidate("b", "", *other, None, None, False, None)
+    assert words in wording.comparison([a, b])
+    assert wording.comparison([a]) == ""
+
+
+def test_the_count_of_suspects_falls_back_on_the_rows(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path, suspects={})
+    assert wording.suspect_count(read_run(folder)) == COUNT
+    (folder / "rows.csv").unlink()
+    write_suspects(folder, [{"row": 1}])
+    assert wording.suspect_count(read_run(folder)) == 1
+
+
+# --- the package -------------------------------------------------------------------------------------------
+
+
+def test_the_wheel_ships_template_style_and_script(tmp_path: Path) -> None:
+    from hatchling.builders.wheel import WheelBuilder
+
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"hyperkron/report/{name}" for name in ("template.html.j2", "report.css", "report.js")} <= names
