@@ -8,13 +8,13 @@ and returns a :class:`hyperkron.losses.Loss` or, where curvature is not asked of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from hyperkron.losses import Loss
+from hyperkron.losses import Loss, Term
 from hyperkron.solution import HyperkronError
 
 Objective = Callable[[nn.Module, nn.Module, Any], Loss | Tensor]
@@ -49,3 +49,29 @@ class BilevelProblem:
                 raise HyperkronError(
                     f"{name}={function!r} is not callable; pass a function (model, hyper, batch) -> loss."
                 )
+
+    def parts(self, batch: Any) -> list[Any]:
+        """The batches in which curvature is measured one after the other: ``batch`` itself, unless it is too large."""
+        return [batch]
+
+
+def rows(terms: Sequence[Term], examples: int) -> tuple[float, ...]:
+    """Over how many rows the mean in each criterion of a loss runs; the number of examples where it has none."""
+    counts = (float(t.row_losses.numel() if t.valid is None else t.valid.sum()) for t in terms)
+    return tuple(counts) or (float(examples),)
+
+
+def shares(counts: list[tuple[float, ...]]) -> list[float]:
+    """What each part of a batch counts in the whole, from its :func:`rows`: J(batch) = Σ_k share_k J(part k).
+
+    Example:
+        >>> shares([(6.0,), (2.0,)])
+        [0.75, 0.25]
+    """
+    found = [[part / sum(column) for part in column] for column in zip(*counts, strict=True)]
+    if any(abs(x - y) > 1e-9 for column in found[1:] for x, y in zip(found[0], column, strict=True)):
+        raise HyperkronError(
+            f"the criteria of the loss run over different shares of the rows ({found}), so that no one weight of a "
+            "micro-batch is right; mask them alike, or use whole batches."
+        )
+    return found[0]

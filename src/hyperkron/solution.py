@@ -69,6 +69,19 @@ class Status(enum.Enum):
         "raise the damping to make this the normal case."
     )
 
+    SKIPPED = (
+        "A NaN or an infinity appeared in the step or its curvature could not be factorised, so θ and λ were put back "
+        "where they were and the step was left out; look at the batches named in the file beside the run."
+    )
+    STALE = (
+        "The inverse in use is older than allowed, or refreshing it has failed several times; "
+        "raise the damping, refresh more often, or check the batches for extreme values."
+    )
+    COLLAPSED = (
+        "The weights of the examples have collapsed: all are zero, or a few carry nearly everything; "
+        "lower the outer step size, bound λ with a projection, or use more validation data."
+    )
+
     @property
     def ok(self) -> bool:
         """Whether the value is the one asked for; if not, it is a fallback that the sentence explains."""

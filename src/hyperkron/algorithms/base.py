@@ -144,17 +144,31 @@ class State:
                     f"{name} is {value} at step {self.step}; lower inner_rate or outer_rate (or the optimizers' "
                     "lr), clip with Updates(optimizer, clip=1.0), or look for nan in the batches."
                 )
+        self._advance(report.outer_loss)
+        return report
+
+    def skip(self) -> StepReport:
+        """Count a step that did nothing: θ, λ and memories stay, the counter and the schedules advance."""
+        report = StepReport(self.step, math.nan, None, 0.0, Status.SKIPPED)
+        self._advance(None)
+        return report
+
+    def _advance(self, metric: float | None) -> None:
         for mover in (self.inner, self.outer):
-            mover.tick(self.step, report.outer_loss)
+            mover.tick(self.step, metric)
         for twin in self.twins.values():
             for group, own in zip(twin.optimizer.param_groups, self.inner.optimizer.param_groups, strict=True):
                 group["lr"] = own["lr"]
         self.step += 1
-        return report
 
-    def state_dict(self) -> dict[str, Any]:
-        """All of it, with copies of θ and λ, as nested dictionaries of tensors, numbers, strings and None."""
-        hypergradient = {} if self.hypergradient is None else _copies(self.hypergradient.state_dict())
+    def state_dict(self, *, copy_caches: bool = True) -> dict[str, Any]:
+        """All of it, with copies of θ and λ, as nested dictionaries of tensors, numbers, strings and None.
+
+        ``copy_caches=False`` shares the hypergradient's tensors (factors, inverses, warm starts), which are replaced
+        and never written, with the live state.
+        """
+        hypergradient = {} if self.hypergradient is None else self.hypergradient.state_dict()
+        hypergradient = _copies(hypergradient) if copy_caches else hypergradient
         return {
             "step": self.step,
             "model": _copies(self.model.state_dict()),

@@ -65,6 +65,10 @@ class Updates:
         scheduler: any ``torch.optim.lr_scheduler`` of that optimizer, stepped once after every step of the
             algorithm (with the outer loss, for ``ReduceLROnPlateau``).
         clip: the largest norm of a direction; longer ones are scaled down to it.
+        autocast: θ's own steps evaluate J_in under autocast in this dtype (inner level only). Hypergradients do not.
+        scaler: with ``torch.float16``, a ``torch.amp.GradScaler``: the loss of θ's own steps is scaled, its gradient
+            unscaled at once, and a step whose gradient overflows is left out. Everything else, all second-order
+            quantities among it, never meets the scale. Its state is part of every checkpoint.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
@@ -75,8 +79,14 @@ class Updates:
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler | ReduceLROnPlateau | None = None
     clip: float | None = None
+    autocast: torch.dtype | None = None
+    scaler: torch.amp.GradScaler | None = None
 
     def __post_init__(self) -> None:
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            raise HyperkronError(f"autocast={self.autocast!r} must be torch.bfloat16, torch.float16 or None.")
+        if self.scaler is not None and not isinstance(self.scaler, torch.amp.GradScaler):
+            raise HyperkronError(f"scaler={self.scaler!r:.60} is not a torch.amp.GradScaler.")
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise HyperkronError(
                 f"optimizer={self.optimizer!r:.60} is not a torch.optim.Optimizer; pass one over the parameters "
@@ -119,6 +129,12 @@ class Mover:
             given = torch.optim.SGD(list(params.values()), lr=rate(0))
         updates = given if isinstance(given, Updates) else Updates(given)
         self.optimizer, self.scheduler, self.clip = updates.optimizer, updates.scheduler, updates.clip
+        self.autocast, self.scaler = updates.autocast, updates.scaler
+        if level != "inner" and (self.autocast or self.scaler) is not None:
+            raise HyperkronError(
+                f"{level}_optimizer has autocast={self.autocast} and scaler={self.scaler!r:.40}, but λ moves along the "
+                "hypergradient, which is never scaled; give them to inner_optimizer."
+            )
         self.project = project
         self.factor = 1.0
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -142,8 +158,21 @@ class Mover:
             direction = trees.scale(direction, ratio.clamp(max=1.0))
         for name, p in self.params.items():
             p.grad = direction[name].detach()
-        self.optimizer.step()
+        if self.scaler is None or not self.scaler.is_enabled():
+            self.optimizer.step()
+        else:
+            self._scaled_step(self.scaler)
         self._project()
+
+    def _scaled_step(self, scaler: torch.amp.GradScaler) -> None:
+        """The step, unless the gradient is not finite; the scale follows. Scales are powers of two: none is rounded."""
+        scale = scaler.get_scale()
+        for p in self.params.values():
+            assert p.grad is not None
+            p.grad = p.grad * scale
+        scaler.unscale_(self.optimizer)
+        scaler.step(self.optimizer)
+        scaler.update()
 
     def _project(self) -> None:
         if self.project is not None:
@@ -172,13 +201,14 @@ class Mover:
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * factor
 
-    def tick(self, t: int, metric: float) -> None:
-        """Step ``t`` of the algorithm is over: set the step sizes of the next one."""
+    def tick(self, t: int, metric: float | None) -> None:
+        """Step ``t`` of the algorithm is over: set the step sizes of the next one (``None``: it was skipped)."""
         if self.rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rate(t + 1) * self.factor
         if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(metric)
+            if metric is not None:
+                self.scheduler.step(metric)
         elif self.scheduler is not None:
             self.scheduler.step()
 
@@ -207,6 +237,7 @@ class Mover:
             "groups": {str(key): dict(group) for key, group in enumerate(memory["param_groups"])},
             "scheduler": {key: value for key, value in scheduler.items() if not callable(value)},
             "factor": self.factor,
+            **({} if self.scaler is None else {"scaler": self.scaler.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -217,6 +248,15 @@ class Mover:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.factor = state["factor"]
+        if self.scaler is not None:
+            load_scaler(self.scaler, state.get("scaler", {}))
+
+
+def load_scaler(scaler: torch.amp.GradScaler, state: dict[str, Any]) -> None:
+    """Continue from a state of a scaler; from none at all where there was no scaler yet."""
+    if state:
+        scaler.load_state_dict(state)
+    scaler._per_optimizer_states.clear()
 
 
 def _copied(memory: dict[str, Any]) -> dict[str, Any]:

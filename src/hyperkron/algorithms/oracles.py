@@ -108,10 +108,16 @@ def gradients(
         if not live:
             stack.enter_context(_kept_buffers(state.model))
         stack.enter_context(torch.enable_grad())
+        scaler = state.inner.scaler if live and level == "inner" else None
+        if live and level == "inner" and state.inner.autocast is not None:
+            stack.enter_context(torch.autocast(wanted[0].device.type, state.inner.autocast))
         loss = as_loss(function(state.model, state.hyper, batch))
         if not loss.value.requires_grad:
             raise HyperkronError(f"{level} returned a loss that depends on neither model nor hyper; do not detach it.")
-        found = torch.autograd.grad(loss.value, wanted, allow_unused=True)
+        value = loss.value if scaler is None else scaler.scale(loss.value)
+        found = torch.autograd.grad(value, wanted, allow_unused=True)
+        if scaler is not None:
+            found = tuple(g if g is None else g / scaler.get_scale() for g in found)
     filled = [torch.zeros_like(p) if g is None else g for p, g in zip(wanted, found, strict=True)]
     count = len(state.params)
     by_hyper = dict(zip(state.hypers, filled[count:], strict=True)) if hyper else trees.zeros_like(state.hypers)

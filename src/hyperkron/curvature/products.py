@@ -18,6 +18,7 @@ from hyperkron.curvature.base import (
     warn_opaque,
 )
 from hyperkron.point import Point, independent
+from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
 
@@ -118,6 +119,31 @@ class GGNOperator(Operator):
         return out
 
 
+class PartedGGNOperator(Operator):
+    """The same operator on a batch that is evaluated in parts: Σ_k share_k A_k v, the graph of one part at a time."""
+
+    def __init__(self, point: Point, damping: float) -> None:
+        self.point, self.damping = point, damping
+        self.products = 0
+
+    def matvec(self, v: Tree) -> Tree:
+        self.products += 1
+        whole = self.point.curvature_batch
+        found, counts = [], []
+        try:
+            for part in self.point.problem.parts(whole):
+                self.point.curvature_batch = part
+                operator = GGNOperator(self.point, 0.0)
+                found.append(operator.matvec(v))
+                counts.append(rows(operator.terms, 1))
+        finally:
+            self.point.curvature_batch = whole
+        total = trees.scale(v, self.damping)
+        for product, share in zip(found, shares(counts), strict=True):
+            total = trees.add(total, product, alpha=share)
+        return total
+
+
 @dataclass(frozen=True)
 class Hessian(Curvature):
     """A = ∇²_θθ J_in + δI, exactly, through Hessian-vector products (Pearlmutter, 1994).
@@ -153,9 +179,10 @@ class GGN(Curvature):
     def __post_init__(self) -> None:
         checked_damping(self.damping)
 
-    def operator(self, point: Point, state: CurvatureState) -> GGNOperator:
+    def operator(self, point: Point, state: CurvatureState) -> Operator:
         """The Gauss–Newton matrix on the curvature batch."""
-        return GGNOperator(point, self.damping)
+        whole = len(point.problem.parts(point.curvature_batch)) == 1
+        return GGNOperator(point, self.damping) if whole else PartedGGNOperator(point, self.damping)
 
 
 class UndifferentiableError(HyperkronError):

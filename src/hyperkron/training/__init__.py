@@ -1,14 +1,18 @@
 """Running an algorithm: ``fit``, projections of λ, callbacks, checkpoints and the history."""
 
+from hyperkron.training.accumulation import Accumulated
 from hyperkron.training.callbacks import Callback, Checkpoint, EarlyStopping, Every
 from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint
 from hyperkron.training.fit import Run, fit
+from hyperkron.training.guards import HalveOnOutOfMemory, SkipFailures, WatchInverses, WatchWeights, default_guards
 from hyperkron.training.history import History
 from hyperkron.training.inner import InnerLoop
 from hyperkron.training.projection import Ball, Box, Simplex
 from hyperkron.training.signals import Interrupted
+from hyperkron.training.tracking import MLflow, RichProgress, TensorBoard, Tracker, Trackio, WandB
 
 __all__ = [
+    "Accumulated",
     "InnerLoop",
     "Ball",
     "Box",
@@ -18,9 +22,20 @@ __all__ = [
     "DamagedCheckpoint",
     "EarlyStopping",
     "Every",
+    "HalveOnOutOfMemory",
     "History",
     "Interrupted",
+    "MLflow",
+    "RichProgress",
     "Run",
     "Simplex",
+    "SkipFailures",
+    "TensorBoard",
+    "Tracker",
+    "Trackio",
+    "WandB",
+    "WatchInverses",
+    "WatchWeights",
+    "default_guards",
     "fit",
 ]

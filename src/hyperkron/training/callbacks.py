@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
     from hyperkron.training.history import Value
 
 
+class Verdict(enum.Enum):
+    """What is to become of a step that failed."""
+
+    SKIP = "Put everything back and go on with the next batches."
+    RETRY = "Put everything back and do it once more, with the same batches and random states."
+
+
 class Callback:
     """Override what is needed; every method does nothing by default.
 
@@ -25,12 +33,21 @@ class Callback:
 
     Attributes:
         catches_signals: whether SIGTERM and SIGINT wait for the end of the step, because this callback saves then.
+        undoes: whether steps are made so that they can be undone, which ``on_failure`` may then ask for.
     """
 
     catches_signals: bool = False
+    undoes: bool = False
 
     def on_start(self, run: Run) -> None:
         """Before the first step of a call of :meth:`Run.advance`."""
+
+    def on_report(self, run: Run, report: StepReport) -> None:
+        """After a step, while it can still be undone (where ``undoes``): raise an error to refuse it."""
+
+    def on_failure(self, run: Run, error: Exception) -> Verdict | None:
+        """After an error within a step, where ``undoes``: what to do about it; ``None`` leaves it to others."""
+        return None
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
         """After every step."""
@@ -41,6 +58,9 @@ class Callback:
 
     def on_end(self, run: Run) -> None:
         """After the last step, also of a stopped or interrupted run."""
+
+    def on_exit(self, run: Run) -> None:
+        """After everything, also after an error: the moment to close what is open."""
 
     def state_dict(self) -> dict[str, Any]:
         """What the next call depends on, as plain values."""

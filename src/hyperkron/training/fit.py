@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from tqdm.auto import tqdm
 from hyperkron.algorithms import Algorithm, Draw, State, StepReport, Updates
 from hyperkron.algorithms.movers import Mover, Project
 from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HyperkronError, warn_once
+from hyperkron.solution import HyperkronError, Status, warn_once
 from hyperkron.training import checkpoint, fingerprint
-from hyperkron.training.callbacks import Callback
+from hyperkron.training.callbacks import Callback, Verdict
 from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import History, Value
+from hyperkron.training.jsonl import JSONLog
 from hyperkron.training.randomness import random_state, seed_all, set_random_state
+from hyperkron.training.recording import RecordedDraw
+from hyperkron.training.rollback import Snapshot, refuse_non_finite
 from hyperkron.training.signals import Interrupted, Signals
 
 
@@ -30,14 +34,21 @@ class Run:
         history: one row of figures for every step done.
         row: the row of the current step, while callbacks look at it.
         stopped: why it ended early, or ``None``.
+        goal: the step at which the current call of :meth:`advance` ends.
+        rank: the number of this process among those of the run.
     """
 
+    rank = 0
+
     def __init__(self, algorithm: Algorithm, state: State, draw: Draw, callbacks: Sequence[Callback] = ()) -> None:
-        self.algorithm, self.state, self.draw = algorithm, state, draw
+        self.algorithm, self.state = algorithm, state
+        self.draw = RecordedDraw(draw.inner_source, draw.outer_source)
         self.callbacks = list(callbacks)
         self.history = History()
         self.row: dict[str, Value] = {}
         self.stopped: str | None = None
+        self.goal = state.step
+        self._log: JSONLog | None = None
         self._config = fingerprint.describe(
             {
                 "algorithm": algorithm,
@@ -58,16 +69,19 @@ class Run:
         With a :class:`Checkpoint` among the callbacks SIGTERM and SIGINT end the run after the current step: it is
         saved and :class:`Interrupted` leaves the process with 143 or 130.
         """
-        self.stopped = None
+        self.stopped, self.goal = None, self.state.step + steps
         catches = any(callback.catches_signals for callback in self.callbacks)
         bar = tqdm(total=steps, disable=not progress, unit="step", dynamic_ncols=True)
-        with Signals(catches) as signals, bar:
+        with ExitStack() as stack:
+            signals = stack.enter_context(Signals(catches))
+            stack.enter_context(bar)
             for callback in self.callbacks:
-                callback.on_start(self)
+                stack.callback(callback.on_exit, self)
+            self._start()
             for _ in range(steps):
                 if self.stopped is not None or signals.received is not None:
                     break
-                report = self.algorithm.step(self.state, self.draw)
+                report = self._step()
                 self._record(report)
                 for callback in self.callbacks:
                     callback.on_boundary(self)
@@ -79,8 +93,61 @@ class Run:
             raise Interrupted(signals.received)
         return self
 
+    @property
+    def folder(self) -> Path | None:
+        """Where the run's files go: the folder of its first callback that has one, such as a :class:`Checkpoint`."""
+        folders = (getattr(callback, "folder", None) for callback in self.callbacks)
+        return next((Path(folder) for folder in folders if folder is not None), None)
+
+    def _start(self) -> None:
+        for callback in self.callbacks:
+            callback.on_start(self)
+        if self.folder is not None:
+            self._log = JSONLog(self.folder, self.rank)
+            self._log.begin(self.history)
+
+    def _step(self) -> StepReport:
+        """One step of the algorithm; where a guard can undo it, one that is undone, repeated or left out as it says."""
+        guards = [callback for callback in self.callbacks if callback.undoes]
+        if not guards:
+            return self.algorithm.step(self.state, self.draw)
+        before = Snapshot(self.state)
+        self.draw.begin()
+        try:
+            while True:
+                try:
+                    report = self.algorithm.step(self.state, self.draw)
+                    refuse_non_finite(self.state)
+                    for guard in guards:
+                        guard.on_report(self, report)
+                    return report
+                except Exception as error:
+                    verdict = self._verdict(guards, error, before)
+                if verdict is Verdict.SKIP:
+                    return self.state.skip()
+                self.draw.rewind()  # outside the except block, so that the failed attempt's tensors are free
+        finally:
+            self.draw.end()
+
+    def _verdict(self, guards: Sequence[Callback], error: Exception, before: Snapshot) -> Verdict:
+        """What the first guard that knows the error makes of it; the error again if there is none."""
+        step = self.state.step
+        self.state.step = before.step
+        for guard in guards:
+            try:
+                verdict = guard.on_failure(self, error)
+            except Exception:
+                before.restore(random=False)
+                raise
+            if verdict is not None:
+                before.restore(random=verdict is Verdict.RETRY)
+                return verdict
+        self.state.step = step
+        raise error
+
     def _record(self, report: StepReport) -> None:
-        self.row = {"step": report.step, "outer_loss": report.outer_loss, "inner_loss": report.inner_loss}
+        outer_loss = None if report.status is Status.SKIPPED else report.outer_loss
+        self.row = {"step": report.step, "outer_loss": outer_loss, "inner_loss": report.inner_loss}
         self.row["direction"] = report.direction
         if report.status is not None:
             self.row["status"] = report.status.name
@@ -88,6 +155,8 @@ class Run:
         for callback in self.callbacks:
             self.row.update(callback.on_step(self, report) or {})
         self.history.append(self.row)
+        if self._log is not None:
+            self._log.write(self.history)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the rest of the run depends on, the global random state included."""
@@ -158,7 +227,15 @@ class Run:
                 f"{torch.__version__}: the run continues, but perhaps not bit for bit.",
             )
         if not lines:
-            self.load_state_dict(saved.state)
+            try:
+                self.load_state_dict(saved.state)
+            except HyperkronError:
+                raise
+            except Exception as error:
+                raise CheckpointError(
+                    f"{saved.path} is consistent but cannot be continued ({type(error).__name__}: {error!s:.200}); "
+                    "this run may hold parts of it: make it anew, and take another checkpoint with step=."
+                ) from error
             return self
         before = self.state_dict()
         try:
@@ -244,4 +321,6 @@ def fit(
 
 def _settings(mover: Mover) -> dict[str, Any]:
     """What decides how a level moves."""
-    return {name: getattr(mover, name) for name in ("rate", "optimizer", "scheduler", "clip", "project")}
+    return {name: getattr(mover, name) for name in ("rate", "optimizer", "scheduler", "clip", "project")} | {
+        name: value for name in ("autocast", "scaler") if (value := getattr(mover, name)) is not None
+    }

@@ -57,3 +57,17 @@ def set_random_state(state: dict[str, Any]) -> None:
         saved = state["numpy"]
         keys = numpy.array(saved["words"].tolist(), dtype=numpy.uint32)
         numpy.random.set_state(("MT19937", keys, saved["position"], saved["has_gauss"], saved["cached"]))
+
+
+def same_random_state(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two :func:`random_state` are equal."""
+    if a.keys() != b.keys():
+        return False
+    return all(
+        same_random_state(x, b[name])
+        if isinstance(x, dict)
+        else torch.equal(x, b[name])
+        if isinstance(x, torch.Tensor)
+        else x == b[name]
+        for name, x in a.items()
+    )

@@ -25,6 +25,7 @@ from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS, LinearLayer, WeightS
 from hyperkron.linalg import gram, in_blocks
 from hyperkron.losses import Fisher, Loss
 from hyperkron.point import Point
+from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, warn_once
 
 
@@ -44,6 +45,8 @@ class Measured:
     """2α of the penalties α‖p‖² in the inner loss, by parameter."""
     reached: tuple[str, ...] = ()
     """The blocks that a gradient reached."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """Over how many rows the mean in A runs, by block."""
     uncalled: list[str] = field(default_factory=list)
     """Parameters of layers that were never called as modules (their weights may be used by a function)."""
 
@@ -69,12 +72,48 @@ def measure(
 ) -> Measured:
     """Run J_in on the curvature batch and collect the factors, or, given a ``basis``, EKFAC's corrected spectrum.
 
-    With ``low_rank`` a factor of fewer rows than dimensions is returned as its rows (see :class:`LowRank`).
+    With ``low_rank`` a factor of fewer rows than dimensions is returned as its rows (see :class:`LowRank`). A batch
+    that the problem wants evaluated in parts is measured part by part.
     """
-    recorder = _Recorder(plan, sharing, basis, accumulation_dtype(point.dtype), low_rank)
-    with recorder.attached():
-        loss = point.inner(point.curvature_batch)
-    measured = recorder.measured
+    dtype, found = accumulation_dtype(point.dtype), []
+    for part in point.problem.parts(point.curvature_batch):
+        recorder = _Recorder(plan, sharing, basis, dtype, low_rank)
+        with recorder.attached():
+            loss = point.inner(part)
+        found.append(
+            (_measure(point, plan, recorder, loss, fisher, samples, generator), rows(loss.terms, recorder.batch_size))
+        )
+        del loss
+    return found[0][0] if len(found) == 1 else _merged([m for m, _ in found], shares([count for _, count in found]))
+
+
+def _merged(parts: list[Measured], weights: list[float]) -> Measured:
+    """The measurement of a batch from those of its parts: sums weighted by rows, as the loss is."""
+    whole = Measured(l2=parts[0].l2, uncalled=parts[0].uncalled)
+    for part, share in zip(parts, weights, strict=True):
+        for name, factor in part.a.items():
+            total = sum(p.rows.get(name, 0) for p in parts)
+            _Recorder._add(whole.a, name, scaled(factor, part.rows[name] / total))
+        for name, factor in part.b.items():
+            _Recorder._add(whole.b, name, scaled(factor, share))
+        for sums, new in ((whole.diagonal, part.diagonal), (whole.corrected, part.corrected)):
+            for name, value in new.items():
+                _Recorder._sum(sums, name, value * share)
+    whole.reached = tuple(whole.a)
+    return whole
+
+
+def _measure(
+    point: Point,
+    plan: Plan,
+    recorder: _Recorder,
+    loss: Loss,
+    fisher: Fisher,
+    samples: int,
+    generator: torch.Generator,
+) -> Measured:
+    """Backpropagate the vectors of ``loss``; the hooks of ``recorder`` collect what passes."""
+    measured, basis = recorder.measured, recorder.basis
     measured.l2 = l2_curvature(loss, point.params)
     layered = [n for block in plan.blocks.values() for n in block.names]
     layered += [n for _, names in plan.diagonal for n in names.values()]
@@ -215,7 +254,7 @@ class _Recorder:
             if id(total) not in means:
                 means[id(total)] = scaled(total, 1.0 / self.rows[name])
         found.a = {name: means[id(total)] for name, total in found.a.items() if name in found.b}
-        found.reached = tuple(found.a)
+        found.reached, found.rows = tuple(found.a), self.rows
 
     def _on_block(self, block: Block) -> Hook:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:

@@ -1,0 +1,367 @@
+"""Large batches in small pieces: the same loss, gradients and products, with the memory of one piece.
+
+For a mean over examples J(batch) = Σ_k R_k J(part k) / Σ_k R_k, with R_k the (valid) rows of a part, and so do its
+gradient, its Hessian products and its cross term. Each part is evaluated, differentiated and forgotten before the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from hyperkron.losses import Loss, as_loss
+from hyperkron.problem import BilevelProblem, Objective, rows, shares
+from hyperkron.solution import HyperkronError
+from hyperkron.training.randomness import random_state, same_random_state, set_random_state
+
+Level = Literal["inner", "outer"]
+Gradients = tuple[Tensor | None, ...]
+
+
+class Accumulated(BilevelProblem):
+    """A problem whose batches are evaluated in micro-batches: the same numbers up to rounding, less memory.
+
+    It serves wherever the problem does: gradients, Hessian and Gauss–Newton products, KFAC and EKFAC (their factors are
+    sums over examples), cross terms by double backward and by finite difference. Not supported, and refused: losses
+    that are no means over examples (sums, contrastive losses, weights normalised over the batch), BatchNorm in training
+    mode (it mixes the examples of a batch), and forward mode. Dropout draws other masks than for the whole batch.
+
+    Args:
+        problem: the two objectives, each a mean over the examples of its batch (penalties that do not depend on the
+            batch may be added).
+        micro_batch: examples in a piece; ``None`` for whole batches.
+
+    Example:
+        >>> import hyperkron as hk
+        >>> model, x = nn.Linear(2, 1), torch.randn(7, 2)
+        >>> whole = hk.BilevelProblem(lambda m, h, b: m(b).square().mean(), lambda m, h, b: m(b).mean())
+        >>> pieces = hk.Accumulated(whole, micro_batch=3)
+        >>> [len(part) for part in pieces.parts(x)]
+        [3, 3, 1]
+        >>> bool((pieces.inner(model, nn.Module(), x).value - whole.inner(model, None, x)).abs() < 1e-6)
+        True
+    """
+
+    def __init__(self, problem: BilevelProblem, micro_batch: int | None = None) -> None:
+        if isinstance(problem, Accumulated):
+            problem = problem.whole
+        object.__setattr__(self, "whole", problem)
+        object.__setattr__(self, "_size", _Size())
+        self.resize(micro_batch)
+        super().__init__(_Pieces("inner", problem.inner, self._size), _Pieces("outer", problem.outer, self._size))
+
+    whole: BilevelProblem
+    _size: _Size
+
+    @property
+    def micro_batch(self) -> int | None:
+        """Examples in a piece, now."""
+        return self._size.value
+
+    def resize(self, micro_batch: int | None) -> None:
+        """Use pieces of this size from now on."""
+        good = isinstance(micro_batch, int) and not isinstance(micro_batch, bool) and micro_batch >= 1
+        if micro_batch is not None and not good:
+            raise HyperkronError(f"micro_batch={micro_batch!r} must be a whole number ≥ 1, or None for whole batches.")
+        self._size.value = micro_batch
+
+    def parts(self, batch: Any) -> list[Any]:
+        """The pieces of a batch."""
+        return split(batch, self._size.value)
+
+
+@dataclass
+class _Size:
+    """The size of a piece, and the levels known to be means."""
+
+    value: int | None = None
+    means: set[Level] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """An objective that evaluates large batches piece by piece."""
+
+    level: Level
+    function: Objective
+    size: _Size
+
+    def __call__(self, model: nn.Module, hyper: nn.Module, batch: Any) -> Loss | Tensor:
+        """The objective itself on what fits; else its value, attached to θ and λ by gradients that are sums."""
+        parts = split(batch, self.size.value)
+        if len(parts) == 1:
+            return self.function(model, hyper, batch)
+        _refuse_batch_norm(model)
+        _refuse_what_is_no_mean(self, model, hyper, parts[0])
+        work = _Work(self.function, model, hyper, parts)
+        inputs = [x for x in work.named().values() if x.requires_grad]
+        if not inputs or not torch.is_grad_enabled():
+            with torch.no_grad():
+                return Loss(work.value(), opaque=True)
+        return Loss(_Value.apply(work, *inputs), opaque=True)
+
+
+# --- batches -----------------------------------------------------------------------------------------------
+
+
+def length(batch: Any) -> int:
+    """How many examples a batch holds: the length of its tensors' first dimension; 0 where it has none.
+
+    Example:
+        >>> length({"x": torch.zeros(5, 2), "scale": torch.tensor(1.0)})
+        5
+    """
+    found = [len(x) for x in _tensors(batch) if x.dim() > 0]
+    if any(n != found[0] for n in found):
+        raise HyperkronError(
+            f"a batch with tensors of lengths {found} cannot be cut into micro-batches; give all of them the examples "
+            "as first dimension."
+        )
+    return found[0] if found else 0
+
+
+def split(batch: Any, size: int | None) -> list[Any]:
+    """A batch as pieces of at most ``size`` examples, of the same structure.
+
+    Example:
+        >>> split((torch.arange(5), "name"), 3)
+        [(tensor([0, 1, 2]), 'name'), (tensor([3, 4]), 'name')]
+    """
+    if size is None:
+        return [batch]
+    count = length(batch)
+    if count <= size:
+        return [batch]
+    return [_slice(batch, slice(start, start + size)) for start in range(0, count, size)]
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for x in batch.values():
+            yield from _tensors(x)
+    elif isinstance(batch, (list, tuple)):
+        for x in batch:
+            yield from _tensors(x)
+
+
+def _slice(batch: Any, part: slice) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[part] if batch.dim() > 0 else batch
+    if isinstance(batch, MutableMapping):
+        cut = copy.copy(batch)  # keeps the type, such as a tokenizer's output
+        for name, x in batch.items():
+            cut[name] = _slice(x, part)
+        return cut
+    if isinstance(batch, Mapping):
+        return {name: _slice(x, part) for name, x in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_slice(x, part) for x in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_slice(x, part) for x in batch)
+    return batch
+
+
+# --- sums over pieces --------------------------------------------------------------------------------------
+
+
+class _Both(nn.Module):
+    """θ and λ in one module, so that both can be substituted."""
+
+    def __init__(self, model: nn.Module, hyper: nn.Module) -> None:
+        super().__init__()
+        self.model, self.hyper = model, hyper
+
+    def forward(self, function: Objective, batch: Any) -> Loss | Tensor:
+        return function(self.model, self.hyper, batch)
+
+
+class _Work:
+    """An objective, where it is evaluated, and the pieces; every evaluation draws the same random numbers."""
+
+    def __init__(self, function: Objective, model: nn.Module, hyper: nn.Module, parts: list[Any]) -> None:
+        self.function, self.both, self.parts = function, _Both(model, hyper), parts
+        self.random: dict[str, Any] = random_state()
+        device = next(iter(self.named().values()), torch.zeros(())).device.type
+        self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        self.names = [name for name, x in self.named().items() if x.requires_grad]
+
+    def named(self) -> dict[str, Tensor]:
+        """θ and λ as they are now, substituted ones included."""
+        return dict(self.both.named_parameters())
+
+    def _losses(self, tensors: tuple[Tensor, ...]) -> Iterator[tuple[Loss, tuple[float, ...]]]:
+        """The loss of each piece at ``tensors`` in place of what requires a gradient, and its rows."""
+        kind, dtype, enabled = self.autocast
+        substitutes = dict(zip(self.names, tensors, strict=True))
+        for part in self.parts:
+            with torch.autocast(kind, dtype, enabled=enabled):
+                loss = as_loss(functional_call(self.both, substitutes, (self.function, part)))
+            yield loss, rows(loss.terms, length(part))
+
+    def value(self) -> Tensor:
+        """J."""
+        now = self.named()
+        found = [(loss.value.detach(), count) for loss, count in self._losses(tuple(now[n] for n in self.names))]
+        weights = shares([count for _, count in found])
+        return torch.stack([w * value for w, (value, _) in zip(weights, found, strict=True)]).sum()
+
+    def gradients(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Gradients]:
+        """J and its gradient: Σ_k R_k (J_k, ∂J_k) / Σ_k R_k."""
+        leaves = tuple(x.detach().requires_grad_() for x in inputs)
+        value, sums, counts = torch.zeros(()), _Sums(len(inputs)), []
+        with torch.enable_grad():
+            for loss, count in self._losses(leaves):
+                counts.append(count)
+                value = value.to(loss.value) + loss.value.detach() * count[0]
+                if leaves and loss.value.requires_grad:
+                    sums.add(torch.autograd.grad(loss.value, leaves, allow_unused=True), count[0])
+                del loss
+        shares(counts)  # refuses unequal ones
+        total = sum(count[0] for count in counts)
+        return value / total, sums.over(total)
+
+    def products(self, inputs: tuple[Tensor, ...], used: list[int], vectors: tuple[Tensor, ...]) -> Gradients:
+        """Σ_k R_k ∂⟨∂J_k, v⟩ / Σ_k R_k: Hessian products and cross terms, with the draws of the gradient."""
+        leaves = tuple(x.detach().requires_grad_() for x in inputs)
+        sums, total = _Sums(len(inputs)), 0.0
+        with _rewound(self.random), torch.enable_grad():
+            for loss, count in self._losses(leaves):
+                total += count[0]
+                first = torch.autograd.grad(loss.value, [leaves[i] for i in used], create_graph=True, allow_unused=True)
+                pairs = [(g, v) for g, v in zip(first, vectors, strict=True) if g is not None and g.requires_grad]
+                if pairs:
+                    live, along = [g for g, _ in pairs], [v for _, v in pairs]
+                    sums.add(torch.autograd.grad(live, leaves, along, allow_unused=True), count[0])
+                del loss, first, pairs
+        return sums.over(total)
+
+
+class _Sums:
+    """Weighted sums of gradients, some of which never come."""
+
+    def __init__(self, count: int) -> None:
+        self.totals: list[Tensor | None] = [None] * count
+
+    def add(self, gradients: Gradients, weight: float) -> None:
+        for i, g in enumerate(gradients):
+            if g is not None:
+                scaled, old = g.detach() * weight, self.totals[i]
+                self.totals[i] = scaled if old is None else old + scaled
+
+    def over(self, total: float) -> Gradients:
+        return tuple(None if x is None else x / total for x in self.totals)
+
+
+@contextlib.contextmanager
+def _rewound(random: dict[str, Any]) -> Iterator[None]:
+    now = random_state()
+    set_random_state(random)
+    try:
+        yield
+    finally:
+        set_random_state(now)
+
+
+class _Value(torch.autograd.Function):
+    """J, with its gradient computed on the way: whoever runs out of memory does so here."""
+
+    @staticmethod
+    def forward(ctx: Any, work: _Work, *inputs: Tensor) -> Tensor:
+        value, gradients = work.gradients(inputs)
+        ctx.work, ctx.used = work, [i for i, g in enumerate(gradients) if g is not None]
+        ctx.save_for_backward(*inputs, *(g for g in gradients if g is not None))
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
+        count = len(ctx.work.names)
+        inputs, gradients = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        if torch.is_grad_enabled():
+            gradients = _Gradient.apply(ctx.work, ctx.used, gradients, *inputs)
+        found: list[Tensor | None] = [None] * count
+        for i, g in zip(ctx.used, gradients, strict=True):
+            found[i] = scale * g
+        return None, *found
+
+
+class _Gradient(torch.autograd.Function):
+    """∂J as a function of θ and λ, whose derivative along v is a sum over pieces too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, work: _Work, used: list[int], gradients: tuple[Tensor, ...], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.work, ctx.used = work, used
+        ctx.save_for_backward(*inputs)
+        return tuple(g.clone() for g in gradients)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *vectors: Tensor) -> tuple[Any, ...]:
+        return None, None, None, *ctx.work.products(ctx.saved_tensors, ctx.used, vectors)
+
+
+# --- what cannot be had in pieces --------------------------------------------------------------------------
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """The BatchNorm layers in training mode, which mix the examples of a batch."""
+    kinds = nn.modules.batchnorm._BatchNorm
+    return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
+
+
+def _refuse_batch_norm(model: nn.Module) -> None:
+    if found := batch_norms(model):
+        raise HyperkronError(
+            f"BatchNorm ({found[0]}) in training mode computes other statistics on micro-batches than on the whole "
+            "batch; use eval() for it, GroupNorm or LayerNorm instead, or smaller batches."
+        )
+
+
+def _refuse_what_is_no_mean(pieces: _Pieces, model: nn.Module, hyper: nn.Module, part: Any) -> None:
+    """Compare J and its gradient on one piece with those of its halves, once.
+
+    A loss that draws random numbers cannot be compared, nor one that refuses a half (all of it masked).
+    """
+    halves, before = split(part, -(-length(part) // 2)), random_state()
+    if pieces.level in pieces.size.means or len(halves) == 1:
+        return
+    work = _Work(pieces.function, model, hyper, [part])
+    inputs = tuple(x for x in work.named().values() if x.requires_grad)
+    try:
+        whole = work.gradients(inputs)
+        drew = not same_random_state(before, random_state())
+        work.parts = halves
+        both = work.gradients(inputs)
+    except HyperkronError:
+        return
+    finally:
+        set_random_state(before)
+    coarse = 0.1 if work.autocast[2] else 0.0
+    pairs = zip((whole[0], *whole[1]), (both[0], *both[1]), strict=True)
+    unlike = not drew and any(_unlike(x, y, coarse) for x, y in pairs)
+    if unlike:
+        raise HyperkronError(
+            f"{pieces.level} or its gradient is not the same on {length(part)} examples ({float(whole[0]):.6g}) as on "
+            f"average over two halves of them ({float(both[0]):.6g}): it is no mean over examples and has no exact "
+            "micro-batches; divide sums by the batch size, do not normalise over the batch, or use whole batches."
+        )
+    pieces.size.means.add(pieces.level)
+
+
+def _unlike(x: Tensor | None, y: Tensor | None, coarse: float) -> bool:
+    """Whether two values differ by more than rounding, TF32 and autocast (``coarse``) included."""
+    if x is None or y is None:
+        return (x is None) != (y is None)
+    size = float(torch.maximum(x.abs().max(), y.abs().max())) if x.numel() else 0.0
+    tolerance = max(coarse, 1e-6 if x.dtype == torch.float64 else 1e-2)
+    return size > 0 and float((x - y).abs().max()) > tolerance * size

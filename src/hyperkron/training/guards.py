@@ -1,0 +1,354 @@
+"""Guards: what a long run does about NaNs, memory, dying weights and old inverses instead of dying or going wrong.
+
+Each is a callback with one concern; put those that are wanted among the callbacks of ``fit``, or all of them with
+:func:`default_guards`. ``docs/runtime.md`` says what each does.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hyperkron.algorithms import StepReport
+from hyperkron.hyper import DomainWeights, SampleWeights
+from hyperkron.solution import FactorizationError, HyperkronError, HyperkronWarning, NonFiniteError, Status
+from hyperkron.training.accumulation import Accumulated, batch_norms, length
+from hyperkron.training.callbacks import Callback, Verdict
+from hyperkron.training.recording import describe
+
+if TYPE_CHECKING:
+    from hyperkron.training.fit import Run
+    from hyperkron.training.history import Value
+
+MAX_DUMPS = 100
+"""Files of bad batches that one run writes."""
+
+
+def default_guards(folder: str | Path | None = None) -> list[Callback]:
+    """All guards with their usual limits; ``folder`` is for the batches of skipped steps.
+
+    Example:
+        >>> [type(guard).__name__ for guard in default_guards()]
+        ['SkipFailures', 'HalveOnOutOfMemory', 'WatchWeights', 'WatchInverses']
+    """
+    return [SkipFailures(folder=folder), HalveOnOutOfMemory(), WatchWeights(), WatchInverses()]
+
+
+class SkipFailures(Callback):
+    """Undoes a step that ends in a NaN, an infinity or a failed factorisation, and goes on with the next batches.
+
+    θ, λ, optimizers and memories are put back; the step counts, with the status ``SKIPPED`` in the history. Its batches
+    are described in ``folder/failed-rank00000-step-….json``: whole numbers such as indices and labels in full, and the
+    rows that are not finite. After ``limit`` such steps in a row the run stops with the step's error, which names the
+    file. It costs a copy of θ, λ and their optimizers' memory, and one look at all of them a step.
+
+    Args:
+        limit: skipped steps in a row that end the run.
+        folder: for the files; ``None`` for the folder of the run's checkpoints, or else a temporary one.
+        statuses: hypergradients of these statuses are not followed either, such as ``{Status.DIVERGED}``.
+
+    Attributes:
+        skipped: how many steps were skipped so far.
+        streak: how many of them in a row, up to now.
+        path: the last file written, or ``None``.
+
+    Example:
+        >>> SkipFailures(limit=3, statuses={Status.DIVERGED, Status.NONPOSITIVE_CURVATURE}).limit
+        3
+    """
+
+    undoes = True
+
+    def __init__(
+        self, limit: int = 5, folder: str | Path | None = None, statuses: Collection[Status] = frozenset()
+    ) -> None:
+        _check_count("limit", limit)
+        if any(not isinstance(status, Status) for status in statuses):
+            raise HyperkronError(f"statuses={statuses!r} must hold hyperkron.Status members, such as Status.DIVERGED.")
+        self.limit, self.statuses = limit, tuple(sorted(status.name for status in statuses))
+        self._dumps = None if folder is None else Path(folder)
+        self.skipped = self.streak = self._files = 0
+        self.path: Path | None = None
+        self._steps: list[dict[str, Any]] = []
+        self._reason = ""
+
+    def on_report(self, run: Run, report: StepReport) -> None:
+        """Refuse a step whose hypergradient has one of the statuses."""
+        if report.status is not None and report.status.name in self.statuses:
+            raise NonFiniteError(
+                f"the hypergradient of step {report.step} is {report.status.name}: {report.status.value}"
+            )
+
+    def on_failure(self, run: Run, error: Exception) -> Verdict | None:
+        """Note the batches; skip the step, or end the run."""
+        if not isinstance(error, (NonFiniteError, FactorizationError)):
+            return None
+        self.streak, self.skipped = self.streak + 1, self.skipped + 1
+        if self.streak == 1:
+            self._steps, self.path = [], None
+        self._reason = str(error)
+        self._steps.append({"step": run.state.step, "error": self._reason, "batches": describe(run.draw)})
+        self._dump(run)
+        if self.streak >= self.limit:
+            where = f"its batches are described in {self.path}" if self.path else "its batches could not be written"
+            raise type(error)(f"{error} It was step {self.streak} in a row that failed; {where}.") from error
+        return Verdict.SKIP
+
+    def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
+        """How many so far, in the rows of skipped steps."""
+        if report.status is not Status.SKIPPED:
+            self.streak, self._steps = 0, []
+            return None
+        return {"skipped": self.skipped, "reason": self._reason[:300]}
+
+    def _dump(self, run: Run) -> None:
+        if self.streak == 1:
+            self._files += 1
+        if self._files > MAX_DUMPS:
+            return
+        folder = self._dumps or run.folder or Path(tempfile.mkdtemp(prefix="hyperkron-"))
+        path = self.path or folder / f"failed-rank{run.rank:05d}-step-{run.state.step:08d}.json"
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps({"steps": self._steps}, indent=1), "utf-8")
+            os.replace(temporary, path)
+            self.path = path
+        except OSError as error:
+            warnings.warn(f"{path} could not be written: {error}", HyperkronWarning, stacklevel=2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped": self.skipped, "streak": self.streak, "files": self._files}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skipped, self.streak, self._files = state["skipped"], state["streak"], state["files"]
+
+
+class HalveOnOutOfMemory(Callback):
+    """Tries a step that runs out of memory once more, in micro-batches of half the size, with the same result.
+
+    The step is undone and repeated with the same batches and random states. The result is that of the whole batch up
+    to rounding where J_in and J_out are means over examples (see :class:`Accumulated`, which also says what is
+    refused); where they are not, or a model has BatchNorm in training mode, the error is raised with the reason. The
+    size stays halved for the rest of the run, and in its checkpoints.
+
+    Args:
+        micro_batch: the size to begin with; ``None`` for whole batches.
+        least: the smallest size to try.
+
+    Attributes:
+        micro_batch: the size now.
+
+    Example:
+        >>> HalveOnOutOfMemory(micro_batch=256).micro_batch
+        256
+    """
+
+    undoes = True
+
+    def __init__(self, micro_batch: int | None = None, least: int = 1) -> None:
+        _check_count("least", least)
+        if micro_batch is not None:
+            _check_count("micro_batch", micro_batch)
+        self.micro_batch, self.least = micro_batch, least
+
+    def on_start(self, run: Run) -> None:
+        """Let the run's problem be evaluated in pieces."""
+        self._problem(run).resize(self.micro_batch)
+
+    def _problem(self, run: Run) -> Accumulated:
+        problem = run.state.problem
+        if not isinstance(problem, Accumulated):
+            problem = run.state.problem = Accumulated(problem)
+        elif self.micro_batch is None:
+            self.micro_batch = problem.micro_batch
+        return problem
+
+    def on_failure(self, run: Run, error: Exception) -> Verdict | None:
+        """Halve, free what is free, and ask for the step once more."""
+        if not out_of_memory(error):
+            return None
+        sizes = [length(_examples(run, note)) for note in run.draw.notes]
+        now = min(max(sizes, default=0), self.micro_batch or max(sizes, default=0))
+        mixing = batch_norms(run.state.model)
+        if mixing:
+            raise HyperkronError(
+                f"out of memory at step {run.state.step}, and BatchNorm ({mixing[0]}) in training mode has no exact "
+                "micro-batches; use smaller batches, GroupNorm or LayerNorm."
+            ) from error
+        if now <= self.least:
+            return None
+        self.micro_batch = max(self.least, -(-now // 2))
+        self._problem(run).resize(self.micro_batch)
+        warnings.warn(
+            f"out of memory at step {run.state.step} with {now} examples; it is tried again, and the run goes on, in "
+            f"micro-batches of {self.micro_batch}.",
+            HyperkronWarning,
+            stacklevel=2,
+        )
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return Verdict.RETRY
+
+    def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
+        """The size, where there is one."""
+        return None if self.micro_batch is None else {"micro_batch": self.micro_batch}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"micro_batch": self.micro_batch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.micro_batch = state["micro_batch"]
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the device or the machine has no memory left."""
+    told = ("can't allocate memory", "not enough memory", "STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, (RuntimeError, MemoryError)) and any(words in str(error) for words in told)
+    )
+
+
+def _examples(run: Run, note: Any) -> Any:
+    return getattr(run.draw, f"{note.level}_source").batch(note.value) if note.kind == "index" else note.value
+
+
+class WatchWeights(Callback):
+    """Says when the weights of the examples collapse: all zero, or a few that carry nearly everything.
+
+    By the effective sample size (Σw)²/Σw² of Kish (1965), which is N for equal weights and 1 where one has all. It is
+    a warning, once, and ``COLLAPSED`` in the column ``guard`` of the history; with ``stop`` it ends the run.
+
+    Args:
+        fraction: collapsed below this share of the number of examples.
+        every: how often to look, in steps.
+        stop: end the run.
+        weights: a function from the run to the weights; ``None`` knows :class:`SampleWeights` and
+            :class:`DomainWeights`, and does nothing for other λ.
+
+    Example:
+        >>> effective_sample_size(torch.tensor([1.0, 1.0, 0.0, 0.0]))
+        2.0
+    """
+
+    def __init__(
+        self,
+        fraction: float = 0.01,
+        every: int = 1,
+        stop: bool = False,
+        weights: Callable[[Run], Tensor] | None = None,
+    ) -> None:
+        if not 0 < fraction < 1:
+            raise HyperkronError(f"fraction={fraction!r} must lie between 0 and 1.")
+        _check_count("every", every)
+        self.fraction, self.every, self.stop, self.weights = fraction, every, stop, weights
+        self._warned = False
+
+    def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
+        """Look, where it is due."""
+        if (report.step + 1) % self.every:
+            return None
+        weights = example_weights(run) if self.weights is None else self.weights(run)
+        if weights is None:
+            return None
+        effective, count = effective_sample_size(weights), weights.numel()
+        if effective >= self.fraction * count:
+            return {"effective_sample_size": effective}
+        message = (
+            f"the weights have collapsed at step {report.step}: an effective sample size of {effective:.4g} of {count} "
+            f"examples. {Status.COLLAPSED.value}"
+        )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(message, HyperkronWarning, stacklevel=2)
+        if self.stop:
+            run.stop(message)
+        return {"effective_sample_size": effective, "guard": Status.COLLAPSED.name}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"warned": self._warned}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._warned = state["warned"]
+
+
+def effective_sample_size(weights: Tensor) -> float:
+    """(Σw)²/Σw², 0 where all are zero; weights count as zero below 1e-12."""
+    w = weights.detach().double().flatten()
+    w = torch.where(w.abs() < 1e-12, 0.0, w)
+    squares = float(w.square().sum())
+    return float(w.sum()) ** 2 / squares if squares > 0 else 0.0
+
+
+@torch.no_grad()
+def example_weights(run: Run) -> Tensor | None:
+    """The weights of all examples (sources) of a λ known to hold such, else ``None``."""
+    hyper = run.state.hyper
+    if isinstance(hyper, SampleWeights):
+        return hyper(torch.arange(hyper.weight.numel(), device=hyper.weight.device))
+    return hyper.proportions() if isinstance(hyper, DomainWeights) else None
+
+
+class WatchInverses(Callback):
+    """Says when hypergradients rest on an inverse that is too old, and stops the run where that does not end.
+
+    Stale is an inverse used more than ``age`` times since it was made, or one of a method that has kept its previous
+    inverse (``KEPT_PREVIOUS``) ``kept`` times within the last ``window`` steps. That is a warning, once, and ``STALE``
+    in the column ``guard``; after ``limit`` such steps in a row the run is stopped.
+
+    Args:
+        age: hypergradients by one inverse.
+        kept: failed refreshes.
+        window: among so many steps.
+        limit: stale steps in a row that end the run.
+    """
+
+    def __init__(self, age: int = 100, kept: int = 3, window: int = 20, limit: int = 50) -> None:
+        for name, value in (("age", age), ("kept", kept), ("window", window), ("limit", limit)):
+            _check_count(name, value)
+        self.age, self.kept, self.window, self.limit = age, kept, window, limit
+        self._failed: deque[int] = deque()
+        self._streak, self._warned = 0, False
+
+    def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
+        """Read age and status."""
+        if report.status is Status.KEPT_PREVIOUS:
+            self._failed.append(report.step)
+        while self._failed and self._failed[0] <= report.step - self.window:
+            self._failed.popleft()
+        age = report.stats.get("curvature_age", 0)
+        old = isinstance(age, int) and age > self.age
+        if not old and len(self._failed) < self.kept:
+            self._streak = 0
+            return None
+        self._streak += 1
+        why = f"its age is {age}" if old else f"refreshing it failed {len(self._failed)} times in {self.window} steps"
+        message = f"the inverse used at step {report.step} is stale: {why}. {Status.STALE.value}"
+        if not self._warned:
+            self._warned = True
+            warnings.warn(message, HyperkronWarning, stacklevel=2)
+        if self._streak >= self.limit:
+            run.stop(message)
+        return {"guard": Status.STALE.name}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"failed": list(self._failed), "streak": self._streak, "warned": self._warned}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._failed, self._streak, self._warned = deque(state["failed"]), state["streak"], state["warned"]
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise HyperkronError(f"{name}={value!r} must be a whole number ≥ 1.")

@@ -1,0 +1,249 @@
+"""Where figures go beside the history: TensorBoard, Weights & Biases, MLflow, Trackio, and a bar by rich.
+
+Each is a callback that imports its package when a run starts; the packages are extras. A run that is resumed goes on in
+the same place. The log in JSON lines needs none of them: a run with a folder always has it (``jsonl.py``).
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hyperkron.solution import HyperkronError
+from hyperkron.training.callbacks import Callback
+from hyperkron.training.recording import plain
+
+if TYPE_CHECKING:
+    from hyperkron.training.fit import Run
+    from hyperkron.training.history import Value
+
+
+def need(module: str, extra: str, who: str) -> Any:
+    """A module of an extra, or an error that says how to install it.
+
+    Example:
+        >>> need("json", "track", "Example").loads("3")
+        3
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise HyperkronError(
+            f"{who} needs {module.split('.')[0]}, which cannot be imported ({error}): pip install 'hyperkron[{extra}]'."
+        ) from error
+
+
+class Tracker(Callback):
+    """Sends the row of every ``every``-th step somewhere: override :meth:`open`, :meth:`log` and :meth:`close`.
+
+    Args:
+        every: how often, in steps.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise HyperkronError(f"every={every!r} must be a whole number ≥ 1.")
+        self.every = every
+        self._open = False
+
+    @abstractmethod
+    def open(self, run: Run) -> None:
+        """Begin, or go on where an earlier part of this run has ended."""
+
+    @abstractmethod
+    def log(self, step: int, figures: dict[str, float], words: dict[str, str]) -> None:
+        """Send the finite figures of a step, and its texts."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Send what is left and close."""
+
+    def on_start(self, run: Run) -> None:
+        """Open."""
+        self.open(run)
+        self._open = True
+
+    def on_boundary(self, run: Run) -> None:
+        """Send the row of the step, where it is due."""
+        row = run.history[-1]
+        step = int(row["step"])  # type: ignore[arg-type]
+        if step % self.every == 0:
+            self.log(step, *_sorted(row))
+
+    def on_exit(self, run: Run) -> None:
+        """Close, also after an error."""
+        if self._open:
+            self._open = False
+            self.close()
+
+
+def _sorted(row: dict[str, Value]) -> tuple[dict[str, float], dict[str, str]]:
+    """The finite figures of a row, without its step, and its texts."""
+    shown = {name: plain(value) for name, value in row.items() if name != "step"}
+    figures = {name: value for name, value in shown.items() if isinstance(value, (int, float))}
+    return figures, {name: value for name, value in shown.items() if isinstance(value, str)}
+
+
+class TensorBoard(Tracker):
+    """Scalars for TensorBoard; texts (statuses) where they change. Needs ``hyperkron[track]``.
+
+    Steps that a resumed run does again replace their earlier figures.
+
+    Args:
+        folder: of the event files.
+        every: how often, in steps.
+    """
+
+    def __init__(self, folder: str | Path, every: int = 1) -> None:
+        super().__init__(every)
+        self.logs = Path(folder)
+        self._writer: Any = None
+        self._last: dict[str, str] = {}
+
+    def open(self, run: Run) -> None:
+        board = need("torch.utils.tensorboard", "track", "TensorBoard()")
+        self._writer = board.SummaryWriter(str(self.logs), purge_step=run.state.step or None)
+
+    def log(self, step: int, figures: dict[str, float], words: dict[str, str]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        for name, text in words.items():
+            if self._last.get(name) != text:
+                self._writer.add_text(name, text, step)
+        self._last = words
+
+    def close(self) -> None:
+        self._writer.close()
+        self._writer = None
+
+
+class _Identified(Tracker):
+    """A tracker whose service gives a run an identity, by which it is found again."""
+
+    def __init__(self, project: str, name: str | None = None, every: int = 1, **options: Any) -> None:
+        super().__init__(every)
+        self.project, self.name, self._options = project, name, options
+        self._id: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"id": self._id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._id = state["id"]
+
+
+class WandB(_Identified):
+    """Weights & Biases. Needs ``hyperkron[wandb]``.
+
+    Args:
+        project: its project.
+        name: of the run.
+        every: how often, in steps.
+        options: more arguments of ``wandb.init``.
+    """
+
+    def open(self, run: Run) -> None:
+        wandb = need("wandb", "wandb", "WandB()")
+        known = {} if self._id is None else {"id": self._id, "resume": "allow"}
+        self._run = wandb.init(
+            project=self.project, name=self.name, config=run.about().config, **{**self._options, **known}
+        )
+        self._id = str(self._run.id)
+
+    def log(self, step: int, figures: dict[str, float], words: dict[str, str]) -> None:
+        self._run.log({**figures, **words}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio(_Identified):
+    """Trackio, which keeps its figures on this machine. Needs ``hyperkron[trackio]``.
+
+    Args:
+        project: its project.
+        name: of the run, by which it is found again.
+        every: how often, in steps.
+        options: more arguments of ``trackio.init``.
+    """
+
+    def open(self, run: Run) -> None:
+        self._trackio = need("trackio", "trackio", "Trackio()")
+        known = {} if self._id is None else {"name": self._id, "resume": "allow"}
+        started = self._trackio.init(
+            project=self.project, **{"name": self.name, "config": dict(run.about().config), **self._options, **known}
+        )
+        self._id = str(started.name)
+
+    def log(self, step: int, figures: dict[str, float], words: dict[str, str]) -> None:
+        self._trackio.log({**figures, **words}, step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+class MLflow(_Identified):
+    """MLflow; the settings of the run are its parameters. Needs ``hyperkron[mlflow]``.
+
+    Args:
+        project: the experiment.
+        name: of the run.
+        every: how often, in steps.
+        options: more arguments of ``mlflow.start_run``.
+    """
+
+    def open(self, run: Run) -> None:
+        self._mlflow = need("mlflow", "mlflow", "MLflow()")
+        self._mlflow.set_experiment(self.project)
+        fresh = self._id is None
+        known = {"run_name": self.name} if fresh else {"run_id": self._id}
+        self._id = str(self._mlflow.start_run(**self._options, **known).info.run_id)
+        if fresh:
+            config = {_allowed(name): value for name, value in run.about().config.items()}
+            self._mlflow.log_params(config)
+
+    def log(self, step: int, figures: dict[str, float], words: dict[str, str]) -> None:
+        self._mlflow.log_metrics({_allowed(name): float(value) for name, value in figures.items()}, step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+def _allowed(name: str) -> str:
+    """A name as MLflow takes it.
+
+    Example:
+        >>> _allowed("inner.lr [θ]")
+        'inner.lr _θ_'
+    """
+    return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in name)
+
+
+class RichProgress(Callback):
+    """A bar by rich, with the outer loss and the time left. Needs ``hyperkron[cli]``."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+
+    def on_start(self, run: Run) -> None:
+        """Show the bar."""
+        rich = need("rich.progress", "cli", "RichProgress()")
+        columns = ("{task.description}", rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn())
+        self._bar = rich.Progress(*columns)
+        self._task = self._bar.add_task("fit", total=run.goal, completed=run.state.step)
+        self._bar.start()
+
+    def on_boundary(self, run: Run) -> None:
+        """Move it."""
+        loss = run.row.get("outer_loss")
+        told = f"outer {loss:.4g}" if isinstance(loss, float) else "skipped"
+        self._bar.update(self._task, completed=run.state.step, description=told)
+
+    def on_exit(self, run: Run) -> None:
+        """Leave it as it is."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
