@@ -1,0 +1,1 @@
+"""Whole jobs, from data to a result a person can use."""

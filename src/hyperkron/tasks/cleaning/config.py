@@ -1,0 +1,83 @@
+"""The settings of a cleaning run, and how it tells what it is doing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from hyperkron.solution import HyperkronError
+
+ALTERNATIVES = ("noisy", "trusted", "pooled", "small-loss", "trusted-confidence", "cleanlab", "sama")
+"""What the user could have done instead; every one is trained and judged in the same way."""
+
+OURS = "hyperkron"
+
+
+@dataclass(frozen=True)
+class CleanConfig:
+    """Settings; the defaults are meant for every dataset.
+
+    Attributes:
+        seed: of initialisations, batches and folds.
+        epochs: of one full training; None takes 15, or fewer under a ``budget``.
+        budget: seconds for everything; the run first shortens training, then leaves out alternatives.
+        compare: the alternatives to compare with, from :data:`ALTERNATIVES`; empty for none.
+        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ...
+        encoder: for texts, a Hugging Face encoder by name or path; None takes the default one.
+        layers: how many of the encoder's last layers to train; 0 keeps it frozen.
+        hypergradient: ``kfac`` learns κ and β; ``none`` keeps their starting values (the ablation).
+    """
+
+    seed: int = 0
+    epochs: int | None = None
+    budget: float | None = None
+    compare: tuple[str, ...] = ALTERNATIVES
+    device: str = "auto"
+    encoder: str | None = None
+    layers: int = 0
+    hypergradient: Literal["kfac", "none"] = "kfac"
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.compare if name not in ALTERNATIVES]
+        if unknown:
+            raise HyperkronError(f"compare={unknown[0]!r} is unknown; choose from {', '.join(ALTERNATIVES)}.")
+        for name, low in (("epochs", 1), ("layers", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+                raise HyperkronError(f"{name}={value!r} must be a whole number of at least {low}.")
+        if self.budget is not None and not self.budget > 0:
+            raise HyperkronError(f"budget={self.budget!r} must be a positive number of seconds.")
+        if self.hypergradient not in ("kfac", "none"):
+            raise HyperkronError(f"hypergradient={self.hypergradient!r} is unknown; use 'kfac' or 'none'.")
+
+
+class Progress(Protocol):
+    """Receives what a person would like to see while waiting; units are training steps."""
+
+    def start(self, total: int) -> None:
+        """So many steps are to come; may be called again when the plan changes."""
+
+    def advance(self, steps: int, stage: str) -> None:
+        """So many steps of a stage were done."""
+
+    def message(self, text: str) -> None:
+        """A sentence for the user."""
+
+    def stop(self) -> None:
+        """Nothing more will come."""
+
+
+class Silent:
+    """A progress that shows nothing."""
+
+    def start(self, total: int) -> None:
+        """Show nothing."""
+
+    def advance(self, steps: int, stage: str) -> None:
+        """Show nothing."""
+
+    def message(self, text: str) -> None:
+        """Show nothing."""
+
+    def stop(self) -> None:
+        """Show nothing."""

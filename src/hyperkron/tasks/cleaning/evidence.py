@@ -1,0 +1,166 @@
+"""What is known about the true class of a row: experts, the noise matrix, and the likelihood that joins them.
+
+For a row with input x, given label y and true class k,
+
+    log e(k) = κ · log p̄(k | x) + β · log T[k, y] ,      p̄ ∝ Π_j p_j^{a_j} ,      T[k, y] = P(given y | true k)
+
+where the p_j are experts: models whose training never saw the row. A network f is then fitted to the likelihood
+−log Σ_k f(k | x) e(k): with κ = 0 this is training through the noise matrix (forward correction), with a large κ it is
+training on the experts' opinion, and with e a single class it is cross-entropy. κ and β are hyperparameters.
+
+References:
+    Patrini et al., 2017, "Making deep neural networks robust to label noise: a loss correction approach".
+    Hendrycks et al., 2018, "Using trusted data to train deep networks on labels corrupted by severe noise".
+    Dawid & Skene, 1979, "Maximum likelihood estimation of observer error-rates using the EM algorithm".
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyperkron import losses
+from hyperkron.losses import Loss
+
+FLOOR = 1e-4
+"""No expert is surer than 1 − FLOOR: a product of opinions must not be decided by one overconfident network."""
+
+CERTAIN = -16.0
+"""Log-evidence of the classes that a trusted label rules out."""
+
+
+def logs(p: Tensor) -> Tensor:
+    """Log-probabilities that stay away from −∞."""
+    return (p + FLOOR).log()
+
+
+def certain(labels: Tensor, classes: int) -> Tensor:
+    """The log-evidence of labels that are right: 0 for the class, very low for the others."""
+    return (1 - F.one_hot(labels, classes).float()) * CERTAIN
+
+
+def likelihood(output: Tensor, evidence: Tensor, weight: Tensor | None = None) -> Loss:
+    """The mean of −log Σ_k f(k) e(k), as a loss that knows its curvature.
+
+    Written as the cross-entropy of two outcomes, "the evidence was seen" with probability s = Σ_k f(k) e(k) and its
+    contrary, so that the Gauss–Newton matrix is the information that the evidence carries about θ. The matrix of the
+    soft-target cross-entropy with the same gradient is larger by what the missing true labels would have told, and
+    hypergradients through it can have the wrong sign.
+
+    Args:
+        output: logits of f (N, C).
+        evidence: log e (N, C), any scale: each row is shifted to a maximum of 0.
+        weight: of the rows.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, 0.0]])
+        >>> torch.allclose(likelihood(logits, certain(torch.tensor([0]), 3)).value,
+        ...                F.cross_entropy(logits, torch.tensor([0])), atol=1e-5)
+        True
+    """
+    top = evidence.max(dim=1, keepdim=True).values.detach()
+    seen = torch.logsumexp(output.log_softmax(1) + evidence - top, dim=1).clamp(max=-1e-6)
+    pair = torch.stack([seen, torch.log(-torch.expm1(seen))], dim=1)
+    return losses.cross_entropy(pair, torch.zeros(len(seen), dtype=torch.long, device=seen.device), weight=weight)
+
+
+class Evidence(nn.Module):
+    """λ: how much the experts (κ) and the given label (β) count. Both positive, so their logarithms are the parameters.
+
+    A step of Adam with rate r changes each by a factor of about e^r at most, whatever the hypergradient's scale.
+
+    Example:
+        >>> evidence = Evidence(experts=0.5)
+        >>> evidence.values()
+        {'experts': 0.5, 'label': 1.0}
+    """
+
+    def __init__(self, experts: float = 0.35, label: float = 1.0) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor([math.log(experts), math.log(label)]))
+
+    def forward(self, opinion: Tensor, given: Tensor) -> Tensor:
+        """log e = κ · opinion + β · given, both (N, C): log p̄ of the experts and log T[:, y] of the label."""
+        scale = self.log_scale.exp()
+        return scale[0] * opinion + scale[1] * given
+
+    def values(self) -> dict[str, float]:
+        """κ and β as numbers."""
+        experts, label = self.log_scale.detach().double().exp().tolist()
+        return {"experts": round(experts, 6), "label": round(label, 6)}
+
+
+def stack(experts: Tensor, labels: Tensor, ridge: float = 0.02) -> Tensor:
+    """The exponents a ≥ 0 with which the experts' opinions agree best with known labels (a logarithmic pool).
+
+        min_a  mean_m CE(Σ_j a_j log p_j(x_m), y_m) + ridge · Σ_j (a_j − 1/J)²
+
+    Args:
+        experts: log-probabilities (J, M, C) of rows that the experts did not train on.
+        labels: the true classes (M,).
+        ridge: pull towards the plain mean, which decides when there are few rows.
+
+    References:
+        Wolpert, 1992, "Stacked generalization"; Genest & Zidek, 1986, on logarithmic opinion pools.
+    """
+    experts, count = experts.detach().double().cpu(), len(experts)
+    labels = labels.cpu()
+    raw = torch.full((count,), math.log(math.expm1(1 / count)), dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([raw], max_iter=100, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        a = F.softplus(raw)
+        loss = F.cross_entropy(torch.einsum("j,jmc->mc", a, experts), labels) + ridge * (a - 1 / count).square().sum()
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        optimizer.step(closure)
+    return F.softplus(raw.detach()).float()
+
+
+def pool(experts: Tensor, exponents: Tensor) -> Tensor:
+    """log p̄ (N, C) of the pooled opinion."""
+    return torch.einsum("j,jnc->nc", exponents.to(experts), experts).log_softmax(1)
+
+
+def noise_matrix_from_trusted(predicted: Tensor, labels: Tensor, classes: int, strength: float = 2.0) -> Tensor:
+    """T from a model of the *given* labels: its mean prediction over the trusted rows of each class.
+
+    Shrunk, by ``strength`` rows, to a matrix with one and the same error rate for all classes.
+    """
+    sums = torch.zeros(classes, classes, device=predicted.device).index_add_(0, labels, predicted)
+    count = torch.bincount(labels, minlength=classes).to(sums)
+    present = count > 0
+    kept = float((sums.diagonal() / count.clamp(min=1))[present].mean()) if bool(present.any()) else 0.5
+    prior = torch.full_like(sums, (1 - kept) / max(classes - 1, 1)).fill_diagonal_(kept)
+    return (sums + strength * prior) / (count + strength)[:, None]
+
+
+def noise_matrix(opinion: Tensor, given: Tensor, iterations: int = 10, strength: float = 1.0) -> tuple[Tensor, Tensor]:
+    """T and the posterior q(k) ∝ p(k | x) T[k, y] by expectation maximisation, with the opinion p kept fixed.
+
+    Args:
+        opinion: probabilities (N, C).
+        given: the labels (N,).
+        iterations: of EM.
+        strength: rows' worth of the labels' overall frequencies, added to every row of T.
+    """
+    classes, posterior = opinion.shape[1], opinion
+    labels = F.one_hot(given, classes).to(opinion)
+    for _ in range(iterations):
+        counts = posterior.T @ labels
+        counts = counts + strength * counts.sum(0, keepdim=True) / counts.sum()
+        matrix = counts / counts.sum(1, keepdim=True)
+        posterior = opinion * matrix[:, given].T
+        posterior = posterior / posterior.sum(1, keepdim=True).clamp(min=1e-30)
+    return matrix, posterior
+
+
+def label_evidence(matrix: Tensor, given: Tensor) -> Tensor:
+    """log T[:, y_n] for every row (N, C)."""
+    return (matrix + 1e-6).log()[:, given].T

@@ -1,0 +1,166 @@
+"""What a run leaves on disk; the report and the command line read it."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from hyperkron.data import Labelled
+from hyperkron.solution import HyperkronError
+from hyperkron.training.files import flush_folder, write_bytes, write_tensors
+
+FORMAT = 1
+MAX_SUSPECTS = 500
+
+
+class RunFolder:
+    """The folder of one run.
+
+    Args:
+        path: made if it does not exist.
+        new: False to go on with a run that is there; True refuses a folder that holds one.
+    """
+
+    def __init__(self, path: str | Path, *, new: bool) -> None:
+        self.path = Path(path)
+        if new and (self.path / "config.json").exists():
+            raise HyperkronError(
+                f"out={str(path)!r} already holds a run; go on with `hyperkron resume {path}`, or name another folder."
+            )
+        if not new and not (self.path / "config.json").exists():
+            raise HyperkronError(f"out={str(path)!r} holds no run: there is no config.json in it.")
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def stages(self) -> Path:
+        """Where finished stages are kept."""
+        return self.path / "stages"
+
+    def read_config(self) -> dict[str, Any]:
+        """The configuration the run began with."""
+        try:
+            found = json.loads((self.path / "config.json").read_text("utf-8"))
+        except ValueError as error:
+            raise HyperkronError(f"{self.path / 'config.json'} is no JSON ({error}); begin the run anew.") from error
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise HyperkronError(f"{self.path / 'config.json'} has another format than {FORMAT}; begin the run anew.")
+        return found
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Put a JSON file in place as a whole."""
+        self._put(name, json.dumps(content, indent=2, allow_nan=False).encode("ascii"))
+
+    def _put(self, name: str, data: bytes) -> None:
+        beside = self.path / f"{name}.part"
+        beside.unlink(missing_ok=True)
+        write_bytes(beside, data)
+        beside.replace(self.path / name)
+        flush_folder(self.path)
+
+    def log(self, event: str, **fields: Any) -> None:
+        """Add one line to log.jsonl."""
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event, **fields}
+        with (self.path / "log.jsonl").open("a", encoding="ascii") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def logged(self, event: str) -> Iterator[dict[str, Any]]:
+        """The lines of log.jsonl about one kind of event; a torn line is passed over."""
+        path = self.path / "log.jsonl"
+        for line in path.read_text("ascii", "replace").splitlines() if path.exists() else []:
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict) and found.get("event") == event:
+                yield found
+
+    def write_model(self, network: nn.Module) -> None:
+        """model.safetensors: parameters and buffers by name."""
+        beside = self.path / "model.safetensors.part"
+        beside.unlink(missing_ok=True)
+        write_tensors(beside, {name: x.contiguous() for name, x in network.state_dict().items()})
+        beside.replace(self.path / "model.safetensors")
+
+    def write_rows(self, train: Labelled, scores: dict[str, Tensor], cut: float) -> None:
+        """rows.csv and suspects.jsonl. ``scores``: suggested, error_probability, weight, history (N, steps)."""
+        probability, weight = scores["error_probability"].tolist(), scores["weight"].tolist()
+        suggested = scores["suggested"].tolist()
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["row", "given", "suggested", "error_probability", "weight", "suspect"])
+        for i in range(len(train)):
+            names = train.classes[int(train.labels[i])], train.classes[suggested[i]]
+            flag = "true" if probability[i] > cut else "false"
+            writer.writerow([int(train.rows[i]), *names, f"{probability[i]:.6f}", f"{weight[i]:.6f}", flag])
+        self._put("rows.csv", text.getvalue().encode("utf-8"))
+        order = scores["error_probability"].argsort(descending=True).tolist()
+        lines = []
+        for i in [i for i in order if probability[i] > cut][:MAX_SUSPECTS]:
+            lines.append(
+                {
+                    "row": int(train.rows[i]),
+                    "given": train.classes[int(train.labels[i])],
+                    "suggested": train.classes[suggested[i]],
+                    "error_probability": round(probability[i], 6),
+                    "weight": round(weight[i], 6),
+                    "weights": [round(w, 4) for w in scores["history"][i].tolist()],
+                    **shown(train, i),
+                }
+            )
+        self._put("suspects.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode("ascii"))
+
+
+def shown(train: Labelled, i: int) -> dict[str, Any]:
+    """What a person sees of a row: its text, its picture, or its features."""
+    found: dict[str, Any] = {"text": None, "image": None, "features": None}
+    if train.kind == "text":
+        found["text"] = str(train.inputs[i])
+    elif train.kind == "image":
+        found["image"] = _picture(train.inputs[i])
+    else:
+        names = train.encoding.names if train.encoding is not None else ()
+        values = [float(v) for v in train.inputs[i]]
+        found["features"] = {
+            str(name): (None if value != value else round(value, 6))
+            for name, value in list(zip(names, values, strict=False))[:12]
+        }
+    return found
+
+
+def _picture(pixels: Any) -> str | None:
+    """A small PNG as a data: address, enlarged when tiny."""
+    from PIL import Image
+
+    channels = pixels.shape[0]
+    if channels not in (1, 3):
+        return None
+    image = Image.fromarray(pixels[0] if channels == 1 else pixels.transpose(1, 2, 0))
+    scale = max(1, 64 // max(image.size))
+    image = image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
+    image.thumbnail((96, 96))
+    data = io.BytesIO()
+    image.save(data, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode("ascii")
+
+
+def fingerprint(parts: list[Labelled]) -> str:
+    """A SHA-256 of inputs and labels, by which a resumed run knows its data."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(repr((part.kind, part.classes, len(part))).encode())
+        digest.update(part.labels.tobytes())
+        if isinstance(part.inputs, list):
+            for text in part.inputs:
+                digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
+        else:
+            digest.update(part.inputs.tobytes())
+    return digest.hexdigest()

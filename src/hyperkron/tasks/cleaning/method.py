@@ -1,0 +1,333 @@
+"""The method: experts, their pooled opinion, the learnt evidence, and the network that is trained on it.
+
+1. *Experts*, each asked only about rows it has not seen: a network of the trusted rows, a network of all rows as they
+   are, and one trained through the noise matrix that the second one shows on the trusted rows.
+2. *Opinion*: their logarithmic pool, with exponents fitted to the trusted rows; the noise matrix by EM.
+3. *Students*: κ and β, learnt by KFAC hypergradients (``students.py``). A student is then one more expert.
+4. *Verdict on each row*: q(k) ∝ p̄(k | x) T[k, y]. A row is as wrong as 1 − q(y), and its suggestion is argmax q.
+5. *The network*: fitted to log e = κ log p̄ + β log T[:, y] on the noisy rows, weighted by how sure q is of them, and to
+   the trusted rows; for half as many epochs as a plain training, before it begins to fit the noise that is left.
+
+All other networks are trained on half of the rows, also for half as many epochs, so that the whole costs less than
+three plain trainings where there are many rows; with few rows, each training still takes a few hundred steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from hyperkron.tasks.cleaning.config import CleanConfig
+from hyperkron.tasks.cleaning.evidence import (
+    certain,
+    label_evidence,
+    logs,
+    noise_matrix,
+    noise_matrix_from_trusted,
+    pool,
+    stack,
+)
+from hyperkron.tasks.cleaning.stages import Stages, Tensors
+from hyperkron.tasks.cleaning.students import Half, Students, held_out, learn_evidence
+from hyperkron.tasks.cleaning.trainer import Inputs, Lesson, Plan, Tick, predict, train
+
+TRUSTED_FOLDS = 3
+SHORT = 0.5
+"""Length of the trainings that only give an opinion, as a part of the full length."""
+
+
+@dataclass
+class Work:
+    """What every stage needs.
+
+    Attributes:
+        inputs: of all rows, noisy ones first.
+        given: labels of all rows, on the device; those of trusted rows are right.
+        noisy, trusted: row numbers.
+        classes: how many.
+        fold: 0 or 1 for every row, balanced over classes.
+        build: makes a fresh network.
+        plan: of a full training.
+        config: the settings.
+        stages: finished results.
+        tick: called with the stage's name and steps done.
+    """
+
+    inputs: Inputs
+    given: Tensor
+    noisy: Tensor
+    trusted: Tensor
+    classes: int
+    fold: Tensor
+    build: Callable[[], nn.Module]
+    plan: Plan
+    config: CleanConfig
+    stages: Stages
+    tick: Callable[[str, int], None]
+
+    @property
+    def short(self) -> Plan:
+        """A shorter training, for networks that are only asked for an opinion."""
+        return replace(self.plan, epochs=SHORT * self.plan.epochs, least=round(0.8 * self.plan.least))
+
+    @property
+    def brief(self) -> Plan:
+        """An even shorter one, for networks of few trusted rows."""
+        return replace(self.plan, epochs=SHORT * self.plan.epochs, least=self.plan.least // 3)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the work is done."""
+        return self.given.device
+
+    def ticker(self, name: str) -> Tick:
+        """The tick of one stage."""
+        return lambda steps: self.tick(name, steps)
+
+    def side(self, half: int, which: Tensor) -> Tensor:
+        """Those of the rows that lie in this half."""
+        return which[self.fold[which] == half]
+
+    def known(self, rows: Tensor) -> Tensor:
+        """The evidence that takes the labels as they are given."""
+        return certain(self.given[rows], self.classes)
+
+    def fit(self, rows: Tensor, evidence: Tensor, plan: Plan, name: str, *, seed: int = 0) -> nn.Module:
+        """Train a network on some rows."""
+        lesson = Lesson(rows, evidence)
+        return train(self.build, self.inputs, lesson, plan, seed=self.config.seed + seed, tick=self.ticker(name))
+
+
+def folds(given: Tensor, groups: list[Tensor], count: int, seed: int) -> Tensor:
+    """A fold for every row: within each group and label as even as can be, and at random."""
+    random = torch.Generator().manual_seed(seed)
+    labels, found = given.cpu(), torch.zeros(len(given), dtype=torch.long)
+    for group in groups:
+        rows, offset = group.cpu(), 0
+        for label in labels[rows].unique().tolist():
+            mine = rows[labels[rows] == label]
+            mine = mine[torch.randperm(len(mine), generator=random)]
+            found[mine] = (torch.arange(len(mine)) + offset) % count
+            offset += len(mine)
+    return found.to(given.device)
+
+
+# --- experts ------------------------------------------------------------------------------------------------
+
+
+def trusted_expert(work: Work) -> Tensors:
+    """Networks of trusted rows alone: one of all, asked about noisy rows; some of a part, asked about the rest.
+
+    Also one of each half, whose opinion on the noisy rows of the other half the students take.
+    """
+
+    def compute() -> Tensors:
+        name, plan, trusted = "trusted expert", work.short, work.trusted
+        whole = work.fit(trusted, work.known(trusted), plan, name)
+        asked = torch.zeros(len(work.given), work.classes, device=work.device)
+        asked[work.noisy] = predict(whole, work.inputs, work.noisy)
+        part = folds(work.given, [trusted], min(TRUSTED_FOLDS, len(trusted)), work.config.seed)
+        for k in range(int(part[trusted].max()) + 1):
+            learn, ask = trusted[part[trusted] != k], trusted[part[trusted] == k]
+            asked[ask] = predict(work.fit(learn, work.known(learn), work.brief, name), work.inputs, ask)
+        halved = torch.zeros_like(asked)
+        for half in (0, 1):
+            learn, ask = work.side(1 - half, trusted), work.side(half, work.noisy)
+            halved[ask] = predict(work.fit(learn, work.known(learn), work.brief, name), work.inputs, ask)
+        return {"asked": asked, "halved": halved}
+
+    return work.stages("trusted-expert", compute)
+
+
+def across(work: Work, name: str, evidence: Callable[[Tensor], Tensor]) -> Tensor:
+    """Opinions on all rows, each from a network trained on the other half of all rows."""
+    found = torch.zeros(len(work.given), work.classes, device=work.device)
+    everything = torch.cat([work.noisy, work.trusted])
+    for half in (0, 1):
+        learn, ask = work.side(1 - half, everything), work.side(half, everything)
+        network = work.fit(learn, evidence(learn), work.short, name, seed=1 + half)
+        found[ask] = predict(network, work.inputs, ask)
+    return found
+
+
+def pooled_expert(work: Work) -> Tensor:
+    """Networks of all rows with the labels as they are: what the given label of a row would be."""
+    return work.stages("pooled-expert", lambda: {"asked": across(work, "pooled expert", work.known)})["asked"]
+
+
+def matrix_expert(work: Work, pooled: Tensor) -> Tensor:
+    """Networks trained through the noise matrix that the pooled expert shows on the trusted rows."""
+
+    def compute() -> Tensors:
+        matrix = noise_matrix_from_trusted(pooled[work.trusted], work.given[work.trusted], work.classes)
+
+        def evidence(rows: Tensor) -> Tensor:
+            through = label_evidence(matrix, work.given[rows])
+            sure = torch.isin(rows, work.trusted)
+            return torch.where(sure[:, None], work.known(rows), through)
+
+        return {"asked": across(work, "noise-matrix expert", evidence)}
+
+    return work.stages("matrix-expert", compute)["asked"]
+
+
+# --- opinion, students, verdict ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """What the experts say.
+
+    Attributes:
+        experts: log-probabilities (J, rows, C).
+        exponents: a.
+        log_p: log p̄ of all rows (rows, C).
+        matrix: T (C, C).
+        posterior: q of the noisy rows (N, C).
+    """
+
+    experts: Tensor
+    exponents: Tensor
+    log_p: Tensor
+    matrix: Tensor
+    posterior: Tensor
+
+
+def opinion(work: Work, experts: list[Tensor]) -> Opinion:
+    """Pool the experts on the trusted rows, and find T and the posterior of the noisy rows."""
+    stacked = torch.stack([logs(p) for p in experts])
+    exponents = stack(stacked[:, work.trusted], work.given[work.trusted])
+    log_p = pool(stacked, exponents)
+    matrix, posterior = noise_matrix(log_p[work.noisy].exp(), work.given[work.noisy])
+    return Opinion(stacked, exponents, log_p, matrix, posterior)
+
+
+def students(work: Work, first: Opinion, halved: Tensor) -> tuple[Tensor, Students | None, Tensors]:
+    """Learn κ and β; the students' opinion on all rows, the students if they were trained now, and what was kept."""
+    leak_free = torch.cat([logs(halved)[None], first.experts[1:]])
+    log_p = pool(leak_free, first.exponents)
+    given = label_evidence(first.matrix, work.given)
+    halves = []
+    for h in (0, 1):
+        noisy = work.side(h, work.noisy)
+        kept, judged = work.side(1 - h, work.trusted), work.side(h, work.trusted)
+        halves.append(Half(noisy, kept, judged, log_p[noisy], given[noisy]))
+    made: list[Students] = []
+
+    def compute() -> Tensors:
+        learn = work.config.hypergradient == "kfac"
+        found = learn_evidence(
+            work.build,
+            work.inputs,
+            work.given,
+            halves,
+            work.short,
+            seed=work.config.seed + 11,
+            learn=learn,
+            tick=work.ticker("bilevel students"),
+        )
+        made.append(found)
+        path = [[p["experts"], p["label"]] for p in found.path]
+        return {
+            "asked": held_out(found, work.inputs, halves, len(work.given), work.classes),
+            "log_scale": found.evidence.log_scale.detach().clone(),
+            "outer": torch.tensor(found.outer, dtype=torch.float64),
+            "path": torch.tensor(path, dtype=torch.float64).reshape(-1, 2),
+            "collapsed": torch.tensor(found.collapsed),
+        }
+
+    kept_ = work.stages("students", compute)
+    return kept_["asked"].to(work.device), made[0] if made else None, kept_
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of the method, before the network is trained.
+
+    Attributes:
+        first, final: the opinions without and with the students.
+        student: the students' held-out opinion on all rows.
+        matrix_expert, pooled_expert, trusted_expert: those of the experts.
+        evidence: log e of all rows, for the network.
+        scale: κ and β.
+        outer, path: the way of the held-out loss and of (κ, β).
+        collapsed: λ was put back.
+    """
+
+    first: Opinion
+    final: Opinion
+    student: Tensor
+    trusted_expert: Tensor
+    halved: Tensor
+    pooled_expert: Tensor
+    matrix_expert: Tensor
+    evidence: Tensor
+    scale: tuple[float, float]
+    outer: list[float]
+    path: list[list[float]]
+    collapsed: bool
+
+    def error_probability(self, given: Tensor) -> Tensor:
+        """1 − q(y) of the noisy rows."""
+        return 1 - self.final.posterior.gather(1, given[:, None])[:, 0]
+
+    def weight(self, given: Tensor) -> Tensor:
+        """How much each noisy row counts: q(y), or 2 max q − 1 where another class is that much surer."""
+        posterior = self.final.posterior
+        return torch.maximum(posterior.gather(1, given[:, None])[:, 0], 2 * posterior.max(1).values - 1)
+
+
+def clean_labels(work: Work) -> Outcome:
+    """Everything up to the verdict on each row and the evidence for the network."""
+    alone = {name: value.to(work.device) for name, value in trusted_expert(work).items()}
+    pooled = pooled_expert(work).to(work.device)
+    matrix = matrix_expert(work, pooled).to(work.device)
+    first = opinion(work, [alone["asked"], pooled, matrix])
+    asked, _, kept = students(work, first, alone["halved"])
+    final = opinion(work, [alone["asked"], pooled, matrix, asked])
+    scale = kept["log_scale"].to(work.device).exp()
+    evidence = work.known(torch.arange(len(work.given), device=work.device))
+    through = scale[0] * final.log_p[work.noisy] + scale[1] * label_evidence(final.matrix, work.given[work.noisy])
+    evidence[work.noisy] = through
+    return Outcome(
+        first,
+        final,
+        asked,
+        alone["asked"],
+        alone["halved"],
+        pooled,
+        matrix,
+        evidence,
+        (float(scale[0]), float(scale[1])),
+        kept["outer"].tolist(),
+        kept["path"].tolist(),
+        bool(kept["collapsed"]),
+    )
+
+
+def train_on(work: Work, name: str, lesson: Lesson, plan: Plan | None = None, seed: int = 0) -> nn.Module:
+    """A network on a lesson, from disk if it was trained before."""
+    trained: list[nn.Module] = []
+
+    def compute() -> Tensors:
+        network = train(
+            work.build,
+            work.inputs,
+            lesson,
+            plan or work.plan,
+            seed=work.config.seed + seed,
+            tick=work.ticker(name),
+        )
+        trained.append(network)
+        return dict(network.state_dict())
+
+    weights = work.stages(name, compute)
+    if trained:
+        return trained[0]
+    with torch.random.fork_rng(devices=[]):
+        network = work.build().to(work.device)
+    network.load_state_dict(weights)
+    return network.eval()

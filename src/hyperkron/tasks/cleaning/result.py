@@ -1,0 +1,133 @@
+"""What comes out of ``clean``: the result in Python, and the summary that result.json holds."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import resource
+import sys
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperkron.data import Labelled
+from hyperkron.tasks.cleaning.config import CleanConfig
+from hyperkron.tasks.cleaning.folder import FORMAT
+from hyperkron.tasks.cleaning.method import Outcome, Work
+from hyperkron.tasks.cleaning.trainer import Plan
+
+CUT = 0.5
+"""A row whose label is more likely wrong than right is a suspect."""
+
+
+@dataclass
+class CleanResult:
+    """What ``clean`` found.
+
+    Attributes:
+        weights: how much each training row counts (N,).
+        error_probability: of each training label (N,).
+        suspects: positions of the rows whose label is more likely wrong than right, most suspicious first.
+        suggested: the most likely class of each training row (N,).
+        model: the network that won, in evaluation mode.
+        candidates: every candidate on trusted rows it had not seen.
+        chosen: the name of the winner.
+        verdict: a sentence or two for a person.
+        classes: names of the classes.
+        summary: what result.json holds.
+        folder: where the run lies, or None.
+    """
+
+    weights: Tensor
+    error_probability: Tensor
+    suspects: Tensor
+    suggested: Tensor
+    model: nn.Module
+    candidates: list[dict[str, Any]]
+    chosen: str
+    verdict: str
+    classes: tuple[str, ...]
+    summary: dict[str, Any] = field(repr=False, default_factory=dict)
+    folder: Path | None = None
+
+
+def about_run(
+    parts: list[Labelled], config: CleanConfig, plan: Plan, device: torch.device, command: str | None
+) -> dict[str, Any]:
+    """What was run, on what, with what."""
+    train, trusted = parts[:2]
+    return {
+        "format": FORMAT,
+        "hyperkron": _version("hyperkron"),
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "versions": {name: _version(name) for name in ("torch", "numpy", "transformers", "cleanlab")},
+        "hardware": _hardware(device),
+        "peak_memory_mb": round(_peak_memory(), 1),
+        "data": {
+            "kind": train.kind,
+            "train_rows": len(train),
+            "trusted_rows": len(trusted),
+            "classes": list(train.classes),
+            "trusted_per_class": trusted.counts(),
+            "train_per_class": train.counts(),
+            "messages": [],
+        },
+        "config": asdict(config) | {"epochs_used": plan.epochs},
+    }
+
+
+def scores_summary(outcome: Outcome, scores: dict[str, Tensor]) -> dict[str, Any]:
+    """The noise, the suspects, the weights and the way of λ."""
+    probability = scores["error_probability"]
+    curve = {"x": list(range(1, len(outcome.outer) + 1)), "x_label": "outer step"}
+    return {
+        "noise": {
+            "rate": float(probability.mean()),
+            "matrix": [[round(v, 6) for v in line] for line in outcome.final.matrix.cpu().tolist()],
+        },
+        "suspects": {"cut": CUT, "count": int((probability > CUT).sum())},
+        "weights": {
+            "edges": [round(i / 20, 2) for i in range(21)],
+            "counts": torch.histc(scores["weight"].float(), bins=20, min=0, max=1).long().tolist(),
+        },
+        "evidence": {"experts": outcome.scale[0], "label": outcome.scale[1]},
+        "collapsed": outcome.collapsed,
+        "curves": [
+            {"name": "loss on held-out trusted rows", **curve, "y": outcome.outer},
+            {"name": "weight of the experts κ", **curve, "y": [p[0] for p in outcome.path]},
+            {"name": "weight of the given label β", **curve, "y": [p[1] for p in outcome.path]},
+        ],
+    }
+
+
+def history(outcome: Outcome, work: Work) -> Tensor:
+    """How much each row was believed along the way: 1 at first, then by each expert, then after each pooling."""
+    given = work.given[work.noisy][:, None]
+    experts = [outcome.trusted_expert, outcome.pooled_expert, outcome.matrix_expert]
+    believed = [p[work.noisy].gather(1, given)[:, 0] for p in experts]
+    pooled = [opinion.posterior.gather(1, given)[:, 0] for opinion in (outcome.first, outcome.final)]
+    return torch.stack([torch.ones_like(believed[0]), *believed, *pooled], dim=1)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def _peak_memory() -> float:
+    """Of this process so far, in MB."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6

@@ -1,0 +1,248 @@
+"""One run of ``clean``, stage by stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyperkron.data import Labelled
+from hyperkron.tasks.cleaning.alternatives import DESCRIPTIONS, available, judged, lesson
+from hyperkron.tasks.cleaning.budget import steps_of, within
+from hyperkron.tasks.cleaning.choice import Judged, choose, judge, verdict
+from hyperkron.tasks.cleaning.config import OURS, CleanConfig, Progress
+from hyperkron.tasks.cleaning.folder import RunFolder
+from hyperkron.tasks.cleaning.method import Outcome, Work, clean_labels, folds, train_on
+from hyperkron.tasks.cleaning.prepare import Prepared, pick_device, prepare
+from hyperkron.tasks.cleaning.result import CUT, CleanResult, about_run, history, scores_summary
+from hyperkron.tasks.cleaning.stages import Stages
+from hyperkron.tasks.cleaning.trainer import Dense, Plan, predict
+from hyperkron.training.signals import Interrupted, Signals
+
+
+class Run:
+    """One run: prepared inputs, the method, the alternatives, the choice, and what is written."""
+
+    def __init__(
+        self,
+        parts: list[Labelled],
+        config: CleanConfig,
+        folder: RunFolder | None,
+        model: Callable[[], nn.Module] | None,
+        progress: Progress,
+        command: str | None,
+    ) -> None:
+        self.parts, self.config, self.folder = parts, config, folder
+        self.model, self.progress, self.command = model, progress, command
+        self.device = pick_device(config.device)
+        self.messages = [message for part in parts[:2] for message in part.messages]
+        self.seconds: dict[str, float] = {}
+        self.signals = Signals(active=folder is not None)
+
+    def result(self) -> CleanResult:
+        """Do everything that is not done yet."""
+        with self.signals:
+            try:
+                return self._everything()
+            finally:
+                self.progress.stop()
+
+    def _everything(self) -> CleanResult:
+        prepared = self._prepare()
+        with _threads_for(prepared, self.device):
+            return self._train(prepared)
+
+    def _train(self, prepared: Prepared) -> CleanResult:
+        work, names = self._work(prepared)
+        total = steps_of(work, work.plan, names, prepared.test is not None)
+        self.progress.start(total)
+        with self._timed("cleaning"):
+            outcome = clean_labels(work)
+        if outcome.collapsed:
+            self._say(["The weights of the evidence ran away, so they were put back to where they began."])
+        with self._timed("network"):
+            networks = {OURS: train_on(work, "network-hyperkron", lesson(OURS, work, outcome), work.short)}
+        with self._timed("comparison"):
+            table = [judge(n, judged(n, work, outcome), work.given[work.trusted]) for n in (OURS, *names)]
+            chosen = choose(table)
+            wanted = names if prepared.test is not None else [name for name in names if name == chosen]
+            for name in wanted:
+                networks[name] = train_on(work, f"network-{name}", lesson(name, work, outcome))
+        return self._finish(prepared, work, outcome, table, chosen, networks)
+
+    def _prepare(self) -> Prepared:
+        self.progress.message(f"{len(self.parts[0])} training rows, {len(self.parts[1])} trusted rows")
+        cache = None if self.folder is None else self.folder.path / "embeddings"
+
+        def embedding(done: int, total: int) -> None:
+            self._check_signals()
+
+        with self._timed("preparation"):
+            found = prepare(self.parts, self.config, self.device, model=self.model, cache=cache, progress=embedding)
+        self.messages += found.messages
+        return found
+
+    def _work(self, prepared: Prepared) -> tuple[Work, list[str]]:
+        labels = [torch.as_tensor(part.labels) for part in self.parts[:2]]
+        given = torch.cat(labels).to(self.device)
+        rows = torch.arange(len(given), device=self.device)
+        noisy, trusted = rows[: len(labels[0])], rows[len(labels[0]) :]
+        plan = Plan() if self.config.epochs is None else Plan(epochs=self.config.epochs)
+        names, notes = available(self.config.compare)
+        work = Work(
+            prepared.inputs,
+            given,
+            noisy,
+            trusted,
+            len(self.parts[0].classes),
+            folds(given, [noisy, trusted], 2, self.config.seed),
+            prepared.build,
+            plan,
+            self.config,
+            Stages(None if self.folder is None else self.folder.stages),
+            self._tick,
+        )
+        if self.config.budget is not None:
+            plan, names, more = self._budgeted(work, names, prepared.test is not None)
+            work, notes = replace(work, plan=plan), notes + more
+        self._say(notes)
+        return work, names
+
+    def _say(self, notes: list[str]) -> None:
+        """To the user now, and in the result."""
+        for note in notes:
+            self.progress.message(note)
+        self.messages += notes
+
+    def _budgeted(self, work: Work, names: list[str], test: bool) -> tuple[Plan, list[str], list[str]]:
+        """The plan that fits; decided once, so that a resumed run follows the same one."""
+        kept = next(self.folder.logged("plan"), None) if self.folder is not None else None
+        if kept is None:
+            seconds = float(self.config.budget or 0)
+            plan, names, notes = within(work, names, test, max(1.0, seconds - self.seconds.get("preparation", 0.0)))
+            if self.folder is not None:
+                self.folder.log("plan", epochs=plan.epochs, least=plan.least, compare=names, messages=notes)
+            return plan, names, notes
+        plan = replace(work.plan, epochs=kept["epochs"], least=kept["least"])
+        return plan, kept["compare"], kept["messages"]
+
+    def _tick(self, stage: str, steps: int) -> None:
+        self.progress.advance(steps, stage)
+        self._check_signals()
+
+    def _check_signals(self) -> None:
+        if self.signals.received is not None:
+            raise Interrupted(self.signals.received)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        before = 0.0
+        if self.folder is not None:  # what an interrupted run had already spent
+            before = sum(float(line["seconds"]) for line in self.folder.logged("part") if line["name"] == name)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - begin
+            self.seconds[name] = before + spent
+            if self.folder is not None:
+                self.folder.log("part", name=name, seconds=round(spent, 3))
+
+    # --- what comes out
+
+    def _finish(
+        self,
+        prepared: Prepared,
+        work: Work,
+        outcome: Outcome,
+        table: list[Judged],
+        chosen: str,
+        networks: dict[str, nn.Module],
+    ) -> CleanResult:
+        given = work.given[work.noisy]
+        probability = outcome.error_probability(given)
+        scores = {
+            "error_probability": probability.cpu(),
+            "weight": outcome.weight(given).cpu(),
+            "suggested": outcome.final.posterior.argmax(1).cpu(),
+            "history": history(outcome, work).cpu(),
+        }
+        order = probability.argsort(descending=True).cpu()
+        suspects = order[scores["error_probability"][order] > CUT]
+        candidates = self._candidates(prepared, table, chosen, networks)
+        words = verdict(chosen, table, float(probability.mean()), len(suspects), len(given))
+        summary = {
+            **about_run(self.parts, self.config, work.plan, self.device, self.command),
+            "seconds": self._seconds(work),
+            "chosen": chosen,
+            "verdict": words,
+            "candidates": candidates,
+            **scores_summary(outcome, scores),
+        }
+        summary["data"]["messages"] = self.messages
+        if self.folder is not None:
+            self.folder.write_rows(self.parts[0], scores, CUT)
+            self.folder.write_model(networks[chosen])
+            self.folder.write_json("result.json", summary)
+        return CleanResult(
+            scores["weight"],
+            scores["error_probability"],
+            suspects,
+            scores["suggested"],
+            networks[chosen],
+            candidates,
+            chosen,
+            words,
+            self.parts[0].classes,
+            summary,
+            None if self.folder is None else self.folder.path,
+        )
+
+    def _candidates(
+        self, prepared: Prepared, table: list[Judged], chosen: str, networks: dict[str, nn.Module]
+    ) -> list[dict[str, Any]]:
+        found = []
+        for c in table:
+            score = None
+            if prepared.test is not None:
+                rows = torch.arange(len(prepared.test), device=self.device)
+                answers = predict(networks[c.name], prepared.test, rows).argmax(1).cpu()
+                score = float((answers == torch.as_tensor(self.parts[2].labels)).float().mean())
+            found.append(
+                {
+                    "name": c.name,
+                    "description": DESCRIPTIONS[c.name],
+                    "accuracy": c.accuracy,
+                    "low": c.low,
+                    "high": c.high,
+                    "rows": c.rows,
+                    "chosen": c.name == chosen,
+                    "test_accuracy": score,
+                }
+            )
+        return found
+
+    def _seconds(self, work: Work) -> dict[str, float]:
+        """Of the whole, of the method, and of one plain training, scaled from the network's by their steps."""
+        rows = len(work.given)
+        spent = {"total": sum(self.seconds.values()), **self.seconds}
+        spent["cleaning"] = self.seconds["cleaning"] + self.seconds["network"]
+        spent["plain"] = self.seconds["network"] * work.plan.steps(rows) / work.short.steps(rows)
+        return {name: round(value, 2) for name, value in spent.items()}
+
+
+@contextmanager
+def _threads_for(prepared: Prepared, device: torch.device) -> Iterator[None]:
+    """One thread for vectors, whose matrices are too small to share; images and encoders keep what there is."""
+    before = torch.get_num_threads()
+    small = device.type == "cpu" and isinstance(prepared.inputs, Dense) and prepared.inputs.values.dim() == 2
+    torch.set_num_threads(1 if small else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,61 @@
+"""Finished stages on disk, so that an interrupted run goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from hyperkron.solution import warn_once
+from hyperkron.training.encoding import DamagedCheckpoint
+from hyperkron.training.files import TensorFile, flush_folder, read_json, write_bytes, write_tensors
+
+Tensors = dict[str, Tensor]
+
+
+class Stages:
+    """A folder of results by name: safetensors with a SHA-256 beside each. Without a folder nothing is kept.
+
+    Every stage is a function of the data, the configuration and the stages before it, under seeds of its own, so a
+    resumed run equals an uninterrupted one. A damaged result is computed again, with a warning.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, name: str, compute: Callable[[], Tensors]) -> Tensors:
+        """The result of a stage: from disk if it is there and sound, else computed and put there."""
+        found = self.find(name)
+        if found is None:
+            found = compute()
+            self._put(name, found)
+        return found
+
+    def find(self, name: str) -> Tensors | None:
+        """The result of a stage that was finished, or None."""
+        if self.folder is None or not (self.folder / f"{name}.json").exists():
+            return None
+        try:
+            about, _ = read_json(self.folder / f"{name}.json")
+            with TensorFile(self.folder / f"{name}.safetensors", about["file"]) as file:
+                return {key: file(key) for key in about["tensors"]}
+        except (DamagedCheckpoint, OSError, KeyError, TypeError) as error:
+            warn_once(f"stage {self.folder} {name}", f"stage {name} is damaged ({error}); it is computed again.")
+            return None
+
+    def _put(self, name: str, tensors: Tensors) -> None:
+        if self.folder is None:
+            return
+        target, record = self.folder / f"{name}.safetensors", self.folder / f"{name}.json"
+        record.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
+        about = {"file": write_tensors(target, tensors), "tensors": sorted(tensors)}
+        beside = self.folder / f"{name}.json.part"
+        beside.unlink(missing_ok=True)
+        write_bytes(beside, json.dumps(about).encode("ascii"))
+        beside.replace(record)
+        flush_folder(self.folder)

@@ -1,0 +1,120 @@
+"""Which candidate wins: Wilson's interval, the paired comparison, and the sentences for a person."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hyperkron.solution import HyperkronError
+from hyperkron.tasks.cleaning import ALTERNATIVES, OURS, CleanConfig
+from hyperkron.tasks.cleaning.choice import Judged, choose, judge, verdict, wilson
+
+
+@pytest.mark.parametrize(
+    ("right", "rows", "low", "high"),
+    [  # Wilson's interval without continuity correction, as published tables give it
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        (29, 29, 0.8830, 1.0000),
+    ],
+)
+def test_wilson_against_known_values(right: int, rows: int, low: float, high: float) -> None:
+    found = wilson(right, rows)
+    assert found == pytest.approx((low, high), abs=6e-5)
+    mirrored = wilson(rows - right, rows)
+    assert found == pytest.approx((1 - mirrored[1], 1 - mirrored[0]), abs=1e-12)
+
+
+def test_wilson_solves_its_equation() -> None:
+    """The ends are the shares p with |p̂ − p| = 1.96 √(p (1 − p) / n)."""
+    for end in wilson(17, 20):
+        assert abs(17 / 20 - end) == pytest.approx(1.96 * math.sqrt(end * (1 - end) / 20), rel=1e-9)
+
+
+def candidate(name: str, right: list[int]) -> Judged:
+    """One that answered these rows rightly (1) or wrongly (0)."""
+    labels = torch.zeros(len(right), dtype=torch.long)
+    predicted = torch.tensor([[0.9, 0.1] if r else [0.2, 0.8] for r in right])
+    return judge(name, predicted, labels)
+
+
+def test_judge_counts_right_answers() -> None:
+    found = judge("x", torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8]]), torch.tensor([1, 1, 2]))
+    assert (found.name, found.rows, found.right.tolist()) == ("x", 3, [True, False, True])
+    assert found.accuracy == pytest.approx(2 / 3) and (found.low, found.high) == wilson(2, 3)
+
+
+def test_ours_is_kept_on_ties_and_where_the_difference_is_chance() -> None:
+    ours = candidate(OURS, [1] * 14 + [0] * 6)
+    same = candidate("pooled", [1] * 14 + [0] * 6)
+    assert choose([ours, same]) == choose([same, ours]) == OURS
+    assert choose([ours, candidate("pooled", [1] * 15 + [0] * 5)]) == OURS  # one row of twenty
+    assert choose([ours, candidate("pooled", [0] * 14 + [1] * 6)]) == OURS
+    # two rows more in sum, but the two disagree about ten: mean 0.1, standard error 0.16
+    assert choose([ours, candidate("pooled", [1] * 10 + [0] * 4 + [1] * 6)]) == OURS
+
+
+def test_a_significantly_better_alternative_wins() -> None:
+    """With m of n rows more and none fewer, the difference is √(m / (1 − m/n)) standard errors: 1.64 needs m = 3."""
+    ours = candidate(OURS, [1] * 14 + [0] * 6)
+    assert choose([ours, candidate("noisy", [1] * 16 + [0] * 4)]) == OURS
+    better, best = candidate("noisy", [1] * 17 + [0] * 3), candidate("trusted", [1] * 18 + [0] * 2)
+    assert choose([ours, better]) == "noisy"
+    assert choose([ours, better, best]) == choose([best, ours, better]) == "trusted"
+    assert choose([candidate(OURS, [0] * 4), candidate("noisy", [1] * 4)]) == "noisy"  # no spread at all
+    # a higher accuracy alone does not count: the chosen one must be better on the same rows, beyond chance
+    scattered = candidate("pooled", [0] * 4 + [1] * 16)
+    assert choose([candidate(OURS, [1] * 12 + [0] * 8), scattered, candidate("sama", [1] * 15 + [0] * 5)]) == "sama"
+
+
+def test_without_ours_the_most_accurate_is_taken() -> None:
+    assert choose([candidate("noisy", [1, 0, 0]), candidate("trusted", [1, 1, 0])]) == "trusted"
+
+
+def test_the_verdict_is_for_a_person() -> None:
+    ours, alone = candidate(OURS, [1] * 9 + [0]), candidate("trusted", [1] * 8 + [0] * 2)
+    noise = "About 23% of the 500 labels look wrong; 101 rows are marked as suspects."
+    found = verdict(OURS, [ours, alone, candidate("noisy", [1] * 5 + [0] * 5)], 0.231, 101, 500)
+    assert found == (
+        "The cleaned model scores 90.0% on 10 trusted rows it had not seen; the best alternative, 'trusted', 80.0%. "
+        + noise
+    )
+    assert (
+        verdict(OURS, [ours], 0.231, 101, 500)
+        == f"The cleaned model scores 90.0% on 10 trusted rows it had not seen. {noise}"
+    )
+    assert verdict("trusted", [ours, alone], 0.231, 101, 500) == (
+        "Train on the trusted set alone: 80.0% on 10 trusted rows it had not seen; the noisy rows only hurt here. "
+        + noise
+    )
+    found = verdict("trusted", [ours, alone], 0.231, 101, 500)
+    assert found.startswith("Train on the trusted set alone")
+    found = verdict("pooled", [ours, candidate("pooled", [1] * 10)], 0.231, 101, 500)
+    assert "'pooled' was better than the cleaned data here (100.0% on 10" in found and found.endswith(noise)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"compare": ("noisy", "magic")}, "compare='magic' is unknown; choose from noisy, trusted"),
+        ({"epochs": 0}, "epochs=0 must be a whole number of at least 1"),
+        ({"epochs": 2.5}, "epochs=2.5 must be a whole number"),
+        ({"layers": -1}, "layers=-1 must be a whole number of at least 0"),
+        ({"seed": True}, "seed=True must be a whole number"),
+        ({"budget": 0}, "budget=0 must be a positive number of seconds"),
+        ({"budget": float("nan")}, "budget=nan must be a positive"),
+        ({"hypergradient": "exact"}, "hypergradient='exact' is unknown; use 'kfac' or 'none'"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(HyperkronError) as error:
+        CleanConfig(**settings)  # type: ignore[arg-type]
+    assert message in str(error.value)
+
+
+def test_the_default_compares_with_everything() -> None:
+    assert CleanConfig().compare == ALTERNATIVES and OURS not in ALTERNATIVES

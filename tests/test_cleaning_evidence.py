@@ -1,0 +1,293 @@
+"""The evidence of cleaning against closed forms and dense oracles: likelihood, hypergradient, T, pool, folds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hyperkron as hk
+import oracles
+from hyperkron.losses import Loss
+from hyperkron.point import Point
+from hyperkron.tasks.cleaning.evidence import (
+    CERTAIN,
+    FLOOR,
+    Evidence,
+    certain,
+    label_evidence,
+    likelihood,
+    logs,
+    noise_matrix,
+    noise_matrix_from_trusted,
+    pool,
+    stack,
+)
+from hyperkron.tasks.cleaning.method import folds
+from hyperkron.tasks.cleaning.students import THRIFT
+from hyperkron.tasks.cleaning.students import inner as inner_objective
+from hyperkron.tasks.cleaning.students import outer as outer_objective
+
+DOUBLE = torch.float64
+
+
+def some(rows: int = 7, classes: int = 4) -> tuple[Tensor, Tensor]:
+    """Logits and log-evidence with its maximum anywhere."""
+    return torch.randn(rows, classes, dtype=DOUBLE), 3 * torch.randn(rows, classes, dtype=DOUBLE) + 5
+
+
+# --- the likelihood -----------------------------------------------------------------------------------------
+
+
+def test_certain_evidence_is_cross_entropy() -> None:
+    labels = torch.tensor([2, 0, 1, 1])
+    sure = certain(labels, 3)
+    assert torch.equal(sure.max(1).values, torch.zeros(4)) and torch.equal(sure.argmax(1), labels)
+    assert torch.equal(sure.min(1).values, torch.full((4,), CERTAIN))
+    logits = torch.randn(4, 3, dtype=DOUBLE)
+    found = likelihood(logits, torch.full((4, 3), -math.inf, dtype=DOUBLE).scatter(1, labels[:, None], 0.0))
+    wanted = F.cross_entropy(logits, labels)
+    assert torch.allclose(found.value, wanted, rtol=1e-14, atol=0)
+    nearly = likelihood(logits, sure.double()).value
+    assert 0 < float(wanted - nearly) < 1e-5  # the others are ruled out only up to e^CERTAIN
+
+
+def test_the_value_is_minus_log_of_the_sum_and_weights_count() -> None:
+    logits, evidence = some()
+    weight = torch.rand(7, dtype=DOUBLE)
+    shifted = (evidence - evidence.max(1, keepdim=True).values).exp()
+    rows = -(logits.softmax(1) * shifted).sum(1).log()
+    assert torch.allclose(likelihood(logits, evidence).value, rows.mean(), rtol=1e-13)
+    assert torch.allclose(likelihood(logits, evidence, weight).value, (weight * rows).mean(), rtol=1e-13)
+    moved = likelihood(logits, evidence + torch.randn(7, 1, dtype=DOUBLE)).value  # no scale of the evidence counts
+    assert torch.allclose(moved, rows.mean(), rtol=1e-12)
+
+
+def test_the_gradient_is_that_of_the_soft_target_of_em() -> None:
+    """d/dlogits −log Σ f e = f − q with q ∝ f e."""
+    logits, evidence = some()
+    logits.requires_grad_()
+    likelihood(logits, evidence).backward()
+    with torch.no_grad():
+        f = logits.softmax(1)
+        q = f * evidence.exp() / (f * evidence.exp()).sum(1, keepdim=True)
+    assert logits.grad is not None
+    assert oracles.relative(logits.grad, (f - q) / 7) < 1e-13
+    soft = logits.detach().requires_grad_()
+    F.cross_entropy(soft, q).backward()
+    assert soft.grad is not None and oracles.relative(logits.grad, soft.grad) < 1e-13
+
+
+def test_extreme_logits_stay_finite() -> None:
+    for evidence in (certain(torch.tensor([0]), 3), torch.zeros(1, 3)):  # all seen: s = 1 in float32
+        logits = torch.tensor([[60.0, -60.0, 0.0]], requires_grad=True)
+        loss = likelihood(logits, evidence)
+        loss.backward()
+        assert math.isfinite(loss.item()) and logits.grad is not None and bool(logits.grad.isfinite().all())
+
+
+def test_the_gauss_newton_matrix_is_the_information_of_two_outcomes() -> None:
+    """Σ_n ∇s_n ∇s_nᵀ / (s_n (1 − s_n)) / N, and not the larger matrix of the soft target."""
+    model, x = nn.Linear(3, 4, dtype=DOUBLE), torch.randn(7, 3, dtype=DOUBLE)
+    _, evidence = some()
+    problem = hk.BilevelProblem(lambda m, h, b: likelihood(m(x), evidence), lambda m, h, b: m(x).sum())
+    with Point(problem, model, nn.Linear(1, 1, dtype=DOUBLE), None, None) as point:
+        found = oracles.dense(hk.GGN().operator(point, hk.GGN().init()).matvec, oracles.trainable(model))
+    e = (evidence - evidence.max(1, keepdim=True).values).exp()
+    s = (model(x).softmax(1) * e).sum(1)
+    slopes = oracles.jacobian(s, list(model.parameters()))
+    s = s.detach()
+    wanted = torch.einsum("np,nq,n->pq", slopes, slopes, 1 / (s * (1 - s))) / 7
+    assert oracles.relative(found, wanted) < 1e-12
+    f = model(x).softmax(1).detach()
+    logit_slopes = oracles.jacobian(model(x), list(model.parameters())).reshape(7, 4, -1)
+    complete = torch.einsum(
+        "ncp,ncd,ndq->pq", logit_slopes, torch.diag_embed(f) - f[:, :, None] * f[:, None], logit_slopes
+    )
+    assert float(torch.linalg.eigvalsh(complete / 7 - wanted).min()) > -1e-12  # missing labels only lose information
+
+
+# --- the hypergradient of (log κ, log β) --------------------------------------------------------------------
+
+
+class Converged:
+    """A linear student with an L2 penalty, solved to the bottom for any λ."""
+
+    def __init__(self) -> None:
+        random = torch.Generator().manual_seed(3)
+        centres = torch.tensor([[2.0, 0.0], [-1.0, 2.0], [-1.0, -2.0]], dtype=DOUBLE)
+        true = torch.arange(60) % 3
+        self.x = centres[true] + 1.2 * torch.randn(60, 2, generator=random, dtype=DOUBLE)
+        wrong = torch.rand(40, generator=random) < 0.4
+        given = torch.where(wrong, (true[:40] + 1) % 3, true[:40])
+        expert = (-(self.x[:40, None] - centres).square().sum(2) / 4).log_softmax(1)
+        matrix = torch.full((3, 3), 0.2, dtype=DOUBLE).fill_diagonal_(0.6)
+        self.true = true
+        sure = certain(true[40:46], 3).double()
+        self.inner_batch = ((self.x[:46],), expert, label_evidence(matrix, given), sure)
+        self.outer_batch = ((self.x[46:],), true[46:])
+        self.problem = hk.BilevelProblem(self.inner, outer_objective)
+
+    def inner(self, model: Any, evidence: Any, batch: Any) -> Loss:
+        return inner_objective(model, evidence, batch) + hk.losses.l2(model, 0.02)
+
+    def solve(self, evidence: Evidence) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 3, dtype=DOUBLE)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.inner(model, evidence, self.inner_batch).value
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        params: list[Tensor] = list(model.parameters())
+        for _ in range(3):  # Newton's method, to the last digit
+            loss = self.inner(model, evidence, self.inner_batch).value
+            slope = oracles.gradient(loss, params, graph=True)
+            step = torch.linalg.solve(oracles.jacobian(slope, params), slope.detach())
+            for p, change in zip(params, oracles.tree(step, dict(model.named_parameters())).values(), strict=True):
+                p.data -= change
+        assert float(step.norm()) < 1e-12
+        return model
+
+    def differences(self, at: Evidence, step: float = 1e-4) -> Tensor:
+        found = []
+        for i in range(2):
+            ends = []
+            for sign in (1, -1):
+                moved = Evidence().double()
+                moved.log_scale.data.copy_(at.log_scale.data)
+                moved.log_scale.data[i] += sign * step
+                ends.append(outer_objective(self.solve(moved), moved, self.outer_batch).item())
+            found.append((ends[0] - ends[1]) / (2 * step))
+        return torch.tensor(found, dtype=DOUBLE)
+
+    def hypergradient(self, method: Any, at: Evidence) -> Tensor:
+        model = self.solve(at)
+        at.zero_grad()
+        method.backward(self.problem, model, at, self.inner_batch, self.outer_batch)
+        assert at.log_scale.grad is not None
+        return at.log_scale.grad.clone()
+
+
+@pytest.fixture(scope="module")
+def solved() -> tuple[Converged, Evidence, Tensor]:
+    case, at = Converged(), Evidence(experts=0.35, label=0.8).double()
+    return case, at, case.differences(at)
+
+
+def test_the_exact_hypergradient_is_that_of_solving_again(solved: tuple[Converged, Evidence, Tensor]) -> None:
+    case, at, wanted = solved
+    found = case.hypergradient(hk.cg(200, curvature=hk.Hessian(0.0), tolerance=1e-12), at)
+    assert oracles.relative(found, wanted) < 1e-5
+    assert float(wanted.abs().min()) > 1e-3  # there is something to agree with
+
+
+def test_the_outer_objective_asks_for_few_experts_and_whole_labels() -> None:
+    x, y, model = torch.randn(5, 2), torch.arange(5) % 3, nn.Linear(2, 3)
+    wanted = F.cross_entropy(model(x), y).item() + THRIFT * (math.log(0.5) + 0.5 * math.log(0.25) ** 2)
+    assert outer_objective(model, Evidence(experts=0.5, label=0.25), ((x,), y)).item() == pytest.approx(
+        wanted, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["ggn", "kfac"])
+def test_approximate_curvature_gives_the_right_signs(name: str, solved: tuple[Converged, Evidence, Tensor]) -> None:
+    case, at, wanted = solved
+    method = hk.cg(200, curvature=hk.GGN(1e-3), tolerance=1e-10) if name == "ggn" else hk.kfac(1e-3, fisher="type-2")
+    found = case.hypergradient(method, at)
+    direct = torch.stack([torch.tensor(THRIFT, dtype=DOUBLE), THRIFT * at.log_scale.detach()[1]])
+    assert torch.equal(found.sign(), wanted.sign())
+    assert torch.equal((found - direct).sign(), (wanted - direct).sign())  # the implicit part by itself
+    ratio = (found - direct) / (wanted - direct)
+    assert 0.5 < float(ratio.min()) <= float(ratio.max()) < 2
+
+
+# --- the noise matrix, the pool, the folds ------------------------------------------------------------------
+
+
+def test_the_noise_matrix_is_recovered_from_exact_posteriors() -> None:
+    wanted = torch.tensor([[0.7, 0.2, 0.1], [0.05, 0.9, 0.05], [0.3, 0.3, 0.4]], dtype=DOUBLE)
+    true = torch.arange(60000) % 3
+    random = torch.Generator().manual_seed(0)
+    given = torch.multinomial(wanted[true].float(), 1, generator=random)[:, 0]
+    found, posterior = noise_matrix(F.one_hot(true, 3).double(), given)
+    assert float((found - wanted).abs().max()) < 0.01 and torch.equal(posterior.argmax(1), true)
+    # An unsure opinion that is right about as often as it says:
+    shown = torch.where(torch.rand(60000, generator=random) < 0.2, torch.randint(3, (60000,), generator=random), true)
+    found, posterior = noise_matrix(F.one_hot(shown, 3).double() * 0.8 + 0.2 / 3, given, iterations=200)
+    assert float((found - wanted).abs().max()) < 0.03
+    assert torch.allclose(posterior.sum(1), torch.ones(60000, dtype=DOUBLE))
+
+
+def test_one_step_of_em_is_the_closed_form() -> None:
+    opinion, given = torch.rand(9, 3, dtype=DOUBLE).softmax(1), torch.arange(9) % 3
+    labels = F.one_hot(given, 3).double()
+    counts = opinion.T @ labels + labels.mean(0)  # one row's worth of the overall frequencies
+    wanted = counts / counts.sum(1, keepdim=True)
+    found, posterior = noise_matrix(opinion, given, iterations=1)
+    assert torch.allclose(found, wanted)
+    joint = opinion * wanted[:, given].T
+    assert torch.allclose(posterior, joint / joint.sum(1, keepdim=True))
+    assert torch.allclose(label_evidence(wanted, given), (wanted[:, given].T + 1e-6).log())
+
+
+def test_the_noise_matrix_of_trusted_rows_is_their_mean_shrunk() -> None:
+    predicted = torch.tensor([[0.8, 0.1, 0.1], [0.6, 0.3, 0.1], [0.2, 0.5, 0.3]])
+    found = noise_matrix_from_trusted(predicted, torch.tensor([0, 0, 1]), 3)
+    kept = (0.7 + 0.5) / 2
+    prior = torch.full((3, 3), (1 - kept) / 2).fill_diagonal_(kept)
+    wanted = torch.stack(
+        [(2 * torch.tensor([0.7, 0.2, 0.1]) + 2 * prior[0]) / 4, (predicted[2] + 2 * prior[1]) / 3, prior[2]]
+    )
+    assert torch.allclose(found, wanted) and torch.allclose(found.sum(1), torch.ones(3))  # class 2 has no trusted row
+
+
+def test_a_useless_expert_counts_for_nothing_and_the_pool_beats_its_members() -> None:
+    random = torch.Generator().manual_seed(0)
+    true = torch.arange(900) % 3
+    signal = F.one_hot(true, 3) * 1.5
+    views = [(signal + torch.randn(900, 3, generator=random)).softmax(1) for _ in range(2)]
+    useless = (2 * torch.randn(900, 3, generator=random)).softmax(1)
+    experts = torch.stack([logs(p) for p in (*views, useless)])
+    exponents = stack(experts[:, :300], true[:300])
+    assert float(exponents.min()) >= 0 and float(exponents[2]) < 0.06 < 0.5 < float(exponents[:2].min())
+    pooled = pool(experts, exponents)[300:]
+    assert torch.allclose(pooled.exp().sum(1), torch.ones(600), atol=1e-5)
+    loss = F.nll_loss(pooled, true[300:])
+    assert all(loss < F.nll_loss(e[300:].log_softmax(1), true[300:]) - 0.1 for e in experts)
+    assert torch.allclose(stack(experts[:, :5], true[:5], ridge=1e6), torch.full((3,), 1 / 3), atol=1e-4)  # the mean
+
+
+def test_no_expert_is_surer_than_the_floor() -> None:
+    assert torch.allclose(
+        logs(torch.tensor([0.0, 1.0])), torch.tensor([math.log(FLOOR), math.log(1 + FLOOR)]), atol=1e-7
+    )
+
+
+def test_evidence_weighs_opinion_and_label() -> None:
+    evidence = Evidence(experts=0.5, label=0.25)
+    opinion, given = torch.randn(3, 2), torch.randn(3, 2)
+    assert torch.allclose(evidence(opinion, given), 0.5 * opinion + 0.25 * given)
+    assert evidence.values() == {"experts": 0.5, "label": 0.25}
+
+
+def test_folds_are_even_in_every_class_and_group_and_follow_the_seed() -> None:
+    given = torch.tensor([0] * 7 + [1] * 5 + [2] + [0] * 3 + [2] * 3)
+    groups = [torch.arange(13), torch.arange(13, 19)]
+    found = folds(given, groups, 2, seed=4)
+    for group in groups:
+        assert abs(int((found[group] * 2 - 1).sum())) <= 1
+        for label in range(3):
+            part = found[group][given[group] == label]
+            assert len(part) == 0 or abs(int((part * 2 - 1).sum())) <= 1
+    assert torch.equal(found, folds(given, groups, 2, seed=4))
+    assert not torch.equal(found, folds(given, groups, 2, seed=5))
+    assert sorted(folds(given, [torch.tensor([0, 7])], 2, seed=0)[[0, 7]].tolist()) == [0, 1]  # one row a class: both

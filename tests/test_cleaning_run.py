@@ -1,0 +1,262 @@
+"""``clean`` on small made-up data: every kind of source, detection, determinism, alternatives, what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from blobs import Blobs, Watch, blobs, quicken
+from hyperkron.data import read_pair
+from hyperkron.solution import HyperkronError, Status
+from hyperkron.tasks.cleaning import ALTERNATIVES, OURS, CleanConfig, CleanResult, budget, clean, students
+from hyperkron.tasks.cleaning.evidence import Evidence
+
+NONE = CleanConfig(epochs=1, compare=())
+START = Evidence().values()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def data() -> Blobs:
+    return blobs()
+
+
+def auroc(scores: Tensor, wrong: Tensor) -> float:
+    """How often a wrong row scores higher than a right one."""
+    pairs = scores[wrong][:, None] - scores[~wrong][None]
+    return float((pairs > 0).double().mean() + (pairs == 0).double().mean() / 2)
+
+
+def same(a: CleanResult, b: CleanResult) -> bool:
+    """Bit by bit."""
+    weights = zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True)
+    return (
+        torch.equal(a.weights, b.weights)
+        and torch.equal(a.error_probability, b.error_probability)
+        and torch.equal(a.suggested, b.suggested)
+        and all(torch.equal(v, w) for v, w in weights)
+    )
+
+
+# --- what it finds ------------------------------------------------------------------------------------------
+
+
+def test_wrong_labels_are_found_and_put_right(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch, least=60)
+    found = clean(data.train, data.trusted, config=CleanConfig(epochs=3, compare=()))
+    assert auroc(found.error_probability, data.wrong) > 0.97
+    assert float((found.suggested == data.true).double().mean()) > 0.95
+    assert float((found.error_probability[found.suspects].diff() <= 0).double().mean()) == 1  # most suspicious first
+    assert set(found.suspects.tolist()) == set((found.error_probability > 0.5).nonzero()[:, 0].tolist())
+    assert found.summary["noise"]["rate"] == pytest.approx(float(data.wrong.double().mean()), abs=0.1)
+    matrix = torch.tensor(found.summary["noise"]["matrix"])
+    assert torch.allclose(matrix.sum(1), torch.ones(3), atol=1e-5)
+    assert torch.allclose(matrix.diagonal(), torch.full((3,), 0.7), atol=0.15)
+    assert float(found.weights.min()) >= 0 and float(found.weights.max()) <= 1
+    assert not found.model.training and found.folder is None and found.chosen == OURS
+    assert sum(found.summary["weights"]["counts"]) == 200
+
+
+def test_the_seed_decides_everything_and_nothing_else_does(data: Blobs) -> None:
+    def dropping() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+    config = CleanConfig(epochs=1, compare=("sama",), seed=3)
+    one = clean(data.train, data.trusted, model=dropping, config=config)
+    torch.manual_seed(99)  # whatever the program drew before
+    state = torch.get_rng_state()
+    two = clean(data.train, data.trusted, model=dropping, config=config)
+    assert same(one, two) and one.candidates == two.candidates
+    assert torch.equal(torch.get_rng_state(), state)  # nor does it disturb what is drawn after
+    other = clean(data.train, data.trusted, model=dropping, config=CleanConfig(epochs=1, compare=("sama",), seed=4))
+    assert not same(one, other)
+
+
+def test_every_kind_of_source_gives_the_same(data: Blobs) -> None:
+    pandas = pytest.importorskip("pandas")
+
+    def frame(part: tuple[Tensor, Tensor]) -> Any:
+        return pandas.DataFrame({"a": part[0][:, 0].numpy(), "b": part[0][:, 1].numpy(), "label": part[1].numpy()})
+
+    wanted = clean(data.train, data.trusted, config=NONE)
+    assert same(wanted, clean(TensorDataset(*data.train), TensorDataset(*data.trusted), config=NONE))
+    arrays = [tuple(t.numpy() for t in part) for part in (data.train, data.trusted)]
+    assert same(wanted, clean(*arrays, config=NONE))
+    labelled = read_pair(*({"x": x, "y": y} for x, y in arrays))
+    assert same(wanted, clean(*labelled, config=NONE))
+    assert same(wanted, clean(frame(data.train), frame(data.trusted), config=NONE))
+    both = tuple(torch.cat([a, b]) for a, b in zip(data.train, data.trusted, strict=True))
+    marked = frame(both)  # type: ignore[arg-type]
+    marked["checked"] = [False] * 200 + [True] * 24
+    assert same(wanted, clean(marked, trusted_column="checked", config=NONE))
+
+
+def test_images_of_a_dataset() -> None:
+    true = torch.arange(80) % 2
+    x = (torch.rand(80, 1, 8, 8) * 60 + true[:, None, None, None] * 120).to(torch.uint8)
+    noisy = torch.where(torch.arange(60) % 5 == 0, 1 - true[:60], true[:60])
+    found = clean(TensorDataset(x[:60], noisy), TensorDataset(x[60:], true[60:]), config=NONE)
+    assert found.summary["data"]["kind"] == "image" and found.weights.shape == (60,)
+    assert found.model(torch.zeros(2, 1, 8, 8)).shape == (2, 2)
+
+
+def test_a_model_of_ones_own(data: Blobs) -> None:
+    found = clean(data.train, data.trusted, model=lambda: nn.Linear(2, 3), config=NONE)
+    assert isinstance(found.model, nn.Linear) and found.model(torch.zeros(1, 2)).shape == (1, 3)
+
+
+def test_the_ablation_leaves_the_evidence_where_it_begins(data: Blobs) -> None:
+    watch = Watch()
+    found = clean(
+        data.train, data.trusted, config=CleanConfig(epochs=1, compare=(), hypergradient="none"), progress=watch
+    )
+    assert found.summary["evidence"] == pytest.approx(START, rel=1e-6) and found.summary["curves"][0]["y"] == []
+    learnt = clean(data.train, data.trusted, config=NONE)
+    assert learnt.summary["evidence"]["experts"] != pytest.approx(START["experts"], rel=1e-3)
+    assert 0 < learnt.summary["evidence"]["label"] <= 1 and len(learnt.summary["curves"][1]["y"]) > 5
+    assert watch.messages[0] == "200 training rows, 24 trusted rows" and watch.stops == 1
+    assert list(dict.fromkeys(watch.stages)) == [
+        "trusted expert",
+        "pooled expert",
+        "noise-matrix expert",
+        "bilevel students",
+        "network-hyperkron",
+    ]
+
+
+# --- the comparison -----------------------------------------------------------------------------------------
+
+
+def test_every_alternative_is_trained_judged_and_tested(data: Blobs) -> None:
+    pytest.importorskip("cleanlab")
+    found = clean(data.train, data.trusted, test=data.test, config=CleanConfig(epochs=1))
+    assert [c["name"] for c in found.candidates] == [OURS, *ALTERNATIVES]
+    for c in found.candidates:
+        assert c["rows"] == 24 and 0 <= c["low"] <= c["accuracy"] <= c["high"] <= 1 and c["description"]
+        assert c["test_accuracy"] > 0.4
+    assert [c["name"] for c in found.candidates if c["chosen"]] == [found.chosen]
+    ours = found.candidates[0]
+    assert ours["test_accuracy"] > 0.9
+    alone = clean(data.train, data.trusted, config=NONE)
+    assert [c["name"] for c in alone.candidates] == [OURS] and alone.candidates[0]["test_accuracy"] is None
+    assert torch.equal(alone.weights, found.weights)  # neither the alternatives nor the test rows have a say
+    assert alone.candidates[0]["accuracy"] == ours["accuracy"]
+
+
+def test_each_alternative_can_be_asked_for_alone(data: Blobs) -> None:
+    for name in ("small-loss", "trusted"):
+        found = clean(data.train, data.trusted, config=CleanConfig(epochs=1, compare=(name,)))
+        assert [c["name"] for c in found.candidates] == [OURS, name]
+
+
+def test_the_winner_is_what_comes_out(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hyperkron.tasks.cleaning import run
+
+    plain = clean(data.train, data.trusted, config=NONE)
+    monkeypatch.setattr(run, "choose", lambda table: "trusted")
+    found = clean(data.train, data.trusted, config=CleanConfig(epochs=1, compare=("trusted", "noisy")))
+    assert found.chosen == "trusted" and found.verdict.startswith("Train on the trusted set alone")
+    assert not torch.equal(found.model.state_dict()["1.weight"], plain.model.state_dict()["1.weight"])
+
+
+def test_without_cleanlab_it_is_left_out_and_said(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "cleanlab" else find(name, *a))
+    watch = Watch()
+    config = CleanConfig(epochs=1, compare=("trusted", "cleanlab"))
+    found = clean(data.train, data.trusted, config=config, progress=watch)
+    assert [c["name"] for c in found.candidates] == [OURS, "trusted"]
+    wanted = "cleanlab is not installed, so it is left out of the comparison: pip install 'hyperkron[compare]'."
+    assert wanted in found.summary["data"]["messages"] and wanted in watch.messages
+
+
+def test_a_budget_shortens_training_then_leaves_out_alternatives(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "seconds_per_step", lambda work: 1.0)
+    config = CleanConfig(epochs=3, compare=("noisy", "sama"), budget=30.0)
+    watch = Watch()
+    found = clean(data.train, data.trusted, config=config, progress=watch)
+    messages = found.summary["data"]["messages"]
+    assert [m.split(" to stay")[0] for m in messages[:3]] == [
+        "Training is shortened to 1.0 epochs",
+        "'sama' is left out of the comparison",
+        "'noisy' is left out of the comparison",
+    ]
+    assert messages[3].startswith("Even so this takes about") and set(messages) <= set(watch.messages)
+    assert [c["name"] for c in found.candidates] == [OURS] and found.summary["config"]["epochs_used"] == 1.0
+    monkeypatch.setattr(budget, "seconds_per_step", lambda work: 1e-6)
+    found = clean(data.train, data.trusted, config=config)
+    assert found.summary["data"]["messages"] == [] and len(found.candidates) == 3
+    assert found.summary["config"]["epochs_used"] == 3
+
+
+# --- what goes wrong ----------------------------------------------------------------------------------------
+
+
+def test_evidence_that_runs_away_is_put_back_and_said(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(students, "RATE", 50.0)
+    found = clean(data.train, data.trusted, config=NONE)
+    assert found.summary["collapsed"] and found.summary["evidence"] == pytest.approx(START, rel=1e-6)
+    assert any("put back to where they began" in m for m in found.summary["data"]["messages"])
+    assert auroc(found.error_probability, data.wrong) > 0.9
+
+
+def test_a_hypergradient_that_is_not_finite_is_a_collapse(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        def backward(problem: Any, model: Any, hyper: Any, *batches: Any) -> Any:
+            hyper.log_scale.grad = torch.full((2,), float("nan"))
+            return SimpleNamespace(outer_loss=1.0, status=Status.DIRECT)
+
+        return SimpleNamespace(backward=backward)
+
+    monkeypatch.setattr(students, "kfac", broken)
+    found = clean(data.train, data.trusted, config=NONE)
+    assert found.summary["collapsed"] and found.summary["evidence"] == pytest.approx(START, rel=1e-6)
+
+
+def test_what_is_refused(data: Blobs, tmp_path: Path) -> None:
+    few = (data.trusted[0][:1], data.trusted[1][:1])
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"config": CleanConfig(device="warp")}, "device='warp' is unknown; use auto, cpu or cuda"),
+        ({"config": CleanConfig(layers=1)}, "layers=1 is for texts, but these are table inputs"),
+        ({"trusted": few}, "trusted has 1 usable rows; at least 2 are needed"),
+        ({"train": 7}, "cannot read rows from a int"),
+    ]
+    for given, message in cases:
+        arguments = {"train": data.train, "trusted": data.trusted, "config": NONE, **given}
+        with pytest.raises(HyperkronError) as error:
+            clean(arguments["train"], arguments["trusted"], config=arguments["config"], out=tmp_path / "run")
+        assert message in str(error.value)
+        assert not (tmp_path / "run" / "config.json").exists()  # so that the next try is not in its own way
+
+
+def test_an_encoder_whose_last_layer_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    import test_models_encoder
+
+    monkeypatch.setitem(test_models_encoder.SIZES, "max_position_embeddings", 128)
+    encoder = test_models_encoder.write_model(tmp_path / "bert")
+    settings = encoder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 128}))
+    words = (("good", "very good", "not bad"), ("bad", "very bad", "not good"))
+    middles = ("the film was", "a film was", "film the was very", "was the film a")
+    texts = [f"{middles[i // 2 % 4]} {words[i % 2][i // 8 % 3]} {'a ' * (i // 24)}film" for i in range(64)]
+    true = [i % 2 for i in range(64)]
+    noisy = [1 - y if i % 5 == 0 else y for i, y in enumerate(true[:48])]
+    config = CleanConfig(epochs=1, compare=(), encoder=str(encoder), layers=1)
+    parts = {"x": texts[:48], "y": noisy}, {"x": texts[48:], "y": true[48:]}
+    found = clean(*parts, test=parts[1], config=config)
+    assert found.summary["data"]["kind"] == "text" and len(found.weights) == len(found.error_probability) > 20
+    assert hasattr(found.model, "upper") and all(c["test_accuracy"] is not None for c in found.candidates)
+    assert same(found, clean(*parts, test=parts[1], config=config))
