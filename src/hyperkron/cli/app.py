@@ -1,0 +1,159 @@
+"""``main``: from the arguments to a command and its exit code."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+OK, ERROR, USAGE = 0, 1, 2
+_COMMANDS = {
+    "clean": ("cleaning", "clean"),
+    "resume": ("cleaning", "resume"),
+    "report": ("runs", "report"),
+    "export": ("runs", "export"),
+    "doctor": ("doctor", "doctor"),
+    "paper list": ("paper", "list_recipes"),
+    "paper run": ("paper", "run"),
+    "paper report": ("paper", "write_page"),
+}
+
+
+class _Stopped(SystemExit):
+    """SIGTERM came where nothing handles it better."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0 well, 1 an error, 2 a mistake in the command, 3 out of time.
+
+    Ctrl-C gives 130 and SIGTERM 143.
+
+    Args:
+        arguments: those of the command line by default.
+
+    Example:
+        >>> main(["--version"])
+        hyperkron ...
+        0
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    wanted: Any = None
+    try:
+        try:
+            with _terminable():
+                wanted = _parsed(given)
+                if getattr(wanted, "config", None) is not None:
+                    from hyperkron.cli.config import read_config
+
+                    wanted = _parsed(given, read_config(wanted.config))
+                return _call(wanted, given)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _interrupted(wanted, 128 + signal.SIGINT)
+    except BrokenPipeError:  # whoever read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ERROR
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else OK if error.code is None else ERROR
+        return _interrupted(wanted, code) if code in (128 + signal.SIGINT, 128 + signal.SIGTERM) else code
+    except Exception as error:
+        return _failed(error, wanted)
+
+
+def _parsed(given: list[str], defaults: Mapping[str, Any] | None = None) -> Any:
+    """The namespace of the command that was asked for, with its name."""
+    try:
+        from hyperkron.cli.parser import parser
+    except ImportError as error:
+        raise OSError(
+            f"the command line needs jsonargparse, which cannot be imported ({error}): pip install 'hyperkron[cli]'"
+        ) from error
+    top = parser(_version(), defaults).parse_args(given)
+    options = top[top.command]
+    if top.command == "paper":
+        options = options[options.what]
+    options.command = top.command if top.command != "paper" else f"paper {top.paper.what}"
+    return options
+
+
+def _version() -> str:
+    try:
+        return version("hyperkron")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _call(options: Any, given: list[str]) -> int:
+    module, function = _COMMANDS[options.command]
+    code: int = getattr(import_module(f"hyperkron.cli.{module}"), function)(options, given)
+    return code
+
+
+def _failed(error: Exception, options: Any) -> int:
+    """Say what went wrong, without a traceback where the message is meant for people."""
+    from hyperkron.cli.output import UsageError, say, say_json
+
+    usage, debug = isinstance(error, UsageError), bool(getattr(options, "debug", False))
+    if debug or not (usage or _expected(error)):
+        traceback.print_exception(error)
+    text = str(error) or type(error).__name__
+    prog = f"hyperkron {options.command}" if options is not None else "hyperkron"
+    say(f"{prog}: error: {text}" + (f"\nSee `{prog} --help`." if usage else ""))
+    if getattr(options, "json", False):
+        say_json({"error": text, "type": type(error).__name__})
+    return USAGE if usage else ERROR
+
+
+def _expected(error: Exception) -> bool:
+    """Whether an error is the world's or the user's, and not ours."""
+    solution = sys.modules.get("hyperkron.solution")
+    ours = () if solution is None else (solution.HyperkronError,)
+    return isinstance(error, (OSError, MemoryError, *ours))
+
+
+def _interrupted(options: Any, code: int) -> int:
+    """Say how to go on."""
+    from hyperkron.cli.output import say, say_json
+
+    folder = getattr(options, "run", None) or getattr(options, "out", None)
+    command = getattr(options, "command", "")
+    if command in ("clean", "resume") and folder and (Path(folder) / "result.json").exists():
+        text = f"Interrupted. The run in {folder} is finished; see `hyperkron report {shlex.quote(str(folder))}`."
+    elif command in ("clean", "resume") and folder and (Path(folder) / "config.json").exists():
+        text = f"Interrupted. What was finished is saved; go on with: hyperkron resume {shlex.quote(str(folder))}"
+    elif command == "paper run":
+        text = "Interrupted. Run the same command again to go on."
+    else:
+        text = "Interrupted. Nothing was written; run the same command again."
+    say(f"\n{text}")
+    if getattr(options, "json", False):
+        say_json({"error": text, "type": "Interrupted"})
+    return code
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the process the way Ctrl-C does, with messages and exit codes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise _Stopped(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

@@ -1,0 +1,46 @@
+"""The log of a run for TensorBoard."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+def write_board(folder: Path) -> Path:
+    """Write ``folder/tensorboard`` from ``log.jsonl`` and the curves of ``result.json``.
+
+    A figure ``f`` of an event ``e`` becomes the scalar ``e/f``, at the event's ``step`` or else at its number among the
+    events of its name; a curve becomes ``curves/NAME``. An earlier ``tensorboard`` is replaced.
+
+    Args:
+        folder: of the run.
+    """
+    import shutil
+
+    from hyperkron.report.folder import read_run
+    from hyperkron.training.jsonl import read_log
+    from hyperkron.training.tracking import need
+
+    board: Any = need("torch.utils.tensorboard", "track", "--tensorboard")
+    target = folder / "tensorboard"
+    if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target)
+    writer = board.SummaryWriter(str(target))
+    try:
+        seen: Counter[str] = Counter()
+        for row in read_log(folder / "log.jsonl") if (folder / "log.jsonl").exists() else []:
+            event = str(row.get("event", "log"))
+            step = row["step"] if type(row.get("step")) is int else seen[event]
+            seen[event] += 1
+            for name, value in row.items():
+                if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
+                    writer.add_scalar(f"{event}/{name}", value, step)
+        for curve in read_run(folder).curves:
+            for i, (x, y) in enumerate(zip(curve.x, curve.y, strict=False)):
+                if y is not None and math.isfinite(y):
+                    writer.add_scalar(f"curves/{curve.name}", y, i if x is None else round(x))
+    finally:
+        writer.close()
+    return target

@@ -1,0 +1,203 @@
+"""``hyperkron clean`` and ``hyperkron resume``."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hyperkron.cli.config import print_config, seconds
+from hyperkron.cli.output import UsageError, progress, say, say_json
+
+if TYPE_CHECKING:
+    from torch import nn
+
+READING = ("text", "label", "image", "features", "trusted_column")
+"""Options that say how the data is to be read."""
+SETTINGS = ("seed", "epochs", "device", "encoder", "layers")
+"""Options that are settings of the same name."""
+FILES = ("config.json", "log.jsonl", "result.json", "rows.csv", "suspects.jsonl", "model.safetensors", "report.html")
+"""The files of a run."""
+FOLDERS = ("stages", "embeddings", "tensorboard")
+"""The folders of a run."""
+
+
+def clean(options: Any, given: list[str]) -> int:
+    """Find wrong labels and train without them."""
+    budget = None if options.budget is None else seconds(options.budget)
+    compare = None if options.compare == "all" else _names(options.compare)
+    if options.print_config:
+        print(print_config(vars(options)), end="")
+        return 0
+    if options.train is None:
+        raise UsageError("TRAIN is missing: name the file or folder with the training rows.")
+    _need_packages(options)
+    options.out = options.out or str(_free_folder(options.train))
+    out = Path(options.out)
+    _refuse_taken(out, options.overwrite)
+    if not options.quiet:
+        say(f"Reading {options.train}" + (f" and {options.trusted}" if options.trusted else ""))
+    from hyperkron.tasks import cleaning
+
+    settings: dict[str, Any] = {name: getattr(options, name) for name in SETTINGS}
+    if compare is not None:
+        settings["compare"] = compare
+    config = cleaning.CleanConfig(budget=budget, **settings)
+    reading = {name: getattr(options, name) for name in READING if getattr(options, name) is not None}
+    if "features" in reading and len(reading["features"]) == 1:
+        reading["features"] = reading["features"][0].split(",")
+    shown = progress(options.quiet)
+    try:
+        with _replacing(out, options.overwrite):
+            cleaning.clean(
+                options.train,
+                options.trusted,
+                test=options.test,
+                out=out,
+                model=_model(options.model),
+                config=config,
+                progress=shown,
+                command=shlex.join(["hyperkron", *given]),
+                **reading,
+            )
+    finally:
+        shown.stop()
+    return _finish(options, out)
+
+
+def resume(options: Any, given: list[str]) -> int:
+    """Go on with an interrupted run."""
+    _need_packages(options)
+    out = Path(options.run)
+    if not (out / "config.json").is_file():
+        raise FileNotFoundError(f"run={str(out)!r} holds no run (no config.json); begin one with `hyperkron clean`.")
+    if not options.quiet:
+        say(f"Going on with {out}")
+    from hyperkron.tasks import cleaning
+
+    shown = progress(options.quiet)
+    try:
+        cleaning.resume(out, model=_model(options.model), progress=shown)
+    finally:
+        shown.stop()
+    return _finish(options, out)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if names == ("none",):
+        return ()
+    if not names or {"all", "none"} & set(names):
+        raise UsageError(f"--compare={text!r:.80} must be all, none, or names with commas between.")
+    return names
+
+
+def _model(name: str | None) -> Callable[[], nn.Module] | None:
+    if name is None:
+        return None
+    from hyperkron.models import load_callable
+
+    return load_callable(name)
+
+
+def _need_packages(options: Any) -> None:
+    """Miss a package now rather than after the training."""
+    for wanted, package, extra, flag in (
+        (not options.no_report, "jinja2", "report", "add --no-report"),
+        (options.tensorboard, "tensorboard", "track", "leave --tensorboard away"),
+    ):
+        if wanted and find_spec(package) is None:
+            raise ModuleNotFoundError(f"{package} is not installed: pip install 'hyperkron[{extra}]', or {flag}.")
+
+
+def _free_folder(train: str) -> Path:
+    """A folder below runs/ that is named after the training rows and not there yet."""
+    stem = Path(train.removeprefix("hf:")).name.split(":")[0].split(".")[0]
+    name = "".join(char if char.isalnum() or char in "-_" else "-" for char in stem) or "run"
+    tried = (Path("runs") / (name if i == 1 else f"{name}-{i}") for i in range(1, 10**6))
+    return next(path for path in tried if not path.exists())
+
+
+def _refuse_taken(out: Path, overwrite: bool) -> None:
+    if overwrite:
+        return
+    if (out / "result.json").exists():
+        raise FileExistsError(
+            f"--out={str(out)!r} holds a finished run; choose another folder, or add --overwrite to replace it."
+        )
+    if (out / "config.json").exists():
+        raise FileExistsError(
+            f"--out={str(out)!r} holds a run that was interrupted; go on with `hyperkron resume "
+            f"{shlex.quote(str(out))}`, choose another folder, or add --overwrite to replace it."
+        )
+
+
+@contextmanager
+def _replacing(out: Path, overwrite: bool) -> Iterator[None]:
+    """The earlier run is put aside; it comes back if the new one does not begin, and goes when that has finished."""
+    if not overwrite or not any((out / name).exists() for name in ("config.json", "result.json")):
+        yield
+        return
+    if out.is_symlink():
+        raise FileExistsError(f"--out={str(out)!r} is a link; name the folder itself to overwrite it.")
+    aside = out.with_name(f"{out.name}.replaced-{secrets.token_hex(4)}")
+    out.rename(aside)
+    try:
+        yield
+    except BaseException:
+        if (out / "config.json").exists():
+            say(f"The earlier run is kept in {aside}")
+        else:
+            with suppress(OSError):
+                out.rmdir()
+            if not out.exists():
+                aside.rename(out)
+        raise
+    _remove(aside)
+
+
+def _remove(folder: Path) -> None:
+    """Take away what a run has written; whatever else somebody put there stays."""
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+        (folder / f"{name}.part").unlink(missing_ok=True)
+    for name in FOLDERS:
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
+            shutil.rmtree(folder / name)
+    try:
+        folder.rmdir()
+    except OSError:
+        say(f"Files that are not of the earlier run are kept in {folder}")
+
+
+def _finish(options: Any, out: Path) -> int:
+    """Write what comes after the training, and say what came out."""
+    from hyperkron.solution import HyperkronError
+
+    try:
+        if not options.no_report:
+            from hyperkron.report import write_report
+
+            write_report(out)
+        if options.tensorboard:
+            from hyperkron.cli.board import write_board
+
+            write_board(out)
+    except HyperkronError as error:  # the run itself is complete
+        say(f"warning: {error}")
+    if options.json:
+        content = json.loads((out / "result.json").read_text("utf-8"))
+        there = {name: str(out / name) for name in FILES if (out / name).exists()}
+        say_json({**content, "folder": str(out), "files": there})
+    else:
+        from hyperkron.cli.summary import summary
+
+        say(summary(out), stream=sys.stdout)
+    return 0

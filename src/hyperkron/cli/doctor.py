@@ -1,0 +1,206 @@
+"""``hyperkron doctor``: is everything here, and does it compute what it should?"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hyperkron.cli.output import say, say_json
+
+EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
+    "data": (("numpy", "sklearn", "pandas", "pyarrow", "PIL", "datasets"), "readers of datasets"),
+    "text": (("transformers", "tokenizers"), "pretrained encoders of texts"),
+    "report": (("jinja2", "matplotlib"), "reports"),
+    "track": (("tensorboard",), "--tensorboard"),
+    "compare": (("cleanlab",), "cleanlab among the alternatives"),
+    "cli": (("jsonargparse", "rich"), "this command line"),
+}
+"""The packages of every extra by the names they are imported by, and what they are for."""
+LITTLE_DISK = 2**30
+_REINSTALL = "install again: pip install --force-reinstall torch hyperkron"
+TOLERANCE = 1e-8
+"""Largest relative error of the self test, in float64."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: of it.
+        state: ``ok``, ``missing`` (something optional), or ``bad``.
+        detail: what was found.
+        remedy: what to do about it.
+    """
+
+    name: str
+    state: str
+    detail: str
+    remedy: str = ""
+
+
+def doctor(options: Any, given: list[str]) -> int:
+    """Look at everything and say what is missing; 1 where hyperkron cannot work."""
+    found = []
+    for finding in findings():
+        found.append(finding)
+        if not options.json:
+            mark = {"ok": "ok     ", "missing": "missing", "bad": "BAD    "}[finding.state]
+            say(f"{mark}  {finding.name:10} {finding.detail}", sys.stdout)
+            if finding.remedy:
+                say(f"{'':20} {finding.remedy}", sys.stdout)
+    well = all(finding.state != "bad" for finding in found)
+    if options.json:
+        say_json({"ok": well, "findings": [asdict(finding) for finding in found]})
+    else:
+        print("All that is needed is here." if well else "hyperkron cannot work here until what is BAD is mended.")
+    return 0 if well else 1
+
+
+def findings() -> Iterator[Finding]:
+    """Every finding, one after the other, the quick ones first."""
+    for look in (_python, _disk, *_extras(), _torch, _device, _threads, _encoder, _self_test):
+        try:
+            yield look()
+        except Exception as error:  # whatever is wrong here is what doctor is to say
+            name = getattr(look, "__name__", "extra").strip("_").replace("_", " ")
+            yield Finding(name, "bad", f"{type(error).__name__}: {str(error)[:300]}", _REINSTALL)
+
+
+def _python() -> Finding:
+    shown = f"{platform.python_version()} at {sys.executable}, on {platform.platform()}"
+    return Finding("python", "ok", shown)
+
+
+def _torch() -> Finding:
+    wanted = next((text for text in requires("hyperkron") or [] if text.startswith("torch")), "torch>=2.8")
+    try:
+        found = version("torch")
+        import torch
+    except (PackageNotFoundError, ImportError, OSError) as error:
+        return Finding("torch", "bad", f"cannot be imported ({str(error)[:200]})", f"pip install '{wanted}'")
+    least = tuple(int(part) for part in wanted.partition(">=")[2].split(".")[:2] if part.isdigit())
+    if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < least:
+        return Finding("torch", "bad", f"{found} is too old", f"pip install '{wanted}'")
+    return Finding("torch", "ok", f"{torch.__version__}, {'with' if torch.version.cuda else 'without'} CUDA")
+
+
+def _device() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        index = torch.cuda.current_device()
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        return Finding("device", "ok", f"cuda: {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+    return Finding("device", "ok", f"cpu: {platform.processor() or platform.machine()} (no GPU that torch can use)")
+
+
+def _threads() -> Finding:
+    import torch
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    used = torch.get_num_threads()
+    remedy = "" if usable is None or used <= usable else f"more threads than cores are slow: OMP_NUM_THREADS={usable}"
+    return Finding("threads", "ok", f"torch uses {used}, {usable} cores are usable", remedy)
+
+
+def _extras() -> list[Callable[[], Finding]]:
+    def look(extra: str) -> Finding:
+        packages, purpose = EXTRAS[extra]
+        missing = [name for name in packages if find_spec(name) is None]
+        if missing:
+            remedy = f"pip install 'hyperkron[{extra}]'"
+            return Finding(extra, "missing", f"{', '.join(missing)}: needed for {purpose}", remedy)
+        return Finding(extra, "ok", f"{', '.join(packages)}: {purpose}")
+
+    return [lambda extra=extra: look(extra) for extra in EXTRAS]  # type: ignore[misc]
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(Path.cwd()).free
+    shown = f"{free / 2**30:.1f} GiB free in the current folder"
+    if free < LITTLE_DISK:
+        return Finding("disk", "missing", shown, "runs need room for a model and its log; free some")
+    if not os.access(Path.cwd(), os.W_OK):
+        return Finding("disk", "missing", "the current folder cannot be written to", "change to another, or use --out")
+    return Finding("disk", "ok", shown)
+
+
+def _encoder() -> Finding:
+    from hyperkron.models import choose_encoder
+
+    name = choose_encoder().name
+    if Path(name).expanduser().is_dir():
+        return Finding("encoder", "ok", f"{name} (a folder)")
+    if find_spec("huggingface_hub") is not None:
+        from huggingface_hub import try_to_load_from_cache
+
+        if isinstance(try_to_load_from_cache(name, "model.safetensors"), str):
+            return Finding("encoder", "ok", f"{name} (in the cache of Hugging Face)")
+    remedy = "it is fetched when first needed; without internet, give the folder of an encoder with --encoder"
+    return Finding("encoder", "missing", f"{name} is not on this computer", remedy)
+
+
+def _self_test() -> Finding:
+    begin = time.perf_counter()
+    error = self_test()
+    took = time.perf_counter() - begin
+    shown = f"a KFAC hypergradient agrees with a dense solve to {error:.0e} (in {took:.1f} s)"
+    if not error <= TOLERANCE:
+        return Finding("self test", "bad", f"a KFAC hypergradient is off by {error:.1e}", _REINSTALL)
+    return Finding("self test", "ok", shown)
+
+
+def self_test() -> float:
+    """The relative error of a KFAC hypergradient where KFAC is exact, against a dense solve in float64.
+
+    For least squares with a linear model the curvature is one Kronecker product, so that KFAC with exact damping must
+    give dΦ/dw = −∂²_wθ J_in (H + δI)⁻¹ ∂_θ J_out to rounding.
+
+    Example:
+        >>> self_test() < 1e-8
+        True
+    """
+    import torch
+
+    from hyperkron import losses
+    from hyperkron.hyper import SampleWeights
+    from hyperkron.hypergradient import kfac
+    from hyperkron.problem import BilevelProblem
+
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(12, n, generator=draw, dtype=torch.float64) for n in (3, 2))
+    u, v = (torch.randn(5, n, generator=draw, dtype=torch.float64) for n in (3, 2))
+    model = torch.nn.Linear(3, 2, bias=False, dtype=torch.float64)
+    model.weight.data = torch.randn(2, 3, generator=draw, dtype=torch.float64)
+    weights, index, damping = SampleWeights(12).double(), torch.arange(12), 0.1
+    problem = BilevelProblem(
+        lambda m, w, b: losses.mse(m(b[0]), b[1], weight=w(b[2])), lambda m, w, b: losses.mse(m(b[0]), b[1])
+    )
+    method = kfac(damping, fisher="type-2", split="exact", cross="reverse")
+    result = method.compute(problem, model, weights, (x, y, index), (u, v))
+
+    def inner(theta: Any, w: Any) -> Any:
+        return (w * (x @ theta.reshape(2, 3).T - y).square().sum(1)).mean() / 2
+
+    theta, w = model.weight.detach().flatten(), weights(index).detach()
+    hessian = torch.autograd.functional.hessian(lambda t: inner(t, w), theta)
+    outer = torch.autograd.functional.jacobian(lambda t: (u @ t.reshape(2, 3).T - v).square().sum(1).mean() / 2, theta)
+    solved = torch.linalg.solve(hessian + damping * torch.eye(6, dtype=torch.float64), outer)
+
+    def slope(s: Any) -> Any:
+        return torch.autograd.functional.jacobian(lambda t: inner(t, s), theta, create_graph=True)
+
+    expected = -torch.autograd.functional.jacobian(slope, w).T @ solved
+    found = next(iter(result.grads.values()))
+    return float((found - expected).norm() / expected.norm())

@@ -1,0 +1,135 @@
+"""The options of every command, written once: the parser, the configuration file and its print-out read them here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["text", "whole", "number", "flag", "texts", "duration", "names"]
+"""What a value is; ``texts`` are several arguments, ``names`` are one argument with commas."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a command.
+
+    Attributes:
+        name: with its dashes; without them it is a positional argument.
+        kind: of the value.
+        help: what it does.
+        metavar: what help calls the value.
+        default: the value where none is given.
+        choices: the values there are, where they are few.
+        group: the heading in the help.
+        config: whether a configuration file may hold it.
+        short: a letter for it.
+        required: whether the command must have it; a positional argument always must, unless ``optional``.
+        optional: whether a positional argument may be left out.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    metavar: str | None = None
+    default: Any = None
+    choices: tuple[str, ...] | None = None
+    group: str = ""
+    config: bool = True
+    short: str | None = None
+    required: bool = False
+    optional: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name in Python and in a configuration file.
+
+        Example:
+            >>> Option("--trusted-column", "text", "").key
+            'trusted_column'
+        """
+        return self.name.lstrip("-").replace("-", "_")
+
+
+_DATA, _TRAINING, _OUTPUT = "the data", "the training", "the output"
+
+SPEAKING = (
+    Option("--quiet", "flag", "say nothing but errors and the result", group=_OUTPUT),
+    Option("--debug", "flag", "show where in the code an error came from", group=_OUTPUT, config=False),
+)
+JSON = Option("--json", "flag", "print one JSON object, and everything else on stderr", group=_OUTPUT)
+MODEL = Option(
+    "--model",
+    "text",
+    "your own network, as module:callable; the callable takes no arguments and returns a torch module",
+    "MODULE:CALLABLE",
+    group=_TRAINING,
+    config=False,
+)
+TENSORBOARD = Option("--tensorboard", "flag", "also write the log for TensorBoard", group=_OUTPUT)
+NO_REPORT = Option("--no-report", "flag", "do not write report.html", group=_OUTPUT)
+RUN = Option("run", "text", "the folder of a run, as given to `hyperkron clean --out`", "RUN")
+
+CLEAN = (
+    Option("train", "text", "the training rows: a file, a folder, or hf:NAME", "TRAIN", optional=True),
+    Option("--trusted", "text", "rows whose labels are right: a second file, folder, or hf:NAME", "PATH", group=_DATA),
+    Option("--trusted-column", "text", "the column of TRAIN that flags its trusted rows", "COLUMN", group=_DATA),
+    Option("--test", "text", "rows to measure the models on at the end; never used to choose", "PATH", group=_DATA),
+    Option("--text", "text", "the column with texts", "COLUMN", group=_DATA),
+    Option("--image", "text", "the column with paths of images", "COLUMN", group=_DATA),
+    Option("--features", "texts", "the columns of a table, apart by spaces or commas", "COLUMN", group=_DATA),
+    Option("--label", "text", "the column with labels", "COLUMN", group=_DATA),
+    MODEL,
+    Option("--encoder", "text", "of texts: the name of a Hugging Face model, or its folder", "NAME", group=_TRAINING),
+    Option("--layers", "whole", "train the last K layers of the encoder", "K", 0, group=_TRAINING),
+    Option("--epochs", "whole", "of one training; chosen from the data if left away", "N", group=_TRAINING),
+    Option("--budget", "duration", "time for everything: 90, 90s, 5m or 1h", "TIME", group=_TRAINING),
+    Option(
+        "--compare",
+        "names",
+        "the alternatives to train and compare: all, none, or names with commas between",
+        "NAMES",
+        "all",
+        group=_TRAINING,
+    ),
+    Option("--seed", "whole", "of everything random", "N", 0, group=_TRAINING),
+    Option("--device", "text", "auto, cpu, cuda, cuda:1, ...", "DEVICE", "auto", group=_TRAINING),
+    Option("--out", "text", "the folder of the run; runs/NAME if left away", "RUN", group=_OUTPUT, short="-o"),
+    Option("--overwrite", "flag", "replace a run that is in that folder", group=_OUTPUT, config=False),
+    NO_REPORT,
+    TENSORBOARD,
+    JSON,
+    *SPEAKING,
+    Option("--config", "text", "read options from a YAML or JSON file", "FILE", group=_OUTPUT, config=False),
+    Option("--print-config", "flag", "print the options as such a file, and stop", group=_OUTPUT, config=False),
+)
+REPORT = (RUN, JSON, *SPEAKING)
+RESUME = (RUN, MODEL, NO_REPORT, TENSORBOARD, JSON, *SPEAKING)
+EXPORT = (
+    RUN,
+    Option("--drop", "text", "leave these rows out", choices=("suspects",)),
+    Option("--relabel", "text", "keep these rows, with the suggested label", choices=("suspects",)),
+    Option("--threshold", "number", "suspects are rows with at least this probability of an error", "P"),
+    Option("--out", "text", "the file to write, in the format of the training rows", "FILE", short="-o", required=True),
+    Option("--overwrite", "flag", "replace that file"),
+    JSON,
+    *SPEAKING,
+)
+DOCTOR = (JSON, SPEAKING[1])
+PAPER_LIST = (JSON, SPEAKING[1])
+PAPER_RUN = (
+    Option("name", "text", "a recipe, or `all` for every one that this scale and device are meant for", "NAME"),
+    Option("--scale", "text", "how large", default="smoke", choices=("smoke", "small", "paper")),
+    Option("--seeds", "whole", "how many; by default the recipe's own number", "N"),
+    Option("--device", "text", "cpu, cuda, ...", "DEVICE", "cpu"),
+    Option("--limit-minutes", "number", "stop then; the same command goes on", "MINUTES"),
+    Option("--folder", "text", "of results and what is needed to go on", "FOLDER", "runs/paper"),
+    Option("--data", "text", "the folder with mnist/, cifar10/, wrench/; ./data by default", "FOLDER"),
+    JSON,
+    *SPEAKING,
+)
+PAPER_REPORT = (
+    Option("--folder", "text", "of results", "FOLDER", "docs/results/paper"),
+    Option("--out", "text", "where paper.md and paper.html go", "FOLDER", "docs", short="-o"),
+    JSON,
+    *SPEAKING,
+)

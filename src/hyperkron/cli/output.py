@@ -1,0 +1,183 @@
+"""What is printed: text without control characters, progress on stderr, results on stdout."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TextIO
+
+SECONDS_BETWEEN_LINES = 10.0
+"""How often a progress without a terminal says where it is."""
+
+
+def printable(text: str) -> str:
+    """The text without characters that could move the cursor, colour the screen or turn the reading order.
+
+    Example:
+        >>> printable("a\\x1b[31mred\\tb\\nc") == "a\\ufffd[31mred b\\nc"
+        True
+    """
+    kept = (" " if c == "\t" else c if c == "\n" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(kept)
+
+
+class UsageError(Exception):
+    """A command that cannot be meant so; it ends with the code 2."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question that names what was perhaps meant, or nothing.
+
+    Example:
+        >>> nearest("--lable", ["--label", "--text"])
+        '; did you mean --label?'
+    """
+    found = difflib.get_close_matches(name, list(known), 1, 0.6)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line, on stderr unless told otherwise, at once."""
+    stream = sys.stderr if stream is None else stream
+    shown = printable(text)
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    print(shown.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+
+
+def say_json(value: Any) -> None:
+    """Print one JSON object on stdout; what is not finite is null."""
+    print(json.dumps(_finite(value), ensure_ascii=True, allow_nan=False, default=str), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def lasting(seconds: float) -> str:
+    """A time for people.
+
+    Example:
+        >>> lasting(8.2), lasting(95), lasting(4000)
+        ('8 s', '1 min 35 s', '1 h 6 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+class Silent:
+    """A progress that shows nothing."""
+
+    def start(self, total: int) -> None:
+        """Show nothing."""
+
+    def advance(self, steps: int, stage: str) -> None:
+        """Show nothing."""
+
+    def message(self, text: str) -> None:
+        """Show nothing."""
+
+    def stop(self) -> None:
+        """Show nothing."""
+
+
+class Lines:
+    """A progress for files and pipes: messages at once, and a line with the time left every ten seconds.
+
+    Args:
+        clock: gives seconds.
+        every: seconds between two lines.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, every: float = SECONDS_BETWEEN_LINES) -> None:
+        self._clock, self._every = clock, every
+        self._total, self._done, self._begin = 0, 0, clock()
+        self._last = self._begin
+
+    def start(self, total: int) -> None:
+        """So many steps in all; those done stay done."""
+        if not self._done:
+            self._begin = self._clock()
+        self._total = total
+
+    def advance(self, steps: int, stage: str) -> None:
+        """Count, and say so if it is time."""
+        self._done += steps
+        now = self._clock()
+        if now - self._last >= self._every:
+            self._last = now
+            say(self._line(stage, now - self._begin))
+
+    def _line(self, stage: str, elapsed: float) -> str:
+        text = f"[{lasting(elapsed)}] {stage}: step {self._done}"
+        if self._total <= 0:
+            return text
+        left = elapsed / max(self._done, 1) * max(self._total - self._done, 0)
+        return f"{text} of {self._total} ({min(self._done / self._total, 1):.0%}), about {lasting(left)} left"
+
+    def message(self, text: str) -> None:
+        """Say it."""
+        say(text)
+
+    def stop(self) -> None:
+        """Nothing to close."""
+
+
+class Bar:
+    """A progress for terminals: a bar with the time left, by rich."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        self._console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=self._console,
+        )
+        self._task: Any = None
+
+    def start(self, total: int) -> None:
+        """Show the bar; those steps that are done stay done."""
+        if self._task is None:
+            self._task = self._bar.add_task("", total=total)
+            self._bar.start()
+        else:
+            self._bar.update(self._task, total=total)
+
+    def advance(self, steps: int, stage: str) -> None:
+        """Move it."""
+        if self._task is not None:
+            self._bar.update(self._task, advance=steps, description=printable(stage))
+
+    def message(self, text: str) -> None:
+        """Say it above the bar."""
+        self._console.print(printable(text), markup=False, highlight=False)
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+
+def progress(quiet: bool) -> Silent | Lines | Bar:
+    """The progress that fits: none where it is to be quiet, a bar on a terminal, lines elsewhere."""
+    if quiet:
+        return Silent()
+    if sys.stderr.isatty():
+        try:
+            return Bar()
+        except ImportError:
+            return Lines()
+    return Lines()

@@ -1,0 +1,162 @@
+"""The parser: jsonargparse with plain typed options, and mistakes answered in a sentence."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser
+
+from hyperkron.cli import options
+from hyperkron.cli.options import Option
+from hyperkron.cli.output import nearest, printable
+
+_ABOUT = """Finds wrong labels in a training set with the help of a few trusted rows, trains the model that should
+have been trained, and shows both."""
+_EXAMPLES = """examples:
+  hyperkron clean train.csv --trusted trusted.csv --text text --label label --out runs/mine
+  hyperkron report runs/mine
+  hyperkron export runs/mine --drop suspects -o clean.csv
+  hyperkron resume runs/mine
+  hyperkron doctor
+
+exit codes: 0 all went well, 1 an error (said on stderr), 2 a mistake in the command, 3 a time limit ended
+`paper run`, 130 and 143 interrupted by Ctrl-C and by SIGTERM"""
+_CLEAN = """examples:
+  hyperkron clean train.csv --trusted trusted.csv --text text --label label --out runs/mine
+  hyperkron clean table.parquet --trusted-column checked --label diagnosis --budget 5m
+  hyperkron clean photos/ --trusted checked_photos/ --compare none
+  hyperkron clean train.csv --trusted trusted.csv --print-config > mine.yaml
+  hyperkron clean --config mine.yaml --seed 1 --out runs/again"""
+_EXPORT = """examples:
+  hyperkron export runs/mine --drop suspects -o clean.csv
+  hyperkron export runs/mine --relabel suspects --threshold 0.9 -o clean.csv"""
+_PAPER = """examples:
+  hyperkron paper list
+  hyperkron paper run diagnostic --scale smoke
+  hyperkron paper report"""
+
+COMMANDS: dict[str, tuple[tuple[Option, ...], str, str]] = {
+    "clean": (options.CLEAN, "find wrong labels and train without them", _CLEAN),
+    "report": (options.REPORT, "write or refresh report.html of a run", "example:\n  hyperkron report runs/mine"),
+    "export": (options.EXPORT, "write the training rows again, without the suspects or relabelled", _EXPORT),
+    "resume": (options.RESUME, "go on with an interrupted run", "example:\n  hyperkron resume runs/mine"),
+    "doctor": (options.DOCTOR, "check this installation", "example:\n  hyperkron doctor"),
+}
+PAPER: dict[str, tuple[tuple[Option, ...], str]] = {
+    "list": (options.PAPER_LIST, "the recipes and their scales"),
+    "run": (options.PAPER_RUN, "run a recipe, or go on with an interrupted one"),
+    "report": (options.PAPER_REPORT, "write the page"),
+}
+_TYPES: dict[str, type] = {"whole": int, "number": float}
+_WORDS = {"int": "a whole number", "float": "a number"}
+_WRONG_TYPE = re.compile(
+    r"""Parser key "(?P<key>[\w.]+)":\s+Expected a <class '(?P<type>\w+)'>.*?value: (?P<value>.*)"""
+)
+
+
+class Parser(ArgumentParser):
+    """Says what is wrong in one sentence, with the nearest option there is, and ends with the code 2."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        parser = getattr(ex, "subcommand_parser", None) or self
+        prog = parser.prog
+        text = _plainly(" ".join(message.split()), parser)
+        sys.stderr.write(f"{prog}: error: {printable(text)}\nSee `{prog} --help`.\n")
+        self.exit(2)
+
+
+def _plainly(message: str, parser: argparse.ArgumentParser) -> str:
+    """The parser's message as a person would put it."""
+    if wrong := _WRONG_TYPE.search(message):
+        name = "--" + wrong["key"].rpartition(".")[2].replace("_", "-")
+        return f"{name}={wrong['value']} must be {_WORDS.get(wrong['type'], 'a text')}."
+    if message.startswith("unrecognized arguments: "):
+        given = message.removeprefix("unrecognized arguments: ").split()
+        known = [text for action in parser._actions for text in action.option_strings]
+        return f"{message}{nearest(given[0].partition('=')[0], known)}"
+    if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+        return message + nearest(found[1], found[2].replace("'", "").split(", "))
+    if message.startswith('expected "') and message.endswith("but it was not provided."):
+        return f"name a command: {', '.join(PAPER if 'paper.' in message else [*COMMANDS, 'paper'])}."
+    if missing := re.match(r"the following arguments are required: (?P<keys>.*)", message):
+        keys = [key.rpartition(".") for key in missing["keys"].split(", ")]
+        return "; ".join(_missing(path.split("."), name) for path, _, name in keys) + "."
+    return message
+
+
+def _missing(path: list[str], name: str) -> str:
+    """What is missing, as help names it."""
+    wanted = PAPER[path[1]][0] if path[0] == "paper" and len(path) > 1 else COMMANDS[path[0]][0]
+    option = next(option for option in wanted if option.key == name)
+    named = option.name if option.name.startswith("-") else str(option.metavar)
+    return f"{' '.join(path)} needs {named} ({option.help})"
+
+
+def _make(prog: str, about: str, examples: str | None = None, **more: Any) -> Parser:
+    parser = Parser(
+        prog=prog,
+        description=about,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        print_config=None,
+        allow_abbrev=False,
+        **more,
+    )
+    return parser
+
+
+def _add(parser: Parser, wanted: Iterable[Option]) -> None:
+    groups: dict[str, Any] = {"": parser}
+    for option in wanted:
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        more: dict[str, Any] = {"help": option.help}
+        if option.kind == "flag":
+            more["action"] = "store_true"
+        else:
+            more |= {"type": _TYPES.get(option.kind, str), "default": option.default}
+            more |= {"choices": option.choices} if option.choices else {"metavar": option.metavar}
+        if option.kind == "texts":
+            more["nargs"] = "+"
+        if option.optional:
+            more["nargs"] = "?"
+        if option.required:
+            more["required"] = True
+        if not option.name.startswith("-"):
+            more.pop("default", None)
+        if option.default is not None and option.kind != "flag":
+            more["help"] += f" (default: {option.default})"
+        names = (option.name,) if option.short is None else (option.short, option.name)
+        groups[option.group].add_argument(*names, **more)
+
+
+def parser(version: str, defaults: Mapping[str, Any] | None = None) -> Parser:
+    """The parser of all commands.
+
+    Args:
+        version: printed by ``--version``.
+        defaults: other defaults for options of ``clean``.
+    """
+    top = _make("hyperkron", _ABOUT, _EXAMPLES, version=version)
+    commands = top.add_subcommands(dest="command", required=True, metavar="COMMAND", title="commands", description=None)
+    for name, (wanted, about, examples) in COMMANDS.items():
+        made = _make(f"hyperkron {name}", about[0].upper() + about[1:] + ".", examples)
+        _add(made, wanted)
+        commands.add_subcommand(name, made, help=about)
+        made.prog = f"hyperkron {name}"
+        if name == "clean" and defaults:
+            made.set_defaults(dict(defaults))
+    paper = _make("hyperkron paper", "The experiments of the paper, run again.", _PAPER)
+    commands.add_subcommand("paper", paper, help="the paper's experiments: list, run, report")
+    paper.prog = "hyperkron paper"
+    parts = paper.add_subcommands(dest="what", required=True, metavar="COMMAND", title="commands", description=None)
+    for name, (wanted, about) in PAPER.items():
+        made = _make(f"hyperkron paper {name}", about[0].upper() + about[1:] + ".")
+        _add(made, wanted)
+        parts.add_subcommand(name, made, help=about)
+        made.prog = f"hyperkron paper {name}"
+    return top

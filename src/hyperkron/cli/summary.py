@@ -1,0 +1,114 @@
+"""What a finished run says at its end, in twenty lines."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from hyperkron.cli.output import lasting
+from hyperkron.report.folder import Candidate, Run, Suspect, read_run
+
+TOP = 5
+"""Suspects that are named."""
+_WIDTH = 100
+_EXPORTED = {".csv", ".tsv", ".jsonl", ".json", ".parquet"}
+
+
+def summary(folder: Path) -> str:
+    """The verdict, the candidates, the suspects, the files and the next commands.
+
+    Args:
+        folder: of a finished run.
+    """
+    run = read_run(folder)
+    parts = [run.result.text("verdict")]
+    if run.result.flag("collapsed"):
+        parts.append("The weights collapsed, so they were not used.")
+    parts += [_candidates(run.candidates), _suspects(run), _files(run), _next(run)]
+    return "\n" + "\n\n".join(part for part in parts if part)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """Cells in columns, the first to the left and the others to the right.
+
+    Example:
+        >>> print(table([("name", "n"), ("a", "12")]))
+        name   n
+        a     12
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = (
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    )
+    return "\n".join(line.rstrip() for line in shown)
+
+
+def _candidates(found: list[Candidate]) -> str:
+    if not found:
+        return ""
+    tested = any(c.test_accuracy is not None for c in found)
+    head = ["  candidate", "held-out accuracy", "interval", *(["test accuracy"] if tested else [])]
+    lines = [head]
+    for c in sorted(found, key=lambda c: (c.accuracy is None, -(c.accuracy or 0.0))):
+        between = "" if c.low is None or c.high is None else f"{_percent(c.low)[:-2]}–{_percent(c.high)}"
+        test = [_percent(c.test_accuracy)] if tested else []
+        lines.append([f"{'*' if c.chosen else ' '} {c.name}", _percent(c.accuracy), between, *test])
+    return table(lines) + "\n* chosen on held-out trusted rows; its model is the one saved"
+
+
+def _suspects(run: Run) -> str:
+    count = run.result.child("suspects").count("count")
+    rows = run.result.child("data").count("train_rows")
+    count = len(run.suspects) if count is None else count
+    if not count:
+        return "No row looks mislabelled."
+    share = f" of {rows} ({100 * count / rows:.0f} %)" if rows else ""
+    text = f"{count}{share} rows look mislabelled."
+    if run.suspects:
+        text += " The most suspicious (rows count from 0, without a header):"
+    return "\n".join([text, *(_suspect(s) for s in run.suspects[:TOP])])
+
+
+def _suspect(s: Suspect) -> str:
+    sure = "" if s.error_probability is None else f", {100 * s.error_probability:.0f} % likely wrong"
+    line = f"  row {s.row}: {s.given} → {s.suggested}{sure}"
+    shown = " ".join(s.text.split())
+    if shown:
+        room = max(20, _WIDTH - len(line) - 3)
+        line += f"   {shown if len(shown) <= room else shown[: room - 1] + '…'}"
+    return line
+
+
+def _files(run: Run) -> str:
+    names = (("report", "report.html"), ("rows", "rows.csv"), ("model", "model.safetensors"))
+    lines = [f"{title:7} {run.folder / file}" for title, file in names if (run.folder / file).exists()]
+    total = run.result.child("seconds").number("total")
+    return "\n".join([*lines, *([f"{'time':7} {lasting(total)}"] if total is not None else [])])
+
+
+def _next(run: Run) -> str:
+    source = run.config.get("source")
+    train = source.get("train") if isinstance(source, dict) else None
+    suffix = _suffix(train if isinstance(train, str) else "train.csv")
+    folder = shlex.quote(str(run.folder))
+    return (
+        f"next:\n  hyperkron export {folder} --drop suspects -o clean{suffix}\n"
+        f"  hyperkron export {folder} --relabel suspects -o relabelled{suffix}"
+    )
+
+
+def _suffix(train: str) -> str:
+    """What the exported rows of a source may be called."""
+    if train.startswith("hf:"):
+        return ".parquet"
+    plain = Path(train.removesuffix(".gz")).suffix.lower()
+    if plain in _EXPORTED:
+        return plain
+    weak = {".json": ("train.json",), ".jsonl": ("train.jsonl", "train.jsonl.gz")}
+    return next((end for end, names in weak.items() if any((Path(train) / name).exists() for name in names)), ".npz")

@@ -1,0 +1,420 @@
+"""`hyperkron clean` and `hyperkron resume`: what they ask for, print, keep and leave behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hyperkron
+import run_folder
+from fake_cleaning import FakeCleaning, install
+from hyperkron.cli import main, output
+from hyperkron.solution import HyperkronError
+from hyperkron.training import Interrupted
+
+Captured = pytest.CaptureFixture[str]
+CLEAN = ["clean", "train.csv", "--trusted", "trusted.csv", "--text", "text", "--label", "label", "--out", "runs/mine"]
+OUT = Path("runs/mine")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCleaning:
+    return install(monkeypatch, FakeCleaning())
+
+
+# --- what is asked for -------------------------------------------------------------------------------------
+
+
+def test_the_options_reach_the_task(fake: FakeCleaning) -> None:
+    more = ["--test", "test.csv", "--budget", "5m", "--epochs", "7", "--layers", "2", "--encoder", "e", "--seed", "3"]
+    more += ["--device", "cpu", "--compare", "noisy, pooled", "--features", "a,b", "--model", "collections:OrderedDict"]
+    assert main([*CLEAN, *more]) == 0
+    [call] = fake.calls
+    del call["progress"]
+    from collections import OrderedDict
+
+    command = (
+        "hyperkron clean train.csv --trusted trusted.csv --text text --label label --out runs/mine --test test.csv"
+    )
+    assert call.pop("command").startswith(command)
+    assert call.pop("config") == {
+        **{"seed": 3, "epochs": 7, "device": "cpu", "encoder": "e", "layers": 2},
+        **{"budget": 300.0, "compare": ("noisy", "pooled")},
+    }
+    assert call == {
+        **{"train": "train.csv", "trusted": "trusted.csv", "test": "test.csv", "out": OUT, "model": OrderedDict},
+        **{"text": "text", "label": "label", "features": ["a", "b"]},
+    }
+
+
+@pytest.mark.parametrize(("given", "wanted"), [("all", None), ("none", ()), ("sama", ("sama",))])
+def test_the_alternatives(given: str, wanted: Any, fake: FakeCleaning) -> None:
+    assert main([*CLEAN, "--compare", given]) == 0
+    assert fake.calls[0]["config"].get("compare") == wanted
+
+
+def test_what_is_not_given_is_left_to_the_reader(fake: FakeCleaning) -> None:
+    assert main(["clean", "data/train.v2.csv", "--trusted-column", "ok", "--features", "a", "b,c"]) == 0
+    call = fake.calls[0]
+    assert "text" not in call and "label" not in call and call["trusted"] is None and call["trusted_column"] == "ok"
+    assert call["features"] == ["a", "b,c"] and call["out"] == Path("runs/train")
+    assert main(["clean", "data/train.csv", "--trusted-column", "ok"]) == 0
+    assert fake.calls[1]["out"] == Path("runs/train-2")
+
+
+def test_a_configuration_file_gives_options(fake: FakeCleaning) -> None:
+    Path("c.yaml").write_text("train: t.csv\nlabel: 'y'\nseed: 5\nquiet: true\nout: runs/c\n")
+    assert main(["clean", "--config", "c.yaml", "--seed", "6"]) == 0
+    assert fake.calls[0]["train"] == "t.csv" and fake.calls[0]["config"]["seed"] == 6
+
+
+def test_print_config_runs_nothing(fake: FakeCleaning) -> None:
+    assert main([*CLEAN, "--print-config"]) == 0
+    assert fake.calls == [] and not OUT.exists()
+
+
+def test_a_model_that_is_not_there(fake: FakeCleaning, capsys: Captured) -> None:
+    assert main([*CLEAN, "--model", "no.such:thing"]) == 1
+    assert "the module 'no.such' cannot be imported" in capsys.readouterr().err
+    assert not OUT.exists()
+
+
+# --- what is printed ---------------------------------------------------------------------------------------
+
+
+def test_the_summary(fake: FakeCleaning, capsys: Captured) -> None:
+    assert main(CLEAN) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[1].startswith("Training with the learned weights beats every alternative on the trusted rows")
+    assert "  candidate             held-out accuracy     interval  test accuracy" in lines
+    assert "* weighted and trusted             91.4 %  88.4–94.4 %         90.6 %" in lines
+    assert "  noisy only                       74.1 %  71.1–77.1 %         73.3 %" in lines
+    suspects = [json.loads(line) for line in (OUT / "suspects.jsonl").read_text().splitlines()]
+    assert f"{len(suspects)} of 40 ({len(suspects) / 0.4:.0f} %) rows look mislabelled." in out
+    first = suspects[0]
+    named = [line for line in lines if line.startswith("  row ")]
+    assert len(named) == 5
+    assert named[0].startswith(f"  row {first['row']}: {first['given']} → {first['suggested']}, 9")
+    assert first["text"][:20] in named[0] and all(len(line) <= 100 for line in named)
+    assert "report  runs/mine/report.html" in lines and "rows    runs/mine/rows.csv" in lines
+    assert "  hyperkron export runs/mine --drop suspects -o clean.csv" in lines
+    assert err.splitlines()[0] == "Reading train.csv and trusted.csv"
+    assert "4 rows without a label were left out" in err
+    assert (OUT / "report.html").exists()
+
+
+def test_a_sign_of_life_comes_before_anything_slow(
+    fake: FakeCleaning, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    said: list[str] = []
+    fake.before = lambda: said.append(capsys.readouterr().err)
+    main(CLEAN)
+    assert said == ["Reading train.csv and trusted.csv\n"]
+
+
+def test_json_is_one_object_on_stdout(fake: FakeCleaning, capsys: Captured) -> None:
+    assert main([*CLEAN, "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["chosen"] == "weighted and trusted" and found["folder"] == "runs/mine"
+    assert found["files"]["report.html"] == "runs/mine/report.html" and out.count("\n") == 1
+    assert "Reading train.csv" in err
+
+
+def test_quiet_and_no_report(fake: FakeCleaning, capsys: Captured) -> None:
+    assert main([*CLEAN, "--quiet", "--no-report", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "report.html" not in json.loads(out)["files"]
+
+
+def test_texts_of_the_data_cannot_speak_to_the_terminal(fake: FakeCleaning, capsys: Captured) -> None:
+    def hostile() -> None:
+        main_write = run_folder.write_suspects
+
+        def write(folder: Path, suspects: list[dict[str, Any]]) -> None:
+            for s in suspects:
+                s["text"], s["given"] = "\x1b]0;owned\x07 [bold]hi[/bold] \u202eolleh\n\n--", "\x1b[2J\x9b31m"
+            main_write(folder, suspects)
+
+        run_folder.write_suspects = write  # type: ignore[assignment]
+
+    before = run_folder.write_suspects
+    fake.during = hostile
+    try:
+        assert main(CLEAN) == 0
+    finally:
+        run_folder.write_suspects = before  # type: ignore[assignment]
+    out = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(out) and "[bold]hi[/bold]" in out
+
+
+def test_a_run_without_suspects_and_with_collapsed_weights(
+    fake: FakeCleaning, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    write = run_folder.write_run_folder
+    changes: dict[str, Any] = {"suspects": {"cut": 0.5, "count": 0}, "collapsed": True, "candidates": []}
+    monkeypatch.setattr(run_folder, "write_run_folder", lambda folder, rows: write(folder, rows=rows, **changes))
+    assert main(CLEAN) == 0
+    out = capsys.readouterr().out
+    assert "No row looks mislabelled." in out and "collapsed" in out and "candidate" not in out
+
+
+def test_a_report_that_fails_does_not_lose_the_run(
+    fake: FakeCleaning, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def fail(folder: Path) -> None:
+        raise HyperkronError("no page: do this")
+
+    monkeypatch.setattr("hyperkron.report.write_report", fail)
+    assert main(CLEAN) == 0
+    out, err = capsys.readouterr()
+    assert "warning: no page: do this" in err and "held-out accuracy" in out
+
+
+@pytest.mark.parametrize(("package", "extra"), [("jinja2", "report"), ("tensorboard", "track")])
+def test_a_missing_package_is_missed_before_the_training(
+    package: str, extra: str, fake: FakeCleaning, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("hyperkron.cli.cleaning.find_spec", lambda name: None if name == package else object())
+    assert main([*CLEAN, "--tensorboard"]) == 1
+    assert f"pip install 'hyperkron[{extra}]'" in capsys.readouterr().err and fake.calls == []
+
+
+def test_the_log_for_tensorboard(fake: FakeCleaning) -> None:
+    assert main([*CLEAN, "--tensorboard"]) == 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(OUT / "tensorboard"))
+    found.Reload()
+    assert {"step/loss", "curves/outer loss"} <= set(found.Tags()["scalars"])
+    assert [(e.step, e.value) for e in found.Scalars("step/loss")] == [(3, 0.5)]
+    assert [e.step for e in found.Scalars("curves/mean weight")] == list(range(0, 200, 5))
+
+
+# --- progress ----------------------------------------------------------------------------------------------
+
+
+def test_lines_tell_the_time_left(capsys: Captured) -> None:
+    now = [0.0]
+    lines = output.Lines(lambda: now[0])
+    lines.start(100)
+    for second in (4.0, 9.0, 10.0, 15.0, 21.0):
+        now[0] = second
+        lines.advance(5, "teacher")
+    lines.start(50)
+    now[0] = 31.0
+    lines.advance(5, "student")
+    lines.stop()
+    assert capsys.readouterr().err.splitlines() == [
+        "[10 s] teacher: step 15 of 100 (15%), about 57 s left",
+        "[21 s] teacher: step 25 of 100 (25%), about 1 min 3 s left",
+        "[31 s] student: step 30 of 50 (60%), about 21 s left",
+    ]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    assert isinstance(output.progress(False), output.Lines)
+    assert isinstance(output.progress(True), output.Silent)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    bar = output.progress(False)
+    assert isinstance(bar, output.Bar)
+    bar.start(10)
+    bar.message("[red]\x1b[2Jhello")
+    bar.advance(4, "[b]teacher")
+    bar.start(8)
+    bar.stop()
+    err = capsys.readouterr().err
+    assert "[red]\ufffd[2Jhello" in err and "[b]teacher" in err and "50%" in err
+
+
+def test_without_rich_a_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert isinstance(output.progress(False), output.Lines)
+
+
+# --- earlier runs ------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_not_overwritten(fake: FakeCleaning, capsys: Captured) -> None:
+    run_folder.write_run_folder(OUT)
+    before = (OUT / "result.json").read_bytes()
+    assert main(CLEAN) == 1
+    assert "holds a finished run" in capsys.readouterr().err and fake.calls == []
+    assert (OUT / "result.json").read_bytes() == before
+
+
+def test_an_unfinished_run_is_named_for_resuming(fake: FakeCleaning, capsys: Captured) -> None:
+    OUT.mkdir(parents=True)
+    (OUT / "config.json").write_text("{}")
+    assert main(CLEAN) == 1
+    assert "hyperkron resume runs/mine" in capsys.readouterr().err and fake.calls == []
+
+
+def test_overwrite_replaces_a_run(fake: FakeCleaning) -> None:
+    run_folder.write_run_folder(OUT, chosen="old")
+    (OUT / "stages").mkdir()
+    (OUT / "stages" / "teacher.json").write_text("{}")
+    fake.before = lambda: OUT.mkdir()  # it finds no folder
+    assert main([*CLEAN, "--overwrite"]) == 0
+    assert json.loads((OUT / "result.json").read_text())["chosen"] == "weighted and trusted"
+    assert not (OUT / "stages").exists() and [p.name for p in Path("runs").iterdir()] == ["mine"]
+
+
+def test_overwrite_keeps_what_is_not_of_a_run(fake: FakeCleaning, capsys: Captured) -> None:
+    run_folder.write_run_folder(OUT)
+    (OUT / "notes.txt").write_text("mine")
+    assert main([*CLEAN, "--overwrite"]) == 0
+    [aside] = [path for path in Path("runs").iterdir() if path != OUT]
+    assert [path.name for path in aside.iterdir()] == ["notes.txt"] and str(aside) in capsys.readouterr().err
+
+
+def test_overwrite_with_data_that_cannot_be_read_keeps_the_earlier_run(fake: FakeCleaning, capsys: Captured) -> None:
+    run_folder.write_run_folder(OUT, chosen="old")
+
+    def fail() -> None:
+        raise HyperkronError("train='train.csv' does not exist.")
+
+    fake.before = fail
+    assert main([*CLEAN, "--overwrite"]) == 1
+    assert "does not exist" in capsys.readouterr().err
+    assert json.loads((OUT / "result.json").read_text())["chosen"] == "old"
+    assert [path.name for path in Path("runs").iterdir()] == ["mine"]
+
+
+def test_overwrite_that_fails_on_the_way_keeps_the_earlier_run_aside(fake: FakeCleaning, capsys: Captured) -> None:
+    run_folder.write_run_folder(OUT, chosen="old")
+
+    def fail() -> None:
+        raise HyperkronError("NaN")
+
+    fake.during = fail
+    assert main([*CLEAN, "--overwrite"]) == 1
+    [aside] = [path for path in Path("runs").iterdir() if path != OUT]
+    assert json.loads((aside / "result.json").read_text())["chosen"] == "old" and str(aside) in capsys.readouterr().err
+
+
+# --- interruptions -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [(KeyboardInterrupt(), 130), (Interrupted(signal.SIGINT), 130), (Interrupted(signal.SIGTERM), 143)],
+)
+def test_an_interrupted_run_says_how_to_go_on(
+    reason: BaseException, code: int, fake: FakeCleaning, capsys: Captured
+) -> None:
+    def stop() -> None:
+        raise reason
+
+    fake.during = stop
+    assert main([*CLEAN, "--json"]) == code
+    out, err = capsys.readouterr()
+    assert "go on with: hyperkron resume runs/mine" in err and "Traceback" not in err
+    assert json.loads(out)["type"] == "Interrupted"
+    fake.during = lambda: None
+    assert main(["resume", "runs/mine"]) == 0
+    assert fake.calls[-1] == {"out": OUT, "model": None}
+    assert "held-out accuracy" in capsys.readouterr().out and (OUT / "report.html").exists()
+
+
+def test_an_interruption_while_reading_has_nothing_to_resume(fake: FakeCleaning, capsys: Captured) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    fake.before = stop
+    assert main(CLEAN) == 130
+    err = capsys.readouterr().err
+    assert "Nothing was written" in err and "resume" not in err
+
+
+def test_an_interruption_after_the_end_does_not_speak_of_resuming(
+    fake: FakeCleaning, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def stop(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hyperkron.report.write_report", stop)
+    assert main(CLEAN) == 130
+    err = capsys.readouterr().err
+    assert "The run in runs/mine is finished; see `hyperkron report runs/mine`" in err
+
+
+def test_the_handler_of_sigterm_is_put_back(fake: FakeCleaning) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    during: list[Any] = []
+    fake.during = lambda: during.append(signal.getsignal(signal.SIGTERM))
+    main(CLEAN)
+    assert during[0] is not before and signal.getsignal(signal.SIGTERM) is before
+
+
+PROCESS = """
+import sys, time, types
+package = types.ModuleType("hyperkron")
+package.__path__ = [{package!r}]
+sys.modules["hyperkron"] = package
+from pathlib import Path
+fake = types.ModuleType("hyperkron.tasks.cleaning")
+def clean(*data, out, **more):
+    if {begun}:
+        out.mkdir(parents=True)
+        (out / "config.json").write_text("{{}}")
+    print("ready", file=sys.stderr, flush=True)
+    time.sleep(60)
+fake.clean, fake.CleanConfig = clean, dict
+sys.modules["hyperkron.tasks.cleaning"] = fake
+from hyperkron.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "begun", "code", "message"),
+    [
+        (signal.SIGINT, True, 130, "hyperkron resume 'runs/my run'"),
+        (signal.SIGTERM, True, 143, "hyperkron resume 'runs/my run'"),
+        (signal.SIGINT, False, 130, "Nothing was written"),
+        (signal.SIGTERM, False, 143, "Nothing was written"),
+    ],
+)
+def test_signals_to_a_process(number: int, begun: bool, code: int, message: str) -> None:
+    code_text = PROCESS.format(package=str(Path(hyperkron.__file__).parent), begun=begun)
+    arguments = [sys.executable, "-c", code_text, "clean", "train.csv", "--trusted", "t.csv", "--out", "runs/my run"]
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        begin = time.monotonic()
+        while "ready" not in process.stderr.readline():
+            assert process.poll() is None and time.monotonic() - begin < 60
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code and message in err and "Traceback" not in err and out == ""
+
+
+# --- resume ------------------------------------------------------------------------------------------------
+
+
+def test_resuming_what_is_no_run(fake: FakeCleaning, capsys: Captured) -> None:
+    assert main(["resume", "runs/none"]) == 1
+    assert "holds no run" in capsys.readouterr().err and fake.calls == []
+
+
+def test_resume_takes_a_model(fake: FakeCleaning, capsys: Captured) -> None:
+    main(CLEAN)
+    capsys.readouterr()
+    assert main(["resume", "runs/mine", "--model", "collections:OrderedDict", "--json", "--no-report"]) == 0
+    assert fake.calls[-1]["model"].__name__ == "OrderedDict"
+    assert json.loads(capsys.readouterr().out)["folder"] == "runs/mine"

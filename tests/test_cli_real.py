@@ -1,0 +1,75 @@
+"""The command line with the real task: from reading to export."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from hyperkron.cli import main
+from hyperkron.cli.output import Lines
+from hyperkron.tasks import cleaning
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_settings_are_those_of_the_task() -> None:
+    from hyperkron.cli.cleaning import SETTINGS
+
+    values = dict(zip(SETTINGS, (3, 7, "cpu", "e", 2), strict=True))
+    config = cleaning.CleanConfig(budget=300.0, compare=("noisy",), **values)
+    assert all(getattr(config, name) == value for name, value in values.items())
+
+
+def write_table() -> list[str]:
+    """Two classes on a line, a quarter of the labels checked, a fifth of the others wrong; the lines of the rows."""
+    lines = []
+    for i in range(120):
+        right, checked = i // 2 % 2, i % 4 == 3
+        given = right ^ (i % 5 == 0 and not checked)
+        lines.append(
+            f"{(2 * right - 1) * (1 + i % 7 / 7):.3f},{i},{('small', 'large')[given]},{'yes' if checked else 'no'}"
+        )
+    Path("train.csv").write_text("\n".join(["size,weight,kind,checked", *lines]) + "\n")
+    return lines
+
+
+def test_a_real_run_from_a_mistake_and_an_interruption_to_export(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    lines = write_table()
+    given = ["clean", "train.csv", "--label", "kind", "--epochs", "1", "--compare", "none", "--out", "runs/mine"]
+    assert main([*given, "--trusted-column", "chekced"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("Reading train.csv\n") and "chekced" in err and "Traceback" not in err
+    assert not Path("runs/mine").exists()
+    advance, steps = Lines.advance, [0]
+
+    def stop(self: Lines, count: int, stage: str) -> None:
+        steps[0] += 1
+        if steps[0] == 12:
+            signal.raise_signal(signal.SIGTERM)
+        advance(self, count, stage)
+
+    monkeypatch.setattr(Lines, "advance", stop)
+    assert main([*given, "--trusted-column", "checked"]) == 143
+    assert "go on with: hyperkron resume runs/mine" in capsys.readouterr().err
+    assert main(["export", "runs/mine", "--drop", "suspects", "-o", "clean.csv"]) == 1  # not finished
+    capsys.readouterr()
+    assert main(["resume", "runs/mine", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["data"]["train_rows"] == 90 and found["data"]["trusted_rows"] == 30
+    assert set(found["files"]) >= {"report.html", "rows.csv", "model.safetensors", "suspects.jsonl"}
+    assert main(given) == 1  # never overwritten
+    assert main(["report", "runs/mine"]) == 0
+    assert main(["export", "runs/mine", "--relabel", "suspects", "-o", "all.csv"]) == 0
+    assert main(["export", "runs/mine", "--drop", "suspects", "--threshold", "0", "-o", "checked.csv"]) == 0
+    assert len(Path("all.csv").read_text().splitlines()) == 121
+    assert Path("checked.csv").read_text().splitlines()[1:] == [line for line in lines if line.endswith("yes")]

@@ -1,0 +1,262 @@
+"""`hyperkron report`, `export`, `doctor` and `paper`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run_folder
+from fake_cleaning import write_table
+from hyperkron import paper
+from hyperkron.cli import doctor as doctor_command
+from hyperkron.cli import main
+from hyperkron.paper.recipe import Judgement, OutOfTime, Result, Verdict
+from hyperkron.solution import HyperkronError
+
+Captured = pytest.CaptureFixture[str]
+RUN = Path("runs/mine")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def rows() -> list[dict[str, Any]]:
+    """A finished run and its training rows; the lines of its rows.csv."""
+    run_folder.write_run_folder(RUN, rows=40)
+    write_table(Path("train.csv"))
+    return run_folder.make_rows(run_folder.CLASSES, 40, 0.4)
+
+
+# --- report ------------------------------------------------------------------------------------------------
+
+
+def test_report_writes_the_page(rows: list[dict[str, Any]], capsys: Captured) -> None:
+    assert main(["report", "runs/mine"]) == 0
+    assert capsys.readouterr().out == "runs/mine/report.html\n" and (RUN / "report.html").stat().st_size > 1000
+    assert main(["report", "runs/mine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"report": "runs/mine/report.html"}
+
+
+def test_report_of_what_is_no_run(capsys: Captured) -> None:
+    assert main(["report", "runs/none"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("hyperkron report: error: run_folder='runs/none' is no folder")
+
+
+# --- export ------------------------------------------------------------------------------------------------
+
+
+def test_dropping_suspects(rows: list[dict[str, Any]], capsys: Captured) -> None:
+    assert main(["export", "runs/mine", "--drop", "suspects", "-o", "clean.csv"]) == 0
+    out, err = capsys.readouterr()
+    source = Path("train.csv").read_text().splitlines(keepends=True)
+    kept = [source[0]] + [source[1 + row["row"]] for row in rows if not row["suspect"]]
+    assert Path("clean.csv").read_text() == "".join(kept) and 20 < len(kept) < 40
+    assert out == "clean.csv\n" and f"{len(kept) - 1} rows written; {41 - len(kept)} suspects dropped" in err
+
+
+def test_relabelling_suspects(rows: list[dict[str, Any]], capsys: Captured) -> None:
+    assert main(["export", "runs/mine", "--relabel", "suspects", "-o", "clean.csv", "--json"]) == 0
+    with Path("clean.csv").open(newline="") as file:
+        found = [line["label"] for line in csv.DictReader(file)]
+    assert found == [row["suggested" if row["suspect"] else "given"] for row in rows]
+    count = sum(row["suspect"] for row in rows)
+    wanted = {"file": "clean.csv", "rows": 40, "trusted": 0, "relabelled": count}
+    assert json.loads(capsys.readouterr().out) == wanted
+
+
+def test_the_label_column_of_the_run_is_the_one_relabelled(rows: list[dict[str, Any]]) -> None:
+    lines = [line.split(",") for line in Path("train.csv").read_text().splitlines()]
+    decoy = [f"{text},x,{mine}" for text, mine, _ in lines[1:]]
+    Path("train.csv").write_text("\n".join(["text,label,mine", *decoy]) + "\n")
+    run_folder.write_json(RUN / "config.json", {"source": {"train": "train.csv", "reading": {"label": "mine"}}})
+    assert main(["export", "runs/mine", "--relabel", "suspects", "-o", "clean.csv"]) == 0
+    wanted = [f"x,{row['suggested' if row['suspect'] else 'given']}" for row in rows]
+    assert [line.partition(",")[2] for line in Path("clean.csv").read_text().splitlines()[1:]] == wanted
+
+
+def test_a_threshold_of_ones_own(rows: list[dict[str, Any]]) -> None:
+    assert main(["export", "runs/mine", "--drop", "suspects", "--threshold", "0.85", "-o", "clean.csv"]) == 0
+    kept = [f"text {row['row']}" for row in rows if row["error_probability"] < 0.85]
+    assert [line.split(",")[0] for line in Path("clean.csv").read_text().splitlines()[1:]] == kept
+    assert len(kept) > sum(not row["suspect"] for row in rows)
+
+
+def test_a_file_is_not_overwritten_unless_asked(rows: list[dict[str, Any]], capsys: Captured) -> None:
+    Path("clean.csv").write_text("mine")
+    export = ["export", "runs/mine", "--drop", "suspects", "-o", "clean.csv", "--quiet"]
+    assert main(export) == 1 and Path("clean.csv").read_text() == "mine"
+    assert "clean.csv" in capsys.readouterr().err
+    assert main([*export, "--overwrite"]) == 0 and Path("clean.csv").read_text() != "mine"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_trusted_rows_of_the_same_file_belong_to_the_clean_one(rows: list[dict[str, Any]], capsys: Captured) -> None:
+    lines = Path("train.csv").read_text().splitlines()
+    more = [f"checked {i},{name},yes" for i, name in enumerate(run_folder.CLASSES)]
+    Path("train.csv").write_text("\n".join([*lines, *more]) + "\n")
+    reading = {"text": "text", "label": "label", "image": None, "trusted_column": "checked"}
+    run_folder.write_json(RUN / "config.json", {"source": {"train": "train.csv", "reading": reading}})
+    assert main(["export", "runs/mine", "--drop", "suspects", "-o", "clean.csv"]) == 0
+    written = Path("clean.csv").read_text().splitlines()
+    assert written[-6:] == more and len(written) == 1 + 6 + sum(not row["suspect"] for row in rows)
+    assert "6 of them trusted" in capsys.readouterr().err
+    assert main(["export", "runs/mine", "--relabel", "suspects", "-o", "again.csv"]) == 0
+    assert Path("again.csv").read_text().splitlines()[-6:] == more
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda: (RUN / "rows.csv").unlink(), "hyperkron resume runs/mine"),
+        (lambda: (RUN / "config.json").unlink(), "holds no run (no config.json)"),
+        (lambda: (RUN / "config.json").write_text('{"source": null}'), "data that was given in Python"),
+        (lambda: (RUN / "rows.csv").write_text("row,given\n1,a\n"), "rows.csv:2 is no line of a run"),
+        (
+            lambda: (RUN / "rows.csv").write_text(
+                "row,given,suggested,error_probability,weight,suspect\n1,a,b,nan,1,true\n"
+            ),
+            "rows.csv:2 is no line of a run",
+        ),
+        (lambda: Path("train.csv").unlink(), "train.csv"),
+    ],
+)
+def test_export_of_a_damaged_run(damage: Any, message: str, rows: list[dict[str, Any]], capsys: Captured) -> None:
+    damage()
+    assert main(["export", "runs/mine", "--drop", "suspects", "-o", "clean.csv"]) == 1
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err and not Path("clean.csv").exists()
+
+
+# --- doctor ------------------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_everything_here(capsys: Captured) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    names = ["python", "disk", *doctor_command.EXTRAS, "torch", "device", "threads", "encoder", "self test"]
+    found = [line[9:].strip() for line in out.splitlines() if line[:1] in "omB" and line[7:9] == "  "]
+    assert [next(n for n in names if line.startswith(n)) for line in found] == names
+    assert "agrees with a dense solve" in out and out.endswith("All that is needed is here.\n")
+
+
+def test_doctor_as_json_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setattr(doctor_command, "find_spec", lambda name: None if name == "cleanlab" else object())
+    monkeypatch.setenv("HYPERKRON_ENCODER", "no/such-encoder")
+    assert main(["doctor", "--json"]) == 0
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["compare"]["state"] == "missing" and found["compare"]["remedy"] == "pip install 'hyperkron[compare]'"
+    assert found["encoder"]["state"] == "missing" and "no/such-encoder" in found["encoder"]["detail"]
+    assert found["data"]["state"] == found["self test"]["state"] == "ok"
+
+
+@pytest.mark.parametrize("wrong", [1e-3, float("nan")])
+def test_doctor_fails_where_the_mathematics_does(
+    wrong: float, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(doctor_command, "self_test", lambda: wrong)
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"] and found["findings"][-1]["state"] == "bad"
+
+
+def test_doctor_survives_what_it_looks_for(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    def fail() -> float:
+        raise RuntimeError("illegal instruction")
+
+    monkeypatch.setattr(doctor_command, "self_test", fail)
+    assert main(["doctor"]) == 1
+    assert "RuntimeError: illegal instruction" in capsys.readouterr().out
+
+
+def test_the_self_test_sees_a_wrong_hypergradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hyperkron import hypergradient
+
+    true = hypergradient.kfac
+    assert doctor_command.self_test() < 1e-12
+    monkeypatch.setattr(hypergradient, "kfac", lambda damping, **more: true(2 * damping, **more))
+    assert doctor_command.self_test() > 1e-3
+
+
+def test_the_extras_are_those_of_the_package() -> None:
+    from importlib.metadata import metadata
+
+    known = set(metadata("hyperkron").get_all("Provides-Extra") or [])
+    assert set(doctor_command.EXTRAS) <= known
+
+
+# --- paper -------------------------------------------------------------------------------------------------
+
+
+class _Recipe:
+    name, place, scales, title = "counted", "Table 9", ("smoke",), "A title"
+
+    def judge(self, result: Result) -> Judgement:
+        return Judgement(Verdict.REPRODUCED, f"{len(result.seeds)} seeds agree.")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The paper's functions replaced by ones that remember their arguments."""
+    found: list[dict[str, Any]] = []
+
+    def run(name: str, scale: str, *, seeds: int | None, **more: Any) -> Result:
+        found.append({"name": name, "scale": scale, "seeds": seeds, **more})
+        if name == "nothing":
+            raise HyperkronError("name='nothing' is no recipe; choose one of counted.")
+        if more["limit_minutes"] == -1:
+            raise OutOfTime("The time limit of -1 minutes is over.")
+        more["say"]("a cell is done")
+        return Result("counted", "smoke", (1, 2), {}, complete=more["device"] == "cpu")
+
+    monkeypatch.setattr(paper, "recipes", lambda: {"counted": _Recipe()})
+    monkeypatch.setattr(paper, "run", run)
+    monkeypatch.setattr(paper, "run_all", lambda scale, **more: {"counted": run("counted", scale, **more)})
+    monkeypatch.setattr(paper, "meant_for", lambda scale, device: [_Recipe()])
+    return found
+
+
+def test_paper_list(capsys: Captured) -> None:
+    assert main(["paper", "list"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == list(paper.recipes())
+    assert main(["paper", "list", "--json"]) == 0
+    assert [recipe["name"] for recipe in json.loads(capsys.readouterr().out)["recipes"]] == names
+
+
+@pytest.mark.parametrize("name", ["counted", "all"])
+def test_paper_run(name: str, calls: list[dict[str, Any]], capsys: Captured) -> None:
+    given = ["paper", "run", name, "--scale", "smoke", "--seeds", "2", "--limit-minutes", "3.5", "--folder", "f"]
+    assert main(given) == 0
+    out, err = capsys.readouterr()
+    assert out == "counted: reproduced. 2 seeds agree.\n" and "a cell is done" in err
+    [call] = calls
+    assert (call["name"], call["scale"], call["seeds"], call["device"]) == ("counted", "smoke", 2, "cpu")
+    assert call["limit_minutes"] == 3.5 and call["folder"] == "f" and call["data"] is None
+    assert call["command"] == " ".join(["hyperkron", *given])
+    assert main([*given, "--json", "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["verdicts"]["counted"]["verdict"] == "reproduced" and err == ""
+
+
+def test_paper_run_out_of_time_and_mistaken(calls: list[dict[str, Any]], capsys: Captured) -> None:
+    assert main(["paper", "run", "counted", "--limit-minutes", "-1"]) == 3
+    assert "time limit" in capsys.readouterr().err
+    assert main(["paper", "run", "counted", "--device", "cuda"]) == 3  # not complete
+    assert main(["paper", "run", "nothing"]) == 1
+    assert "is no recipe" in capsys.readouterr().err
+
+
+def test_paper_report_writes_the_page(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    assert main(["paper", "report", "--folder", "results", "--out", "page"]) == 0
+    written = capsys.readouterr().out.splitlines()
+    assert "page/paper.md" in written and "page/paper.html" in written and Path("page/paper.md").exists()
+    assert main(["paper", "report", "--folder", "results", "--out", "page", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == written
