@@ -39,6 +39,7 @@ LAYERS = (
     "data",
     "models",
     "tasks",
+    "report",
     "paper",
     "cli",
 )
