@@ -1,6 +1,6 @@
 # Needs only Python >= 3.10 and make. Everything is installed into .venv, once, and reused.
 #
-#   make demo     clean mislabelled digits with a KFAC hypergradient and print what was found
+#   make demo     hyperkron clean on mislabelled digits: wrong labels found, and a report
 #   make test     lint, types, doctests and tests
 #   make bench    speed and memory against peers
 #   make faults   kill, signal and damage runs, and count those that survive
@@ -51,7 +51,7 @@ $(STAMP): pyproject.toml constraints.txt requirements/peers.txt $(STALE)
 	@printf '%s\n' "$(CURDIR)" > $@
 
 demo: $(STAMP)
-	$(PY) examples/digits.py
+	$(PY) examples/demo.py
 
 test: lint types unit
 

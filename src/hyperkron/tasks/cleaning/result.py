@@ -29,7 +29,7 @@ class CleanResult:
     """What ``clean`` found.
 
     Attributes:
-        weights: how much each training row counts (N,).
+        weights: how far each given label is believed, 1 − error_probability; for a weighted training of your own (N,).
         error_probability: of each training label (N,).
         suspects: positions of the rows whose label is more likely wrong than right, most suspicious first.
         suggested: the most likely class of each training row (N,).

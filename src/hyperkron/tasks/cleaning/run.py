@@ -168,7 +168,7 @@ class Run:
         probability = outcome.error_probability(given)
         scores = {
             "error_probability": probability.cpu(),
-            "weight": outcome.weight(given).cpu(),
+            "weight": 1 - probability.cpu(),
             "suggested": outcome.final.posterior.argmax(1).cpu(),
             "history": history(outcome, work).cpu(),
         }
