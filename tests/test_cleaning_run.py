@@ -260,3 +260,24 @@ def test_an_encoder_whose_last_layer_is_trained(tmp_path: Path, monkeypatch: pyt
     assert found.summary["data"]["kind"] == "text" and len(found.weights) == len(found.error_probability) > 20
     assert hasattr(found.model, "upper") and all(c["test_accuracy"] is not None for c in found.candidates)
     assert same(found, clean(*parts, test=parts[1], config=config))
+
+
+def test_the_result_predicts_further_rows(data: Blobs) -> None:
+    found = clean(data.train, data.trusted, test=data.test, config=CleanConfig(epochs=2, compare=()))
+    probabilities = found.predict(data.test[0].numpy())
+    assert torch.allclose(probabilities.sum(1), torch.ones(len(data.test[0])), atol=1e-5)
+    right = (probabilities.argmax(1) == data.test[1]).float().mean()
+    assert float(right) == pytest.approx(found.candidates[0]["test_accuracy"], abs=1e-6)
+
+
+@pytest.mark.parametrize("network", [nn.Linear(2, 5), nn.Linear(7, 3)], ids=["outputs", "inputs"])
+def test_a_network_that_does_not_fit_is_refused(data: Blobs, network: nn.Module) -> None:
+    with pytest.raises(HyperkronError, match=r"model (gives an output of shape|does not take inputs of shape)"):
+        clean(data.train, data.trusted, model=lambda: network, config=NONE)
+
+
+def test_batch_statistics_never_meet_a_single_row(data: Blobs) -> None:
+    """17 trusted rows in batches of 16 would leave one over."""
+    few = (data.trusted[0][:17], data.trusted[1][:17])
+    build = lambda: nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))  # noqa: E731
+    assert len(clean(data.train, few, model=build, config=NONE).weights) == len(data.noisy)

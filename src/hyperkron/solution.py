@@ -71,7 +71,7 @@ class Status(enum.Enum):
 
     SKIPPED = (
         "A NaN or an infinity appeared in the step or its curvature could not be factorised, so θ and λ were put back "
-        "where they were and the step was left out; look at the batches named in the file beside the run."
+        "where they were and the step was left out; check the batches named in the file beside the run."
     )
     STALE = (
         "The inverse in use is older than allowed, or refreshing it has failed several times; "
@@ -79,7 +79,7 @@ class Status(enum.Enum):
     )
     COLLAPSED = (
         "The weights of the examples have collapsed: all are zero, or a few carry nearly everything; "
-        "lower the outer step size, bound λ with a projection, or use more validation data."
+        "lower the step size of λ, bound it with a projection, or use more validation data."
     )
 
     @property

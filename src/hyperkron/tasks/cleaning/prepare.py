@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +46,14 @@ class Prepared:
         inputs: of the training rows, then the trusted ones.
         test: of the test rows, if there are some.
         build: makes a fresh network.
+        transform: makes inputs of further rows, given in the form of ``Labelled.inputs``.
         messages: what a person should know.
     """
 
     inputs: Inputs
     test: Inputs | None
     build: Callable[[], nn.Module]
+    transform: Callable[[Any], Inputs]
     messages: tuple[str, ...] = ()
 
 
@@ -93,28 +96,74 @@ def prepare(
     if kind == "text" and config.layers:
         return _trained_encoder(parts, config, device, progress)
     messages: tuple[str, ...] = ()
+    raw: Callable[[Any], Tensor] = _floats
     if kind == "text":
-        texts = [list(part.inputs) for part in parts]
-        found = text_features(texts, config.encoder, cache=cache, device=device, progress=progress)
+        found = text_features(
+            [list(part.inputs) for part in parts], config.encoder, cache=cache, device=device, progress=progress
+        )
         values, messages = list(found.parts), found.messages
-        values = _standardised(values, dims=(0,))
+        raw = partial(_embedded, encoder=config.encoder, device=device)
     elif kind == "image":
-        values = [torch.as_tensor(part.inputs).float() for part in parts]
-        values = _standardised(values, dims=(0, 2, 3))
+        values = [_floats(part.inputs) for part in parts]
     else:
-        values = [torch.as_tensor(part.standardised()).float() for part in parts]
+        values = [_floats(part.standardised()) for part in parts]
+        encoding = parts[0].encoding
+        raw = partial(_encoded, encoding)
+    scale = _Scale.of(values[0], kind)
     hidden = TEXT_HIDDEN if kind == "text" else None
     build = model or default_model(kind, tuple(values[0].shape[1:]), classes, hidden=hidden)
-    inputs = Dense(torch.cat(values[:2]).to(device))
-    test = Dense(values[2].to(device)) if len(values) > 2 else None
-    return Prepared(inputs, test, build, messages)
+    inputs = Dense(scale(torch.cat(values[:2])).to(device))
+    test = Dense(scale(values[2]).to(device)) if len(values) > 2 else None
+    _refuse_misfit(build, inputs, classes, device)
+    return Prepared(inputs, test, build, lambda rows: Dense(scale(raw(rows)).to(device)), messages)
 
 
-def _standardised(values: list[Tensor], dims: tuple[int, ...]) -> list[Tensor]:
-    """With the mean and deviation of the first part."""
-    mean = values[0].mean(dims, keepdim=True)
-    deviation = values[0].std(dims, keepdim=True).nan_to_num(1.0)
-    return [(value - mean) / deviation.clamp(min=1e-6) for value in values]
+@dataclass(frozen=True)
+class _Scale:
+    """Standardisation by the training rows: per number of an embedding, per channel of a picture, none for tables."""
+
+    mean: Tensor | float = 0.0
+    deviation: Tensor | float = 1.0
+
+    @classmethod
+    def of(cls, values: Tensor, kind: str) -> _Scale:
+        if kind == "table":  # already encoded
+            return cls()
+        dims = (0,) if kind == "text" else (0, 2, 3)
+        deviation = values.std(dims, keepdim=True).nan_to_num(1.0).clamp(min=1e-6)
+        return cls(values.mean(dims, keepdim=True), deviation)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return (values - self.mean) / self.deviation
+
+
+def _floats(rows: Any) -> Tensor:
+    return torch.as_tensor(rows).float()
+
+
+def _encoded(encoding: Any, rows: Any) -> Tensor:
+    return _floats(encoding.standardise(rows))
+
+
+def _embedded(rows: Any, encoder: str | None, device: torch.device) -> Tensor:
+    return text_features([list(rows)], encoder, device=device).parts[0].cpu()
+
+
+def _refuse_misfit(build: Callable[[], nn.Module], inputs: Inputs, classes: int, device: torch.device) -> None:
+    """Meet a network that does not take these inputs, or has another number of outputs, before any training."""
+    two = torch.arange(min(2, len(inputs)), device=device)
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            shape = tuple(build().to(device).eval()(*inputs.batch(two)).shape)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            raise HyperkronError(
+                f"model does not take inputs of shape {tuple(inputs.batch(two)[0].shape[1:])}: {str(error)[:200]}"
+            ) from error
+    if shape != (len(two), classes):
+        raise HyperkronError(
+            f"model gives an output of shape {shape} for {len(two)} rows; it must be ({len(two)}, {classes}), one "
+            f"logit for each of the {classes} classes."
+        )
 
 
 def _trained_encoder(
@@ -130,4 +179,9 @@ def _trained_encoder(
     if len(parts) > 2:
         test = States(encoder.prefix([str(text) for text in parts[2].inputs], config.layers), device)
     classes = len(parts[0].classes)
-    return Prepared(inputs, test, lambda: encoder.with_head(classes, config.layers))
+    return Prepared(
+        inputs,
+        test,
+        lambda: encoder.with_head(classes, config.layers),
+        lambda rows: States(encoder.prefix([str(text) for text in rows], config.layers), device),
+    )

@@ -6,6 +6,7 @@ import datetime
 import platform
 import resource
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.data import Labelled
+from hyperkron.solution import HyperkronError
 from hyperkron.tasks.cleaning.config import CleanConfig
 from hyperkron.tasks.cleaning.folder import FORMAT
 from hyperkron.tasks.cleaning.method import Outcome, Work
-from hyperkron.tasks.cleaning.trainer import Plan
+from hyperkron.tasks.cleaning.trainer import Inputs, Plan, predict
 
 CUT = 0.5
 """A row whose label is more likely wrong than right is a suspect."""
@@ -53,6 +55,19 @@ class CleanResult:
     classes: tuple[str, ...]
     summary: dict[str, Any] = field(repr=False, default_factory=dict)
     folder: Path | None = None
+    transform: Callable[[Any], Inputs] | None = field(repr=False, default=None)
+
+    def predict(self, rows: Any) -> Tensor:
+        """Class probabilities (n, C) of further rows.
+
+        Args:
+            rows: texts, pictures (n, C, H, W) of 0 to 255, or a matrix of features, as the training rows were.
+        """
+        if self.transform is None:
+            raise HyperkronError("this result has no model to predict with.")
+        inputs = self.transform(rows)
+        device = next(self.model.parameters()).device
+        return predict(self.model, inputs, torch.arange(len(inputs), device=device)).cpu()
 
 
 def about_run(

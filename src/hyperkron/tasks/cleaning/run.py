@@ -201,6 +201,7 @@ class Run:
             self.parts[0].classes,
             summary,
             None if self.folder is None else self.folder.path,
+            prepared.transform,
         )
 
     def _candidates(

@@ -125,6 +125,8 @@ def train(
             order = torch.randperm(count, device=device)
             for at in range(0, count, size):
                 part = order[at : at + size]
+                if len(part) == 1 < count:  # one row alone has no batch statistics
+                    continue
                 weight = None if lesson.weight is None else lesson.weight[part]
                 loss = likelihood(network(*inputs.batch(lesson.rows[part])), lesson.evidence[part], weight)
                 optimizer.zero_grad(set_to_none=True)
