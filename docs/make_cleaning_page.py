@@ -36,8 +36,8 @@ In short: finding wrong labels works nearly everywhere, most of all where the no
 comes out is far ahead under class-dependent noise and on TREC, about level elsewhere, and behind plain small-loss
 weights on Fashion-MNIST with uniform noise and behind trusted-confidence weights on ChemProt. **The hypergradient adds
 nothing to the ranking of suspects**: the experts, their pooling and the noise matrix do that work. What it decides is
-how much the experts count in training (κ), which differs by a factor of ten between datasets; its effect on accuracy has
-not been measured in this table.
+how much the experts count in training (κ), which differs by a factor of ten between datasets; its effect on accuracy
+has not been measured in this table.
 
 """
 
