@@ -201,7 +201,7 @@ def test_refused(tmp_path: Path, problem: str) -> None:
         ("a.json", '{"a": 1}', ["no list of JSON objects", "WRENCH"]),
         ("a.parquet", "PAR1 no", ["no readable Parquet"]),
         ("a.npz", "PK no", ["no readable .npz"]),
-        ("a.csv.gz", gzip.compress(GOOD.encode())[:-12], ["cannot be read"]),
+        ("a.csv.gz", gzip.compress(GOOD.encode(), mtime=0)[:-12], ["cannot be read"]),
         ("a.pkl", "x", ["may be a pickle", "np.savez"]),
         ("a.npy", "x", ["one array without labels"]),
         ("a.docx", "x", ["suffix", "Known: .csv"]),
