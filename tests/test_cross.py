@@ -300,6 +300,29 @@ def test_reverse_refuses_what_cannot_be_differentiated_twice() -> None:
         reverse(point, v)
 
 
+def test_auto_decides_anew_for_another_inner_loss() -> None:
+    """A finite difference that was right for one loss is wrong for one with stopped gradients."""
+
+    def stopped(m: nn.Module, h: nn.Module, b: Any) -> Any:
+        return weights(m, h, b) * weights(m, h, b).value.detach()
+
+    model, hyper, state = mlp(3, 4, 3), KINDS["weights"][1](), CrossState()
+    for inner, mode in ((weights, "difference"), (stopped, "reverse"), (weights, "difference")):
+        point, v = setting(inner, hyper, model)
+        with point:
+            found, wanted = Cross().term(point, v, None, state), reverse(point, v)
+        assert state.mode == mode
+        assert oracles.relative(found, wanted) < 1e-5
+    assert "inner" not in state.state_dict()
+    calls = state.calls
+    for _ in range(3):  # defined anew each time, and still one function
+        point, v = setting(lambda m, h, b: weights(m, h, b), hyper, model)
+        with point:
+            Cross().term(point, v, None, state)
+        state.error = 7.0 if state.calls == calls + 1 else state.error
+    assert state.error == 7.0  # decided once, not again
+
+
 def test_a_call_that_failed_decides_nothing() -> None:
     model, hyper = mlp(3, 4, 3), KINDS["weights"][1]()
     state = CrossState()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -47,10 +47,18 @@ class CrossState:
     full: bool = False  # whether the finite difference runs in full float32 where the model runs in TF32
     error: float = 0.0
     calls: int = 0
+    inner: Any = field(default=None, repr=False)  # whose inner loss it was decided for; not saved
 
     def state_dict(self) -> dict[str, Any]:
         """The decision as plain values."""
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name != "inner"}
+
+    def meets(self, inner: Any) -> bool:
+        """Whether the decision was made for this inner loss; the first one after a resume is taken to be it."""
+        inner = getattr(inner, "func", inner)  # of a functools.partial
+        mark = getattr(inner, "__code__", None) or id(inner)  # a function defined anew in every step is the same one
+        known, self.inner = self.inner in (None, mark), mark
+        return known
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with an earlier decision."""
@@ -66,7 +74,8 @@ class Cross:
         mode: ``auto`` tries the finite difference first, at two radii: by how much the two answers differ tells its
             error. Where that is above ``tolerance`` at every radius it takes forward mode, then double backward,
             whichever the model allows. Where J_in changes along v otherwise than its gradient says (gradients are
-            stopped inside it), it takes double backward. It decides on the first call and again after every 100.
+            stopped inside it), it takes double backward. It decides on the first call, again after every 100,
+            and whenever the inner loss is another function.
         radius: ε‖v‖ of the finite difference; ``None`` tries 1e-2, 3e-3 and 1e-3 (float64: 1e-4 and 1e-5; TF32 and half
             precision: 1e-1, 3e-2 and 1e-2).
         tolerance: relative error at which a finite difference is exact enough; ``None`` means 5 %, an angle of 3°
@@ -89,7 +98,8 @@ class Cross:
         if self.mode in ("auto", "reverse") and isinstance(operator, HessianOperator) and same_batch:
             state.mode = "reverse"
             return _filled(point, operator.cross(v, point.hypers))
-        due = state.calls % RECHECK == 0 or not state.mode  # a first call that failed has decided nothing
+        same = state.meets(point.problem.inner)
+        due = state.calls % RECHECK == 0 or not state.mode or not same  # a first call that failed has decided nothing
         state.calls += 1
         if self.mode == "auto" and due:
             return self._decide(point, v, state)
