@@ -187,10 +187,10 @@ class Point:
         for label, module in (("model", self.model), ("hyper", self.hyper)):
             for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
                 yield from ((f"{label} {kind} {name}", x) for name, x in named)
-        yield from _leaves("inner_batch", self.inner_batch)
-        yield from _leaves("outer_batch", self.outer_batch)
+        yield from tensors_of("inner_batch", self.inner_batch)
+        yield from tensors_of("outer_batch", self.outer_batch)
         if self.curvature_batch is not self.inner_batch:
-            yield from _leaves("curvature_batch", self.curvature_batch)
+            yield from tensors_of("curvature_batch", self.curvature_batch)
 
     def culprits(self) -> str:
         """The tensors that hold a nan or an infinity, or nothing at all, and what to do; empty if there are none."""
@@ -215,16 +215,16 @@ class Point:
         return ""
 
 
-def _leaves(name: str, batch: Any) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(name: str, batch: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a batch of any kind, by the expression that reaches them."""
     if isinstance(batch, Tensor):
         yield name, batch
     elif isinstance(batch, Mapping):
         for key, x in batch.items():
-            yield from _leaves(f"{name}[{key!r}]", x)
+            yield from tensors_of(f"{name}[{key!r}]", x)
     elif isinstance(batch, (list, tuple)):
         for i, x in enumerate(batch):
-            yield from _leaves(f"{name}[{i}]", x)
+            yield from tensors_of(f"{name}[{i}]", x)
 
 
 @contextmanager

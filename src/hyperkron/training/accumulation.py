@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hyperkron.losses import Loss, as_loss
+from hyperkron.point import tensors_of
 from hyperkron.problem import BilevelProblem, Objective, rows, shares
 from hyperkron.solution import HyperkronError
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
@@ -118,7 +119,7 @@ def length(batch: Any) -> int:
         >>> length({"x": torch.zeros(5, 2), "scale": torch.tensor(1.0)})
         5
     """
-    found = [len(x) for x in _tensors(batch) if x.dim() > 0]
+    found = [len(x) for _, x in tensors_of("batch", batch) if x.dim() > 0]
     if any(n != found[0] for n in found):
         raise HyperkronError(
             f"a batch with tensors of lengths {found} cannot be cut into micro-batches; give all of them the examples "
@@ -140,17 +141,6 @@ def split(batch: Any, size: int | None) -> list[Any]:
     if count <= size:
         return [batch]
     return [_slice(batch, slice(start, start + size)) for start in range(0, count, size)]
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for x in batch.values():
-            yield from _tensors(x)
-    elif isinstance(batch, (list, tuple)):
-        for x in batch:
-            yield from _tensors(x)
 
 
 def _slice(batch: Any, part: slice) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.algorithms import Draw, Examples
+from hyperkron.point import tensors_of
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
 
 MAX_IDS = 10_000
@@ -132,7 +133,7 @@ def _described(note: Note, source: Any) -> dict[str, Any]:
         found["batch"] = note.value
         batch = source.batch(note.value)
         found["examples"] = [note.value * source.batch_size, note.value * source.batch_size + len(batch[0]) - 1]
-    found["tensors"] = [_tensor(place, x) for place, x in _leaves("batch", batch)]
+    found["tensors"] = [_tensor(place, x) for place, x in tensors_of("batch", batch)]
     return found
 
 
@@ -145,17 +146,6 @@ def _tensor(place: str, x: Tensor) -> dict[str, Any]:
     elif x.dim() <= 1 and x.numel() <= MAX_IDS and x.dtype != torch.bool:
         found["values"] = x.tolist()
     return found
-
-
-def _leaves(place: str, batch: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(batch, Tensor):
-        yield place, batch
-    elif isinstance(batch, Mapping):
-        for name, x in batch.items():
-            yield from _leaves(f"{place}[{name!r}]", x)
-    elif isinstance(batch, (list, tuple)):
-        for i, x in enumerate(batch):
-            yield from _leaves(f"{place}[{i}]", x)
 
 
 def plain(value: Any) -> Any:
