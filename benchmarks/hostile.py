@@ -35,7 +35,9 @@ def malicious(judge: Judge, scratch: Path) -> dict[str, Any]:
         if told != "none":
             wrong.append(f"{name}: {told or 'it killed the process'}")
     count = len(malice.CASES)
-    note = "; ".join(wrong) or "0 executed, 0 escaped; checkpoints, logs, datasets, a report"
+    note = (
+        "; ".join(wrong) or "0 executed, 0 escaped; checkpoints, logs, datasets, configurations, run folders, a report"
+    )
     return {"fault": "hostile file", "tries": count, "survived": count - len(wrong), "note": note}
 
 

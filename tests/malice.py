@@ -1,4 +1,4 @@
-"""Checkpoints, logs, datasets and run folders made to do harm, and what became of them.
+"""Checkpoints, logs, datasets, configurations and run folders made to do harm, and what became of them.
 
 A case builds something hostile in a folder and hands it to the library, which must refuse it by a ``HyperkronError`` or
 make nothing of it. Harmed is who runs its code (a trace appears), reads or writes a file elsewhere (the secret is in
@@ -346,6 +346,72 @@ def _(arena: Arena) -> Any:
     path = arena.folder / "data" / "a.csv"
     path.write_text(f"image,label\n{rows}")
     return read_pair(path, path, image="image", label="label")
+
+
+# --- configurations and run folders ------------------------------------------------------------------------
+
+
+def _configure(arena: Arena, text: str) -> Any:
+    """What `hyperkron clean --config` makes of a file; its refusal is a mistake of the command, code 2."""
+    from hyperkron.cli.config import read_config
+    from hyperkron.cli.output import UsageError
+
+    path = arena.folder / "mine.yaml"
+    path.write_text(text)
+    try:
+        return read_config(path)
+    except UsageError as error:
+        raise hk.HyperkronError(str(error)) from error
+
+
+@case
+def _(arena: Arena) -> Any:
+    """a YAML tag that calls a function, as a value of a configuration."""
+    return _configure(arena, f"text: !!python/object/apply:os.mkdir ['{arena.trace}']\n")
+
+
+@case
+def _(arena: Arena) -> Any:
+    """a YAML tag that makes an object, as the whole configuration."""
+    return _configure(arena, f"!!python/object/new:os.mkdir ['{arena.trace}']\n")
+
+
+@case
+def _(arena: Arena) -> Any:
+    """a configuration that names code to run."""
+    return _configure(arena, "model: os:mkdir\n")
+
+
+@case
+def _(arena: Arena) -> Any:
+    """a configuration whose aliases grow a thousand million times."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    return _configure(arena, "\n".join(lines) + "\nfeatures: *a8\n")
+
+
+@case
+def _(arena: Arena) -> Any:
+    """pickle in place of a finished stage of `clean`."""
+    from hyperkron.tasks.cleaning.stages import Stages
+
+    stages = Stages(arena.run)
+    stages("experts", lambda: {"asked": torch.ones(2)})
+    for name in ("experts.safetensors", "experts.json"):
+        (arena.run / name).write_bytes(arena.pickle)
+    return "left alone" if stages.find("experts") is None else "read"
+
+
+@case
+def _(arena: Arena) -> Any:
+    """a stage of `clean` that is a link to a file elsewhere."""
+    from hyperkron.tasks.cleaning.stages import Stages
+
+    stages = Stages(arena.run)
+    stages("experts", lambda: {"asked": torch.ones(2)})
+    (arena.run / "experts.json").unlink()
+    (arena.run / "experts.json").symlink_to(arena.secret)
+    return "not followed" if stages.find("experts") is None else "read"
 
 
 # --- pages -------------------------------------------------------------------------------------------------
