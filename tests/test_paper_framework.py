@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import time
@@ -14,8 +13,8 @@ import pytest
 import torch
 
 from hyperkron import paper
+from hyperkron.cli import main
 from hyperkron.paper import datasets, page, places, record
-from hyperkron.paper.__main__ import main
 from hyperkron.paper.printed import printed
 from hyperkron.paper.recipe import Cells, Job, Judgement, OutOfTime, Recipe, Result, Table, Verdict
 from hyperkron.paper.tuning import Clock, Search, at_edge, interval, settings_of, shown, tune
@@ -255,24 +254,6 @@ def test_cifar_sheets_are_cut_into_tiles_in_order(tmp_path: Path) -> None:
     assert found.train[1].tolist() == [i % 10 for i in range(30)] and found.test[1].tolist() == list(range(6))
 
 
-def test_wrench_votes_and_the_label_in_trec_test_texts(tmp_path: Path) -> None:
-    folder = tmp_path / "wrench" / "trec"
-    folder.mkdir(parents=True)
-    (folder / "label.json").write_text('{"0": "A", "1": "B"}', "utf-8")
-    rows = [
-        {"text": "dist How far ?", "label": 1, "weak_labels": [1, 1, 0]},
-        {"text": "x y", "label": 0, "weak_labels": [-1, -1, -1]},
-    ]
-    for part in ("train", "valid", "test"):
-        with gzip.open(folder / f"{part}.jsonl.gz", "wt", encoding="utf-8") as file:
-            file.write("\n".join(json.dumps(row) for row in rows))
-    found = datasets.wrench("trec", tmp_path)
-    assert (
-        found.classes == ("A", "B") and found.train.weak.tolist() == [1, -1] and found.train.labels.tolist() == [1, 0]
-    )
-    assert found.train.texts[0] == "dist How far ?" and found.test.texts == ["How far ?", "y"]
-
-
 # --- the page ----------------------------------------------------------------------------------------------
 
 
@@ -340,13 +321,13 @@ def test_results_of_unknown_recipes_are_refused(tmp_path: Path) -> None:
 
 
 def test_list_names_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
+    assert main(["paper", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(paper.recipes())
 
 
 def test_a_mistake_is_said_and_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["run", "nothing", "--folder", str(tmp_path)]) == 2
+    assert main(["paper", "run", "nothing", "--folder", str(tmp_path)]) == 1
     assert "name='nothing' is no recipe" in capsys.readouterr().err
 
 
@@ -355,12 +336,14 @@ def test_run_all_takes_what_the_device_is_meant_for_and_continues(
 ) -> None:
     on_cpu, on_gpu = Counted(), Counted(name="other", gpu=("small",))
     monkeypatch.setattr(paper, "recipes", lambda: {"counted": on_cpu.recipe, "other": on_gpu.recipe})
-    arguments = ["run", "all", "--scale", "small", "--seeds", "2", "--folder", str(tmp_path)]
+    arguments = ["paper", "run", "all", "--scale", "small", "--seeds", "2", "--folder", str(tmp_path)]
     assert main([*arguments, "--limit-minutes", "-1"]) == 3 and on_cpu.done == []
-    assert "no time left" in capsys.readouterr().out
+    assert "no time left" in capsys.readouterr().err
     assert main(arguments) == 0
     assert on_cpu.done == [1, 2] and on_gpu.done == []
     (tmp_path / "counted-small.cells.jsonl").unlink()
     assert main(arguments) == 0 and on_cpu.done == [1, 2]  # the result is complete
-    assert main(["run", "all", "--seeds", "1", "--folder", str(tmp_path)]) == 0  # at smoke scale neither needs a GPU
+    assert (
+        main(["paper", "run", "all", "--seeds", "1", "--folder", str(tmp_path)]) == 0
+    )  # at smoke scale neither needs a GPU
     assert on_gpu.done == [1]

@@ -5,8 +5,6 @@ The folder is the one given, or the environment variable ``HYPERKRON_DATA``, or 
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,61 +86,3 @@ def _tiles(path: Path, np, image) -> Tensor:  # type: ignore[no-untyped-def]
     rows, columns = pixels.shape[0] // 32, pixels.shape[1] // 32
     tiles = pixels[: rows * 32, : columns * 32].reshape(rows, 32, columns, 32, 3).permute(0, 2, 4, 1, 3)
     return tiles.reshape(-1, 3, 32, 32).float() / 255
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Texts with their true labels and the majority of their weak labels (−1 where all abstain)."""
-
-    texts: list[str]
-    labels: Tensor
-    weak: Tensor
-
-
-@dataclass(frozen=True)
-class Wrench:
-    """A dataset of the WRENCH benchmark."""
-
-    train: Texts
-    valid: Texts
-    test: Texts
-    classes: tuple[str, ...]
-
-
-def wrench(name: str, folder: str | Path | None = None) -> Wrench:
-    """A WRENCH dataset (``trec``, ``semeval``, ``youtube``, …) from its gzipped JSON lines.
-
-    TREC's test texts begin with the fine label of the question, which training texts lack: it is dropped.
-
-    Reference: Zhang et al., "WRENCH: a comprehensive benchmark for weak supervision" (NeurIPS 2021).
-    """
-    where = find(f"wrench/{name}", folder)
-    classes = json.loads((where / "label.json").read_text("utf-8"))
-    names = tuple(classes[key] for key in sorted(classes, key=int))
-    parts = {part: _texts(where / f"{part}.jsonl.gz", len(names)) for part in ("train", "valid", "test")}
-    if name == "trec":
-        test = parts["test"]
-        parts["test"] = Texts([text.partition(" ")[2] for text in test.texts], test.labels, test.weak)
-    return Wrench(parts["train"], parts["valid"], parts["test"], names)
-
-
-def _texts(path: Path, classes: int) -> Texts:
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
-    texts = [str(row["text"] if "text" in row else row["data"]["text"]) for row in rows]
-    labels = torch.tensor([int(row["label"]) for row in rows])
-    return Texts(texts, labels, torch.tensor([majority(row["weak_labels"], classes) for row in rows]))
-
-
-def majority(votes: list[int], classes: int) -> int:
-    """The class with most votes, the first of equals; −1 where every source abstains (votes −1).
-
-    Example:
-        >>> majority([-1, 2, 2, 0], 3), majority([-1, -1], 3)
-        (2, -1)
-    """
-    counts = [0] * classes
-    for vote in votes:
-        if vote >= 0:
-            counts[vote] += 1
-    return counts.index(max(counts)) if any(counts) else -1
