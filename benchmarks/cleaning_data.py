@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hyperkron.paper.datasets import cifar10, mnist
+
 IMAGES = ("digits", "mnist", "fashion_mnist", "cifar10")
 TEXTS = ("trec", "semeval", "youtube", "sms", "chemprot")
 NOISES = ("uniform-20", "uniform-50", "class-40")
@@ -69,28 +71,9 @@ def images(name: str) -> tuple[Tensor, Tensor]:
         x, y = load_digits(return_X_y=True)
         return torch.tensor(x / 16.0, dtype=torch.float32).reshape(-1, 1, 8, 8), torch.tensor(y)
     if name == "cifar10":
-        return _sheets(DATA / "cifar10")
-    from hyperkron.data import read_idx
-
-    x, y = (
-        torch.as_tensor(np.asarray(read_idx(DATA / name / f"train-{part}.gz")))
-        for part in ("images-idx3-ubyte", "labels-idx1-ubyte")
-    )
-    return x.float()[:, None] / 255, y.long()
-
-
-def _sheets(folder: Path) -> tuple[Tensor, Tensor]:
-    """The training images of those sheets that are there; each sheet is 100 × 100 tiles."""
-    from PIL import Image
-
-    Image.MAX_IMAGE_PIXELS = None
-    labels, found = np.load(folder / "labels.npz")["train"], []
-    present = [i for i in range(5) if (folder / f"train_{i}.webp").exists()]
-    for i in present:
-        pixels = np.asarray(Image.open(folder / f"train_{i}.webp").convert("RGB"))
-        found.append(pixels.reshape(100, 32, 100, 32, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, 32, 32))
-    y = np.concatenate([labels[10000 * i : 10000 * (i + 1)] for i in present])
-    return torch.tensor(np.concatenate(found)).float() / 255, torch.tensor(y.astype(np.int64))
+        return cifar10(DATA).train
+    x, y = mnist(DATA, name).train
+    return x.reshape(-1, 1, 28, 28), y
 
 
 def _first_of_each(labels: Tensor, classes: int, count: int) -> Tensor:

@@ -242,16 +242,17 @@ def test_cifar_sheets_are_cut_into_tiles_in_order(tmp_path: Path) -> None:
     folder = tmp_path / "cifar10"
     folder.mkdir()
     generator = np.random.default_rng(0)
-    pixels = generator.integers(0, 256, (6, 6, 32, 32, 3), dtype=np.uint8)  # sheet, tile, row, column, channel
+    pixels = generator.integers(0, 256, (6, 10_000, 2, 2, 3), dtype=np.uint8)  # sheet, tile, row, column, channel
     for name, tiles in zip([*(f"train_{i}" for i in range(5)), "test"], pixels, strict=True):
-        sheet = tiles.reshape(2, 3, 32, 32, 3).transpose(0, 2, 1, 3, 4).reshape(64, 96, 3)
+        sheet = tiles.reshape(100, 100, 2, 2, 3).transpose(0, 2, 1, 3, 4).reshape(200, 200, 3)
         image.fromarray(sheet).save(folder / f"{name}.webp", lossless=True, exact=True)
-    np.savez(folder / "labels.npz", train=np.arange(30) % 10, test=np.arange(6))
+    np.savez(folder / "labels.npz", train=np.arange(50_000) % 10, test=np.arange(10_000) % 7)
     found = datasets.cifar10(tmp_path)
     expected = torch.from_numpy(pixels).permute(0, 1, 4, 2, 3).float() / 255
     torch.testing.assert_close(found.train[0], expected[:5].flatten(0, 1))
     torch.testing.assert_close(found.test[0], expected[5])
-    assert found.train[1].tolist() == [i % 10 for i in range(30)] and found.test[1].tolist() == list(range(6))
+    assert found.train[1].tolist() == [i % 10 for i in range(50_000)]
+    assert found.test[1].tolist() == [i % 7 for i in range(10_000)]
 
 
 # --- the page ----------------------------------------------------------------------------------------------

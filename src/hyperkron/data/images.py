@@ -223,27 +223,45 @@ def read_class_folder(
 
 
 def read_sheets(folder: Path, part: str | None, options: ReadOptions) -> Raw:
-    """CIFAR-10 as lossless sheets of 100 × 100 tiles (``train_0.webp`` …, ``test.webp``) with ``labels.npz``."""
+    """CIFAR-10 as lossless sheets of 100 × 100 tiles (``train_0.webp`` …, ``test.webp``) with ``labels.npz``.
+
+    Sheets that are absent are left out, each with its 10 000 images and labels, and a message.
+    """
     np = need("numpy")
     part = part or "train"
     labels = read_npz(folder / "labels.npz", options)
-    sheets = sorted(folder.glob(f"{part}_*.webp")) or sorted(folder.glob(f"{part}.webp"))
-    if not sheets or part not in labels:
+    if part not in labels:
         raise HyperkronError(f"part={part!r} is not in {str(folder)!r}; there is {listing(sorted(labels))}.")
-    tiles = []
-    for sheet in sheets:
-        try:
-            with _open(sheet.name, folder, folder.name, options.max_pixels) as opened:
-                pixels = np.asarray(opened.convert("RGB"))
-        except (_Unreadable, OSError) as error:
-            raise HyperkronError(f"{str(sheet)!r} cannot be read ({error}); fetch it again.") from error
-        height, width = pixels.shape[0] // _TILES, pixels.shape[1] // _TILES
-        if pixels.shape[:2] != (_TILES * height, _TILES * width) or not height or not width:
-            raise HyperkronError(f"{str(sheet)!r} is {pixels.shape[:2]}, no sheet of {_TILES} × {_TILES} tiles.")
-        grid = pixels.reshape(_TILES, height, _TILES, width, 3).transpose(0, 2, 4, 1, 3)
-        tiles.append(grid.reshape(-1, 3, height, width))
-    pictures, given = np.concatenate(tiles), labels[part].reshape(-1)
-    if len(pictures) != len(given) or given.max(initial=0) >= len(CIFAR10):
-        raise HyperkronError(f"{str(folder)!r} holds {len(pictures)} images but {len(given)} labels of CIFAR-10.")
-    names: list[str | None] = [CIFAR10[label] for label in given]
-    return Raw(f"{folder.name}:{part}", "image", pictures, names, np.arange(len(given)), classes=CIFAR10)
+    known, each = labels[part].reshape(-1), _TILES * _TILES
+    if not len(known) or len(known) % each or known.max() >= len(CIFAR10):
+        raise HyperkronError(
+            f"{str(folder)!r} has {len(known)} labels of CIFAR-10 for {part}; a sheet has {each}, of classes 0 to 9."
+        )
+    names = [f"{part}_{i}.webp" for i in range(len(known) // each)]
+    if not any((folder / name).is_file() for name in names):
+        names = [f"{part}.webp"] if len(names) == 1 else names
+    there = [i for i, name in enumerate(names) if (folder / name).is_file()]
+    if not there:
+        raise HyperkronError(f"{str(folder)!r} holds none of {names[0]} to {names[-1]}; fetch at least one.")
+    pictures = np.concatenate([_tiles(folder, names[i], options) for i in there])
+    rows = np.concatenate([np.arange(each * i, each * (i + 1)) for i in there])
+    absent = [name for i, name in enumerate(names) if i not in there]
+    notes = (f"{listing(absent)} absent: left out, with {each * len(absent)} images.",) if absent else ()
+    given: list[str | None] = [CIFAR10[label] for label in known[rows]]
+    return Raw(f"{folder.name}:{part}", "image", pictures, given, rows, notes, classes=CIFAR10)
+
+
+def _tiles(folder: Path, name: str, options: ReadOptions) -> Array:
+    """The tiles of a sheet, row by row, as (10000, 3, H, W)."""
+    np = need("numpy")
+    sheet = folder / name
+    try:
+        with _open(name, folder, folder.name, options.max_pixels) as opened:
+            pixels = np.asarray(opened.convert("RGB"))
+    except (_Unreadable, OSError) as error:
+        raise HyperkronError(f"{str(sheet)!r} cannot be read ({error}); fetch it again.") from error
+    height, width = pixels.shape[0] // _TILES, pixels.shape[1] // _TILES
+    if pixels.shape[:2] != (_TILES * height, _TILES * width) or not height or not width:
+        raise HyperkronError(f"{str(sheet)!r} is {pixels.shape[:2]}, no sheet of {_TILES} × {_TILES} tiles.")
+    grid: Array = pixels.reshape(_TILES, height, _TILES, width, 3).transpose(0, 2, 4, 1, 3)
+    return grid.reshape(-1, 3, height, width)
