@@ -137,7 +137,7 @@ def _detection(work: Work, outcome: Outcome, problem: Problem) -> dict[str, Any]
     given = work.given[work.noisy]
     wrong = problem.given != problem.gold
     fixed = Work(**{**vars(work), "config": CleanConfig(seed=work.config.seed, hypergradient="none")})
-    asked, _, _ = students(fixed, outcome.first, outcome.halved)
+    asked = students(fixed, outcome.first, outcome.halved)["asked"]
     experts = [outcome.trusted_expert, outcome.pooled_expert, outcome.matrix_expert]
     without = opinion(work, [*experts, asked])
 

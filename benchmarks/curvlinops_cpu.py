@@ -64,8 +64,11 @@ def encoder(width: int, heads: int, batch: int, length: int) -> Callable[[bool],
 
 MODELS: dict[str, Callable[[bool], tuple[nn.Module, Tensor]]] = {
     "resnet18": resnet,
-    "encoder-768": encoder(768, 12, 16, 50),  # BERT-base's layers with a batch as it is fine-tuned with
-    "encoder-256": encoder(256, 4, 32, 128),  # BERT-mini's, with many more tokens than dimensions
+    **{  # the layers of BERT-mini, BERT-medium and BERT-base, with few tokens and with many
+        f"encoder-{width}-{batch * length}": encoder(width, width // 64, batch, length)
+        for width in (256, 512, 768)
+        for batch, length in ((16, 50), (32, 128))
+    },
 }
 
 

@@ -19,14 +19,8 @@ from cleaning_table import work_for
 from common import write_result
 
 import hyperkron as hk
-from hyperkron.tasks.cleaning.evidence import Evidence, label_evidence, logs, pool
-from hyperkron.tasks.cleaning.method import (
-    Work,
-    matrix_expert,
-    opinion,
-    pooled_expert,
-    trusted_expert,
-)
+from hyperkron.tasks.cleaning.evidence import Evidence
+from hyperkron.tasks.cleaning.method import Work, halves, matrix_expert, opinion, pooled_expert, trusted_expert
 from hyperkron.tasks.cleaning.students import Half, Learner, inner
 
 STEP = 0.5
@@ -36,14 +30,7 @@ def halves_of(work: Work) -> list[Half]:
     """The two problems, as ``clean`` makes them."""
     alone, pooled = trusted_expert(work), pooled_expert(work)
     first = opinion(work, [alone["asked"], pooled, matrix_expert(work, pooled)])
-    log_p = pool(torch.cat([logs(alone["halved"])[None], first.experts[1:]]), first.exponents)
-    given = label_evidence(first.matrix, work.given)
-    found = []
-    for h in (0, 1):
-        noisy = work.side(h, work.noisy)
-        kept, judged = work.side(1 - h, work.trusted), work.side(h, work.trusted)
-        found.append(Half(noisy, kept, judged, log_p[noisy], given[noisy]))
-    return found
+    return halves(work, first, alone["halved"])
 
 
 def trained(work: Work, half: Half, shift: tuple[float, float], seed: int) -> tuple[Learner, Evidence]:
@@ -56,15 +43,15 @@ def trained(work: Work, half: Half, shift: tuple[float, float], seed: int) -> tu
     return learner, evidence
 
 
-def held_out(work: Work, halves: list[Half], shift: tuple[float, float], seeds: int) -> float:
+def held_out(work: Work, both: list[Half], shift: tuple[float, float], seeds: int) -> float:
     """Mean held-out loss of retrained students."""
     total = 0.0
     for seed in range(seeds):
-        for half in halves:
+        for half in both:
             learner, evidence = trained(work, half, shift, seed)
             with torch.no_grad():
                 total += float(plain_outer(learner.network, evidence, learner.trusted()).value)
-    return total / (seeds * len(halves))
+    return total / (seeds * len(both))
 
 
 def plain_outer(network: Any, evidence: Any, batch: Any) -> hk.losses.Loss:
@@ -80,26 +67,26 @@ def soft_target(network: Any, evidence: Any, batch: Any) -> hk.losses.Loss:
     return hk.losses.cross_entropy(output, (output.log_softmax(1).detach() + log_e).softmax(1))
 
 
-def hypergradient(work: Work, halves: list[Half], make: Callable[[], Any], loss: Any, seeds: int) -> list[float]:
+def hypergradient(work: Work, both: list[Half], make: Callable[[], Any], loss: Any, seeds: int) -> list[float]:
     """The mean over halves and seeds, at the start of λ."""
     found = torch.zeros(2)
     for seed in range(seeds):
-        for half in halves:
+        for half in both:
             learner, evidence = trained(work, half, (0.0, 0.0), seed)
             evidence.zero_grad()
             batch = learner.batch(len(half.noisy))
             problem = hk.BilevelProblem(loss, plain_outer)
             make().backward(problem, learner.network, evidence, batch, learner.trusted())
             assert evidence.log_scale.grad is not None
-            found += evidence.log_scale.grad / (seeds * len(halves))
+            found += evidence.log_scale.grad / (seeds * len(both))
     return found.tolist()
 
 
 def measure(setting: Setting, seeds: int) -> dict[str, list[float]]:
     """The truth and every method, d/d(log κ) and d/d(log β)."""
     work = work_for(load(setting, 0), 0, torch.device("cpu"), hk.CleanConfig())
-    halves = halves_of(work)
-    ends = [held_out(work, halves, shift, seeds) for shift in ((STEP, 0), (-STEP, 0), (0, STEP), (0, -STEP))]
+    both = halves_of(work)
+    ends = [held_out(work, both, shift, seeds) for shift in ((STEP, 0), (-STEP, 0), (0, STEP), (0, -STEP))]
     found = {"retraining": [(ends[0] - ends[1]) / (2 * STEP), (ends[2] - ends[3]) / (2 * STEP)]}
     methods = {
         "identity": hk.identity,
@@ -107,8 +94,8 @@ def measure(setting: Setting, seeds: int) -> dict[str, list[float]]:
         "CG-50 on GGN 1e-2": lambda: hk.cg(50, curvature=hk.GGN(1e-2)),
     }
     for name, make in methods.items():
-        found[name] = hypergradient(work, halves, make, inner, seeds)
-        found[f"{name}, soft target"] = hypergradient(work, halves, make, soft_target, seeds)
+        found[name] = hypergradient(work, both, make, inner, seeds)
+        found[f"{name}, soft target"] = hypergradient(work, both, make, soft_target, seeds)
     return found
 
 

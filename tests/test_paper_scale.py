@@ -23,7 +23,7 @@ from hyperkron.paper.entries import Entry, Stage, compete
 from hyperkron.paper.image_entries import MEASURED, RelativeTrial
 from hyperkron.paper.methods import Rates, methods
 from hyperkron.paper.recipe import Cells, Job, OutOfTime
-from hyperkron.paper.text_cleaning import TextCase, TextRates, TextTrial, _rows, order_auc, text_methods
+from hyperkron.paper.text_cleaning import WARM, TextCase, TextRates, TextTrial, _rows, order_auc, text_methods
 from hyperkron.solution import HyperkronError, HyperkronWarning
 
 CPU = torch.device("cpu")
@@ -277,12 +277,27 @@ def test_tuning_does_not_touch_the_test_part(
     assert 40 in seen
 
 
-def test_a_run_that_is_looked_at_once_has_a_time_a_step(encoder: TextEncoder, easy: Any) -> None:
-    trial = _trial(encoder, texts.split(*easy, 1), "KFAC", 2)
-    trial.case = replace(trial.case, looks=1)
-    trial.run(test=True)
-    found = trial.figures()
-    assert found["step_seconds"] == pytest.approx(found["seconds"] / 2)
+def test_a_price_is_the_time_of_a_step_without_the_first_ones(
+    encoder: TextEncoder, easy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = _trial(encoder, texts.split(*easy, 1), "KFAC", 20)
+    costs = iter([100.0] * WARM + [2.0, 4.0, 6.0])
+    monkeypatch.setattr(
+        TextTrial, "_step", lambda self: setattr(self.clock, "seconds", self.clock.seconds + next(costs))
+    )
+    assert trial.price(3) == pytest.approx(4.0, abs=0.1)
+    trial.failed = True
+    with pytest.raises(HyperkronError, match="KFAC failed"):
+        trial.price(3)
+
+
+def test_times_of_the_encoder_experiment_are_steps_times_prices() -> None:
+    run = {"best": {"test_error": 0.25, "second_error": 0.5}, "last": {"test_error": 0.5, "step": 8.0}}
+    run |= {"auc": 0.5, "failed": False, "graph": False, "outer_rate": 1.0}
+    run["curve"] = {"step": [4.0, 8.0], "second_error": [0.5, 0.6], "test_error": [0.25, 0.5]}
+    found = encoder_cleaning._summary([run], 0.25)
+    assert found["seconds"] == [2.0] and found["step_seconds"] == [0.25] and found["accuracy"] == [75.0]
+    assert found["curves"] == [{"seconds": [1.0, 2.0], "second_error": [0.5, 0.6], "test_error": [0.25, 0.5]}]
 
 
 def test_order_is_the_probability_of_a_right_order() -> None:

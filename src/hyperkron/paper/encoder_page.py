@@ -30,10 +30,12 @@ NOTE = (
     "the weights of a batch move first; the absolute one that this came to is “λ's rate”. One grid of absolute rates "
     "would not serve methods whose hypergradients differ by orders of magnitude. TREC's test texts lose their leading "
     "fine label. Accuracy is that of the look with the lowest error on the rows set aside; “at the end” is that of "
-    "the last step, as in the paper. The reference lines train plainly for as many inner steps. “Order” is the "
-    "probability that a rightly labelled row weighs more than a wrongly labelled one: what the hypergradient achieved, "
-    "whatever the network made of it; ½ is chance. Tables with fewer trusted rows, or with true labels of which half "
-    "are drawn anew in place of the weak ones, are not in the paper and do not count for the verdict."
+    "the last step, as in the paper. The reference lines train plainly for as many inner steps. A step's "
+    "time is measured on its own before the runs, which may share the device; “seconds” is that time the number of "
+    "steps. “Order” is the probability that a rightly labelled row weighs more than a wrongly labelled one: what the "
+    "hypergradient achieved, whatever the network made of it; ½ is chance. Tables with fewer trusted rows, or with "
+    "true labels of which half are drawn anew in place of the weak ones, are not in the paper and do not count for the "
+    "verdict."
 )
 
 Stages = dict[str, dict[str, dict[str, Any]]]

@@ -34,6 +34,8 @@ from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.training import Box, InnerLoop
 
 MOMENTUM = 0.9
+WARM = 4
+"""Outer steps before the clock counts for a price."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class TextTrial:
         seed: int,
         steps: int,
     ) -> None:
-        self.case, self.split, self.model, self.steps = case, split, model, steps
+        self.case, self.split, self.model, self.steps, self.name = case, split, model, steps, method.name
         rows = _rows(split, method.name)
         self.device = rows.labels.device
         plain = method.algorithm is None
@@ -240,7 +242,7 @@ class TextTrial:
 
     def look(self, test: bool) -> None:
         """Add a row to the curve, off the clock."""
-        row: dict[str, float] = {"step": self.step, "seconds": self.clock.seconds}
+        row: dict[str, float] = {"step": self.step}
         for name, part in (("second", self.split.second), *((("test", self.split.test),) if test else ())):
             loss, error = (math.inf, 1.0) if self.failed else loss_and_error(self.model, part)
             row[f"{name}_loss"], row[f"{name}_error"] = loss if math.isfinite(loss) else math.inf, error
@@ -253,17 +255,23 @@ class TextTrial:
             if not self.rows or self.rows[-1]["step"] != self.step:
                 self.look(test)
 
+    def price(self, steps: int) -> float:
+        """Seconds of an outer step, after those that measure the unit of λ and record the graph."""
+        self.advance(WARM)
+        before = self.clock.seconds
+        self.advance(WARM + steps)
+        if self.failed:
+            raise HyperkronError(f"a step of {self.name} failed, so that it has no price; try another setting.")
+        return (self.clock.seconds - before) / steps
+
     def figures(self) -> dict[str, Any]:
         """The curve, the row with the lowest second validation error, and how well weights tell right from wrong."""
         best = min(self.rows, key=lambda row: (row["second_error"], row["second_loss"]))
-        begin = self.rows[0] if len(self.rows) > 1 else {"seconds": 0.0, "step": 0.0}
         bilevel = self.state is not None
         return {
             "failed": self.failed,
             "best": best,
             "last": self.rows[-1],
-            "seconds": self.clock.seconds,
-            "step_seconds": (self.clock.seconds - begin["seconds"]) / max(1.0, self.step - begin["step"]),
             "graph": self.loop._recorded is not None,
             "auc": order_auc(self.weights.weight, self.split.clean) if bilevel else None,
             "outer_rate": self.state.outer.lr if self.state is not None else None,

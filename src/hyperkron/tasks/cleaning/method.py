@@ -31,7 +31,7 @@ from hyperkron.tasks.cleaning.evidence import (
     stack,
 )
 from hyperkron.tasks.cleaning.stages import Stages, Tensors
-from hyperkron.tasks.cleaning.students import Half, Students, held_out, learn_evidence
+from hyperkron.tasks.cleaning.students import Half, held_out, learn_evidence
 from hyperkron.tasks.cleaning.trainer import Inputs, Lesson, Plan, Tick, predict, train
 
 TRUSTED_FOLDS = 3
@@ -205,42 +205,44 @@ def opinion(work: Work, experts: list[Tensor]) -> Opinion:
     return Opinion(stacked, exponents, log_p, matrix, posterior)
 
 
-def students(work: Work, first: Opinion, halved: Tensor) -> tuple[Tensor, Students | None, Tensors]:
-    """Learn κ and β; the students' opinion on all rows, the students if they were trained now, and what was kept."""
-    leak_free = torch.cat([logs(halved)[None], first.experts[1:]])
-    log_p = pool(leak_free, first.exponents)
+def halves(work: Work, first: Opinion, halved: Tensor) -> list[Half]:
+    """The two problems of the students, each with the opinion of experts that saw nothing of its held-out rows."""
+    log_p = pool(torch.cat([logs(halved)[None], first.experts[1:]]), first.exponents)
     given = label_evidence(first.matrix, work.given)
-    halves = []
+    found = []
     for h in (0, 1):
         noisy = work.side(h, work.noisy)
         kept, judged = work.side(1 - h, work.trusted), work.side(h, work.trusted)
-        halves.append(Half(noisy, kept, judged, log_p[noisy], given[noisy]))
-    made: list[Students] = []
+        found.append(Half(noisy, kept, judged, log_p[noisy], given[noisy]))
+    return found
+
+
+def students(work: Work, first: Opinion, halved: Tensor) -> Tensors:
+    """Learn κ and β: the students' opinion on all rows (``asked``), ``log_scale``, and how it went."""
 
     def compute() -> Tensors:
-        learn = work.config.hypergradient == "kfac"
+        both = halves(work, first, halved)
         found = learn_evidence(
             work.build,
             work.inputs,
             work.given,
-            halves,
+            both,
             work.short,
             seed=work.config.seed + 11,
-            learn=learn,
+            learn=work.config.hypergradient == "kfac",
             tick=work.ticker("bilevel students"),
         )
-        made.append(found)
         path = [[p["experts"], p["label"]] for p in found.path]
         return {
-            "asked": held_out(found, work.inputs, halves, len(work.given), work.classes),
+            "asked": held_out(found, work.inputs, both, len(work.given), work.classes),
             "log_scale": found.evidence.log_scale.detach().clone(),
             "outer": torch.tensor(found.outer, dtype=torch.float64),
             "path": torch.tensor(path, dtype=torch.float64).reshape(-1, 2),
             "collapsed": torch.tensor(found.collapsed),
+            "troubled": torch.tensor(found.troubled),
         }
 
-    kept_ = work.stages("students", compute)
-    return kept_["asked"].to(work.device), made[0] if made else None, kept_
+    return {name: value.to(work.device) for name, value in work.stages("students", compute).items()}
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,7 @@ class Outcome:
         scale: κ and β.
         outer, path: the way of the held-out loss and of (κ, β).
         collapsed: λ was put back.
+        troubled: hypergradients whose solve did not end well.
     """
 
     first: Opinion
@@ -269,6 +272,7 @@ class Outcome:
     outer: list[float]
     path: list[list[float]]
     collapsed: bool
+    troubled: int
 
     def error_probability(self, given: Tensor) -> Tensor:
         """1 − q(y) of the noisy rows."""
@@ -286,25 +290,26 @@ def clean_labels(work: Work) -> Outcome:
     pooled = pooled_expert(work).to(work.device)
     matrix = matrix_expert(work, pooled).to(work.device)
     first = opinion(work, [alone["asked"], pooled, matrix])
-    asked, _, kept = students(work, first, alone["halved"])
-    final = opinion(work, [alone["asked"], pooled, matrix, asked])
-    scale = kept["log_scale"].to(work.device).exp()
+    learnt = students(work, first, alone["halved"])
+    final = opinion(work, [alone["asked"], pooled, matrix, learnt["asked"]])
+    scale = learnt["log_scale"].exp()
     evidence = work.known(torch.arange(len(work.given), device=work.device))
     through = scale[0] * final.log_p[work.noisy] + scale[1] * label_evidence(final.matrix, work.given[work.noisy])
     evidence[work.noisy] = through
     return Outcome(
         first,
         final,
-        asked,
+        learnt["asked"],
         alone["asked"],
         alone["halved"],
         pooled,
         matrix,
         evidence,
         (float(scale[0]), float(scale[1])),
-        kept["outer"].tolist(),
-        kept["path"].tolist(),
-        bool(kept["collapsed"]),
+        learnt["outer"].tolist(),
+        learnt["path"].tolist(),
+        bool(learnt["collapsed"]),
+        int(learnt["troubled"]),
     )
 
 

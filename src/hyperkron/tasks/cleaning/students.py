@@ -69,7 +69,7 @@ class Students:
         outer: the held-out loss at every outer step.
         path: κ and β at every outer step.
         collapsed: λ ran into a bound, or a hypergradient was not finite; λ was then put back to where it began.
-        messages: what a person should know.
+        troubled: hypergradients whose solve did not end well.
     """
 
     networks: list[nn.Module]
@@ -77,7 +77,7 @@ class Students:
     outer: list[float] = field(default_factory=list)
     path: list[dict[str, float]] = field(default_factory=list)
     collapsed: bool = False
-    messages: list[str] = field(default_factory=list)
+    troubled: int = 0
 
 
 def inner(network: Any, evidence: Any, batch: Any) -> Loss:
@@ -205,22 +205,21 @@ class _Moving:
             )
             loss += result.outer_loss / len(self.learners)
             if not result.status.ok and result.status is not Status.MORE_DAMPING:
-                self.students.messages.append(f"an outer step ended with: {result.status.value}")
+                self.students.troubled += 1
         gradient = evidence.log_scale.grad
         if gradient is None or not bool(torch.isfinite(gradient).all()):
-            self._collapse("a hypergradient was not finite")
+            self._collapse()
             return
         self.students.outer.append(loss)
         self.students.path.append(evidence.values())
         self.optimizer.step()
         evidence.log_scale.data[1].clamp_(max=0.0)  # a label is no more than one observation
         if not bool(((evidence.log_scale > _LOW) & (evidence.log_scale < _HIGH)).all()):
-            self._collapse(f"κ or β left the range {BOUNDS[0]} to {BOUNDS[1]}")
+            self._collapse()
         evidence.zero_grad()
 
-    def _collapse(self, reason: str) -> None:
+    def _collapse(self) -> None:
         self.students.collapsed = True
-        self.students.messages.append(f"{reason}, so the weights of the evidence were put back to where they began.")
         self.students.evidence.log_scale.data.copy_(self.begin)
 
     def finish(self) -> None:
