@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -56,19 +57,28 @@ def plain(split: str, delta: float) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["stacked", "alone"])
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "released"])
 @pytest.mark.parametrize("low_rank", [True, False], ids=["dual", "primal"])
 @pytest.mark.parametrize("split", ["pi", "plain"])
-def test_dual_and_primal_equal_the_plain_formula(split: Any, low_rank: bool, keep: bool) -> None:
+def test_dual_and_primal_equal_the_plain_formula(
+    split: Any, low_rank: bool, keep: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     delta = 1e-3
+    monkeypatch.setattr(inverse_module, "ALONE", 1 if alone else 10**9)
     given = factors(low_rank)
+    before = {name: [dense(x).clone() for x in pair] for name, pair in given.items()}
     inverses, status, good = factored_inverses(given, dict.fromkeys(given, delta), split, TRUE, keep)()
     assert status is Status.DIRECT and good
+    assert all(
+        torch.equal(dense(x), y) for name, pair in given.items() for x, y in zip(pair, before[name], strict=True)
+    )
     kinds = {type(side) for c in inverses.classes for side in (c.a, c.b)}
     assert kinds == ({Dual} if low_rank else {Primal})
     v, wanted = right_hand_sides(), plain(split, delta)
     found = inverses.solve(v)
-    assert {c.names for c in inverses.classes} == {("one", "two"), ("grouped",), ("near",), ("small",)}
+    together = {("one",), ("two",)} if alone else {("one", "two")}
+    assert {c.names for c in inverses.classes} == together | {("grouped",), ("near",), ("small",)}
     for name, expected in wanted.items():
         torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-9)
     back = inverses.matvec(found)
@@ -103,6 +113,32 @@ def test_halved_systems_give_the_same_hypergradient(monkeypatch: pytest.MonkeyPa
 
 def test_sizes_hardly_different_share_a_stack() -> None:
     assert _common_sizes({768, 769, 3072, 3073, 10}) == {768: 769, 769: 769, 3072: 3073, 3073: 3073, 10: 10}
+
+
+def test_large_factors_are_freed_one_by_one_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inverse_module, "ALONE", 1)
+    given, alive, plainly = factors(False), [], inverse_module.factorize
+    watched = [weakref.ref(side) for pair in given.values() for side in pair if isinstance(side, Tensor)]
+
+    def counting(matrices: Tensor) -> Any:
+        alive.append(sum(ref() is not None for ref in watched))
+        return plainly(matrices)
+
+    monkeypatch.setattr(inverse_module, "factorize", counting)
+    factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, True, given.clear)()
+    assert alive == list(range(len(watched), 0, -1))
+
+
+def test_a_factor_alone_that_fails_is_kept_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inverse_module, "ALONE", 1)
+    bad = torch.eye(3, dtype=DOUBLE)[None].clone()
+    bad[0, 0, 0] = -1e-2  # damped by δ_A = 1e-2 it is singular; with ten times that it is not
+    given: dict[str, tuple[Factor, Factor]] = {"bad": (bad, torch.eye(2, dtype=DOUBLE)[None].clone())}
+    inverses, status, good = factored_inverses(given, {"bad": 1e-4}, "plain", TRUE, True, given.clear)()
+    assert status is Status.MORE_DAMPING and good
+    found = inverses.solve({"bad": torch.ones(1, 2, 3, dtype=DOUBLE)})["bad"]
+    damped = bad[0] + 0.1 * torch.eye(3, dtype=DOUBLE)
+    torch.testing.assert_close(found[0], (torch.ones(2, 3, dtype=DOUBLE) / 1.01) @ torch.linalg.inv(damped))
 
 
 def test_without_the_factors_a_failure_asks_for_them() -> None:

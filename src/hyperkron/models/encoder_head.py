@@ -83,25 +83,54 @@ class EncoderHead(nn.Module):
 
     def __init__(self, model: Any, classes: int, layers: int, dropout: float) -> None:
         super().__init__()
-        self.layers = layers
+        self.layers, width = layers, int(model.config.hidden_size)
         self.upper: nn.Module | None = None
+        self._prepares = False
         if layers:
             self.upper = _upper(model, layers)
+            self._prepares = _takes_prepared(self.upper, width)
             for module in self.upper.modules():
                 if isinstance(module, nn.Dropout):
                     module.p = dropout
-        self.head = nn.Linear(int(model.config.hidden_size), classes).to(next(model.parameters()).device)
+        self.head = nn.Linear(width, classes).to(next(model.parameters()).device)
 
     def features(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """What the head receives (N, H)."""
         if self.upper is not None:
-            hidden = self.upper(inputs_embeds=hidden, attention_mask=mask.long()).last_hidden_state
+            given = _prepared(mask, hidden.dtype) if self._prepares else mask.long()
+            hidden = self.upper(inputs_embeds=hidden, attention_mask=given).last_hidden_state
         return mean_pool(hidden, mask)
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """States (N, T, H) and the mask (N, T) of real tokens, as from :meth:`Hidden.batch`, to logits (N, classes)."""
         logits: Tensor = self.head(self.features(hidden, mask))
         return logits
+
+
+def _prepared(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to attention scores (N, 1, 1, T): nothing at real tokens, nearly −∞ elsewhere."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask.bool(), torch.finfo(dtype).min)[:, None, None]
+
+
+@torch.no_grad()
+def _takes_prepared(upper: nn.Module, width: int) -> bool:
+    """Whether an encoder takes such a mask as it is.
+
+    Those that do not make their own from the plain one at every call; some copy a number from the CPU to do so, which
+    a CUDA graph cannot record.
+    """
+    was, place = upper.training, next(upper.parameters())
+    states = torch.linspace(-1, 1, 3 * width, device=place.device, dtype=place.dtype).reshape(1, 3, width)
+    mask = torch.tensor([[True, True, False]], device=place.device)
+    upper.eval()
+    try:
+        plain = upper(inputs_embeds=states, attention_mask=mask.long()).last_hidden_state[:, :2]
+        ours = upper(inputs_embeds=states, attention_mask=_prepared(mask, place.dtype)).last_hidden_state[:, :2]
+    except (ValueError, RuntimeError, IndexError):
+        return False
+    finally:
+        upper.train(was)
+    return bool(torch.allclose(plain, ours, rtol=1e-4, atol=1e-5))
 
 
 class _Given(nn.Module):

@@ -26,7 +26,7 @@ NOTE = (
     "ones; as many training rows, with their true labels, are set aside to tune and to choose where to stop. At small "
     "scale MiniLM (6 × 384; 1, 3 and 6 layers tuned) stands for BERT-base where MPNet (12 × 768) is not among the "
     "data. All methods train the same layers on the same batches: AdamW with a cosine schedule, ten inner steps to an "
-    "outer one, SGD with momentum 0.9 on λ, no dropout. The step size of λ is relative: the root mean square by which "
+    "outer one, SGD with momentum 0.9 on λ, no dropout, TF32. The step size of λ is relative: the mean square by which "
     "the weights of a batch move first; the absolute one that this came to is “λ's rate”. One grid of absolute rates "
     "would not serve methods whose hypergradients differ by orders of magnitude. TREC's test texts lose their leading "
     "fine label. Accuracy is that of the look with the lowest error on the rows set aside; “at the end” is that of "

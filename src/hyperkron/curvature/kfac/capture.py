@@ -252,7 +252,8 @@ class _Recorder:
         means: dict[int, Factor] = {}  # a sum shared by several blocks is divided once
         for name, total in found.a.items():
             if id(total) not in means:
-                means[id(total)] = scaled(total, 1.0 / self.rows[name])
+                share = 1.0 / self.rows[name]
+                means[id(total)] = total.mul_(share) if isinstance(total, Tensor) else scaled(total, share)
         found.a = {name: means[id(total)] for name, total in found.a.items() if name in found.b}
         found.reached, found.rows = tuple(found.a), self.rows
 

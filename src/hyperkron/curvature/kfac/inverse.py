@@ -154,6 +154,9 @@ def split_damping(mean_a: Tensor, mean_b: Tensor, damping: Tensor, split: str) -
 
 Outcome = Callable[[], tuple[FactoredInverses, Status, bool]]
 
+ALONE = 512
+"""On a CPU a matrix of this size gains nothing from being factorised with others, and stacking would copy it."""
+
 
 class FactorsNeeded(Exception):
     """A factorisation failed and the factors are gone: measure them again, the same way, and keep them."""
@@ -165,6 +168,7 @@ def factored_inverses(
     split: Split,
     finite: Tensor,
     keep: bool,
+    release: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Begin the damped inverses of all blocks; the function returned waits for them and says how it went.
 
@@ -174,22 +178,22 @@ def factored_inverses(
     :class:`FactorsNeeded` is then raised.
 
     There, too, small factors cost launches rather than operations, so blocks are sorted by shape, all systems of one
-    size are factorised in one batch, and each shape gets its stretch of the batch.
+    size are factorised in one batch, and each shape gets its stretch of the batch. ``release`` is called when the
+    systems are made, so that the caller can let go of the factors; those of :data:`ALONE` are then freed one by one.
     """
-    by_shape: dict[tuple[object, ...], list[str]] = {}
-    for name, pair in factors.items():
-        by_shape.setdefault(tuple((isinstance(f, LowRank), _shape(f)) for f in pair), []).append(name)
-    names = [name for members in by_shape.values() for name in members]
+    by_shape = _by_shape(factors)
+    names = [name for members in by_shape for name in members]
     if not names:
         return lambda: (FactoredInverses(()), Status.DIRECT, bool(finite))
     systems = _Systems([factors[n][side] for side in (0, 1) for n in names], keep)
     shifts = systems.shifts([damping[n] for n in names], split)
+    release()
     infos = systems.factorize(shifts)
 
     def outcome() -> tuple[FactoredInverses, Status, bool]:
         status, good = systems.outcome(shifts, infos, finite)
         classes, first = [], 0
-        for members in by_shape.values():
+        for members in by_shape:
             last = first + len(members)
             a, b = (systems.inverse(first + skip, last + skip, shifts) for skip in (0, len(names)))
             classes.append(ShapeClass(tuple(members), tuple(systems.groups[first:last]), a, b))
@@ -199,13 +203,26 @@ def factored_inverses(
     return outcome
 
 
-def _shape(factor: Factor) -> tuple[int, ...]:
-    shape = factor.rows.shape if isinstance(factor, LowRank) else factor.shape
-    return tuple(shape[1:])
+def _by_shape(factors: dict[str, tuple[Factor, Factor]]) -> list[list[str]]:
+    """The blocks that are solved together."""
+    found: dict[tuple[object, ...], list[str]] = {}
+    for name, pair in factors.items():
+        key = tuple((isinstance(f, LowRank), *_rows(f).shape[1:]) for f in pair)
+        found.setdefault((*key, name) if any(_alone(f) for f in pair) else key, []).append(name)
+    return list(found.values())
+
+
+def _rows(factor: Factor) -> Tensor:
+    return factor.rows if isinstance(factor, LowRank) else factor
+
+
+def _alone(factor: Factor) -> bool:
+    """Whether the system of a factor is factorised without company."""
+    return _rows(factor).device.type == "cpu" and _rows(factor).shape[1] >= ALONE
 
 
 class _Systems:
-    """The linear systems of many factors, all of A and then all of B, stacked by size."""
+    """The linear systems of many factors, all of A and then all of B, stacked by size unless they stay alone."""
 
     def __init__(self, factors: list[Factor], keep: bool) -> None:
         self.count, self.keep = len(factors) // 2, keep
@@ -214,14 +231,17 @@ class _Systems:
         with full_precision():
             matrices = [gram(f.rows.mT) if isinstance(f, LowRank) else f for f in factors]
         self.groups = [m.shape[0] for m in matrices]
-        sizes = _common_sizes({m.shape[-1] for m in matrices})
-        self.extra = [sizes[m.shape[-1]] - m.shape[-1] for m in matrices]
-        by_size: dict[int, list[int]] = {}
+        alone = [_alone(m) for m in matrices]
+        sizes = _common_sizes({m.shape[-1] for m, single in zip(matrices, alone, strict=True) if not single})
+        self.extra = [sizes.get(m.shape[-1], m.shape[-1]) - m.shape[-1] for m in matrices]
+        by_size: dict[tuple[int, int], list[int]] = {}
         for i, m in enumerate(matrices):
-            by_size.setdefault(sizes[m.shape[-1]], []).append(i)
+            by_size.setdefault((m.shape[-1] + self.extra[i], i if alone[i] else -1), []).append(i)
         self.members = list(by_size.values())
-        self.stacks = [
-            torch.cat([F.pad(matrices[i], (0, self.extra[i]) * 2) if self.extra[i] else matrices[i] for i in members])
+        self.stacks: list[Tensor | None] = [
+            matrices[members[0]]
+            if alone[members[0]]
+            else torch.cat([F.pad(matrices[i], (0, self.extra[i]) * 2) for i in members])
             for members in self.members
         ]
         self.made: list[Factorization] = []
@@ -242,7 +262,7 @@ class _Systems:
 
     def shifts(self, damping: list[Tensor | float], split: Split) -> Tensor:
         """δ_A and δ_B of every group, in the order of the stacks."""
-        like = self.stacks[0]
+        like = self._like()
         groups = [(i, g) for i in range(self.count) for g in range(self.groups[i])]
         at_a, at_b = (
             torch.tensor([self.begin[i + side * self.count] + g for i, g in groups], device=like.device)
@@ -251,7 +271,7 @@ class _Systems:
         if callable(split):
             delta_a, delta_b = self._by_callable(damping, split)
         elif split in ("pi", "plain"):
-            traces = torch.cat([stack.diagonal(dim1=-2, dim2=-1).sum(-1) for stack in self.stacks])
+            traces = torch.cat([x.diagonal(dim1=-2, dim2=-1).sum(-1) for x in self.stacks if x is not None])
             mean_a, mean_b = (
                 traces[at] / like.new_tensor([dimension(self.factors[i + side * self.count]) for i, _ in groups])
                 for side, at in ((0, at_a), (1, at_b))
@@ -264,8 +284,12 @@ class _Systems:
         self.factors = []
         return found
 
+    def _like(self) -> Tensor:
+        assert self.stacks[0] is not None
+        return self.stacks[0]
+
     def _by_callable(self, damping: list[Tensor | float], split: SplitFunction) -> tuple[Tensor, Tensor]:
-        like = self.stacks[0]
+        like = self._like()
         sides: list[list[Tensor]] = [[], []]
         for i, delta in enumerate(damping):
             a, b = dense(self.factors[i]), dense(self.factors[i + self.count])
@@ -274,17 +298,23 @@ class _Systems:
         return torch.cat(sides[0]), torch.cat(sides[1])
 
     def factorize(self, shifts: Tensor) -> list[Tensor]:
-        """Factorise M + shift·I for all stacks; true where it failed, nothing read yet."""
+        """Factorise M + shift·I for all stacks; true where it failed, nothing read yet.
+
+        Stacks are kept for another try. On a CPU, where reading costs nothing, each goes as soon as it has succeeded.
+        """
         infos: list[Tensor] = []
         for s, members in enumerate(self.members):
-            stack = self.stacks[s].clone() if self.keep else self.stacks[s]
+            given = self.stacks[s]
+            assert given is not None
+            stack = given.clone() if self.keep or given.device.type == "cpu" else given
             stack.diagonal(dim1=-2, dim2=-1).add_(self._of_stack(shifts, members)[:, None])
             self._border(stack, members)
             made, info = factorize(stack)
             self.made.append(made)
             infos.append(info.ne(0))
-        if not self.keep:
-            self.stacks = []
+            if not self.keep or (stack.device.type == "cpu" and not bool(infos[-1].any())):
+                self.stacks[s] = None
+            del given, stack
         return infos
 
     def _of_stack(self, values: Any, members: list[int]) -> Any:
@@ -307,8 +337,9 @@ class _Systems:
             return Status.DIRECT, False
         for s, members in enumerate(self.members):
             if any(self._of_stack(failed, members)):
-                mine = self._of_stack(shifts, members)
-                self.made[s], more = _rescued(self.stacks[s], mine)
+                mine, stack = self._of_stack(shifts, members), self.stacks[s]
+                assert stack is not None
+                self.made[s], more = _rescued(stack, mine)
                 mine.copy_(more)  # the dual form uses δ once more
         return Status.MORE_DAMPING, True
 

@@ -115,8 +115,6 @@ class Kronecker(Curvature):
             self._keep(point, state, error)
             return lambda: None
         averages = {name: (dense(a), dense(b)) for name, (a, b) in factors.items()} if self.ema > 0 else {}
-        if _queues(point) and not averages:
-            measured.release()
 
         def again() -> tuple[BlockInverses, Status]:
             """The same draws once more, this time keeping the factors until it is known how it went."""
@@ -316,8 +314,17 @@ class KFAC(Kronecker):
     ) -> Callable[[], tuple[BlockInverses, Status]]:
         damping = {name: self._block_damping(made, measured, name) for name in factors}
         if self.split != "exact":
-            keep = keep or not _queues(point)
-            outcome = factored_inverses(factors, damping, self.split, finite(measured), keep)
+            good = finite(measured)
+            if not _queues(point):
+                self._finite(point, measured, bool(good))
+
+            def release() -> None:
+                """Let go of the factors, unless they are an average or may be asked which of them is not finite."""
+                if self.ema == 0 and not (keep and _queues(point)):
+                    measured.release()
+                    factors.clear()
+
+            outcome = factored_inverses(factors, damping, self.split, good, keep or not _queues(point), release)
 
             def finish() -> tuple[BlockInverses, Status]:
                 inverses, status, good = outcome()
