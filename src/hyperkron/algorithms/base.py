@@ -12,8 +12,8 @@ How to add one
    ``return state.finish(...)``. θ lives in the model and λ in hyper; whatever else must survive a step goes into
    ``state.trees`` (vectors), ``state.numbers`` or ``state.twins`` (second points with an optimizer), set up in
    ``prepare(state)``. Then resuming, seeding, devices and dtypes take care of themselves.
-4. Export it in ``algorithms/__init__.py``, add a case to ``tests/test_algorithms.py`` with its proven accuracy,
-   and run ``python docs/make_algorithms_table.py``.
+4. Export it in ``algorithms/__init__.py``, add a case to ``tests/test_algorithms_accuracy.py`` with the point where
+   it must come to rest (λ*, or its own point in closed form), and run ``python docs/make_algorithms_table.py``.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from hyperkron import trees
 from hyperkron.algorithms import oracles
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
 from hyperkron.algorithms.draw import Draw
+from hyperkron.algorithms.movers import Rate, as_rate
 from hyperkron.solution import HyperkronError
 
 
@@ -17,11 +18,13 @@ class BOME(Algorithm):
     r"""θ and λ move together down f, bent so that the value gap q shrinks at a given rate.
 
         θ̂ = θ after T steps on g ,      q(λ, θ) = g(λ, θ) − g(λ, θ̂)      (θ̂ held fixed)
-        µ = max(φ − ⟨∇f, ∇q⟩, 0) / (‖∇q‖² + 1e-8) ,      φ = η‖∇q‖²  or  η·q
+        µ = max(φ − ⟨∇f, ∇q⟩, 0) / (‖∇q‖² + ϵ) ,      φ = η‖∇q‖²  or  η·q
         (θ, λ) ← (θ, λ) − rates · (∇f + µ∇q)
 
     with ∇ over (θ, λ) jointly and all on one pair of batches. The published code and BOAT take φ = η·q
     (``barrier="value"``), the paper's analysis and benchmark_bilevel φ = η‖∇q‖² (``"gradient"``, the default).
+    It rests where ∇f + µ∇q = 0 and µϵ = φ: µ is bounded by about (‖∇f‖²η/ϵ)^{1/3}, some hundreds at ϵ = 1e-8, and
+    constant rates well above 1/(µL) end in a cycle around that point.
 
     Reference: Liu et al., "BOME! Bilevel optimization made easy: a simple first-order approach" (NeurIPS 2022).
 
@@ -29,26 +32,34 @@ class BOME(Algorithm):
         inner_steps: T.
         eta: η in (0, 1).
         barrier: which φ.
+        hat_rate: the step size of θ̂ (the paper's α, where ``inner_rate`` is its ξ), where no inner optimizer is given
+            (else θ̂ has one of its own kind); ``None`` for that of θ.
+        epsilon: ϵ, which bounds µ.
     """
 
     inner_steps: int = 10
     eta: float = 0.5
     barrier: Literal["gradient", "value"] = "gradient"
+    hat_rate: Rate | float | None = None
+    epsilon: float = 1e-8
 
     facts: ClassVar[Facts] = Facts(
         name="BOME",
         reference="Liu et al., NeurIPS 2022",
         calls="inner_steps + 2 ∂g, 1 ∂f",
         memory="one more θ, within a step",
-        accuracy="the optimum; q → 0 as t^(−1/4) or faster",
+        accuracy="the optimum, up to θ̂'s own error (1 − αµ)^T and ϵ^(1/3); q → 0 as t^(−1/4) or faster",
         use="first-order, deterministic or large batches",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, "inner_steps")
+        as_rate(self.inner_rate if self.hat_rate is None else self.hat_rate)
         if not self.eta > 0:
             raise HyperkronError(f"eta={self.eta!r} must be positive; the paper uses 0.1 to 0.9.")
+        if not self.epsilon > 0:
+            raise HyperkronError(f"epsilon={self.epsilon!r} must be positive; 1e-8 is usual.")
         if self.barrier not in ("gradient", "value"):
             raise HyperkronError(f"barrier={self.barrier!r} is unknown; choose gradient or value.")
 
@@ -56,6 +67,8 @@ class BOME(Algorithm):
         """T steps on θ̂, one on (θ, λ)."""
         batch, outer_batch = draw.inner(), draw.outer()
         hat = state.inner.twin()
+        if state.inner.rate is not None and self.hat_rate is not None:
+            hat.set_lr(as_rate(self.hat_rate)(state.step))
         for _ in range(self.inner_steps):
             hat.step(oracles.gradients(state, "inner", batch, theta=hat.params, hyper=False).theta)
         f = oracles.gradients(state, "outer", outer_batch)
@@ -66,7 +79,7 @@ class BOME(Algorithm):
         inner_product = trees.dot(f.theta, g.theta) + trees.dot(f.hyper, q_hyper)
         gap = g.value - g_hat.value
         phi = self.eta * (square if self.barrier == "gradient" else gap)
-        mu = (phi - inner_product).clamp(min=0.0) / (square + 1e-8)
+        mu = (phi - inner_product).clamp(min=0.0) / (square + self.epsilon)
         direction = trees.add(f.hyper, q_hyper, alpha=mu)
         state.inner.step(trees.add(f.theta, g.theta, alpha=mu))
         state.outer.step(direction)

@@ -19,8 +19,9 @@ class BSG1(Algorithm):
         θ ← θ − α ∂_θ g      T times
         λ ← λ − γ ( ∂_λ f − ⟨∂_θ f, ∂_θ g⟩ / (‖∂_θ g‖² + ϵ) · ∂_λ g )
 
-    It is exact where g = ½r² with a single residual r ≠ 0. At an inner minimum ∂_θ g = 0 and only ∂_λ f is left, so
-    it has no fixed point at a bilevel optimum: what it finds depends on T and on the noise. IGA is the same update.
+    It is exact where g = ½r² with a single residual r ≠ 0. At an inner minimum ∂_θ g = 0 and only ∂_λ f is left: its
+    points of rest are those of ∂_λ f = 0, whatever the bilevel optimum is, and what it finds on the way there depends
+    on T and on the noise. IGA is the same update.
 
     Reference: Giovannelli, Kent & Vicente, "Inexact bilevel stochastic gradient methods for constrained and
     unconstrained lower-level problems" (2021).
@@ -38,7 +39,7 @@ class BSG1(Algorithm):
         reference="Giovannelli, Kent & Vicente, 2021",
         calls="inner_steps + 1 ∂g, 1 ∂f",
         memory="nothing",
-        accuracy="exact for a single residual away from the inner minimum; else no guarantee",
+        accuracy="exact for a single residual away from the inner minimum; elsewhere it rests where ∂_λ f = 0",
         use="a cheap baseline",
     )
 

@@ -26,8 +26,9 @@ class BVFSM(Algorithm):
         λ ↓ the same objective (∂_λ g_z at fixed z)
 
     sg[·] holds its argument constant: the logarithm's argument is 1e-4 + g_z and never negative, where the paper's
-    barrier g_z − g(θ) would be undefined. So the step is a penalty method of weight r_t/(1e-4 + g_z), exact in the
-    limit only where the inner problem interpolates (g_z → 0). At t = 0, r = 10.5.
+    barrier g_z − g(θ) would be undefined. So the step is a penalty method of weight r_t/(1e-4 + g_z), close to exact
+    only where the inner problem interpolates (g_z → 0); elsewhere the weight vanishes with r_t, and the longer the
+    run the less the inner problem counts. At t = 0, r = 10.5.
 
     Reference: Liu et al., "A value-function-based interior-point method for non-convex bi-level optimization" (ICML
     2021), as published in code.
@@ -50,7 +51,7 @@ class BVFSM(Algorithm):
         reference="Liu et al., ICML 2021",
         calls="2·inner_steps + 2 ∂g, inner_steps + 1 ∂f",
         memory="one more θ",
-        accuracy="bias ∝ (margin + g_z)/r: the optimum where the inner problem interpolates",
+        accuracy="bias ∝ (margin + g_z)/r: small where the inner problem interpolates, else growing as r → 0",
         use="first-order; for comparison",
     )
 

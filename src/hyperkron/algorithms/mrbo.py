@@ -62,7 +62,7 @@ class MRBO(Algorithm):
         reference="Yang, Ji & Liang, NeurIPS 2021",
         calls="2 ∂g, 2 hypergradients",
         memory="4 vectors: d_θ, d_λ and the previous point",
-        accuracy="the optimum; stochastic rate T^(−2/3)",
+        accuracy="the optimum, up to the error of h; stochastic rate T^(−2/3)",
         use="noisy hypergradients, single-loop",
     )
 
