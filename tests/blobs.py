@@ -65,15 +65,18 @@ class Watch:
 
     def __init__(self, stop_after: int | None = None, number: int = signal.SIGINT) -> None:
         self.totals: list[int] = []
+        self.by_bar: list[int] = []  # steps between two starts
         self.messages: list[str] = []
         self.stages: list[str] = []
         self.steps, self.stops, self.stop_after, self.number = 0, 0, stop_after, number
 
     def start(self, total: int) -> None:
         self.totals.append(total)
+        self.by_bar.append(0)
 
     def advance(self, steps: int, stage: str) -> None:
         self.steps += steps
+        self.by_bar[-1] += steps
         self.stages.append(stage)
         if self.stop_after is not None and self.steps >= self.stop_after:
             self.stop_after = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ from torch.utils.data import TensorDataset
 from blobs import Blobs, Watch, blobs, quicken
 from hyperkron.data import read_pair
 from hyperkron.solution import HyperkronError, Status
-from hyperkron.tasks.cleaning import ALTERNATIVES, OURS, CleanConfig, CleanResult, budget, clean, students
+from hyperkron.tasks.cleaning import ALTERNATIVES, OURS, CleanConfig, CleanResult, budget, clean, resume, run, students
 from hyperkron.tasks.cleaning.evidence import Evidence
+from hyperkron.training import Interrupted
 
 NONE = CleanConfig(epochs=1, compare=())
 START = Evidence().values()
@@ -78,7 +80,9 @@ def test_the_seed_decides_everything_and_nothing_else_does(data: Blobs) -> None:
     torch.manual_seed(99)  # whatever the program drew before
     state = torch.get_rng_state()
     two = clean(data.train, data.trusted, model=dropping, config=config)
-    assert same(one, two) and one.candidates == two.candidates
+    assert same(one, two)
+    for a, b in zip(one.candidates, two.candidates, strict=True):
+        assert a | {"seconds": None} == b | {"seconds": None}
     assert torch.equal(torch.get_rng_state(), state)  # nor does it disturb what is drawn after
     other = clean(data.train, data.trusted, model=dropping, config=CleanConfig(epochs=1, compare=("sama",), seed=4))
     assert not same(one, other)
@@ -132,7 +136,7 @@ def test_the_ablation_leaves_the_evidence_where_it_begins(data: Blobs) -> None:
         "pooled expert",
         "noise-matrix expert",
         "bilevel students",
-        "network-hyperkron",
+        "training hyperkron",
     ]
 
 
@@ -149,6 +153,12 @@ def test_every_alternative_is_trained_judged_and_tested(data: Blobs) -> None:
     assert [c["name"] for c in found.candidates if c["chosen"]] == [found.chosen]
     ours = found.candidates[0]
     assert ours["test_accuracy"] > 0.9
+    spent = {c["name"]: c["seconds"] for c in found.candidates}
+    seconds = found.summary["seconds"]
+    assert spent[OURS] >= seconds["cleaning"] - 0.02 and all(t >= 0 for t in spent.values())
+    assert sum(t for name, t in spent.items() if name != OURS) <= seconds["comparison"] + 0.1
+    parts = ("preparation", "network", "comparison")
+    assert seconds["total"] <= spent[OURS] + sum(seconds[name] for name in parts) + 0.1  # candidates count once
     alone = clean(data.train, data.trusted, config=NONE)
     assert [c["name"] for c in alone.candidates] == [OURS] and alone.candidates[0]["test_accuracy"] is None
     assert torch.equal(alone.weights, found.weights)  # neither the alternatives nor the test rows have a say
@@ -159,11 +169,11 @@ def test_each_alternative_can_be_asked_for_alone(data: Blobs) -> None:
     for name in ("small-loss", "trusted"):
         found = clean(data.train, data.trusted, config=CleanConfig(epochs=1, compare=(name,)))
         assert [c["name"] for c in found.candidates] == [OURS, name]
+        timed = found.candidates[1]["seconds"]  # the trusted networks' answers came with the experts
+        assert (timed is None) == (name == "trusted" and found.chosen == OURS)
 
 
 def test_the_winner_is_what_comes_out(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hyperkron.tasks.cleaning import run
-
     plain = clean(data.train, data.trusted, config=NONE)
     monkeypatch.setattr(run, "choose", lambda table: "trusted")
     found = clean(data.train, data.trusted, config=CleanConfig(epochs=1, compare=("trusted", "noisy")))
@@ -225,11 +235,67 @@ def test_a_hypergradient_that_is_not_finite_is_a_collapse(data: Blobs, monkeypat
     assert found.summary["collapsed"] and found.summary["evidence"] == pytest.approx(START, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (Status.MORE_DAMPING, []),
+        (
+            Status.KEPT_PREVIOUS,
+            ["with so many, rely on the suspects only if the curves of κ and β in the report settle."],
+        ),
+    ],
+)
+def test_hypergradients_that_did_not_end_well_are_counted_and_said(
+    data: Blobs, monkeypatch: pytest.MonkeyPatch, status: Status, said: list[str]
+) -> None:
+    def inexact(*_: Any, **__: Any) -> Any:
+        def backward(problem: Any, model: Any, hyper: Any, *batches: Any) -> Any:
+            hyper.log_scale.grad = torch.zeros(2)
+            return SimpleNamespace(outer_loss=1.0, status=status)
+
+        return SimpleNamespace(backward=backward)
+
+    monkeypatch.setattr(students, "kfac", inexact)
+    found = clean(data.train, data.trusted, config=NONE, progress=(watch := Watch()))
+    messages = found.summary["data"]["messages"]
+    steps = len(found.summary["curves"][0]["y"])
+    assert [m.split("; ")[-1] for m in messages] == said and set(messages) <= set(watch.messages)
+    assert all(m.startswith(f"{2 * steps} of {2 * steps} hypergradients are inexact: ") for m in messages)
+
+
+def test_few_hypergradients_that_did_not_end_well_are_no_reason_to_worry() -> None:
+    def said(troubled: int, steps: int, collapsed: bool = False) -> list[str]:
+        outcome: Any = SimpleNamespace(troubled=troubled, outer=[0.0] * steps, collapsed=collapsed)
+        return run._trouble(outcome)
+
+    assert said(0, 24) == [] and len(said(3, 0, collapsed=True)) == 2
+    [few], [many] = said(4, 24), said(5, 24)
+    assert few.startswith("4 of 48 ") and few.endswith("so few hardly change which rows are suspects.")
+    assert many.startswith("5 of 48 ") and "with so many, rely" in many
+
+
+def test_what_the_reader_noticed_is_said_and_kept(data: Blobs) -> None:
+    def part(rows: tuple[Tensor, Tensor], gaps: int) -> dict[str, Any]:
+        labels = [None if i < gaps else "ABC"[y] for i, y in enumerate(rows[1].tolist())]
+        return {"x": rows[0].numpy(), "y": labels}
+
+    parts = [part(rows, gaps) for rows, gaps in ((data.train, 2), (data.trusted, 3), (data.test, 5))]
+    found = clean(parts[0], parts[1], test=parts[2], config=NONE, progress=(watch := Watch()))
+    messages = found.summary["data"]["messages"]
+    assert [m.partition(" without a label")[0] for m in messages] == [
+        f"{name}: {count} rows" for name, count in (("train", 2), ("trusted", 3), ("test", 5))
+    ]
+    assert watch.messages[1:4] == messages
+    with pytest.raises(HyperkronError, match=r"test='gone\.csv' does not exist"):
+        clean(parts[0], parts[1], test="gone.csv", config=NONE)
+
+
 def test_what_is_refused(data: Blobs, tmp_path: Path) -> None:
     few = (data.trusted[0][:1], data.trusted[1][:1])
     cases: list[tuple[dict[str, Any], str]] = [
         ({"config": CleanConfig(device="warp")}, "device='warp' is unknown; use auto, cpu or cuda"),
         ({"config": CleanConfig(layers=1)}, "layers=1 is for texts, but these are table inputs"),
+        ({"config": CleanConfig(encoder="e")}, "encoder='e' is for texts, but these are table inputs"),
         ({"trusted": few}, "trusted has 1 usable rows; at least 2 are needed"),
         ({"train": 7}, "cannot read rows from a int"),
     ]
@@ -241,25 +307,76 @@ def test_what_is_refused(data: Blobs, tmp_path: Path) -> None:
         assert not (tmp_path / "run" / "config.json").exists()  # so that the next try is not in its own way
 
 
-def test_an_encoder_whose_last_layer_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    import test_models_encoder
+class Texts:
+    """Short reviews, some with the wrong label, and a tiny encoder that reads them."""
 
-    monkeypatch.setitem(test_models_encoder.SIZES, "max_position_embeddings", 128)
-    encoder = test_models_encoder.write_model(tmp_path / "bert")
-    settings = encoder / "tokenizer_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 128}))
-    words = (("good", "very good", "not bad"), ("bad", "very bad", "not good"))
-    middles = ("the film was", "a film was", "film the was very", "was the film a")
-    texts = [f"{middles[i // 2 % 4]} {words[i % 2][i // 8 % 3]} {'a ' * (i // 24)}film" for i in range(64)]
-    true = [i % 2 for i in range(64)]
-    noisy = [1 - y if i % 5 == 0 else y for i, y in enumerate(true[:48])]
-    config = CleanConfig(epochs=1, compare=(), encoder=str(encoder), layers=1)
-    parts = {"x": texts[:48], "y": noisy}, {"x": texts[48:], "y": true[48:]}
-    found = clean(*parts, test=parts[1], config=config)
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("transformers")
+        import test_models_encoder
+
+        monkeypatch.setitem(test_models_encoder.SIZES, "max_position_embeddings", 128)
+        self.encoder = test_models_encoder.write_model(folder / "bert")
+        settings = self.encoder / "tokenizer_config.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 128}))
+        words = (("good", "very good", "not bad"), ("bad", "very bad", "not good"))
+        middles = ("the film was", "a film was", "film the was very", "was the film a")
+        texts = [f"{middles[i // 2 % 4]} {words[i % 2][i // 8 % 3]} {'a ' * (i // 24)}film" for i in range(64)]
+        true = [i % 2 for i in range(64)]
+        noisy = [1 - y if i % 5 == 0 else y for i, y in enumerate(true[:48])]
+        self.parts = {"x": texts[:48], "y": noisy}, {"x": texts[48:], "y": true[48:]}
+
+    def config(self, layers: int) -> CleanConfig:
+        return CleanConfig(epochs=1, compare=(), encoder=str(self.encoder), layers=layers)
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Texts:
+    return Texts(tmp_path, monkeypatch)
+
+
+def test_a_folder_that_cannot_be_written_to(data: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(HyperkronError, match=r"out='.*' cannot be written to \(.*\); choose another folder"):
+            clean(data.train, data.trusted, config=NONE, out=out)
+    assert (tmp_path / "file").read_text() == "mine"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(HyperkronError, match=r"cannot be written to \(Permission denied\)"):
+        clean(data.train, data.trusted, config=NONE, out=tmp_path / "locked")
+
+
+def test_an_encoder_whose_last_layer_is_trained(texts: Texts) -> None:
+    config = texts.config(layers=1)
+    found = clean(*texts.parts, test=texts.parts[1], config=config)
     assert found.summary["data"]["kind"] == "text" and len(found.weights) == len(found.error_probability) > 20
     assert hasattr(found.model, "upper") and all(c["test_accuracy"] is not None for c in found.candidates)
-    assert same(found, clean(*parts, test=parts[1], config=config))
+    assert same(found, clean(*texts.parts, test=texts.parts[1], config=config))
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_embedding_has_a_bar_of_its_own(texts: Texts, layers: int) -> None:
+    """One for all texts, or, where layers are trained, another for the test texts; then that of the training."""
+    watch = Watch()
+    clean(*texts.parts, test=texts.parts[1], config=texts.config(layers), progress=watch)
+    bars, calls = 1 + layers, watch.stages.count("embedding texts")
+    assert calls > 1 and set(watch.stages[:calls]) == {"embedding texts"}
+    assert len(watch.totals) == bars + 1 == watch.stops
+    assert watch.by_bar[:bars] == watch.totals[:bars] and 0 < watch.by_bar[bars] <= watch.totals[bars]
+
+
+def test_embedding_can_be_interrupted_and_resumed(texts: Texts, tmp_path: Path) -> None:
+    for name, part in zip(("train", "trusted"), texts.parts, strict=True):
+        lines = [json.dumps({"text": x, "label": y}) for x, y in zip(part["x"], part["y"], strict=True)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    files = tmp_path / "train.jsonl", tmp_path / "trusted.jsonl"
+    with pytest.raises(Interrupted):
+        clean(*files, out=tmp_path / "run", config=texts.config(0), progress=(stopped := Watch(1)))
+    assert set(stopped.stages) == {"embedding texts"} and stopped.stops == 1
+    again = resume(tmp_path / "run", progress=(watch := Watch()))
+    assert same(again, clean(*files, config=texts.config(0))) and watch.stages[0] == "embedding texts"
+    watch = Watch()
+    resume(tmp_path / "run", progress=watch)  # embeddings are kept, so there is nothing to show
+    assert watch.stages == [] and watch.stops == 1
 
 
 def test_the_result_predicts_further_rows(data: Blobs) -> None:

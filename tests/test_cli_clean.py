@@ -85,6 +85,13 @@ def test_print_config_runs_nothing(fake: FakeCleaning) -> None:
     assert fake.calls == [] and not OUT.exists()
 
 
+def test_a_file_is_no_folder_for_a_run(fake: FakeCleaning, capsys: Captured) -> None:
+    Path("mine").write_text("notes")
+    assert main([*CLEAN[:-1], "mine", "--overwrite"]) == 1
+    assert "--out='mine' is a file, but a run is a folder; choose another name." in capsys.readouterr().err
+    assert fake.calls == [] and Path("mine").read_text() == "notes"
+
+
 def test_a_model_that_is_not_there(fake: FakeCleaning, capsys: Captured) -> None:
     assert main([*CLEAN, "--model", "no.such:thing"]) == 1
     assert "the module 'no.such' cannot be imported" in capsys.readouterr().err
@@ -223,6 +230,32 @@ def test_lines_tell_the_time_left(capsys: Captured) -> None:
         "[21 s] teacher: step 25 of 100 (25%), about 1 min 3 s left",
         "[31 s] student: step 30 of 50 (60%), about 21 s left",
     ]
+
+
+def test_after_a_stop_lines_begin_anew(capsys: Captured) -> None:
+    now = [0.0]
+    lines = output.Lines(lambda: now[0])
+    lines.start(1000)
+    lines.advance(1000, "embedding texts")
+    lines.stop()
+    now[0] = 20.0
+    lines.start(100)
+    now[0] = 30.0
+    lines.advance(25, "teacher")
+    assert capsys.readouterr().err == "[10 s] teacher: step 25 of 100 (25%), about 30 s left\n"
+
+
+def test_after_a_stop_there_is_another_bar(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    bar = output.Bar()
+    bar.stop()  # nothing to close yet
+    for stage, total in (("embedding texts", 1000), ("teacher", 4)):
+        bar.start(total)
+        bar.advance(total, stage)
+        bar.stop()
+    err = capsys.readouterr().err
+    assert err.count("100%") >= 2 and err.rindex("embedding texts") < err.index("teacher")
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

@@ -12,19 +12,12 @@ import pytest
 import hyperkron
 from hyperkron.cli import main
 from hyperkron.cli.config import MAX_BYTES, read_config, seconds
+from hyperkron.cli.options import as_options
 from hyperkron.cli.output import UsageError
 from hyperkron.cli.parser import COMMANDS, PAPER
 
 Captured = pytest.CaptureFixture[str]
-SOURCE = Path(hyperkron.__file__).parent
-# The package without its face, which imports torch: what the command line itself needs, and no more.
-ALONE = f"""
-import sys, types
-package = types.ModuleType("hyperkron")
-package.__path__ = [{str(SOURCE)!r}]
-sys.modules["hyperkron"] = package
-from hyperkron.cli import main
-"""
+ALONE = "import sys, types\nfrom hyperkron.cli import main\n"
 
 
 def alone(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -55,12 +48,14 @@ def test_python_dash_m_is_the_command() -> None:
 
 def test_help_and_mistakes_need_no_heavy_package() -> None:
     heavy = "('torch', 'numpy', 'pandas', 'rich', 'hyperkron.tasks', 'hyperkron.data', 'hyperkron.report')"
+    given = ["--help", "clean --help", "clean a.csv --print-config", "--version"]
+    wrong = ["", "clean --epochs x", "clean", "clean --bogus", "clean a.csv --budget soon", "export runs/x -o a.csv"]
     code = f"""
-codes = [main(["--help"]), main(["clean", "--help"]), main(["clean", "--epochs", "x"]), main(["clean"])]
+codes = [main(given.split()) for given in {given + wrong}]
 print("|", codes, [name for name in {heavy} if name in sys.modules])
 """
     done = alone(code)
-    assert done.stdout.rpartition("|")[2].strip() == "[0, 0, 2, 2] []", done.stderr
+    assert done.stdout.rpartition("|")[2].strip() == f"{[0] * len(given) + [2] * len(wrong)} []", done.stderr
 
 
 # --- mistakes ----------------------------------------------------------------------------------------------
@@ -81,7 +76,10 @@ print("|", codes, [name for name in {heavy} if name in sys.modules])
         (["clean", "a.csv", "--compare", "noisy,none"], "--compare='noisy,none' must be"),
         (["clean"], "TRAIN is missing"),
         (["report"], "report needs RUN"),
-        (["export", "runs/x", "--drop", "suspects"], "export needs --out"),
+        (["export", "runs/x", "--drop", "suspects"], "hyperkron export: error: export needs --out"),
+        (["export", "runs/x", "--drop", "suspects"], "See `hyperkron export --help`."),
+        (["paper", "run"], "See `hyperkron paper run --help`."),
+        (["clean", "--bogus"], "unrecognized arguments: --bogus\n"),  # nothing is near it
         (["export", "runs/x", "-o", "a.csv"], "export needs one of --drop suspects and --relabel suspects"),
         (["export", "runs/x", "-o", "a.csv", "--drop", "suspects", "--relabel", "suspects"], "needs one of"),
         (["export", "runs/x", "-o", "a.csv", "--drop", "suspects", "--threshold", "1.5"], "between 0 and 1"),
@@ -91,6 +89,27 @@ def test_a_mistake_in_the_command_is_said_and_ends_with_2(arguments: list[str], 
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and "Traceback" not in err
+
+
+def test_help_names_the_alternatives_there_are(capsys: Captured) -> None:
+    from hyperkron.cli import options
+    from hyperkron.tasks.cleaning import ALTERNATIVES
+
+    assert options.ALTERNATIVES == ALTERNATIVES
+    assert main(["clean", "--help"]) == 0
+    assert "small-loss,trusted-confidence" in "".join(capsys.readouterr().out.split())
+
+
+def test_errors_name_options_and_not_arguments() -> None:
+    for said, shown in {
+        "features[1]='w' is no column": "--features[1]='w' is no column",
+        "train='a.csv' does not exist": "TRAIN='a.csv' does not exist",
+        "run_folder='x' is no folder": "RUN='x' is no folder",
+        "name it (trusted=..., --trusted)": "name it (--trusted)",
+        "choose another, or pass overwrite=True.": "choose another, or pass --overwrite.",
+        "'label=3' and `seed=1` and noise.text=4": "'label=3' and `seed=1` and noise.text=4",
+    }.items():
+        assert as_options(said) == shown
 
 
 def test_control_characters_of_an_argument_do_not_reach_the_terminal(capsys: Captured) -> None:

@@ -47,7 +47,7 @@ def test_report_writes_the_page(rows: list[dict[str, Any]], capsys: Captured) ->
 def test_report_of_what_is_no_run(capsys: Captured) -> None:
     assert main(["report", "runs/none"]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("hyperkron report: error: run_folder='runs/none' is no folder")
+    assert out == "" and err.startswith("hyperkron report: error: RUN='runs/none' is no folder")
 
 
 # --- export ------------------------------------------------------------------------------------------------

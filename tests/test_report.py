@@ -93,6 +93,7 @@ def test_the_parts_stand_in_their_order(report: _Reader) -> None:
         "12 rows without a label were left out",
         "hyperkron clean train.csv --trusted trusted.csv",
         "outer_steps 200",
+        "source: train train.csv",
         "torch 2.8.0",
         "held-out accuracy",
     ],
@@ -118,6 +119,15 @@ def test_without_test_accuracies_there_is_no_such_column(tmp_path: Path) -> None
     candidates = [{"name": "a", "accuracy": 0.5, "test_accuracy": None}]
     reader = read(write_report(write_run_folder(tmp_path, candidates=candidates, chosen="a")))
     assert "Test accuracy" not in reader.text and "On the test set" not in reader.text
+
+
+def test_times_of_candidates_stand_there_where_they_are_known(tmp_path: Path, report: _Reader) -> None:
+    assert "Held-out rows Time" in report.text and "9.50 s" in report.text and "no network had to be" not in report.text
+    some = [{"name": "a", "accuracy": 0.5, "seconds": 3.0, "rows": 60}, {"name": "b", "accuracy": 0.4, "rows": 60}]
+    reader = read(write_report(write_run_folder(tmp_path, candidates=some)))
+    assert "3.00 s" in reader.text and "– where its answers came with the cleaning" in reader.text
+    reader = read(write_report(write_run_folder(tmp_path, candidates=[c | {"seconds": None} for c in some])))
+    assert "Held-out rows" in reader.text and "rows Time" not in reader.text and "Time is that of" not in reader.text
 
 
 def test_collapse_is_said(tmp_path: Path, report: _Reader) -> None:
@@ -444,6 +454,7 @@ def test_a_matrix_without_noise_has_no_shade() -> None:
         ((0.9, 0.8, 1.0), (0.89, 0.8, 1.0), "1.0 points less; the intervals overlap, so the difference may be chance."),
         ((0.8, 0.7, 0.9), (0.82, 0.7, 0.9), "2.0 points more; the intervals overlap"),
         ((0.8, None, 0.9), (0.8, 0.7, 0.9), "which is the same."),
+        ((0.8, 0.7, 0.9), (0.8, 0.7, 0.9), "which is the same."),
     ],
 )
 def test_the_comparison_in_words(winner: Any, other: Any, words: str) -> None:

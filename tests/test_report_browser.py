@@ -276,6 +276,28 @@ def test_a_phone_sorts_by_a_list(browser: Browser, file: Path) -> None:
 # --- it filters and pages ----------------------------------------------------------------------------------
 
 
+def test_a_phone_shows_every_figure_of_the_candidates(browser: Browser, file: Path) -> None:
+    opened = open_page(browser, file, viewport={"width": 390, "height": 800})
+    opened.page.evaluate("for (const part of document.querySelectorAll('details')) part.open = true")
+    for cells in ("#accuracy td", "#messages td"):
+        boxes = [cell.bounding_box() for cell in opened.page.locator(cells).all()]
+        assert len(boxes) >= 12
+        assert all(box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 390 for box in boxes)
+    assert not opened.page.locator("#accuracy thead").is_visible()  # each figure bears its own name
+    first = opened.page.locator("#accuracy tbody tr").first.locator("td")
+    names = first.evaluate_all("cells => cells.map((cell) => getComputedStyle(cell, '::before').content)")
+    assert names == [f'"{name}"' for name in ("Accuracy", "Interval", "Test accuracy", "Held-out rows", "Time")]
+    opened.quiet()
+
+
+def test_what_is_nearly_certain_is_not_called_certain(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path)
+    known = [{**s, "error_probability": p} for s, p in zip(SUSPECTS, (1.0, 0.9997, 0.9994), strict=False)]
+    write_suspects(folder, known)
+    opened = open_page(browser, write_report(folder))
+    assert opened.column("Error probability") == ["100.0 %", "> 99.9 %", "99.9 %"]
+
+
 def test_it_filters_by_text_and_row(opened: Opened) -> None:
     search = opened.page.get_by_role("searchbox", name="Search", exact=True)
     search.fill("  RIVER ")

@@ -4,151 +4,40 @@
 
 The pieces of the formula are the parts of the package: ``losses`` and ``BilevelProblem`` (J), curvatures (A),
 solvers (A⁻¹b), the cross term, and the hypergradients that put them together.
+
+All names are listed in ``_everything.py``, which is imported with the first of them (PEP 562), so that the command line
+answers before torch is loaded.
 """
 
-from hyperkron import algorithms, losses
-from hyperkron.algorithms import *  # noqa: F403 - every algorithm, by its paper's name
-from hyperkron.curvature import EKFAC, GGN, KFAC, AdamDiagonal, Coverage, Hessian, Identity
-from hyperkron.hyper import (
-    Augmentation,
-    DomainWeights,
-    LabelCorrection,
-    MetaWeightNet,
-    SampleWeights,
-    WeightDecay,
-    as_hyper,
-)
-from hyperkron.hypergradient import (
-    Hypergradient,
-    Implicit,
-    Unrolled,
-    cg,
-    ekfac,
-    gradient_descent,
-    identity,
-    kfac,
-    neumann,
-    one_step,
-    pcg,
-    sama,
-    truncated,
-    unrolled,
-)
-from hyperkron.problem import BilevelProblem
-from hyperkron.solution import (
-    CoverageError,
-    FactorizationError,
-    HypergradientResult,
-    HyperkronError,
-    HyperkronWarning,
-    NonFiniteError,
-    Solution,
-    Status,
-)
-from hyperkron.solvers import CG, Direct, GradientDescent, Neumann
-from hyperkron.tasks.cleaning import CleanConfig, CleanResult, clean
-from hyperkron.training import (
-    Accumulated,
-    Ball,
-    Box,
-    Callback,
-    Checkpoint,
-    CheckpointError,
-    DamagedCheckpoint,
-    EarlyStopping,
-    Every,
-    HalveOnOutOfMemory,
-    History,
-    InnerLoop,
-    Interrupted,
-    MLflow,
-    RichProgress,
-    Run,
-    Simplex,
-    SkipFailures,
-    TensorBoard,
-    Tracker,
-    Trackio,
-    WandB,
-    WatchInverses,
-    WatchWeights,
-    default_guards,
-    fit,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = [
-    *algorithms.__all__,
-    "Accumulated",
-    "Augmentation",
-    "Ball",
-    "Box",
-    "Callback",
-    "CleanConfig",
-    "CleanResult",
-    "clean",
-    "Checkpoint",
-    "CheckpointError",
-    "DamagedCheckpoint",
-    "DomainWeights",
-    "EarlyStopping",
-    "Every",
-    "HalveOnOutOfMemory",
-    "History",
-    "Interrupted",
-    "MLflow",
-    "RichProgress",
-    "Run",
-    "Simplex",
-    "SkipFailures",
-    "TensorBoard",
-    "Tracker",
-    "Trackio",
-    "WandB",
-    "WatchInverses",
-    "WatchWeights",
-    "default_guards",
-    "fit",
-    "CG",
-    "EKFAC",
-    "GGN",
-    "KFAC",
-    "AdamDiagonal",
-    "BilevelProblem",
-    "Coverage",
-    "CoverageError",
-    "Direct",
-    "FactorizationError",
-    "GradientDescent",
-    "Hessian",
-    "Hypergradient",
-    "HypergradientResult",
-    "HyperkronError",
-    "HyperkronWarning",
-    "Identity",
-    "Implicit",
-    "InnerLoop",
-    "Neumann",
-    "LabelCorrection",
-    "MetaWeightNet",
-    "NonFiniteError",
-    "SampleWeights",
-    "Solution",
-    "Status",
-    "Unrolled",
-    "WeightDecay",
-    "as_hyper",
-    "cg",
-    "ekfac",
-    "gradient_descent",
-    "identity",
-    "kfac",
-    "losses",
-    "neumann",
-    "one_step",
-    "pcg",
-    "sama",
-    "truncated",
-    "unrolled",
-]
+if TYPE_CHECKING:  # what a type checker sees; without __getattr__, so that it finds misspelt names
+    from hyperkron._everything import *  # noqa: F403
+    from hyperkron._everything import __all__ as __all__
+    from hyperkron.algorithms import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> object:
+        """A part of the package, or one of its names; all names come with the first."""
+        from importlib import import_module
+        from importlib.util import find_spec
+
+        if name.startswith("_") and name != "__all__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name.isidentifier() and find_spec(f"{__name__}.{name}") is not None:
+            return import_module(f"{__name__}.{name}")
+        everything = import_module(f"{__name__}._everything")
+        names = {known: getattr(everything, known) for known in everything.__all__}
+        globals().update(names, __all__=everything.__all__)
+        try:
+            return globals()[name]
+        except KeyError:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+    def __dir__() -> list[str]:
+        __getattr__("__all__")
+        return sorted(globals().keys() - {"TYPE_CHECKING", "annotations"})

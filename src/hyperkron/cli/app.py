@@ -108,6 +108,10 @@ def _failed(error: Exception, options: Any) -> int:
     if debug or not (usage or _expected(error)):
         traceback.print_exception(error)
     text = str(error) or type(error).__name__
+    if isinstance(error, _ours()):
+        from hyperkron.cli.options import as_options
+
+        text = as_options(text)
     prog = f"hyperkron {options.command}" if options is not None else "hyperkron"
     say(f"{prog}: error: {text}" + (f"\nSee `{prog} --help`." if usage else ""))
     if getattr(options, "json", False):
@@ -117,9 +121,13 @@ def _failed(error: Exception, options: Any) -> int:
 
 def _expected(error: Exception) -> bool:
     """Whether an error is the world's or the user's, and not ours."""
+    return isinstance(error, (OSError, MemoryError, *_ours()))
+
+
+def _ours() -> tuple[type[Exception], ...]:
+    """The errors of the package, if it has been imported."""
     solution = sys.modules.get("hyperkron.solution")
-    ours = () if solution is None else (solution.HyperkronError,)
-    return isinstance(error, (OSError, MemoryError, *ours))
+    return () if solution is None else (solution.HyperkronError,)
 
 
 def _interrupted(options: Any, code: int) -> int:

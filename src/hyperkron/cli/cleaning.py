@@ -79,7 +79,8 @@ def resume(options: Any, given: list[str]) -> int:
     if not (out / "config.json").is_file():
         raise FileNotFoundError(f"run={str(out)!r} holds no run (no config.json); begin one with `hyperkron clean`.")
     if not options.quiet:
-        say(f"Going on with {out}")
+        done = (out / "result.json").exists()
+        say(f"The run in {out} is finished; its result is put together again" if done else f"Going on with {out}")
     from hyperkron.tasks import cleaning
 
     shown = progress(options.quiet)
@@ -126,6 +127,8 @@ def _free_folder(train: str) -> Path:
 
 
 def _refuse_taken(out: Path, overwrite: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"--out={str(out)!r} is a file, but a run is a folder; choose another name.")
     if overwrite:
         return
     if (out / "result.json").exists():

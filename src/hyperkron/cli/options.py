@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,6 +51,9 @@ class Option:
         return self.name.lstrip("-").replace("-", "_")
 
 
+ALTERNATIVES = ("noisy", "trusted", "pooled", "small-loss", "trusted-confidence", "cleanlab", "sama")
+"""What `clean` can compare with; as ``hyperkron.tasks.cleaning.ALTERNATIVES``, which cannot be had without torch."""
+
 _DATA, _TRAINING, _OUTPUT = "the data", "the training", "the output"
 
 SPEAKING = (
@@ -81,12 +85,12 @@ CLEAN = (
     MODEL,
     Option("--encoder", "text", "of texts: the name of a Hugging Face model, or its folder", "NAME", group=_TRAINING),
     Option("--layers", "whole", "train the last K layers of the encoder", "K", 0, group=_TRAINING),
-    Option("--epochs", "whole", "of one training; chosen from the data if left away", "N", group=_TRAINING),
+    Option("--epochs", "whole", "of one training; 15 if left away, fewer under a --budget", "N", group=_TRAINING),
     Option("--budget", "duration", "time for everything: 90, 90s, 5m or 1h", "TIME", group=_TRAINING),
     Option(
         "--compare",
         "names",
-        "the alternatives to train and compare: all, none, or names with commas between",
+        f"the alternatives to train and compare: all, none, or some of {','.join(ALTERNATIVES)}",
         "NAMES",
         "all",
         group=_TRAINING,
@@ -133,3 +137,22 @@ PAPER_REPORT = (
     JSON,
     *SPEAKING,
 )
+
+_ARGUMENTS = {option.key: option for option in (*CLEAN, *EXPORT)} | {"run_folder": RUN}
+_ARGUMENT = re.compile(rf"(?<![\w.`'-])({'|'.join(_ARGUMENTS)})(\[\d+\])?=(True\b|\.\.\.)?")
+
+
+def as_options(text: str) -> str:
+    """What an error says about arguments in Python, said about the options of the command.
+
+    Example:
+        >>> as_options("label='x' is no column; name it with trusted_column=..., or pass overwrite=True.")
+        "--label='x' is no column; name it with --trusted-column ..., or pass --overwrite."
+    """
+
+    def named(found: re.Match[str]) -> str:
+        option, value = _ARGUMENTS[found[1]], found[3]
+        name = option.name if option.name.startswith("-") else str(option.metavar)
+        return name if value == "True" else f"{name} ..." if value else f"{name}{found[2] or ''}="
+
+    return re.sub(r"(--[\w-]+) \.\.\., \1", r"\1", _ARGUMENT.sub(named, text))

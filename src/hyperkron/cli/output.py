@@ -12,15 +12,19 @@ from typing import Any, TextIO
 
 SECONDS_BETWEEN_LINES = 10.0
 """How often a progress without a terminal says where it is."""
+_UNSEEN = dict.fromkeys(map(ord, "\ufeff\u200b\u2060\u00ad"))
 
 
 def printable(text: str) -> str:
     """The text without characters that could move the cursor, colour the screen or turn the reading order.
 
+    Marks that nobody sees anyway, such as a byte order mark, are left out.
+
     Example:
-        >>> printable("a\\x1b[31mred\\tb\\nc") == "a\\ufffd[31mred b\\nc"
+        >>> printable("a\\x1b[31mred\\tb\\nc\\ufeff") == "a\\ufffd[31mred b\\nc"
         True
     """
+    text = text.translate(_UNSEEN)
     kept = (" " if c == "\t" else c if c == "\n" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return "".join(kept)
 
@@ -35,9 +39,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     Example:
         >>> nearest("--lable", ["--label", "--text"])
         '; did you mean --label?'
+        >>> nearest("--bogus", ["--out"])
+        ''
     """
-    found = difflib.get_close_matches(name, list(known), 1, 0.6)
-    return f"; did you mean {found[0]}?" if found else ""
+    bare = {one.lstrip("-"): one for one in known}  # dashes alone make no likeness
+    found = difflib.get_close_matches(name.lstrip("-"), bare, 1, 0.6)
+    return f"; did you mean {bare[found[0]]}?" if found else ""
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -104,7 +111,7 @@ class Lines:
         self._last = self._begin
 
     def start(self, total: int) -> None:
-        """So many steps in all; those done stay done."""
+        """So many steps in all; those done stay done, unless it was stopped in between."""
         if not self._done:
             self._begin = self._clock()
         self._total = total
@@ -129,7 +136,8 @@ class Lines:
         say(text)
 
     def stop(self) -> None:
-        """Nothing to close."""
+        """Begin from nothing at the next start."""
+        self._total = self._done = 0
 
 
 class Bar:
@@ -137,29 +145,34 @@ class Bar:
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
         self._console = Console(stderr=True, markup=False, highlight=False, emoji=False)
-        self._bar = Progress(
+        self._bar: Any = None
+        self._task: Any = None
+
+    def start(self, total: int) -> None:
+        """Show the bar; those steps that are done stay done, unless it was stopped in between."""
+        if self._bar is None:
+            self._bar = self._made()
+            self._task = self._bar.add_task("", total=total)
+            self._bar.start()
+        else:
+            self._bar.update(self._task, total=total)
+
+    def _made(self) -> Any:
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        return Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             TaskProgressColumn(),
             TimeRemainingColumn(elapsed_when_finished=True),
             console=self._console,
         )
-        self._task: Any = None
-
-    def start(self, total: int) -> None:
-        """Show the bar; those steps that are done stay done."""
-        if self._task is None:
-            self._task = self._bar.add_task("", total=total)
-            self._bar.start()
-        else:
-            self._bar.update(self._task, total=total)
 
     def advance(self, steps: int, stage: str) -> None:
         """Move it."""
-        if self._task is not None:
+        if self._bar is not None:
             self._bar.update(self._task, advance=steps, description=printable(stage))
 
     def message(self, text: str) -> None:
@@ -167,8 +180,10 @@ class Bar:
         self._console.print(printable(text), markup=False, highlight=False)
 
     def stop(self) -> None:
-        """Take the bar away."""
-        self._bar.stop()
+        """Leave the bar as it stands; the next start begins another."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = None
 
 
 def progress(quiet: bool) -> Silent | Lines | Bar:

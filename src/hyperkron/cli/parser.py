@@ -63,7 +63,7 @@ class Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         parser = getattr(ex, "subcommand_parser", None) or self
-        prog = parser.prog
+        prog = parser.prog if parser is not self else f"{self.prog}{_command_of(message)}"
         text = _plainly(" ".join(message.split()), parser)
         sys.stderr.write(f"{prog}: error: {printable(text)}\nSee `{prog} --help`.\n")
         self.exit(2)
@@ -86,6 +86,12 @@ def _plainly(message: str, parser: argparse.ArgumentParser) -> str:
         keys = [key.rpartition(".") for key in missing["keys"].split(", ")]
         return "; ".join(_missing(path.split("."), name) for path, _, name in keys) + "."
     return message
+
+
+def _command_of(message: str) -> str:
+    """The command that a message about a missing argument is about, after a space; nothing for other messages."""
+    found = re.match(r"the following arguments are required: ([\w.]+)\.", " ".join(message.split()))
+    return " " + found[1].replace(".", " ") if found else ""
 
 
 def _missing(path: list[str], name: str) -> str:

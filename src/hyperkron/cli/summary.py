@@ -76,13 +76,18 @@ def _suspects(run: Run) -> str:
 
 
 def _suspect(s: Suspect) -> str:
-    sure = "" if s.error_probability is None else f", {100 * s.error_probability:.0f} % likely wrong"
+    sure = "" if s.error_probability is None else f", {_sure(s.error_probability)} % likely wrong"
     line = f"  row {s.row}: {s.given} → {s.suggested}{sure}"
     shown = " ".join(s.text.split())
     if shown:
         room = max(20, _WIDTH - len(line) - 3)
         line += f"   {shown if len(shown) <= room else shown[: room - 1] + '…'}"
     return line
+
+
+def _sure(probability: float) -> str:
+    """A percentage that never claims to be certain."""
+    return "over 99" if 0.995 <= probability < 1 else f"{100 * probability:.0f}"
 
 
 def _files(run: Run) -> str:

@@ -171,6 +171,8 @@ def _context(run: Run) -> dict[str, Any]:
         "kind": data.text("kind"),
         "candidates": candidates,
         "tested": any(c.test_accuracy is not None for c in candidates),
+        "timed": any(c.seconds is not None for c in candidates),
+        "untimed": any(c.seconds is None for c in candidates),
         "comparison": wording.comparison(candidates),
         "dot_plot": plots.dot_plot(candidates) if candidates else None,
         "suspects": len(run.suspects),
@@ -191,7 +193,7 @@ def _context(run: Run) -> dict[str, Any]:
         "hardware": result.text("hardware"),
         "messages": [*data.texts("messages"), *run.notes],
         "per_class": _per_class(run),
-        "config": [(key, wording.value(value)) for key, value in run.config.items()],
+        "config": [pair for pair in wording.settings(run.config) if pair[0] not in ("format", "command")],
         "versions": [(key, wording.value(value)) for key, value in result.child("versions").raw.items()],
         "command": result.text("command"),
     }

@@ -28,6 +28,7 @@
   };
   const fixed = (x, digits) => (x === null ? "–" : x.toFixed(digits));
   const percent = (x) => (x === null ? "–" : `${(100 * x).toFixed(1)}\u00a0%`);
+  const likely = (x) => (x !== null && x < 1 && x >= 0.9995 ? `> 99.9\u00a0%` : percent(x));  // never quite certain
 
   for (const s of suspects) {
     s.example = s.text || s.features.map(([name, value]) => `${name} ${value}`).join(" ");
@@ -112,7 +113,7 @@
   };
 
   const showProbability = (s) => {
-    const part = make("div", "", percent(s.probability));
+    const part = make("div", "", likely(s.probability));
     const gauge = make("span", "gauge"), level = make("span");
     gauge.setAttribute("aria-hidden", "true");
     level.style.width = `${100 * Math.min(1, Math.max(0, s.probability || 0))}%`;

@@ -69,6 +69,25 @@ def value(x: Any) -> str:
     return json.dumps(x, ensure_ascii=False)
 
 
+def settings(config: dict[str, Any], within: str = "") -> list[tuple[str, str]]:
+    """The configuration line by line, without what is not set; a part of it is named before its own settings.
+
+    Example:
+        >>> settings({"config": {"seed": 0, "epochs": None}, "source": {"train": "a.csv"}, "names": ["a", "b"]})
+        [('seed', '0'), ('source: train', 'a.csv'), ('names', 'a, b')]
+    """
+    found: list[tuple[str, str]] = []
+    for key, x in config.items():
+        name = f"{within}: {key}" if within else key
+        if isinstance(x, dict) and within.count(": ") < 3:
+            found += settings(x, "" if name == "config" else name)
+        elif isinstance(x, list) and not any(isinstance(part, dict | list) for part in x):
+            found.append((name, ", ".join(map(value, x)) or "none"))
+        elif x is not None:
+            found.append((name, value(x)))
+    return found
+
+
 def suspect_count(run: Run) -> int | None:
     """How many rows are suspects: as result.json says, else as rows.csv has them, else as many as are listed."""
     said = run.result.child("suspects").count("count")
@@ -104,9 +123,8 @@ def comparison(candidates: Sequence[Candidate]) -> str:
     said = f"The best alternative, “{other.name}”, reaches {percent(other.accuracy)}"
     difference = 100 * (winner.accuracy - other.accuracy)
     if abs(difference) < 0.05:
-        said += ", which is the same"
-    else:
-        said += f", {abs(difference):.1f} points {'less' if difference > 0 else 'more'}"
+        return f"{said}, which is the same."
+    said += f", {abs(difference):.1f} points {'less' if difference > 0 else 'more'}"
     limits = (winner.low, winner.high, other.low, other.high)
     if None in limits:
         return said + "."

@@ -52,7 +52,7 @@ class CleanConfig:
 
 
 class Progress(Protocol):
-    """Receives what a person would like to see while waiting; units are training steps."""
+    """Receives what a person would like to see while waiting; units are training steps, or tokens while embedding."""
 
     def start(self, total: int) -> None:
         """So many steps are to come; may be called again when the plan changes."""
@@ -64,7 +64,7 @@ class Progress(Protocol):
         """A sentence for the user."""
 
     def stop(self) -> None:
-        """Nothing more will come."""
+        """Close the bar; a later start begins another one."""
 
 
 class Silent:

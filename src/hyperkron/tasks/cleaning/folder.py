@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import csv
+import errno
 import hashlib
 import io
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +40,15 @@ class RunFolder:
             )
         if not new and not (self.path / "config.json").exists():
             raise HyperkronError(f"out={str(path)!r} holds no run: there is no config.json in it.")
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise HyperkronError(
+                f"out={str(path)!r} cannot be written to ({error.strerror or error}); choose another folder, or make "
+                "it one that you may write to."
+            ) from error
 
     @property
     def stages(self) -> Path:

@@ -73,10 +73,9 @@ def pick_device(name: str) -> torch.device:
 def refuse_early(parts: list[Labelled], config: CleanConfig, model: Callable[[], nn.Module] | None) -> None:
     """Meet settings that cannot work before anything is written."""
     pick_device(config.device)
-    if config.layers and parts[0].kind != "text":
-        raise HyperkronError(
-            f"layers={config.layers} is for texts, but these are {parts[0].kind} inputs; leave it out."
-        )
+    for name, value in (("layers", config.layers), ("encoder", config.encoder)):
+        if value and parts[0].kind != "text":
+            raise HyperkronError(f"{name}={value!r} is for texts, but these are {parts[0].kind} inputs; leave it out.")
     if config.layers and model is not None:
         raise HyperkronError(f"layers={config.layers} trains an encoder, so model= cannot be given; leave one out.")
 
@@ -177,7 +176,8 @@ def _trained_encoder(
     inputs = States(encoder.prefix(both, config.layers, progress=progress), device)
     test = None
     if len(parts) > 2:
-        test = States(encoder.prefix([str(text) for text in parts[2].inputs], config.layers), device)
+        further = [str(text) for text in parts[2].inputs]
+        test = States(encoder.prefix(further, config.layers, progress=progress), device)
     classes = len(parts[0].classes)
     return Prepared(
         inputs,

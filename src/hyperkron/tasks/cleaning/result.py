@@ -139,7 +139,8 @@ def _version(name: str) -> str:
 def _hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{platform.machine()} CPU, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def _peak_memory() -> float:

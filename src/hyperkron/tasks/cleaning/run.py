@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 from hyperkron.data import Labelled
+from hyperkron.models import choose_encoder
 from hyperkron.tasks.cleaning.alternatives import DESCRIPTIONS, available, judged, lesson
-from hyperkron.tasks.cleaning.budget import steps_of, within
+from hyperkron.tasks.cleaning.budget import READY, steps_of, within
 from hyperkron.tasks.cleaning.choice import Judged, choose, judge, verdict
 from hyperkron.tasks.cleaning.config import OURS, CleanConfig, Progress
 from hyperkron.tasks.cleaning.folder import RunFolder
@@ -40,8 +42,10 @@ class Run:
         self.parts, self.config, self.folder = parts, config, folder
         self.model, self.progress, self.command = model, progress, command
         self.device = pick_device(config.device)
-        self.messages = [message for part in parts[:2] for message in part.messages]
+        self.messages: list[str] = []
         self.seconds: dict[str, float] = {}
+        self.spent: dict[str, float] = {}  # on each candidate
+        self.stage = ("", 0)  # that is being computed, and its steps so far
         self.signals = Signals(active=folder is not None)
 
     def result(self) -> CleanResult:
@@ -60,31 +64,37 @@ class Run:
     def _train(self, prepared: Prepared) -> CleanResult:
         work, names = self._work(prepared)
         total = steps_of(work, work.plan, names, prepared.test is not None)
-        self.progress.start(total)
+        finished = [] if self.folder is None else self.folder.logged("stage")
+        self.progress.start(max(1, total - sum(int(line["steps"]) for line in finished)))
         with self._timed("cleaning"):
             outcome = clean_labels(work)
-        if outcome.collapsed:
-            self._say(["The weights of the evidence ran away, so they were put back to where they began."])
+        self._say(_trouble(outcome))
         with self._timed("network"):
             networks = {OURS: train_on(work, "network-hyperkron", lesson(OURS, work, outcome), work.short)}
         with self._timed("comparison"):
-            table = [judge(n, judged(n, work, outcome), work.given[work.trusted]) for n in (OURS, *names)]
+            table = []
+            for name in (OURS, *names):
+                with self._timed(name, "candidate"):
+                    table.append(judge(name, judged(name, work, outcome), work.given[work.trusted]))
             chosen = choose(table)
             wanted = names if prepared.test is not None else [name for name in names if name == chosen]
             for name in wanted:
-                networks[name] = train_on(work, f"network-{name}", lesson(name, work, outcome))
+                with self._timed(name, "candidate"):
+                    networks[name] = train_on(work, f"network-{name}", lesson(name, work, outcome))
         return self._finish(prepared, work, outcome, table, chosen, networks)
 
     def _prepare(self) -> Prepared:
         self.progress.message(f"{len(self.parts[0])} training rows, {len(self.parts[1])} trusted rows")
+        self._say([message for part in self.parts for message in part.messages])
         cache = None if self.folder is None else self.folder.path / "embeddings"
-
-        def embedding(done: int, total: int) -> None:
-            self._check_signals()
-
+        if self.parts[0].kind == "text":
+            count = sum(len(part) for part in self.parts)
+            self.progress.message(f"Embedding {count} texts by {choose_encoder(self.config.encoder).name}")
+        bar = _Embedding(self.progress, self._check_signals)
         with self._timed("preparation"):
-            found = prepare(self.parts, self.config, self.device, model=self.model, cache=cache, progress=embedding)
-        self.messages += found.messages
+            found = prepare(self.parts, self.config, self.device, model=self.model, cache=cache, progress=bar)
+        bar.stop()
+        self._say(list(found.messages))
         return found
 
     def _work(self, prepared: Prepared) -> tuple[Work, list[str]]:
@@ -132,7 +142,11 @@ class Run:
         return plan, kept["compare"], kept["messages"]
 
     def _tick(self, stage: str, steps: int) -> None:
-        self.progress.advance(steps, stage)
+        before, done = self.stage
+        if self.folder is not None and before and stage != before:  # that one is finished and on the disk
+            self.folder.log("stage", name=before, steps=done)
+        self.stage = stage, steps + (done if stage == before else 0)
+        self.progress.advance(steps, _in_words(stage))
         self._check_signals()
 
     def _check_signals(self) -> None:
@@ -140,18 +154,20 @@ class Run:
             raise Interrupted(self.signals.received)
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        before = 0.0
-        if self.folder is not None:  # what an interrupted run had already spent
-            before = sum(float(line["seconds"]) for line in self.folder.logged("part") if line["name"] == name)
+    def _timed(self, name: str, event: str = "part") -> Iterator[None]:
+        """Add to ``seconds`` of a part of the run, or to what was ``spent`` on a candidate; the log keeps it."""
+        times = self.seconds if event == "part" else self.spent
+        if name not in times:  # what an interrupted run had already spent
+            before = [] if self.folder is None else self.folder.logged(event)
+            times[name] = sum(float(line["seconds"]) for line in before if line["name"] == name)
         begin = time.perf_counter()
         try:
             yield
         finally:
-            spent = time.perf_counter() - begin
-            self.seconds[name] = before + spent
+            taken = time.perf_counter() - begin
+            times[name] += taken
             if self.folder is not None:
-                self.folder.log("part", name=name, seconds=round(spent, 3))
+                self.folder.log(event, name=name, seconds=round(taken, 3))
 
     # --- what comes out
 
@@ -222,11 +238,19 @@ class Run:
                     "low": c.low,
                     "high": c.high,
                     "rows": c.rows,
+                    "seconds": self._spent_on(c.name, networks),
                     "chosen": c.name == chosen,
                     "test_accuracy": score,
                 }
             )
         return found
+
+    def _spent_on(self, name: str, networks: dict[str, nn.Module]) -> float | None:
+        """Seconds of training and judging a candidate; None where its answers came with the method's experts."""
+        if name in READY and name not in networks:
+            return None
+        ours = self.seconds["cleaning"] + self.seconds["network"] if name == OURS else 0.0
+        return round(ours + self.spent[name], 2)
 
     def _seconds(self, work: Work) -> dict[str, float]:
         """Of the whole, of the method, and of one plain training, scaled from the network's by their steps."""
@@ -235,6 +259,64 @@ class Run:
         spent["cleaning"] = self.seconds["cleaning"] + self.seconds["network"]
         spent["plain"] = self.seconds["network"] * work.plan.steps(rows) / work.short.steps(rows)
         return {name: round(value, 2) for name, value in spent.items()}
+
+
+def _in_words(stage: str) -> str:
+    """What a person is told of a stage.
+
+    Example:
+        >>> _in_words("network-small-loss"), _in_words("judge-small-loss-1"), _in_words("pooled expert")
+        ('training small-loss', 'judging small-loss', 'pooled expert')
+    """
+    stage = re.sub(r"^judge-(.+)-\d+$", r"judging \1", stage)
+    return re.sub(r"^network-", "training ", stage)
+
+
+class _Embedding:
+    """A bar of its own while texts are embedded; its unit is tokens, and every list of texts begins anew."""
+
+    def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
+        self.progress, self.check = progress, check
+        self.done, self.total = 0, 0
+
+    def __call__(self, done: int, total: int) -> None:
+        """So many of so many tokens are done."""
+        if total != self.total or done < self.done:
+            self.stop()
+            self.progress.start(total)
+            self.total = total
+        self.progress.advance(done - self.done, "embedding texts")
+        self.done = done
+        self.check()
+
+    def stop(self) -> None:
+        """Close the bar, if there is one."""
+        if self.total:
+            self.progress.stop()
+        self.done, self.total = 0, 0
+
+
+def _trouble(outcome: Outcome) -> list[str]:
+    """What a person should know about how κ and β were learnt."""
+    found = []
+    if outcome.collapsed:
+        found.append("The weights of the evidence ran away, so they were put back to where they began.")
+    if outcome.troubled:
+        of = max(outcome.troubled, 2 * len(outcome.outer))
+        text = (
+            f"{outcome.troubled} of {of} hypergradients are inexact: the linear solve behind them did not end well. "
+            "The run went on. They only steer how far experts and given labels are believed (κ and β); "
+        )
+        few = 10 * outcome.troubled <= of
+        found.append(
+            text
+            + (
+                "so few hardly change which rows are suspects."
+                if few
+                else "with so many, rely on the suspects only if the curves of κ and β in the report settle."
+            )
+        )
+    return found
 
 
 @contextmanager

@@ -1,0 +1,84 @@
+"""The package's face: its names come when they are asked for, and are those that `_everything.py` lists."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hyperkron as hk
+
+SRC = Path(hk.__file__).parent
+
+
+def run(program: str) -> str:
+    """What a program prints in an interpreter of its own."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_alone_loads_nothing_and_the_first_name_loads_all() -> None:
+    program = """
+import sys, hyperkron as hk
+assert hk.__version__ and "torch" not in sys.modules
+assert not hasattr(hk, "__wrapped__") and not hasattr(hk, "_private") and "torch" not in sys.modules
+assert hk.kfac(1e-3) is not None and "KFAC" in vars(hk) and "torch" in sys.modules
+"""
+    run(program)
+
+
+def test_all_ways_to_a_name() -> None:
+    from hyperkron import _everything
+
+    assert hk.__all__ == _everything.__all__ and len(set(hk.__all__)) == len(hk.__all__) > 100
+    program = """
+import hyperkron
+assert {*hyperkron.__all__, "losses", "training", "tasks", "__version__"} <= set(dir(hyperkron))
+from hyperkron import KFAC, clean, losses
+from hyperkron import *
+assert set(hyperkron.__all__) <= set(globals())
+print(clean.__module__, hyperkron.report.__name__)
+"""
+    assert run(program) == "hyperkron.tasks.cleaning.api hyperkron.report"
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="module 'hyperkron' has no attribute 'kfacc'"):
+        hk.kfacc  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'no\.such'"):
+        getattr(hk, "no.such")
+    with pytest.raises(ImportError, match="cannot import name 'kfacc' from 'hyperkron'"):
+        from hyperkron import kfacc  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_every_part_can_be_the_first_that_is_imported() -> None:
+    """The names come late, so no part may count on the others having been imported before it."""
+    parts = [f"hyperkron.{part.name}" for part in pkgutil.iter_modules([str(SRC)]) if part.name != "__main__"]
+    assert len(parts) >= 19
+    program = f"""
+import importlib, sys, torch
+for name in {parts!r}:
+    for known in [known for known in sys.modules if known.split(".")[0] == "hyperkron"]:
+        del sys.modules[known]
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        print(name, error)
+"""
+    assert run(program) == ""
+
+
+def test_a_type_checker_sees_the_names_and_no_getattr() -> None:
+    """With a __getattr__ in its sight every misspelt name would be of the type Any."""
+    tree = ast.parse((SRC / "__init__.py").read_text("utf-8"))
+    [choice] = [node for node in tree.body if isinstance(node, ast.If)]
+    assert ast.unparse(choice.test) == "TYPE_CHECKING"
+    shown = [ast.unparse(node) for node in choice.body]
+    assert "from hyperkron._everything import *" in shown
+    assert {node.name for node in choice.orelse if isinstance(node, ast.FunctionDef)} == {"__getattr__", "__dir__"}
+    assert not any(isinstance(node, ast.FunctionDef) for node in tree.body)
