@@ -58,6 +58,7 @@ def recipes() -> dict[str, Recipe]:
         batch_size,
         diagnostic,
         encoder_cleaning,
+        frozen_head,
         memory,
         moving_average,
         resnet,
@@ -77,6 +78,7 @@ def recipes() -> dict[str, Recipe]:
         memory,
         resnet,
         encoder_cleaning,
+        frozen_head,
     )
     found = [recipe for module in modules for recipe in module.RECIPES]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.experiment)}

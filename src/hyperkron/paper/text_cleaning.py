@@ -4,8 +4,9 @@
 
 θ, the last layers of an encoder and a head, is moved by AdamW with a cosine schedule, λ by SGD with momentum 0.9. Its
 step size ``outer`` is relative (see :mod:`hyperkron.paper.image_entries`): the root mean square by which the weights of
-a batch move in the first step that counts. All methods train the same parameters on the same batches. On a GPU nine of
-ten inner steps replay one recorded graph; where that cannot be recorded all take the ordinary way.
+a batch move in the first step that counts; a setting ``rate`` gives an absolute one instead. All methods train the same
+parameters on the same batches. On a GPU nine of ten inner steps replay one recorded graph; where that cannot be
+recorded all take the ordinary way.
 """
 
 from __future__ import annotations
@@ -106,13 +107,12 @@ class TextCase:
     tokens: int = 64
     graph: bool = True
 
-
-def problem() -> BilevelProblem:
-    """The two objectives; a batch holds states, mask, labels and row numbers."""
-    return BilevelProblem(
-        lambda model, weights, b: losses.cross_entropy(model(b[0], b[1]), b[2], weight=weights(b[3])),
-        lambda model, weights, b: losses.cross_entropy(model(b[0], b[1]), b[2]),
-    )
+    def problem(self) -> BilevelProblem:
+        """The two objectives; a batch holds states, mask, labels and row numbers."""
+        return BilevelProblem(
+            lambda model, weights, b: losses.cross_entropy(model(b[0], b[1]), b[2], weight=weights(b[3])),
+            lambda model, weights, b: losses.cross_entropy(model(b[0], b[1]), b[2]),
+        )
 
 
 class Shuffled:
@@ -186,19 +186,19 @@ class TextTrial:
         parameters = [p for p in model.parameters() if p.requires_grad]
         inner = torch.optim.AdamW(parameters, lr=setting["inner"], fused=self.device.type == "cuda")
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, steps)
-        self.loop = InnerLoop(problem(), model, self.weights, inner, graph=case.graph and TextTrial.records)
+        self.loop = InnerLoop(case.problem(), model, self.weights, inner, graph=case.graph and TextTrial.records)
         self.draw = Draw(
             Drawn(Shuffled(rows, case.batch, seed)), Drawn(Shuffled(split.trusted, case.batch, seed + 1000))
         )
         self.touched = min(case.batch, len(rows))
-        self.wanted = setting.get("outer", 0.0)
+        self.wanted, self.rate = setting.get("outer", 0.0), setting.get("rate")
         self.algorithm = None if method.algorithm is None else method.algorithm(setting, seed)
         self.state: State | None = None
         if self.algorithm is not None:
             outer = torch.optim.SGD(self.weights.parameters(), lr=TINY, momentum=MOMENTUM)
             updates = Updates(inner, self.schedule)
             self.state = self.algorithm.init(
-                problem(), model, self.weights, inner=updates, outer=outer, project=Box(0.0, 1.0)
+                case.problem(), model, self.weights, inner=updates, outer=outer, project=Box(0.0, 1.0)
             )
         self.clock, self.step, self.failed = Clock(self.device), 0, False
         self.norms: list[float] = []
@@ -225,7 +225,8 @@ class TextTrial:
         if direction > 0 and len(self.norms) < MEASURED:
             self.norms.append(direction)
             if len(self.norms) == MEASURED:
-                self.state.outer.set_lr(self.wanted * relative_step(self.norms, self.touched))
+                relative = self.wanted * relative_step(self.norms, self.touched)
+                self.state.outer.set_lr(relative if self.rate is None else self.rate)
 
     def _inner(self) -> None:
         batch = self.draw.inner()
@@ -237,7 +238,7 @@ class TextTrial:
                 raise
             warn_once("text-graph", f"the inner steps could not be recorded ({error!s:.200}); they run eagerly.")
             TextTrial.records = False
-            self.loop = InnerLoop(problem(), self.model, self.weights, self.loop.optimizer, graph=False)
+            self.loop = InnerLoop(self.case.problem(), self.model, self.weights, self.loop.optimizer, graph=False)
             self.loop.step(batch)
 
     def look(self, test: bool) -> None:
