@@ -272,6 +272,14 @@ def test_a_result_of_a_scale_that_is_not_judged_counts_as_not_run() -> None:
     assert recipe.judge(Result("counted", "small", (1,), {})).verdict is Verdict.REPRODUCED
 
 
+def test_a_result_that_was_cut_short_counts_as_trend_at_most() -> None:
+    for given, expected in ((Verdict.REPRODUCED, Verdict.TREND), (Verdict.FAILED, Verdict.FAILED)):
+        recipe = replace(Counted().recipe, verdict=lambda result, v=given: Judgement(v, "So it is."))
+        whole = Result("counted", "small", (1,), {"sum": 3})
+        assert recipe.judge(whole) == Judgement(given, "So it is.")
+        assert recipe.judge(replace(whole, complete=False)).verdict is expected
+
+
 def test_the_page_shows_verdict_rule_table_and_origin(tmp_path: Path) -> None:
     recipe = Counted().recipe
     result = Result(
@@ -280,7 +288,7 @@ def test_the_page_shows_verdict_rule_table_and_origin(tmp_path: Path) -> None:
     section = page.section(recipe, result, tmp_path)
     text, web = page.markdown([section]), page.html([section])
     for words in (
-        "**Reproduced.** It adds up.",
+        "**Reproduced in trend.** It adds up. The run was cut short",
         "| sum | 7 |",
         "*Rule:* Always reproduced.",
         "`python -m y`; G",

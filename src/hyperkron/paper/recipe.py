@@ -222,11 +222,14 @@ class Recipe:
         return tuple(scale for scale in SCALES if scale in self.settings)
 
     def judge(self, result: Result | None) -> Judgement:
-        """The verdict on a result; results of scales that are not judged count as not run."""
+        """The verdict on a result; at a scale that is not judged it is “not run”, cut short “in trend” at most."""
         if result is None or result.scale not in self.judged:
             what = "no result" if result is None else f"a result at {result.scale} scale only, on made-up data"
             return Judgement(Verdict.NOT_RUN, f"There is {what}.")
-        return self.verdict(result)
+        found = self.verdict(result)
+        if result.complete or found.verdict is not Verdict.REPRODUCED:
+            return found
+        return Judgement(Verdict.TREND, f"{found.because} The run was cut short, so this counts as trend at most.")
 
     def run(
         self,
