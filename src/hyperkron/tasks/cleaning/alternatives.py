@@ -17,7 +17,7 @@ from hyperkron.hypergradient import sama
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError
 from hyperkron.tasks.cleaning.config import ALTERNATIVES, OURS
-from hyperkron.tasks.cleaning.method import Outcome, Work, train_on
+from hyperkron.tasks.cleaning.method import Outcome, Work
 from hyperkron.tasks.cleaning.trainer import Lesson, optimizer_for, predict, schedule_for, seeded
 
 DESCRIPTIONS = {
@@ -75,10 +75,8 @@ def judged(name: str, work: Work, outcome: Outcome) -> Tensor:
 
     def compute() -> dict[str, Tensor]:
         found = torch.zeros(len(work.given), work.classes, device=work.device)
-        for half in (0, 1):
-            network = train_on(
-                work, f"judge-{name}-{half}", lesson(name, work, outcome, half), work.short, seed=21 + half
-            )
+        lessons = [lesson(name, work, outcome, half) for half in (0, 1)]
+        for half, network in enumerate(work.fit(lessons, work.short, f"judge-{name}", seeds=[21, 22])):
             ask = work.side(half, work.trusted)
             found[ask] = predict(network, work.inputs, ask)
         return {"asked": found[work.trusted]}

@@ -10,6 +10,7 @@ h come from models that saw neither those rows nor the trusted rows of half h, s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,23 +19,27 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import losses
+from hyperkron.cross import Mode
 from hyperkron.hypergradient import kfac
 from hyperkron.losses import Loss
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, Status
 from hyperkron.tasks.cleaning.evidence import Evidence, certain, likelihood
-from hyperkron.tasks.cleaning.trainer import Inputs, Plan, Tick, optimizer_for, predict, schedule_for, seeded
+from hyperkron.tasks.cleaning.together import Stack, stackable
+from hyperkron.tasks.cleaning.trainer import Inputs, Lesson, Plan, Tick, optimizer_for, predict, schedule_for, seeded
 
 DAMPING = 1e-2
 """Of KFAC; see `benchmarks/evidence_hypergradient.py` for how its hypergradient compares with retraining."""
 
 RATE = 0.08
-"""Of Adam on (log κ, log β): at most about 8 % change per outer step, whatever the hypergradient's scale."""
+"""Of Adam on (log κ, log β): at most about 8 % change per outer step of 30, whatever the hypergradient's scale."""
 
 THRIFT = 0.01
 """Weight of log κ in the outer objective: the experts count only as far as held-out trusted rows ask for it."""
 
 OUTER_STEPS = 30
+"""Into so many parts the moves of λ divide a training; into one for every 12 steps, at least 10, where it is short."""
+
 HYPERGRADIENT = 6
 """Inner steps that one hypergradient costs, roughly."""
 
@@ -94,10 +99,20 @@ def outer(network: Any, evidence: Any, batch: Any) -> Loss:
 
 
 class Learner:
-    """A student in training, with its share of the batches."""
+    """A student in training, with its share of the batches.
+
+    Takes as many steps as the plan says for so many noisy rows, or ``steps``.
+    """
 
     def __init__(
-        self, build: Callable[[], nn.Module], inputs: Inputs, labels: Tensor, half: Half, plan: Plan, seed: int
+        self,
+        build: Callable[[], nn.Module],
+        inputs: Inputs,
+        labels: Tensor,
+        half: Half,
+        plan: Plan,
+        seed: int,
+        steps: int | None = None,
     ) -> None:
         self.inputs, self.labels, self.half = inputs, labels, half
         self.device = half.noisy.device
@@ -105,19 +120,30 @@ class Learner:
             self.network = build().to(self.device).train()
         self.random = torch.Generator(self.device).manual_seed(seed)
         self.size = plan.batch_for(len(half.noisy))
-        self.total = plan.steps(len(half.noisy))
+        self.total = plan.steps(len(half.noisy)) if steps is None else steps
         self.optimizer = optimizer_for(self.network, plan)
         self.schedule = schedule_for(self.optimizer, self.total)
+        self.rows = torch.cat([half.noisy, half.kept])
         self.sure = certain(labels[half.kept], half.given.shape[1])
 
+    def draw(self, size: int) -> Tensor:
+        """Positions of noisy rows, and of trusted ones in the proportion in which there are some, at least one."""
+        noisy, kept = len(self.half.noisy), len(self.half.kept)
+        share = min(max(1, round(size * kept / max(1, noisy))), 4 * size)
+        i = torch.randint(noisy, (size,), generator=self.random, device=self.device)
+        j = torch.randint(noisy, noisy + kept, (share,), generator=self.random, device=self.device)
+        return torch.cat([i, j])
+
     def batch(self, size: int) -> Any:
-        """Noisy rows, and trusted ones in the proportion in which there are some, at least one."""
-        half = self.half
-        i = torch.randint(len(half.noisy), (size,), generator=self.random, device=self.device)
-        share = max(1, round(size * len(half.kept) / max(1, len(half.noisy))))
-        j = torch.randint(len(half.kept), (min(share, 4 * size),), generator=self.random, device=self.device)
-        x = self.inputs.batch(torch.cat([half.noisy[i], half.kept[j]]))
-        return x, half.opinion[i], half.given[i], self.sure[j]
+        """So many noisy rows, and trusted ones, as the inner objective takes them."""
+        at = self.draw(size)
+        i, j = at[:size], at[size:] - len(self.half.noisy)
+        return self.inputs.batch(self.rows[at]), self.half.opinion[i], self.half.given[i], self.sure[j]
+
+    @torch.no_grad()
+    def lesson(self, evidence: Evidence) -> Lesson:
+        """All rows with their evidence at the present λ."""
+        return Lesson(self.rows, torch.cat([evidence(self.half.opinion, self.half.given), self.sure]))
 
     def learn(self, evidence: Evidence) -> None:
         """One step of θ."""
@@ -135,6 +161,35 @@ class Learner:
         if len(rows) > 512:
             rows = rows[torch.randint(len(rows), (512,), generator=self.random, device=self.device)]
         return self.inputs.batch(rows), self.labels[rows]
+
+
+class _Class:
+    """Both students in training: side by side where they can be stacked, else one after the other."""
+
+    def __init__(self, learners: list[Learner], inputs: Inputs, plan: Plan, steps: int) -> None:
+        self.learners = learners
+        networks = [learner.network for learner in learners]
+        self.stack = Stack(networks, inputs, plan, steps) if stackable(networks, inputs) else None
+
+    def hear(self, evidence: Evidence) -> None:
+        """λ has changed."""
+        if self.stack is not None:
+            self.stack.teach([learner.lesson(evidence) for learner in self.learners])
+
+    def step(self, evidence: Evidence) -> None:
+        """One step of each θ."""
+        if self.stack is not None:
+            self.stack.step([learner.draw(learner.size) for learner in self.learners])
+            return
+        for learner in self.learners:
+            learner.learn(evidence)
+
+    def finish(self) -> None:
+        """Leave the networks to themselves."""
+        if self.stack is not None:
+            self.stack.release()
+        for learner in self.learners:
+            learner.network.eval()
 
 
 def learn_evidence(
@@ -160,39 +215,56 @@ def learn_evidence(
         learn: False keeps λ where it begins.
         tick: called after every inner step, and after every outer step with what it cost in inner ones.
     """
-    learners = [Learner(build, inputs, labels, half, plan, seed + h) for h, half in enumerate(halves)]
     if any(len(half.held_out) == 0 or len(half.kept) == 0 for half in halves):
         raise HyperkronError("each half needs at least one trusted row; give at least two trusted rows.")
+    total = steps_of(plan, halves)
+    learners = [Learner(build, inputs, labels, half, plan, seed + h, total) for h, half in enumerate(halves)]
     found = Students([learner.network for learner in learners], Evidence().to(learners[0].device))
-    total = max(learner.total for learner in learners)
-    every = max(1, total // OUTER_STEPS)
-    moving = _Moving(found, learners) if learn else None
+    both = _Class(learners, inputs, plan, total)
+    moving = _Moving(found, learners, cross="auto" if both.stack is None else "reverse") if learn else None
+    due = set(outer_steps(total))
+    both.hear(found.evidence)
     with seeded(seed, learners[0].device):  # for dropout
         for step in range(1, total + 1):
-            for learner in learners:
-                if step <= learner.total:
-                    learner.learn(found.evidence)
-                    if tick is not None:
-                        tick(1)
-            if moving is not None and not found.collapsed and step >= WARM_UP * total and step % every == 0:
+            both.step(found.evidence)
+            if tick is not None:
+                tick(len(learners))
+            if moving is not None and not found.collapsed and step in due:
                 moving.step()
+                both.hear(found.evidence)
                 if tick is not None:
                     tick(HYPERGRADIENT * len(learners))
     if moving is not None:
         moving.finish()
-    for learner in learners:
-        learner.network.eval()
+    both.finish()
     return found
+
+
+def steps_of(plan: Plan, halves: list[Half]) -> int:
+    """Inner steps of each student."""
+    return max(plan.steps(len(half.noisy)) for half in halves)
+
+
+def moves(total: int) -> int:
+    """Into how many parts the moves of λ divide so many inner steps; where these are fewer, the rate is higher."""
+    return min(OUTER_STEPS, max(OUTER_STEPS // 3, total // 12))
+
+
+def outer_steps(total: int) -> range:
+    """After which inner steps λ moves: every so often, after a warm-up."""
+    every = max(1, total // moves(total))
+    return range(math.ceil(WARM_UP * total / every) * every, total + 1, every)
 
 
 class _Moving:
     """λ on its way: Adam on the summed hypergradients, with collapse detected."""
 
-    def __init__(self, students: Students, learners: list[Learner]) -> None:
+    def __init__(self, students: Students, learners: list[Learner], cross: Mode = "auto") -> None:
         self.students, self.learners = students, learners
         self.problem = BilevelProblem(inner, outer)
-        self.methods = [kfac(DAMPING, seed=h) for h in range(len(learners))]
-        self.optimizer = torch.optim.Adam(students.evidence.parameters(), lr=RATE, betas=(0.8, 0.95))
+        self.methods = [kfac(DAMPING, cross=cross, seed=h) for h in range(len(learners))]
+        rate = RATE * OUTER_STEPS / moves(learners[0].total)
+        self.optimizer = torch.optim.Adam(students.evidence.parameters(), lr=rate, betas=(0.8, 0.95))
         self.begin = students.evidence.log_scale.detach().clone()
 
     def step(self) -> None:

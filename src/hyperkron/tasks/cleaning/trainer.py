@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -110,40 +111,59 @@ def schedule_for(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1, pct_start=0.2)
 
 
+def batches(count: int, size: int, random: torch.Generator | None, device: torch.device) -> Iterator[Tensor]:
+    """Positions of the rows of one step after the other, without end: each epoch in an order of its own.
+
+    Without a generator the orders are drawn from the global random state.
+    """
+    while True:
+        order = torch.randperm(count, generator=random, device=device)
+        for part in order.split(size):
+            if len(part) > 1 or count == 1:  # one row alone has no batch statistics
+                yield part
+
+
 def train(
-    build: Callable[[], nn.Module], inputs: Inputs, lesson: Lesson, plan: Plan, *, seed: int, tick: Tick | None = None
+    build: Callable[[], nn.Module],
+    inputs: Inputs,
+    lesson: Lesson,
+    plan: Plan,
+    *,
+    seed: int,
+    steps: int | None = None,
+    tick: Tick | None = None,
 ) -> nn.Module:
-    """A fresh network, initialised under ``seed`` and fitted to the lesson; left in evaluation mode."""
-    device = lesson.rows.device
+    """A fresh network, initialised under ``seed`` and fitted to the lesson; left in evaluation mode.
+
+    Takes as many steps as the plan says for so many rows, or ``steps``.
+    """
+    device, count = lesson.rows.device, len(lesson.rows)
     with seeded(seed, device):
         network = build().to(device).train()
-        count = len(lesson.rows)
-        size, total, done = plan.batch_for(count), plan.steps(count), 0
+        total = plan.steps(count) if steps is None else steps
         optimizer = optimizer_for(network, plan)
         schedule = schedule_for(optimizer, total)
-        while done < total:
-            order = torch.randperm(count, device=device)
-            for at in range(0, count, size):
-                part = order[at : at + size]
-                if len(part) == 1 < count:  # one row alone has no batch statistics
-                    continue
-                weight = None if lesson.weight is None else lesson.weight[part]
-                loss = likelihood(network(*inputs.batch(lesson.rows[part])), lesson.evidence[part], weight)
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                optimizer.step()
-                schedule.step()
-                done += 1
-                if tick is not None:
-                    tick(1)
-                if done == total:
-                    break
-    if not torch.isfinite(loss.value.detach()):
+        for part in islice(batches(count, plan.batch_for(count), None, device), total):
+            weight = None if lesson.weight is None else lesson.weight[part]
+            loss = likelihood(network(*inputs.batch(lesson.rows[part])), lesson.evidence[part], weight)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            if tick is not None:
+                tick(1)
+    refuse_not_finite(loss.detach(), plan, total)
+    return network.eval()
+
+
+def refuse_not_finite(loss: Tensor, plan: Plan, steps: int) -> None:
+    """Meet a training that went wrong."""
+    if not bool(torch.isfinite(loss).all()):
+        value = float(loss[~torch.isfinite(loss)][0]) if loss.dim() else float(loss)
         raise NonFiniteError(
-            f"the training loss became {loss.item()} after {total} steps; look for extreme values in the inputs, or "
+            f"the training loss became {value} after {steps} steps; look for extreme values in the inputs, or "
             f"give a model that trains at a learning rate of {plan.rate}."
         )
-    return network.eval()
 
 
 @torch.no_grad()
