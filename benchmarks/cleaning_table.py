@@ -14,18 +14,21 @@ import argparse
 import json
 import multiprocessing
 import os
+import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from cleaning_data import DATA, TEXTS, Problem, Setting, load, prepare, settings
+from common import hardware
 
 from hyperkron.models import default_model
 from hyperkron.tasks.cleaning import ALTERNATIVES, OURS, CleanConfig
 from hyperkron.tasks.cleaning.alternatives import available, judged, lesson
 from hyperkron.tasks.cleaning.choice import choose, judge
-from hyperkron.tasks.cleaning.method import Outcome, Work, clean_labels, folds, opinion, students, train_on
+from hyperkron.tasks.cleaning.method import Outcome, Work, clean_labels, conclude, folds, train_on
 from hyperkron.tasks.cleaning.stages import Stages
 from hyperkron.tasks.cleaning.trainer import Dense, Lesson, Plan, predict
 
@@ -110,6 +113,7 @@ def measure(setting: Setting, seed: int, device_name: str, known: dict[str, floa
         scores["correct rows"] = accuracy(train_on(work, "ideal", Lesson(rows, work.known(rows))))
     table = [judge(name, judged(name, work, outcome), work.given[work.trusted]) for name in (OURS, *names)]
     chosen = choose(table)
+    without = _without(work, outcome)
     return {
         "setting": str(setting),
         "dataset": setting.dataset,
@@ -123,30 +127,36 @@ def measure(setting: Setting, seed: int, device_name: str, known: dict[str, floa
         "test": scores,
         "held_out": {c.name: c.accuracy for c in table},
         "chosen": chosen,
-        **_detection(work, outcome, problem),
+        "without_hypergradient": accuracy(train_on(work, "without", lesson(OURS, work, without), work.short)),
+        **_detection(work, outcome, without, problem),
         "scale": outcome.scale,
         "collapsed": outcome.collapsed,
         "seconds": {"cleaning": cleaning, "plain": plain},
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "command": shlex.join(["python", "benchmarks/cleaning_table.py", *sys.argv[1:]]),
+        "hardware": hardware(device),
         "torch": torch.__version__,
     }
 
 
-def _detection(work: Work, outcome: Outcome, problem: Problem) -> dict[str, Any]:
+def _without(work: Work, outcome: Outcome) -> Outcome:
+    """The ablation: the same experts, κ and β kept at their starting values."""
+    fixed = Work(**{**vars(work), "config": CleanConfig(seed=work.config.seed, hypergradient="none")})
+    alone = {"asked": outcome.trusted_expert, "halved": outcome.halved}
+    return conclude(fixed, alone, outcome.pooled_expert, outcome.matrix_expert)
+
+
+def _detection(work: Work, outcome: Outcome, without: Outcome, problem: Problem) -> dict[str, Any]:
     """How well wrong labels are found: ours, without the hypergradient, and the two rivals, from the same networks."""
     given = work.given[work.noisy]
     wrong = problem.given != problem.gold
-    fixed = Work(**{**vars(work), "config": CleanConfig(seed=work.config.seed, hypergradient="none")})
-    asked = students(fixed, outcome.first, outcome.halved)["asked"]
-    experts = [outcome.trusted_expert, outcome.pooled_expert, outcome.matrix_expert]
-    without = opinion(work, [*experts, asked])
 
     def doubt(p: torch.Tensor) -> torch.Tensor:
         return (1 - p[work.noisy].gather(1, given[:, None])[:, 0]).cpu()
 
     found = {
         OURS: outcome.error_probability(given).cpu(),
-        "without hypergradient": (1 - without.posterior.gather(1, given[:, None])[:, 0]).cpu(),
+        "without hypergradient": without.error_probability(given).cpu(),
         "cleanlab": doubt(outcome.pooled_expert),
         "trusted": doubt(outcome.trusted_expert),
     }

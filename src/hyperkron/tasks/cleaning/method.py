@@ -309,7 +309,11 @@ def clean_labels(work: Work) -> Outcome:
     """Everything up to the verdict on each row and the evidence for the network."""
     alone = {name: value.to(work.device) for name, value in trusted_expert(work).items()}
     pooled = pooled_expert(work).to(work.device)
-    matrix = matrix_expert(work, pooled).to(work.device)
+    return conclude(work, alone, pooled, matrix_expert(work, pooled).to(work.device))
+
+
+def conclude(work: Work, alone: Tensors, pooled: Tensor, matrix: Tensor) -> Outcome:
+    """What follows from the three experts: the students, the verdict and the evidence."""
     first = opinion(work, [alone["asked"], pooled, matrix])
     learnt = students(work, first, alone["halved"])
     final = opinion(work, [alone["asked"], pooled, matrix, learnt["asked"]])
