@@ -337,10 +337,10 @@ RECIPES = (
         "What a user can take from both experiments: (1) where each method has a step size of λ of its own, SAMA and "
         "KFAC are worth about the same on these texts, and SAMA is cheaper; (2) a grid of absolute step sizes that is "
         "the same for all handicaps SAMA, whose hypergradient is several to tens of times smaller; whether that is how "
-        "the printed gap came about we cannot know; (3) train again with the final weights: on TREC the network trained "
-        "along has lost much of what they are worth; (4) compare with training on the trusted rows alone, which with "
-        "hundreds of them beats every weighting here. Where weights are learnt for a network trained from scratch, see "
-        "figure 2.",
+        "the printed gap came about we cannot know; (3) train again with the final weights: on TREC the network "
+        "trained along has lost much of what they are worth; (4) compare with training on trusted rows alone, which "
+        "with hundreds of them beats every weighting here. Where weights are learnt for a network trained from "
+        "scratch, see figure 2.",
         seeds={"smoke": 1, "small": 3, "paper": 5},
     ),
 )
