@@ -300,6 +300,27 @@ def test_times_of_the_encoder_experiment_are_steps_times_prices() -> None:
     assert found["curves"] == [{"seconds": [1.0, 2.0], "second_error": [0.5, 0.6], "test_error": [0.25, 0.5]}]
 
 
+def test_a_fresh_network_is_trained_with_the_final_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = encoder_cleaning.SETTINGS["smoke"]
+    job = paper.recipes()["encoder"]._job("smoke", 1, CPU, tmp_path)
+    source = encoder_cleaning.Source(job, texts.MADE_UP)
+    methods = text_methods(settings.rates)
+    entries = {n: encoder_cleaning._entry(job, source, settings.parts[0], 1, methods[n]) for n in ("KFAC", "Baseline")}
+    setting = {name: values[0] for name, values in entries["KFAC"].grid.items()}
+    seen: list[Any] = []
+    plain = TextTrial.run
+
+    def run(self: TextTrial, test: bool) -> None:
+        seen.append((self.name, self.weights.weight.detach().clone()))
+        plain(self, test)
+
+    monkeypatch.setattr(TextTrial, "run", run)
+    found = entries["KFAC"].final(setting, 1)
+    assert [name for name, _ in seen] == ["KFAC", "Baseline"] and 0 <= found["again"] <= 100
+    assert not torch.equal(seen[1][1], torch.ones_like(seen[1][1]))  # it is given the weights that were learnt
+    assert "again" not in entries["Baseline"].final({"inner": 1e-2}, 1)
+
+
 def test_order_is_the_probability_of_a_right_order() -> None:
     weights, clean = torch.tensor([0.1, 0.5, 0.5, 0.9, 0.0]), torch.tensor([False, True, False, True, True])
     pairs = [(a > b) + 0.5 * (a == b) for a in weights[clean].tolist() for b in weights[~clean].tolist()]

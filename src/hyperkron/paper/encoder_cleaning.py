@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hyperkron.models.encoder import TextEncoder
 from hyperkron.models.encoder_head import EncoderHead, Hidden
@@ -131,10 +132,23 @@ def _entry(job: Job, source: Source, part: Part, layers: int, method: TextMethod
         best = min(found.rows, key=lambda row: (row["second_error"], row["second_loss"]))
         return best["second_error"] + 1e-4 * min(best["second_loss"], 100.0)  # the loss decides between equals
 
+    def again(weights: Tensor, setting: Setting, seed: int) -> float:
+        """Test accuracy of a fresh network trained as long with the final weights."""
+        split = source.split(part, layers, seed)
+        model, plain = source.model(split.classes, layers, seed + 100), TextMethod("Baseline", {}, None)
+        found = TextTrial(
+            settings.case, split, model, plain, {"inner": setting["inner"]}, seed + 100, settings.case.steps
+        )
+        found.weights.weight.data.copy_(weights)
+        found.run(test=True)
+        return 100 * (1 - float(found.figures()["best"]["test_error"]))
+
     def final(setting: Setting, seed: int) -> dict[str, Any]:
         found = trial(setting, seed, settings.case.steps)
         found.run(test=True)
-        return found.figures()
+        learnt = method.algorithm is not None and not found.failed
+        extra = {"again": again(found.weights.weight.detach(), setting, seed)} if learnt else {}
+        return {**found.figures(), **extra}
 
     return Entry(method.name, method.grid, score, final)
 
@@ -240,6 +254,7 @@ def _summary(runs: Sequence[dict[str, Any]], price: float) -> dict[str, Any]:
         "seconds": [price * run["last"]["step"] for run in runs],
         "step_seconds": [price for _ in runs],
         **{key: [run[key] for run in runs] for key in ("auc", "failed", "graph", "outer_rate")},
+        "again": [run.get("again") for run in runs],
         "curves": curves,
     }
 
