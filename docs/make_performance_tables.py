@@ -80,11 +80,53 @@ def curvlinops() -> str:
     return "\n".join(lines)
 
 
+def both(row: dict[str, Any], name: str, scale: float, digits: int) -> str:
+    """A figure of one size, measured / predicted."""
+    measured, predicted = row["measured"][name], row["predicted"][name]
+    return f"{measured * scale:.{digits}f} / {predicted * scale:.{digits}f}" if measured else "–"
+
+
+def scaling() -> str:
+    """Time and memory along each axis, against the cost model."""
+    lines = [
+        "| axis | rows | inner step, ms | KFAC, ms | CG-3, ms | ratio of KFAC | memory of KFAC, MiB | factors |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for axis, rows in load("scaling_cpu.json")["axes"].items():
+        for row in rows:
+            cells = [f"{axis} {row['encoder'][axis]}", str(row["rows"])]
+            if "measured" in row:
+                cells += [both(row, name, 1e3, 1) for name in ("inner_step_s", "kfac_s", "cg3_s")]
+                cells += [both(row, "ratio", 1, 2), both(row, "kfac_bytes", 2**-20, 0), row["measured"]["strategies"]]
+            else:
+                cells += [f"skipped: {row['skipped']}", *["–"] * 5]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def strategy() -> str:
+    """Time of the dual over that of the primal form of one factor, by rows for each dimension."""
+    found = load("scaling_cpu.json")["strategy"]
+    ratios = [x["ratio"] for x in found[0]["times"]]
+    lines = [
+        "| d, columns | " + " | ".join(f"{r:g}" for r in ratios) + " | cross at | by operations |",
+        "| --- |" + " --- |" * (len(ratios) + 2),
+    ]
+    for row in found:
+        cells = [f"{x['dual_s'] / x['primal_s']:.2f}" for x in row["times"]]
+        where = "–" if row["crossover"] is None else f"{row['crossover']:.2f}"
+        cells += [where, f"{row['crossover_in_operations']:.2f}"]
+        lines.append(f"| {row['d']}, {row['columns']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 TABLES = {
     "outer-iteration": outer_iteration,
     "inner-loops": inner_loops,
     "bfloat16": bfloat16,
     "curvlinops": curvlinops,
+    "scaling": scaling,
+    "strategy": strategy,
 }
 
 
