@@ -273,6 +273,8 @@ def test_the_announced_steps_are_made(
     config = CleanConfig(epochs=3, compare=("noisy", "small-loss"), hypergradient=hypergradient)
     found = clean(data.train, data.trusted, config=config, progress=watch)
     assert found.chosen == "hyperkron" and watch.steps == watch.totals[-1]
+    assert {"judging noisy", "judging small-loss", "training hyperkron"} <= set(watch.stages)
+    assert not any(stage.startswith(("judge-", "network-")) for stage in watch.stages)
 
 
 def test_with_many_rows_the_network_of_all_trusted_rows_is_trained_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,17 @@ second time with KFAC's absolute step size of λ, as a grid of step sizes that i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from hyperkron import losses
-from hyperkron.models.encoder_head import EncoderHead, Hidden, mean_pool
+from hyperkron.models.encoder_head import Hidden, mean_pool
 from hyperkron.paper import plots, texts
 from hyperkron.paper.compare import mean
 from hyperkron.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
@@ -36,7 +37,7 @@ from hyperkron.paper.tuning import shown
 from hyperkron.problem import BilevelProblem
 
 REFERENCES = ("Baseline", "trusted only", "trusted + correct")
-SETTING = {"alpha": 1.0, "damping": 0.1, "step": 0.1}
+SETTING = {"alpha": 1.0, "damping": 0.1}
 """What tuning chose most often in the encoder experiment."""
 SAME_RATE = "SAMA, KFAC's rate"
 
@@ -87,7 +88,7 @@ def _pooled(job: Job, name: str, corpus: Corpus) -> tuple[Hidden, Hidden, Hidden
     """One state a text, the mean over its tokens, standardised by the training texts."""
     encoder, tokens = texts.encoder(name, job.data, job.device), job.settings.case.tokens
 
-    def part(rows: Sequence[str]) -> torch.Tensor:
+    def part(rows: Sequence[str]) -> Tensor:
         hidden = encoder.prefix(list(rows), 0, batch_size=64, max_length=tokens)
         every = torch.arange(len(hidden))
         return torch.cat([mean_pool(*hidden.batch(some)) for some in every.split(512)])
@@ -95,7 +96,7 @@ def _pooled(job: Job, name: str, corpus: Corpus) -> tuple[Hidden, Hidden, Hidden
     train, valid, test = part(corpus.train), part(corpus.valid), part(corpus.test)
     centre, spread = train.mean(0), train.std(0) + 1e-6
 
-    def packed(x: torch.Tensor) -> Hidden:
+    def packed(x: Tensor) -> Hidden:
         return Hidden(((x - centre) / spread).to(job.device), torch.arange(len(x) + 1, device=job.device))
 
     return packed(train), packed(valid), packed(test)
@@ -116,27 +117,28 @@ class Source:
         return texts.split(*self._data[dataset], seed)
 
 
-class _Width:
-    """Stands for an encoder of which nothing but the width of its states is used."""
+class Head(nn.Module):
+    """Logits from states (N, T, H) and their mask: the mean over tokens, a linear layer."""
 
-    def __init__(self, width: int, device: torch.device) -> None:
-        self.config = type("Config", (), {"hidden_size": width})
-        self._device = device
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, classes)
 
-    def parameters(self) -> Iterator[torch.Tensor]:
-        """Where the head goes."""
-        yield torch.empty(0, device=self._device)
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """As :class:`hyperkron.models.encoder_head.EncoderHead` without layers."""
+        logits: Tensor = self.linear(mean_pool(hidden, mask))
+        return logits
 
 
-def head(split: TextSplit, seed: int) -> EncoderHead:
+def head(split: TextSplit, seed: int) -> Head:
     """A linear head on the states, with the initial weights of ``seed``."""
     states = split.train.hidden.values
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return EncoderHead(_Width(states.shape[1], states.device), split.classes, 0, 0.0)
+        return Head(states.shape[1], split.classes).to(states.device)
 
 
-def again(settings: Settings, split: TextSplit, rows: Rows, weight: torch.Tensor, case: FrozenCase, seed: int) -> float:
+def again(settings: Settings, split: TextSplit, rows: Rows, weight: Tensor, case: FrozenCase, seed: int) -> float:
     """Test accuracy in % of a fresh head, trained on ``rows`` with fixed weights."""
     model, batches = head(split, seed + 100), Shuffled(rows, case.batch, seed + 100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.inner)

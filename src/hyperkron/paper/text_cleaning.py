@@ -25,7 +25,6 @@ from hyperkron.algorithms.base import Algorithm, State
 from hyperkron.algorithms.draw import Drawn
 from hyperkron.hyper import SampleWeights
 from hyperkron.hypergradient import cg, kfac, neumann
-from hyperkron.models.encoder_head import EncoderHead
 from hyperkron.paper.image_entries import MEASURED, TINY, relative_step
 from hyperkron.paper.references import KINDS
 from hyperkron.paper.texts import Rows, TextSplit, joined
@@ -172,7 +171,7 @@ class TextTrial:
         self,
         case: TextCase,
         split: TextSplit,
-        model: EncoderHead,
+        model: nn.Module,
         method: TextMethod,
         setting: Setting,
         seed: int,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -265,11 +264,12 @@ def _in_words(stage: str) -> str:
     """What a person is told of a stage.
 
     Example:
-        >>> _in_words("network-small-loss"), _in_words("judge-small-loss-1"), _in_words("pooled expert")
+        >>> _in_words("network-small-loss"), _in_words("judge-small-loss"), _in_words("pooled expert")
         ('training small-loss', 'judging small-loss', 'pooled expert')
     """
-    stage = re.sub(r"^judge-(.+)-\d+$", r"judging \1", stage)
-    return re.sub(r"^network-", "training ", stage)
+    kind, _, name = stage.partition("-")
+    doing = {"judge": "judging", "network": "training"}.get(kind)
+    return stage if doing is None else f"{doing} {name}"
 
 
 class _Embedding:
