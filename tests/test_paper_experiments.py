@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from hyperkron import paper
-from hyperkron.paper import batch_size, cleaning, compare, diagnostic, inverses, networks
+from hyperkron.paper import amortization, batch_size, cleaning, compare, diagnostic, inverses, networks
 from hyperkron.paper.cleaning import Budget, Case, Split
+from hyperkron.paper.image_entries import RelativeTrial
 from hyperkron.paper.methods import Method, Rates, methods
 from hyperkron.paper.recipe import Cells, Job
 from hyperkron.paper.references import KINDS, references, rows_of
@@ -238,6 +239,33 @@ def test_a_setting_tuned_at_one_batch_serves_the_others(tmp_path: Path) -> None:
         assert [found[batch][name]["setting"]["outer"] for batch in ("50", "100")] == [100.0, 200.0]
     keys = [row["key"] for row in job.cells.found.values()]
     assert {key[1] for key in keys if key[0] == "tune"} == {50}
+
+
+@pytest.mark.parametrize("module", [batch_size, amortization])
+def test_a_relative_step_serves_all_batches_and_intervals(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contest = compare.Contest("vectors", (200, 100, 100), Case(batch=50), RATES, Search(1, 1), Budget(60.0, 2, 1))
+    if module is batch_size:
+        settings: Any = batch_size.Settings((50, 100), contest, tuned_at=50, inner_steps=3, relative=True)
+    else:
+        settings = amortization.Settings(contest, (1, 2), 2, inner_steps=3, relative=True)
+    kinds, inner = set(), set()
+    for name in ("tuning_loss", "final"):
+        original = getattr(cleaning, name)
+
+        def watched(
+            case: Any, split: Any, method: Any, setting: Any, *rest: Any, original: Any = original, **named: Any
+        ):
+            kinds.add(named.get("kind", rest[-1]))
+            inner.add((case.batch, setting["outer"], method.algorithm(setting, 0).inner_steps))
+            return original(case, split, method, setting, *rest, **named)
+
+        monkeypatch.setattr(cleaning, name, watched)
+    job = Job("smoke", settings, (1,), torch.device("cpu"), Cells(tmp_path / "x.jsonl", {}))
+    module.work(job)
+    assert kinds == {RelativeTrial}
+    assert inner == {(batch, 100.0, 3) for batch in ((50, 100) if module is batch_size else (50,))}
 
 
 def test_a_failed_seed_makes_the_mean_infinite() -> None:

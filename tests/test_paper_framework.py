@@ -189,6 +189,15 @@ def test_tuning_takes_the_best_of_the_second_round_and_remembers(tmp_path: Path)
 def test_tuning_says_when_everything_failed(tmp_path: Path) -> None:
     with pytest.raises(HyperkronError, match="every trial of"):
         tune(_job(tmp_path), ["m"], {"a": (1.0, 2.0)}, Search(2, 1), lambda setting, share: math.nan)
+    shares: list[float] = []
+    tune(
+        _job(tmp_path),
+        ["one"],
+        {"a": (1.0, 2.0)},
+        Search(2, 1, 0.5),
+        lambda setting, share: shares.append(share) or 1.0,
+    )
+    assert shares == [0.5, 0.5]  # a second round of one decides nothing
 
 
 def test_the_edge_of_a_grid_is_named() -> None:

@@ -85,6 +85,13 @@ def test_a_run_cut_short_gives_what_it_has_and_goes_on_later(tmp_path: Path) -> 
         compete(log.job, stages, 3)
 
 
+def test_a_stage_may_have_fewer_seeds_and_trials(tmp_path: Path) -> None:
+    log = Log(tmp_path, (1, 2, 3))
+    found = compete(log.job, [Stage("one", [log.entry("A")], seeds=2), Stage("two", [log.entry("B")], trials=1)], 3)
+    assert [len(found.stages[x][y]["runs"]) for x, y in (("one", "A"), ("two", "B"))] == [2, 3]
+    assert not found.cut_short and sum(x.startswith("tune B") for x in log.done) == 1
+
+
 def test_an_edge_of_two_values_is_none(tmp_path: Path) -> None:
     log = Log(tmp_path, (1,))
     two = Entry("A", {"a": (1.0, 2.0), "b": (1.0, 2.0, 3.0)}, lambda x: x["a"] + x["b"], lambda x, seed: {"seed": seed})
@@ -104,6 +111,28 @@ def test_a_partial_recipe_is_incomplete_until_all_is_there(tmp_path: Path) -> No
     assert (result.figures["runs"], result.complete) == (1, False)
     result = recipe.run("smoke", 2, folder=tmp_path)
     assert (result.figures["runs"], result.complete) == (2, True)
+
+
+def test_the_list_of_parts_may_change_and_the_rest_may_not(tmp_path: Path) -> None:
+    recipe = paper.recipes()["encoder"]
+    settings = recipe.settings["smoke"]
+
+    def mark(**changes: Any) -> str:
+        changed = replace(recipe, settings={"smoke": replace(settings, **changes)})
+        return changed._job("smoke", 1, CPU, tmp_path).cells.mark
+
+    assert mark(parts=settings.parts[:1]) == mark() != mark(deep_steps=2)
+    assert mark(case=replace(settings.case, batch=17)) != mark()
+
+
+def test_deep_runs_have_their_own_number_of_steps(tmp_path: Path) -> None:
+    settings = replace(encoder_cleaning.SETTINGS["smoke"], deep_steps=2)
+    job = Job("smoke", settings, (1,), CPU, Cells(tmp_path / "x.jsonl", {}))
+    source = encoder_cleaning.Source(job, texts.MADE_UP)
+    method = text_methods(settings.rates)["Baseline"]
+    for layers, steps in ((1, settings.case.steps), (2, 2)):
+        entry = encoder_cleaning._entry(job, source, settings.parts[0], layers, method)
+        assert entry.final({"inner": 1e-2}, 1)["last"]["step"] == steps
 
 
 # --- relative steps ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hyperkron.paper import encoder_cleaning, encoder_page, memory, resnet, trade_off
+from hyperkron.paper import encoder_cleaning, encoder_page, memory, resnet, simple_models, trade_off
 from hyperkron.paper.methods import methods
 from hyperkron.paper.recipe import Result, Verdict
 from hyperkron.paper.text_cleaning import text_methods
@@ -171,10 +171,12 @@ def test_the_encoder_verdict_says_what_curvature_gives_and_costs() -> None:
 def test_the_encoder_tables_set_the_printed_depth_beside_ours(tmp_path: Path) -> None:
     figures = _encoder(62.0)
     figures["stages"]["trec/6/all/weak"] = figures["stages"]["trec/1/all/weak"]
+    figures["stage_steps"] = {"trec/6/all/weak": 50}
     found = {table.title: table for table in encoder_page.tables(_result(figures))}
     rows = {title: {row[0]: row for row in table.rows} for title, table in found.items()}
     one, deep, few = (
-        rows[f"TREC, {x}; minilm, 100 outer steps"] for x in ("1 layer", "6 layers", "1 layer, 50 trusted rows")
+        rows[f"TREC, {x}; minilm, {steps} outer steps"]
+        for x, steps in (("1 layer", 100), ("6 layers", 50), ("1 layer, 50 trusted rows", 100))
     )
     assert one["KFAC"][1] == "77.62 ± 1.28, 772.8 s" and deep["KFAC"][1] == "63.67 ± 1.43, 1988.1 s"
     assert few["KFAC"][1] == "–" and one["trusted only"][1] == "–"
@@ -188,8 +190,8 @@ def test_small_grids_have_enough_settings_for_every_method() -> None:
         for rates in (settings.rates, settings.deep):
             for method in text_methods(rates).values():
                 assert math.prod(map(len, method.grid.values())) >= settings.trials, (scale, method.name)
-    for module in (trade_off, resnet):
-        for scale, settings in module.SETTINGS.items():
+    for every in (trade_off.SETTINGS, resnet.SETTINGS, simple_models.CNN):
+        for scale, settings in every.items():
             for method in methods(settings.contest.rates).values():
                 count = math.prod(map(len, method.grid.values()))
                 assert count >= settings.contest.search.trials or method.name == "AID-identity", (scale, method.name)

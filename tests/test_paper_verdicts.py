@@ -149,6 +149,15 @@ def test_simple_model_verdicts() -> None:
     assert simple_models.verdict(_models(MRBO_KFAC=0.6, AmIGO_KFAC=0.6)).verdict is Verdict.FAILED
 
 
+def test_a_pair_of_simple_models_that_is_not_whole_does_not_count() -> None:
+    result = _models()
+    del result.figures["found"]["MRBO"]
+    judgement = simple_models.verdict(result)
+    assert judgement.verdict is Verdict.TREND and "MRBO" not in judgement.because.partition(";")[0]
+    result.figures["found"]["AmIGO"]["test_loss"].pop()  # a seed is missing
+    assert simple_models.verdict(result).verdict is Verdict.FAILED
+
+
 def test_a_difference_within_the_noise_is_none() -> None:
     noisy = _models()
     noisy.figures["found"]["MRBO-KFAC"] = _run(0.4, spread=0.1)

@@ -77,7 +77,14 @@ class Splits(Mapping[int, Split]):
         return 1 + len(self.job.seeds)
 
 
-def tuned(job: Job, key: Sequence[Any], contest: Contest, splits: Splits, method: Method) -> dict[str, Any]:
+def tuned(
+    job: Job,
+    key: Sequence[Any],
+    contest: Contest,
+    splits: Splits,
+    method: Method,
+    kind: type[cleaning.Trial] = cleaning.Trial,
+) -> dict[str, Any]:
     """The setting of a method with the lowest second validation loss on the split of seed 0."""
 
     warm = False
@@ -85,22 +92,28 @@ def tuned(job: Job, key: Sequence[Any], contest: Contest, splits: Splits, method
     def score(setting: Setting, share: float) -> float:
         nonlocal warm
         if not warm:
-            cleaning.warm_up(contest.case, splits[0], method, setting)
+            cleaning.warm_up(contest.case, splits[0], method, setting, kind)
             warm = True
-        return cleaning.tuning_loss(contest.case, splits[0], method, setting, contest.budget.share(share))
+        return cleaning.tuning_loss(contest.case, splits[0], method, setting, contest.budget.share(share), kind=kind)
 
     found = tune(job, [*key, method.name], method.grid, contest.search, score)
     return {"setting": found.setting, "second_loss": found.loss, "edge": at_edge(found.setting, method.grid)}
 
 
 def runs(
-    job: Job, key: Sequence[Any], contest: Contest, splits: Splits, method: Method, setting: Setting
+    job: Job,
+    key: Sequence[Any],
+    contest: Contest,
+    splits: Splits,
+    method: Method,
+    setting: Setting,
+    kind: type[cleaning.Trial] = cleaning.Trial,
 ) -> list[dict[str, Any]]:
     """The final run of every seed, with the test part looked at."""
     return [
         job.cell(
             [*key, method.name, seed],
-            lambda s=seed: cleaning.final(contest.case, splits[s], method, setting, contest.budget, s),  # type: ignore[misc]
+            lambda s=seed: cleaning.final(contest.case, splits[s], method, setting, contest.budget, s, kind),  # type: ignore[misc]
         )
         for seed in job.seeds
     ]

@@ -52,15 +52,19 @@ class Stage:
     Attributes:
         name: unique; part of the key of every cell.
         entries: the first is tuned first.
+        seeds: how many of the job's seeds at most; ``None`` for all.
+        trials: of its entries; ``None`` for as many as in all stages.
     """
 
     name: str
     entries: Sequence[Entry]
+    seeds: int | None = None
+    trials: int | None = None
 
 
 def chosen(job: Job, stage: Stage, entry: Entry, trials: int) -> Setting:
     """The best of ``trials`` settings, all run equally long."""
-    search = Search(trials, 1, 1.0)  # one round: the second is the same cell again
+    search = Search(trials if stage.trials is None else stage.trials, 1, 1.0)
     return tune(job, [stage.name, entry.name], entry.grid, search, lambda setting, _: entry.score(setting)).setting
 
 
@@ -79,7 +83,7 @@ def compete(job: Job, stages: Sequence[Stage], trials: int) -> Found:
         for stage in stages:
             for entry in stage.entries:
                 chosen(job, stage, entry, trials)
-            for seed in job.seeds:
+            for seed in job.seeds[: stage.seeds]:
                 for entry in stage.entries:
                     _run(job, stage, entry, trials, seed)
     except OutOfTime:
@@ -87,7 +91,8 @@ def compete(job: Job, stages: Sequence[Stage], trials: int) -> Found:
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for stage in stages:
         for entry in stage.entries:
-            runs = [run for seed in job.seeds if (run := _cached(job, stage, entry, trials, seed)) is not None]
+            seeds = job.seeds[: stage.seeds]
+            runs = [run for seed in seeds if (run := _cached(job, stage, entry, trials, seed)) is not None]
             if runs:
                 setting = chosen(job, stage, entry, trials)
                 wide = {name: values for name, values in entry.grid.items() if len(values) > 2}

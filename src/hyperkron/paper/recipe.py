@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -46,6 +46,12 @@ class Table:
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+
+LISTED = {"listed": True}
+"""For a field of settings that lists what is run, so that a change leaves the finished cells valid: the key of a cell
+must then name all that the cell depends on in that field.
+"""
 
 
 class OutOfTime(HyperkronError):
@@ -187,7 +193,8 @@ class Recipe:
         title: what a reader reads.
         place: where it stands in the paper, such as ``Table 1``.
         experiment: its number in the list of experiments.
-        settings: a frozen dataclass of settings for each scale; a scale that is absent cannot be run.
+        settings: a frozen dataclass of settings for each scale; a scale that is absent cannot be run. Cells of other
+            settings are not used; a field with ``metadata=LISTED`` is no part of that.
         work: does the work cell by cell and returns the figures; it must depend on nothing but the job. It is called
             with the first seed, then with the first two, and so on, so that a run cut short has whole seeds.
         verdict: judges a result; the rule is in its docstring.
@@ -286,7 +293,7 @@ class Recipe:
             raise HyperkronError(f"seeds={seeds!r} must be a whole number ≥ 1: how many seeds to run.")
         settings = self.settings[scale]
         kind = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-        cells = Cells(folder / f"{self.name}-{scale}.cells.jsonl", {"device": kind, "settings": _as_dict(settings)})
+        cells = Cells(folder / f"{self.name}-{scale}.cells.jsonl", {"device": kind, "settings": _marking(settings)})
         return Job(scale, settings, tuple(range(1, count + 1)), device, cells)
 
     def _work(self, job: Job) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -307,6 +314,13 @@ class Recipe:
                 break
         assert done is not None
         return done
+
+
+def _marking(settings: Any) -> Any:
+    """The settings that cells depend on."""
+    found = _as_dict(settings)
+    listed = [x.name for x in fields(settings) if x.metadata.get("listed")] if isinstance(found, dict) else []
+    return {name: value for name, value in found.items() if name not in listed} if listed else found
 
 
 def _as_dict(settings: Any) -> Any:

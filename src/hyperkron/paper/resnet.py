@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from hyperkron.paper.image_entries import method_entry, reference_entry
 from hyperkron.paper.methods import Rates, methods
 from hyperkron.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
 from hyperkron.paper.references import KINDS
-from hyperkron.paper.tuning import Search, shown
+from hyperkron.paper.tuning import Grid, Search, shown
 
 PAIRS = (("AID-CG-3", "AID-KFAC"), ("MRBO", "MRBO-KFAC"), ("AmIGO", "AmIGO-KFAC"))
 FIRST = tuple(name for pair in PAIRS for name in reversed(pair))
@@ -31,15 +33,27 @@ class Settings:
 
 
 def work(job: Job) -> dict[str, Any]:
-    """First the methods with and without KFAC, then the reference lines, then the other methods."""
+    """All methods with relative steps, and the reference lines."""
+    rates: Rates = job.settings.contest.rates
+    return contend(job, SECOND, {"inner": (0.3, *rates.inner), "momentum": (0.0, 0.9)})
+
+
+def contend(job: Job, others: Sequence[str], grid: Grid) -> dict[str, Any]:
+    """First the methods with and without KFAC, then the reference lines, then the other methods.
+
+    Args:
+        job: its settings are :class:`Settings`.
+        others: the other methods.
+        grid: of the reference lines.
+    """
     settings: Settings = job.settings
     contest, splits = settings.contest, Splits(job, settings.contest)
     every = methods(contest.rates, inner_steps=settings.inner_steps, refresh=settings.refresh)
-    grid = {"inner": (0.3, *contest.rates.inner), "momentum": (0.0, 0.9)}
+    tried = min(contest.search.trials, math.prod(map(len, grid.values())))
     stages = [
         Stage("with and without KFAC", [method_entry(contest, splits, every[name]) for name in FIRST]),
-        Stage("references", [reference_entry(contest, splits, kind, grid) for kind in KINDS]),
-        Stage("others", [method_entry(contest, splits, every[name]) for name in SECOND]),
+        Stage("references", [reference_entry(contest, splits, kind, grid) for kind in KINDS], trials=tried),
+        Stage("others", [method_entry(contest, splits, every[name]) for name in others]),
     ]
     found = compete(job, stages, contest.search.trials)
     lines = {

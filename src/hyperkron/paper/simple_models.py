@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hyperkron.paper import plots
+from hyperkron.paper import plots, resnet
 from hyperkron.paper.cleaning import Budget, Case
 from hyperkron.paper.compare import Contest, Splits, clearly_below, compete, known, mean, setting_text
 from hyperkron.paper.methods import Rates, methods
@@ -45,16 +45,23 @@ def work(job: Job) -> dict[str, Any]:
     }
 
 
+def work_cnn(job: Job) -> dict[str, Any]:
+    """The same with relative steps of λ, in stages (see :func:`hyperkron.paper.resnet.contend`)."""
+    return resnet.contend(job, OTHERS, PLAIN)
+
+
 def verdict(result: Result) -> Judgement:
     """KFAC lowers a method's test loss where the 95 % interval of the difference over seeds is below zero. Reproduced:
     it lowers those of AID, AmIGO and MRBO, and the lowest mean of all methods is one with KFAC. In trend: it lowers at
-    least two of the three. Not reproduced: otherwise.
+    least two of the three. Not reproduced: otherwise; a pair of which a run is missing counts as not lowered.
     """
     found = result.figures["found"]
     loss = {name: mean(x["test_loss"]) for name, x in found.items()}
-    better = [kfac for plain, kfac in PAIRS if clearly_below(found[kfac]["test_loss"], found[plain]["test_loss"])]
+    losses = {name: x["test_loss"] for name, x in found.items()}
+    whole = [(x, y) for x, y in PAIRS if x in losses and y in losses and len(losses[x]) == len(losses[y])]
+    better = [kfac for plain, kfac in whole if clearly_below(losses[kfac], losses[plain])]
     first = min(loss, key=lambda name: loss[name])
-    pairs = ", ".join(f"{plain} {loss[plain]:.3f} → {loss[kfac]:.3f}" for plain, kfac in PAIRS)
+    pairs = ", ".join(f"{plain} {loss[plain]:.3f} → {loss[kfac]:.3f}" for plain, kfac in whole)
     text = f"Test loss without and with KFAC: {pairs}; clearly lower: {', '.join(better) or 'none'}; "
     text += f"lowest of all: {first} ({loss[first]:.3f})."
     if len(better) == len(PAIRS) and first.endswith("KFAC"):
@@ -136,13 +143,14 @@ LINEAR_RATES = Rates(
     step=(0.03, 0.1, 0.3, 1.0),
 )
 NET_RATES = Rates(
-    inner=(0.03, 0.1),
-    outer=(100.0, 1e3, 1e4),
+    inner=(0.03, 0.3),  # the greater one for methods without momentum
+    outer=(0.1, 0.4),
     momentum=(0.9,),
-    damping=(1e-2, 1e-1),
+    damping=(1e-2, 1.0),
     step=(0.01, 0.1),
-    own=(0.01, 0.1),
+    own=(0.1, 1.0),
 )
+"""Relative steps of λ."""
 PLAIN = {"inner": (0.01, 0.03, 0.1, 0.3), "momentum": (0.0, 0.9)}
 """The grid of the reference lines."""
 
@@ -161,24 +169,31 @@ LINEAR = {
     ),
 }
 CNN = {
-    "smoke": Settings(
-        Contest("images", (128, 64, 64), Case("cnn", 32, 5e-4, 0, 4), NET_RATES, Search(2, 1, 0.5), Budget(60.0, 2, 1))
+    "smoke": resnet.Settings(
+        Contest("images", (128, 64, 64), Case("cnn", 32, 5e-4, 0, 4), NET_RATES, Search(1, 1, 0.5), Budget(60.0, 3, 1)),
+        inner_steps=2,
     ),
-    "small": Settings(
+    "small": resnet.Settings(
         Contest(
-            "cifar10", (40_000, 5_000, 5_000), Case("cnn", 1000, 5e-4, 0), NET_RATES, Search(12, 2, 0.25), Budget(8.0)
-        )
+            "cifar10",
+            (6_000, 2_000, 2_000),
+            Case("cnn", 256, 5e-4, 0),
+            NET_RATES,
+            Search(8, 1, 0.25),
+            Budget(2.0, looks=4),
+        ),
+        inner_steps=5,
+        refresh=5,
     ),
-    "paper": Settings(
+    "paper": resnet.Settings(
         Contest(
             "cifar10",
             (40_000, 5_000, 5_000),
             Case("cnn", 1000, 5e-4, 0),
-            Rates(),
-            Search(36, 6, 0.1),
+            Rates(outer=(0.01, 0.03, 0.1, 0.3, 1.0)),
+            Search(36, 1, 0.1),
             Budget(3600.0, 1000, 100),
-        ),
-        refresh=1,
+        )
     ),
 }
 
@@ -186,7 +201,10 @@ NOTE = (
     "All methods have the same time and number of trials, all settings of a grid that is equally large for each; the "
     "reference lines have eight. AmIGO-KFAC and AID-KFAC are the same method: a direct solve leaves nothing to "
     "amortise; they differ by how far the clock let them go. The paper's figure lacks the line of trusted + correct "
-    "rows (CNN) or of trusted + noisy rows (linear); all three are here. A first round of the linear model, with "
+    "rows (CNN) or of trusted + noisy rows (linear); all three are here. "
+)
+LINEAR_NOTE = (
+    "A first round of the linear model, with "
     "eight trials drawn at random from grids of 96 and 144 settings, gave other winners than this one, and different "
     "ones in two recipes at the same batch: with so few trials the draw decides. It was discarded and the grids made "
     "smaller and exhaustive after its test figures had been seen. The interval in the rule was added after these "
@@ -204,7 +222,7 @@ RECIPES = (
         verdict=verdict,
         tables=tables,
         plot=plot_as("linear-mnist"),
-        note=NOTE + "At small scale 10 000 training examples stand for 50 000, in batches of 2000.",
+        note=NOTE + LINEAR_NOTE + "At small scale 10 000 training examples stand for 50 000, in batches of 2000.",
     ),
     Recipe(
         name="cnn-cifar",
@@ -212,12 +230,15 @@ RECIPES = (
         place="Figure 5",
         experiment=8,
         settings=CNN,  # type: ignore[arg-type]
-        work=work,
+        work=work_cnn,
         verdict=verdict,
         tables=tables,
         plot=plot_as("cnn-cifar"),
-        note=NOTE,
+        note=NOTE
+        + "Steps of λ are relative: the root mean square by which the weights of a batch move first. At small scale "
+        "10 000 training images are cut into 6 000, 2 000 and 2 000, double loops make 5 inner steps of batch 256, "
+        "KFAC's curvature serves 5 steps, a run lasts 2 seconds and each of the eight trials half a second.",
         gpu=("small", "paper"),
-        seeds={"smoke": 1, "small": 2, "paper": 5},
+        partial=True,
     ),
 )

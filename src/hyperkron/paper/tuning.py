@@ -87,7 +87,8 @@ class Search:
 
     Attributes:
         trials: settings tried in the first, short round.
-        kept: the best of them run again for the full budget; the best of those is chosen.
+        kept: the best of them run again for the full budget; the best of those is chosen. With one, which decides
+            nothing, the second round is left out.
         short: the budget of the first round as a share of the full one.
     """
 
@@ -128,9 +129,10 @@ def tune(job: Job, key: Sequence[Any], grid: Grid, search: Search, score: Callab
     candidates = settings_of(grid, search.trials)
     first = sorted(((trial(x, search.short), i) for i, x in enumerate(candidates)), key=lambda pair: pair)
     rows = [{**candidates[i], "share": search.short, "loss": loss} for loss, i in first]
-    second = sorted((trial(candidates[i], 1.0), i) for _, i in first[: search.kept])
-    rows += [{**candidates[i], "share": 1.0, "loss": loss} for loss, i in second]
-    best, index = second[0]
+    if search.kept > 1:
+        first = sorted((trial(candidates[i], 1.0), i) for _, i in first[: search.kept])
+        rows += [{**candidates[i], "share": 1.0, "loss": loss} for loss, i in first]
+    best, index = first[0]
     if not math.isfinite(best):
         raise HyperkronError(f"every trial of {list(key)} failed; widen its grid ({dict(grid)!r:.200}).")
     return Tuned(candidates[index], best, rows)
