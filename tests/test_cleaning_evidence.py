@@ -19,12 +19,13 @@ from hyperkron.tasks.cleaning.evidence import (
     FLOOR,
     Evidence,
     certain,
+    frequencies,
     label_evidence,
     likelihood,
     logs,
     noise_matrix,
     noise_matrix_from_trusted,
-    pool,
+    shifted,
     stack,
 )
 from hyperkron.tasks.cleaning.method import folds
@@ -257,13 +258,67 @@ def test_a_useless_expert_counts_for_nothing_and_the_pool_beats_its_members() ->
     views = [(signal + torch.randn(900, 3, generator=random)).softmax(1) for _ in range(2)]
     useless = (2 * torch.randn(900, 3, generator=random)).softmax(1)
     experts = torch.stack([logs(p) for p in (*views, useless)])
-    exponents = stack(experts[:, :300], true[:300])
+    pool = stack(experts[:, :300], true[:300])
+    exponents = pool.exponents
     assert float(exponents.min()) >= 0 and float(exponents[2]) < 0.06 < 0.5 < float(exponents[:2].min())
-    pooled = pool(experts, exponents)[300:]
+    pooled = pool(experts)[300:]
     assert torch.allclose(pooled.exp().sum(1), torch.ones(600), atol=1e-5)
     loss = F.nll_loss(pooled, true[300:])
     assert all(loss < F.nll_loss(e[300:].log_softmax(1), true[300:]) - 0.1 for e in experts)
-    assert torch.allclose(stack(experts[:, :5], true[:5], ridge=1e6), torch.full((3,), 1 / 3), atol=1e-4)  # the mean
+    mean = stack(experts[:, :5], true[:5], ridge=1e6, bias_ridge=1e6)
+    assert torch.allclose(mean.exponents, torch.full((3,), 1 / 3), atol=1e-4)
+    assert torch.allclose(mean.offsets, torch.zeros(3), atol=1e-4)
+
+
+def test_the_pool_is_where_the_gradient_of_its_objective_vanishes() -> None:
+    experts = torch.randn(2, 40, 3, dtype=DOUBLE).log_softmax(2)
+    labels = (experts[0] + 0.5 * torch.randn(40, 3, dtype=DOUBLE)).argmax(1)
+    found = stack(experts, labels)
+    a, b = found.exponents.double().requires_grad_(), found.offsets.double().requires_grad_()
+    loss = F.cross_entropy(torch.einsum("j,jmc->mc", a, experts) + b, labels)
+    loss = loss + 0.02 * (a - 0.5).square().sum() + 0.005 * b.square().sum()
+    slope_a, slope_b = torch.autograd.grad(loss, (a, b))
+    assert float(slope_b.abs().max()) < 1e-5 and float((slope_a * a.detach()).abs().max()) < 1e-4
+
+
+def test_a_bias_that_all_experts_share_is_taken_away() -> None:
+    random = torch.Generator().manual_seed(0)
+    true = torch.arange(3000) % 3
+    honest = (2 * F.one_hot(true, 3) + torch.randn(3000, 3, generator=random)).log_softmax(1)
+    bias = torch.tensor([1.0, 0.0, -1.0])
+    pool = stack((honest + bias).log_softmax(1)[None], true, ridge=0, bias_ridge=0)
+    left = pool.offsets + pool.exponents * bias  # what is left of it, up to a constant
+    assert float((left - left.mean()).abs().max()) < 0.1
+
+
+# --- class frequencies --------------------------------------------------------------------------------------
+
+
+def test_the_class_frequencies_of_other_rows_are_found() -> None:
+    random = torch.Generator().manual_seed(0)
+    wanted, even = torch.tensor([0.7, 0.2, 0.1]), torch.full((3,), 1 / 3)
+    true = torch.multinomial(wanted, 60000, replacement=True, generator=random)
+    x = 1.5 * F.one_hot(true, 3) + torch.randn(60000, 3, generator=random)
+    log_p = (1.5 * x).log_softmax(1)  # Bayes' rule for unit normals around 1.5 e_k, with all classes as frequent
+    moved = shifted(log_p, even, iterations=500, shrink=0)
+    assert torch.allclose(moved.exp().mean(0), wanted, atol=0.01)
+    exact = (1.5 * x + wanted.log()).log_softmax(1)  # the same with the true frequencies
+    assert float((moved.exp() - exact.exp()).abs().max()) < 0.01
+    assert F.nll_loss(moved, true) < F.nll_loss(log_p, true) - 0.1
+
+
+def test_shrinking_pulls_the_frequencies_back() -> None:
+    log_p, before = torch.randn(50, 4, dtype=DOUBLE).log_softmax(1), torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=DOUBLE)
+    assert torch.allclose(shifted(log_p, before, shrink=1), log_p)
+    once = log_p.exp().mean(0) * 0.9 + 0.1 * before
+    assert torch.allclose(shifted(log_p, before, iterations=1), (log_p + (once / before).log()).log_softmax(1))
+    far = shifted(log_p, before, shrink=0) - log_p
+    near = shifted(log_p, before, shrink=0.5) - log_p
+    assert float((near - near.mean(1, keepdim=True)).abs().max()) < float((far - far.mean(1, keepdim=True)).abs().max())
+
+
+def test_no_class_has_frequency_zero() -> None:
+    assert torch.allclose(frequencies(torch.tensor([0, 0, 1]), 3), torch.tensor([3.0, 2.0, 1.0]) / 6)
 
 
 def test_no_expert_is_surer_than_the_floor() -> None:

@@ -285,7 +285,7 @@ def test_with_many_rows_the_network_of_all_trusted_rows_is_trained_longer(monkey
         return [self.build() for _ in lessons]
 
     monkeypatch.setattr(Work, "fit", fit)
-    for many, expected in ((1e9, [(6, "brief")]), (0, [(1, "short"), (5, "brief")])):
+    for many, expected in ((1e9, [(3, "brief")]), (0, [(1, "short"), (2, "brief")])):
         made.clear()
         monkeypatch.setattr("hyperkron.tasks.cleaning.method.MANY", many)
         rows, given = torch.arange(72), torch.arange(72) % 3

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from hyperkron.tasks.cleaning.method import TRUSTED_FOLDS, Work
+from hyperkron.tasks.cleaning.method import Work
 from hyperkron.tasks.cleaning.students import HYPERGRADIENT, outer_steps
 from hyperkron.tasks.cleaning.trainer import Lesson, Plan, train
 
@@ -23,10 +23,9 @@ def steps_of(work: Work, plan: Plan, names: list[str], test: bool) -> int:
     half, inner = math.ceil((noisy + trusted) / 2), math.ceil(noisy / 2)
     judge, student = here.short.steps(inner + trusted // 2), here.quick(inner).steps(inner)
     outer = HYPERGRADIENT * len(outer_steps(student)) if work.config.hypergradient == "kfac" else 0
-    folds = min(TRUSTED_FOLDS, trusted)
-    expert = (1 + folds + 2) * here.brief.steps(trusted)
+    expert = 3 * here.brief.steps(trusted)
     if here.many:
-        expert = here.short.steps(trusted) + (folds + 2) * here.brief.steps(trusted - trusted // folds)
+        expert = here.short.steps(trusted) + 2 * here.brief.steps(trusted - trusted // 2)
     ours = expert + 4 * here.quick(half).steps(half) + 2 * (student + outer) + here.short.steps(noisy + trusted)
     others = sum(2 * judge * (2 if name == "sama" else 1) for name in names if name not in READY)
     if test:

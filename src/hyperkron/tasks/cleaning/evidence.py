@@ -2,21 +2,27 @@
 
 For a row with input x, given label y and true class k,
 
-    log e(k) = κ · log p̄(k | x) + β · log T[k, y] ,      p̄ ∝ Π_j p_j^{a_j} ,      T[k, y] = P(given y | true k)
+    log e(k) = κ · log p̄(k | x) + β · log T[k, y] ,      p̄ ∝ e^{b_k} Π_j p_j^{a_j} ,      T[k, y] = P(given y | true k)
 
-where the p_j are experts: models whose training never saw the row. A network f is then fitted to the likelihood
-−log Σ_k f(k | x) e(k): with κ = 0 this is training through the noise matrix (forward correction), with a large κ it is
-training on the experts' opinion, and with e a single class it is cross-entropy. κ and β are hyperparameters.
+where the p_j are experts: models whose training never saw the row. The classes may be more or less frequent among the
+noisy rows than among the trusted ones, to which a and b are fitted; ``shifted`` carries p̄ over. A network f is then
+fitted to the likelihood −log Σ_k f(k | x) e(k): with κ = 0 this is training through the noise matrix (forward
+correction), with a large κ it is training on the experts' opinion, and with e a single class it is cross-entropy. κ and
+β are hyperparameters.
 
 References:
     Patrini et al., 2017, "Making deep neural networks robust to label noise: a loss correction approach".
     Hendrycks et al., 2018, "Using trusted data to train deep networks on labels corrupted by severe noise".
     Dawid & Skene, 1979, "Maximum likelihood estimation of observer error-rates using the EM algorithm".
+    Saerens, Latinne & Decaestecker, 2002, "Adjusting the outputs of a classifier to new a priori probabilities".
+    Alexandari, Kundaje & Shrikumar, 2020, "Maximum likelihood with bias-corrected calibration is hard-to-beat at label
+        shift adaptation".
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -93,15 +99,34 @@ class Evidence(nn.Module):
         return {"experts": round(experts, 6), "label": round(label, 6)}
 
 
-def stack(experts: Tensor, labels: Tensor, ridge: float = 0.02) -> Tensor:
-    """The exponents a ≥ 0 with which the experts' opinions agree best with known labels (a logarithmic pool).
+@dataclass(frozen=True)
+class Pool:
+    """How the experts' opinions are joined.
 
-        min_a  mean_m CE(Σ_j a_j log p_j(x_m), y_m) + ridge · Σ_j (a_j − 1/J)²
+    Attributes:
+        exponents: a (J,), not negative.
+        offsets: b (C,), the experts' common bias for or against a class, taken away.
+    """
+
+    exponents: Tensor
+    offsets: Tensor
+
+    def __call__(self, experts: Tensor) -> Tensor:
+        """log p̄ (N, C) of log-probabilities (J, N, C)."""
+        joined = torch.einsum("j,jnc->nc", self.exponents.to(experts), experts)
+        return (joined + self.offsets.to(experts)).log_softmax(1)
+
+
+def stack(experts: Tensor, labels: Tensor, ridge: float = 0.02, bias_ridge: float = 0.005) -> Pool:
+    """The pool that agrees best with known labels.
+
+        min_{a ≥ 0, b}  mean_m CE(Σ_j a_j log p_j(x_m) + b, y_m) + ridge · Σ_j (a_j − 1/J)² + bias_ridge · ‖b‖²
 
     Args:
         experts: log-probabilities (J, M, C) of rows that the experts did not train on.
         labels: the true classes (M,).
-        ridge: pull towards the plain mean, which decides when there are few rows.
+        ridge: pull of a towards the plain mean, which decides when there are few rows.
+        bias_ridge: pull of b towards none.
 
     References:
         Wolpert, 1992, "Stacked generalization"; Genest & Zidek, 1986, on logarithmic opinion pools.
@@ -109,23 +134,50 @@ def stack(experts: Tensor, labels: Tensor, ridge: float = 0.02) -> Tensor:
     experts, count = experts.detach().double().cpu(), len(experts)
     labels = labels.cpu()
     raw = torch.full((count,), math.log(math.expm1(1 / count)), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([raw], max_iter=100, line_search_fn="strong_wolfe")
+    offsets = torch.zeros(experts.shape[2], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([raw, offsets], max_iter=100, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         a = F.softplus(raw)
-        loss = F.cross_entropy(torch.einsum("j,jmc->mc", a, experts), labels) + ridge * (a - 1 / count).square().sum()
+        loss = F.cross_entropy(torch.einsum("j,jmc->mc", a, experts) + offsets, labels)
+        loss = loss + ridge * (a - 1 / count).square().sum() + bias_ridge * offsets.square().sum()
         loss.backward()
         return loss
 
     with torch.enable_grad():
         optimizer.step(closure)
-    return F.softplus(raw.detach()).float()
+    return Pool(F.softplus(raw.detach()).float(), offsets.detach().float())
 
 
-def pool(experts: Tensor, exponents: Tensor) -> Tensor:
-    """log p̄ (N, C) of the pooled opinion."""
-    return torch.einsum("j,jnc->nc", exponents.to(experts), experts).log_softmax(1)
+def frequencies(labels: Tensor, classes: int) -> Tensor:
+    """How frequent each class is among labels, with one more row for each."""
+    count = torch.bincount(labels, minlength=classes).float() + 1
+    return count / count.sum()
+
+
+def shifted(log_p: Tensor, before: Tensor, iterations: int = 50, shrink: float = 0.1) -> Tensor:
+    """The opinion (N, C) under the class frequencies of these rows, found by expectation maximisation.
+
+        r_n(k) ∝ p(k | x_n) π_k / π⁰_k ,      π = (1 − s) · mean_n r_n + s · π⁰
+
+    Args:
+        log_p: the opinion where classes have the frequencies ``before``.
+        before: π⁰ (C,), all positive.
+        iterations: of expectation maximisation.
+        shrink: s, towards the frequencies before; 1 changes nothing.
+
+    Example:
+        >>> even = torch.tensor([0.5, 0.5])
+        >>> seen = torch.tensor([[0.9, 0.1]] * 9 + [[0.1, 0.9]])
+        >>> bool((shifted(seen.log(), even).exp()[:, 0] > seen[:, 0]).all())  # the first class is the frequent one
+        True
+    """
+    p, after = log_p.exp(), before
+    for _ in range(iterations):
+        seen = p * (after / before)
+        after = (1 - shrink) * (seen / seen.sum(1, keepdim=True)).mean(0) + shrink * before
+    return (log_p + (after / before).log()).log_softmax(1)
 
 
 def noise_matrix_from_trusted(predicted: Tensor, labels: Tensor, classes: int, strength: float = 2.0) -> Tensor:

@@ -2,7 +2,8 @@
 
 1. *Experts*, each asked only about rows it has not seen: a network of the trusted rows, a network of all rows as they
    are, and one trained through the noise matrix that the second one shows on the trusted rows.
-2. *Opinion*: their logarithmic pool, with exponents fitted to the trusted rows; the noise matrix by EM.
+2. *Opinion*: their logarithmic pool, fitted to the trusted rows and carried over to the class frequencies of the noisy
+   ones; the noise matrix by EM.
 3. *Students*: κ and β, learnt by KFAC hypergradients (``students.py``). A student is then one more expert.
 4. *Verdict on each row*: q(k) ∝ p̄(k | x) T[k, y]. A row is as wrong as 1 − q(y), and its suggestion is argmax q.
 5. *The network*: fitted to log e = κ log p̄ + β log T[:, y] on the noisy rows, weighted by how sure q is of them, and to
@@ -23,12 +24,14 @@ from torch import Tensor, nn
 
 from hyperkron.tasks.cleaning.config import CleanConfig
 from hyperkron.tasks.cleaning.evidence import (
+    Pool,
     certain,
+    frequencies,
     label_evidence,
     logs,
     noise_matrix,
     noise_matrix_from_trusted,
-    pool,
+    shifted,
     stack,
 )
 from hyperkron.tasks.cleaning.stages import Stages, Tensors
@@ -36,7 +39,6 @@ from hyperkron.tasks.cleaning.students import Half, held_out, learn_evidence
 from hyperkron.tasks.cleaning.together import together
 from hyperkron.tasks.cleaning.trainer import Inputs, Lesson, Plan, Tick, predict, train
 
-TRUSTED_FOLDS = 3
 MANY = 3
 SHORT = 0.5
 """Length of the trainings that only give an opinion, as a part of the full length."""
@@ -133,29 +135,27 @@ def folds(given: Tensor, groups: list[Tensor], count: int, seed: int) -> Tensor:
 
 
 def trusted_expert(work: Work) -> Tensors:
-    """Networks of trusted rows alone: one of all, asked about noisy rows; some of a part, asked about the rest.
+    """Networks of trusted rows alone: one of all, asked about noisy rows; one of each half, asked about the other.
 
-    Also one of each half, whose opinion on the noisy rows of the other half the students take.
+    The halves answer for the trusted rows, and their opinion on the noisy rows of the other half is the students'.
     """
 
     def compute() -> Tensors:
-        trusted = work.trusted
-        part = folds(work.given, [trusted], min(TRUSTED_FOLDS, len(trusted)), work.config.seed)[trusted]
-        count = int(part.max()) + 1
-        learn = [trusted, *(trusted[part != k] for k in range(count)), *(work.side(1 - h, trusted) for h in (0, 1))]
-        ask = [work.noisy, *(trusted[part == k] for k in range(count)), *(work.side(h, work.noisy) for h in (0, 1))]
+        learn = [work.trusted, *(work.side(1 - half, work.trusted) for half in (0, 1))]
         lessons = [Lesson(rows, work.known(rows)) for rows in learn]
         first = 1 if work.many else 0  # then the one that counts most can be trained longer at little cost
-        networks = [
+        alone, *both = [
             network
             for some, plan in ((lessons[:first], work.short), (lessons[first:], work.brief))
             if some
             for network in work.fit(some, plan, "trusted expert", seeds=[0] * len(some))
         ]
-        asked = torch.zeros(len(work.given), work.classes, device=work.device)
-        halved = torch.zeros_like(asked)
-        for i, (network, rows) in enumerate(zip(networks, ask, strict=True)):
-            (asked if i <= count else halved)[rows] = predict(network, work.inputs, rows)
+        halved = torch.zeros(len(work.given), work.classes, device=work.device)
+        for half, network in enumerate(both):
+            ask = (work.fold == half).nonzero()[:, 0]
+            halved[ask] = predict(network, work.inputs, ask)
+        asked = halved.clone()
+        asked[work.noisy] = predict(alone, work.inputs, work.noisy)
         return {"asked": asked, "halved": halved}
 
     return work.stages("trusted-expert", compute)
@@ -204,14 +204,14 @@ class Opinion:
 
     Attributes:
         experts: log-probabilities (J, rows, C).
-        exponents: a.
-        log_p: log p̄ of all rows (rows, C).
+        pool: a and b.
+        log_p: log p̄ of the noisy rows, under their own class frequencies (N, C).
         matrix: T (C, C).
         posterior: q of the noisy rows (N, C).
     """
 
     experts: Tensor
-    exponents: Tensor
+    pool: Pool
     log_p: Tensor
     matrix: Tensor
     posterior: Tensor
@@ -219,16 +219,19 @@ class Opinion:
 
 def opinion(work: Work, experts: list[Tensor]) -> Opinion:
     """Pool the experts on the trusted rows, and find T and the posterior of the noisy rows."""
-    stacked = torch.stack([logs(p) for p in experts])
-    exponents = stack(stacked[:, work.trusted], work.given[work.trusted])
-    log_p = pool(stacked, exponents)
-    matrix, posterior = noise_matrix(log_p[work.noisy].exp(), work.given[work.noisy])
-    return Opinion(stacked, exponents, log_p, matrix, posterior)
+    stacked, labels = torch.stack([logs(p) for p in experts]), work.given[work.trusted]
+    pool = stack(stacked[:, work.trusted], labels)
+    log_p = shifted(pool(stacked[:, work.noisy]), frequencies(labels, work.classes))
+    matrix, posterior = noise_matrix(log_p.exp(), work.given[work.noisy])
+    return Opinion(stacked, pool, log_p, matrix, posterior)
 
 
 def halves(work: Work, first: Opinion, halved: Tensor) -> list[Half]:
-    """The two problems of the students, each with the opinion of experts that saw nothing of its held-out rows."""
-    log_p = pool(torch.cat([logs(halved)[None], first.experts[1:]]), first.exponents)
+    """The two problems of the students, each with the opinion of experts that saw nothing of its held-out rows.
+
+    The opinion keeps the class frequencies of the trusted rows, which the students are judged on.
+    """
+    log_p = first.pool(torch.cat([logs(halved)[None], first.experts[1:]]))
     given = label_evidence(first.matrix, work.given)
     found = []
     for h in (0, 1):
@@ -319,7 +322,7 @@ def conclude(work: Work, alone: Tensors, pooled: Tensor, matrix: Tensor) -> Outc
     final = opinion(work, [alone["asked"], pooled, matrix, learnt["asked"]])
     scale = learnt["log_scale"].exp()
     evidence = work.known(torch.arange(len(work.given), device=work.device))
-    through = scale[0] * final.log_p[work.noisy] + scale[1] * label_evidence(final.matrix, work.given[work.noisy])
+    through = scale[0] * final.log_p + scale[1] * label_evidence(final.matrix, work.given[work.noisy])
     evidence[work.noisy] = through
     return Outcome(
         first,
