@@ -22,6 +22,7 @@ References:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,13 @@ from hyperkron.losses import Loss
 
 FLOOR = 1e-4
 """No expert is surer than 1 − FLOOR: a product of opinions must not be decided by one overconfident network."""
+
+FOLDS = 3
+BIAS_RIDGES = (0.05, 0.005)
+NONE = 1e6
+"""Pulls on the offsets of the pool, of which cross-validation picks one; the last leaves nothing of them."""
+
+NEWTON_STEPS = 50
 
 CERTAIN = -16.0
 """Log-evidence of the classes that a trusted label rules out."""
@@ -117,37 +125,83 @@ class Pool:
         return (joined + self.offsets.to(experts)).log_softmax(1)
 
 
-def stack(experts: Tensor, labels: Tensor, ridge: float = 0.02, bias_ridge: float = 0.005) -> Pool:
+def stack(experts: Tensor, labels: Tensor, ridge: float = 0.02) -> Pool:
     """The pool that agrees best with known labels.
 
-        min_{a ≥ 0, b}  mean_m CE(Σ_j a_j log p_j(x_m) + b, y_m) + ridge · Σ_j (a_j − 1/J)² + bias_ridge · ‖b‖²
+        min_{a ≥ 0, b}  mean_m CE(Σ_j a_j log p_j(x_m) + b, y_m) + ridge · Σ_j (a_j − 1/J)² + r · ‖b‖²
+
+    r is the one of BIAS_RIDGES, or so large that b = 0, whose pool is best on rows it was not fitted to (three folds).
 
     Args:
         experts: log-probabilities (J, M, C) of rows that the experts did not train on.
         labels: the true classes (M,).
         ridge: pull of a towards the plain mean, which decides when there are few rows.
-        bias_ridge: pull of b towards none.
 
     References:
         Wolpert, 1992, "Stacked generalization"; Genest & Zidek, 1986, on logarithmic opinion pools.
     """
-    experts, count = experts.detach().double().cpu(), len(experts)
-    labels = labels.cpu()
-    raw = torch.full((count,), math.log(math.expm1(1 / count)), dtype=torch.float64, requires_grad=True)
-    offsets = torch.zeros(experts.shape[2], dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([raw, offsets], max_iter=100, line_search_fn="strong_wolfe")
+    experts, labels = experts.detach().double().cpu(), labels.cpu()
+    fold = F.one_hot(labels).cumsum(0).gather(1, labels[:, None])[:, 0] % FOLDS  # of each class as many in each
+    seen = torch.cat([fold != torch.arange(FOLDS)[:, None], torch.ones(1, len(labels), dtype=torch.bool)])
+    choices = torch.tensor([NONE, *BIAS_RIDGES], dtype=torch.float64)
+    a, b = _fitted(experts, labels, seen.repeat(len(choices), 1), choices.repeat_interleave(len(seen)), ridge)
+    told = _logits(experts, a, b).log_softmax(2)[:, torch.arange(len(labels)), labels].view(len(choices), *seen.shape)
+    best = int((told * ~seen).sum((1, 2)).argmax())
+    chosen = best * len(seen) + FOLDS  # the fit to all rows
+    return Pool(a[chosen].float(), b[chosen].float())
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        a = F.softplus(raw)
-        loss = F.cross_entropy(torch.einsum("j,jmc->mc", a, experts) + offsets, labels)
-        loss = loss + ridge * (a - 1 / count).square().sum() + bias_ridge * offsets.square().sum()
-        loss.backward()
-        return loss
 
-    with torch.enable_grad():
-        optimizer.step(closure)
-    return Pool(F.softplus(raw.detach()).float(), offsets.detach().float())
+def _logits(experts: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Σ_j a_kj log p_j + b_k for K pools (K, M, C)."""
+    return torch.einsum("kj,jmc->kmc", a, experts) + b[:, None]
+
+
+def _fitted(experts: Tensor, labels: Tensor, seen: Tensor, bias_ridge: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """The minimisers (K, J) and (K, C) of K such problems at once, each over the rows that it has ``seen`` (K, M).
+
+    By Newton's method on (a, b); exponents that would leave a ≥ 0 are held at 0 while the objective asks for less.
+    """
+    count, classes = len(experts), experts.shape[2]
+    share = seen / seen.sum(1, keepdim=True).clamp(min=1)
+    each = torch.eye(classes, dtype=experts.dtype).expand(experts.shape[1], -1, -1)
+    slope = torch.cat([experts.permute(1, 2, 0), each], dim=2)  # of the logits (M, C, J + C)
+    target = F.one_hot(labels, classes).to(experts)
+    middle = torch.cat([torch.full((count,), 1 / count), torch.zeros(classes)]).to(experts)
+    pull = torch.cat([torch.full((len(seen), count), ridge).to(experts), bias_ridge[:, None].expand(-1, classes)], 1)
+
+    def loss(w: Tensor) -> Tensor:
+        told = (_logits(experts, w[:, :count], w[:, count:]).log_softmax(2) * target).sum(2)
+        return -(share * told).sum(1) + (pull * (w - middle).square()).sum(1)
+
+    w = middle.repeat(len(seen), 1)
+    lowest = torch.cat([torch.zeros(count), torch.full((classes,), -math.inf)]).to(experts)
+    for _ in range(NEWTON_STEPS):
+        p = _logits(experts, w[:, :count], w[:, count:]).softmax(2)
+        gradient = torch.einsum("kmc,mcd->kd", share[..., None] * (p - target), slope) + 2 * pull * (w - middle)
+        held = (w <= lowest) & (gradient > 0)
+        gradient = gradient.masked_fill(held, 0)
+        mean = torch.einsum("kmc,mcd->kmd", p, slope)
+        spread = torch.einsum("kmc,mcd,mce->kde", share[..., None] * p, slope, slope)
+        hessian = spread - torch.einsum("kmd,kme->kde", share[..., None] * mean, mean) + torch.diag_embed(2 * pull)
+        either = held[:, :, None] | held[:, None, :]
+        hessian = hessian.masked_fill(either, 0) + torch.diag_embed(held.to(experts))
+        step = torch.linalg.solve(hessian, gradient)
+        if float((step * gradient).sum(1).max()) < 1e-12:  # twice what is left to gain, were it quadratic
+            break
+        w = _descend(loss, w, step, lowest)
+    return w[:, :count], w[:, count:]
+
+
+def _descend(loss: Callable[[Tensor], Tensor], w: Tensor, step: Tensor, lowest: Tensor) -> Tensor:
+    """The first of w − step, w − ½ step, … that lowers the loss, for each problem by itself; w where none does."""
+    before, after, left = loss(w), w, torch.ones(len(w), dtype=torch.bool)
+    for halving in range(10):
+        trial = torch.maximum(w - 0.5**halving * step, lowest)
+        good = left & (loss(trial) < before)
+        after, left = torch.where(good[:, None], trial, after), left & ~good
+        if not bool(left.any()):
+            break
+    return after
 
 
 def frequencies(labels: Tensor, classes: int) -> Tensor:
@@ -156,7 +210,7 @@ def frequencies(labels: Tensor, classes: int) -> Tensor:
     return count / count.sum()
 
 
-def shifted(log_p: Tensor, before: Tensor, iterations: int = 50, shrink: float = 0.1) -> Tensor:
+def shifted(log_p: Tensor, before: Tensor, iterations: int = 50, shrink: float = 0.3) -> Tensor:
     """The opinion (N, C) under the class frequencies of these rows, found by expectation maximisation.
 
         r_n(k) ∝ p(k | x_n) π_k / π⁰_k ,      π = (1 − s) · mean_n r_n + s · π⁰
