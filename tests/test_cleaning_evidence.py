@@ -272,9 +272,9 @@ def test_a_useless_expert_counts_for_nothing_and_the_pool_beats_its_members() ->
 def test_the_pools_are_the_minimisers_of_their_objectives() -> None:
     experts = torch.randn(4, 40, 3, dtype=DOUBLE).log_softmax(2)
     labels = (experts[0] - experts[1] + 0.5 * torch.randn(40, 3, dtype=DOUBLE)).argmax(1)  # the second is contrary
-    seen, pull = torch.rand(3, 40) < 0.8, torch.tensor([1e6, 0.05, 0.005], dtype=DOUBLE)
-    a, b = _fitted(experts, labels, seen, pull, 0.02)
-    a, b = a.requires_grad_(), b.requires_grad_()
+    seen, pull = torch.rand(3, 40) < 0.8, [1e6, 0.05, 0.005]
+    both = [_fitted(experts, labels, seen, 0.02, r) for r in pull]
+    a, b = (torch.stack([pair[i][k] for k, pair in enumerate(both)]).requires_grad_() for i in (0, 1))
     for k, rows in enumerate(seen):
         logits = torch.einsum("j,jmc->mc", a[k], experts)[rows] + b[k]
         loss = (

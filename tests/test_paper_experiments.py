@@ -79,6 +79,37 @@ def test_the_error_of_conjugate_gradients(d: int, examples: int, preconditioned:
         assert inverses.columns_error(of, ratios) == pytest.approx(expected, abs=1e-3)
 
 
+def test_the_least_norm_is_exact_and_needs_few_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    lanczos = inverses.largest_eigenvalue
+    monkeypatch.setattr(inverses, "largest_eigenvalue", lambda f, size: (counted.append(size), lanczos(f, size))[1])
+    of, h, exact = _dense(40, 25)
+    matrix = _cg(h + of.damping * torch.eye(40, dtype=h.dtype), 3)
+    norm = float(torch.linalg.matrix_norm(exact, 2))
+    expected = inverses.best_scale(lambda a: float(torch.linalg.matrix_norm(a * matrix - exact, 2)) / norm, 10.0)[1]
+    [ratios] = inverses.cg_columns(of, (3,)).values()
+    assert inverses.columns_error(of, ratios) == pytest.approx(expected, rel=1e-9)
+    assert len(counted) < 15  # a golden section to as many digits takes over forty
+    unscaled = float(torch.linalg.matrix_norm(1e-3 * matrix - exact, 2)) / norm
+    assert inverses.columns_error(of, ratios, most=1e-3) == pytest.approx(unscaled, rel=1e-9)
+    own = of.exact()[:, None].expand(-1, 40)
+    assert inverses.columns_error(of, 3 * own) < 1e-12  # a multiple of the inverse itself
+
+
+@pytest.mark.parametrize(("d", "examples"), [(8, 50), (40, 20)])
+def test_ekfac_is_the_same_in_the_coordinates_of_the_eigenvectors(d: int, examples: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(examples, d, generator=generator, dtype=torch.float64)
+    y = torch.randn(examples, 1, generator=generator, dtype=torch.float64)
+    of = inverses.spectrum(x, 1e-3)
+    plain, turned = (diagnostic.corrected(x, y, of, 1e-3, 2, turned=turned) for turned in (False, True))
+    assert list(plain) == ["EKFAC", "EKFAC, exact Fisher"]
+    for name, (values, gap) in plain.items():
+        torch.testing.assert_close(turned[name][0], values, rtol=1e-8, atol=0)
+        assert gap < 1e-9 and turned[name][1] < 1e-9
+    assert not torch.allclose(plain["EKFAC"][0], plain["EKFAC, exact Fisher"][0], rtol=1e-2)
+
+
 def test_the_shortcuts_agree_with_the_library_and_kfac_is_exact_up_to_scale() -> None:
     for d, examples in ((8, 50), (40, 20)):
         found = diagnostic.errors(d, examples, 1e-5, seed=1)
@@ -161,6 +192,25 @@ def test_every_method_runs_from_the_same_start_and_moves_its_weights() -> None:
         moved = float((weights - 0.5).abs().max()) > 0
         assert moved or name == "BOME", name  # whose barrier does not act yet: both levels pull θ the same way
         assert float(weights.min()) >= 0 and float(weights.max()) <= 1, name
+
+
+def test_the_start_is_trained_once_and_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    make = networks.make
+    monkeypatch.setattr(networks, "make", lambda *args: (made.append(args[2]), make(*args))[1])
+    split, case = _split(), Case(batch=50)
+    first = cleaning.start(case, split, 0)
+    weights = [p.clone() for p in first.parameters()]
+    with torch.no_grad():
+        for p in first.parameters():
+            p.zero_()
+    second = cleaning.start(case, split, 0)
+    assert all(torch.equal(p, w) for p, w in zip(second.parameters(), weights, strict=True)) and made == [0]
+    other = cleaning.start(Case(batch=100), split, 0)
+    assert made == [0, 0] and not torch.equal(next(other.parameters()), weights[0])  # other batches, another start
+    cleaning.start(case, split, 1)
+    cleaning.start(case, _split(2), 0)
+    assert made == [0, 0, 1, 0]
 
 
 def test_a_run_that_diverges_has_no_loss() -> None:

@@ -107,6 +107,24 @@ def test_a_value_is_the_same_fresh_and_from_the_cache(tmp_path: Path) -> None:
     assert Cells(tmp_path / "x.jsonl", {}).seconds() == 0.5
 
 
+def test_processor_time_is_recorded_beside_the_clock(tmp_path: Path) -> None:
+    counted = Counted()
+    counted.seconds = 0.05  # asleep
+    result = counted.recipe.run("smoke", 2, "cpu", tmp_path)
+    assert result.busy is not None and 0 <= result.busy < result.seconds and result.seconds >= 0.1
+    cells = Cells(tmp_path / "x.jsonl", {})
+    cells.put(["a"], {}, 2.0, 1.5)
+    assert (cells.seconds(), cells.busy()) == (2.0, 1.5)
+    cells.put(["b"], {}, 2.0)  # by an earlier version
+    assert (cells.seconds(), cells.busy()) == (4.0, None)
+    one, two = ({"cpu": "C", "threads": threads} for threads in (1, 2))
+    made = [
+        page.section(counted.recipe, Result("counted", "small", (1,), {"sum": 1}, {}, "", 9.0, 7.0, True, of), tmp_path)
+        for of in (one, two, one | {"gpu": "G"})
+    ]
+    assert ["9 s, 7 s of them computing;" in section.made for section in made] == [True, False, False]
+
+
 def test_the_time_limit_keeps_complete_seeds(tmp_path: Path) -> None:
     counted = Counted()
     counted.seconds = 0.05

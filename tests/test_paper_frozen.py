@@ -10,6 +10,7 @@ import torch
 
 from hyperkron import losses, paper
 from hyperkron.hyper import SampleWeights
+from hyperkron.models.encoder_head import mean_pool
 from hyperkron.paper import frozen_head, texts
 from hyperkron.paper.frozen_head import SAME_RATE, FrozenCase, Settings, again, head
 from hyperkron.paper.recipe import Result, Verdict
@@ -22,7 +23,7 @@ SETTINGS = Settings(texts.MADE_UP, (texts.MADE_UP,), CASE, stops=(2, 4), again=6
 def split(tmp_path_factory: pytest.TempPathFactory) -> texts.TextSplit:
     recipe = paper.recipes()["encoder-frozen"]
     job = recipe._job("smoke", 1, torch.device("cpu"), tmp_path_factory.mktemp("cells"))
-    return frozen_head.Source(job).split(texts.MADE_UP, 1)
+    return frozen_head.split_of(job, texts.MADE_UP, 1)
 
 
 def test_a_text_is_one_state_and_training_rows_are_standardised(split: texts.TextSplit) -> None:
@@ -67,7 +68,7 @@ def _result(*kfac: float) -> Result:
         return [{"stops": {"10": at}, "failed": False, "rate": 1.0}]
 
     cases = {
-        key: {"Baseline": [{"again": 50.0}], "SAMA": runs(60.0), "KFAC": runs(value), SAME_RATE: runs(51.0)}
+        key: {"trusted only": [{"again": 70.0}], "SAMA": runs(60.0), "KFAC": runs(value), SAME_RATE: runs(51.0)}
         for key, value in zip(("trec/0", "trec/0.001"), kfac, strict=True)
     }
     return Result("encoder-frozen", "small", (1,), {"cases": cases, "stops": [10]})
@@ -90,5 +91,32 @@ def test_most_cases_make_a_trend_and_the_verdict_says_what_was_found() -> None:
     result.figures["cases"]["trec/0"]["KFAC"][0]["stops"]["30"]["again"] = 60.0
     found = frozen_head.verdict(result)
     assert found.verdict is Verdict.TREND and "5 of 6 cases" in found.because
-    assert "trec without penalty, 10 steps +1.0" in found.because and "+5.0 (trec, α = 0.001)" in found.because
-    assert "51.0 % (trec without penalty; plain training on the noisy rows 50.0 %)" in found.because
+    assert "trec without penalty, 10 steps +1.0" in found.because
+
+
+def test_the_answer_holds_the_figures_after_the_last_step() -> None:
+    result = _result(61.0, 62.0)
+    result.figures["cases"]["trec/0"]["SAMA"][0]["rate"] = 8.0
+    gap, rates, again, trusted = frozen_head.answer(result)
+    assert gap.endswith("after 10 steps: trec without penalty +1.0 (1 seed); trec, α = 0.001 +2.0 (1 seed).")
+    assert "SAMA needs 1 to 8 times" in rates and "trec without penalty +9.0 (1 seed)" in rates
+    assert again.count("+5.0 (1 seed)") == 4
+    assert "trec, α = 0.001 70.0 % against 62.0 % with the best weights (KFAC)" in trusted
+
+
+def test_rows_of_one_state_are_what_padding_would_give(split: texts.TextSplit) -> None:
+    rows = torch.tensor([3, 0, 7])
+    states, mask = split.train.batch(rows)
+    expected = texts.Rows(split.train.hidden, split.train.labels).batch(rows)
+    assert torch.equal(states, expected[0]) and torch.equal(mask, expected[1]) and mask.all()
+    model = head(split, 0)
+    torch.testing.assert_close(model(states, mask), model.linear(mean_pool(states, mask)))
+
+
+def test_a_dataset_is_encoded_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[str] = []
+    encoder = texts.encoder
+    monkeypatch.setattr(texts, "encoder", lambda name, *rest: (made.append(name), encoder(name, *rest))[1])
+    frozen_head._pooled.cache_clear()
+    paper.run("encoder-frozen", "smoke", 2, folder=tmp_path)
+    assert made == [texts.MADE_UP]

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from hyperkron.paper import encoder_cleaning, encoder_page, memory, resnet, simple_models, trade_off
+from hyperkron.paper import (
+    encoder_answer,
+    encoder_cleaning,
+    encoder_page,
+    memory,
+    page,
+    resnet,
+    simple_models,
+    trade_off,
+)
 from hyperkron.paper.methods import methods
 from hyperkron.paper.recipe import Result, Verdict
 from hyperkron.paper.text_cleaning import text_methods
@@ -78,6 +87,21 @@ def _resnet(kfac: tuple[float, float, float], other: float = 2.0) -> dict[str, A
 def test_resnet(kfac: tuple[float, float, float], other: float, expected: Verdict) -> None:
     judgement = resnet.verdict(_result(_resnet(kfac, other)))
     assert judgement.verdict is expected and "trusted only: 1.700" in judgement.because
+
+
+def test_resnet_s_answer_tells_noise_from_gain_and_names_the_lines_to_beat() -> None:
+    figures = _resnet((0.9, 1.1, 0.9), other=0.8)
+    figures["found"]["AID-KFAC"]["test_loss"] = [0.8, 0.9]
+    figures["references"]["trusted + noisy"] = {"test_loss": [0.7, 0.7], "test_error": [0.6, 0.6]}
+    gains, first, lines = resnet.answer(_result(figures))
+    assert "AID-KFAC -0.150 ± 0.635 (2 seeds); MRBO-KFAC +0.100 ± 0.000 (2 seeds)" in gains
+    assert (
+        first
+        == "The lowest of all has no KFAC: stocBiO, against the lowest that has, AID-KFAC: -0.050 ± 0.635 (2 seeds)."
+    )
+    assert "every bilevel method: trusted + noisy (0.700); on these it is not: trusted only (1.700)." in lines
+    best = resnet.answer(_result(_resnet((0.9, 1.1, 0.9))))
+    assert len(best) == 2 and "every bilevel method: none; on these it is not: trusted only" in best[1]
 
 
 def test_resnet_cut_short_has_fewer_pairs(tmp_path: Path) -> None:
@@ -164,8 +188,56 @@ def test_encoder(figures: dict[str, Any], expected: Verdict) -> None:
 def test_the_encoder_verdict_says_what_curvature_gives_and_costs() -> None:
     text = encoder_page.verdict(_result(_encoder(62.0))).because
     assert "1 of 1 cases" in text and "TREC, 1 layer +2.0 (-10.0)" in text  # in SAMA's time KFAC is at its first look
-    assert "1 to 1.5 times as long" in text and "94.0 % against 62.0 % (KFAC)" in text
-    assert "differs from SAMA's by 0 to 0.1" in text and "SAMA needs a step size 1 to 8 times KFAC's" in text
+    assert "1 to 1.5 times as long" in text and "differs from SAMA's by 0 to 0.1" in text
+
+
+def _spread(stage: str, sama: list[float], kfac: list[float], **more: Any) -> dict[str, Any]:
+    rows = {"SAMA": _text(60.0) | {"accuracy": sama}, "KFAC": _text(60.0, 15.0) | {"accuracy": kfac}}
+    return {stage: {**rows, **more}}
+
+
+@pytest.mark.parametrize(
+    ("kfac", "said"),
+    [
+        ([[63.0, 64.1, 65.0], [62.0, 63.0, 64.2]], "KFAC, if its price suits: a step of KFAC takes 1.5 times as long"),
+        ([[63.0, 64.1, 65.0], [58.0, 59.0, 60.2]], "It depends on the data"),
+        ([[61.0, 60.0, 62.5], [58.0, 59.0, 60.2]], "SAMA: no clear gain in accuracy pays for KFAC here"),
+    ],
+)
+def test_the_encoder_answer_follows_the_intervals(kfac: list[list[float]], said: str) -> None:
+    sama = [60.0, 61.0, 62.0]
+    stages = _spread("trec/1/all/weak", sama, kfac[0]) | _spread("youtube/1/all/weak", sama, kfac[1])
+    found = encoder_answer.answer(_result({"encoder": {"name": "x", "layers": 6}, "steps": 9, "stages": stages}))
+    assert said in found[0]
+    clear = "clearly above SAMA's in 1 (TREC, 1 layer), clearly below in 1 (Youtube, 1 layer); 0 of 2 cases are open"
+    assert (clear in found[0]) == said.startswith("It depends")
+
+
+def test_the_encoder_answer_says_what_it_does_not_show() -> None:
+    plain = {"trusted only": _text(94.0, order=None)}
+    stages = _spread("trec/1/all/weak", [60.0, 61.0, 62.0], [60.0, 61.5, 62.0], **plain)
+    stages |= _spread("youtube/6/all/weak", [80.0, 80.0], [80.0, 84.0])
+    stages["youtube/6/all/weak"]["SAMA"] |= {"again": [70.0, None], "outer_rate": [8.0, 8.0]}
+    stages["youtube/6/all/weak"]["KFAC"] |= {"again": [75.0, 76.0]}
+    stages["trec/1/all/weak"]["KFAC"]["auc"] = [0.8, 0.81]
+    figures = {"encoder": {"name": "minilm", "layers": 6}, "steps": 200, "stages": stages}
+    found = encoder_answer.answer(_result(figures | {"stage_steps": {"youtube/6/all/weak": 100}}))
+    text, last = "\n".join(found), found[-1]
+    assert "TREC, 1 layer +0.2 ± 0.7 (3 seeds)" in text and "Youtube, 6 layers +2.0 ± 25.4 (2 seeds)" in text
+    assert "asked for it: Youtube, 6 layers +5.0 (1 seed)." in text  # the seed that only one has says nothing
+    assert "SAMA needs 1 to 8 times KFAC's" in text and "clearly better in 1 (TREC, 1 layer), clearly worse in" in text
+    assert "it beats every bilevel method on TREC, 1 layer 94.0 %" in text
+    assert last.startswith("What this does not show: 1 of 2 cases (Youtube, 6 layers) have fewer than 3 seeds and 100")
+    assert "printed gain lies above our whole interval on TREC, 1 layer (+14.7)" in last
+    assert "On Youtube, 6 layers (+5.0) our interval is wide enough to hold the printed gain" in last
+
+
+def test_the_page_shows_the_answer_below_the_verdict(tmp_path: Path) -> None:
+    recipe = encoder_cleaning.RECIPES[0]
+    section = page.section(recipe, _result(_encoder(62.0)), tmp_path)
+    shown = page.markdown([section])
+    assert shown.index("- SAMA or KFAC?") < shown.index("WRENCH's rows") and "<li>SAMA or KFAC?" in page.html([section])
+    assert not page.section(recipe, None, tmp_path).answer
 
 
 def test_the_encoder_tables_set_the_printed_depth_beside_ours(tmp_path: Path) -> None:

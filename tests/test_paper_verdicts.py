@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,9 @@ def test_amortization_verdicts() -> None:
     times = [0.7, 0.3, 0.2], [1.8, 0.6, 0.3]
     good = [1.24, 1.33, 1.36], [1.21, 1.24, 1.33]
     assert amortization.verdict(_intervals(*good, *times)).verdict is Verdict.REPRODUCED
+    alone = replace(_intervals(*good, *times), seeds=(1,))
+    assert "3 of 3 (by its sign: there is one seed)." in amortization.verdict(alone).because
+    assert "one seed" not in amortization.verdict(_intervals(*good, *times)).because
     stale = [1.37, 1.33, 1.36], [1.21, 1.24, 1.33]  # KFAC gains nothing from fresh factors
     assert amortization.verdict(_intervals(*stale, *times)).verdict is Verdict.TREND
     mostly = [1.24, 1.33, 1.32], [1.21, 1.24, 1.33]

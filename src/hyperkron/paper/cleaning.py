@@ -8,8 +8,9 @@ clock; no choice depends on it: the figure that counts is its loss where the sec
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,13 +32,17 @@ Part = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Split:
-    """Standardised inputs and labels; the training labels are partly wrong, ``clean`` says which are right."""
+    """Standardised inputs and labels; the training labels are partly wrong, ``clean`` says which are right.
+
+    ``starts`` remembers the models of :func:`start`, which all trials on a split share.
+    """
 
     train: Part
     validation: Part
     second: Part
     test: Part
     clean: Tensor
+    starts: dict[tuple[Case, int], nn.Module] = field(default_factory=dict, repr=False, compare=False)
 
     def to(self, device: torch.device | str) -> Split:
         """The same on another device."""
@@ -146,9 +151,18 @@ def loss_and_error(model: nn.Module, part: Part, chunk: int = 2500) -> tuple[flo
 
 
 def start(case: Case, split: Split, seed: int) -> nn.Module:
-    """The model that every method starts from."""
+    """The model that every method starts from: a copy of one that is trained once for a split, case and seed."""
+    if (case, seed) not in split.starts:
+        split.starts[case, seed] = _trained(case, split, seed)
+    return copy.deepcopy(split.starts[case, seed])
+
+
+def _trained(case: Case, split: Split, seed: int) -> nn.Module:
+    """A model after ``case.passes`` over noisy training and validation data."""
     device = split.train[0].device
     model = networks.make(case.network, split.train[0].shape[1], seed, case.width).to(device)
+    if not case.passes:
+        return model
     x, y = (torch.cat(pair) for pair in zip(split.train, split.validation, strict=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(device)

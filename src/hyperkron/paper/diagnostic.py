@@ -79,16 +79,22 @@ class Library:
         return lambda b: solver.solve(operator, {"weight": b[None]}).value["weight"][0]
 
     def linear(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        """The methods that are functions of H."""
+        """The methods that are functions of H, but for EKFAC."""
         d, seed, direct = self.damping, self.seed, Direct()
         found = {
             "KFAC": self.inverse(KFAC(d, split="exact", seed=seed), direct),
             "KFAC, factored damping": self.inverse(KFAC(d, seed=seed), direct),
-            "EKFAC": self.inverse(EKFAC(d, seed=seed), direct),
-            "EKFAC, exact Fisher": self.inverse(EKFAC(d, fisher="type-2", seed=seed), direct),
             "Identity": self.inverse(IdentityCurvature(), direct),
         }
         return found | {f"Neumann-{k}": self.inverse(Hessian(d), Neumann(k)) for k in (3, 20, 50)}
+
+    def corrected(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """EKFAC, which is a function of H too."""
+        d, seed, direct = self.damping, self.seed, Direct()
+        return {
+            "EKFAC": self.inverse(EKFAC(d, seed=seed), direct),
+            "EKFAC, exact Fisher": self.inverse(EKFAC(d, fisher="type-2", seed=seed), direct),
+        }
 
     def cg(self, count: int, b: Tensor, preconditioned: bool) -> Tensor:
         """Conjugate gradients on one right-hand side."""
@@ -122,6 +128,26 @@ def values_on(of: inverses.Spectrum, inverse: Callable[[Tensor], Tensor]) -> tup
     return values, float((found - expected).norm() / found.norm())
 
 
+def corrected(
+    x: Tensor, y: Tensor, of: inverses.Spectrum, damping: float, seed: int, turned: bool
+) -> dict[str, tuple[Tensor, float]]:
+    """The values of EKFAC and how far each is from being a function of H.
+
+    Args:
+        turned: in place of all d coordinates take those of the eigenvectors of H and one for the rest of the space.
+            EKFAC turns to the eigenvectors anyhow, so that its answer is the same; its time is that of the smaller
+            decompositions.
+    """
+    if turned:
+        rank, size = len(of.h), len(of.h) + of.null
+        x = torch.cat((x @ of.basis, x.new_zeros(len(x), size - rank)), 1)
+        of = inverses.Spectrum(of.h, torch.eye(size, rank, dtype=x.dtype), damping)
+    with Point(*_problem(x, y), None, None) as point:
+        found = {name: values_on(of, f) for name, f in Library(point, damping, seed).corrected().items()}
+        point.settle()
+    return found
+
+
 def errors(d: int, examples: int, damping: float, seed: int) -> dict[str, Any]:
     """The relative error of every method for one draw of the data, and how far the shortcuts are from the library."""
     generator = torch.Generator().manual_seed(10_000 * seed + d)
@@ -130,15 +156,14 @@ def errors(d: int, examples: int, damping: float, seed: int) -> dict[str, Any]:
     of = inverses.spectrum(x, damping)
     found: dict[str, float] = {}
     departure = 0.0
-    problem, model, hyper = _problem(x, y)
-    with Point(problem, model, hyper, None, None) as point:
+    values = corrected(x, y, of, damping, seed, turned=d > LARGE)
+    with Point(*_problem(x, y), None, None) as point:
         library = Library(point, damping, seed)
-        values = {}
-        for name, inverse in library.linear().items():
-            values[name], gap = values_on(of, inverse)
+        values |= {name: values_on(of, inverse) for name, inverse in library.linear().items()}
+        for name, (row, gap) in values.items():
             departure = max(departure, gap)
-            found[name] = inverses.function_error(values[name], of.exact())
-        factored = values["KFAC, factored damping"]
+            found[name] = inverses.function_error(row, of.exact())
+        factored = values["KFAC, factored damping"][0]
         for name, counts, preconditioner in (("CG", (3, 5, 10), None), ("PCG", (3, 10), factored)):
             for count, ratios in inverses.cg_columns(of, counts, preconditioner).items():
                 found[f"{name}-{count}"] = inverses.columns_error(of, ratios)
@@ -265,7 +290,8 @@ NOTE = (
     "is one scalar, which α absorbs, EKFAC's is a different one for every eigenvalue. The extension to d = 5000 shows "
     "that the growth with d is not for ever: it is hardest where d is near N, where small eigenvalues lie between δ "
     "and the bulk. For d well above N the few eigenvalues of H that are not zero are far from δ and close together, "
-    "and given enough products (Neumann-20 and -50, CG-10) the errors fall again, while KFAC's stays where it was. "
+    "and given enough products (Neumann-20 and -50, CG-10) the errors fall again, while KFAC's stays where it was. At "
+    "d = 5000 EKFAC is computed in the coordinates of H's eigenvectors, where its answer is the same. "
     "The rule was made stricter after the figures had been seen: a first one, which compared chosen rows only, said "
     "reproduced."
 )

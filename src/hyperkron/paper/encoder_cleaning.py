@@ -15,6 +15,7 @@ from torch import Tensor
 from hyperkron.models.encoder import TextEncoder
 from hyperkron.models.encoder_head import EncoderHead, Hidden
 from hyperkron.paper import texts
+from hyperkron.paper.encoder_answer import answer
 from hyperkron.paper.encoder_page import NOTE, plot, tables, verdict
 from hyperkron.paper.entries import Entry, Stage, compete
 from hyperkron.paper.recipe import LISTED, Job, OutOfTime, Recipe
@@ -330,6 +331,7 @@ RECIPES = (
         tables=tables,
         plot=plot,
         note=NOTE,
+        answer=answer,
         gpu=("small", "paper"),
         seeds={"smoke": 1, "small": 3, "paper": 5},
         partial=True,

@@ -94,14 +94,15 @@ def verdict(result: Result) -> Judgement:
     if not counted:
         return Judgement(Verdict.FAILED, "SAMA and KFAC were not both run on any dataset.")
     better = [name for name in counted if compared[name]["steps"] > MARGIN]
-    leads = [name for name in counted if _best(stages[name]) == "KFAC"]
-    text = f"{_curvature(compared, better, counted)} {_references(stages)}".strip()
+    leads = [name for name in counted if best_method(stages[name]) == "KFAC"]
+    text = _curvature(compared, better, counted)
     if len(better) == len(counted) and len(leads) > len(counted) / 2:
         return Judgement(Verdict.REPRODUCED, text)
     return Judgement(Verdict.TREND if len(better) > len(counted) / 2 else Verdict.FAILED, text)
 
 
-def _best(of: dict[str, dict[str, Any]]) -> str:
+def best_method(of: dict[str, dict[str, Any]]) -> str:
+    """The bilevel method of a stage with the highest accuracy."""
     return max((name for name in of if name in BILEVEL), key=lambda name: mean(of[name]["accuracy"]))
 
 
@@ -112,8 +113,7 @@ def _curvature(compared: dict[str, dict[str, float]], better: Sequence[str], cou
         f"Does curvature help? KFAC is more than {MARGIN} points above SAMA in {len(better)} of {len(counted)} cases. "
         f"KFAC's accuracy less SAMA's in points after as many steps (after SAMA's time): {each}. The price: a step of "
         f"KFAC takes {span(compared, 'price')} times as long. The probability that its weights put a right label "
-        f"before a wrong one differs from SAMA's by {span(compared, 'order')}. To move λ as far, SAMA needs a "
-        f"step size {span(compared, 'rate')} times KFAC's."
+        f"before a wrong one differs from SAMA's by {span(compared, 'order')}."
     )
 
 
@@ -127,20 +127,6 @@ def span(compared: dict[str, dict[str, float]], key: str) -> str:
     values = [gap[key] for gap in compared.values()]
     low, high = f"{min(values):.3g}", f"{max(values):.3g}"
     return low if low == high else f"{low} to {high}"
-
-
-def _references(stages: Stages) -> str:
-    """What plain training on the trusted rows gives, beside the best bilevel method."""
-    said = []
-    for name, of in stages.items():
-        if "trusted only" in of and any(method in of for method in BILEVEL):
-            best = _best(of)
-            said.append(
-                f"{stage_text(name)}: {mean(of['trusted only']['accuracy']):.1f} % against "
-                f"{mean(of[best]['accuracy']):.1f} % ({best})"
-            )
-    text = "Plain training on the trusted rows alone against the best bilevel method"
-    return f"{text}: {'; '.join(said)}." if said else ""
 
 
 def stage_text(name: str) -> str:
@@ -186,12 +172,12 @@ def tables(result: Result | None) -> list[Table]:
     made = []
     for name, of in result.figures["stages"].items():
         rows = [_row(result, name, method, of[method]) for method in ORDER if method in of]
-        title = f"{stage_text(name)}; {result.figures['encoder']['name']}, {_steps(result, name)} outer steps"
+        title = f"{stage_text(name)}; {result.figures['encoder']['name']}, {stage_steps(result, name)} outer steps"
         made.append(Table(title, columns, rows))
     return made
 
 
-def _steps(result: Result, stage: str) -> int:
+def stage_steps(result: Result, stage: str) -> int:
     """Outer steps of a full run of a stage."""
     return int(result.figures.get("stage_steps", {}).get(stage, result.figures["steps"]))
 

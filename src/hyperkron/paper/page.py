@@ -34,6 +34,7 @@ class Section:
     tables: Sequence[Table] = ()
     figures: Sequence[str] = ()
     anchor: str = ""
+    answer: Sequence[str] = ()
 
 
 def results(folders: Sequence[str | Path]) -> dict[str, dict[str, Result]]:
@@ -53,10 +54,11 @@ def best(of: Mapping[str, Result] | None) -> Result | None:
 
 def section(recipe: Recipe, result: Result | None, figures: Path) -> Section:
     """The section of a recipe, with its figures drawn into ``figures``."""
+    shown = result if result is not None and result.scale in recipe.judged else None
     paths: list[Path] = []
-    if result is not None and recipe.plot is not None and result.scale in recipe.judged:
+    if shown is not None and recipe.plot is not None:
         figures.mkdir(parents=True, exist_ok=True)
-        paths = recipe.plot(result, figures)
+        paths = recipe.plot(shown, figures)
     rule = " ".join((recipe.verdict.__doc__ or "").split())
     return Section(
         recipe.title,
@@ -65,9 +67,10 @@ def section(recipe: Recipe, result: Result | None, figures: Path) -> Section:
         rule,
         recipe.note,
         _made(result),
-        recipe.tables(result if result is not None and result.scale in recipe.judged else None),
+        recipe.tables(shown),
         [f"figures/paper/{path.name}" for path in paths],
         recipe.name,
+        recipe.answer(shown) if shown is not None and recipe.answer is not None else (),
     )
 
 
@@ -77,9 +80,11 @@ def _made(result: Result | None) -> str:
     machine = result.hardware.get("gpu") or f"{result.hardware.get('cpu')}, {result.hardware.get('threads')} thread(s)"
     part = "" if result.complete else ", cut short by its time limit"
     count = len(result.seeds)
+    alone = result.busy if result.hardware.get("threads") == 1 and "gpu" not in result.hardware else None
+    busy = "" if alone is None else f", {alone:.0f} s of them computing"
     return (
         f"{result.scale} scale, {count} seed{'s' * (count > 1)}{part}; `{result.command or 'by a script'}`; {machine}; "
-        f"torch {result.versions.get('torch')}; {result.seconds:.0f} s; "
+        f"torch {result.versions.get('torch')}; {result.seconds:.0f} s{busy}; "
         f"results/paper/{result.name}-{result.scale}.json"
     )
 
@@ -93,6 +98,8 @@ def markdown(sections: Sequence[Section]) -> str:
             "",
             f"**{_capital(x.judgement.verdict.value)}.** {x.judgement.because}",
             "",
+            *(f"- {text}" for text in x.answer),
+            *([""] if x.answer else []),
         ]
         lines += [line for text in (x.note, f"*Rule:* {x.rule}" if x.rule else "") if text for line in (text, "")]
         for table in x.tables:

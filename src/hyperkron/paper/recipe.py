@@ -67,6 +67,8 @@ class Result:
         figures: the recipe's own numbers, by name.
         settings: the recipe's settings at this scale.
         seconds: spent in all cells, also those of earlier, interrupted runs.
+        busy: the processor time of that; with one thread, what ``seconds`` would be on a machine that nobody else uses.
+            ``None`` where it was not recorded.
         complete: false where a time limit ended the run before all seeds were done.
     """
 
@@ -77,6 +79,7 @@ class Result:
     settings: dict[str, Any] = field(default_factory=dict)
     command: str = ""
     seconds: float = 0.0
+    busy: float | None = None
     complete: bool = True
     hardware: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -134,9 +137,13 @@ class Cells:
         row = self.found.get(json.dumps(list(key)))
         return None if row is None else dict(row["value"])
 
-    def put(self, key: Sequence[Any], value: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def put(
+        self, key: Sequence[Any], value: dict[str, Any], seconds: float, busy: float | None = None
+    ) -> dict[str, Any]:
         """Write a finished piece down at once, and return its value as it will be read back."""
         row = {"key": list(key), "settings": self.mark, "seconds": round(seconds, 3), "value": record.plain(value)}
+        if busy is not None:
+            row["busy"] = round(busy, 3)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(("\n" if self._torn else "") + json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
@@ -147,6 +154,11 @@ class Cells:
     def seconds(self) -> float:
         """Time spent on all finished pieces."""
         return float(sum(row["seconds"] for row in self.found.values()))
+
+    def busy(self) -> float | None:
+        """Processor time of all finished pieces; ``None`` where one does not have it."""
+        rows = self.found.values()
+        return float(sum(row["busy"] for row in rows)) if all("busy" in row for row in rows) else None
 
 
 @dataclass
@@ -177,11 +189,11 @@ class Job:
             return done
         if time.monotonic() > self.deadline:
             raise OutOfTime("the time limit was reached; run the same command again to continue.")
-        begin = time.monotonic()
+        begin, busy = time.monotonic(), time.process_time()
         value = function()
-        spent = time.monotonic() - begin
+        spent, busy = time.monotonic() - begin, time.process_time() - busy
         self.say(f"{' '.join(str(x) for x in key)}: {spent:.1f} s")
-        return self.cells.put(key, value, spent)
+        return self.cells.put(key, value, spent, busy)
 
 
 @dataclass(frozen=True)
@@ -201,6 +213,7 @@ class Recipe:
         tables: the printed numbers beside ours; with ``None`` the printed ones alone.
         plot: draws the figures of a result into a folder and returns their paths.
         note: how ours differs from the paper, for the page.
+        answer: what a reader who must decide is told first, in plain words and with the result's numbers.
         judged: scales whose results say something about the paper's claim.
         gpu: scales that need a GPU.
         seeds: how many by default at each scale.
@@ -218,6 +231,7 @@ class Recipe:
     tables: Callable[[Result | None], list[Table]]
     plot: Callable[[Result, Path], list[Path]] | None = None
     note: str = ""
+    answer: Callable[[Result], Sequence[str]] | None = None
     judged: tuple[Scale, ...] = ("small", "paper")
     gpu: tuple[Scale, ...] = ()
     seeds: Mapping[Scale, int] = field(default_factory=lambda: {"smoke": 1, "small": 3, "paper": 5})
@@ -276,6 +290,7 @@ class Recipe:
             settings=record.plain(_as_dict(job.settings)),
             command=command,
             seconds=job.cells.seconds(),
+            busy=job.cells.busy(),
             complete=seeds_done == job.seeds and not figures.get("cut_short", False),
             hardware=record.hardware(job.device),
             versions=record.versions(),

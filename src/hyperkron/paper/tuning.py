@@ -161,6 +161,42 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, t * statistics.stdev(values) / math.sqrt(len(values))
 
 
+@dataclass(frozen=True)
+class Difference:
+    """A figure less another, seed by seed: the mean, half of its 95 % interval, and the number of seeds.
+
+    Example:
+        >>> str(Difference.of([60.0, 61.0], [61.0, 62.5])), f"{Difference.of([60.0], [61.0]):.2f}"
+        ('+1.2 ± 3.2 (2 seeds)', '+1.00 (1 seed)')
+    """
+
+    mean: float
+    half: float
+    seeds: int
+
+    @staticmethod
+    def of(before: Sequence[float | None], after: Sequence[float | None]) -> Difference | None:
+        """``after`` less ``before``, over the seeds that both have; ``None`` where there is none."""
+        values = [b - a for a, b in zip(before, after, strict=False) if a is not None and b is not None]
+        return Difference(*interval(values), len(values)) if values else None
+
+    @property
+    def sign(self) -> int:
+        """1 or −1 where the whole interval is above or below zero, else 0; one seed decides nothing."""
+        if math.isnan(self.half) or abs(self.mean) <= self.half:
+            return 0
+        return 1 if self.mean > 0 else -1
+
+    def __format__(self, spec: str) -> str:
+        """Its numbers formatted by ``spec``, one digit where there is none."""
+        spec = spec or ".1f"
+        half = "" if math.isnan(self.half) else f" ± {self.half:{spec}}"
+        return f"{self.mean:+{spec}}{half} ({self.seeds} seed{'s' * (self.seeds > 1)})"
+
+    def __str__(self) -> str:
+        return format(self)
+
+
 def shown(values: Sequence[float], digits: int = 3) -> str:
     """Mean ± half-width as text, or the value alone where there is one.
 

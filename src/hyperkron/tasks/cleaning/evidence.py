@@ -143,12 +143,12 @@ def stack(experts: Tensor, labels: Tensor, ridge: float = 0.02) -> Pool:
     experts, labels = experts.detach().double().cpu(), labels.cpu()
     fold = F.one_hot(labels).cumsum(0).gather(1, labels[:, None])[:, 0] % FOLDS  # of each class as many in each
     seen = torch.cat([fold != torch.arange(FOLDS)[:, None], torch.ones(1, len(labels), dtype=torch.bool)])
-    choices = torch.tensor([NONE, *BIAS_RIDGES], dtype=torch.float64)
-    a, b = _fitted(experts, labels, seen.repeat(len(choices), 1), choices.repeat_interleave(len(seen)), ridge)
-    told = _logits(experts, a, b).log_softmax(2)[:, torch.arange(len(labels)), labels].view(len(choices), *seen.shape)
-    best = int((told * ~seen).sum((1, 2)).argmax())
-    chosen = best * len(seen) + FOLDS  # the fit to all rows
-    return Pool(a[chosen].float(), b[chosen].float())
+    found = []
+    for bias_ridge in (NONE, *BIAS_RIDGES):
+        a, b = _fitted(experts, labels, seen, ridge, bias_ridge)
+        told = _logits(experts, a, b).log_softmax(2)[:, torch.arange(len(labels)), labels]
+        found.append((float((told * ~seen).sum()), Pool(a[-1].float(), b[-1].float())))  # the last saw all rows
+    return max(found, key=lambda pair: pair[0])[1]
 
 
 def _logits(experts: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -156,45 +156,54 @@ def _logits(experts: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.einsum("kj,jmc->kmc", a, experts) + b[:, None]
 
 
-def _fitted(experts: Tensor, labels: Tensor, seen: Tensor, bias_ridge: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+def _fitted(experts: Tensor, labels: Tensor, seen: Tensor, ridge: float, bias_ridge: float) -> tuple[Tensor, Tensor]:
     """The minimisers (K, J) and (K, C) of K such problems at once, each over the rows that it has ``seen`` (K, M).
 
     By Newton's method on (a, b); exponents that would leave a ≥ 0 are held at 0 while the objective asks for less.
     """
     count, classes = len(experts), experts.shape[2]
-    share = seen / seen.sum(1, keepdim=True).clamp(min=1)
-    each = torch.eye(classes, dtype=experts.dtype).expand(experts.shape[1], -1, -1)
-    slope = torch.cat([experts.permute(1, 2, 0), each], dim=2)  # of the logits (M, C, J + C)
+    share = (seen / seen.sum(1, keepdim=True).clamp(min=1))[..., None]
     target = F.one_hot(labels, classes).to(experts)
     middle = torch.cat([torch.full((count,), 1 / count), torch.zeros(classes)]).to(experts)
-    pull = torch.cat([torch.full((len(seen), count), ridge).to(experts), bias_ridge[:, None].expand(-1, classes)], 1)
+    pull = torch.cat([torch.full((count,), ridge), torch.full((classes,), bias_ridge)]).to(experts)
+    lowest = torch.cat([torch.zeros(count), torch.full((classes,), -math.inf)]).to(experts)
 
     def loss(w: Tensor) -> Tensor:
-        told = (_logits(experts, w[:, :count], w[:, count:]).log_softmax(2) * target).sum(2)
-        return -(share * told).sum(1) + (pull * (w - middle).square()).sum(1)
+        told = _logits(experts, w[:, :count], w[:, count:]).log_softmax(2) * target
+        return -(share * told).sum((1, 2)) + (pull * (w - middle).square()).sum(1)
 
     w = middle.repeat(len(seen), 1)
-    lowest = torch.cat([torch.zeros(count), torch.full((classes,), -math.inf)]).to(experts)
     for _ in range(NEWTON_STEPS):
         p = _logits(experts, w[:, :count], w[:, count:]).softmax(2)
-        gradient = torch.einsum("kmc,mcd->kd", share[..., None] * (p - target), slope) + 2 * pull * (w - middle)
+        off = share * (p - target)
+        gradient = torch.cat([torch.einsum("kmc,jmc->kj", off, experts), off.sum(1)], 1) + 2 * pull * (w - middle)
         held = (w <= lowest) & (gradient > 0)
         gradient = gradient.masked_fill(held, 0)
-        mean = torch.einsum("kmc,mcd->kmd", p, slope)
-        spread = torch.einsum("kmc,mcd,mce->kde", share[..., None] * p, slope, slope)
-        hessian = spread - torch.einsum("kmd,kme->kde", share[..., None] * mean, mean) + torch.diag_embed(2 * pull)
-        either = held[:, :, None] | held[:, None, :]
-        hessian = hessian.masked_fill(either, 0) + torch.diag_embed(held.to(experts))
-        step = torch.linalg.solve(hessian, gradient)
-        if float((step * gradient).sum(1).max()) < 1e-12:  # twice what is left to gain, were it quadratic
+        hessian = (_curvature(experts, p, share) + torch.diag(2 * pull)).masked_fill(
+            held[:, :, None] | held[:, None, :], 0
+        )
+        step = torch.linalg.solve(hessian + torch.diag_embed(held.to(experts)), gradient)
+        worth = (step * gradient).sum(1) > 1e-12  # twice what is left to gain, were it quadratic
+        if not bool(worth.any()):
             break
-        w = _descend(loss, w, step, lowest)
+        w = _descend(loss, w, step, lowest, worth)
     return w[:, :count], w[:, count:]
 
 
-def _descend(loss: Callable[[Tensor], Tensor], w: Tensor, step: Tensor, lowest: Tensor) -> Tensor:
-    """The first of w − step, w − ½ step, … that lowers the loss, for each problem by itself; w where none does."""
-    before, after, left = loss(w), w, torch.ones(len(w), dtype=torch.bool)
+def _curvature(experts: Tensor, p: Tensor, share: Tensor) -> Tensor:
+    """The Hessian (K, J + C, J + C) of the mean cross-entropy by (a, b): the covariance of the slopes of the logits."""
+    count, weighed = len(experts), share * p
+    mean = torch.einsum("kmc,jmc->kmj", p, experts)
+    pairs = (experts[:, None] * experts[None]).flatten(0, 1).flatten(1)
+    of_a = (weighed.flatten(1) @ pairs.T).view(-1, count, count) - (share * mean).mT @ mean
+    both = torch.einsum("kmc,jmc->kjc", weighed, experts) - mean.mT @ weighed
+    of_b = torch.diag_embed(weighed.sum(1)) - weighed.mT @ p
+    return torch.cat([torch.cat([of_a, both], 2), torch.cat([both.mT, of_b], 2)], 1)
+
+
+def _descend(loss: Callable[[Tensor], Tensor], w: Tensor, step: Tensor, lowest: Tensor, left: Tensor) -> Tensor:
+    """The first of w − step, w − ½ step, … that lowers the loss, for each problem that is ``left`` by itself."""
+    before, after = loss(w), w
     for halving in range(10):
         trial = torch.maximum(w - 0.5**halving * step, lowest)
         good = left & (loss(trial) < before)
