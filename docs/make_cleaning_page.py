@@ -35,7 +35,7 @@ half its 95 % interval. *Time* is the method over one plain training of 15 epoch
   not yet.**
 - Digits and texts were measured and timed one after the other on one CPU core of two; images on a GPU that up to 15
   runs shared, before perceptrons were trained side by side. Since then convolutional networks train as they did,
-  except that λ moves every 12 steps instead of every 9 on MNIST and Fashion-MNIST, and three trusted networks are saved.
+  except that λ moves every 12 steps instead of every 9 on MNIST and Fashion-MNIST, and three trusted networks fewer.
 
 In short: finding wrong labels works nearly everywhere, most of all where the noise depends on the class. The model that
 comes out is far ahead under class-dependent noise, on TREC and on Youtube with few trusted rows, about level elsewhere,
