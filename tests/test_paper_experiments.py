@@ -268,7 +268,8 @@ def test_a_cached_run_needs_no_data(tmp_path: Path) -> None:
 
 def test_clearly_below() -> None:
     below = compare.clearly_below
-    assert below([1.0], [2.0]) and not below([2.0], [1.0]) and not below([1.0], [1.0])
+    assert not below([1.0], [2.0]) and not below([2.0], [1.0])  # one seed decides nothing
+    assert below([1.0, 1.0], [2.0, 2.0]) and not below([1.0, 1.0], [1.0, 1.0])
     assert below([1.0, 5.0], [2.0, 6.0])  # seed by seed, although their ranges overlap
     assert not below([1.0, 5.0], [2.0, 5.1])
     assert below([1.0], [None]) and not below([None], [1.0]) and not below([None], [None])

@@ -62,6 +62,16 @@ def test_trade_off(loss: float, cost: float, expected: Verdict) -> None:
     assert judgement.verdict is expected and f"{loss:.3f}" in judgement.because
 
 
+def test_a_lead_within_the_noise_is_a_trend() -> None:
+    figures = _trade_off(0.9)
+    figures["found"]["AID-KFAC"]["test_loss"] = [0.7, 1.1]
+    judgement = trade_off.verdict(_result(figures))
+    assert judgement.verdict is Verdict.TREND and "below 8 of 8 variants, clearly below 0" in judgement.because
+    figures = _resnet((0.9, 0.9, 0.9))
+    figures["found"]["AID-KFAC"]["test_loss"] = [0.81, 0.99]
+    assert resnet.verdict(_result(figures)).verdict is Verdict.TREND
+
+
 def test_trade_off_without_variants() -> None:
     figures = {"counts": [3], "found": {"AID-KFAC": _run(1.0)}}
     assert trade_off.verdict(_result(figures)).verdict is Verdict.FAILED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from hyperkron.paper import cleaning, datasets
 from hyperkron.paper.cleaning import Budget, Case, Split
 from hyperkron.paper.methods import Method, Rates
 from hyperkron.paper.recipe import Job
-from hyperkron.paper.tuning import Search, Setting, at_edge, interval, tune
+from hyperkron.paper.tuning import Difference, Search, Setting, at_edge, tune
 
 Source = Literal["mnist", "cifar10", "vectors", "images"]
 """Real data by name, or made-up vectors (20) or images (3 × 8 × 8)."""
@@ -160,7 +159,7 @@ def mean(values: Sequence[float | None]) -> float:
 def clearly_below(a: Sequence[float | None], b: Sequence[float | None]) -> bool:
     """Whether a's values are lower than b's, seed by seed: the 95 % interval of the mean difference is below zero.
 
-    With one seed the sign decides. A run that failed, and so has no value, is above all that did not.
+    One seed decides nothing. A run that failed, and so has no value, is above all that did not.
 
     Example:
         >>> clearly_below([1.0, 2.0, 3.0], [1.5, 2.4, 3.6]), clearly_below([1.0, 2.0, 3.0], [1.5, 1.9, 3.6])
@@ -168,8 +167,8 @@ def clearly_below(a: Sequence[float | None], b: Sequence[float | None]) -> bool:
     """
     if None in a or None in b:
         return None not in a
-    difference, half = interval([x - y for x, y in zip(known(a), known(b), strict=True)])
-    return difference < 0 if math.isnan(half) else difference + half < 0
+    difference = Difference.of(b, a)
+    return difference is not None and difference.sign < 0
 
 
 def setting_text(setting: Mapping[str, float]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hyperkron.paper import plots
 from hyperkron.paper.cleaning import Budget, Case
-from hyperkron.paper.compare import Contest, Splits, known, mean, setting_text, summary
+from hyperkron.paper.compare import Contest, Splits, clearly_below, known, mean, setting_text, summary
 from hyperkron.paper.entries import Stage, compete
 from hyperkron.paper.image_entries import method_entry
 from hyperkron.paper.methods import Rates, methods
@@ -55,9 +55,10 @@ def work(job: Job) -> dict[str, Any]:
 
 
 def verdict(result: Result) -> Judgement:
-    """In the same time for all: reproduced where KFAC's mean test loss is below that of every CG and Neumann variant,
-    and a step of KFAC takes less time than one of any variant with the larger count. In trend: KFAC is below more than
-    half of the variants. Not reproduced: otherwise, or where KFAC or all variants are missing.
+    """In the same time for all: reproduced where KFAC's test loss is clearly below that of every CG and Neumann
+    variant (the 95 % interval of the difference over seeds), and a step of KFAC takes less time than one of any variant
+    with the larger count. In trend: KFAC's mean is below those of more than half of the variants. Not reproduced:
+    otherwise, or where KFAC or all variants are missing.
     """
     found = result.figures["found"]
     others = [name for name in found if name != KFAC]
@@ -66,14 +67,15 @@ def verdict(result: Result) -> Judgement:
     loss = {name: mean(x["test_loss"]) for name, x in found.items()}
     cost = {name: mean(x["step_seconds"]) for name, x in found.items()}
     below = [name for name in others if loss[KFAC] < loss[name]]
+    clear = [name for name in below if clearly_below(found[KFAC]["test_loss"], found[name]["test_loss"])]
     large = [name for name in others if name.endswith(f"-{max(result.figures['counts'])}")]
     rival = min(others, key=lambda name: loss[name])
     text = (
         f"In the same time KFAC reaches test loss {loss[KFAC]:.3f} ({1e3 * cost[KFAC]:.0f} ms a step), below "
-        f"{len(below)} of {len(others)} variants; the best of them, {rival}, reaches {loss[rival]:.3f} "
-        f"({1e3 * cost[rival]:.0f} ms a step)."
+        f"{len(below)} of {len(others)} variants, clearly below {len(clear)}; the best of them, {rival}, reaches "
+        f"{loss[rival]:.3f} ({1e3 * cost[rival]:.0f} ms a step)."
     )
-    if len(below) == len(others) and all(cost[KFAC] < cost[name] for name in large):
+    if len(clear) == len(others) and all(cost[KFAC] < cost[name] for name in large):
         return Judgement(Verdict.REPRODUCED, text)
     return Judgement(Verdict.TREND if len(below) > len(others) / 2 else Verdict.FAILED, text)
 
@@ -172,7 +174,8 @@ RECIPES = (
         "grid, drawn at random, for 1.5 seconds each. CG with the Hessian takes as long with 10 iterations as with 3, "
         "because so early in training it meets negative curvature and stops: in a smaller run on a CPU in which "
         "products were counted, after one to three of them at each of eight outer steps; with the Gauss–Newton matrix "
-        "it did all ten at each of the two steps counted.",
+        "it did all ten at each of the two steps counted. That KFAC must be clearly below for “reproduced” was "
+        "added to the rule after the figures had been seen; by means alone it was below all.",
         gpu=("small", "paper"),
         seeds={"smoke": 1, "small": 2, "paper": 5},
         partial=True,
