@@ -17,7 +17,7 @@ from hyperkron import paper
 from hyperkron.algorithms import AID
 from hyperkron.hypergradient import cg, kfac
 from hyperkron.models import TextEncoder
-from hyperkron.paper import cleaning, datasets, encoder_cleaning, memory, texts
+from hyperkron.paper import cleaning, datasets, encoder_cleaning, encoder_settings, memory, texts
 from hyperkron.paper.cleaning import Case
 from hyperkron.paper.entries import Entry, Stage, compete
 from hyperkron.paper.image_entries import MEASURED, RelativeTrial
@@ -126,7 +126,7 @@ def test_the_list_of_parts_may_change_and_the_rest_may_not(tmp_path: Path) -> No
 
 
 def test_deep_runs_have_their_own_number_of_steps(tmp_path: Path) -> None:
-    settings = replace(encoder_cleaning.SETTINGS["smoke"], deep_steps=2)
+    settings = replace(encoder_settings.MINILM["smoke"], deep_steps=2)
     job = Job("smoke", settings, (1,), CPU, Cells(tmp_path / "x.jsonl", {}))
     source = encoder_cleaning.Source(job, texts.MADE_UP)
     method = text_methods(settings.rates)["Baseline"]
@@ -294,7 +294,7 @@ def test_tuning_does_not_touch_the_test_part(
     monkeypatch.setattr(
         text_cleaning, "loss_and_error", lambda model, part: seen.append(len(part)) or original(model, part)
     )
-    settings = encoder_cleaning.SETTINGS["smoke"]
+    settings = encoder_settings.MINILM["smoke"]
     job = Job("smoke", settings, (1,), CPU, Cells(tmp_path / "x.jsonl", {}))
     source = encoder_cleaning.Source(job, texts.MADE_UP)
     method = text_methods(settings.rates)["SAMA"]
@@ -330,7 +330,7 @@ def test_times_of_the_encoder_experiment_are_steps_times_prices() -> None:
 
 
 def test_a_fresh_network_is_trained_with_the_final_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    settings = encoder_cleaning.SETTINGS["smoke"]
+    settings = encoder_settings.MINILM["smoke"]
     job = paper.recipes()["encoder"]._job("smoke", 1, CPU, tmp_path)
     source = encoder_cleaning.Source(job, texts.MADE_UP)
     methods = text_methods(settings.rates)

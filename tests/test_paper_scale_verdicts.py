@@ -12,6 +12,7 @@ from hyperkron.paper import (
     encoder_answer,
     encoder_cleaning,
     encoder_page,
+    encoder_settings,
     memory,
     page,
     resnet,
@@ -263,12 +264,12 @@ def test_the_encoder_tables_set_the_printed_depth_beside_ours(tmp_path: Path) ->
     assert one["KFAC"][1] == "77.62 ± 1.28, 772.8 s" and deep["KFAC"][1] == "63.67 ± 1.43, 1988.1 s"
     assert few["KFAC"][1] == "–" and one["trusted only"][1] == "–"
     assert all(len(row) == len(table.columns) for table in found.values() for row in table.rows)
-    assert [path.name for path in encoder_page.plot(_result(figures), tmp_path)] == ["encoder-1.svg"]
+    assert [path.name for path in encoder_page.plot(_result(figures), tmp_path)] == ["x-1.svg"]
     assert [table.rows[1][0] for table in encoder_page.tables(None)] == ["KFAC"] * 3
 
 
 def test_small_grids_have_enough_settings_for_every_method() -> None:
-    for scale, settings in encoder_cleaning.SETTINGS.items():
+    for scale, settings in (*encoder_settings.MINILM.items(), *encoder_settings.BASE.items()):
         for rates in (settings.rates, settings.deep):
             for method in text_methods(rates).values():
                 assert math.prod(map(len, method.grid.values())) >= settings.trials, (scale, method.name)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,65 +16,14 @@ from hyperkron.models.encoder import TextEncoder
 from hyperkron.models.encoder_head import EncoderHead, Hidden
 from hyperkron.paper import texts
 from hyperkron.paper.encoder_answer import answer
-from hyperkron.paper.encoder_page import NOTE, plot, tables, verdict
+from hyperkron.paper.encoder_page import NOTE_BASE, NOTE_MINILM, plot, tables, verdict
+from hyperkron.paper.encoder_settings import BASE, MINILM, Part, Settings
 from hyperkron.paper.entries import Entry, Stage, compete
-from hyperkron.paper.recipe import LISTED, Job, OutOfTime, Recipe
-from hyperkron.paper.references import KINDS
-from hyperkron.paper.text_cleaning import TextCase, TextMethod, TextRates, TextTrial, text_methods
-from hyperkron.paper.texts import MADE_UP, Noise, TextSplit
+from hyperkron.paper.recipe import Job, OutOfTime, Recipe, Scale
+from hyperkron.paper.text_cleaning import TextMethod, TextTrial, text_methods
+from hyperkron.paper.texts import TextSplit
 from hyperkron.paper.tuning import Setting
-
-MAIN = ("SAMA", "KFAC", "KFAC-EMP", "CG", "Baseline")
-NEUMANN = ("Neumann-3", "Neumann-10")
-EVERY = (*MAIN, *NEUMANN, *KINDS)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A piece of the experiment: a dataset, a depth (``one``, ``middle``, ``all``), methods, and trusted rows.
-
-    Attributes:
-        trusted: how many trusted rows there are; ``None`` for all.
-        noise: of the training labels.
-        seeds: how many of the job's seeds; ``None`` for all.
-    """
-
-    dataset: str
-    depth: str
-    methods: tuple[str, ...]
-    trusted: int | None = None
-    noise: Noise = "weak"
-    seeds: int | None = None
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is run.
-
-    Attributes:
-        encoders: the first that is in the data folder is used.
-        parts: in the order of their importance.
-        case: batch, steps and so on, the same for all.
-        rates: what the grids are made of; one of them for each depth that needs its own.
-        deep_steps: outer steps of a full run with more than one tuned layer; ``None`` for those of ``case``.
-        trials: settings tried of each method.
-        short: steps of a trial as a share of a full run's.
-        timed: outer steps that a price is measured over.
-    """
-
-    encoders: tuple[str, ...]
-    parts: tuple[Part, ...] = field(metadata=LISTED)
-    case: TextCase
-    rates: TextRates
-    deep: TextRates
-    trials: int = 4
-    short: float = 1 / 3
-    timed: int = 10
-    deep_steps: int | None = None
-
-    def steps(self, layers: int) -> int:
-        """Outer steps of a full run."""
-        return self.case.steps if layers == 1 or self.deep_steps is None else self.deep_steps
+from hyperkron.solution import HyperkronError
 
 
 class Source:
@@ -154,7 +103,7 @@ def _entry(job: Job, source: Source, part: Part, layers: int, method: TextMethod
     def final(setting: Setting, seed: int) -> dict[str, Any]:
         found = trial(setting, seed, steps)
         found.run(test=True)
-        learnt = method.algorithm is not None and not found.failed
+        learnt = method.algorithm is not None and not found.failed and (layers == 1 or settings.again_deep)
         extra = {"again": again(found.weights.weight.detach(), setting, seed)} if learnt else {}
         return {**found.figures(), **extra}
 
@@ -166,33 +115,49 @@ def _name(part: Part, layers: int) -> str:
     return f"{part.dataset}/{layers}/{'all' if part.trusted is None else part.trusted}/{part.noise}"
 
 
-def prices(job: Job, source: Source, depths: dict[str, int]) -> dict[tuple[int, str], float]:
-    """Seconds of an outer step by tuned layers and method, each measured on its own before anything else is run.
+def prices(job: Job, source: Source, depths: dict[str, int]) -> dict[tuple[int, str], dict[str, Any]]:
+    """What an outer step costs by tuned layers and method, each measured on its own before anything else is run:
+    ``seconds``, and on a GPU ``bytes``, the most that was allocated; where it fails ``seconds`` is ``None`` and
+    ``error`` says why.
 
     Time is taken here and nowhere else, so that the runs themselves may share a device. A method without a price, for
-    which there was no time, is left out of the result.
+    which there was no time, is left out of the result; one whose price fails is not run.
     """
     settings: Settings = job.settings
-    wanted = {(depths[part.depth], name): part for part in reversed(settings.parts) for name in part.methods}
-
-    def price(part: Part, layers: int, method: TextMethod) -> float:
-        split, setting = source.split(part, layers, 0), {name: values[0] for name, values in method.grid.items()}
-        model, steps = source.model(split.classes, layers, 0), settings.steps(layers)
-        trial = TextTrial(settings.case, split, model, method, setting, 0, steps)
-        return trial.price(settings.timed)
-
+    wanted = {
+        (depths[part.depth], name): part
+        for part in reversed(settings.parts)
+        for name in (*part.methods, *settings.priced)
+    }
     found = {}
     with _tensor_cores():
         for (layers, name), part in sorted(wanted.items(), key=lambda pair: pair[0][0]):
             method = text_methods(settings.rates if layers == 1 else settings.deep)[name]
             key = "plain" if method.algorithm is None else name
-            take = partial(price, part, layers, method)
+            take = partial(_price, job, source, part, layers, method)
             try:
-                cell = job.cell(["price", layers, key], lambda take=take: {"seconds": take()})  # type: ignore[misc]
+                found[layers, name] = job.cell(["price", layers, key], take)
             except OutOfTime:
                 continue
-            found[layers, name] = cell["seconds"]
     return found
+
+
+def _price(job: Job, source: Source, part: Part, layers: int, method: TextMethod) -> dict[str, Any]:
+    settings: Settings = job.settings
+    split, setting = source.split(part, layers, 0), {name: values[0] for name, values in method.grid.items()}
+    model, steps = source.model(split.classes, layers, 0), settings.steps(layers)
+    gpu = job.device.type == "cuda"
+    if gpu:
+        gc.collect()  # what an earlier trial left must not count
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(job.device)
+    try:
+        seconds = TextTrial(settings.case, split, model, method, setting, 0, steps).price(settings.timed)
+    except torch.OutOfMemoryError:
+        return {"seconds": None, "error": "out of memory"}
+    except HyperkronError:
+        return {"seconds": None, "error": "a step failed"}
+    return {"seconds": seconds, "bytes": torch.cuda.max_memory_allocated(job.device) if gpu else None}
 
 
 @contextmanager
@@ -216,7 +181,8 @@ def work(job: Job) -> dict[str, Any]:
     for part in settings.parts:
         layers = depths[part.depth]
         methods = text_methods(settings.rates if layers == 1 else settings.deep)
-        entries = [_entry(job, source, part, layers, methods[name]) for name in part.methods]
+        able = [name for name in part.methods if "error" not in price.get((layers, name), {})]
+        entries = [_entry(job, source, part, layers, methods[name]) for name in able]
         stages.append(Stage(_name(part, layers), entries, part.seeds))
         layers_of[stages[-1].name] = layers
     with _tensor_cores():
@@ -230,15 +196,24 @@ def work(job: Job) -> dict[str, Any]:
                 method: {
                     "setting": x["setting"],
                     "edge": x["edge"],
-                    **_summary(x["runs"], price[layers_of[name], method]),
+                    **_summary(x["runs"], price[layers_of[name], method]["seconds"]),
                 }
                 for method, x in of.items()
                 if (layers_of[name], method) in price
             }
             for name, of in found.stages.items()
         },
+        "prices": _by_layers(price),
         "cut_short": found.cut_short,
     }
+
+
+def _by_layers(price: dict[tuple[int, str], dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Prices under the number of layers, as JSON wants its keys."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for (layers, name), cost in price.items():
+        found.setdefault(str(layers), {})[name] = cost
+    return found
 
 
 def _facts(job: Job, encoders: Sequence[str]) -> dict[str, Any]:
@@ -267,73 +242,26 @@ def _summary(runs: Sequence[dict[str, Any]], price: float) -> dict[str, Any]:
     }
 
 
-RATES = TextRates()
-DEEP = replace(RATES, inner=(5e-5,), plain=(1e-5, 2e-5, 5e-5, 1e-4))
-ALL = ("trec", "youtube", "semeval")
-
-PAIR = ("SAMA", "KFAC", "Baseline")
-
-SMALL = (
-    Part("trec", "one", MAIN),
-    Part("trec", "one", KINDS),
-    Part("youtube", "one", MAIN),
-    Part("semeval", "one", MAIN),
-    Part("trec", "one", ("SAMA", "KFAC", "trusted only", "Baseline"), trusted=50),
-    Part("youtube", "one", KINDS),
-    Part("semeval", "one", KINDS),
-    Part("trec", "all", PAIR, seeds=2),
-    Part("youtube", "all", PAIR, seeds=2),
-    Part("trec", "middle", PAIR, seeds=2),
-    Part("trec", "one", NEUMANN, seeds=2),
-    Part("trec", "one", PAIR, noise="uniform", seeds=2),
-)
-
-PAPER = (
-    *(Part(dataset, depth, EVERY) for depth in ("one", "all", "middle") for dataset in ALL),
-    *(Part(dataset, "one", (*MAIN, *KINDS), trusted=count) for dataset in ALL for count in (20, 50)),
-    *(Part(dataset, "one", (*MAIN, *KINDS), noise="uniform") for dataset in ALL),
-)
-
-SETTINGS = {
-    "smoke": Settings(
-        (MADE_UP,),
-        (
-            Part(MADE_UP, "one", EVERY),
-            Part(MADE_UP, "all", ("SAMA", "KFAC"), trusted=8),
-            Part(MADE_UP, "one", ("SAMA", "KFAC"), noise="uniform"),
-        ),
-        TextCase(batch=16, inner_steps=2, steps=4, looks=2, tokens=16),
-        replace(RATES, inner=(1e-2,), plain=(1e-2,)),
-        replace(RATES, inner=(1e-2,), plain=(1e-2,)),
-        trials=1,
-        short=0.75,
-        timed=1,
-    ),
-    "small": Settings(("mpnet", "minilm"), SMALL, TextCase(steps=200), RATES, DEEP, deep_steps=100),
-    "paper": Settings(
-        ("mpnet", "minilm"),
-        PAPER,
-        TextCase(steps=1000, looks=20, tokens=100),
-        replace(RATES, inner=(1e-5, 1e-4), outer=(0.003, 0.01, 0.03, 0.1)),
-        replace(DEEP, inner=(1e-5, 5e-5), outer=(0.003, 0.01, 0.03, 0.1)),
-    ),
-}
-
-RECIPES = (
-    Recipe(
-        name="encoder",
-        title="Hypercleaning with a tuned text encoder: TREC, Youtube, SemEval",
+def _recipe(name: str, encoder: str, settings: Mapping[Scale, Settings], note: str) -> Recipe:
+    return Recipe(
+        name=name,
+        title=f"Hypercleaning with a tuned text encoder, {encoder}: TREC, Youtube, SemEval",
         place="Figure 4; Table 7",
         experiment=7,
-        settings=SETTINGS,  # type: ignore[arg-type]
+        settings=settings,
         work=work,
         verdict=verdict,
         tables=tables,
         plot=plot,
-        note=NOTE,
+        note=note,
         answer=answer,
         gpu=("small", "paper"),
         seeds={"smoke": 1, "small": 3, "paper": 5},
         partial=True,
-    ),
+    )
+
+
+RECIPES = (
+    _recipe("encoder", "MiniLM (6 layers)", MINILM, NOTE_MINILM),
+    _recipe("encoder-base", "MPNet-base (12 layers)", BASE, NOTE_BASE),
 )

@@ -7,6 +7,7 @@ rows as it has validation rows are taken out of training, with their true labels
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -221,7 +222,8 @@ def _packed(where: Path) -> list[Path]:
 def unpack(where: Path) -> None:
     """Write ``model.safetensors`` from its int8 copy in two files, where that is all there is.
 
-    A matrix ``name`` is kept as int8 rows ``name|q`` and one scale for each row ``name|s``; all else in float16.
+    A matrix ``name`` is kept as int8 rows ``name|q`` and one scale for each row ``name|s``; all else in float16. The
+    file appears whole or not at all, also where several processes unpack at once.
     """
     target = where / "model.safetensors"
     if target.is_file() or not (files := _packed(where)):
@@ -232,7 +234,9 @@ def unpack(where: Path) -> None:
     whole = {name: x.half() for name, x in packed.items() if "|" not in name}
     for name in {key.partition("|")[0] for key in packed if "|" in key}:
         whole[name] = (packed[f"{name}|q"].float() * packed[f"{name}|s"].float()).half()
-    save_file(whole, target, metadata={"format": "pt"})
+    part = where / f"model.{os.getpid()}.part"
+    save_file(whole, part, metadata={"format": "pt"})
+    part.replace(target)
 
 
 def _write_tiny(place: Path) -> None:
