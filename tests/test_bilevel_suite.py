@@ -50,7 +50,7 @@ def test_the_value_function_has_the_gradient_it_says_and_a_finite_optimum(suite:
     assert float(problem.value(best)[0]) < float(problem.value(point)[0])
 
 
-@pytest.mark.parametrize("name", ["SABA", "SOBA", "AmIGO", "MRBO", "FSLA", "stocBiO", "F2SA"])
+@pytest.mark.parametrize("name", ["SABA", "SOBA", "AmIGO", "MRBO", "FSLA", "stocBiO", "F2SA", "F2SA-paper"])
 def test_every_algorithm_lowers_the_suboptimality(suite: ModuleType, name: str) -> None:
     found = _run(suite, name, 0.1, 0.1, steps=10)
     assert not found["failed"]
@@ -70,6 +70,46 @@ def test_medians_and_levels_are_read_from_the_record(suite: ModuleType) -> None:
     assert suite.curve(runs, "seconds", "suboptimality", [0.0, 1.5, 2.0]) == [1.0, 0.5, 0.2]
     assert suite.reach(runs, "seconds", "suboptimality", 0.5) == 1.0
     assert suite.reach(runs, "seconds", "suboptimality", 0.15) == math.inf
+
+
+def _found(ends: tuple[float, float, float], calls: int, failed: tuple[bool, bool, bool]) -> dict[str, Any]:
+    """What is recorded of an algorithm: runs that start at 1, are at 0.5 half-way, and end at ``ends``."""
+    at = json.dumps([0, calls // 2, calls])
+    runs = [{"seconds": "[0, 1, 2]", "calls": at, "suboptimality": json.dumps([1, 0.5, end])} for end in ends]
+    return {"step": 0.1, "ratio": 0.01, "failed": list(failed), "runs": runs}
+
+
+def test_algorithms_are_ranked_by_time_and_at_equal_calls(suite: ModuleType) -> None:
+    slow = _found((0.3, 0.1, 0.2), calls=260, failed=(False,) * 3)
+    quick = _found((0.02, 0.01, 0.04), calls=4000, failed=(False,) * 3)
+    broken = _found((0.001, 0.001, 0.5), calls=40, failed=(True, True, False))
+    record = {"problems": {"logistic": {"MRBO": slow, "SABA": quick, "SOBA": broken}}}
+    assert suite.common_calls(record, "logistic") == 40  # the runs that failed have no say
+    record["problems"]["logistic"]["SOBA"]["runs"][2]["calls"] = "[0, 300, 600]"
+    assert suite.common_calls(record, "logistic") == 260
+    rows = {row["name"]: row for row in suite.summary(record, "logistic")}
+    assert list(rows) == ["SABA", "MRBO", "SOBA"]
+    assert (rows["SABA"]["end"], rows["SABA"]["equal"], rows["SABA"]["place"]) == (0.02, 1.0, 3)
+    assert (rows["MRBO"]["end"], rows["MRBO"]["equal"], rows["MRBO"]["steps"]) == (0.2, 0.2, 10)
+    assert rows["SOBA"]["end"] == math.inf and "| 3 | SOBA | failed (0.5 – failed) |" in suite.table(record)
+
+
+def test_the_setting_is_the_one_with_the_best_median_over_the_seeds(
+    suite: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = {0.1: (0.1, 0.9, 0.9), 0.2: (0.2, 0.3, 0.8), 0.3: (0.5, 0.1, 0.1), 0.4: (0.05, math.inf, math.inf)}
+
+    def run(case: Any, name: str, step: float, ratio: float, seed: int, seconds: float, points: int = 25) -> Any:
+        end = ends[step][seed]
+        row = {"seconds": seconds, "calls": 4, "suboptimality": end if math.isfinite(end) else 1.0}
+        return {"failed": math.isinf(end), "curve": [row]}
+
+    monkeypatch.setattr(suite, "run", run)
+    case = suite.Case("logistic", None, None, (), (), None, tuple(ends), (0.01,))  # type: ignore[arg-type]
+    found = suite.tune_and_run(case, "SABA", suite.Plan(kept=3))
+    assert [x[0] for x in json.loads(found["grid"])] == [0.4, 0.1, 0.2, 0.3]  # by the first seed
+    assert json.loads(found["full"]) == [[0.4, 0.01, None], [0.1, 0.01, 0.9], [0.2, 0.01, 0.3]]
+    assert (found["step"], found["failed"]) == (0.2, [False] * 3)
 
 
 def test_the_cleaning_verdict_compares_first_arrivals(cleaning: ModuleType) -> None:
