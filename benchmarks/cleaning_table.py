@@ -97,7 +97,7 @@ def measure(setting: Setting, seed: int, device_name: str, known: dict[str, floa
 
     begin = clock(device)
     outcome = clean_labels(work)
-    ours = train_on(work, OURS, lesson(OURS, work, outcome), work.short)
+    ours = train_on(work, OURS, lesson(OURS, work, outcome), work.last)
     cleaning = clock(device) - begin
     begin = clock(device)
     pooled = train_on(work, "pooled", lesson("pooled", work, outcome))
@@ -127,7 +127,7 @@ def measure(setting: Setting, seed: int, device_name: str, known: dict[str, floa
         "test": scores,
         "held_out": {c.name: c.accuracy for c in table},
         "chosen": chosen,
-        "without_hypergradient": accuracy(train_on(work, "without", lesson(OURS, work, without), work.short)),
+        "without_hypergradient": accuracy(train_on(work, "without", lesson(OURS, work, without), work.last)),
         **_detection(work, outcome, without, problem),
         "scale": outcome.scale,
         "collapsed": outcome.collapsed,
@@ -189,7 +189,7 @@ def _job(job: Job) -> dict[str, Any]:
 def main() -> None:
     """Measure what is missing, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="comma-separated beginnings of settings, such as digits,trec")
+    parser.add_argument("--only", default="", help="comma-separated beginnings of settings, in order: digits,trec")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=1)
@@ -213,6 +213,8 @@ def main() -> None:
         for s in settings()
         if (not only or any(str(s).startswith(o) for o in only)) and (str(s), seed) not in done and _present(s)
     ]
+    first = {word: place for place, word in enumerate(only)}
+    jobs.sort(key=lambda job: next((at for word, at in first.items() if str(job[0]).startswith(word)), 0))
     if not options.report:
         _run(jobs, options)
     from cleaning_report import table

@@ -50,9 +50,7 @@ def lesson(name: str, work: Work, outcome: Outcome, half: int | None = None) -> 
     trusted = work.trusted if half is None else work.side(1 - half, work.trusted)
     rows = {"noisy": noisy, "trusted": trusted}.get(name, torch.cat([noisy, trusted]))
     if name == OURS:
-        weight = torch.ones(len(work.given), device=work.device)
-        weight[work.noisy] = outcome.weight(work.given[work.noisy])
-        return Lesson(rows, outcome.evidence[rows], weight[rows])
+        return outcome.lesson(work, rows, half)
     if name in ("noisy", "trusted", "pooled"):
         return Lesson(rows, work.known(rows))
     if name == "cleanlab":
@@ -69,7 +67,7 @@ def lesson(name: str, work: Work, outcome: Outcome, half: int | None = None) -> 
 
 def judged(name: str, work: Work, outcome: Outcome) -> Tensor:
     """Probabilities of all trusted rows (M, C), each from networks that did not see the row or its half's labels."""
-    ready = {OURS: outcome.student, "trusted": outcome.trusted_expert, "pooled": outcome.pooled_expert}
+    ready = {"trusted": outcome.trusted_expert, "pooled": outcome.pooled_expert}
     if name in ready:
         return ready[name][work.trusted]
 

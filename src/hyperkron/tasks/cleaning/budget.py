@@ -26,8 +26,9 @@ def steps_of(work: Work, plan: Plan, names: list[str], test: bool) -> int:
     expert = 3 * here.brief.steps(trusted)
     if here.many:
         expert = here.short.steps(trusted) + 2 * here.brief.steps(trusted - trusted // 2)
-    ours = expert + 4 * here.quick(half).steps(half) + 2 * (student + outer) + here.short.steps(noisy + trusted)
+    ours = expert + 4 * here.quick(half).steps(half) + 2 * (student + outer) + here.last.steps(noisy + trusted)
     others = sum(2 * judge * (2 if name == "sama" else 1) for name in names if name not in READY)
+    others += 2 * judge if names else 0  # ours
     if test:
         others += here.short.steps(noisy) if "sama" in names else 0
         others += sum(plan.steps(trusted if name == "trusted" else noisy + trusted) for name in names)

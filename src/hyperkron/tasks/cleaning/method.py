@@ -6,8 +6,9 @@
    ones; the noise matrix by EM.
 3. *Students*: κ and β, learnt by KFAC hypergradients (``students.py``). A student is then one more expert.
 4. *Verdict on each row*: q(k) ∝ p̄(k | x) T[k, y]. A row is as wrong as 1 − q(y), and its suggestion is argmax q.
-5. *The network*: fitted to log e = κ log p̄ + β log T[:, y] on the noisy rows, weighted by how sure q is of them, and to
-   the trusted rows; for half as many epochs as a plain training, before it begins to fit the noise that is left.
+5. *The network*: fitted to log e = κ log p̄ + β log T[:, y] on the noisy rows, weighted by how sure q is of them, to
+   their given labels as far as q believes them, and to the trusted rows; for three quarters of the epochs of a plain
+   training, before it begins to fit the noise that is left.
 
 All other networks are trained on half of the rows or less, also for half as many epochs, so that the whole costs two to
 three plain trainings. Where there are few rows, epochs are not what costs: perceptrons are then trained side by side
@@ -42,6 +43,8 @@ from hyperkron.tasks.cleaning.trainer import Inputs, Lesson, Plan, Tick, predict
 MANY = 3
 SHORT = 0.5
 """Length of the trainings that only give an opinion, as a part of the full length."""
+LAST = 0.75
+"""The same of the network that comes out."""
 
 
 @dataclass
@@ -77,6 +80,11 @@ class Work:
     def short(self) -> Plan:
         """A shorter training, for networks that are only asked for an opinion."""
         return replace(self.plan, epochs=SHORT * self.plan.epochs, least=round(0.8 * self.plan.least))
+
+    @property
+    def last(self) -> Plan:
+        """Of the network that comes out: where there are few rows not longer than the short one."""
+        return replace(self.short, epochs=LAST * self.plan.epochs)
 
     @property
     def many(self) -> bool:
@@ -226,12 +234,17 @@ def opinion(work: Work, experts: list[Tensor]) -> Opinion:
     return Opinion(stacked, pool, log_p, matrix, posterior)
 
 
+def unseen(first: Opinion, halved: Tensor) -> Tensor:
+    """log p̄ of all rows from experts that saw nothing of the trusted rows in the half of the row."""
+    return first.pool(torch.cat([logs(halved)[None], first.experts[1:]]))
+
+
 def halves(work: Work, first: Opinion, halved: Tensor) -> list[Half]:
     """The two problems of the students, each with the opinion of experts that saw nothing of its held-out rows.
 
     The opinion keeps the class frequencies of the trusted rows, which the students are judged on.
     """
-    log_p = first.pool(torch.cat([logs(halved)[None], first.experts[1:]]))
+    log_p = unseen(first, halved)
     given = label_evidence(first.matrix, work.given)
     found = []
     for h in (0, 1):
@@ -277,7 +290,6 @@ class Outcome:
         first, final: the opinions without and with the students.
         student: the students' held-out opinion on all rows.
         matrix_expert, pooled_expert, trusted_expert: those of the experts.
-        evidence: log e of all rows, for the network.
         scale: κ and β.
         outer, path: the way of the held-out loss and of (κ, β).
         collapsed: λ was put back.
@@ -291,7 +303,6 @@ class Outcome:
     halved: Tensor
     pooled_expert: Tensor
     matrix_expert: Tensor
-    evidence: Tensor
     scale: tuple[float, float]
     outer: list[float]
     path: list[list[float]]
@@ -304,8 +315,32 @@ class Outcome:
 
     def weight(self, given: Tensor) -> Tensor:
         """How much each noisy row counts: q(y), or 2 max q − 1 where another class is that much surer."""
-        posterior = self.final.posterior
-        return torch.maximum(posterior.gather(1, given[:, None])[:, 0], 2 * posterior.max(1).values - 1)
+        return _certainty(self.final.posterior, given)
+
+    def lesson(self, work: Work, rows: Tensor, half: int | None = None) -> Lesson:
+        """What the network learns of these rows: (w L(e) + β q(y) CE(y)) / (1 + β).
+
+        For one half, whose trusted rows are going to judge the network, without the students and with experts that saw
+        none of those rows.
+        """
+        given = work.given[work.noisy]
+        log_p, matrix = self.final.log_p, self.final.matrix
+        if half is not None:
+            log_p, matrix = unseen(self.first, self.halved)[work.noisy], self.first.matrix
+            log_p = shifted(log_p, frequencies(work.given[work.trusted], work.classes))
+        through = label_evidence(matrix, given)
+        posterior, (kappa, beta) = (log_p + through).softmax(1), self.scale
+        evidence = work.known(torch.arange(len(work.given), device=work.device))
+        weight, belief = torch.ones(2, len(work.given), device=work.device)
+        evidence[work.noisy] = kappa * log_p + beta * through
+        weight[work.noisy] = _certainty(posterior, given)
+        belief[work.noisy] = posterior.gather(1, given[:, None])[:, 0]
+        believed = (work.given[rows], beta / (1 + beta) * belief[rows])
+        return Lesson(rows, evidence[rows], weight[rows] / (1 + beta), believed)
+
+
+def _certainty(posterior: Tensor, given: Tensor) -> Tensor:
+    return torch.maximum(posterior.gather(1, given[:, None])[:, 0], 2 * posterior.max(1).values - 1)
 
 
 def clean_labels(work: Work) -> Outcome:
@@ -321,9 +356,6 @@ def conclude(work: Work, alone: Tensors, pooled: Tensor, matrix: Tensor) -> Outc
     learnt = students(work, first, alone["halved"])
     final = opinion(work, [alone["asked"], pooled, matrix, learnt["asked"]])
     scale = learnt["log_scale"].exp()
-    evidence = work.known(torch.arange(len(work.given), device=work.device))
-    through = scale[0] * final.log_p + scale[1] * label_evidence(final.matrix, work.given[work.noisy])
-    evidence[work.noisy] = through
     return Outcome(
         first,
         final,
@@ -332,7 +364,6 @@ def conclude(work: Work, alone: Tensors, pooled: Tensor, matrix: Tensor) -> Outc
         alone["halved"],
         pooled,
         matrix,
-        evidence,
         (float(scale[0]), float(scale[1])),
         learnt["outer"].tolist(),
         learnt["path"].tolist(),

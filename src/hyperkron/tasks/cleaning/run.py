@@ -69,12 +69,13 @@ class Run:
             outcome = clean_labels(work)
         self._say(_trouble(outcome))
         with self._timed("network"):
-            networks = {OURS: train_on(work, "network-hyperkron", lesson(OURS, work, outcome), work.short)}
+            networks = {OURS: train_on(work, "network-hyperkron", lesson(OURS, work, outcome), work.last)}
         with self._timed("comparison"):
             table = []
             for name in (OURS, *names):
                 with self._timed(name, "candidate"):
-                    table.append(judge(name, judged(name, work, outcome), work.given[work.trusted]))
+                    answers = judged(name, work, outcome) if names else outcome.student[work.trusted]
+                    table.append(judge(name, answers, work.given[work.trusted]))
             chosen = choose(table)
             wanted = names if prepared.test is not None else [name for name in names if name == chosen]
             for name in wanted:
@@ -256,7 +257,7 @@ class Run:
         rows = len(work.given)
         spent = {"total": sum(self.seconds.values()), **self.seconds}
         spent["cleaning"] = self.seconds["cleaning"] + self.seconds["network"]
-        spent["plain"] = self.seconds["network"] * work.plan.steps(rows) / work.short.steps(rows)
+        spent["plain"] = self.seconds["network"] * work.plan.steps(rows) / work.last.steps(rows)
         return {name: round(value, 2) for name, value in spent.items()}
 
 

@@ -68,7 +68,7 @@ def together(
             networks.append(build().to(device).train())
             count, random = len(lesson.rows), _continued(device)
         streams.append(batches(count, plan.batch_for(count), random, device))
-        if len(lessons) == 1 or not stackable(networks, inputs):
+        if len(lessons) == 1 or any(one.believed for one in lessons) or not stackable(networks, inputs):
             return [
                 train(build, inputs, one, plan, seed=seed, steps=steps, tick=tick)
                 for one, seed in zip(lessons, seeds, strict=True)

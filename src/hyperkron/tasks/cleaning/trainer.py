@@ -75,11 +75,23 @@ class Lesson:
         rows: their numbers (n,).
         evidence: log e of those rows (n, C).
         weight: of those rows; None for 1.
+        believed: labels of those rows (n,) to be learnt beside the evidence, and how much each counts (n,).
     """
 
     rows: Tensor
     evidence: Tensor
     weight: Tensor | None = None
+    believed: tuple[Tensor, Tensor] | None = None
+
+    def loss(self, output: Tensor, part: Tensor) -> Tensor:
+        """Of logits of the rows at these positions: −log Σ_k f(k) e(k), and −log f of the believed label."""
+        weight = None if self.weight is None else self.weight[part]
+        if self.believed is None:
+            return likelihood(output, self.evidence[part], weight).value
+        log_f, (label, belief) = output.log_softmax(1), (x[part] for x in self.believed)
+        seen = torch.logsumexp(log_f + self.evidence[part], dim=1)
+        both = (seen if weight is None else weight * seen) + belief * log_f.gather(1, label[:, None])[:, 0]
+        return -both.mean()
 
 
 Tick = Callable[[int], None]
@@ -144,8 +156,7 @@ def train(
         optimizer = optimizer_for(network, plan)
         schedule = schedule_for(optimizer, total)
         for part in islice(batches(count, plan.batch_for(count), None, device), total):
-            weight = None if lesson.weight is None else lesson.weight[part]
-            loss = likelihood(network(*inputs.batch(lesson.rows[part])), lesson.evidence[part], weight)
+            loss = lesson.loss(network(*inputs.batch(lesson.rows[part])), part)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
