@@ -341,7 +341,7 @@ def kfac_memory(e: Encoder, device: str) -> dict[str, float]:
 
     Factors: activations, and A and B so far. Cholesky: factors, their inverses, on a CPU one system copied besides.
     Outer gradient: inverses, activations, and the gradient b. Solves: inverses, b, v and a product. Cross term:
-    inverses, b, v, θ on both sides and εv, or one θ and what a layer holds. On a GPU the previous inverses have made
+    inverses, b, v, θ on one side and εv, or that θ and what a layer holds. On a GPU the previous inverses have made
     room for the new ones before the solves.
     """
     sides_, p, kept = e.sides, FLOAT * e.parameters, activations(e)
@@ -354,7 +354,7 @@ def kfac_memory(e: Encoder, device: str) -> dict[str, float]:
         "Cholesky": factors + inverses + largest,
         "outer gradient": inverses + kept + p,
         "solves": held + 3 * p,
-        "cross term": held + max(5 * p, 3 * p + kept / e.depth),
+        "cross term": held + max(4 * p, 3 * p + kept / e.depth),
     }
 
 

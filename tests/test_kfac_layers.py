@@ -12,7 +12,11 @@ from torch import Tensor, nn
 import hyperkron as hk
 import oracles
 from cases import DOUBLE, Case, Mean, make, mlp, random_weights
+from hyperkron.curvature.kfac import capture
 from hyperkron.curvature.kfac.factors import dense as as_matrix
+from hyperkron.curvature.kfac.grams import summed
+from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS
+from hyperkron.paper.memory import Storages
 
 Build = Callable[[], nn.Module]
 
@@ -65,6 +69,27 @@ def test_factors_equal_loops_over_examples_and_positions(name: str, sharing: str
     for block, (a, b) in wanted.items():
         assert oracles.relative(as_matrix(found.a[block]), a) < 1e-13
         assert oracles.relative(as_matrix(found.b[block]), b) < 1e-13
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name.startswith("conv")])
+def test_patches_may_come_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, shape = LAYERS[name]
+    case = make(build(), shape, loss="cross_entropy")
+    whole = case.measured().a
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 1)  # one example at a time
+    parts = case.measured().a
+    assert set(parts) == set(whole)
+    for block in whole:
+        assert oracles.relative(as_matrix(parts[block]), as_matrix(whole[block])) < 1e-14
+
+
+def test_a_chunk_is_let_go_before_the_next_is_made() -> None:
+    size = 4 * 1000 * 8
+    with Storages() as count:
+        total, rows = summed((torch.ones(1, 1000, 8) for _ in range(4)), torch.float32, None, low_rank=False)
+    assert rows == 4000
+    assert torch.equal(as_matrix(total), torch.full((1, 8, 8), 4000.0))
+    assert size <= count.peak < 1.1 * size
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -264,8 +289,8 @@ def normed(*layers: nn.Module, head: int, mean: nn.Module | None = None) -> nn.M
 class Warm(nn.BatchNorm2d):
     """BatchNorm in evaluation mode with running statistics of its own."""
 
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels)
+    def __init__(self, channels: int, eps: float = 1e-5) -> None:
+        super().__init__(channels, eps)
         self.running_mean.normal_()  # type: ignore[union-attr]
         self.running_var.uniform_(0.5, 2.0)  # type: ignore[union-attr]
         self.eval()
@@ -281,6 +306,16 @@ DIAGONAL: dict[str, tuple[Build, tuple[int, ...], int]] = {
     "batch norm, evaluation": (lambda: normed(Warm(3), head=3, mean=Mean(True)), (3, 2, 2), 0),
     "batch norm 1d, training": (lambda: normed(nn.BatchNorm1d(4), head=4), (4,), 0),
     "batch norm 2d, training": (lambda: normed(nn.BatchNorm2d(3), head=3, mean=Mean(True)), (3, 2, 2), 0),
+    "batch norms of two widths": (
+        lambda: normed(Warm(3), nn.Tanh(), nn.Conv2d(3, 2, 1), Warm(2), head=2, mean=Mean(True)),
+        (3, 2, 2),
+        0,
+    ),
+    "batch norms of two eps": (
+        lambda: normed(Warm(3, 0.5), nn.Tanh(), Warm(3), head=3, mean=Mean(True)),
+        (3, 2, 2),
+        0,
+    ),
     "embedding": (Bag, (4,), 5),
 }
 
@@ -307,6 +342,21 @@ def test_diagonals_are_exact_per_example(name: str, fisher: str) -> None:
             solved = curvature.operator(point, curvature.init()).solve(ones)
         for parameter, diagonal in found.items():
             assert oracles.relative(solved[parameter], 1 / damped(diagonal)) < 1e-14
+
+
+@pytest.mark.parametrize("waiting", [0, 30])
+def test_batch_norms_need_not_wait_for_each_other(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, shape, _ = DIAGONAL["batch norms of two widths"]
+    case = make(build(), shape, loss="cross_entropy", hyper=random_weights(5))
+    together = case.measured("mc", samples=2).diagonal
+    treated: list[int] = []
+    whole = capture.batch_norm_squares
+    monkeypatch.setattr(capture, "batch_norm_squares", lambda sums: treated.append(len(sums)) or whole(sums))
+    monkeypatch.setattr(capture, "WAITING", waiting)
+    alone = case.measured("mc", samples=2).diagonal
+    assert treated == ([1, 1, 1, 1] if waiting == 0 else [2, 2])  # for each of two samples
+    assert set(alone) == set(together)
+    assert all(oracles.relative(alone[name], together[name]) < 1e-14 for name in together)
 
 
 # --- what the inner loss does not see ------------------------------------------------------------------------------

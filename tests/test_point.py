@@ -86,6 +86,37 @@ def test_every_evaluation_begins_at_the_same_buffers() -> None:
     assert float(model.last.abs().sum()) == 0
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([1.5, -0.0, float("nan"), float("inf")]),
+        torch.tensor([[1.5, 2.0], [3.0, 4.0]], dtype=torch.float64).T,
+        torch.tensor([1.5, 2.0], dtype=torch.bfloat16),
+        torch.tensor([1.5, 2.0]).to(torch.float8_e4m3fn),
+        torch.tensor([1 + 2j]),
+        torch.tensor(2**62 + 1),
+        torch.tensor([3, 255], dtype=torch.uint8),
+        torch.tensor([True, False]),
+        torch.zeros(0),
+        torch.ones(1, 2).expand(3, 2),
+    ],
+    ids=lambda x: f"{x.dtype} {tuple(x.shape)}",
+)
+def test_an_evaluation_sees_copies_of_buffers_of_any_kind(values: Tensor) -> None:
+    model = nn.Linear(D, C)
+    model.register_buffer("kept", values)
+    seen: list[Tensor] = []
+    hook = model.register_forward_pre_hook(lambda module, _: seen.append(module.kept))
+    with make(model) as point:
+        point.inner()
+    hook.remove()
+    assert model.kept is values
+    (copy,) = seen
+    assert copy.dtype == values.dtype and copy.shape == values.shape
+    assert copy.numel() == 0 or copy.data_ptr() != values.data_ptr()
+    assert repr(copy) == repr(values)  # which also tells -0 from 0
+
+
 def test_a_buffer_that_modules_share_stays_shared() -> None:
     model = nn.Sequential(Counting(), Counting())
     model[1].calls = model[0].calls

@@ -240,11 +240,12 @@ def difference(point: Point, v: Tree, radius: float, full: bool = False) -> Tree
     """
     length = trees.norm(v)
     epsilon = torch.where(length > 0, radius / length, torch.ones_like(length))
-    params = trees.map(Tensor.detach, point.params)
     sides: list[tuple[Tensor | None, ...]] = []
     for sign in (1.0, -1.0):
-        moved = trees.add(params, v, alpha=(sign * epsilon).to(point.dtype))
+        with torch.no_grad():
+            moved = trees.add(point.params, v, alpha=(sign * epsilon).to(point.dtype))
         with point.moved(moved), full_precision() if full else nullcontext():
+            del moved  # the parameters hold it now, and let go of it before the other side is made
             value = point.inner().value
             if not value.requires_grad:
                 return _filled(point, dict.fromkeys(point.hypers))

@@ -8,9 +8,11 @@ the same random states, buffers and modes, so that dropout draws one mask for al
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -146,7 +148,7 @@ class Point:
         return loss
 
     def finite(self, name: str, value: Tensor, remedy: str) -> None:
-        """Refuse a non-finite ``value`` by name; on a GPU the answer is read once, in :meth:`settle`."""
+        """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
         self._doors.append((name, remedy, value.detach()))
         if value.device.type == "cpu":
             self.settle()
@@ -156,10 +158,11 @@ class Point:
         if not self._doors:
             return
         doors, self._doors = self._doors, []
-        passed = torch.stack([torch.isfinite(value).all() for _, _, value in doors]).tolist()
-        for (name, remedy, value), good in zip(doors, passed, strict=True):
-            if not good:
-                found = "nan" if bool(value.isnan().any()) else "infinite"
+        numbers = iter(torch.cat([value.reshape(-1) for _, _, value in doors]).tolist())
+        for name, remedy, value in doors:
+            bad = [x for x in itertools.islice(numbers, value.numel()) if not math.isfinite(x)]
+            if bad:
+                found = "nan" if any(map(math.isnan, bad)) else "infinite"
                 raise NonFiniteError(f"{name} is {found}; {self.culprits() or remedy}.")
 
     @contextmanager
@@ -274,7 +277,7 @@ class _Snapshot:
     def __init__(self, model: nn.Module, hyper: nn.Module, device: torch.device) -> None:
         modules = [*model.modules(), *hyper.modules()]
         self.training = [(m, m.training) for m in modules]
-        self.flags = [(p, p.requires_grad) for m in (model, hyper) for p in m.parameters()]
+        self.flags = [(p, p.requires_grad) for m in modules for p in m._parameters.values() if p is not None]
         self.buffers = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in modules]
         by_dtype: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
         for _, own, _ in self.buffers:
@@ -296,9 +299,7 @@ class _Snapshot:
         self._rewind_random()
         fresh: dict[int, Tensor] = {}  # one copy for a buffer that modules share
         for group in self.groups:
-            copies = [torch.empty_like(buffer) for buffer in group]
-            torch._foreach_copy_(copies, group)  # one launch for all buffers of a dtype
-            fresh.update(zip(map(id, group), copies, strict=True))
+            fresh.update(zip(map(id, group), _copies(group), strict=True))
         for module, own, _ in self.buffers:
             for name, buffer in own.items():
                 module._buffers[name] = fresh.get(id(buffer), buffer)
@@ -331,6 +332,13 @@ class _Snapshot:
             torch.cuda.set_rng_state(self.cuda, self.device)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
+
+
+def _copies(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Copies of tensors of one dtype, in one launch where the dtype knows how to be multiplied by one."""
+    if tensors[0].dtype in (torch.float32, torch.float64, torch.int64, torch.bool):
+        return torch._foreach_mul(tensors, True)
+    return [x.clone() for x in tensors]
 
 
 def independent(level: Level, where: str = "") -> HyperkronError:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.solution import HyperkronError, NonFiniteError, Solution
@@ -40,7 +38,7 @@ class Direct(Solver):
         """As for every solver; on a GPU nothing is read back, and a non-finite value is left for the caller to find."""
         if next(iter(b.values())).is_cuda and isinstance(operator, Invertible):
             self._check(operator, start, preconditioner)
-            value = operator.solve(trees.map(Tensor.detach, b))
+            value = operator.solve({name: x.detach() if x.requires_grad else x for name, x in b.items()})
             return Solution(value, operator.status)
         return super().solve(operator, b, start=start, preconditioner=preconditioner)
 

@@ -9,20 +9,27 @@ for a token that every captured output depends on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hyperkron.curvature.base import l2_curvature
 from hyperkron.curvature.kfac.coverage import Block, Plan
-from hyperkron.curvature.kfac.factors import Factor, LowRank, added, few_rows, scaled
-from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS, LinearLayer, WeightSharing, squared_gradients
-from hyperkron.linalg import gram, in_blocks
+from hyperkron.curvature.kfac.factors import Factor, added, few_rows, scaled
+from hyperkron.curvature.kfac.grams import bordered, summed
+from hyperkron.curvature.kfac.layers import (
+    CHUNK_ELEMENTS,
+    BatchNormSums,
+    LinearLayer,
+    WeightSharing,
+    batch_norm_squares,
+    batch_norm_sums,
+    squared_gradients,
+)
 from hyperkron.losses import Fisher, Loss
 from hyperkron.point import Point
 from hyperkron.problem import rows, shares
@@ -75,16 +82,17 @@ def measure(
     With ``low_rank`` a factor of fewer rows than dimensions is returned as its rows (see :class:`LowRank`). A batch
     that the problem wants evaluated in parts is measured part by part.
     """
-    dtype, found = accumulation_dtype(point.dtype), []
-    for part in point.problem.parts(point.curvature_batch):
+    dtype, found, counts = accumulation_dtype(point.dtype), [], []
+    parts = point.problem.parts(point.curvature_batch)
+    for part in parts:
         recorder = _Recorder(plan, sharing, basis, dtype, low_rank)
         with recorder.attached():
             loss = point.inner(part)
-        found.append(
-            (_measure(point, plan, recorder, loss, fisher, samples, generator), rows(loss.terms, recorder.batch_size))
-        )
+        found.append(_measure(point, plan, recorder, loss, fisher, samples, generator))
+        if len(parts) > 1:  # counting rows waits for the device
+            counts.append(rows(loss.terms, recorder.batch_size))
         del loss
-    return found[0][0] if len(found) == 1 else _merged([m for m, _ in found], shares([count for _, count in found]))
+    return found[0] if len(found) == 1 else _merged(found, shares(counts))
 
 
 def _merged(parts: list[Measured], weights: list[float]) -> Measured:
@@ -130,6 +138,7 @@ def _measure(
             allow_unused=True,
             materialize_grads=False,
         )
+        recorder.flush()
         for name, gradient in zip(names, found[1:], strict=True):
             if gradient is not None:
                 square = gradient.to(recorder.dtype).square().mean()
@@ -186,10 +195,15 @@ def _probes(
         yield (*previous, True)
 
 
-@contextmanager
-def _plainly(x: Tensor) -> Iterator[None]:
+def _plainly(x: Tensor) -> AbstractContextManager[object]:
     """Without graph, and without the autocast a model may run under: factors are summed in their own precision."""
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    kind = x.device.type
+    return _without_autocast(kind) if torch.is_autocast_enabled(kind) else torch.no_grad()  # asking is cheaper
+
+
+@contextmanager
+def _without_autocast(kind: str) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
         yield
 
 
@@ -211,6 +225,9 @@ class _Tap(torch.autograd.Function):
         return gradient, None, None
 
 
+WAITING = 2**19
+"""Batch norm layers wait for each other, to be treated together, until so many numbers are held for them."""
+
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], Tensor]
 
 
@@ -228,6 +245,7 @@ class _Recorder:
         self.rows: dict[str, int] = {}
         self._grams: dict[tuple[int, int, bool], tuple[Factor, int]] = {}
         self._alive: list[Tensor] = []
+        self._normed: list[tuple[dict[str, str], BatchNormSums]] = []
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -249,13 +267,32 @@ class _Recorder:
     def finish(self) -> None:
         """Sums of a aᵀ become means; blocks that no gradient reached are left out."""
         found = self.measured
-        means: dict[int, Factor] = {}  # a sum shared by several blocks is divided once
+        sums: dict[int, tuple[Tensor, float]] = {}  # a sum shared by several blocks is divided once
+        rescaled: dict[int, Factor] = {}
         for name, total in found.a.items():
-            if id(total) not in means:
-                share = 1.0 / self.rows[name]
-                means[id(total)] = total.mul_(share) if isinstance(total, Tensor) else scaled(total, share)
-        found.a = {name: means[id(total)] for name, total in found.a.items() if name in found.b}
+            share = 1.0 / self.rows[name]
+            if isinstance(total, Tensor):
+                sums[id(total)] = (total, share)
+            elif id(total) not in rescaled:
+                rescaled[id(total)] = scaled(total, share)
+        if sums:
+            torch._foreach_mul_([x for x, _ in sums.values()], [share for _, share in sums.values()])
+        found.a = {name: rescaled.get(id(total), total) for name, total in found.a.items() if name in found.b}
         found.reached, found.rows = tuple(found.a), self.rows
+
+    def flush(self) -> None:
+        """The diagonals of the batch norm layers that a backward pass went through since the last time."""
+        passed, self._normed = self._normed, []
+        if not passed:
+            return
+        with _plainly(passed[0][1].along):
+            for (names, _), squares in zip(passed, batch_norm_squares([s for _, s in passed]), strict=True):
+                self._diagonals(names, dict(zip(("weight", "bias"), squares, strict=True)))
+
+    def _diagonals(self, names: dict[str, str], squares: dict[str, Tensor]) -> None:
+        for local, square in squares.items():
+            if local in names:
+                self._sum(self.measured.diagonal, names[local], square)
 
     def _on_block(self, block: Block) -> Hook:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
@@ -288,9 +325,12 @@ class _Recorder:
             def receive(g: Tensor) -> None:
                 with _plainly(g):
                     cast = x if not x.dtype.is_floating_point else x.to(self.dtype)
-                    for local, square in squared_gradients(module, cast, g.to(self.dtype)).items():
-                        if local in names:
-                            self._sum(self.measured.diagonal, names[local], square)
+                    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                        self._normed.append((names, batch_norm_sums(module, cast, g.to(self.dtype))))
+                        if sum(sums.along.numel() for _, sums in self._normed) > WAITING:
+                            self.flush()
+                    else:
+                        self._diagonals(names, squared_gradients(module, cast, g.to(self.dtype)))
 
             tapped: Tensor = _Tap.apply(output, self.token, receive)
             return tapped
@@ -305,7 +345,7 @@ class _Recorder:
         if shareable and key in self._grams:
             return self._grams[key]
         with _plainly(x):
-            made = self._without_rows(block, x.detach(), rows) or _gram(
+            made = self._without_rows(block, x.detach(), rows) or summed(
                 block.layer.inputs(x.detach(), self.sharing), self.dtype, block, self.low_rank
             )
         if shareable:
@@ -322,12 +362,12 @@ class _Recorder:
             return None if total is None else (total, rows)
         whole = layer.inputs(x.to(self.dtype).sum(0, keepdim=True), "expand")  # a row is linear in the image
         sums = torch.stack([part.sum(1) for part in whole]).sum(0)
-        return _bordered(total, layer.ordered(sums), rows), rows
+        return bordered(total, layer.ordered(sums), rows), rows
 
     def _on_gradient(self, block: Block, x: Tensor | None, g: Tensor) -> None:
         with _plainly(g):
             if x is None:
-                total, _ = _gram(block.layer.gradients(g, self.sharing), self.dtype, None, self.low_rank)
+                total, _ = summed(block.layer.gradients(g, self.sharing), self.dtype, None, self.low_rank)
                 self._add(self.measured.b, block.name, total)
                 return
             assert self.basis is not None
@@ -341,58 +381,6 @@ class _Recorder:
     @staticmethod
     def _add(sums: dict[str, Factor], name: str, value: Factor) -> None:
         sums[name] = added(sums[name], value) if name in sums else value
-
-
-def _gram(chunks: Iterator[Tensor], dtype: torch.dtype, block: Block | None, low_rank: bool) -> tuple[Factor, int]:
-    """Σ r rᵀ over chunks of rows (groups, rows, d), and the number of rows; ``block`` says which columns to use."""
-    biased, weighted = block is not None and block.bias is not None, block is None or block.weight is not None
-    total: Tensor | None = None
-    sums: Tensor | None = None
-    waiting: list[Tensor] = []
-    count = 0
-    for chunk in chunks:
-        rows = chunk.to(dtype)
-        count += rows.shape[1]
-        waiting.append(rows)
-        if low_rank and weighted and total is None and few_rows(count, rows.shape[2]):
-            continue
-        for part in waiting:
-            total = _plus_gram(total, part) if weighted else None
-            if biased:
-                sums = part.sum(1) if sums is None else sums + part.sum(1)
-        waiting = []
-    layer = None if block is None else block.layer
-    if waiting:
-        waiting = waiting if layer is None else [layer.ordered(rows) for rows in waiting]
-        ones = [torch.cat([r, r.new_ones(*r.shape[:2], 1)], dim=-1) if biased else r for r in waiting]
-        return LowRank(torch.cat(ones, dim=1)), count
-    if layer is not None and total is not None:
-        total = layer.ordered_gram(total)
-    if sums is None:
-        assert total is not None
-        return total, count
-    return _bordered(total, sums if layer is None else layer.ordered(sums), count), count
-
-
-def _plus_gram(total: Tensor | None, rows: Tensor) -> Tensor:
-    """total + rowsᵀ rows, group by group."""
-    if total is None:
-        return gram(rows)
-    if in_blocks(rows):
-        return total.add_(gram(rows))
-    if rows.shape[0] > 1:
-        return torch.baddbmm(total, rows.mT, rows)
-    return torch.addmm(total[0], rows[0].mT, rows[0])[None]
-
-
-def _bordered(total: Tensor | None, sums: Tensor, count: int) -> Tensor:
-    """Σ [r, 1][r, 1]ᵀ from Σ r rᵀ and Σ r: the column of ones of a bias is never materialised."""
-    if total is None:
-        return sums.new_full((sums.shape[0], 1, 1), float(count))
-    joint = F.pad(total, (0, 1, 0, 1), value=float(count))
-    joint[:, :-1, -1] = sums
-    joint[:, -1, :-1] = sums
-    return joint
 
 
 def _corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> Tensor:

@@ -102,7 +102,8 @@ class Block:
         """The inverse of :meth:`join`: a block's matrix as named tensors shaped like ``like``."""
         found: dict[str, Tensor] = {}
         if self.weight is not None:
-            found[self.weight] = matrix[..., : self.layer.d_in].reshape(like[self.weight].shape)
+            columns = matrix if self.bias is None else matrix[..., : self.layer.d_in]
+            found[self.weight] = columns.reshape(like[self.weight].shape)
         if self.bias is not None:
             found[self.bias] = matrix[..., -1].reshape(like[self.bias].shape)
         return found

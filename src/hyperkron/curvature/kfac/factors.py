@@ -102,7 +102,8 @@ class Dual:
     def solve(self, v: Tensor) -> Tensor:
         """(XᵀX + δI)⁻¹ V for V of shape (L, d, k)."""
         with full_precision():
-            return (v - self.rows.mT @ self.kernel.solve(self.rows @ v)) / self.shift[:, None, None]
+            along = self.kernel.solve(torch.bmm(self.rows, v))
+            return (v - torch.bmm(self.rows.mT, along)) / self.shift[:, None, None]
 
     def times(self, v: Tensor) -> Tensor:
         """(XᵀX + δI) V."""

@@ -241,7 +241,9 @@ class _Systems:
         self.stacks: list[Tensor | None] = [
             matrices[members[0]]
             if alone[members[0]]
-            else torch.cat([F.pad(matrices[i], (0, self.extra[i]) * 2) for i in members])
+            else torch.cat(
+                [F.pad(matrices[i], (0, self.extra[i]) * 2) if self.extra[i] else matrices[i] for i in members]
+            )
             for members in self.members
         ]
         self.made: list[Factorization] = []
@@ -264,18 +266,14 @@ class _Systems:
         """δ_A and δ_B of every group, in the order of the stacks."""
         like = self._like()
         groups = [(i, g) for i in range(self.count) for g in range(self.groups[i])]
-        at_a, at_b = (
-            torch.tensor([self.begin[i + side * self.count] + g for i, g in groups], device=like.device)
-            for side in (0, 1)
-        )
+        places = [[self.begin[i + side * self.count] + g for i, g in groups] for side in (0, 1)]
+        at_a, at_b = _sent(places, torch.long, like)
         if callable(split):
             delta_a, delta_b = self._by_callable(damping, split)
         elif split in ("pi", "plain"):
             traces = torch.cat([x.diagonal(dim1=-2, dim2=-1).sum(-1) for x in self.stacks if x is not None])
-            mean_a, mean_b = (
-                traces[at] / like.new_tensor([dimension(self.factors[i + side * self.count]) for i, _ in groups])
-                for side, at in ((0, at_a), (1, at_b))
-            )
+            sizes = [[dimension(self.factors[i + side * self.count]) for i, _ in groups] for side in (0, 1)]
+            mean_a, mean_b = torch.stack([traces[at_a], traces[at_b]]) / _sent(sizes, like.dtype, like)
             delta_a, delta_b = split_damping(mean_a, mean_b, _vector([damping[i] for i, _ in groups], like), split)
         else:
             raise HyperkronError(f"split={split!r} is unknown; use 'pi', 'plain', 'exact' or a callable (A, B, δ).")
@@ -298,7 +296,7 @@ class _Systems:
         return torch.cat(sides[0]), torch.cat(sides[1])
 
     def factorize(self, shifts: Tensor) -> list[Tensor]:
-        """Factorise M + shift·I for all stacks; true where it failed, nothing read yet.
+        """Factorise M + shift·I for all stacks; not zero where it failed, nothing read yet.
 
         Stacks are kept for another try. On a CPU, where reading costs nothing, each goes as soon as it has succeeded.
         """
@@ -311,7 +309,7 @@ class _Systems:
             self._border(stack, members)
             made, info = factorize(stack)
             self.made.append(made)
-            infos.append(info.ne(0))
+            infos.append(info)
             if not self.keep or (stack.device.type == "cpu" and not bool(infos[-1].any())):
                 self.stacks[s] = None
             del given, stack
@@ -328,7 +326,8 @@ class _Systems:
         A stack in which a matrix failed is tried in float64, then with 10, 100 and 1000 times the shift of the matrices
         that fail; then :class:`FactorizationError` is raised. Factors that are not finite are not tried again.
         """
-        *failed, bad_input = torch.cat([*infos, ~finite.reshape(1).to(shifts.device)]).tolist()
+        unfit = finite.logical_not().to(infos[0].dtype).reshape(1)
+        *failed, bad_input = torch.cat([*infos, unfit.to(shifts.device)]).tolist()
         if not bad_input and not any(failed):
             return Status.DIRECT, True
         if not self.keep:
@@ -369,7 +368,12 @@ def _vector(values: Sequence[Tensor | float], like: Tensor) -> Tensor:
     """Numbers, some of which may be on the device already, as one vector."""
     if any(isinstance(x, Tensor) for x in values):
         return torch.stack([torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in values])
-    return like.new_tensor(values)
+    return _sent(values, like.dtype, like)
+
+
+def _sent(values: Sequence[Any], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Numbers as a tensor where ``like`` is; ``torch.tensor(values, device=...)`` would wait for the device."""
+    return torch.tensor(values, dtype=dtype).to(like.device, non_blocking=True)
 
 
 def _rescued(matrices: Tensor, shift: Tensor) -> tuple[Factorization, Tensor]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -224,6 +225,7 @@ class Kronecker(Curvature):
         """The damped diagonal of every parameter outside the blocks that the inner loss depends on."""
         inside = {name for block in measured.reached for name in made.blocks[block].names}
         found: dict[str, Tensor] = {}
+        by_kind: dict[bool, dict[str, Tensor | float]] = {True: {}, False: {}}  # δ + 2α: a number, or a tensor
         for name in (name for name in made.rows if name not in inside):
             declared = made.rows[name].curvature != "kronecker" or name in measured.uncalled
             if declared and self.fallback == "zero":
@@ -232,14 +234,23 @@ class Kronecker(Curvature):
             if declared and self.fallback == "identity":
                 found[name] = torch.ones((), dtype=torch.float64) + damping
             elif name in measured.diagonal:
-                found[name] = self._damped(measured.diagonal[name], damping)
+                by_kind[isinstance(damping, float)][name] = damping
             elif name in measured.l2:  # the penalty is all that depends on it
                 found[name] = torch.zeros((), dtype=torch.float64) + damping
+        for names in by_kind.values():
+            if names:
+                damped = self._damped([measured.diagonal[name] for name in names], list(names.values()))
+                found.update(zip(names, damped, strict=True))
         return found
 
-    def _damped(self, diagonal: Tensor, damping: Tensor | float) -> Tensor:
-        """The diagonal of parameters outside the blocks, damped as their neighbours in the blocks are: d + δ."""
-        return diagonal + damping
+    def _damped(self, diagonals: list[Tensor], damping: list[Any]) -> Sequence[Tensor]:
+        """The diagonals of parameters outside the blocks, damped as their neighbours in the blocks are: d + δ.
+
+        ``damping`` holds numbers only or tensors only; for numbers a few launches do for all parameters.
+        """
+        if isinstance(damping[0], float):
+            return torch._foreach_add(diagonals, damping)
+        return [d + x for d, x in zip(diagonals, damping, strict=True)]
 
     @abstractmethod
     def _invert(
@@ -297,11 +308,17 @@ class KFAC(Kronecker):
     def _low_rank(self) -> bool:
         return self.ema == 0 and self.damping > 0 and self.split in ("pi", "plain")
 
-    def _damped(self, diagonal: Tensor, damping: Tensor | float) -> Tensor:
+    def _damped(self, diagonals: list[Tensor], damping: list[Any]) -> Sequence[Tensor]:
         """With δ split between the factors a balanced eigenvalue λ becomes (√λ + √δ)²; so does the diagonal."""
         if self.split == "exact":
-            return diagonal + damping
-        return (diagonal.sqrt() + torch.as_tensor(damping, dtype=diagonal.dtype).to(diagonal.device).sqrt()).square()
+            return super()._damped(diagonals, damping)
+        if isinstance(damping[0], float):
+            damped = torch._foreach_sqrt(diagonals)
+            torch._foreach_add_(damped, [math.sqrt(x) for x in damping])
+            torch._foreach_mul_(damped, damped)
+            return damped
+        roots = (x.to(d.device, d.dtype).sqrt() for d, x in zip(diagonals, damping, strict=True))
+        return [(d.sqrt() + root).square() for d, root in zip(diagonals, roots, strict=True)]
 
     def _invert(
         self,

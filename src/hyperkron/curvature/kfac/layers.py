@@ -13,10 +13,11 @@ factor carries a leading dimension G (1 for everything else).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -104,7 +105,7 @@ class ConvLayer(Layer):
 
     @property
     def d_in(self) -> int:  # type: ignore[override]
-        return self.module.weight[0].numel()
+        return self.module.in_channels // self.module.groups * math.prod(self.module.kernel_size)
 
     @property
     def d_out(self) -> int:  # type: ignore[override]
@@ -118,9 +119,12 @@ class ConvLayer(Layer):
         """
         m = self.module
         pad = list(m._reversed_padding_repeated_twice)
-        if any(pad):
-            x = F.pad(x, pad, mode="constant" if m.padding_mode == "zeros" else m.padding_mode)
-        x = x.movedim(1, -1).contiguous()
+        if any(pad) and m.padding_mode != "zeros":
+            x = F.pad(x, pad, mode=m.padding_mode)
+        x = x.movedim(1, -1)
+        if any(pad) and m.padding_mode == "zeros":
+            x = F.pad(x, [0, 0, *pad])  # copies into the new order at once
+        x = x.contiguous()
         kernel, stride, dilation = m.kernel_size, m.stride, m.dilation
         spatial = x.shape[1:-1]
         out = [(s - d * (k - 1) - 1) // t + 1 for s, k, t, d in zip(spatial, kernel, stride, dilation, strict=True)]
@@ -133,13 +137,17 @@ class ConvLayer(Layer):
 
     def ordered(self, rows: Tensor) -> Tensor:
         """Reorder the last dimension from (*kernel, C/groups), the order of patches, to that of the weight."""
-        kernel = self.module.kernel_size
-        order = rows.unflatten(-1, (*kernel, -1)).movedim(-1, -1 - len(kernel))
-        return order.flatten(-1 - len(kernel))
+        taps = math.prod(self.module.kernel_size)
+        if taps == 1:
+            return rows
+        return rows.unflatten(-1, (taps, -1)).transpose(-1, -2).flatten(-2)
 
     def ordered_gram(self, gram: Tensor) -> Tensor:
-        """Reorder both sides of Σ r rᵀ likewise."""
-        return self.ordered(self.ordered(gram).mT)
+        """Reorder both sides of Σ r rᵀ likewise, in one copy."""
+        taps, d = math.prod(self.module.kernel_size), gram.shape[-1]
+        if taps == 1:
+            return gram
+        return gram.view(-1, taps, d // taps, taps, d // taps).permute(0, 2, 1, 4, 3).reshape(gram.shape)
 
     def _batched(self, x: Tensor) -> Tensor:
         """A single example as a batch of one."""
@@ -152,8 +160,14 @@ class ConvLayer(Layer):
             mean = self.patches(x).mean(dim=tuple(range(1, 1 + k)))
             yield mean.flatten(2).transpose(0, 1)
             return
-        for part in x.split(self._examples_per_chunk(x)):
-            yield self.patches(part).flatten(-1 - k).movedim(-2, 0).flatten(1, -2)
+        for part in _parts(x, self._examples_per_chunk(x)):
+            yield self._rows(self.patches(part))
+
+    def _rows(self, patches: Tensor) -> Tensor:
+        """All patches as rows, (groups, rows, d_in)."""
+        if self.groups > 1:
+            patches = patches.movedim(-2 - len(self.module.kernel_size), 0)
+        return patches.reshape(self.groups, -1, self.d_in)
 
     def input_gram(self, x: Tensor) -> Tensor | None:
         """On the CPU, for stride 1: see :mod:`~hyperkron.curvature.kfac.correlation`."""
@@ -172,7 +186,7 @@ class ConvLayer(Layer):
         if sharing == "reduce":
             yield g.sum(-1).transpose(0, 1)
         else:
-            yield g.permute(1, 0, 3, 2).reshape(self.groups, -1, self.d_out)
+            yield (g.mT if self.groups == 1 else g.permute(1, 0, 3, 2)).reshape(self.groups, -1, self.d_out)
 
     def positions(self, x: Tensor, g: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
         x, g = self._batched(x), self._batched(g)
@@ -185,10 +199,15 @@ class ConvLayer(Layer):
 
     def _examples_per_chunk(self, x: Tensor) -> int:
         m = self.module
-        per_example = x[0].numel() * (self.d_in * m.groups // x.shape[1])
+        per_example = x.shape[1:].numel() * (self.d_in * m.groups // x.shape[1])
         for t in m.stride:
             per_example //= t
         return max(1, CHUNK_ELEMENTS.get(x.device.type, 2**24) // max(1, per_example))
+
+
+def _parts(x: Tensor, size: int) -> tuple[Tensor, ...]:
+    """Stretches of at most ``size`` examples; ``x`` itself where that is one."""
+    return (x,) if len(x) <= size else x.split(size)
 
 
 def kronecker_layer(module: nn.Module) -> Layer | None:
@@ -213,12 +232,11 @@ def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tens
     """Σ_n (∂/∂p s_nᵀf_n)² for each parameter p of a norm layer or embedding, from its input and output gradient.
 
     A norm layer is z = weight·x̂ + bias, so an example's gradient is Σ_positions g·x̂ and Σ_positions g; batch
-    statistics count as constants. An embedding's row gets the sum of g over the positions where it was looked up.
+    statistics count as constants (batch norm layers have :func:`batch_norm_squares`, which treats many at once). An
+    embedding's row gets the sum of g over the positions where it was looked up.
     """
     if isinstance(module, nn.Embedding):
         return {"weight": _embedding_squares(module, x, g)}
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return _batch_norm_squares(module, x, g)
     normalised, axes = _normalised(module, x)
     keep = [a % g.dim() for a in axes]
     positions = [a for a in range(1, g.dim()) if a not in keep]
@@ -257,16 +275,43 @@ def _normalised(module: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
     return F.group_norm(x, module.num_groups, eps=module.eps), [1]
 
 
-def _batch_norm_squares(module: nn.modules.batchnorm._BatchNorm, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """As above; with statistics per channel, Σ g·x̂ = (Σ g·x − mean·Σ g)/std needs no normalised copy of x."""
+class BatchNormSums(NamedTuple):
+    """What the diagonal of a batch norm layer is made of: Σ g·x and Σ g over positions (N, C), and its statistics."""
+
+    along: Tensor
+    plain: Tensor
+    mean: Tensor
+    variance: Tensor
+    eps: float
+
+    def fits(self, other: BatchNormSums) -> bool:
+        """Whether the channels of both can be treated as those of one layer."""
+        mine, its = self.along, other.along
+        return self.eps == other.eps and len(mine) == len(its) and mine.dtype == its.dtype and mine.device == its.device
+
+
+def batch_norm_sums(module: nn.modules.batchnorm._BatchNorm, x: Tensor, g: Tensor) -> BatchNormSums:
+    """The sums of one call of a batch norm layer, from its input and output gradient."""
     x, g = x.flatten(2) if x.dim() > 2 else x[:, :, None], g.flatten(2) if g.dim() > 2 else g[:, :, None]
     if module.training or module.running_mean is None or module.running_var is None:
         variance, mean = torch.var_mean(x, dim=(0, 2), correction=0)
     else:
         variance, mean = module.running_var, module.running_mean
-    sums = g.sum(2)
-    along = ((g * x).sum(2) - mean * sums) * (variance + module.eps).rsqrt()
-    found = {"weight": along.square().sum(0)}
-    if module.bias is not None:
-        found["bias"] = sums.square().sum(0)
-    return found
+    return BatchNormSums((g * x).sum(2), g.sum(2), mean, variance, module.eps)
+
+
+def batch_norm_squares(sums: list[BatchNormSums]) -> list[tuple[Tensor, Tensor]]:
+    """The squared gradients of weight and bias for each of ``sums``.
+
+    With statistics per channel, Σ g·x̂ = (Σ g·x − mean·Σ g)/std needs no normalised copy of x. Layers of one batch are
+    treated together, their channels side by side: what is left to compute is small, and launches are what it costs. The
+    memory of ``sums`` is used.
+    """
+    if any(not sums[0].fits(other) for other in sums[1:]):
+        return [squares for one in sums for squares in batch_norm_squares([one])]
+    along, plain, mean, variance = (
+        parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1) for parts in list(zip(*sums, strict=True))[:4]
+    )
+    along.addcmul_(mean, plain, value=-1).mul_((variance + sums[0].eps).rsqrt())
+    widths = [one.mean.numel() for one in sums]
+    return list(zip(*(x.square_().sum(0).split(widths) for x in (along, plain)), strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -121,24 +121,30 @@ class KroneckerOperator(Invertible):
         if self._pending is not None:
             self.settle()
         self.products += 1
-        return self._apply(v, self.inverses.matvec, lambda x, d: x * d)
+        return self._apply(v, self.inverses.matvec, torch._foreach_mul)
 
     def solve(self, b: Tree) -> Tree:
         if self._pending is not None:
             self.settle()
-        return self._apply(b, self.inverses.solve, lambda x, d: x / d)
+        return self._apply(b, self.inverses.solve, torch._foreach_div)
 
     def _apply(
         self,
         v: Tree,
         on_blocks: Callable[[dict[str, Tensor]], dict[str, Tensor]],
-        on_diagonal: Callable[[Tensor, Tensor | float], Tensor],
+        on_diagonal: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]],
     ) -> Tree:
         found: Tree = {}
         for name, matrix in on_blocks({name: block.join(v) for name, block in self.blocks.items()}).items():
             found.update(self.blocks[name].part(matrix, v))
-        for name, d in self.diagonal.items():
-            found[name] = on_diagonal(v[name], d)
+        shaped = {n: d for n, d in self.diagonal.items() if d.shape == v[n].shape and d.device == v[n].device}
+        numbers = {n: d for n, d in self.diagonal.items() if n not in shaped}
+        if self._elsewhere:
+            missing = v.keys() - found.keys() - self.diagonal.keys()
+            numbers |= {n: torch.tensor(self._elsewhere, dtype=torch.float64) for n in missing}
+        for diagonal in (shaped, numbers):  # apart, for only tensors that are shaped alike share a launch
+            if diagonal:
+                found.update(zip(diagonal, on_diagonal([v[n] for n in diagonal], list(diagonal.values())), strict=True))
         for name in v.keys() - found.keys():
-            found[name] = on_diagonal(v[name], self._elsewhere) if self._elsewhere else torch.zeros_like(v[name])
+            found[name] = torch.zeros_like(v[name])
         return {name: found[name].to(x.dtype) for name, x in v.items()}
