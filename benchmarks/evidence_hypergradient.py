@@ -1,16 +1,16 @@
-"""Does the hypergradient of (log κ, log β) point where retraining says? KFAC against the identity, and two curvatures.
+"""Does the hypergradient of (log κ, log β, log γ) point where retraining says? KFAC, identity, two curvatures.
 
     python benchmarks/evidence_hypergradient.py            # TREC, Youtube, SMS with 10 trusted rows a class
 
-The inner loss of `hyperkron clean` is −log Σ_k f(k) e(k). Its gradient is that of a cross-entropy with EM's soft
-target, whose Gauss–Newton matrix is larger: it is the one the true labels would have given. The truth is the central
-difference of the held-out loss over students retrained from the same seeds with κ or β changed by a factor e^±0.5.
+The inner loss of `hyperkron clean` has a term −log Σ_k f(k) e(k). Its gradient is that of a cross-entropy with EM's
+soft target, whose Gauss–Newton matrix is larger: it is the one the true labels would have given. The truth is the
+central difference of the held-out loss over students retrained from the same seeds with κ, β or γ times e^±0.5.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def halves_of(work: Work) -> list[Half]:
     return halves(work, first, alone["halved"])
 
 
-def trained(work: Work, half: Half, shift: tuple[float, float], seed: int) -> tuple[Learner, Evidence]:
+def trained(work: Work, half: Half, shift: Sequence[float], seed: int) -> tuple[Learner, Evidence]:
     """A student trained to the end with λ kept at its start, moved by ``shift``."""
     evidence = Evidence()
     evidence.log_scale.data += torch.tensor(shift)
@@ -43,7 +43,7 @@ def trained(work: Work, half: Half, shift: tuple[float, float], seed: int) -> tu
     return learner, evidence
 
 
-def held_out(work: Work, both: list[Half], shift: tuple[float, float], seeds: int) -> float:
+def held_out(work: Work, both: list[Half], shift: Sequence[float], seeds: int) -> float:
     """Mean held-out loss of retrained students."""
     total = 0.0
     for seed in range(seeds):
@@ -61,18 +61,20 @@ def plain_outer(network: Any, evidence: Any, batch: Any) -> hk.losses.Loss:
 
 def soft_target(network: Any, evidence: Any, batch: Any) -> hk.losses.Loss:
     """EM's form of the inner loss: the same gradient, the curvature of complete data."""
-    x, opinion_, given, sure = batch
+    x, opinion_, given, sure, label, belief = batch
+    weight, believed = evidence.shares(belief)
     output = network(*x)
     log_e = torch.cat([evidence(opinion_, given), sure])
-    return hk.losses.cross_entropy(output, (output.log_softmax(1).detach() + log_e).softmax(1))
+    soft = hk.losses.cross_entropy(output, (output.log_softmax(1).detach() + log_e).softmax(1), weight=weight)
+    return soft + hk.losses.cross_entropy(output, label, weight=believed)
 
 
 def hypergradient(work: Work, both: list[Half], make: Callable[[], Any], loss: Any, seeds: int) -> list[float]:
     """The mean over halves and seeds, at the start of λ."""
-    found = torch.zeros(2)
+    found = torch.zeros(3)
     for seed in range(seeds):
         for half in both:
-            learner, evidence = trained(work, half, (0.0, 0.0), seed)
+            learner, evidence = trained(work, half, (0.0, 0.0, 0.0), seed)
             evidence.zero_grad()
             batch = learner.batch(len(half.noisy))
             problem = hk.BilevelProblem(loss, plain_outer)
@@ -83,11 +85,12 @@ def hypergradient(work: Work, both: list[Half], make: Callable[[], Any], loss: A
 
 
 def measure(setting: Setting, seeds: int) -> dict[str, list[float]]:
-    """The truth and every method, d/d(log κ) and d/d(log β)."""
+    """The truth and every method, d/d(log κ), d/d(log β) and d/d(log γ)."""
     work = work_for(load(setting, 0), 0, torch.device("cpu"), hk.CleanConfig())
     both = halves_of(work)
-    ends = [held_out(work, both, shift, seeds) for shift in ((STEP, 0), (-STEP, 0), (0, STEP), (0, -STEP))]
-    found = {"retraining": [(ends[0] - ends[1]) / (2 * STEP), (ends[2] - ends[3]) / (2 * STEP)]}
+    steps = (STEP * torch.eye(3)).tolist()
+    ends = [[held_out(work, both, [sign * x for x in step], seeds) for sign in (1, -1)] for step in steps]
+    found = {"retraining": [(up - down) / (2 * STEP) for up, down in ends]}
     methods = {
         "identity": hk.identity,
         "KFAC 1e-2": lambda: hk.kfac(1e-2),
@@ -111,8 +114,9 @@ def main() -> None:
     for name in options.datasets.split(","):
         results[name] = measure(Setting(name, "weak", options.per_class), options.seeds)
         print(name)
-        for method, (kappa, beta) in results[name].items():
-            print(f"  {method:32} d/dlog κ {kappa:+.4f}   d/dlog β {beta:+.4f}", flush=True)
+        for method, slopes in results[name].items():
+            told = "   ".join(f"d/dlog {name} {slope:+.4f}" for name, slope in zip("κβγ", slopes, strict=True))
+            print(f"  {method:32} {told}", flush=True)
     write_result(
         "evidence_hypergradient.json", {"per_class": options.per_class, "seeds": options.seeds, "results": results}
     )

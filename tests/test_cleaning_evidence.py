@@ -113,7 +113,7 @@ def test_the_gauss_newton_matrix_is_the_information_of_two_outcomes() -> None:
     assert float(torch.linalg.eigvalsh(complete / 7 - wanted).min()) > -1e-12  # missing labels only lose information
 
 
-# --- the hypergradient of (log κ, log β) --------------------------------------------------------------------
+# --- the hypergradient of (log κ, log β, log γ) -------------------------------------------------------------
 
 
 class Converged:
@@ -130,7 +130,10 @@ class Converged:
         matrix = torch.full((3, 3), 0.2, dtype=DOUBLE).fill_diagonal_(0.6)
         self.true = true
         sure = certain(true[40:46], 3).double()
-        self.inner_batch = ((self.x[:46],), expert, label_evidence(matrix, given), sure)
+        told = label_evidence(matrix, given)
+        belief = (expert + told).softmax(1).gather(1, given[:, None])[:, 0]
+        both = torch.cat([given, true[40:46]]), torch.cat([belief, torch.ones(6, dtype=DOUBLE)])
+        self.inner_batch = ((self.x[:46],), expert, told, sure, *both)
         self.outer_batch = ((self.x[46:],), true[46:])
         self.problem = hk.BilevelProblem(self.inner, outer_objective)
 
@@ -161,7 +164,7 @@ class Converged:
 
     def differences(self, at: Evidence, step: float = 1e-4) -> Tensor:
         found = []
-        for i in range(2):
+        for i in range(3):
             ends = []
             for sign in (1, -1):
                 moved = Evidence().double()
@@ -205,7 +208,9 @@ def test_approximate_curvature_gives_the_right_signs(name: str, solved: tuple[Co
     case, at, wanted = solved
     method = hk.cg(200, curvature=hk.GGN(1e-3), tolerance=1e-10) if name == "ggn" else hk.kfac(1e-3, fisher="type-2")
     found = case.hypergradient(method, at)
-    direct = torch.stack([torch.tensor(THRIFT, dtype=DOUBLE), THRIFT * at.log_scale.detach()[1]])
+    direct = torch.stack(
+        [torch.tensor(THRIFT, dtype=DOUBLE), THRIFT * at.log_scale.detach()[1], torch.zeros((), dtype=DOUBLE)]
+    )
     assert torch.equal(found.sign(), wanted.sign())
     assert torch.equal((found - direct).sign(), (wanted - direct).sign())  # the implicit part by itself
     ratio = (found - direct) / (wanted - direct)
@@ -347,7 +352,24 @@ def test_evidence_weighs_opinion_and_label() -> None:
     evidence = Evidence(experts=0.5, label=0.25)
     opinion, given = torch.randn(3, 2), torch.randn(3, 2)
     assert torch.allclose(evidence(opinion, given), 0.5 * opinion + 0.25 * given)
-    assert evidence.values() == {"experts": 0.5, "label": 0.25}
+    assert evidence.values() == {"experts": 0.5, "label": 0.25, "belief": 0.3}
+    q = torch.tensor([1.0, 0.4, 0.0])
+    weight, believed = Evidence(belief=0.25).shares(q)
+    assert torch.allclose(weight, torch.full((3,), 0.8)) and torch.allclose(believed, 0.2 * q)
+
+
+def test_the_inner_objective_is_both_terms() -> None:
+    random = torch.Generator().manual_seed(0)
+    x, opinion, given = (torch.randn(n, 3, generator=random) for n in (7, 5, 5))
+    label, belief = torch.arange(7) % 3, torch.tensor([0.9, 0.1, 0.5, 0.3, 0.7, 1.0, 1.0])
+    model, at = nn.Linear(3, 3), Evidence(0.6, 0.8, 0.5)
+    found = inner_objective(model, at, ((x,), opinion, given, certain(label[5:], 3), label, belief)).item()
+    f = model(x).softmax(1)
+    shift = (0.6 * opinion + 0.8 * given).max(1, keepdim=True).values
+    seen = (f[:5] * (0.6 * opinion + 0.8 * given - shift).exp()).sum(1).log()
+    told = f.gather(1, label[:, None])[:, 0].log()
+    wanted = -(torch.cat([seen, told[5:]]) + 0.5 * belief * told).mean() / 1.5
+    assert found == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def test_folds_are_even_in_every_class_and_group_and_follow_the_seed() -> None:

@@ -225,7 +225,7 @@ def test_evidence_that_runs_away_is_put_back_and_said(data: Blobs, monkeypatch: 
 def test_a_hypergradient_that_is_not_finite_is_a_collapse(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         def backward(problem: Any, model: Any, hyper: Any, *batches: Any) -> Any:
-            hyper.log_scale.grad = torch.full((2,), float("nan"))
+            hyper.log_scale.grad = torch.full((3,), float("nan"))
             return SimpleNamespace(outer_loss=1.0, status=Status.DIRECT)
 
         return SimpleNamespace(backward=backward)
@@ -241,7 +241,7 @@ def test_a_hypergradient_that_is_not_finite_is_a_collapse(data: Blobs, monkeypat
         (Status.MORE_DAMPING, []),
         (
             Status.KEPT_PREVIOUS,
-            ["with so many, rely on the suspects only if the curves of κ and β in the report settle."],
+            ["with so many, rely on the suspects only if the curves of κ, β and γ in the report settle."],
         ),
     ],
 )
@@ -250,7 +250,7 @@ def test_hypergradients_that_did_not_end_well_are_counted_and_said(
 ) -> None:
     def inexact(*_: Any, **__: Any) -> Any:
         def backward(problem: Any, model: Any, hyper: Any, *batches: Any) -> Any:
-            hyper.log_scale.grad = torch.zeros(2)
+            hyper.log_scale.grad = torch.zeros(3)
             return SimpleNamespace(outer_loss=1.0, status=status)
 
         return SimpleNamespace(backward=backward)

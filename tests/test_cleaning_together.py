@@ -32,7 +32,7 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float64) -> Dense:
 
 
 def lessons(sizes: tuple[int, ...] = (180, 33, 40, 17), classes: int = 3) -> list[Lesson]:
-    """In batches of 22 and 16, the last of 4, 8 or, left out, 1; the last but one is weighted."""
+    """In batches of 22 and 16, the last of 4, 8 or, left out, 1; the last two have weights and labels."""
     random = torch.Generator().manual_seed(2)
     found = []
     for at, size in enumerate(sizes):
@@ -40,7 +40,9 @@ def lessons(sizes: tuple[int, ...] = (180, 33, 40, 17), classes: int = 3) -> lis
         evidence = 3 * torch.randn(size, classes, generator=random)
         if at == 0:
             evidence = certain(evidence.argmax(1), classes)
-        found.append(Lesson(rows, evidence, torch.rand(size, generator=random) if at == len(sizes) - 2 else None))
+        weight = torch.rand(size, generator=random) if at == len(sizes) - 2 else None
+        told = (rows % classes, torch.rand(size, generator=random)) if at == len(sizes) - 1 else None
+        found.append(Lesson(rows, evidence, weight, told))
     return found
 
 

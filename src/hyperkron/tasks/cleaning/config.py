@@ -25,7 +25,7 @@ class CleanConfig:
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ...
         encoder: for texts, a Hugging Face encoder by name or path; None takes the default one.
         layers: how many of the encoder's last layers to train; 0 keeps it frozen.
-        hypergradient: ``kfac`` learns κ and β; ``none`` keeps their starting values (the ablation).
+        hypergradient: ``kfac`` learns κ, β and γ; ``none`` keeps their starting values (the ablation).
     """
 
     seed: int = 0

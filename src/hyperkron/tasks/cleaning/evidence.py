@@ -82,19 +82,22 @@ def likelihood(output: Tensor, evidence: Tensor, weight: Tensor | None = None) -
 
 
 class Evidence(nn.Module):
-    """λ: how much the experts (κ) and the given label (β) count. Both positive, so their logarithms are the parameters.
+    """λ: how much the experts (κ) and the given label (β) count as evidence, and how much it is learnt beside it (γ).
 
-    A step of Adam with rate r changes each by a factor of about e^r at most, whatever the hypergradient's scale.
+    All positive, so their logarithms are the parameters. A step of Adam with rate r changes each by a factor of about
+    e^r at most, whatever the hypergradient's scale.
 
     Example:
         >>> evidence = Evidence(experts=0.5)
         >>> evidence.values()
-        {'experts': 0.5, 'label': 1.0}
+        {'experts': 0.5, 'label': 1.0, 'belief': 0.3}
     """
 
-    def __init__(self, experts: float = 0.35, label: float = 1.0) -> None:
+    NAMES = ("experts", "label", "belief")
+
+    def __init__(self, experts: float = 0.35, label: float = 1.0, belief: float = 0.3) -> None:
         super().__init__()
-        self.log_scale = nn.Parameter(torch.tensor([math.log(experts), math.log(label)]))
+        self.log_scale = nn.Parameter(torch.tensor([math.log(experts), math.log(label), math.log(belief)]))
 
     def forward(self, opinion: Tensor, given: Tensor) -> Tensor:
         """log e = κ · opinion + β · given, both (N, C): log p̄ of the experts and log T[:, y] of the label."""
@@ -102,9 +105,14 @@ class Evidence(nn.Module):
         return scale[0] * opinion + scale[1] * given
 
     def values(self) -> dict[str, float]:
-        """κ and β as numbers."""
-        experts, label = self.log_scale.detach().double().exp().tolist()
-        return {"experts": round(experts, 6), "label": round(label, 6)}
+        """κ, β and γ as numbers."""
+        found = self.log_scale.detach().double().exp().tolist()
+        return {name: round(value, 6) for name, value in zip(self.NAMES, found, strict=True)}
+
+    def shares(self, belief: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights 1 / (1 + γ) of the evidence and γ q(y) / (1 + γ) of the label, of rows whose label has q(y)."""
+        gamma = self.log_scale[2].exp()
+        return torch.ones_like(belief) / (1 + gamma), belief * gamma / (1 + gamma)
 
 
 @dataclass(frozen=True)

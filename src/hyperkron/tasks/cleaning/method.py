@@ -4,11 +4,11 @@
    are, and one trained through the noise matrix that the second one shows on the trusted rows.
 2. *Opinion*: their logarithmic pool, fitted to the trusted rows and carried over to the class frequencies of the noisy
    ones; the noise matrix by EM.
-3. *Students*: κ and β, learnt by KFAC hypergradients (``students.py``). A student is then one more expert.
+3. *Students*: κ, β and γ, learnt by KFAC hypergradients (``students.py``). A student is then one more expert.
 4. *Verdict on each row*: q(k) ∝ p̄(k | x) T[k, y]. A row is as wrong as 1 − q(y), and its suggestion is argmax q.
 5. *The network*: fitted to log e = κ log p̄ + β log T[:, y] on the noisy rows, weighted by how sure q is of them, to
-   their given labels as far as q believes them, and to the trusted rows; for three quarters of the epochs of a plain
-   training, before it begins to fit the noise that is left.
+   their given labels as far as γ and q believe them, and to the trusted rows; for three quarters of the epochs of a
+   plain training, before it begins to fit the noise that is left.
 
 All other networks are trained on half of the rows or less, also for half as many epochs, so that the whole costs two to
 three plain trainings. Where there are few rows, epochs are not what costs: perceptrons are then trained side by side
@@ -255,7 +255,7 @@ def halves(work: Work, first: Opinion, halved: Tensor) -> list[Half]:
 
 
 def students(work: Work, first: Opinion, halved: Tensor) -> Tensors:
-    """Learn κ and β: the students' opinion on all rows (``asked``), ``log_scale``, and how it went."""
+    """Learn κ, β and γ: the students' opinion on all rows (``asked``), ``log_scale``, and how it went."""
 
     def compute() -> Tensors:
         both = halves(work, first, halved)
@@ -269,12 +269,12 @@ def students(work: Work, first: Opinion, halved: Tensor) -> Tensors:
             learn=work.config.hypergradient == "kfac",
             tick=work.ticker("bilevel students"),
         )
-        path = [[p["experts"], p["label"]] for p in found.path]
+        path = [list(p.values()) for p in found.path]
         return {
             "asked": held_out(found, work.inputs, both, len(work.given), work.classes),
             "log_scale": found.evidence.log_scale.detach().clone(),
             "outer": torch.tensor(found.outer, dtype=torch.float64),
-            "path": torch.tensor(path, dtype=torch.float64).reshape(-1, 2),
+            "path": torch.tensor(path, dtype=torch.float64).reshape(-1, 3),
             "collapsed": torch.tensor(found.collapsed),
             "troubled": torch.tensor(found.troubled),
         }
@@ -290,8 +290,8 @@ class Outcome:
         first, final: the opinions without and with the students.
         student: the students' held-out opinion on all rows.
         matrix_expert, pooled_expert, trusted_expert: those of the experts.
-        scale: κ and β.
-        outer, path: the way of the held-out loss and of (κ, β).
+        scale: κ, β and γ.
+        outer, path: the way of the held-out loss and of (κ, β, γ).
         collapsed: λ was put back.
         troubled: hypergradients whose solve did not end well.
     """
@@ -303,7 +303,7 @@ class Outcome:
     halved: Tensor
     pooled_expert: Tensor
     matrix_expert: Tensor
-    scale: tuple[float, float]
+    scale: tuple[float, float, float]
     outer: list[float]
     path: list[list[float]]
     collapsed: bool
@@ -318,7 +318,7 @@ class Outcome:
         return _certainty(self.final.posterior, given)
 
     def lesson(self, work: Work, rows: Tensor, half: int | None = None) -> Lesson:
-        """What the network learns of these rows: (w L(e) + β q(y) CE(y)) / (1 + β).
+        """What the network learns of these rows: (w L(e) + γ q(y) CE(y)) / (1 + γ).
 
         For one half, whose trusted rows are going to judge the network, without the students and with experts that saw
         none of those rows.
@@ -329,14 +329,14 @@ class Outcome:
             log_p, matrix = unseen(self.first, self.halved)[work.noisy], self.first.matrix
             log_p = shifted(log_p, frequencies(work.given[work.trusted], work.classes))
         through = label_evidence(matrix, given)
-        posterior, (kappa, beta) = (log_p + through).softmax(1), self.scale
+        posterior, (kappa, beta, gamma) = (log_p + through).softmax(1), self.scale
         evidence = work.known(torch.arange(len(work.given), device=work.device))
         weight, belief = torch.ones(2, len(work.given), device=work.device)
         evidence[work.noisy] = kappa * log_p + beta * through
         weight[work.noisy] = _certainty(posterior, given)
         belief[work.noisy] = posterior.gather(1, given[:, None])[:, 0]
-        believed = (work.given[rows], beta / (1 + beta) * belief[rows])
-        return Lesson(rows, evidence[rows], weight[rows] / (1 + beta), believed)
+        believed = (work.given[rows], gamma / (1 + gamma) * belief[rows])
+        return Lesson(rows, evidence[rows], weight[rows] / (1 + gamma), believed)
 
 
 def _certainty(posterior: Tensor, given: Tensor) -> Tensor:
@@ -364,7 +364,7 @@ def conclude(work: Work, alone: Tensors, pooled: Tensor, matrix: Tensor) -> Outc
         alone["halved"],
         pooled,
         matrix,
-        (float(scale[0]), float(scale[1])),
+        (float(scale[0]), float(scale[1]), float(scale[2])),
         learnt["outer"].tolist(),
         learnt["path"].tolist(),
         bool(learnt["collapsed"]),

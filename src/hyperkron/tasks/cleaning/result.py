@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hyperkron.data import Labelled
 from hyperkron.solution import HyperkronError
 from hyperkron.tasks.cleaning.config import CleanConfig
+from hyperkron.tasks.cleaning.evidence import Evidence
 from hyperkron.tasks.cleaning.folder import FORMAT
 from hyperkron.tasks.cleaning.method import Outcome, Work
 from hyperkron.tasks.cleaning.trainer import Inputs, Plan, predict
@@ -110,12 +111,13 @@ def scores_summary(outcome: Outcome, scores: dict[str, Tensor]) -> dict[str, Any
             "edges": [round(i / 20, 2) for i in range(21)],
             "counts": torch.histc(scores["weight"].float(), bins=20, min=0, max=1).long().tolist(),
         },
-        "evidence": {"experts": outcome.scale[0], "label": outcome.scale[1]},
+        "evidence": dict(zip(Evidence.NAMES, outcome.scale, strict=True)),
         "collapsed": outcome.collapsed,
         "curves": [
             {"name": "loss on held-out trusted rows", **curve, "y": outcome.outer},
             {"name": "weight of the experts κ", **curve, "y": [p[0] for p in outcome.path]},
             {"name": "weight of the given label β", **curve, "y": [p[1] for p in outcome.path]},
+            {"name": "weight of learning the given label γ", **curve, "y": [p[2] for p in outcome.path]},
         ],
     }
 

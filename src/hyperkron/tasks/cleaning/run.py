@@ -298,7 +298,7 @@ class _Embedding:
 
 
 def _trouble(outcome: Outcome) -> list[str]:
-    """What a person should know about how κ and β were learnt."""
+    """What a person should know about how κ, β and γ were learnt."""
     found = []
     if outcome.collapsed:
         found.append("The weights of the evidence ran away, so they were put back to where they began.")
@@ -306,7 +306,7 @@ def _trouble(outcome: Outcome) -> list[str]:
         of = max(outcome.troubled, 2 * len(outcome.outer))
         text = (
             f"{outcome.troubled} of {of} hypergradients are inexact: the linear solve behind them did not end well. "
-            "The run went on. They only steer how far experts and given labels are believed (κ and β); "
+            "The run went on. They only steer how far experts and given labels are believed (κ, β and γ); "
         )
         few = 10 * outcome.troubled <= of
         found.append(
@@ -314,7 +314,7 @@ def _trouble(outcome: Outcome) -> list[str]:
             + (
                 "so few hardly change which rows are suspects."
                 if few
-                else "with so many, rely on the suspects only if the curves of κ and β in the report settle."
+                else "with so many, rely on the suspects only if the curves of κ, β and γ in the report settle."
             )
         )
     return found

@@ -1,11 +1,12 @@
 """The bilevel part: two networks, each fitted to the evidence on one half, judged on trusted rows of the other.
 
     min_λ  Σ_h J_out(λ, θ_h(λ); trusted rows of half h)     subject to
-    θ_h(λ) = argmin_θ  −mean_n log Σ_k f_θ(k | x_n) e_n(k; λ)     over the noisy rows of half h and the trusted rows
-                                                                   of the other half
+    θ_h(λ) = argmin_θ  −mean_n [ log Σ_k f_θ(k | x_n) e_n(k; κ, β) + γ q_n(y_n) log f_θ(y_n | x_n) ] / (1 + γ)
+             over the noisy rows of half h and the trusted rows of the other half
 
-λ = (log κ, log β) says how much the experts and the given labels count. The experts' opinions on the noisy rows of half
-h come from models that saw neither those rows nor the trusted rows of half h, so J_out is an honest held-out loss.
+λ = (log κ, log β, log γ) says how much the experts and the given labels count as evidence, and how much a given label
+that is believed, with probability q(y), is learnt beside it. The experts' opinions on the noisy rows of half h come
+from models that saw neither those rows nor the trusted rows of half h, so J_out is an honest held-out loss.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DAMPING = 1e-2
 """Of KFAC; see `benchmarks/evidence_hypergradient.py` for how its hypergradient compares with retraining."""
 
 RATE = 0.08
-"""Of Adam on (log κ, log β): at most about 8 % change per outer step of 30, whatever the hypergradient's scale."""
+"""Of Adam on λ: at most about 8 % change per outer step of 30, whatever the hypergradient's scale."""
 
 THRIFT = 0.01
 """Weight of log κ in the outer objective: the experts count only as far as held-out trusted rows ask for it."""
@@ -45,7 +46,7 @@ HYPERGRADIENT = 6
 
 WARM_UP = 0.2
 BOUNDS = (1e-2, 1e2)
-"""κ and β must stay between these, and β at most 1; leaving them is reported as a collapse."""
+"""κ, β and γ must stay between these, and β and γ at most 1; leaving them is reported as a collapse."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Students:
         networks: one for each half.
         evidence: λ, its mean over the last third of the outer steps.
         outer: the held-out loss at every outer step.
-        path: κ and β at every outer step.
+        path: κ, β and γ at every outer step.
         collapsed: λ ran into a bound, or a hypergradient was not finite; λ was then put back to where it began.
         troubled: hypergradients whose solve did not end well.
     """
@@ -86,15 +87,18 @@ class Students:
 
 
 def inner(network: Any, evidence: Any, batch: Any) -> Loss:
-    """J_in: the likelihood of the evidence, of noisy and trusted rows together."""
-    x, opinion, given, sure = batch
-    return likelihood(network(*x), torch.cat([evidence(opinion, given), sure]))
+    """J_in: likelihood of the evidence and cross-entropy of the believed labels, of noisy and trusted rows together."""
+    x, opinion, given, sure, label, belief = batch
+    weight, believed = evidence.shares(belief)
+    output = network(*x)
+    seen = likelihood(output, torch.cat([evidence(opinion, given), sure]), weight)
+    return seen + losses.cross_entropy(output, label, weight=believed)
 
 
 def outer(network: Any, evidence: Any, batch: Any) -> Loss:
     """J_out: cross-entropy on held-out trusted rows, and THRIFT · (log κ + ½ (log β)²)."""
     x, y = batch
-    experts, label = evidence.log_scale
+    experts, label, _ = evidence.log_scale
     return losses.cross_entropy(network(*x), y) + THRIFT * (experts + 0.5 * label.square())
 
 
@@ -125,6 +129,9 @@ class Learner:
         self.schedule = schedule_for(self.optimizer, self.total)
         self.rows = torch.cat([half.noisy, half.kept])
         self.sure = certain(labels[half.kept], half.given.shape[1])
+        posterior = (half.opinion + half.given).softmax(1)
+        own = posterior.gather(1, labels[half.noisy][:, None])[:, 0]
+        self.belief = torch.cat([own, torch.ones_like(own[:1]).expand(len(half.kept))])
 
     def draw(self, size: int) -> Tensor:
         """Positions of noisy rows, and of trusted ones in the proportion in which there are some, at least one."""
@@ -138,20 +145,22 @@ class Learner:
         """So many noisy rows, and trusted ones, as the inner objective takes them."""
         at = self.draw(size)
         i, j = at[:size], at[size:] - len(self.half.noisy)
-        return self.inputs.batch(self.rows[at]), self.half.opinion[i], self.half.given[i], self.sure[j]
+        told = self.labels[self.rows[at]], self.belief[at]
+        return self.inputs.batch(self.rows[at]), self.half.opinion[i], self.half.given[i], self.sure[j], *told
 
     @torch.no_grad()
     def lesson(self, evidence: Evidence) -> Lesson:
         """All rows with their evidence at the present λ."""
-        return Lesson(self.rows, torch.cat([evidence(self.half.opinion, self.half.given), self.sure]))
+        weight, believed = evidence.shares(self.belief)
+        told = torch.cat([evidence(self.half.opinion, self.half.given), self.sure])
+        return Lesson(self.rows, told, weight, (self.labels[self.rows], believed))
 
     def learn(self, evidence: Evidence) -> None:
         """One step of θ."""
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():  # λ is held fixed here
-            x, opinion, given, sure = self.batch(self.size)
-            target = torch.cat([evidence(opinion, given), sure])
-        likelihood(self.network(*x), target).backward()
+            batch = self.batch(self.size)
+        inner(self.network, evidence, batch).value.backward()
         self.optimizer.step()
         self.schedule.step()
 
@@ -285,7 +294,7 @@ class _Moving:
         self.students.outer.append(loss)
         self.students.path.append(evidence.values())
         self.optimizer.step()
-        evidence.log_scale.data[1].clamp_(max=0.0)  # a label is no more than one observation
+        evidence.log_scale.data[1:].clamp_(max=0.0)  # a label is no more than one observation
         if not bool(((evidence.log_scale > _LOW) & (evidence.log_scale < _HIGH)).all()):
             self._collapse()
         evidence.zero_grad()
@@ -300,7 +309,7 @@ class _Moving:
         if self.students.collapsed or not path:
             return
         last = path[-max(1, len(path) // 3) :]
-        mean = [[p[name] for p in last] for name in ("experts", "label")]
+        mean = [[p[name] for p in last] for name in Evidence.NAMES]
         logs = torch.tensor(mean, dtype=torch.float64).log().mean(1)
         self.students.evidence.log_scale.data.copy_(logs)
 

@@ -68,7 +68,7 @@ def together(
             networks.append(build().to(device).train())
             count, random = len(lesson.rows), _continued(device)
         streams.append(batches(count, plan.batch_for(count), random, device))
-        if len(lessons) == 1 or any(one.believed for one in lessons) or not stackable(networks, inputs):
+        if len(lessons) == 1 or not stackable(networks, inputs):
             return [
                 train(build, inputs, one, plan, seed=seed, steps=steps, tick=tick)
                 for one, seed in zip(lessons, seeds, strict=True)
@@ -164,11 +164,20 @@ class Stack:
         self.evidence = evidence - evidence.max(1, keepdim=True).values
         counts = torch.tensor([0, *(len(lesson.rows) for lesson in lessons)], device=self.rows.device)
         self.begin = counts.cumsum(0)[:-1, None]
-        self.weight = None
+        self.weight, self.believed = None, None
         if any(lesson.weight is not None for lesson in lessons):
-            ones = (torch.ones_like(lesson.evidence[:, 0]) for lesson in lessons)
-            weights = [one if n.weight is None else n.weight.to(one) for n, one in zip(lessons, ones, strict=True)]
-            self.weight = torch.cat(weights)
+            self.weight = self._joined([lesson.weight for lesson in lessons], 1.0)
+        if any(lesson.believed is not None for lesson in lessons):
+            labels = torch.cat([0 * n.rows if n.believed is None else n.believed[0] for n in lessons])
+            told = [None if lesson.believed is None else lesson.believed[1] for lesson in lessons]
+            self.believed = labels, self._joined(told, 0.0)
+
+    def _joined(self, parts: list[Tensor | None], otherwise: float) -> Tensor:
+        """A number for each row of the lessons, one after the other."""
+        lengths = [*self.begin[1:, 0].tolist(), len(self.rows)]
+        counts = [end - begin for begin, end in zip(self.begin[:, 0].tolist(), lengths, strict=True)]
+        filled = [torch.full((n,), otherwise) if p is None else p for p, n in zip(parts, counts, strict=True)]
+        return torch.cat([part.to(self.values) for part in filled])
 
     def step(self, parts: Sequence[Tensor]) -> None:
         """One step of every network, on these positions in its lesson."""
@@ -179,16 +188,19 @@ class Stack:
             at = pad_sequence(list(parts), batch_first=True, padding_value=-1)
             there = at >= 0
             at, share = at.clamp(min=0), (there.to(self.values) / there.sum(1, keepdim=True))[..., None]
-        at = at + self.begin
+        at, even = at + self.begin, share
         if self.weight is not None:
             share = share * self.weight[at][..., None]
         output = self._forward(self.values[self.rows[at]])
         with torch.no_grad():
             slope, seen = self._slope(output, self.evidence[at])
             self.loss = -(seen * share).sum((1, 2))
+            slope = slope.mul_(share)
+            if self.believed is not None:
+                self._believe(output, at, even, slope)
         for block in self.blocks:
             block.grad = None
-        output.backward(slope.mul_(share))
+        output.backward(slope)
         self.optimizer.step()
         self.schedule.step()
 
@@ -201,6 +213,14 @@ class Stack:
             else:
                 x = torch.baddbmm(layer[1][:, None], x, layer[0])
         return x
+
+    def _believe(self, output: Tensor, at: Tensor, share: Tensor | float, slope: Tensor) -> None:
+        """Add the slope of the cross-entropy of the believed labels, share · b · (f − 1_y)."""
+        assert self.believed is not None
+        label, share = self.believed[0][at][..., None], share * self.believed[1][at][..., None]
+        f = output.log_softmax(-1)
+        self.loss = self.loss - (f.gather(-1, label) * share).sum((1, 2))
+        slope += f.exp_().scatter_add_(-1, label, -torch.ones_like(share)).mul_(share)
 
     @staticmethod
     def _slope(output: Tensor, evidence: Tensor) -> tuple[Tensor, Tensor]:
