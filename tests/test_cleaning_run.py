@@ -263,6 +263,20 @@ def test_hypergradients_that_did_not_end_well_are_counted_and_said(
     assert all(m.startswith(f"{2 * steps} of {2 * steps} hypergradients are inexact: ") for m in messages)
 
 
+def test_given_labels_never_count_more_than_once(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def upwards(*_: Any, **__: Any) -> Any:
+        def backward(problem: Any, model: Any, hyper: Any, *batches: Any) -> Any:
+            hyper.log_scale.grad = -torch.ones(3)
+            return SimpleNamespace(outer_loss=1.0, status=Status.DIRECT)
+
+        return SimpleNamespace(backward=backward)
+
+    monkeypatch.setattr(students, "kfac", upwards)
+    evidence = clean(data.train, data.trusted, config=NONE).summary["evidence"]
+    assert evidence["experts"] > 1 and evidence["label"] == 1
+    assert 0.9 < evidence["belief"] <= 1  # from 0.3; the mean over the last third of the steps
+
+
 def test_few_hypergradients_that_did_not_end_well_are_no_reason_to_worry() -> None:
     def said(troubled: int, steps: int, collapsed: bool = False) -> list[str]:
         outcome: Any = SimpleNamespace(troubled=troubled, outer=[0.0] * steps, collapsed=collapsed)
