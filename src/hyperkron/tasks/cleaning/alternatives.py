@@ -17,6 +17,7 @@ from hyperkron.hypergradient import sama
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError
 from hyperkron.tasks.cleaning.config import ALTERNATIVES, OURS
+from hyperkron.tasks.cleaning.evidence import of_label
 from hyperkron.tasks.cleaning.method import Outcome, Work
 from hyperkron.tasks.cleaning.trainer import Lesson, optimizer_for, predict, schedule_for, seeded
 
@@ -61,7 +62,7 @@ def lesson(name: str, work: Work, outcome: Outcome, half: int | None = None) -> 
     else:
         alone = outcome.trusted_expert if half is None else outcome.halved
         expert = outcome.pooled_expert if name == "small-loss" else alone
-        weight = expert[noisy].gather(1, work.given[noisy][:, None])[:, 0]
+        weight = of_label(expert[noisy], work.given[noisy])
     return Lesson(rows, work.known(rows), torch.cat([weight, torch.ones(len(trusted), device=work.device)]))
 
 

@@ -284,6 +284,11 @@ def noise_matrix(opinion: Tensor, given: Tensor, iterations: int = 10, strength:
     return matrix, posterior
 
 
+def of_label(probabilities: Tensor, labels: Tensor) -> Tensor:
+    """The probability (N,) that (N, C) gives to each row's label."""
+    return probabilities.gather(1, labels[:, None])[:, 0]
+
+
 def label_evidence(matrix: Tensor, given: Tensor) -> Tensor:
     """log T[:, y_n] for every row (N, C)."""
     return (matrix + 1e-6).log()[:, given].T

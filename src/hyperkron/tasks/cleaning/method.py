@@ -32,6 +32,7 @@ from hyperkron.tasks.cleaning.evidence import (
     logs,
     noise_matrix,
     noise_matrix_from_trusted,
+    of_label,
     shifted,
     stack,
 )
@@ -311,7 +312,7 @@ class Outcome:
 
     def error_probability(self, given: Tensor) -> Tensor:
         """1 − q(y) of the noisy rows."""
-        return 1 - self.final.posterior.gather(1, given[:, None])[:, 0]
+        return 1 - of_label(self.final.posterior, given)
 
     def weight(self, given: Tensor) -> Tensor:
         """How much each noisy row counts: q(y), or 2 max q − 1 where another class is that much surer."""
@@ -334,13 +335,13 @@ class Outcome:
         weight, belief = torch.ones(2, len(work.given), device=work.device)
         evidence[work.noisy] = kappa * log_p + beta * through
         weight[work.noisy] = _certainty(posterior, given)
-        belief[work.noisy] = posterior.gather(1, given[:, None])[:, 0]
+        belief[work.noisy] = of_label(posterior, given)
         believed = (work.given[rows], gamma / (1 + gamma) * belief[rows])
         return Lesson(rows, evidence[rows], weight[rows] / (1 + gamma), believed)
 
 
 def _certainty(posterior: Tensor, given: Tensor) -> Tensor:
-    return torch.maximum(posterior.gather(1, given[:, None])[:, 0], 2 * posterior.max(1).values - 1)
+    return torch.maximum(of_label(posterior, given), 2 * posterior.max(1).values - 1)
 
 
 def clean_labels(work: Work) -> Outcome:

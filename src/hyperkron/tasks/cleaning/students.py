@@ -25,7 +25,7 @@ from hyperkron.hypergradient import kfac
 from hyperkron.losses import Loss
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, Status
-from hyperkron.tasks.cleaning.evidence import Evidence, certain, likelihood
+from hyperkron.tasks.cleaning.evidence import Evidence, certain, likelihood, of_label
 from hyperkron.tasks.cleaning.together import Stack, stackable
 from hyperkron.tasks.cleaning.trainer import Inputs, Lesson, Plan, Tick, optimizer_for, predict, schedule_for, seeded
 
@@ -129,8 +129,7 @@ class Learner:
         self.schedule = schedule_for(self.optimizer, self.total)
         self.rows = torch.cat([half.noisy, half.kept])
         self.sure = certain(labels[half.kept], half.given.shape[1])
-        posterior = (half.opinion + half.given).softmax(1)
-        own = posterior.gather(1, labels[half.noisy][:, None])[:, 0]
+        own = of_label((half.opinion + half.given).softmax(1), labels[half.noisy])
         self.belief = torch.cat([own, torch.ones_like(own[:1]).expand(len(half.kept))])
 
     def draw(self, size: int) -> Tensor:
