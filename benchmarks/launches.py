@@ -4,7 +4,7 @@
     python benchmarks/launches.py --stem 3x3 --out launches.json
 
 A GPU that computes faster than Python can ask is idle in between; the asking can be counted without a GPU. The network
-has the structure of ``bench_outer_iteration.py`` at an eighth of its width and batch, so that computing hardly counts,
+has the structure of ``bench_outer_iteration.py`` at a sixteenth of its width and batch, so computing hardly counts,
 and the ways that the library takes on a GPU are taken on the CPU (:func:`as_on_gpu`), at sizes divided likewise.
 "Calls" are all that reach the dispatcher, "launches" those of them that are not views. Milliseconds are processor time
 on four examples, the least of all rounds.

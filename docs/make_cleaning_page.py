@@ -28,13 +28,11 @@ half its 95 % interval. *Time* is the method over one plain training of 15 epoch
   (`benchmarks/results/cleaning_first.jsonl`), where it had them: same code, same seeds.
 - What was decided with test figures of this table in view: the weights of the rows in the last training, after the
   first run; and that the method should be judged by networks taught as its last one is, after its students had been
-  passed over wrongly twice. What was decided with other seeds: the second term of the last training and its length
-  (three quarters of a plain one), by test accuracy; the offsets of the pool and its carrying over to other class
-  frequencies, by validation rows and by the true labels of training rows.
+  passed over wrongly in two settings. What was decided with other seeds: the second term of the last training and its
+  length (three quarters of a plain one), by test accuracy; the offsets of the pool and its carrying over to other
+  class frequencies, by validation rows and by the true labels of training rows. None of those runs is kept.
 - **γ is learnt since the images were measured**: their rows have γ = β, chosen before. Digits and texts have the
-  learnt one. On Fashion-MNIST with uniform noise and other seeds it was 0.5 to 2 points better than γ = β with 4000
-  rows (three runs), and about level with all rows (two runs each: −0.1 at 20 %, +0.3 at 50 %); images remain to be
-  measured again.
+  learnt one; images remain to be measured again.
 - Digits and texts were measured and timed one after the other on one CPU core of two, images on a GPU that 16 runs
   shared. SemEval was measured once more when the machine was quiet: a run that other work had slowed down made it 3.7×,
   with the same accuracies.
@@ -42,11 +40,10 @@ half its 95 % interval. *Time* is the method over one plain training of 15 epoch
 In short: finding wrong labels works nearly everywhere, most of all where the noise depends on the class. The model
 that comes out is far ahead under class-dependent noise, ahead on CIFAR-10 with half of the labels redrawn, on TREC and
 on Youtube with few trusted rows, and about level elsewhere. In two settings with 20 % uniform noise and 10 trusted
-rows a class it is behind by more than the interval: on Fashion-MNIST (0.5 points; in another run of the same code 0.4,
-which is within it) and on digits (1.4 points, where q gives 3 % of the rows a wrong label with one seed, and dropping
-doubtful rows is safer than changing them). **The hypergradient adds nothing to the ranking of suspects**, nor to
-accuracy on images and digits: the experts, their pooling and the noise matrix do that work. What it decides is how
-much experts and given labels count in training, which is worth points of accuracy on weakly labelled texts.
+rows a class it is behind by more than the interval: on Fashion-MNIST by 0.5 points and on digits by 1.4. **The
+hypergradient adds nothing to the ranking of suspects**, nor to accuracy on images and digits: the experts, their
+pooling and the noise matrix do that work. What it decides is how much experts and given labels count in training,
+which is worth points of accuracy on weakly labelled texts.
 
 """
 
