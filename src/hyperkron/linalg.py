@@ -49,6 +49,11 @@ def full_precision() -> Iterator[None]:
             torch.backends.cudnn.allow_tf32 = True
 
 
+def tf32_products(device: torch.device) -> bool:
+    """Whether float32 matrix products may run in TF32 on ``device``."""
+    return device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+
+
 @dataclass(frozen=True)
 class Cholesky:
     """M = L Lᵀ by L itself (L, n, n), for the library's triangular solves."""

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from hyperkron.curvature.base import l2_curvature
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.factors import Factor, added, few_rows, scaled
-from hyperkron.curvature.kfac.grams import bordered, summed
+from hyperkron.curvature.kfac.grams import bordered, narrowed, summed
 from hyperkron.curvature.kfac.layers import (
     CHUNK_ELEMENTS,
     BatchNormSums,
@@ -345,9 +345,10 @@ class _Recorder:
         if shareable and key in self._grams:
             return self._grams[key]
         with _plainly(x):
-            made = self._without_rows(block, x.detach(), rows) or summed(
-                block.layer.inputs(x.detach(), self.sharing), self.dtype, block, self.low_rank
-            )
+            made = self._without_rows(block, x.detach(), rows)
+            if made is None:
+                y, scale = self._narrowed(x.detach(), rows, block.layer.d_in)
+                made = summed(block.layer.inputs(y, self.sharing), self.dtype, block, self.low_rank, scale)
         if shareable:
             self._grams[key] = made
             self._alive.append(x)
@@ -364,10 +365,18 @@ class _Recorder:
         sums = torch.stack([part.sum(1) for part in whole]).sum(0)
         return bordered(total, layer.ordered(sums), rows), rows
 
+    def _narrowed(self, x: Tensor, rows: int, d: int) -> tuple[Tensor, Tensor | None]:
+        """``x`` in half precision with its scale, where a matrix will be made of its ``rows`` rows of size ``d``."""
+        if self.sharing == "reduce" or (self.low_rank and few_rows(rows, d)):
+            return x, None
+        return narrowed(x)
+
     def _on_gradient(self, block: Block, x: Tensor | None, g: Tensor) -> None:
         with _plainly(g):
             if x is None:
-                total, _ = summed(block.layer.gradients(g, self.sharing), self.dtype, None, self.low_rank)
+                layer = block.layer
+                y, scale = self._narrowed(g, g.numel() // (layer.groups * layer.d_out), layer.d_out)
+                total, _ = summed(layer.gradients(y, self.sharing), self.dtype, None, self.low_rank, scale)
                 self._add(self.measured.b, block.name, total)
                 return
             assert self.basis is not None
