@@ -18,15 +18,16 @@ GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(
 
 @pytest.fixture
 def tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products may run in TF32, also on a CPU."""
+    """Products may run in TF32, also on a CPU, and all are worth scaling."""
     monkeypatch.setattr(grams, "tf32_products", lambda device: True)
+    monkeypatch.setattr(grams, "PAYS", 0)
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e-6, 1.0, 1e6, 1e30])
 def test_ten_bits_are_kept_whatever_the_scale(tf32: None, size: float) -> None:
     exponents = torch.linspace(-27, 0, 1000, dtype=torch.float64)
     x = (size * 2**exponents * torch.where(torch.arange(1000) % 2 == 0, 1, -1)).float()
-    y, scale = grams.narrowed(x)
+    y, scale = grams.narrowed(x, 1, 1)
     assert y.dtype == torch.float16
     assert scale is not None
     back = y.double() * scale.double()
@@ -34,22 +35,25 @@ def test_ten_bits_are_kept_whatever_the_scale(tf32: None, size: float) -> None:
 
 
 def test_nothing_is_hidden(tf32: None) -> None:
-    y, scale = grams.narrowed(torch.zeros(5))
+    y, scale = grams.narrowed(torch.zeros(5), 1, 1)
     assert scale is not None
     assert y.eq(0).all()
     for bad in (float("nan"), float("inf")):
-        y, scale = grams.narrowed(torch.tensor([1.0, bad]))
+        y, scale = grams.narrowed(torch.tensor([1.0, bad]), 1, 1)
         assert scale is not None
         assert not (y * scale).isfinite().all()
 
 
 def test_half_precision_stays_and_full_precision_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4)
-    assert grams.narrowed(x)[0] is x
+    assert grams.narrowed(x, grams.PAYS, 1)[0] is x  # no TF32 on a CPU
     monkeypatch.setattr(grams, "tf32_products", lambda device: True)
+    assert grams.narrowed(x, 1, 1)[0] is x
+    assert grams.narrowed(x, grams.PAYS, 1)[0] is not x
+    monkeypatch.setattr(grams, "PAYS", 0)
     for kept in (x.bfloat16(), x.half(), x.double()):
-        assert grams.narrowed(kept)[0] is kept
-        assert grams.narrowed(kept)[1] is None
+        assert grams.narrowed(kept, 1, 1)[0] is kept
+        assert grams.narrowed(kept, 1, 1)[1] is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -109,6 +113,7 @@ def test_factors_have_the_accuracy_of_tf32(device: str, low_rank: bool, monkeypa
         return plus(total, rows, dtype)
 
     monkeypatch.setattr(grams, "tf32_products", lambda device: True)
+    monkeypatch.setattr(grams, "PAYS", 0)
     monkeypatch.setattr(grams, "_plus_gram", counted)
     found = factors(device, torch.float32, low_rank)
     assert any(halves)

@@ -186,14 +186,14 @@ def test_checks_of_finiteness_name_the_first_that_failed() -> None:
 def test_pending_checks_are_read_together() -> None:
     """As on a GPU, where every question waits for the device."""
     with make() as point:
-        point._doors = [
+        point.doors = [
             ("one", "remedy one", torch.ones(())),
             ("two", "remedy two", torch.tensor(float("nan"))),
             ("three", "remedy three", torch.tensor(float("nan"))),
         ]
         with pytest.raises(hk.NonFiniteError, match="two is nan; remedy two"):
             point.settle()
-        assert not point._doors
+        assert not point.doors
 
 
 def test_a_point_is_used_inside_its_block() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 LEAF = 256
 """Matrices of this size are inverted by the library's batched Cholesky, where operations are what costs."""
 LARGE_LEAF = 1152
-"""The same where launches are what costs: for at most ``FEW`` matrices of at most twice this size."""
+"""The same where launches are what costs (not in a CUDA graph): at most ``FEW`` matrices of at most twice this size."""
 FEW = 8
 
 WIDE = {"cpu": 128}
@@ -193,9 +193,10 @@ def factorize(matrices: Tensor) -> tuple[Factorization, Tensor]:
     if matrices.device.type == "cpu":
         factor, info = torch.linalg.cholesky_ex(matrices)
         return Cholesky(factor), info
+    recorded = matrices.is_cuda and torch.cuda.is_current_stream_capturing()
     with full_precision():
         few_and_small = matrices.shape[0] <= FEW and matrices.shape[1] <= 2 * LARGE_LEAF
-        return _halved(matrices, LARGE_LEAF if few_and_small else LEAF)
+        return _halved(matrices, LARGE_LEAF if few_and_small and not recorded else LEAF)
 
 
 def _halved(m: Tensor, leaf: int) -> tuple[Halves, Tensor]:

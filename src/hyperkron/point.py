@@ -40,6 +40,12 @@ class Point:
             given.
         outer_batch: the batch of J_out.
         curvature_batch: another batch of J_in on which A is measured.
+        recording: what happens inside is being recorded as a CUDA graph: nothing is read from the device, and its
+            random state is left alone. The checks stay in :attr:`doors` and :attr:`unread`, for whoever replays it.
+
+    Attributes:
+        doors: values that must be finite, not read yet: (name, remedy, value).
+        unread: numbers that were taken to be zero while recording.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class Point:
         outer_batch: Any,
         *,
         curvature_batch: Any = None,
+        recording: bool = False,
     ) -> None:
         if not isinstance(problem, BilevelProblem):
             raise HyperkronError(f"problem is a {type(problem).__name__}; pass hyperkron.BilevelProblem(inner, outer).")
@@ -64,13 +71,15 @@ class Point:
         self.hypers = trainable(hyper, "hyper")
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
-        self._doors: list[tuple[str, str, Tensor]] = []
+        self.recording = recording
+        self.doors: list[tuple[str, str, Tensor]] = []
+        self.unread: list[Tensor] = []
         self._stack: ExitStack | None = None
         self._snapshot: _Snapshot | None = None
         self._away = False
 
     def __enter__(self) -> Point:
-        self._snapshot = _Snapshot(self.model, self.hyper, self.device)
+        self._snapshot = _Snapshot(self.model, self.hyper, self.device, self.recording)
         self._stack = ExitStack()
         self._stack.callback(self._snapshot.restore)
         self._stack.enter_context(torch.inference_mode(False))
@@ -149,21 +158,34 @@ class Point:
 
     def finite(self, name: str, value: Tensor, remedy: str) -> None:
         """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
-        self._doors.append((name, remedy, value.detach()))
+        self.doors.append((name, remedy, value.detach()))
         if value.device.type == "cpu":
             self.settle()
 
     def settle(self) -> None:
         """Read all pending finite checks; raise for the first that failed."""
-        if not self._doors:
+        if not self.doors or self.recording:
             return
-        doors, self._doors = self._doors, []
+        doors, self.doors = self.doors, []
         numbers = iter(torch.cat([value.reshape(-1) for _, _, value in doors]).tolist())
         for name, remedy, value in doors:
             bad = [x for x in itertools.islice(numbers, value.numel()) if not math.isfinite(x)]
             if bad:
                 found = "nan" if any(map(math.isnan, bad)) else "infinite"
                 raise NonFiniteError(f"{name} is {found}; {self.culprits() or remedy}.")
+
+    def read(self, numbers: Tensor) -> list[Any]:
+        """The numbers of a vector, copied to the host; zeros while recording."""
+        if not self.recording:
+            found: list[Any] = numbers.tolist()
+            return found
+        self.unread.append(numbers)
+        return [0] * numbers.numel()
+
+    @property
+    def drew(self) -> bool:
+        """Whether an evaluation has drawn from the random state of the GPU."""
+        return self._snapshot is not None and self._snapshot.drew
 
     @contextmanager
     def moved(self, displaced: Tree) -> Iterator[None]:
@@ -274,7 +296,7 @@ class _Snapshot:
     are not written by any layer but embeddings with ``max_norm``; those are put back.
     """
 
-    def __init__(self, model: nn.Module, hyper: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, hyper: nn.Module, device: torch.device, recording: bool) -> None:
         modules = [*model.modules(), *hyper.modules()]
         self.training = [(m, m.training) for m in modules]
         self.flags = [(p, p.requires_grad) for m in modules for p in m._parameters.values() if p is not None]
@@ -290,7 +312,8 @@ class _Snapshot:
         self.device = device
         self.random = random.getstate()
         self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" and not recording else None
+        self.drew = False
         numpy = sys.modules.get("numpy")
         self.numpy = numpy.random.get_state() if numpy is not None else None
 
@@ -329,6 +352,7 @@ class _Snapshot:
         random.setstate(self.random)
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
+            self.drew = self.drew or not torch.equal(torch.cuda.get_rng_state(self.device), self.cuda)
             torch.cuda.set_rng_state(self.cuda, self.device)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyperkron import trees
+from hyperkron import graphs, trees
 from hyperkron.cross import Cross, CrossState, Mode
-from hyperkron.curvature import Curvature, CurvatureState, Invertible, KroneckerState
+from hyperkron.curvature import KFAC, Curvature, CurvatureState, Identity, Invertible, KroneckerState
 from hyperkron.curvature.kfac.state import KroneckerOperator
 from hyperkron.hypergradient.base import Hypergradient
+from hyperkron.hypergradient.replay import Answer, Replays, Setting
 from hyperkron.point import Point, independent
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, NonFiniteError, Solution, Status
-from hyperkron.solvers import Solver
+from hyperkron.solvers import Direct, Solver
 from hyperkron.trees import Tree
 
 
@@ -43,6 +44,12 @@ class Implicit(Hypergradient):
         warm_start: begin each solve at the previous solution.
         cross: how ∂²_λθ J_in · v is computed: ``auto``, ``reverse``, ``forward`` or ``difference``.
         radius: of the finite difference; ``None`` chooses by dtype.
+        graph: on a GPU, record a step as a CUDA graph and replay it, for KFAC and the identity with ``Direct()``. It
+            pays where a step waits for Python, as with small models, and needs batches of one shape on the device, a
+            model without dropout, and objectives that never wait for the device; what is otherwise takes the ordinary
+            way, with a warning where that is for good. Numbers that objectives take from Python variables are recorded
+            as they were. The memory of a step is not shared with other work, and after a factorisation that fails
+            altogether there are no previous inverses to go on with. Elsewhere it has no effect.
 
     Example:
         >>> import hyperkron as hk
@@ -58,8 +65,11 @@ class Implicit(Hypergradient):
         warm_start: bool = False,
         cross: Mode = "auto",
         radius: float | None = None,
+        graph: bool = False,
     ) -> None:
         _check_slots(curvature, solver, preconditioner)
+        if graph:
+            _check_graph(curvature, solver)
         if preconditioner is not None and not solver.uses_preconditioner:
             raise HyperkronError(
                 f"solver={type(solver).__name__} takes no preconditioner; use CG, or leave preconditioner out."
@@ -73,7 +83,9 @@ class Implicit(Hypergradient):
         self.solver = solver
         self.preconditioner = preconditioner
         self.cross = Cross(cross, radius)
+        self.graph = graph
         self.state = self._fresh()
+        self._replays = Replays()
 
     def _fresh(self) -> ImplicitState:
         second = CurvatureState() if self.preconditioner is None else self.preconditioner.init()
@@ -90,26 +102,47 @@ class Implicit(Hypergradient):
         curvature_batch: Any = None,
     ) -> HypergradientResult:
         """dΦ/dλ at the current (λ, θ); ``curvature_batch`` measures A on another batch than the cross term."""
-        state = self.state
-        with Point(problem, model, hyper, inner_batch, outer_batch, curvature_batch=curvature_batch) as point:
-            operator = self.curvature.operator(point, state.curvature)  # before b, which would add to its peak memory
-            value, b, direct = outer_gradients(point)
-            solution = self.solver.solve(
-                operator,
-                b,
-                start=state.start if self.warm_start else None,
-                preconditioner=self._preconditioner(point, state),
-            )
-            if solution.status is Status.NON_FINITE:
-                raise NonFiniteError(f"{self.solver!r}: {solution.status.value}")
-            crossed = self.cross.term(point, solution.value, operator, state.cross)
-            grads = trees.add(direct, crossed, alpha=-1.0)
-            point.finite("hypergradient", trees.norm(grads), "raise damping, or look for extreme values in the batches")
-            point.settle()
+        answer = None
+        if self.graph and graphs.available(next(model.parameters()).device):
+            batches, setting = (inner_batch, outer_batch, curvature_batch), Setting(problem, model, hyper)
+            states = self.state.curvature, self.state.cross
+            answer = self._replays.step(self._answer, setting, batches, *states, self._refreshing())
+        if answer is None:
+            with Point(problem, model, hyper, inner_batch, outer_batch, curvature_batch=curvature_batch) as point:
+                answer = self._answer(point)
+                point.settle()
+            self._replays.possible = not point.drew
+        solution = answer.solution
         if self.warm_start:
-            state.start = solution.value
-        state.calls += 1
-        return HypergradientResult(grads, solution.status, float(value), solution, self._stats(solution, point))
+            self.state.start = solution.value
+        self.state.calls += 1
+        stats = {**self._stats(solution), **answer.notes}
+        return HypergradientResult(answer.grads, solution.status, float(answer.value), solution, stats)
+
+    def _answer(self, point: Point) -> Answer:
+        """The formula at ``point``; on a GPU its numbers have been asked for, not waited for."""
+        state = self.state
+        operator = self.curvature.operator(point, state.curvature)  # before b, which would add to its peak memory
+        value, b, direct = outer_gradients(point)
+        solution = self.solver.solve(
+            operator,
+            b,
+            start=state.start if self.warm_start else None,
+            preconditioner=self._preconditioner(point, state),
+        )
+        if solution.status is Status.NON_FINITE:
+            raise NonFiniteError(f"{self.solver!r}: {solution.status.value}")
+        crossed = self.cross.term(point, solution.value, operator, state.cross)
+        grads = trees.add(direct, crossed, alpha=-1.0)
+        point.finite("hypergradient", trees.norm(grads), "raise damping, or look for extreme values in the batches")
+        return Answer(value, grads, solution, point.notes)
+
+    def _refreshing(self) -> bool:
+        """Whether the next step measures the curvature anew."""
+        memory = self.state.curvature
+        if not isinstance(memory, KroneckerState) or not isinstance(self.curvature, KFAC):
+            return True
+        return memory.inverses is None or memory.age + 1 >= self.curvature.refresh_every
 
     def _preconditioner(self, point: Point, state: ImplicitState) -> Invertible | None:
         if self.preconditioner is None:
@@ -123,7 +156,7 @@ class Implicit(Hypergradient):
             )
         return made
 
-    def _stats(self, solution: Solution, point: Point) -> dict[str, float | int | str]:
+    def _stats(self, solution: Solution) -> dict[str, float | int | str]:
         stats: dict[str, float | int | str] = {
             "iterations": solution.iterations,
             "products": solution.products,
@@ -139,7 +172,7 @@ class Implicit(Hypergradient):
                 stats["curvature_refreshes"] = memory.refreshes
                 if memory.inverses is not None:
                     stats["curvature_strategy"] = memory.inverses.strategies()
-        return {**stats, **point.notes}
+        return stats
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -157,6 +190,7 @@ class Implicit(Hypergradient):
         fresh.cross.load_state_dict(state["cross"])
         fresh.start, fresh.calls = state["start"], state["calls"]
         self.state = fresh
+        self._replays = Replays()  # they draw from the generator, and write the inverses, of the state that was
 
 
 def _check_slots(curvature: Curvature, solver: Solver, preconditioner: Curvature | None) -> None:
@@ -167,6 +201,20 @@ def _check_slots(curvature: Curvature, solver: Solver, preconditioner: Curvature
     for name, value, kind, example in slots:
         if not isinstance(value, kind):
             raise HyperkronError(f"{name}={value!r} is no {kind.__name__.lower()}; pass an instance such as {example}.")
+
+
+def _check_graph(curvature: Curvature, solver: Solver) -> None:
+    """Refuse a combination that reads from the device on its way, or whose state moves from step to step."""
+    if not isinstance(solver, Direct) or not isinstance(curvature, (KFAC, Identity)):
+        what = f"{type(curvature).__name__} and {type(solver).__name__}"
+        raise HyperkronError(
+            f"graph=True does not work with {what}; use KFAC or Identity with Direct(), or graph=False."
+        )
+    if isinstance(curvature, KFAC) and not curvature.deferred:
+        raise HyperkronError(
+            f"graph=True needs KFAC with ema=0 and a factored damping, not ema={curvature.ema!r} and "
+            f"split={curvature.split!r}; change these, or use graph=False."
+        )
 
 
 def outer_gradients(point: Point) -> tuple[Tensor, Tree, Tree]:

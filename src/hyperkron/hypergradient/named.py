@@ -25,12 +25,13 @@ def kfac(
     ema: float = 0.0,
     cross: Mode = "auto",
     seed: int = 0,
+    graph: bool = False,
 ) -> Implicit:
     """The KFAC hypergradient: v = (B ⊗ A + damping)⁻¹ ∂_θ J_out, layer by layer, without any iteration.
 
     Args:
         damping, fisher, sharing, split, refresh_every, ema, seed: see :class:`hyperkron.KFAC`.
-        cross: see :class:`hyperkron.Implicit`.
+        cross, graph: see :class:`hyperkron.Implicit`; ``graph=True`` is worth a try for every model that fits.
 
     Reference: Liao, Dangel & Yu, "Efficient bilevel optimization with KFAC-based hypergradients" (AISTATS 2026).
 
@@ -53,7 +54,7 @@ def kfac(
     curvature = KFAC(
         damping, fisher=fisher, sharing=sharing, split=split, refresh_every=refresh_every, ema=ema, seed=seed
     )
-    return Implicit(curvature, Direct(), cross=cross)
+    return Implicit(curvature, Direct(), cross=cross, graph=graph)
 
 
 def ekfac(
@@ -179,16 +180,16 @@ def gradient_descent(
     return Implicit(curvature or Hessian(damping), solver, warm_start=warm_start, cross=cross)
 
 
-def identity(scale: float = 1.0, *, cross: Mode = "auto") -> Implicit:
+def identity(scale: float = 1.0, *, cross: Mode = "auto", graph: bool = False) -> Implicit:
     """The curvature-free hypergradient: v = scale·∂_θ J_out (DARTS' choice, H = I).
 
     Args:
         scale: the number that stands for A⁻¹.
-        cross: see :class:`hyperkron.Implicit`.
+        cross, graph: see :class:`hyperkron.Implicit`.
 
     Reference: Liu et al., "DARTS: differentiable architecture search" (ICLR 2019).
     """
-    return Implicit(IdentityCurvature(scale), Direct(), cross=cross)
+    return Implicit(IdentityCurvature(scale), Direct(), cross=cross, graph=graph)
 
 
 def sama(optimizer: torch.optim.Optimizer | None = None, *, alpha: float = 0.1) -> Implicit:

@@ -62,7 +62,12 @@ class Term(ABC):
         return rows.sum(1) / self.valid.reshape(rows.shape).sum(1).clamp(min=1)
 
     def vectors(
-        self, fisher: Fisher = "mc", samples: int = 1, generator: torch.Generator | None = None
+        self,
+        fisher: Fisher = "mc",
+        samples: int = 1,
+        generator: torch.Generator | None = None,
+        *,
+        checked: bool = True,
     ) -> Iterator[Tensor]:
         r"""Vectors s shaped like the output, whose row-wise outer products add up to the output Hessian of J.
 
@@ -76,6 +81,7 @@ class Term(ABC):
             fisher: ``"mc"``, ``"type-2"`` or ``"empirical"``.
             samples: M, for ``"mc"`` only.
             generator: on the device of the output; ``None`` draws from the global random state.
+            checked: refuse negative weights, for which a GPU is waited for; else they make vectors of nan.
 
         References:
             Martens and Grosse, 2015 (mc); Kunstner, Balles and Hennig, 2019 (empirical); Dangel et al., 2025.
@@ -89,7 +95,7 @@ class Term(ABC):
         if fisher == "mc":
             _check_generator(generator, self.output)
         weights = self.coefficients if fisher == "empirical" else self.hessian_scale
-        lowest = weights.min().item()
+        lowest = weights.min().item() if checked else 0.0
         if lowest < 0:
             raise HyperkronError(
                 f"weight: a row of the loss counts negatively (coefficient {lowest:.3g} after weights, "

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from hyperkron.graphs import Recording, StaticBatch
 from hyperkron.losses import as_loss
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, warn_once
@@ -71,7 +71,7 @@ class InnerLoop:
         """One optimizer step on ``batch``; J_in before the step, detached and not waited for."""
         if self._wants_graph and self._recorded is None:
             self._recorded = _Recorded(self, batch)
-        if self._recorded is not None and self._recorded.fits(batch):
+        if self._recorded is not None and self._recorded.batch.fits(batch):
             loss = self._recorded.replay(batch)
         else:
             self.optimizer.zero_grad(set_to_none=True)
@@ -93,42 +93,28 @@ class _Recorded:
     """A forward and backward pass as a CUDA graph, with the memory it reads and writes."""
 
     def __init__(self, loop: InnerLoop, batch: Any) -> None:
-        leaves, self.structure = pytree.tree_flatten(batch)
-        self.leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
-        static = pytree.tree_unflatten(self.leaves, self.structure)
+        self.batch = StaticBatch(batch)
         buffers = list(loop.model.buffers())
         saved, random = [b.clone() for b in buffers], torch.cuda.get_rng_state(loop.device)
         side = torch.cuda.Stream(loop.device)
         side.wait_stream(torch.cuda.current_stream(loop.device))
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
-                loop._pass(static)
+                loop._pass(self.batch.value)
         torch.cuda.current_stream(loop.device).wait_stream(side)
         for p in loop._members:
             p.grad = None
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.loss = loop._pass(static)
+        self.recording = Recording(lambda: loop._pass(self.batch.value))
         self.gradients = [(p, p.grad) for p in loop._members]
         with torch.no_grad():
             for buffer, value in zip(buffers, saved, strict=True):
                 buffer.copy_(value)  # warming up must leave no trace in running statistics
         torch.cuda.set_rng_state(random, loop.device)
 
-    def fits(self, batch: Any) -> bool:
-        """Whether ``batch`` has the structure, shapes and dtypes of the recorded one."""
-        leaves, structure = pytree.tree_flatten(batch)
-        return structure == self.structure and all(
-            x.shape == y.shape and x.dtype == y.dtype if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
-            for x, y in zip(leaves, self.leaves, strict=True)
-        )
-
     def replay(self, batch: Any) -> Tensor:
         """The pass on ``batch``: J_in, with the gradients where the optimizer looks for them."""
-        for mine, theirs in zip(self.leaves, pytree.tree_flatten(batch)[0], strict=True):
-            if isinstance(mine, Tensor):
-                mine.copy_(theirs, non_blocking=True)
-        self.graph.replay()
+        self.batch.fill(batch)
+        loss = self.recording.replay()
         for p, gradient in self.gradients:
             p.grad = gradient
-        return self.loss.clone()
+        return loss.clone()

@@ -76,11 +76,13 @@ def measure(
     generator: torch.Generator,
     basis: Basis | None = None,
     low_rank: bool = False,
+    checked: bool = True,
 ) -> Measured:
     """Run J_in on the curvature batch and collect the factors, or, given a ``basis``, EKFAC's corrected spectrum.
 
     With ``low_rank`` a factor of fewer rows than dimensions is returned as its rows (see :class:`LowRank`). A batch
-    that the problem wants evaluated in parts is measured part by part.
+    that the problem wants evaluated in parts is measured part by part. Negative weights are refused; where they are not
+    ``checked``, because that waits for the device, factors are nan.
     """
     dtype, found, counts = accumulation_dtype(point.dtype), [], []
     parts = point.problem.parts(point.curvature_batch)
@@ -88,7 +90,7 @@ def measure(
         recorder = _Recorder(plan, sharing, basis, dtype, low_rank)
         with recorder.attached():
             loss = point.inner(part)
-        found.append(_measure(point, plan, recorder, loss, fisher, samples, generator))
+        found.append(_measure(point, plan, recorder, loss, fisher, samples, generator, checked))
         if len(parts) > 1:  # counting rows waits for the device
             counts.append(rows(loss.terms, recorder.batch_size))
         del loss
@@ -119,6 +121,7 @@ def _measure(
     fisher: Fisher,
     samples: int,
     generator: torch.Generator,
+    checked: bool,
 ) -> Measured:
     """Backpropagate the vectors of ``loss``; the hooks of ``recorder`` collect what passes."""
     measured, basis = recorder.measured, recorder.basis
@@ -129,7 +132,7 @@ def _measure(
     names = [*plan.rest, *measured.uncalled] if basis is None and plan.measures_rest else []
     rest = [point.params[name] for name in names]
     squares: dict[str, Tensor] = {}
-    for output, vector, last in _probes(loss, recorder, fisher, samples, generator, signed=bool(rest)):
+    for output, vector, last in _probes(loss, recorder, fisher, samples, generator, bool(rest), checked):
         found = torch.autograd.grad(
             output,
             [recorder.token, *rest],
@@ -154,7 +157,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _probes(
-    loss: Loss, recorder: _Recorder, fisher: Fisher, samples: int, generator: torch.Generator, signed: bool
+    loss: Loss,
+    recorder: _Recorder,
+    fisher: Fisher,
+    samples: int,
+    generator: torch.Generator,
+    signed: bool,
+    checked: bool,
 ) -> Iterator[tuple[Tensor, Tensor, bool]]:
     """(output, vector to backpropagate, whether it is the last) such that Σ vector vectorᵀ is the output Hessian.
 
@@ -169,7 +178,7 @@ def _probes(
                 "the inner loss contains a plain tensor whose curvature KFAC cannot see (harmless if it depends on "
                 "λ only); write an L2 penalty as hyperkron.losses.l2(...) to have its curvature counted.",
             )
-        pairs = ((t.output, v) for t in loss.terms for v in t.vectors(fisher, samples, generator))
+        pairs = ((t.output, v) for t in loss.terms for v in t.vectors(fisher, samples, generator, checked=checked))
     elif fisher == "empirical":
         warn_once(
             "scalar-empirical",
@@ -369,7 +378,7 @@ class _Recorder:
         """``x`` in half precision with its scale, where a matrix will be made of its ``rows`` rows of size ``d``."""
         if self.sharing == "reduce" or (self.low_rank and few_rows(rows, d)):
             return x, None
-        return narrowed(x)
+        return narrowed(x, rows, d)
 
     def _on_gradient(self, block: Block, x: Tensor | None, g: Tensor) -> None:
         with _plainly(g):

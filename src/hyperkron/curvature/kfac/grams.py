@@ -19,18 +19,20 @@ from hyperkron.linalg import gram, in_blocks, tf32_products
 HALF = (torch.float16, torch.bfloat16)
 TOP = 2.0**14
 """The largest scaled number: whatever is within 2⁻²⁸ of it keeps all its bits, the rest does not show in the sum."""
+PAYS = 2**34
+"""Multiplications from which on scaling, a pass over the rows and a handful of launches, takes less than it saves."""
 
 
-def narrowed(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(y, c) with c·y = x to ten bits and y in half precision, where such products are fast; else ``x`` itself.
+def narrowed(x: Tensor, rows: int, d: int) -> tuple[Tensor, Tensor | None]:
+    """(y, c) with c·y = x to ten bits and y in half precision, where that makes products of rows faster; else ``x``.
 
     What is in half precision already stays as it is (c is ``None``): its products are exact in float32. A number that
     is not finite makes c·y not finite.
     """
-    if x.dtype in HALF or not (x.dtype == torch.float32 and tf32_products(x.device)):
+    if x.dtype != torch.float32 or rows * d * d < PAYS or not tf32_products(x.device):
         return x, None
-    scale = torch.linalg.vector_norm(x, float("inf")).clamp_min(1e-30) / TOP
-    return torch.mul(x, scale.reciprocal(), out=torch.empty_like(x, dtype=torch.float16)), scale
+    scale = torch.linalg.vector_norm(x, float("inf")).clamp_min(1e-30).mul_(1 / TOP)
+    return torch.div(x, scale, out=torch.empty_like(x, dtype=torch.float16)), scale
 
 
 def summed(

@@ -3,7 +3,7 @@
 For a block B ⊗ A with damping δ the inverse acts on a matrix V of the weight's shape as
 
 - factored damping (``pi``, ``plain`` or a callable):  V ↦ (B + δ_B I)⁻¹ V (A + δ_A I)⁻¹, see :class:`FactoredInverses`;
-- ``exact`` and EKFAC:  V ↦ Q_B [(Q_Bᵀ V Q_A) / (S + δ)] Q_Aᵀ, see :class:`EigenInverses`.
+- ``exact`` and EKFAC:  V ↦ Q_B [(Q_Bᵀ V Q_A) / (S + δ)] Q_Aᵀ, see :mod:`~hyperkron.curvature.kfac.eigen`.
 
 Martens & Grosse (2015) split δ as δ_A = π√δ, δ_B = √δ/π with π = √((tr A/dim A) / (tr B/dim B)).
 """
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hyperkron.curvature.kfac.eigen import EigenInverses, Matrices
 from hyperkron.curvature.kfac.factors import (
     Dual,
     Factor,
@@ -34,9 +36,6 @@ from hyperkron.solution import FactorizationError, HyperkronError, Status
 SplitFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Split = Literal["pi", "plain", "exact"] | SplitFunction
 """How δ is shared between the factors; a callable takes (A, B, δ) and returns (δ_A, δ_B), one number per group."""
-
-Matrices = dict[str, Tensor]
-"""One matrix (groups, d_out, d_in [+1]) for each block."""
 
 
 @dataclass(frozen=True)
@@ -100,35 +99,6 @@ class FactoredInverses:
         }
 
 
-@dataclass(frozen=True)
-class EigenInverses:
-    """Eigenvectors (Q_A, Q_B) of the factors of every block, and the damped spectrum between them."""
-
-    blocks: dict[str, tuple[Tensor, Tensor, Tensor]]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The blocks."""
-        return tuple(self.blocks)
-
-    def solve(self, v: Matrices) -> Matrices:
-        """Q_B [(Q_Bᵀ V Q_A) / spectrum] Q_Aᵀ for every block."""
-        return {n: b @ ((b.mT @ v[n] @ a) / spectrum) @ a.mT for n, (a, b, spectrum) in self.blocks.items()}
-
-    def matvec(self, v: Matrices) -> Matrices:
-        """Q_B [(Q_Bᵀ V Q_A) · spectrum] Q_Aᵀ for every block."""
-        return {n: b @ ((b.mT @ v[n] @ a) * spectrum) @ a.mT for n, (a, b, spectrum) in self.blocks.items()}
-
-    def strategies(self) -> str:
-        """How the blocks are inverted, as words."""
-        return f"{len(self.blocks)} eigenbasis"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nested dictionaries of tensors and strings."""
-        parts = {n: {"a": a, "b": b, "spectrum": s} for n, (a, b, s) in self.blocks.items()}
-        return {"kind": "eigen", "blocks": parts}
-
-
 BlockInverses = FactoredInverses | EigenInverses
 
 
@@ -158,6 +128,16 @@ ALONE = 512
 """On a CPU a matrix of this size gains nothing from being factorised with others, and stacking would copy it."""
 
 
+BRANCHES = 3
+"""Factorisations of different sizes that run side by side in a CUDA graph; libraries keep memory for every branch."""
+
+
+@lru_cache
+def _branch(device: torch.device, number: int) -> torch.cuda.Stream:
+    """The same streams for all recordings."""
+    return torch.cuda.Stream(device)
+
+
 class FactorsNeeded(Exception):
     """A factorisation failed and the factors are gone: measure them again, the same way, and keep them."""
 
@@ -169,6 +149,7 @@ def factored_inverses(
     finite: Tensor,
     keep: bool,
     release: Callable[[], None] = lambda: None,
+    read: Callable[[Tensor], list[Any]] = Tensor.tolist,
 ) -> Outcome:
     """Begin the damped inverses of all blocks; the function returned waits for them and says how it went.
 
@@ -180,6 +161,7 @@ def factored_inverses(
     There, too, small factors cost launches rather than operations, so blocks are sorted by shape, all systems of one
     size are factorised in one batch, and each shape gets its stretch of the batch. ``release`` is called when the
     systems are made, so that the caller can let go of the factors; those of :data:`ALONE` are then freed one by one.
+    ``read`` copies numbers to the host.
     """
     by_shape = _by_shape(factors)
     names = [name for members in by_shape for name in members]
@@ -191,7 +173,7 @@ def factored_inverses(
     infos = systems.factorize(shifts)
 
     def outcome() -> tuple[FactoredInverses, Status, bool]:
-        status, good = systems.outcome(shifts, infos, finite)
+        status, good = systems.outcome(shifts, infos, finite, read)
         classes, first = [], 0
         for members in by_shape:
             last = first + len(members)
@@ -247,6 +229,7 @@ class _Systems:
             for members in self.members
         ]
         self.made: list[Factorization] = []
+        self.branches: list[tuple[torch.cuda.Stream, Tensor]] = []
         self.begin: dict[int, int] = {}  # where a factor's groups begin when all stacks are put one after the other
         self.stack_of: dict[int, int] = {}
         position = 0
@@ -266,14 +249,14 @@ class _Systems:
         """δ_A and δ_B of every group, in the order of the stacks."""
         like = self._like()
         groups = [(i, g) for i in range(self.count) for g in range(self.groups[i])]
-        places = [[self.begin[i + side * self.count] + g for i, g in groups] for side in (0, 1)]
-        at_a, at_b = _sent(places, torch.long, like)
+        places = tuple(tuple(self.begin[i + side * self.count] + g for i, g in groups) for side in (0, 1))
+        at_a, at_b = _sent(places, torch.long, like.device)
         if callable(split):
             delta_a, delta_b = self._by_callable(damping, split)
         elif split in ("pi", "plain"):
             traces = torch.cat([x.diagonal(dim1=-2, dim2=-1).sum(-1) for x in self.stacks if x is not None])
-            sizes = [[dimension(self.factors[i + side * self.count]) for i, _ in groups] for side in (0, 1)]
-            mean_a, mean_b = torch.stack([traces[at_a], traces[at_b]]) / _sent(sizes, like.dtype, like)
+            sizes = tuple(tuple(dimension(self.factors[i + side * self.count]) for i, _ in groups) for side in (0, 1))
+            mean_a, mean_b = torch.stack([traces[at_a], traces[at_b]]) / _sent(sizes, like.dtype, like.device)
             delta_a, delta_b = split_damping(mean_a, mean_b, _vector([damping[i] for i, _ in groups], like), split)
         else:
             raise HyperkronError(f"split={split!r} is unknown; use 'pi', 'plain', 'exact' or a callable (A, B, δ).")
@@ -307,7 +290,7 @@ class _Systems:
             stack = given.clone() if self.keep or given.device.type == "cpu" else given
             stack.diagonal(dim1=-2, dim2=-1).add_(self._of_stack(shifts, members)[:, None])
             self._border(stack, members)
-            made, info = factorize(stack)
+            made, info = self._branched(stack)
             self.made.append(made)
             infos.append(info)
             if not self.keep or (stack.device.type == "cpu" and not bool(infos[-1].any())):
@@ -315,19 +298,43 @@ class _Systems:
             del given, stack
         return infos
 
+    def _branched(self, stack: Tensor) -> tuple[Factorization, Tensor]:
+        """Factorise one stack; in a CUDA graph on a branch of its own.
+
+        A factorisation is a chain of small kernels that leave most of the chip idle. In a graph those of different
+        sizes, and whatever is recorded before :meth:`outcome` asks for them, run side by side.
+        """
+        if not (stack.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return factorize(stack)
+        branch = _branch(stack.device, len(self.branches) % BRANCHES)
+        branch.wait_stream(torch.cuda.current_stream(stack.device))
+        with torch.cuda.stream(branch):
+            made = factorize(stack)
+        self.branches.append((branch, stack))  # its memory must not be used by others while the branch runs
+        return made
+
+    def _join(self) -> None:
+        """What follows comes after all branches."""
+        for branch, stack in self.branches:
+            torch.cuda.current_stream(stack.device).wait_stream(branch)
+        self.branches = []
+
     def _of_stack(self, values: Any, members: list[int]) -> Any:
         """The stretch of per-group values that belongs to one stack."""
         first, last = members[0], members[-1]
         return values[self.begin[first] : self.begin[last] + self.groups[last]]
 
-    def outcome(self, shifts: Tensor, infos: list[Tensor], finite: Tensor) -> tuple[Status, bool]:
+    def outcome(
+        self, shifts: Tensor, infos: list[Tensor], finite: Tensor, read: Callable[[Tensor], list[Any]]
+    ) -> tuple[Status, bool]:
         """Read the outcome, and ``finite``, in one copy to the host.
 
         A stack in which a matrix failed is tried in float64, then with 10, 100 and 1000 times the shift of the matrices
         that fail; then :class:`FactorizationError` is raised. Factors that are not finite are not tried again.
         """
+        self._join()
         unfit = finite.logical_not().to(infos[0].dtype).reshape(1)
-        *failed, bad_input = torch.cat([*infos, unfit.to(shifts.device)]).tolist()
+        *failed, bad_input = read(torch.cat([*infos, unfit.to(shifts.device)]))
         if not bad_input and not any(failed):
             return Status.DIRECT, True
         if not self.keep:
@@ -368,12 +375,13 @@ def _vector(values: Sequence[Tensor | float], like: Tensor) -> Tensor:
     """Numbers, some of which may be on the device already, as one vector."""
     if any(isinstance(x, Tensor) for x in values):
         return torch.stack([torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in values])
-    return _sent(values, like.dtype, like)
+    return _sent(tuple(values), like.dtype, like.device)
 
 
-def _sent(values: Sequence[Any], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Numbers as a tensor where ``like`` is; ``torch.tensor(values, device=...)`` would wait for the device."""
-    return torch.tensor(values, dtype=dtype).to(like.device, non_blocking=True)
+@lru_cache(maxsize=64)
+def _sent(values: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers as a tensor on ``device``, sent there once: every step asks for the same; not to be written into."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def _rescued(matrices: Tensor, shift: Tensor) -> tuple[Factorization, Tensor]:
@@ -391,43 +399,4 @@ def _rescued(matrices: Tensor, shift: Tensor) -> tuple[Factorization, Tensor]:
     raise FactorizationError(
         f"a factor of size {worst.shape[-1]} could not be factorised, even in float64 with 1000 times the damping "
         f"(largest entry {float(worst.abs().max()):.3g}); raise damping."
-    )
-
-
-Bases = dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]
-"""(eigenvalues of A, Q_A, eigenvalues of B, Q_B) of every block."""
-
-
-def eigen_bases(factors: dict[str, tuple[Factor, Factor]]) -> tuple[Bases, Status]:
-    """The eigenbases of all blocks, negative rounding of eigenvalues set to zero, and how they were obtained."""
-    found: Bases = {}
-    status = Status.DIRECT
-    for name, pair in factors.items():
-        (values_a, q_a, direct_a), (values_b, q_b, direct_b) = (_eigh(dense(factor)) for factor in pair)
-        found[name] = (values_a.clamp_min(0), q_a, values_b.clamp_min(0), q_b)
-        status = status if direct_a and direct_b else Status.MORE_DAMPING
-    return found, status
-
-
-def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Eigenvalues, eigenvectors, and whether the first try was enough.
-
-    The library's routine can fail on a matrix with many rows of zeros (the patches of a convolution that sees mostly
-    padding). Then float64 is tried, and then float64 with a ramp of up to 1e-9 of the mean on the diagonal, which parts
-    the equal eigenvalues.
-    """
-    wide = matrix.double()
-    mean = wide.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
-    ramp = 1e-9 * mean * torch.linspace(0, 1, wide.shape[-1], dtype=wide.dtype, device=wide.device)
-    reason = ""
-    for attempt in (matrix, wide, wide + torch.diag_embed(ramp)):
-        try:
-            values, vectors = torch.linalg.eigh(attempt)
-        except torch.linalg.LinAlgError as error:
-            reason = str(error)
-            continue
-        return values.to(matrix.dtype), vectors.to(matrix.dtype), not reason
-    raise FactorizationError(
-        f"the eigendecomposition of a factor of size {matrix.shape[-1]} did not converge ({reason}); "
-        "raise damping, or look for extreme values in the batch."
     )

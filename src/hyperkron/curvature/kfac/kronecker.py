@@ -14,15 +14,10 @@ from torch import Tensor, nn
 from hyperkron.curvature.base import Curvature, CurvatureState, checked_damping
 from hyperkron.curvature.kfac.capture import Measured, measure
 from hyperkron.curvature.kfac.coverage import Coverage, Fallback, Plan, plan
+from hyperkron.curvature.kfac.eigen import EigenInverses, eigen_bases
+from hyperkron.curvature.kfac.eigen import checked as checked_spectrum
 from hyperkron.curvature.kfac.factors import Factor, LowRank, dense
-from hyperkron.curvature.kfac.inverse import (
-    BlockInverses,
-    EigenInverses,
-    FactorsNeeded,
-    Split,
-    eigen_bases,
-    factored_inverses,
-)
+from hyperkron.curvature.kfac.inverse import BlockInverses, FactorsNeeded, Split, factored_inverses
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState
 from hyperkron.losses import Fisher
@@ -99,9 +94,9 @@ class Kronecker(Curvature):
     def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Callable[[], None]:
         """Begin new factors and inverses; the function returned completes them, or keeps the previous ones."""
         generator = state.random(point.device)
-        before = generator.get_state()
+        before = None if point.recording else generator.get_state()
         try:
-            measured = self._measure(point, state, made)
+            measured = self._measure(point, state, made, checked=not (_queues(point) and self.deferred))
             if self.strict and measured.uncalled:
                 raise CoverageError(
                     f"strict=True, but {', '.join(measured.uncalled)} belong to layers that were never called as "
@@ -119,6 +114,7 @@ class Kronecker(Curvature):
 
         def again() -> tuple[BlockInverses, Status]:
             """The same draws once more, this time keeping the factors until it is known how it went."""
+            assert before is not None
             generator.set_state(before)
             repeated = self._measure(point, state, made)
             return self._invert(point, state, made, repeated, self._average(point, state, repeated), keep=True)()
@@ -165,6 +161,7 @@ class Kronecker(Curvature):
         state: KroneckerState,
         made: Plan,
         basis: dict[str, tuple[Tensor, Tensor]] | None = None,
+        checked: bool = True,
     ) -> Measured:
         return measure(
             point,
@@ -175,7 +172,13 @@ class Kronecker(Curvature):
             generator=state.random(point.device),
             basis=basis,
             low_rank=self._low_rank,
+            checked=checked,
         )
+
+    @property
+    def deferred(self) -> bool:
+        """Whether a refresh never waits for the device before its inverses are used."""
+        return False
 
     @property
     def _low_rank(self) -> bool:
@@ -305,6 +308,10 @@ class KFAC(Kronecker):
             )
 
     @property
+    def deferred(self) -> bool:
+        return self.ema == 0 and self.split != "exact"
+
+    @property
     def _low_rank(self) -> bool:
         return self.ema == 0 and self.damping > 0 and self.split in ("pi", "plain")
 
@@ -341,7 +348,8 @@ class KFAC(Kronecker):
                     measured.release()
                     factors.clear()
 
-            outcome = factored_inverses(factors, damping, self.split, good, keep or not _queues(point), release)
+            kept = keep or not _queues(point)
+            outcome = factored_inverses(factors, damping, self.split, good, kept, release, point.read)
 
             def finish() -> tuple[BlockInverses, Status]:
                 inverses, status, good = outcome()
@@ -355,7 +363,7 @@ class KFAC(Kronecker):
         for name, (values_a, q_a, values_b, q_b) in bases.items():
             spectrum = values_b[..., :, None] * values_a[..., None, :] + damping[name]
             blocks[name] = (q_a, q_b, spectrum)
-        inverses = _checked(point, EigenInverses(blocks))
+        inverses = checked_spectrum(point, EigenInverses(blocks))
         return lambda: (inverses, found_how)
 
 
@@ -388,25 +396,13 @@ class EKFAC(Kronecker):
         blocks = {}
         for name, (_, q_a, _, q_b) in bases.items():
             blocks[name] = (q_a, q_b, corrected.corrected[name] + self._block_damping(made, measured, name))
-        inverses = _checked(point, EigenInverses(blocks))
+        inverses = checked_spectrum(point, EigenInverses(blocks))
         return lambda: (inverses, found_how)
 
 
 def _queues(point: Point) -> bool:
     """Whether the device works through a queue, so that waiting for a result before going on costs time."""
     return point.device.type != "cpu"
-
-
-def _checked(point: Point, inverses: EigenInverses) -> EigenInverses:
-    """Refuse a damped spectrum that cannot be divided by; one copy to the host."""
-    extremes = [torch.stack([s.min(), s.max()]) for _, _, s in inverses.blocks.values()]
-    for name, (low, high) in zip(inverses.names, torch.stack(extremes).tolist() if extremes else [], strict=True):
-        if not (math.isfinite(low) and math.isfinite(high)):
-            remedy = point.culprits() or "look for overflow in the model, or use float64"
-            raise NonFiniteError(f"the spectrum of {name} is not finite; {remedy}.")
-        if low <= 0:
-            raise FactorizationError(f"the damped spectrum of {name} reaches down to {low:.3g}; raise damping.")
-    return inverses
 
 
 def finite(measured: Measured, block: str | None = None) -> Tensor:

@@ -172,7 +172,7 @@ class ConvLayer(Layer):
         whole = WIDEST.itemsize // patches.itemsize
         if patches.shape[-1] % whole or patches.storage_offset() % whole:
             return patches.reshape(self.groups, -1, self.d_in)
-        return patches.view(WIDEST).reshape(self.groups, -1, self.d_in // whole).view(patches.dtype)
+        return patches.view(WIDEST).reshape(self.groups, -1, self.d_in // whole).contiguous().view(patches.dtype)
 
     def input_gram(self, x: Tensor) -> Tensor | None:
         """On the CPU, for stride 1: see :mod:`~hyperkron.curvature.kfac.correlation`."""

@@ -54,6 +54,14 @@ class KroneckerState(CurvatureState):
             self.generator = torch.Generator(device).manual_seed(self.seed)
         return self.generator
 
+    def replayed(self, made: KroneckerState | None) -> None:
+        """A recorded step was carried out once more: it measured what ``made`` has, or used what is there."""
+        if made is None:
+            self.age += 1
+            return
+        self.inverses, self.diagonal, self.parameters = made.inverses, made.diagonal, made.parameters
+        self.status, self.age, self.failures, self.refreshes = Status.DIRECT, 0, 0, self.refreshes + 1
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "age": self.age,

@@ -1,0 +1,109 @@
+"""Work of a GPU that is recorded once and replayed, so that Python does not launch it again.
+
+A recording reads and writes the same memory every time. So batches are copied into a :class:`StaticBatch` before a
+replay, and whatever else was read must still be where it was: :func:`places` tells where that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+T = TypeVar("T")
+
+
+def available(device: torch.device) -> bool:
+    """Whether work on ``device`` can be recorded."""
+    return device.type == "cuda"
+
+
+class StaticBatch:
+    """A batch in memory of its own that others of its shape are copied into.
+
+    Example:
+        >>> static = StaticBatch((torch.zeros(2), "train"))
+        >>> static.fits((torch.ones(2), "train")), static.fits((torch.ones(3), "train"))
+        (True, False)
+        >>> static.fill((torch.ones(2), "train"))
+        >>> static.value
+        (tensor([1., 1.]), 'train')
+    """
+
+    def __init__(self, batch: Any) -> None:
+        leaves, self._structure = pytree.tree_flatten(batch)
+        self._leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+        self.value = pytree.tree_unflatten(self._leaves, self._structure)
+
+    def fits(self, batch: Any) -> bool:
+        """Whether ``batch`` has the structure, shapes and dtypes of this one, and equal values outside tensors."""
+        leaves, structure = pytree.tree_flatten(batch)
+        return structure == self._structure and all(
+            x.shape == y.shape and x.dtype == y.dtype
+            if isinstance(x, Tensor) and isinstance(y, Tensor)
+            else x is y or x == y
+            for x, y in zip(leaves, self._leaves, strict=True)
+        )
+
+    def fill(self, batch: Any) -> None:
+        """Copy the tensors of ``batch``."""
+        for mine, its in zip(self._leaves, pytree.tree_flatten(batch)[0], strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(its, non_blocking=True)
+
+
+class Recording(Generic[T]):
+    """What ``function()`` does on the GPU, recorded as a CUDA graph; the function itself has not been carried out yet.
+
+    Args:
+        function: launches work and waits for nothing.
+        generators: random generators it draws from; every replay goes on where they are.
+        pool: memory shared with another recording (``other.pool``), which must not be needed any more when this one
+            is replayed, but for tensors that were alive when this one was recorded.
+
+    Attributes:
+        outputs: what the function returned, in memory that every replay writes anew.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], T],
+        *,
+        generators: Iterable[torch.Generator] = (),
+        pool: Any = None,
+    ) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        drawn = [*generators]
+        for generator in drawn:
+            self._graph.register_generator_state(generator)
+        drawn.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        before = [generator.clone_state() for generator in drawn]
+        try:
+            with torch.cuda.graph(self._graph, pool=pool):
+                self.outputs = function()
+        except BaseException:  # generators would take the recording to go on for ever
+            for generator, state in zip(drawn, before, strict=True):
+                generator.graphsafe_set_state(state)
+            raise
+
+    @property
+    def pool(self) -> Any:
+        """Its memory, for another recording to share."""
+        return self._graph.pool()
+
+    def replay(self) -> T:
+        """Carry it out."""
+        self._graph.replay()
+        return self.outputs
+
+
+def places(*modules: nn.Module) -> tuple[object, ...]:
+    """Where the parameters and buffers of modules lie, and their modes: a recording holds for these only."""
+    tensors = [x for m in modules for x in (*m.parameters(), *m.buffers())]
+    return (
+        *((x.data_ptr(), x.requires_grad) for x in tensors),
+        *(part.training for m in modules for part in m.modules()),
+    )

@@ -1,0 +1,194 @@
+"""A whole hypergradient as a CUDA graph: recorded once, replayed for every later step.
+
+A small model on a large GPU waits for Python: a KFAC hypergradient of a ResNet-18 is more than a thousand launches. A
+recording makes one of them, and lets factorisations run beside the outer gradient. It is optimistic: it takes for
+granted that factorisations succeed and that all numbers are finite. Everything that a step would have read from the
+device on its way is read in one piece at the end; if something is not as it should be, the same step is done again in
+the ordinary way, which knows what to do about it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hyperkron import trees
+from hyperkron.cross import RECHECK, CrossState
+from hyperkron.curvature import CurvatureState, KroneckerState
+from hyperkron.graphs import Recording, StaticBatch, places
+from hyperkron.point import Point
+from hyperkron.problem import BilevelProblem
+from hyperkron.solution import HyperkronError, Solution, warn_once
+from hyperkron.trees import Tree
+
+MISFITS = 3
+"""After so many batches in a row of other shapes the recordings are made anew."""
+WASTED = 4
+"""After so many recordings of which most served one step only, no more are made."""
+
+
+class Answer(NamedTuple):
+    """What a step found: J_out (a number once it has been read), dΦ/dλ, the solve, and notes."""
+
+    value: Any
+    grads: Tree
+    solution: Solution
+    notes: dict[str, str]
+
+
+class Setting(NamedTuple):
+    """What a step is about, but for its batches."""
+
+    problem: BilevelProblem
+    model: nn.Module
+    hyper: nn.Module
+
+    def key(self) -> object:
+        """What must not change between a recording and its replay."""
+        half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        modes = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, half)
+        return self.problem.inner, self.problem.outer, places(self.model, self.hyper), modes
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A recorded step; ``made`` is the state of a curvature that it measures anew."""
+
+    batches: StaticBatch
+    recording: Recording[tuple[Tensor, Tensor, Answer]]
+    made: KroneckerState | None
+
+    def replay(self, batches: Any) -> Answer | None:
+        """Its answers on ``batches``, in memory of their own; ``None`` where something is not as it should be."""
+        self.batches.fill(batches)
+        finite, zero, answer = self.recording.replay()
+        numbers = torch.cat([finite, zero]).tolist()
+        if any(numbers[len(finite) :]) or not all(map(math.isfinite, numbers[: len(finite)])):
+            return None
+        solution = replace(answer.solution, value=trees.map(Tensor.clone, answer.solution.value))
+        return Answer(numbers[0], trees.map(Tensor.clone, answer.grads), solution, answer.notes)
+
+
+class Replays:
+    """The recordings of one hypergradient, made when they are needed and dropped when they no longer fit."""
+
+    def __init__(self) -> None:
+        self._steps: dict[bool, _Step] = {}  # by whether the curvature is measured anew
+        self._key: object = None
+        self._made = self._served = self._misfits = 0
+        self._given_up = False
+        self.possible = False  # after an ordinary step that drew no random numbers
+
+    def step(
+        self,
+        work: Callable[[Point], Answer],
+        setting: Setting,
+        batches: tuple[Any, Any, Any],
+        curvature: CurvatureState,
+        cross: CrossState,
+        refreshing: bool,
+    ) -> Answer | None:
+        """One step by its recording, which is made first where there is none; ``None``: do it the ordinary way."""
+        decided = cross.mode and cross.calls % RECHECK
+        cached = torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled()  # casts of earlier weights
+        if self._given_up or not self.possible or not decided or cached or not self._fits(setting, batches):
+            return None
+        if not refreshing and not self._made_here(curvature):
+            return None
+        if refreshing not in self._steps:
+            step = self._recorded(work, setting, batches, curvature, cross, refreshing)
+            if step is None:
+                return None
+            self._steps[refreshing] = step
+        return self._replayed(self._steps[refreshing], batches, curvature, cross)
+
+    def _fits(self, setting: Setting, batches: Any) -> bool:
+        """Whether recordings, if there are any, hold for this step; those that never will again are dropped."""
+        key = setting.key()
+        if key != self._key:
+            self._key, self._steps = key, {}
+        if all(step.batches.fits(batches) for step in self._steps.values()):
+            self._misfits = 0
+            return True
+        self._misfits += 1
+        if self._misfits >= MISFITS:
+            self._steps = {}
+        return False
+
+    def _made_here(self, curvature: CurvatureState) -> bool:
+        """Whether the inverses in use are those of a recording: others lie elsewhere after every refresh."""
+        made = self._steps[True].made if True in self._steps else None
+        return made is not None and isinstance(curvature, KroneckerState) and curvature.inverses is made.inverses
+
+    def _recorded(
+        self,
+        work: Callable[[Point], Answer],
+        setting: Setting,
+        batches: tuple[Any, Any, Any],
+        curvature: CurvatureState,
+        cross: CrossState,
+        refreshing: bool,
+    ) -> _Step | None:
+        """Record a step, leaving all states as they were; ``None`` with a warning where it cannot be recorded."""
+        self._made += 1
+        if self._made > WASTED and self._served < 2 * self._made:
+            self._give_up("the objectives, or the memory of model and hyper, are others in every step")
+            return None
+        static = StaticBatch(batches)
+        inner, outer, other = static.value
+        kronecker = curvature if isinstance(curvature, KroneckerState) else None
+        states = [(state, copy.copy(state)) for state in (curvature, cross)]
+        try:
+            with Point(*setting, inner, outer, curvature_batch=other, recording=True) as point:
+                recording = Recording(
+                    lambda: _checked(point, work(point)),
+                    generators=[] if kronecker is None else [kronecker.random(point.device)],
+                    pool=self._steps[True].recording.pool if True in self._steps else None,
+                )
+            made = copy.copy(kronecker) if refreshing else None
+        except (RuntimeError, HyperkronError) as failure:
+            self._give_up(str(failure).splitlines()[0])
+            return None
+        finally:
+            for state, before in states:
+                vars(state).update(vars(before))
+        return _Step(static, recording, made)
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up, self._steps = True, {}
+        warn_once("graph", f"graph=True has no effect, for a step cannot be recorded as a CUDA graph: {reason}.")
+
+    def _replayed(
+        self, step: _Step, batches: tuple[Any, Any, Any], curvature: CurvatureState, cross: CrossState
+    ) -> Answer | None:
+        kronecker = curvature if isinstance(curvature, KroneckerState) else None
+        before = None if kronecker is None or kronecker.generator is None else kronecker.generator.get_state()
+        answer = step.replay(batches)
+        if answer is None:
+            if kronecker is not None and kronecker.generator is not None and before is not None:
+                kronecker.generator.set_state(before)
+            if kronecker is not None and step.made is not None and kronecker.inverses is step.made.inverses:
+                kronecker.inverses = None  # they have been written over
+            return None
+        self._served += 1
+        cross.calls += 1
+        if kronecker is not None:
+            kronecker.replayed(step.made)
+        return answer
+
+
+def _checked(point: Point, answer: Answer) -> tuple[Tensor, Tensor, Answer]:
+    """What must be finite, J_out first, and what must be zero for ``answer`` to hold, each in one tensor."""
+    finite = [answer.value, *(value for _, _, value in point.doors)]
+    zero = [point.unread[0].new_zeros(1), *point.unread] if point.unread else [answer.value.new_zeros(1)]
+    return _joined(finite), _joined(zero), answer
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat([x.detach().reshape(-1).double() for x in parts])

@@ -1,0 +1,313 @@
+"""Replayed hypergradients are those of the ordinary way; without a GPU a stand-in writes into the same memory."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import hyperkron as hk
+from hyperkron import graphs, solution
+from hyperkron.curvature import KroneckerState
+from hyperkron.curvature.kfac import kronecker
+from hyperkron.hypergradient import replay
+
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+class Rerun:
+    """In place of a CUDA graph: the function is called again, and its results are written over the first ones."""
+
+    made = 0
+
+    def __init__(self, function: Callable[[], Any], *, generators: Any = (), pool: Any = None) -> None:
+        type(self).made += 1
+        self.function, self.pool = function, None
+        self.point = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))[
+            "point"
+        ].cell_contents
+        self.state = METHOD[0].state.curvature
+        before = self._generator()
+        self.outputs = function()
+        self.kept = self._inverses()
+        self._generator(before)
+
+    def _inverses(self) -> Any:
+        if not isinstance(self.state, KroneckerState) or self.state.inverses is None:
+            return {}
+        return self.state.inverses.state_dict(), self.state.diagonal
+
+    def _generator(self, back: Tensor | None = None) -> Tensor | None:
+        generator = getattr(self.state, "generator", None)
+        if generator is not None and back is not None:
+            generator.set_state(back)
+        return None if generator is None else generator.get_state()
+
+    def replay(self) -> Any:
+        saved, cross = copy.copy(self.state), copy.copy(METHOD[0].state.cross)
+        self.point.doors, self.point.unread = [], []
+        with self.point:
+            new = self.function()
+        fresh = self._inverses()
+        vars(self.state).update(vars(saved))
+        vars(METHOD[0].state.cross).update(vars(cross))
+        _written(self.outputs, new)
+        _written(self.kept, fresh)
+        return self.outputs
+
+
+def _written(old: Any, new: Any) -> None:
+    def tensors(x: Any) -> list[Tensor]:
+        if isinstance(x, replay.Answer):
+            x = (x.value, x.grads, x.solution.value)
+        if isinstance(x, tuple):
+            return [t for part in x for t in tensors(part)]
+        return [t for t in pytree.tree_flatten(x)[0] if isinstance(t, Tensor)]
+
+    with torch.no_grad():
+        for mine, its in zip(tensors(old), tensors(new), strict=True):
+            mine.copy_(its)
+
+
+METHOD: list[hk.Implicit] = []
+
+
+@pytest.fixture(params=["cpu", GPU])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    solution._warned.clear()
+    Rerun.made = 0
+    if request.param == "cpu":
+        monkeypatch.setattr(graphs, "available", lambda device: True)
+        monkeypatch.setattr(replay, "Recording", Rerun)
+    else:
+        real = replay.Recording
+
+        def counted(*args: Any, **options: Any) -> Any:
+            Rerun.made += 1
+            return real(*args, **options)
+
+        monkeypatch.setattr(replay, "Recording", counted)
+    yield request.param
+    METHOD.clear()
+
+
+def network(device: str, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    parts = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Dropout(dropout), nn.Linear(64, 3)]
+    return nn.Sequential(*parts).to(device)
+
+
+def batch(i: int, device: str, size: int = 8) -> Batch:
+    draw = torch.Generator().manual_seed(i)
+    x, y = torch.randn(size, 1, 6, 6, generator=draw), torch.randint(3, (size,), generator=draw)
+    return x.to(device), y.to(device), (torch.arange(size) + i).to(device)
+
+
+def inner(model: nn.Module, weights: nn.Module, b: Batch) -> hk.losses.Loss:
+    return hk.losses.cross_entropy(model(b[0]), b[1], weight=weights(b[2]))
+
+
+def outer(model: nn.Module, weights: nn.Module, b: Batch) -> hk.losses.Loss:
+    return hk.losses.cross_entropy(model(b[0]), b[1])
+
+
+PROBLEM = hk.BilevelProblem(inner, outer)
+
+
+def made(**options: Any) -> hk.Implicit:
+    method = hk.kfac(1e-2, **options)
+    METHOD[:] = [method]
+    return method
+
+
+def trained(method: hk.Implicit, device: str, steps: int = 8, size: Callable[[int], int] = lambda i: 8) -> list[Any]:
+    """Hypergradients while θ moves, and the state of the model after each."""
+    model, weights = network(device), hk.SampleWeights(40).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for i in range(steps):
+        optimizer.zero_grad()
+        inner(model, weights, batch(i, device)).backward()
+        optimizer.step()
+        before = {name: x.clone() for name, x in model.state_dict().items()}
+        result = method.compute(PROBLEM, model, weights, batch(i, device, size(i)), batch(50 + i, device))
+        for name, x in model.state_dict().items():
+            assert torch.equal(x, before[name]), name
+        found.append(result)
+    return found
+
+
+def close(found: list[Any], expected: list[Any]) -> None:
+    for mine, its in zip(found, expected, strict=True):
+        assert mine.outer_loss == pytest.approx(its.outer_loss, rel=1e-4)
+        assert mine.status is its.status
+        assert mine.stats.keys() == its.stats.keys()
+        torch.testing.assert_close(mine.grads, its.grads, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(mine.solution.value, its.solution.value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"refresh_every": 3}, {"fisher": "empirical"}, {"sharing": "reduce"}])
+def test_answers_are_those_of_the_ordinary_way(device: str, options: dict[str, Any]) -> None:
+    expected = trained(made(**options), device)
+    method = made(**options, graph=True)
+    found = trained(method, device)
+    close(found, expected)
+    assert Rerun.made == (2 if "refresh_every" in options else 1)
+    assert [r.stats["curvature_age"] for r in found] == [r.stats["curvature_age"] for r in expected]
+    assert [r.stats["curvature_refreshes"] for r in found] == [r.stats["curvature_refreshes"] for r in expected]
+    assert method.state.calls == len(found)
+
+
+def test_results_keep_their_values_when_the_next_step_is_replayed(device: str) -> None:
+    method = made(graph=True)
+    found = trained(method, device)
+    assert len({round(float(next(iter(r.grads.values())).norm()), 9) for r in found}) == len(found)
+
+
+def test_draws_go_on_as_without_a_recording(device: str) -> None:
+    plain, recorded = made(), made(graph=True)
+    METHOD[:] = [plain]
+    trained(plain, device)
+    METHOD[:] = [recorded]
+    trained(recorded, device)
+    states = [m.state.curvature for m in (plain, recorded)]
+    assert all(isinstance(s, KroneckerState) for s in states)
+    assert torch.equal(states[0].generator.get_state(), states[1].generator.get_state())  # type: ignore[attr-defined]
+
+
+def test_a_smaller_batch_takes_the_ordinary_way(device: str) -> None:
+    def size(i: int) -> int:
+        return 5 if i == 4 else 8
+
+    expected = trained(made(), device, size=size)
+    close(trained(made(graph=True), device, size=size), expected)
+    assert Rerun.made == 1
+
+
+def test_batches_of_another_shape_are_recorded_anew(device: str) -> None:
+    def size(i: int) -> int:
+        return 8 if i < 4 else 6
+
+    expected = trained(made(), device, steps=12, size=size)
+    close(trained(made(graph=True), device, steps=12, size=size), expected)
+    assert Rerun.made == 2
+
+
+def test_what_is_not_finite_is_found_and_named(device: str) -> None:
+    method = made(graph=True)
+    model, weights = network(device), hk.SampleWeights(40).to(device)
+    for i in range(3):
+        method.compute(PROBLEM, model, weights, batch(i, device), batch(50, device))
+    bad = batch(3, device)
+    bad[0][0] = float("nan")
+    with pytest.raises(hk.NonFiniteError, match=r"inner_batch\[0\] holds 36 nan"):
+        method.compute(PROBLEM, model, weights, bad, batch(50, device))
+    result = method.compute(PROBLEM, model, weights, batch(4, device), batch(50, device))
+    assert result.status is hk.Status.DIRECT
+    assert all(x.isfinite().all() for x in result.grads.values())
+
+
+def test_negative_weights_are_refused_by_name(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kronecker, "_queues", lambda point: True)
+
+    def signed(model: nn.Module, weights: nn.Module, b: Batch) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(model(b[0]), b[1], weight=weights(b[2]) - 2.0)
+
+    method = made()
+    model, weights = network(device), hk.SampleWeights(40).to(device)
+    with pytest.raises(hk.HyperkronError, match="counts negatively"):
+        method.compute(hk.BilevelProblem(signed, outer), model, weights, batch(0, device), batch(50, device))
+
+
+def test_a_model_with_dropout_is_not_recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        monkeypatch.setattr("hyperkron.point.Point.drew", property(lambda self: True))
+    method = made(graph=True)
+    model, weights = network(device, dropout=0.5), hk.SampleWeights(40).to(device)
+    for i in range(4):
+        method.compute(PROBLEM, model, weights, batch(i, device), batch(50, device))
+    assert Rerun.made == 0
+
+
+def test_objectives_that_cannot_be_recorded_go_the_ordinary_way(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(model: nn.Module, weights: nn.Module, b: Batch) -> hk.losses.Loss:
+        loss = inner(model, weights, b)
+        float(loss.value.detach())  # waits for the device
+        return loss
+
+    if device == "cpu":
+
+        def refuse(*args: Any, **options: Any) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        monkeypatch.setattr(replay, "Recording", refuse)
+    problem = hk.BilevelProblem(waits, outer)
+    model, weights = network(device), hk.SampleWeights(40).to(device)
+    expected = [made().compute(problem, model, weights, batch(0, device), batch(50, device)) for _ in range(1)]
+    method = made(graph=True)
+    with pytest.warns(hk.HyperkronWarning, match="graph=True has no effect"):
+        found = [method.compute(problem, model, weights, batch(0, device), batch(50, device)) for _ in range(2)]
+    close(found[:1], expected)
+    assert method.state.curvature.refreshes == 2  # type: ignore[attr-defined]
+    solution._warned.clear()
+    with warnings.catch_warnings():  # it is not tried again
+        warnings.simplefilter("error")
+        method.compute(problem, model, weights, batch(0, device), batch(50, device))
+
+
+def test_objectives_defined_anew_in_every_step_are_given_up(device: str) -> None:
+    method = made(graph=True)
+    model, weights = network(device), hk.SampleWeights(40).to(device)
+
+    def steps() -> None:
+        for i in range(8):
+            problem = hk.BilevelProblem(lambda m, w, b: inner(m, w, b), outer)
+            method.compute(problem, model, weights, batch(i, device), batch(50, device))
+
+    with pytest.warns(hk.HyperkronWarning, match="others in every step"):
+        steps()
+    assert Rerun.made == replay.WASTED
+
+
+def test_a_loaded_state_is_continued(device: str) -> None:
+    model, weights = network(device), hk.SampleWeights(40).to(device)
+
+    def steps(method: hk.Implicit, numbers: range) -> list[Any]:
+        METHOD[:] = [method]
+        return [method.compute(PROBLEM, model, weights, batch(i, device), batch(50, device)) for i in numbers]
+
+    plain, first, second = made(refresh_every=3), made(refresh_every=3, graph=True), made(refresh_every=3, graph=True)
+    expected = steps(plain, range(12))
+    found = steps(first, range(5))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    steps(first, range(20, 23))  # writes over the memory of its own inverses only
+    close(found + steps(second, range(5, 12)), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"curvature": hk.EKFAC(1e-2), "solver": hk.Direct()}, "EKFAC and Direct"),
+        ({"curvature": hk.KFAC(1e-2), "solver": hk.CG(3)}, "KFAC and CG"),
+        ({"curvature": hk.KFAC(1e-2, ema=0.9), "solver": hk.Direct()}, "ema=0.9"),
+        ({"curvature": hk.KFAC(1e-2, split="exact"), "solver": hk.Direct()}, "split='exact'"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(hk.HyperkronError, match=f"graph=True .*{named}"):
+        hk.Implicit(**options, graph=True)
+
+
+def test_the_identity_can_be_recorded(device: str) -> None:
+    expected = trained(hk.identity(cross="difference"), device)
+    method = hk.identity(cross="difference", graph=True)
+    METHOD[:] = [method]
+    close(trained(method, device), expected)
+    assert Rerun.made == 1
