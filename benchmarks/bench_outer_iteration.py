@@ -4,8 +4,9 @@
     python benchmarks/bench_outer_iteration.py --small                  # the same at small size on two cores
 
 Ours and the reference ways are timed in one run, each iteration bracketed by device synchronisation; the table shows
-the median over repetitions of (iteration / inner steps) and the peak memory of an iteration: the most that was
-allocated, or, where a CUDA graph holds memory for itself, reserved.
+the median over repetitions of (iteration / inner steps; with a curvature that serves τ iterations, the mean over τ)
+and the peak memory of an iteration: the most that was allocated, or, where a CUDA graph holds memory for itself,
+reserved.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ METHODS = [
     Method("EKFAC", ours(lambda w: hk.ekfac())),
     Method("EKFAC, every 10", ours(lambda w: hk.ekfac(refresh_every=10)), 10),
     Method("CG-3", ours(lambda w: hk.cg(3))),
+    Method("CG-3, GGN", ours(lambda w: hk.cg(3, curvature=hk.GGN(1e-3)))),
     Method("Neumann-10", ours(lambda w: hk.neumann(10, step=1e-2))),
+    Method("Neumann-10, GGN", ours(lambda w: hk.neumann(10, step=1e-2, curvature=hk.GGN(1e-3)))),
     Method("KFAC (curvlinops)", reference(references.kfac_curvlinops)),
     Method("CG-3 (normal equations)", reference(references.cg_normal_equations)),
 ]
@@ -80,8 +83,12 @@ def measure(work: Workload, method: Method, device: str, repeats: int) -> dict[s
     for _ in range(method.period + 2 if method.graph else 1):  # warm-up: allocations, first-call decisions, recordings
         work.inner_steps()
         work.outer_step(hypergradient)
+    if device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     ratios, inner_times, outer_times = [], [], []
-    for _ in range(repeats):
+    for _ in range(-(-repeats // method.period)):
         inner_time = outer_time = 0.0
         for _ in range(method.period):
             synchronize(device)
@@ -107,19 +114,17 @@ def measure(work: Workload, method: Method, device: str, repeats: int) -> dict[s
 
 
 def whole_peak(work: Workload, hypergradient: Callable[[], object], method: Method, device: str) -> int:
-    """Peak memory over a whole period: model, optimizer and method state included on a GPU, on top of them on a CPU."""
+    """Peak memory of iterations: on a GPU of those just timed, with model, optimizer and method state; on a CPU of one
+    more period, on top of these."""
+    if device == "cuda":
+        return torch.cuda.max_memory_reserved() if method.graph else torch.cuda.max_memory_allocated()
 
     def iterations() -> None:
         for _ in range(method.period):
             work.inner_steps()
             work.outer_step(hypergradient)
 
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    extra = peak_memory(iterations, device)
-    if device != "cuda":
-        return extra
-    return torch.cuda.max_memory_reserved() if method.graph else torch.cuda.max_memory_allocated()
+    return peak_memory(iterations, device)
 
 
 def inner_loops(name: str, args: argparse.Namespace) -> list[dict[str, float | str]]:

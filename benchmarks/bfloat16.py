@@ -1,5 +1,8 @@
 """How much a model under bfloat16 autocast changes its KFAC hypergradient: cosine to that of the float32 model.
 
+Beside it what the model's own arithmetic does, whatever the method: the cosine of ∂θ J_out, and of the hypergradient
+without curvature. And what our part does: the cosine of v where the factors alone come from the bfloat16 model.
+
 python benchmarks/bfloat16.py --device cuda --out bfloat16_h200.json
 python benchmarks/bfloat16.py --small
 """
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 from common import write_result
 from torch import nn
-from workloads import WORKLOADS, inner, outer
+from workloads import WORKLOADS, Workload, inner, outer
 
 import hyperkron as hk
 from hyperkron import trees
@@ -28,6 +31,40 @@ def under_autocast(function: Any, device: str) -> Any:
     return wrapped
 
 
+def cosine(a: trees.Tree, b: trees.Tree) -> float:
+    """Of the angle between two vectors."""
+    return float(trees.dot(a, b) / (trees.norm(a) * trees.norm(b)))
+
+
+def compared(work: Workload, device: str) -> dict[str, float | str]:
+    """One line of the table."""
+    half_inner, half_outer = under_autocast(inner, device), under_autocast(outer, device)
+
+    def result(method: hk.Implicit, problem: hk.BilevelProblem) -> hk.HypergradientResult:
+        return method.compute(problem, work.model, work.hyper, work.batches[0], work.outer_batch)
+
+    problems = {
+        "float32": hk.BilevelProblem(inner, outer),
+        "bfloat16": hk.BilevelProblem(half_inner, half_outer),
+        "factors": hk.BilevelProblem(half_inner, outer),
+    }
+    found = {label: result(hk.kfac(fisher="type-2"), problem) for label, problem in problems.items()}
+    plain = {label: result(hk.identity(), problems[label]) for label in ("float32", "bfloat16")}
+    full, half = found["float32"], found["bfloat16"]
+    assert all(r.solution is not None for r in (*found.values(), *plain.values()))
+    v = {label: r.solution.value for label, r in found.items() if r.solution is not None}
+    b = {label: r.solution.value for label, r in plain.items() if r.solution is not None}  # v = ∂θ J_out
+    return {
+        "workload": work.name,
+        "cosine": cosine(full.grads, half.grads),
+        "ratio_of_norms": float(trees.norm(half.grads) / trees.norm(full.grads)),
+        "outer_gradient": cosine(b["float32"], b["bfloat16"]),
+        "identity": cosine(plain["float32"].grads, plain["bfloat16"].grads),
+        "v_by_factors": cosine(v["float32"], v["factors"]),
+        **{f"cross_{label}": str(found[label].stats["cross"]) for label in ("float32", "bfloat16")},
+    }
+
+
 def main() -> None:
     """Parse, compare, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -41,20 +78,8 @@ def main() -> None:
         work = build(args.device, args.small)
         for i in range(args.steps):
             work.inner_step(i)
-        found = {}
-        problems = {
-            "float32": hk.BilevelProblem(inner, outer),
-            "bfloat16": hk.BilevelProblem(under_autocast(inner, args.device), under_autocast(outer, args.device)),
-        }
-        for label, problem in problems.items():
-            method = hk.kfac(fisher="type-2")
-            found[label] = method.compute(problem, work.model, work.hyper, work.batches[0], work.outer_batch)
-        a, b = found["float32"].grads, found["bfloat16"].grads
-        cosine = float(trees.dot(a, b) / (trees.norm(a) * trees.norm(b)))
-        row = {"workload": work.name, "cosine": cosine, "ratio_of_norms": float(trees.norm(b) / trees.norm(a))}
-        row |= {f"cross_{label}": str(result.stats["cross"]) for label, result in found.items()}
-        rows.append(row)
-        print(row, flush=True)
+        rows.append(compared(work, args.device))
+        print(rows[-1], flush=True)
         del work
     if args.out:
         write_result(args.out, {"rows": rows, "seed": 0, "steps": args.steps})

@@ -95,7 +95,8 @@ def bert(device: str, small: bool) -> Workload:
     torch.manual_seed(0)
     batch, length = (16, 32) if small else (128, 100)
     try:
-        model: nn.Module = Bert(small).to(device)
+        with torch.device(device):
+            model: nn.Module = Bert(small)
     except ImportError:
         if not small:
             raise

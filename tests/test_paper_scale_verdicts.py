@@ -224,6 +224,16 @@ def test_the_encoder_answer_follows_the_intervals(kfac: list[list[float]], said:
     assert (clear in found[0]) == said.startswith("It depends")
 
 
+@pytest.mark.parametrize(("steps", "named"), [((0.1, 0.02), True), ((0.02, 0.02), False), ((0.02, 0.1), False)])
+def test_a_lead_that_tuning_may_have_given_is_named(steps: tuple[float, float], named: bool) -> None:
+    stages = _spread("youtube/12/all/weak", [86.0, 88.8, 87.2], [81.2, 82.8, 79.2])
+    for method, step in zip(("SAMA", "KFAC"), steps, strict=True):
+        stages["youtube/12/all/weak"][method]["setting"] = {"outer": step}
+    found = encoder_answer.answer(_result({"encoder": {"name": "x", "layers": 12}, "steps": 9, "stages": stages}))
+    text = "which may be why: Youtube, 12 layers (0.1 for SAMA, 0.02 for KFAC)."
+    assert any(text in line for line in found) == named
+
+
 def test_the_encoder_answer_says_what_it_does_not_show() -> None:
     plain = {"trusted only": _text(94.0, order=None)}
     stages = _spread("trec/1/all/weak", [60.0, 61.0, 62.0], [60.0, 61.5, 62.0], **plain)

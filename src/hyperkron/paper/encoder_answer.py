@@ -37,6 +37,7 @@ def answer(result: Result) -> list[str]:
     again, order = differences(stages, "again"), differences(stages, "auc", 100.0)
     compared = gaps(stages)
     said = [_choice(found, span(compared, "price"))]
+    said += _tuned(stages, found)
     one = [name for name in found if name.split("/")[1] == "1"]
     deep = [name for name in found if name not in one]
     for title, names in (("one tuned layer", one), ("more tuned layers", deep)):
@@ -79,6 +80,21 @@ def _choice(found: dict[str, Difference], price: str) -> str:
     if above:
         return f"SAMA or KFAC? It depends on the data, and {cost}. {facts}"
     return f"SAMA or KFAC? SAMA: no clear gain in accuracy pays for KFAC here, and {cost}. {facts}"
+
+
+def _tuned(stages: dict[str, dict[str, dict[str, Any]]], found: dict[str, Difference]) -> list[str]:
+    """Where one is clearly ahead and tuning let it move λ further, the lead may be tuning's."""
+    suspects = []
+    for name, x in found.items():
+        sama, kfac = (stages[name][method].get("setting", {}).get("outer") for method in ("SAMA", "KFAC"))
+        if x.sign and sama and kfac and (kfac - sama) * x.sign > 0:
+            suspects.append(f"{stage_text(name)} ({sama:g} for SAMA, {kfac:g} for KFAC)")
+    if not suspects:
+        return []
+    cases = "; ".join(suspects)
+    return [
+        f"Where it was clear, tuning had given the one ahead a larger relative step of λ, which may be why: {cases}."
+    ]
 
 
 def _named(found: dict[str, Difference], sign: int) -> str:
