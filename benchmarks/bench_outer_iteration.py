@@ -190,16 +190,20 @@ def main() -> None:
     chosen = [m for m in METHODS if not args.methods or any(w.lower() in m.name.lower() for w in args.methods)]
     rows: list[dict[str, float | str]] = []
     loops: list[dict[str, float | str]] = []
+
+    def keep() -> None:
+        """After every row, so that an interrupted run leaves what it has."""
+        if args.out:
+            found = {"rows": rows, "inner_loops": loops, "seed": 0, "repeats": args.repeats, "small": args.small}
+            write_result(args.out, found)
+
     for name in args.workloads:
         for method in chosen:
             rows.append(one_row(name, method, args))
+            keep()
         if args.inner_loops:
             loops += inner_loops(name, args)
-        if args.out:  # after every workload, so that an interrupted run leaves what it has
-            write_result(
-                args.out,
-                {"rows": rows, "inner_loops": loops, "seed": 0, "repeats": args.repeats, "small": args.small},
-            )
+            keep()
 
 
 def one_row(name: str, method: Method, args: argparse.Namespace) -> dict[str, float | str]:

@@ -71,11 +71,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--steps", type=int, default=20, help="inner steps before the comparison")
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--out")
     args = parser.parse_args()
     rows = []
-    for build in WORKLOADS.values():
-        work = build(args.device, args.small)
+    for name in args.workloads:
+        work = WORKLOADS[name](args.device, args.small)
         for i in range(args.steps):
             work.inner_step(i)
         rows.append(compared(work, args.device))

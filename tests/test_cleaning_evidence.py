@@ -28,6 +28,7 @@ from hyperkron.tasks.cleaning.evidence import (
     noise_matrix_from_trusted,
     shifted,
     stack,
+    too_sure,
 )
 from hyperkron.tasks.cleaning.method import folds
 from hyperkron.tasks.cleaning.students import THRIFT
@@ -346,6 +347,21 @@ def test_no_expert_is_surer_than_the_floor() -> None:
     assert torch.allclose(
         logs(torch.tensor([0.0, 1.0])), torch.tensor([math.log(FLOOR), math.log(1 + FLOOR)]), atol=1e-7
     )
+
+
+def test_too_sure_is_the_slope_of_the_loss_of_sharpened_predictions() -> None:
+    logits, labels = some(rows=30)[0], torch.arange(30) % 4
+    sharpness = torch.ones((), dtype=torch.float64, requires_grad=True)
+    log_p = (2 * logits.double()).log_softmax(1)
+    (expected,) = torch.autograd.grad(F.cross_entropy(sharpness * log_p, labels), sharpness)
+    assert too_sure(log_p.exp(), labels) == pytest.approx(float(expected), abs=1e-12)
+
+
+def test_too_sure_is_finite_where_a_class_has_no_probability() -> None:
+    p = torch.tensor([[1.0, 0.0, 0.0], [0.25, 0.25, 0.5]])
+    assert too_sure(p[:1], torch.tensor([0])) == 0
+    assert math.isfinite(too_sure(p, torch.tensor([1, 0]))) and too_sure(p, torch.tensor([1, 0])) > 1
+    assert too_sure(p[1:], torch.tensor([2])) == pytest.approx(math.log(2) - 1.5 * math.log(2))
 
 
 def test_evidence_weighs_opinion_and_label() -> None:

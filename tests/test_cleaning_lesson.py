@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,8 @@ from hyperkron.tasks.cleaning.alternatives import lesson
 from hyperkron.tasks.cleaning.evidence import Pool, frequencies, likelihood, logs, shifted
 from hyperkron.tasks.cleaning.method import Opinion, Outcome, Work
 from hyperkron.tasks.cleaning.stages import Stages
-from hyperkron.tasks.cleaning.trainer import Dense, Lesson, Plan
+from hyperkron.tasks.cleaning.together import together
+from hyperkron.tasks.cleaning.trainer import Dense, Lesson, Plan, train
 
 NOISY = torch.arange(8)
 TRUSTED = torch.arange(8, 12)
@@ -42,12 +44,15 @@ def opinion_of(log_p: Tensor, experts: Tensor | None = None) -> Opinion:
     return Opinion(nothing if experts is None else experts, pool, log_p, MATRIX, (log_p + THROUGH).softmax(1))
 
 
-def outcome_of(log_p: Tensor, gamma: float = 1.0, halved: Tensor | None = None) -> Outcome:
+def outcome_of(
+    log_p: Tensor, gamma: float = 1.0, halved: Tensor | None = None, student: Tensor | None = None
+) -> Outcome:
     nothing: Any = None
     experts = drawn(2, 12, 3, seed=8).float().log_softmax(2)
     first, final = opinion_of(log_p.flip(0), experts), opinion_of(log_p)
     own = nothing if halved is None else halved
-    return Outcome(first, final, nothing, nothing, own, nothing, nothing, (0.5, 0.8, gamma), [], [], False, 0)
+    told = torch.full((12, 3), 1 / 3) if student is None else student
+    return Outcome(first, final, told, nothing, own, nothing, nothing, (0.5, 0.8, gamma), [], [], False, 0)
 
 
 def test_the_loss_is_the_weighted_sum_of_both_terms() -> None:
@@ -99,6 +104,56 @@ def test_a_half_is_taught_without_students_and_without_what_its_judges_told() ->
     expected = (0.5 * log_p + 0.8 * THROUGH)[::2]
     assert torch.allclose(found.evidence[:4], expected, atol=1e-5)
     assert not torch.allclose(found.evidence[:4], lesson(OURS, work, one).evidence[:8:2], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("right", "sure", "doubt", "more", "haste"),
+    [
+        (3, 0.74, 0.0, 0.0, 3.0),
+        (3, 0.76, 0.0, 0.0, 1.0),
+        (4, 0.6, 1.75, 0.0, 3.0),  # 4 · 0.4 · log 3 = 1.758
+        (4, 0.6, 1.77, 0.0, 1.0),
+        (4, 0.6, 1.77, 0.01, 3.0),
+        (4, 0.6, None, None, 1.0),  # four rows are too few
+    ],
+)
+def test_the_rate_is_higher_where_training_was_too_gentle_for_the_students(
+    right: int, sure: float, doubt: float | None, more: float | None, haste: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right answers m of M = 4 with confidence s, r for each other class: Σ (CE − H) = (s − m/M) M log(s/r)."""
+    for name, value in (("DOUBT", doubt), ("SURE", more)):
+        if value is not None:
+            monkeypatch.setattr(f"hyperkron.tasks.cleaning.method.{name}", value)
+    answers = GIVEN.clone()
+    answers[TRUSTED[right:]] = (answers[TRUSTED[right:]] + 1) % 3
+    student = torch.full((12, 3), (1 - sure) / 2).scatter_(1, answers[:, None], sure)
+    student[NOISY] = torch.tensor([0.0, 0.0, 1.0])
+    one = outcome_of(drawn(8, 3, seed=3).float().log_softmax(1), 1.0, torch.full((12, 3), 1 / 3), student)
+    work = work_of()
+    assert [lesson(OURS, work, one, half).haste for half in (None, 0, 1)] == [haste] * 3
+    assert lesson("pooled", work, one).haste == 1  # alternatives are plain trainings
+
+
+def test_haste_multiplies_the_rates_of_the_plan() -> None:
+    values, build, plan = Dense(drawn(12, 4).float()), partial(linear, 4, 3), Plan(epochs=1, least=20)
+    calm = Lesson(torch.arange(12), 3 * drawn(12, 3, seed=1).float())
+    hasty = replace(calm, haste=2.0)
+    assert (plan.faster(2).rate, plan.faster(2).fine_rate, plan.faster(2).decay) == (4e-3, 1e-4, 1e-2)
+
+    def weights(network: Any) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in network.parameters()])
+
+    slow = weights(train(build, values, calm, plan, seed=3))
+    fast = weights(train(build, values, calm, plan.faster(2), seed=3))
+    assert torch.equal(weights(train(build, values, hasty, plan, seed=3)), fast)
+    assert not torch.allclose(slow, fast, atol=1e-3)
+    for pair, expected in (
+        ((hasty, hasty), (fast, fast)),
+        ((calm, hasty), (slow, fast)),
+        ((hasty, calm), (fast, slow)),
+    ):
+        found = together(build, values, pair, plan, seeds=(3, 3))  # side by side only where both are of one haste
+        assert all(torch.allclose(weights(n), e, atol=1e-6) for n, e in zip(found, expected, strict=True))
 
 
 def test_ours_is_judged_as_it_is_trained_where_there_is_something_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:

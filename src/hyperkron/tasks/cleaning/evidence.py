@@ -289,6 +289,33 @@ def of_label(probabilities: Tensor, labels: Tensor) -> Tensor:
     return probabilities.gather(1, labels[:, None])[:, 0]
 
 
+def too_sure(probabilities: Tensor, labels: Tensor) -> float:
+    """By how much the cross-entropy of rows exceeds the entropy of what is predicted for them.
+
+        mean_n [ −log p_n(y_n) + Σ_k p_n(k) log p_n(k) ]  =  d/dτ  mean_n CE(p_n^τ / Σ_k p_n(k)^τ, y_n)   at τ = 1
+
+    Negative where sharper predictions would be better: the network is less sure than it is right, as after a training
+    that was too gentle. Positive where it is surer than it is right, as after one that fitted noise.
+
+    Args:
+        probabilities: (M, C) of rows that were not trained on.
+        labels: the true classes (M,).
+
+    References:
+        Guo et al., 2017, "On calibration of modern neural networks" (1/τ is their temperature).
+
+    Example:
+        >>> p = torch.tensor([[0.8, 0.2]] * 10)
+        >>> nine, seven = (torch.arange(10) >= n for n in (9, 7))  # nine or seven of ten are of the first class
+        >>> too_sure(p, nine.long()) < 0 < too_sure(p, seven.long())
+        True
+    """
+    p = probabilities.double()
+    entropy = -torch.special.xlogy(p, p).sum(1)
+    told = of_label(p, labels).clamp(min=torch.finfo(torch.float32).tiny).log()
+    return float((-told - entropy).mean())
+
+
 def label_evidence(matrix: Tensor, given: Tensor) -> Tensor:
     """log T[:, y_n] for every row (N, C)."""
     return (matrix + 1e-6).log()[:, given].T

@@ -8,7 +8,8 @@
 4. *Verdict on each row*: q(k) ∝ p̄(k | x) T[k, y]. A row is as wrong as 1 − q(y), and its suggestion is argmax q.
 5. *The network*: fitted to log e = κ log p̄ + β log T[:, y] on the noisy rows, weighted by how sure q is of them, to
    their given labels as far as γ and q believe them, and to the trusted rows; for three quarters of the epochs of a
-   plain training, before it begins to fit the noise that is left.
+   plain training, before it begins to fit the noise that is left, and at a higher learning rate where the students
+   were not much surer of trusted rows than they were right.
 
 All other networks are trained on half of the rows or less, also for half as many epochs, so that the whole costs two to
 three plain trainings. Where there are few rows, epochs are not what costs: perceptrons are then trained side by side
@@ -35,6 +36,7 @@ from hyperkron.tasks.cleaning.evidence import (
     of_label,
     shifted,
     stack,
+    too_sure,
 )
 from hyperkron.tasks.cleaning.stages import Stages, Tensors
 from hyperkron.tasks.cleaning.students import Half, held_out, learn_evidence
@@ -46,6 +48,12 @@ SHORT = 0.5
 """Length of the trainings that only give an opinion, as a part of the full length."""
 LAST = 0.75
 """The same of the network that comes out."""
+HASTE = 3.0
+"""So many times as high as usual is its learning rate where training was too gentle for the students."""
+SURE = 0.2
+"""Nats by which a network that is trained enough is surer of new rows than it is right; with less it is too gentle."""
+DOUBT = 6.0
+"""Nats added to the sum over the trusted rows, as if one more had been answered wrongly: few rows decide nothing."""
 
 
 @dataclass
@@ -101,7 +109,7 @@ class Work:
         """The same for networks of so many rows, half of all: where there are few, half the steps at twice the rate."""
         plan = replace(self.short, least=self.short.least // 2)
         faster = self.short.steps(rows) / plan.steps(rows)
-        return replace(plan, rate=faster * plan.rate, fine_rate=faster * plan.fine_rate)
+        return plan.faster(faster)
 
     @property
     def device(self) -> torch.device:
@@ -321,6 +329,10 @@ class Outcome:
     def lesson(self, work: Work, rows: Tensor, half: int | None = None) -> Lesson:
         """What the network learns of these rows: (w L(e) + γ q(y) CE(y)) / (1 + γ).
 
+        At a higher learning rate where training was too gentle for the students, asked about the M trusted rows that
+        they had not seen: Σ_m [CE_m − H_m] + DOUBT < M · SURE, cross-entropy and entropy of what they predict. Where
+        they are surer than they are right by more than that, more training would fit the noise.
+
         For one half, whose trusted rows are going to judge the network, without the students and with experts that saw
         none of those rows.
         """
@@ -337,7 +349,9 @@ class Outcome:
         weight[work.noisy] = _certainty(posterior, given)
         belief[work.noisy] = of_label(posterior, given)
         believed = (work.given[rows], gamma / (1 + gamma) * belief[rows])
-        return Lesson(rows, evidence[rows], weight[rows] / (1 + gamma), believed)
+        surplus = too_sure(self.student[work.trusted], work.given[work.trusted]) - SURE
+        haste = HASTE if len(work.trusted) * surplus + DOUBT < 0 else 1.0
+        return Lesson(rows, evidence[rows], weight[rows] / (1 + gamma), believed, haste)
 
 
 def _certainty(posterior: Tensor, given: Tensor) -> Tensor:
