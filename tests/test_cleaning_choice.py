@@ -68,7 +68,18 @@ def test_a_significantly_better_alternative_wins() -> None:
     assert choose([candidate(OURS, [0] * 4), candidate("noisy", [1] * 4)]) == "noisy"  # no spread at all
     # a higher accuracy alone does not count: the chosen one must be better on the same rows, beyond chance
     scattered = candidate("pooled", [0] * 4 + [1] * 16)
-    assert choose([candidate(OURS, [1] * 12 + [0] * 8), scattered, candidate("sama", [1] * 15 + [0] * 5)]) == "sama"
+    assert choose([candidate(OURS, [1] * 12 + [0] * 8), scattered, candidate("sama", [1] * 16 + [0] * 4)]) == "sama"
+
+
+def test_more_alternatives_need_more_evidence() -> None:
+    """Three rows of twenty more are 1.88 standard errors: enough for one alternative (1.64), not for two (1.96)."""
+    ours, better = candidate(OURS, [1] * 14 + [0] * 6), candidate("noisy", [1] * 17 + [0] * 3)
+    assert choose([ours, better]) == "noisy"
+    assert choose([ours, better, candidate("sama", [1] * 14 + [0] * 6)]) == OURS
+    seven = [candidate(name, [1] * 14 + [0] * 6) for name in ALTERNATIVES[1:]]
+    assert len(seven) == 6
+    assert choose([ours, candidate("noisy", [1] * 18 + [0] * 2), *seven]) == OURS  # 2.24
+    assert choose([ours, candidate("noisy", [1] * 19 + [0]), *seven]) == "noisy"  # 2.58, of 2.45 that are needed
 
 
 def test_without_ours_the_most_accurate_is_taken() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from hyperkron.tasks.cleaning.config import OURS
 
 Z = 1.96
 """Of a 95 % interval."""
+CHANCE = 0.05
+"""How often an alternative may be preferred to ours by chance."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +57,23 @@ def judge(name: str, predicted: Tensor, labels: Tensor) -> Judged:
 
 
 def choose(candidates: list[Judged]) -> str:
-    """Ours, unless an alternative is better on the same rows by more than 1.64 standard errors of the difference.
+    """Ours, unless an alternative is better on the same rows by more than z standard errors of the difference.
 
-    Among such alternatives, the one with the highest accuracy.
+        z = Φ⁻¹(1 − 0.05/k)  for k alternatives: 1.64 for one, 2.45 for seven
+
+    so that of alternatives that are no better one is taken by chance in at most 5 % of cases, however many there are
+    (Bonferroni). Among those that are better, the one with the highest accuracy.
     """
     ours = next((c for c in candidates if c.name == OURS), None)
     if ours is None:
         return max(candidates, key=lambda c: c.accuracy).name
     better = []
-    for other in candidates:
+    others = [c for c in candidates if c is not ours]
+    z = NormalDist().inv_cdf(1 - CHANCE / max(1, len(others)))
+    for other in others:
         difference = other.right.double() - ours.right.double()
         error = float(difference.std(correction=0)) / math.sqrt(len(difference))
-        if float(difference.mean()) > 1.64 * error:
+        if float(difference.mean()) > z * error:
             better.append(other)
     return max(better, key=lambda c: c.accuracy).name if better else OURS
 
