@@ -28,10 +28,16 @@ def outer_iteration() -> str:
     for method in dict.fromkeys(row["method"] for row in rows):
         cells = []
         for workload in workloads:
-            row = next(r for r in rows if r["method"] == method and r["workload"] == workload)
-            cells.append(f"{row['ratio']:.2f}×, {row['outer_ms']:.0f} ms, {row['peak_gib']:.2f} GiB")
+            row = next((r for r in rows if r["method"] == method and r["workload"] == workload), None)
+            cells.append("–" if row is None else cell(row))
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def cell(row: dict[str, Any]) -> str:
+    """Ratio, time and memory of one method; a dagger marks an earlier run."""
+    mark = "†" if row.get("earlier") else ""
+    return f"{row['ratio']:.2f}×{mark}, {row['outer_ms']:.0f} ms, {row['peak_gib']:.2f} GiB"
 
 
 def inner_loops() -> str:
@@ -58,9 +64,18 @@ def inner_loops() -> str:
 
 def bfloat16() -> str:
     """Cosine between the hypergradients of the bfloat16 and the float32 model."""
-    lines = ["| workload | cosine | ratio of norms |", "| --- | --- | --- |"]
+    lines = [
+        "| workload | hypergradient | ratio of norms | v, factors alone so | ∂θ J_out itself | without curvature |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for row in load("bfloat16_h200.json")["rows"]:
-        lines.append(f"| {row['workload']} | {row['cosine']:.4f} | {row['ratio_of_norms']:.3f} |")
+        more = [f"{row[key]:.4f}" if key in row else "–" for key in ("v_by_factors", "outer_gradient", "identity")]
+        mark = "†" if row.get("earlier") else ""
+        lines.append(
+            f"| {row['workload']} | {row['cosine']:.4f}{mark} | {row['ratio_of_norms']:.3f} | "
+            + " | ".join(more)
+            + " |"
+        )
     return "\n".join(lines)
 
 
