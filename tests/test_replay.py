@@ -231,8 +231,21 @@ def test_a_model_with_dropout_is_not_recorded(device: str, monkeypatch: pytest.M
         monkeypatch.setattr("hyperkron.point.Point.drew", property(lambda self: True))
     method = made(graph=True)
     model, weights = network(device, dropout=0.5), hk.SampleWeights(40).to(device)
-    for i in range(4):
+    with pytest.warns(hk.HyperkronWarning, match="graph=True has no effect, .* draw random numbers"):
+        method.compute(PROBLEM, model, weights, batch(0, device), batch(50, device))
+    for i in range(3):
         method.compute(PROBLEM, model, weights, batch(i, device), batch(50, device))
+    assert Rerun.made == 0
+
+
+def test_under_autocast_that_keeps_casts_nothing_is_recorded(device: str) -> None:
+    method = made(graph=True)
+    model, weights = network(device), hk.SampleWeights(40).to(device)
+    with torch.autocast(device, torch.bfloat16):
+        with pytest.warns(hk.HyperkronWarning, match="cache_enabled=False"):
+            method.compute(PROBLEM, model, weights, batch(0, device), batch(50, device))
+        for i in range(3):
+            method.compute(PROBLEM, model, weights, batch(i, device), batch(50, device))
     assert Rerun.made == 0
 
 

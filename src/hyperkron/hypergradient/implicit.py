@@ -103,7 +103,8 @@ class Implicit(Hypergradient):
     ) -> HypergradientResult:
         """dΦ/dλ at the current (λ, θ); ``curvature_batch`` measures A on another batch than the cross term."""
         answer = None
-        if self.graph and graphs.available(next(model.parameters()).device):
+        recorded = self.graph and graphs.available(next(model.parameters()).device)
+        if recorded:
             batches, setting = (inner_batch, outer_batch, curvature_batch), Setting(problem, model, hyper)
             states = self.state.curvature, self.state.cross
             answer = self._replays.step(self._answer, setting, batches, *states, self._refreshing())
@@ -111,7 +112,8 @@ class Implicit(Hypergradient):
             with Point(problem, model, hyper, inner_batch, outer_batch, curvature_batch=curvature_batch) as point:
                 answer = self._answer(point)
                 point.settle()
-            self._replays.possible = not point.drew
+            if recorded:
+                self._replays.saw(point)
         solution = answer.solution
         if self.warm_start:
             self.state.start = solution.value

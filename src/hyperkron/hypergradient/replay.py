@@ -49,10 +49,15 @@ class Setting(NamedTuple):
     model: nn.Module
     hyper: nn.Module
 
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype under which the model runs by ``torch.autocast``."""
+        kind = next(self.model.parameters()).device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
     def key(self) -> object:
         """What must not change between a recording and its replay."""
-        half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        modes = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, half)
+        modes = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, self.autocast)
         return self.problem.inner, self.problem.outer, places(self.model, self.hyper), modes
 
 
@@ -83,7 +88,13 @@ class Replays:
         self._key: object = None
         self._made = self._served = self._misfits = 0
         self._given_up = False
-        self.possible = False  # after an ordinary step that drew no random numbers
+        self._possible = False  # after an ordinary step that drew no random numbers
+
+    def saw(self, point: Point) -> None:
+        """An ordinary step was done at ``point``: whether the next one can be recorded."""
+        self._possible = not point.drew
+        if point.drew and not self._given_up:
+            self._give_up("evaluations draw random numbers on the GPU, as dropout does, which must be the same in each")
 
     def step(
         self,
@@ -95,9 +106,10 @@ class Replays:
         refreshing: bool,
     ) -> Answer | None:
         """One step by its recording, which is made first where there is none; ``None``: do it the ordinary way."""
+        if setting.autocast is not None and torch.is_autocast_cache_enabled() and not self._given_up:
+            self._give_up("autocast keeps casts of earlier weights; use torch.autocast(..., cache_enabled=False)")
         decided = cross.mode and cross.calls % RECHECK
-        cached = torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled()  # casts of earlier weights
-        if self._given_up or not self.possible or not decided or cached or not self._fits(setting, batches):
+        if self._given_up or not self._possible or not decided or not self._fits(setting, batches):
             return None
         if not refreshing and not self._made_here(curvature):
             return None
