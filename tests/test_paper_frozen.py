@@ -22,7 +22,7 @@ SETTINGS = Settings(texts.MADE_UP, (texts.MADE_UP,), CASE, stops=(2, 4), again=6
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> texts.TextSplit:
     recipe = paper.recipes()["encoder-frozen"]
-    job = recipe._job("smoke", 1, torch.device("cpu"), tmp_path_factory.mktemp("cells"))
+    job = recipe.job("smoke", 1, torch.device("cpu"), tmp_path_factory.mktemp("cells"))
     return frozen_head.split_of(job, texts.MADE_UP, 1)
 
 

@@ -119,7 +119,7 @@ def test_the_list_of_parts_may_change_and_the_rest_may_not(tmp_path: Path) -> No
 
     def mark(**changes: Any) -> str:
         changed = replace(recipe, settings={"smoke": replace(settings, **changes)})
-        return changed._job("smoke", 1, CPU, tmp_path).cells.mark
+        return changed.job("smoke", 1, CPU, tmp_path).cells.mark
 
     assert mark(parts=settings.parts[:1]) == mark() != mark(deep_steps=2)
     assert mark(case=replace(settings.case, batch=17)) != mark()
@@ -331,7 +331,7 @@ def test_times_of_the_encoder_experiment_are_steps_times_prices() -> None:
 
 def test_a_fresh_network_is_trained_with_the_final_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = encoder_settings.MINILM["smoke"]
-    job = paper.recipes()["encoder"]._job("smoke", 1, CPU, tmp_path)
+    job = paper.recipes()["encoder"].job("smoke", 1, CPU, tmp_path)
     source = encoder_cleaning.Source(job, texts.MADE_UP)
     methods = text_methods(settings.rates)
     entries = {n: encoder_cleaning._entry(job, source, settings.parts[0], 1, methods[n]) for n in ("KFAC", "Baseline")}

@@ -126,6 +126,7 @@ PAPER_RUN = (
     Option("--seeds", "whole", "how many; by default the recipe's own number", "N"),
     Option("--device", "text", "cpu, cuda, ...", "DEVICE", "cpu"),
     Option("--limit-minutes", "number", "stop then; the same command goes on", "MINUTES"),
+    Option("--workers", "whole", "processes that share the device, for encoder and encoder-base", "N", 1),
     Option("--folder", "text", "of results and what is needed to go on", "FOLDER", "runs/paper"),
     Option("--data", "text", "the folder with mnist/, cifar10/, wrench/; ./data by default", "FOLDER"),
     JSON,

@@ -35,7 +35,9 @@ def run(options: Any, given: list[str]) -> int:
         if not options.quiet:
             say(message)
 
-    shared = {name: getattr(options, name) for name in ("seeds", "device", "folder", "data", "limit_minutes")}
+    shared = {
+        name: getattr(options, name) for name in ("seeds", "device", "folder", "data", "limit_minutes", "workers")
+    }
     shared |= {"command": shlex.join(["hyperkron", *given]), "say": tell}
     try:
         if options.name == "all":

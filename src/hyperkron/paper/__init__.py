@@ -100,13 +100,13 @@ def run(
     *,
     data: str | Path | None = None,
     limit_minutes: float | None = None,
+    workers: int = 1,
     command: str = "",
     say: Callable[[str], None] = lambda message: None,
 ) -> Result:
     """Run one recipe, or continue an interrupted run; see :meth:`Recipe.run`."""
-    return _recipe(name).run(
-        scale, seeds, device, folder, data=data, limit_minutes=limit_minutes, command=command, say=say
-    )
+    options = {"data": data, "limit_minutes": limit_minutes, "workers": workers, "command": command, "say": say}
+    return _recipe(name).run(scale, seeds, device, folder, **options)  # type: ignore[arg-type]
 
 
 def meant_for(scale: Scale, device: str | torch.device) -> list[Recipe]:
@@ -124,12 +124,14 @@ def run_all(
     *,
     data: str | Path | None = None,
     limit_minutes: float | None = None,
+    workers: int = 1,
     command: str = "",
     say: Callable[[str], None] = print,
 ) -> dict[str, Result]:
     """Run the recipes of :func:`meant_for` that have no complete result in ``folder`` yet.
 
-    The time limit is for all of them together; what it cuts off is continued by the same call.
+    The time limit is for all of them together; what it cuts off is continued by the same call. ``workers`` is for those
+    recipes whose work can be shared.
     """
     begin, found = time.monotonic(), {}
     for recipe in meant_for(scale, device):
@@ -144,6 +146,7 @@ def run_all(
             break
         say(f"{recipe.name}: {recipe.title}")
         options = {"data": data, "limit_minutes": left, "command": command, "say": say}
+        options["workers"] = 1 if recipe.stages is None else workers
         try:
             found[recipe.name] = recipe.run(scale, seeds, device, folder, **options)  # type: ignore[arg-type]
         except OutOfTime as error:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,6 +85,7 @@ def _entry(job: Job, source: Source, part: Part, layers: int, method: TextMethod
         model = source.model(split.classes, layers, seed)
         return TextTrial(settings.case, split, model, method, setting, seed, steps)
 
+    @_tensor_cores()
     def score(setting: Setting) -> float:
         found = trial(setting, 0, math.ceil(steps * settings.short))
         found.run(test=False)
@@ -100,6 +101,7 @@ def _entry(job: Job, source: Source, part: Part, layers: int, method: TextMethod
         found.run(test=True)
         return 100 * (1 - float(found.figures()["best"]["test_error"]))
 
+    @_tensor_cores()
     def final(setting: Setting, seed: int) -> dict[str, Any]:
         found = trial(setting, seed, steps)
         found.run(test=True)
@@ -171,22 +173,41 @@ def _tensor_cores() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def work(job: Job) -> dict[str, Any]:
-    """Prices, then every part, in order; parts that differ only in their methods belong together."""
+class Prepared(NamedTuple):
+    """The encoder, what a step costs, what competes, and the tuned layers of each stage."""
+
+    facts: dict[str, Any]
+    price: dict[tuple[int, str], dict[str, Any]]
+    stages: list[Stage]
+    layers_of: dict[str, int]
+
+
+def prepared(job: Job) -> Prepared:
+    """Prices, and every part in order; parts that differ only in their methods belong together."""
     settings: Settings = job.settings
     facts = job.cell(["encoder"], lambda: _facts(job, settings.encoders))
     source, depths = Source(job, facts["name"]), texts.depths(facts["layers"])
-    price = prices(job, source, depths)
-    stages, layers_of = [], {}
+    made = Prepared(facts, prices(job, source, depths), [], {})
     for part in settings.parts:
         layers = depths[part.depth]
         methods = text_methods(settings.rates if layers == 1 else settings.deep)
-        able = [name for name in part.methods if "error" not in price.get((layers, name), {})]
+        able = [name for name in part.methods if "error" not in made.price.get((layers, name), {})]
         entries = [_entry(job, source, part, layers, methods[name]) for name in able]
-        stages.append(Stage(_name(part, layers), entries, part.seeds))
-        layers_of[stages[-1].name] = layers
-    with _tensor_cores():
-        found = compete(job, stages, settings.trials)
+        made.stages.append(Stage(_name(part, layers), entries, part.seeds))
+        made.layers_of[made.stages[-1].name] = layers
+    return made
+
+
+def stages_of(job: Job) -> tuple[list[Stage], int]:
+    """What competes, and over how many trials."""
+    return prepared(job).stages, job.settings.trials
+
+
+def work(job: Job) -> dict[str, Any]:
+    """Prices, then every part, in order."""
+    settings: Settings = job.settings
+    facts, price, stages, layers_of = prepared(job)
+    found = compete(job, stages, settings.trials)
     return {
         "encoder": facts,
         "steps": settings.case.steps,
@@ -258,6 +279,7 @@ def _recipe(name: str, encoder: str, settings: Mapping[Scale, Settings], note: s
         gpu=("small", "paper"),
         seeds={"smoke": 1, "small": 3, "paper": 5},
         partial=True,
+        stages=stages_of,
     )
 
 

@@ -54,8 +54,9 @@ NOTE_BASE = NOTE + (
     "after 40 tokens. The grids are those of MiniLM. With one tuned layer the runs have 100 steps. With more than "
     "one layer tuned they have 40 steps, only Baseline, SAMA and KFAC are run, and no fresh network is trained "
     "with the final weights; what a step of the other methods costs is measured there all the same, on TREC. The "
-    "Neumann series has two seeds. Our runs shared the GPU, eight at a time, and MPNet's table of positions was kept "
-    "on it; with some versions of transformers inner steps cannot be recorded otherwise, and take longer than shown. "
+    "Neumann series has two seeds. Our runs shared the GPU, eight at a time (as with --workers 8), and MPNet's table "
+    "of positions was kept on it; with some versions of transformers inner steps cannot be recorded otherwise, and "
+    "take longer than shown. "
     "The rest of table 7 is left to paper scale."
 )
 

@@ -6,12 +6,12 @@ worked off in order, and a stopped run gives the entries and seeds that are in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyperkron.paper.recipe import Job, OutOfTime
-from hyperkron.paper.tuning import Grid, Search, Setting, at_edge, tune
+from hyperkron.paper.tuning import Grid, Search, Setting, at_edge, settings_of, trial_key, tune
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,14 @@ class Stage:
     trials: int | None = None
 
 
+def _search(stage: Stage, trials: int) -> Search:
+    """All settings run equally long, once."""
+    return Search(trials if stage.trials is None else stage.trials, 1, 1.0)
+
+
 def chosen(job: Job, stage: Stage, entry: Entry, trials: int) -> Setting:
     """The best of ``trials`` settings, all run equally long."""
-    search = Search(trials if stage.trials is None else stage.trials, 1, 1.0)
+    search = _search(stage, trials)
     return tune(job, [stage.name, entry.name], entry.grid, search, lambda setting, _: entry.score(setting)).setting
 
 
@@ -108,3 +113,40 @@ def _cached(job: Job, stage: Stage, entry: Entry, trials: int, seed: int) -> dic
         return _run(job, stage, entry, trials, seed)
     except OutOfTime:
         return None
+
+
+class Task(NamedTuple):
+    """One cell of :func:`compete`: a trial, or the run of a seed."""
+
+    stage: int
+    entry: int
+    setting: Setting
+    seed: int | None
+
+
+def missing(job: Job, stages: Sequence[Stage], trials: int) -> Iterator[tuple[list[Any], Task]]:
+    """The cells that are not in the cache and can be computed now, with their keys, in the order of :func:`compete`.
+
+    The run of a seed can be computed when all trials of its entry are done.
+    """
+    for s, stage in enumerate(stages):
+        tuned: dict[int, Setting] = {}
+        search = _search(stage, trials)
+        for e, entry in enumerate(stage.entries):
+            settings = settings_of(entry.grid, search.trials)
+            keys = [trial_key([stage.name, entry.name], setting, search.short) for setting in settings]
+            left = [i for i, key in enumerate(keys) if job.cells.get(key) is None]
+            yield from ((keys[i], Task(s, e, settings[i], None)) for i in left)
+            if not left:
+                tuned[e] = chosen(job, stage, entry, trials)
+        for seed in job.seeds[: stage.seeds]:
+            for e, setting in tuned.items():
+                key = [stage.name, stage.entries[e].name, setting, seed]
+                if job.cells.get(key) is None:
+                    yield key, Task(s, e, setting, seed)
+
+
+def carry_out(stages: Sequence[Stage], task: Task) -> dict[str, Any]:
+    """The value of a cell."""
+    entry = stages[task.stage].entries[task.entry]
+    return {"loss": entry.score(task.setting)} if task.seed is None else entry.final(task.setting, task.seed)

@@ -219,6 +219,8 @@ class Recipe:
         seeds: how many by default at each scale.
         partial: ``work`` copes with the time limit itself: it is called once with all seeds, keeps its own order and
             returns what there was time for, with ``cut_short`` among the figures true where something is missing.
+        stages: for a recipe whose times are measured beforehand: the stages that its ``work`` lets compete, and the
+            number of trials, so that several processes can share the work.
     """
 
     name: str
@@ -236,6 +238,7 @@ class Recipe:
     gpu: tuple[Scale, ...] = ()
     seeds: Mapping[Scale, int] = field(default_factory=lambda: {"smoke": 1, "small": 3, "paper": 5})
     partial: bool = False
+    stages: Callable[[Job], tuple[Sequence[Any], int]] | None = None
 
     @property
     def scales(self) -> tuple[Scale, ...]:
@@ -261,6 +264,7 @@ class Recipe:
         *,
         data: str | Path | None = None,
         limit_minutes: float | None = None,
+        workers: int = 1,
         command: str = "",
         say: Callable[[str], None] = lambda message: None,
     ) -> Result:
@@ -274,13 +278,19 @@ class Recipe:
             data: folder with real data; see :mod:`hyperkron.paper.datasets`.
             limit_minutes: stop before the first cell that would begin after so long. Seeds that are complete by then
                 are summarised in a result marked incomplete; where none is, :class:`OutOfTime` is raised.
+            workers: processes that share the device, for recipes with :attr:`stages`.
             command: recorded in the result.
             say: called with a line after every cell.
         """
-        job = self._job(scale, seeds, torch.device(device), Path(folder))
+        self._check_workers(workers)
+        job = self.job(scale, seeds, torch.device(device), Path(folder))
         job.data, job.say = None if data is None else Path(data), say
         if limit_minutes is not None:
             job.deadline = time.monotonic() + 60 * limit_minutes
+        if workers > 1:
+            from hyperkron.paper.side_by_side import fill
+
+            fill(job, self, workers)
         seeds_done, figures = self._work(job)
         result = Result(
             self.name,
@@ -298,7 +308,17 @@ class Recipe:
         result.write(folder)
         return result
 
-    def _job(self, scale: Scale, seeds: int | None, device: torch.device, folder: Path) -> Job:
+    def _check_workers(self, workers: int) -> None:
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+            raise HyperkronError(f"workers={workers!r} must be a whole number ≥ 1: how many processes share the work.")
+        if workers > 1 and self.stages is None:
+            raise HyperkronError(
+                f"workers={workers}: {self.name} measures times while it runs, so its runs must have the device to "
+                "themselves; use workers=1."
+            )
+
+    def job(self, scale: Scale, seeds: int | None, device: torch.device, folder: Path) -> Job:
+        """A run of it, with the cells of earlier ones."""
         if scale not in self.settings:
             raise HyperkronError(f"scale={scale!r} is not among {', '.join(self.scales)}, the scales of {self.name}.")
         if scale in self.gpu and device.type == "cpu":

@@ -110,6 +110,11 @@ class Tuned:
     trials: list[dict[str, Any]]
 
 
+def trial_key(key: Sequence[Any], setting: Setting, share: float) -> list[Any]:
+    """The place of a trial in the cell cache."""
+    return ["tune", *key, setting, share]
+
+
 def tune(job: Job, key: Sequence[Any], grid: Grid, search: Search, score: Callable[[Setting, float], float]) -> Tuned:
     """The setting of a grid with the lowest score.
 
@@ -123,7 +128,7 @@ def tune(job: Job, key: Sequence[Any], grid: Grid, search: Search, score: Callab
     """
 
     def trial(setting: Setting, share: float) -> float:
-        found = job.cell(["tune", *key, setting, share], lambda: {"loss": score(setting, share)})["loss"]
+        found = job.cell(trial_key(key, setting, share), lambda: {"loss": score(setting, share)})["loss"]
         return math.inf if found is None else float(found)
 
     candidates = settings_of(grid, search.trials)
