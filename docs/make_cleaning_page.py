@@ -60,6 +60,9 @@ def page() -> str:
     earlier = (
         f"- {len(old)} runs ({which}) are of the version before: γ = β, and always the usual rate.\n" if old else ""
     )
+    for r in records:
+        if "note" in r:
+            earlier += f"- {r['setting']}, seed {r['seed']}: {r['note']}.\n"
     head = HEAD.format(
         earlier=earlier,
         count=len(records),
