@@ -97,7 +97,7 @@ def measure(setting: Setting, seed: int, device_name: str, known: dict[str, floa
 
     begin = clock(device)
     outcome = clean_labels(work)
-    ours = train_on(work, OURS, lesson(OURS, work, outcome), work.last)
+    ours = train_on(work, OURS, lesson(OURS, work, outcome), outcome.paced(work, work.last))
     cleaning = clock(device) - begin
     begin = clock(device)
     pooled = train_on(work, "pooled", lesson("pooled", work, outcome))
@@ -114,6 +114,7 @@ def measure(setting: Setting, seed: int, device_name: str, known: dict[str, floa
     table = [judge(name, judged(name, work, outcome), work.given[work.trusted]) for name in (OURS, *names)]
     chosen = choose(table)
     without = _without(work, outcome)
+    untuned = train_on(work, "without", lesson(OURS, work, without), without.paced(work, work.last))
     return {
         "setting": str(setting),
         "dataset": setting.dataset,
@@ -127,7 +128,7 @@ def measure(setting: Setting, seed: int, device_name: str, known: dict[str, floa
         "test": scores,
         "held_out": {c.name: c.accuracy for c in table},
         "chosen": chosen,
-        "without_hypergradient": accuracy(train_on(work, "without", lesson(OURS, work, without), work.last)),
+        "without_hypergradient": accuracy(untuned),
         **_detection(work, outcome, without, problem),
         "scale": outcome.scale,
         "collapsed": outcome.collapsed,
@@ -140,7 +141,7 @@ def measure(setting: Setting, seed: int, device_name: str, known: dict[str, floa
 
 
 def _without(work: Work, outcome: Outcome) -> Outcome:
-    """The ablation: the same experts, κ and β kept at their starting values."""
+    """The ablation: the same experts, κ, β and γ kept at their starting values."""
     fixed = Work(**{**vars(work), "config": CleanConfig(seed=work.config.seed, hypergradient="none")})
     alone = {"asked": outcome.trusted_expert, "halved": outcome.halved}
     return conclude(fixed, alone, outcome.pooled_expert, outcome.matrix_expert)

@@ -14,9 +14,9 @@ from torch import Tensor
 from blobs import blobs, quicken
 from hyperkron.models import linear
 from hyperkron.tasks.cleaning import OURS, CleanConfig, alternatives, clean
-from hyperkron.tasks.cleaning.alternatives import lesson
+from hyperkron.tasks.cleaning.alternatives import judged, lesson
 from hyperkron.tasks.cleaning.evidence import Pool, frequencies, likelihood, logs, shifted
-from hyperkron.tasks.cleaning.method import Opinion, Outcome, Work
+from hyperkron.tasks.cleaning.method import Opinion, Outcome, Work, train_on
 from hyperkron.tasks.cleaning.stages import Stages
 from hyperkron.tasks.cleaning.together import together
 from hyperkron.tasks.cleaning.trainer import Dense, Lesson, Plan, train
@@ -129,31 +129,50 @@ def test_the_rate_is_higher_where_training_was_too_gentle_for_the_students(
     student = torch.full((12, 3), (1 - sure) / 2).scatter_(1, answers[:, None], sure)
     student[NOISY] = torch.tensor([0.0, 0.0, 1.0])
     one = outcome_of(drawn(8, 3, seed=3).float().log_softmax(1), 1.0, torch.full((12, 3), 1 / 3), student)
-    work = work_of()
-    assert [lesson(OURS, work, one, half).haste for half in (None, 0, 1)] == [haste] * 3
-    assert lesson("pooled", work, one).haste == 1  # alternatives are plain trainings
+    work, asked = work_of(), []
+
+    def fit(self: Work, lessons: Any, plan: Plan, stage: str, seeds: Any) -> Any:
+        asked.append(plan)
+        return [linear(4, 3), linear(4, 3)]
+
+    monkeypatch.setattr(Work, "fit", fit)
+    for name in (OURS, "small-loss"):
+        judged(name, work, replace(one, pooled_expert=student))
+    assert asked == [work.short.faster(haste), work.short]  # alternatives are plain trainings
+    assert one.paced(work, work.last) == work.last.faster(haste)
 
 
-def test_haste_multiplies_the_rates_of_the_plan() -> None:
+def test_faster_multiplies_the_rates_of_the_plan() -> None:
     values, build, plan = Dense(drawn(12, 4).float()), partial(linear, 4, 3), Plan(epochs=1, least=20)
-    calm = Lesson(torch.arange(12), 3 * drawn(12, 3, seed=1).float())
-    hasty = replace(calm, haste=2.0)
+    told = Lesson(torch.arange(12), 3 * drawn(12, 3, seed=1).float())
+    assert plan.faster(1) == plan
     assert (plan.faster(2).rate, plan.faster(2).fine_rate, plan.faster(2).decay) == (4e-3, 1e-4, 1e-2)
 
     def weights(network: Any) -> Tensor:
         return torch.cat([p.detach().flatten() for p in network.parameters()])
 
-    slow = weights(train(build, values, calm, plan, seed=3))
-    fast = weights(train(build, values, calm, plan.faster(2), seed=3))
-    assert torch.equal(weights(train(build, values, hasty, plan, seed=3)), fast)
+    slow, fast = (weights(train(build, values, told, plan.faster(k), seed=3)) for k in (1, 2))
     assert not torch.allclose(slow, fast, atol=1e-3)
-    for pair, expected in (
-        ((hasty, hasty), (fast, fast)),
-        ((calm, hasty), (slow, fast)),
-        ((hasty, calm), (fast, slow)),
-    ):
-        found = together(build, values, pair, plan, seeds=(3, 3))  # side by side only where both are of one haste
-        assert all(torch.allclose(weights(n), e, atol=1e-6) for n, e in zip(found, expected, strict=True))
+    for k, expected in ((1, slow), (2, fast)):  # side by side too
+        found = together(build, values, (told, told), plan.faster(k), seeds=(3, 3))
+        assert all(torch.allclose(weights(n), expected, atol=1e-6) for n in found)
+
+
+@pytest.mark.parametrize("compare", [(), ("noisy",)])
+def test_the_network_that_comes_out_learns_at_that_rate(
+    compare: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quicken(monkeypatch)
+    monkeypatch.setattr("hyperkron.tasks.cleaning.method.DOUBT", -1e9)  # always too gentle
+    data, rates = blobs(rows=120, trusted=24), []
+
+    def noted(work: Work, name: str, told: Lesson, plan: Plan | None = None, seed: int = 0) -> Any:
+        rates.append((name, (plan or work.plan).rate / work.plan.rate))
+        return train_on(work, name, told, plan, seed)
+
+    monkeypatch.setattr("hyperkron.tasks.cleaning.run.train_on", noted)
+    clean(data.train, data.trusted, config=CleanConfig(epochs=3, compare=compare))
+    assert rates[0] == ("network-hyperkron", 3.0)
 
 
 def test_ours_is_judged_as_it_is_trained_where_there_is_something_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:

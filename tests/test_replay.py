@@ -144,13 +144,18 @@ def trained(method: hk.Implicit, device: str, steps: int = 8, size: Callable[[in
     return found
 
 
+TOLERANCE = {"cpu": {"rtol": 0.0, "atol": 0.0}, "cuda": {"rtol": 1e-3, "atol": 1e-4}}
+"""On a CPU the same code runs in the same order; in a CUDA graph factors are factorised by smaller leaves."""
+
+
 def close(found: list[Any], expected: list[Any]) -> None:
     for mine, its in zip(found, expected, strict=True):
         assert mine.outer_loss == pytest.approx(its.outer_loss, rel=1e-4)
         assert mine.status is its.status
         assert mine.stats.keys() == its.stats.keys()
-        torch.testing.assert_close(mine.grads, its.grads, rtol=1e-3, atol=1e-5)
-        torch.testing.assert_close(mine.solution.value, its.solution.value, rtol=1e-3, atol=1e-4)
+        close = TOLERANCE[next(iter(its.grads.values())).device.type]
+        torch.testing.assert_close(mine.grads, its.grads, **close)
+        torch.testing.assert_close(mine.solution.value, its.solution.value, **close)
 
 
 @pytest.mark.parametrize("options", [{}, {"refresh_every": 3}, {"fisher": "empirical"}, {"sharing": "reduce"}])

@@ -26,7 +26,7 @@ from torch import Tensor
 from hyperkron import trees
 from hyperkron.curvature.base import Operator, checked_positive
 from hyperkron.curvature.products import HessianOperator, UndifferentiableError, gradients_of, graph_nodes
-from hyperkron.linalg import full_precision
+from hyperkron.linalg import full_precision, tf32_products
 from hyperkron.point import Point
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import Tree
@@ -185,7 +185,7 @@ class Cross:
 def _tf32(point: Point) -> bool:
     """Whether float32 products may run in TF32, which can be had in full precision at a price."""
     on_gpu = point.device.type == "cuda" and point.dtype == torch.float32
-    return on_gpu and (torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32)
+    return on_gpu and (tf32_products(point.device) or torch.backends.cudnn.allow_tf32)
 
 
 def _rounds_coarsely(point: Point) -> bool:

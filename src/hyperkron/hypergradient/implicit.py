@@ -13,7 +13,7 @@ from hyperkron.cross import Cross, CrossState, Mode
 from hyperkron.curvature import KFAC, Curvature, CurvatureState, Identity, Invertible, KroneckerState
 from hyperkron.curvature.kfac.state import KroneckerOperator
 from hyperkron.hypergradient.base import Hypergradient
-from hyperkron.hypergradient.replay import Answer, Replays, Setting
+from hyperkron.hypergradient.replay import Answer, Replays, Request
 from hyperkron.point import Point, independent
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, NonFiniteError, Solution, Status
@@ -105,9 +105,10 @@ class Implicit(Hypergradient):
         answer = None
         recorded = self.graph and graphs.available(next(model.parameters()).device)
         if recorded:
-            batches, setting = (inner_batch, outer_batch, curvature_batch), Setting(problem, model, hyper)
-            states = self.state.curvature, self.state.cross
-            answer = self._replays.step(self._answer, setting, batches, *states, self._refreshing())
+            batches, states = (inner_batch, outer_batch, curvature_batch), (self.state.curvature, self.state.cross)
+            answer = self._replays.step(
+                Request(self._answer, problem, model, hyper, batches, *states, self._refreshing())
+            )
         if answer is None:
             with Point(problem, model, hyper, inner_batch, outer_batch, curvature_batch=curvature_batch) as point:
                 answer = self._answer(point)
@@ -142,9 +143,9 @@ class Implicit(Hypergradient):
     def _refreshing(self) -> bool:
         """Whether the next step measures the curvature anew."""
         memory = self.state.curvature
-        if not isinstance(memory, KroneckerState) or not isinstance(self.curvature, KFAC):
-            return True
-        return memory.inverses is None or memory.age + 1 >= self.curvature.refresh_every
+        return not (isinstance(self.curvature, KFAC) and isinstance(memory, KroneckerState)) or self.curvature.due(
+            memory
+        )
 
     def _preconditioner(self, point: Point, state: ImplicitState) -> Invertible | None:
         if self.preconditioner is None:

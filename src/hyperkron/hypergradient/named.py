@@ -31,7 +31,7 @@ def kfac(
 
     Args:
         damping, fisher, sharing, split, refresh_every, ema, seed: see :class:`hyperkron.KFAC`.
-        cross, graph: see :class:`hyperkron.Implicit`; ``graph=True`` is worth a try for every model that fits.
+        cross, graph: see :class:`hyperkron.Implicit`.
 
     Reference: Liao, Dangel & Yu, "Efficient bilevel optimization with KFAC-based hypergradients" (AISTATS 2026).
 

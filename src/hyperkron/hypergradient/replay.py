@@ -42,12 +42,23 @@ class Answer(NamedTuple):
     notes: dict[str, str]
 
 
-class Setting(NamedTuple):
-    """What a step is about, but for its batches."""
+class Request(NamedTuple):
+    """A step that is wanted: what it does, at which point and on which batches, and the states it uses.
 
+    Attributes:
+        work: the formula at a point.
+        batches: of J_in, of J_out and, or ``None``, of the curvature.
+        refreshing: whether it measures the curvature anew.
+    """
+
+    work: Callable[[Point], Answer]
     problem: BilevelProblem
     model: nn.Module
     hyper: nn.Module
+    batches: tuple[Any, Any, Any]
+    curvature: CurvatureState
+    cross: CrossState
+    refreshing: bool
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -55,8 +66,13 @@ class Setting(NamedTuple):
         kind = next(self.model.parameters()).device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
+    @property
+    def kronecker(self) -> KroneckerState | None:
+        """The state of a curvature that has one."""
+        return self.curvature if isinstance(self.curvature, KroneckerState) else None
+
     def key(self) -> object:
-        """What must not change between a recording and its replay."""
+        """What must not change between a recording and its replay, but for batches."""
         modes = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, self.autocast)
         return self.problem.inner, self.problem.outer, places(self.model, self.hyper), modes
 
@@ -96,36 +112,28 @@ class Replays:
         if point.drew and not self._given_up:
             self._give_up("evaluations draw random numbers on the GPU, as dropout does, which must be the same in each")
 
-    def step(
-        self,
-        work: Callable[[Point], Answer],
-        setting: Setting,
-        batches: tuple[Any, Any, Any],
-        curvature: CurvatureState,
-        cross: CrossState,
-        refreshing: bool,
-    ) -> Answer | None:
+    def step(self, wanted: Request) -> Answer | None:
         """One step by its recording, which is made first where there is none; ``None``: do it the ordinary way."""
-        if setting.autocast is not None and torch.is_autocast_cache_enabled() and not self._given_up:
+        if wanted.autocast is not None and torch.is_autocast_cache_enabled() and not self._given_up:
             self._give_up("autocast keeps casts of earlier weights; use torch.autocast(..., cache_enabled=False)")
-        decided = cross.mode and cross.calls % RECHECK
-        if self._given_up or not self._possible or not decided or not self._fits(setting, batches):
+        decided = wanted.cross.mode and wanted.cross.calls % RECHECK
+        if self._given_up or not self._possible or not decided or not self._fits(wanted):
             return None
-        if not refreshing and not self._made_here(curvature):
+        if not wanted.refreshing and not self._made_here(wanted.kronecker):
             return None
-        if refreshing not in self._steps:
-            step = self._recorded(work, setting, batches, curvature, cross, refreshing)
+        if wanted.refreshing not in self._steps:
+            step = self._recorded(wanted)
             if step is None:
                 return None
-            self._steps[refreshing] = step
-        return self._replayed(self._steps[refreshing], batches, curvature, cross)
+            self._steps[wanted.refreshing] = step
+        return self._replayed(wanted)
 
-    def _fits(self, setting: Setting, batches: Any) -> bool:
+    def _fits(self, wanted: Request) -> bool:
         """Whether recordings, if there are any, hold for this step; those that never will again are dropped."""
-        key = setting.key()
+        key = wanted.key()
         if key != self._key:
             self._key, self._steps = key, {}
-        if all(step.batches.fits(batches) for step in self._steps.values()):
+        if all(step.batches.fits(wanted.batches) for step in self._steps.values()):
             self._misfits = 0
             return True
         self._misfits += 1
@@ -133,37 +141,29 @@ class Replays:
             self._steps = {}
         return False
 
-    def _made_here(self, curvature: CurvatureState) -> bool:
+    def _made_here(self, curvature: KroneckerState | None) -> bool:
         """Whether the inverses in use are those of a recording: others lie elsewhere after every refresh."""
         made = self._steps[True].made if True in self._steps else None
-        return made is not None and isinstance(curvature, KroneckerState) and curvature.inverses is made.inverses
+        return made is not None and curvature is not None and curvature.inverses is made.inverses
 
-    def _recorded(
-        self,
-        work: Callable[[Point], Answer],
-        setting: Setting,
-        batches: tuple[Any, Any, Any],
-        curvature: CurvatureState,
-        cross: CrossState,
-        refreshing: bool,
-    ) -> _Step | None:
+    def _recorded(self, wanted: Request) -> _Step | None:
         """Record a step, leaving all states as they were; ``None`` with a warning where it cannot be recorded."""
         self._made += 1
         if self._made > WASTED and self._served < 2 * self._made:
             self._give_up("the objectives, or the memory of model and hyper, are others in every step")
             return None
-        static = StaticBatch(batches)
+        static, kronecker = StaticBatch(wanted.batches), wanted.kronecker
         inner, outer, other = static.value
-        kronecker = curvature if isinstance(curvature, KroneckerState) else None
-        states = [(state, copy.copy(state)) for state in (curvature, cross)]
+        states = [(state, copy.copy(state)) for state in (wanted.curvature, wanted.cross)]
+        at = wanted.problem, wanted.model, wanted.hyper, inner, outer
         try:
-            with Point(*setting, inner, outer, curvature_batch=other, recording=True) as point:
+            with Point(*at, curvature_batch=other, recording=True) as point:
                 recording = Recording(
-                    lambda: _checked(point, work(point)),
+                    lambda: _checked(point, wanted.work(point)),
                     generators=[] if kronecker is None else [kronecker.random(point.device)],
                     pool=self._steps[True].recording.pool if True in self._steps else None,
                 )
-            made = copy.copy(kronecker) if refreshing else None
+            made = copy.copy(kronecker) if wanted.refreshing else None
         except (RuntimeError, HyperkronError) as failure:
             self._give_up(str(failure).splitlines()[0])
             return None
@@ -176,22 +176,22 @@ class Replays:
         self._given_up, self._steps = True, {}
         warn_once("graph", f"graph=True has no effect, for a step cannot be recorded as a CUDA graph: {reason}.")
 
-    def _replayed(
-        self, step: _Step, batches: tuple[Any, Any, Any], curvature: CurvatureState, cross: CrossState
-    ) -> Answer | None:
-        kronecker = curvature if isinstance(curvature, KroneckerState) else None
-        before = None if kronecker is None or kronecker.generator is None else kronecker.generator.get_state()
-        answer = step.replay(batches)
+    def _replayed(self, wanted: Request) -> Answer | None:
+        """Carry the recording out; where it fails, leave the states as they were but for inverses it has spoilt."""
+        step, state = self._steps[wanted.refreshing], wanted.kronecker
+        generator = None if state is None else state.generator
+        before = None if generator is None else generator.get_state()
+        answer = step.replay(wanted.batches)
         if answer is None:
-            if kronecker is not None and kronecker.generator is not None and before is not None:
-                kronecker.generator.set_state(before)
-            if kronecker is not None and step.made is not None and kronecker.inverses is step.made.inverses:
-                kronecker.inverses = None  # they have been written over
+            if generator is not None and before is not None:
+                generator.set_state(before)
+            if state is not None and step.made is not None and state.inverses is step.made.inverses:
+                state.inverses = None  # they have been written over
             return None
         self._served += 1
-        cross.calls += 1
-        if kronecker is not None:
-            kronecker.replayed(step.made)
+        wanted.cross.calls += 1
+        if state is not None:
+            state.replayed(step.made)
         return answer
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyperkron.graphs import Recording, StaticBatch
+from hyperkron.graphs import Recording, StaticBatch, available
 from hyperkron.losses import as_loss
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, warn_once
@@ -64,7 +64,7 @@ class InnerLoop:
         self.autocast = autocast
         self.device = next(model.parameters()).device
         self._members = [p for group in optimizer.param_groups for p in group["params"]]
-        self._wants_graph = graph and self.device.type == "cuda"
+        self._wants_graph = graph and available(self.device)
         self._recorded: _Recorded | None = None
 
     def step(self, batch: Any) -> Tensor:

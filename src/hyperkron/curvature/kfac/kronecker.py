@@ -82,7 +82,7 @@ class Kronecker(Curvature):
             _refuse(made.coverage())
         if state.parameters != list(made.rows):  # the first call, or others are trained now: what is kept does not fit
             state.factors, state.inverses, state.diagonal = {}, None, {}
-        elif state.age + 1 < self.refresh_every:
+        if not self.due(state):
             state.age += 1
             return KroneckerOperator(made.blocks, state, self.damping)
         finish = self._refresh(point, state, made)
@@ -90,6 +90,10 @@ class Kronecker(Curvature):
             return KroneckerOperator(made.blocks, state, self.damping, finish)
         finish()
         return KroneckerOperator(made.blocks, state, self.damping)
+
+    def due(self, state: KroneckerState) -> bool:
+        """Whether the next call measures the curvature anew."""
+        return state.inverses is None or state.age + 1 >= self.refresh_every
 
     def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Callable[[], None]:
         """Begin new factors and inverses; the function returned completes them, or keeps the previous ones."""

@@ -75,7 +75,8 @@ def judged(name: str, work: Work, outcome: Outcome) -> Tensor:
     def compute() -> dict[str, Tensor]:
         found = torch.zeros(len(work.given), work.classes, device=work.device)
         lessons = [lesson(name, work, outcome, half) for half in (0, 1)]
-        for half, network in enumerate(work.fit(lessons, work.short, f"judge-{name}", seeds=[21, 22])):
+        plan = outcome.paced(work, work.short) if name == OURS else work.short
+        for half, network in enumerate(work.fit(lessons, plan, f"judge-{name}", seeds=[21, 22])):
             ask = work.side(half, work.trusted)
             found[ask] = predict(network, work.inputs, ask)
         return {"asked": found[work.trusted]}

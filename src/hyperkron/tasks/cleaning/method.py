@@ -329,10 +329,6 @@ class Outcome:
     def lesson(self, work: Work, rows: Tensor, half: int | None = None) -> Lesson:
         """What the network learns of these rows: (w L(e) + γ q(y) CE(y)) / (1 + γ).
 
-        At a higher learning rate where training was too gentle for the students, asked about the M trusted rows that
-        they had not seen: Σ_m [CE_m − H_m] + DOUBT < M · SURE, cross-entropy and entropy of what they predict. Where
-        they are surer than they are right by more than that, more training would fit the noise.
-
         For one half, whose trusted rows are going to judge the network, without the students and with experts that saw
         none of those rows.
         """
@@ -349,9 +345,17 @@ class Outcome:
         weight[work.noisy] = _certainty(posterior, given)
         belief[work.noisy] = of_label(posterior, given)
         believed = (work.given[rows], gamma / (1 + gamma) * belief[rows])
+        return Lesson(rows, evidence[rows], weight[rows] / (1 + gamma), believed)
+
+    def paced(self, work: Work, plan: Plan) -> Plan:
+        """``plan`` for a network taught by :meth:`lesson`: at a higher rate where training was too gentle.
+
+        The students tell, asked about the M trusted rows that they had not seen: Σ_m [CE_m − H_m] + DOUBT < M · SURE,
+        cross-entropy and entropy of what they predict. Where they are surer than they are right by more than that, more
+        training would fit the noise.
+        """
         surplus = too_sure(self.student[work.trusted], work.given[work.trusted]) - SURE
-        haste = HASTE if len(work.trusted) * surplus + DOUBT < 0 else 1.0
-        return Lesson(rows, evidence[rows], weight[rows] / (1 + gamma), believed, haste)
+        return plan.faster(HASTE) if len(work.trusted) * surplus + DOUBT < 0 else plan
 
 
 def _certainty(posterior: Tensor, given: Tensor) -> Tensor:

@@ -69,7 +69,8 @@ class Run:
             outcome = clean_labels(work)
         self._say(_trouble(outcome))
         with self._timed("network"):
-            networks = {OURS: train_on(work, "network-hyperkron", lesson(OURS, work, outcome), work.last)}
+            plan = outcome.paced(work, work.last)
+            networks = {OURS: train_on(work, "network-hyperkron", lesson(OURS, work, outcome), plan)}
         with self._timed("comparison"):
             table = []
             for name in (OURS, *names):

@@ -55,13 +55,12 @@ def together(
     Args:
         build: makes a fresh network.
         inputs: of all rows.
-        lessons: what each network learns from; of one and the same haste if they are to learn side by side.
+        lessons: what each network learns from.
         plan: of each training.
         seeds: of each network's initialisation and batches.
         tick: called after every step, with the number of networks that made it.
     """
     device, steps = lessons[0].rows.device, max(plan.steps(len(lesson.rows)) for lesson in lessons)
-    hastes = {lesson.haste for lesson in lessons}
     networks: list[nn.Module] = []
     streams = []
     for lesson, seed in zip(lessons, seeds, strict=True):
@@ -69,12 +68,12 @@ def together(
             networks.append(build().to(device).train())
             count, random = len(lesson.rows), _continued(device)
         streams.append(batches(count, plan.batch_for(count), random, device))
-        if len(lessons) == 1 or len(hastes) > 1 or not stackable(networks, inputs):
+        if len(lessons) == 1 or not stackable(networks, inputs):
             return [
                 train(build, inputs, one, plan, seed=seed, steps=steps, tick=tick)
                 for one, seed in zip(lessons, seeds, strict=True)
             ]
-    stack = Stack(networks, inputs, plan.faster(lessons[0].haste), steps)
+    stack = Stack(networks, inputs, plan, steps)
     stack.teach(lessons)
     for _ in range(steps):
         stack.step([next(stream) for stream in streams])

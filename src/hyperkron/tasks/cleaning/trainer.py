@@ -80,14 +80,12 @@ class Lesson:
         evidence: log e of those rows (n, C).
         weight: of those rows; None for 1.
         believed: labels of those rows (n,) to be learnt beside the evidence, and how much each counts (n,).
-        haste: how many times as high as in the plan the learning rate is.
     """
 
     rows: Tensor
     evidence: Tensor
     weight: Tensor | None = None
     believed: tuple[Tensor, Tensor] | None = None
-    haste: float = 1.0
 
     def loss(self, output: Tensor, part: Tensor) -> Tensor:
         """Of logits of the rows at these positions: −log Σ_k f(k) e(k), and −log f of the believed label."""
@@ -159,7 +157,7 @@ def train(
     with seeded(seed, device):
         network = build().to(device).train()
         total = plan.steps(count) if steps is None else steps
-        optimizer = optimizer_for(network, plan.faster(lesson.haste))
+        optimizer = optimizer_for(network, plan)
         schedule = schedule_for(optimizer, total)
         for part in islice(batches(count, plan.batch_for(count), None, device), total):
             loss = lesson.loss(network(*inputs.batch(lesson.rows[part])), part)
@@ -169,7 +167,7 @@ def train(
             schedule.step()
             if tick is not None:
                 tick(1)
-    refuse_not_finite(loss.detach(), plan.faster(lesson.haste), total)
+    refuse_not_finite(loss.detach(), plan, total)
     return network.eval()
 
 
