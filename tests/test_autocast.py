@@ -68,3 +68,24 @@ def test_the_hypergradient_keeps_its_direction(name: str, build: Any) -> None:
     exact, rounded = (build().compute(problem(a), model, weights, batch, batch).grads for a in (False, True))
     cosine = trees.dot(exact, rounded) / (trees.norm(exact) * trees.norm(rounded))
     assert cosine >= 0.99
+
+
+@pytest.mark.parametrize(
+    "build",
+    [lambda: hk.kfac(cross="reverse"), lambda: hk.ekfac(cross="reverse"), lambda: hk.cg(3)],
+    ids=["kfac", "ekfac", "cg"],
+)
+def test_a_whole_call_under_autocast_is_one_with_autocast_in_the_objectives(build: Any) -> None:
+    """Factorisations, solves and products of vectors keep their precision."""
+    model, x = models()["tokens"]
+    weights, batch = hk.SampleWeights(32), (x, torch.arange(32) % 4, torch.arange(32))
+    inside = build().compute(problem(True), model, weights, batch, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        around = build().compute(problem(True), model, weights, batch, batch)
+        plain = build().compute(problem(False), model, weights, batch, batch)
+        assert torch.is_autocast_enabled("cpu")
+    assert all(torch.equal(inside.grads[name], around.grads[name]) for name in inside.grads)
+    assert not torch.is_autocast_enabled("cpu")
+    unlike = build().compute(problem(False), model, weights, batch, batch)
+    for name in plain.grads:  # what disables it inside an objective is left as it is
+        torch.testing.assert_close(plain.grads[name], unlike.grads[name], rtol=0, atol=0)

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 from hyperkron import trees
 from hyperkron.curvature.base import Operator, checked_positive
@@ -72,10 +73,11 @@ class Cross:
 
     Args:
         mode: ``auto`` tries the finite difference first, at two radii: by how much the two answers differ tells its
-            error. Where that is above ``tolerance`` at every radius it takes forward mode, then double backward,
-            whichever the model allows. Where J_in changes along v otherwise than its gradient says (gradients are
-            stopped inside it), it takes double backward. It decides on the first call, again after every 100,
-            and whenever the inner loss is another function.
+            error. Where that is above ``tolerance`` at every radius it takes forward mode, then, where the model runs
+            in TF32, the finite difference in full float32, then double backward, whichever the model allows. Where
+            J_in changes along v otherwise than its gradient says (gradients are stopped inside it), it takes double
+            backward. It decides on the first call, again after every 100, and whenever the inner loss is another
+            function.
         radius: ε‖v‖ of the finite difference; ``None`` tries 1e-2, 3e-3 and 1e-3 (float64: 1e-4 and 1e-5; TF32 and half
             precision: 1e-1, 3e-2 and 1e-2).
         tolerance: relative error at which a finite difference is exact enough; ``None`` means 5 %, an angle of 3°
@@ -120,50 +122,66 @@ class Cross:
 
     def _decide(self, point: Point, v: Tree, state: CrossState) -> Tree:
         tolerance = self.tolerance or (1e-6 if point.dtype == torch.float64 else 0.05)
-        radii = self._radii(point)
-        if not _moves_as_its_gradient(point, v, radii[0]):
-            try:
-                exact = reverse(point, v)
-            except (UndifferentiableError, RuntimeError) as failure:
-                if isinstance(failure, torch.OutOfMemoryError):
-                    raise
-                warn_once(
-                    "cross-stopped",
-                    "the inner loss changes along v otherwise than its gradient says (through detach(), no_grad or "
-                    "requires_grad inside it), so only cross='reverse' would be right, but an operation of the model "
-                    f"cannot be differentiated twice ({str(failure).splitlines()[0]}); use an eager implementation.",
-                )
-            else:
-                state.mode, state.error = "reverse", 0.0
-                return exact
+        stopped = None if _moves_as_its_gradient(point, v, self._radii(point)[0]) else self._stopped(point, v, state)
+        if stopped is not None:
+            return stopped
         state.mode, state.error = "difference", float("inf")
         best = self._search(point, v, state, tolerance, full=False)
-        if state.error > tolerance and _tf32(point):
-            finer = self._search(point, v, state, tolerance, full=True)
-            best = finer if state.full else best
         if state.error <= tolerance:
             return best
-        reasons = []
-        for mode, method in (("forward", forward), ("reverse", reverse)):
-            try:
-                exact = method(point, v)
-            except (UndifferentiableError, RuntimeError) as failure:
-                if isinstance(failure, torch.OutOfMemoryError):
-                    raise
-                reasons.append(f"{mode}: {str(failure).splitlines()[0]}")
-                continue
-            gap = float(trees.norm(trees.add(exact, best, alpha=-1.0)) / trees.norm(best))
-            if gap > 5 * state.error:  # a custom function whose backward pass records no graph
-                reasons.append(f"{mode}: {gap:.1%} away from the finite difference")
-                continue
-            state.mode, state.error = mode, 0.0
-            return exact
-        warn_once(
-            "cross-inexact",
-            f"the finite-difference cross term has an error of about {state.error:.1%}, and no exact way works with "
-            f"this model ({'; '.join(reasons)}); set radius, or use float64.",
-        )
-        return best
+        reasons: list[str] = []
+        exact = self._exact(point, v, state, "forward", best, reasons)
+        if exact is None and _tf32(point):
+            finer = self._search(point, v, state, tolerance, full=True)
+            best = finer if state.full else best
+            if state.error <= tolerance:
+                return best
+        exact = self._exact(point, v, state, "reverse", best, reasons) if exact is None else exact
+        if exact is None:
+            warn_once(
+                "cross-inexact",
+                f"the finite-difference cross term has an error of about {state.error:.1%}, and no exact way works "
+                f"with this model ({'; '.join(reasons)}); set radius, or use float64.",
+            )
+        return best if exact is None else exact
+
+    def _stopped(self, point: Point, v: Tree, state: CrossState) -> Tree | None:
+        """The cross term of an inner loss that stops gradients: by double backward, or ``None`` with a warning."""
+        try:
+            exact = reverse(point, v)
+        except (UndifferentiableError, RuntimeError) as failure:
+            if isinstance(failure, torch.OutOfMemoryError):
+                raise
+            warn_once(
+                "cross-stopped",
+                "the inner loss changes along v otherwise than its gradient says (through detach(), no_grad or "
+                "requires_grad inside it), so only cross='reverse' would be right, but an operation of the model "
+                f"cannot be differentiated twice ({str(failure).splitlines()[0]}); use an eager implementation.",
+            )
+            return None
+        state.mode, state.error = "reverse", 0.0
+        return exact
+
+    def _exact(
+        self, point: Point, v: Tree, state: CrossState, mode: str, near: Tree, reasons: list[str]
+    ) -> Tree | None:
+        """The cross term by an exact way, which is then decided for; ``None`` and the reason where that is impossible.
+
+        ``near`` is a finite difference, which it must agree with as far as that one can be trusted.
+        """
+        try:
+            exact = forward(point, v) if mode == "forward" else reverse(point, v)
+        except (UndifferentiableError, RuntimeError) as failure:
+            if isinstance(failure, torch.OutOfMemoryError):
+                raise
+            reasons.append(f"{mode}: {str(failure).splitlines()[0]}")
+            return None
+        gap = float(trees.norm(trees.add(exact, near, alpha=-1.0)) / trees.norm(near))
+        if gap > 5 * state.error:  # a custom function whose backward pass records no graph
+            reasons.append(f"{mode}: {gap:.1%} away from the finite difference")
+            return None
+        state.mode, state.error = mode, 0.0
+        return exact
 
     def _search(self, point: Point, v: Tree, state: CrossState, tolerance: float, full: bool) -> Tree:
         """The first radius whose answer agrees with that of the next, or else the best; written into ``state``."""
@@ -190,7 +208,7 @@ def _tf32(point: Point) -> bool:
 
 def _rounds_coarsely(point: Point) -> bool:
     """Whether products run in less than float32: TF32, autocast, or a model in half precision."""
-    return point.dtype != torch.float32 or torch.is_autocast_enabled(point.device.type) or _tf32(point)
+    return point.dtype != torch.float32 or point.autocast is not None or _tf32(point)
 
 
 def reverse(point: Point, v: Tree) -> Tree:
@@ -206,14 +224,30 @@ def reverse(point: Point, v: Tree) -> Tree:
 
 
 def forward(point: Point, v: Tree) -> Tree:
-    """X(v) by forward mode: J_in's tangent along v, then its gradient in λ."""
+    """X(v) by forward mode: J_in's tangent along v, then its gradient in λ.
 
-    def value(params: Tree) -> Tensor:
-        batch = point.inner_batch
-        return point.substituted("inner", params, batch, draw=0, differentiable=True, where="along v").value
+    Dual numbers of ``torch.autograd`` cost less Python than ``torch.func.jvp``, and take the kernels chosen for the
+    model. But the tangents of some functions (softmax) are computed in place, and where λ is inside the model autograd
+    then refuses their gradient; ``torch.func`` computes them out of place.
+    """
+    try:
+        with dual_level():
+            params = {name: make_dual(p.detach(), v[name]) for name, p in point.params.items()}
+            return _gradient_of_tangent(point, unpack_dual(_inner_at(point, params)).tangent)
+    except RuntimeError as failure:
+        if "inplace operation" not in str(failure):
+            raise
+    params = trees.map(Tensor.detach, point.params)
+    return _gradient_of_tangent(point, torch.func.jvp(lambda p: _inner_at(point, p), (params,), (v,))[1])
 
-    tangent: Tensor = torch.func.jvp(value, (trees.map(Tensor.detach, point.params),), (v,))[1]
-    if not tangent.requires_grad:
+
+def _inner_at(point: Point, params: Tree) -> Tensor:
+    return point.substituted("inner", params, point.inner_batch, draw=0, differentiable=True, where="along v").value
+
+
+def _gradient_of_tangent(point: Point, tangent: Tensor | None) -> Tree:
+    """Of J_in's tangent, in λ."""
+    if tangent is None or not tangent.requires_grad:
         return _filled(point, dict.fromkeys(point.hypers))
     _refuse_normalisation(tangent)
     found = gradients_of(tangent, list(point.hypers.values()))

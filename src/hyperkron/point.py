@@ -13,14 +13,14 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hyperkron.kernels import LayoutError, evaluate
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Objective
 from hyperkron.solution import HyperkronError, NonFiniteError
@@ -44,6 +44,7 @@ class Point:
             random state is left alone. The checks stay in :attr:`doors` and :attr:`unread`, for whoever replays it.
 
     Attributes:
+        autocast: under which the objectives are evaluated, where the caller has it enabled.
         doors: values that must be finite, not read yet: (name, remedy, value).
         unread: numbers that were taken to be zero while recording.
     """
@@ -72,6 +73,7 @@ class Point:
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
         self.recording = recording
+        self.autocast: torch.autocast | None = None
         self.doors: list[tuple[str, str, Tensor]] = []
         self.unread: list[Tensor] = []
         self._stack: ExitStack | None = None
@@ -84,6 +86,12 @@ class Point:
         self._stack.callback(self._snapshot.restore)
         self._stack.enter_context(torch.inference_mode(False))
         self._stack.enter_context(torch.enable_grad())
+        if torch.is_autocast_enabled(self.device.type):  # for the objectives alone: all else keeps its precision
+            cache = torch.is_autocast_cache_enabled()
+            self.autocast = torch.autocast(
+                self.device.type, torch.get_autocast_dtype(self.device.type), cache_enabled=cache
+            )
+            self._stack.enter_context(torch.autocast(self.device.type, enabled=False))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -136,18 +144,16 @@ class Point:
         self._snapshot.rewind()
         if draw:
             _reseed(draw, self.device)
-        function = self.problem.inner if level == "inner" else self.problem.outer
-        with _twice_differentiable() if differentiable else ExitStack():
-            try:
-                if params is None:
-                    value = function(self.model, self.hyper, batch)
-                else:
-                    named = {f"model.{name}": p for name, p in params.items()}
-                    value = functional_call(_Caller(self.model), named, (function, self.hyper, batch))
-            except RuntimeError as error:
-                if misplaced := self._misplaced(error):
-                    raise HyperkronError(f"{level}{where} failed: {misplaced}") from error
+        try:
+            value = self._call(level, batch, params, differentiable)
+        except LayoutError:
+            if self.recording:
                 raise
+            return self._evaluate(level, batch, params, draw, differentiable, where, remedy)
+        except RuntimeError as error:
+            if misplaced := self._misplaced(error):
+                raise HyperkronError(f"{level}{where} failed: {misplaced}") from error
+            raise
         try:
             loss = as_loss(value)
         except HyperkronError as error:
@@ -155,6 +161,23 @@ class Point:
         usual = f"look for nan, inf or extreme values in {level}_batch, in hyper and in the model's parameters"
         self.finite(f"{level} loss{where}", loss.value, remedy or usual)
         return loss
+
+    def _call(self, level: Level, batch: Any, params: Tree | None, differentiable: bool) -> Loss | Tensor:
+        """The objective itself, under the kernels chosen for it."""
+        function = self.problem.inner if level == "inner" else self.problem.outer
+
+        def call() -> Loss | Tensor:
+            if params is None:
+                return function(self.model, self.hyper, batch)
+            named = {f"model.{name}": p for name, p in params.items()}
+            value: Loss | Tensor = functional_call(_Caller(self.model), named, (function, self.hyper, batch))
+            return value
+
+        size = sum(x.numel() for _, x in tensors_of("", batch))
+        with self.autocast or nullcontext():
+            return evaluate(
+                call, self.model, self.device, size, differentiable=differentiable, recording=self.recording
+            )
 
     def finite(self, name: str, value: Tensor, remedy: str) -> None:
         """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
@@ -250,18 +273,6 @@ def tensors_of(name: str, batch: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(batch, (list, tuple)):
         for i, x in enumerate(batch):
             yield from tensors_of(f"{name}[{i}]", x)
-
-
-@contextmanager
-def _twice_differentiable() -> Iterator[None]:
-    """Attention through kernels that have second derivatives and forward mode."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    with sdpa_kernel(SDPBackend.MATH):
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
 
 
 class _Caller(nn.Module):

@@ -242,7 +242,7 @@ def graph_nodes(tensors: list[Tensor]) -> Iterator[torch.autograd.graph.Node]:
 
 def _damped(params: Tree, products: tuple[Tensor | None, ...], v: Tree, damping: float) -> Tree:
     whole = {
-        name: torch.zeros_like(p) if x is None else x.detach()
+        name: torch.zeros_like(p) if x is None else x.detach().contiguous()
         for (name, p), x in zip(params.items(), products, strict=True)
     }
     return trees.add(whole, v, alpha=damping) if damping else whole

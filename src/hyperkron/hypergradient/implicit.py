@@ -228,7 +228,7 @@ def outer_gradients(point: Point) -> tuple[Tensor, Tree, Tree]:
         raise independent("outer")
     found = torch.autograd.grad(loss.value, wanted, allow_unused=True)
     filled = [
-        torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+        torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g.contiguous()
         for p, g in zip(wanted, found, strict=True)
     ]
     count = len(point.params)

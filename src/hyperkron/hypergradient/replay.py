@@ -22,6 +22,7 @@ from hyperkron import trees
 from hyperkron.cross import RECHECK, CrossState
 from hyperkron.curvature import CurvatureState, KroneckerState
 from hyperkron.graphs import Recording, StaticBatch, places
+from hyperkron.kernels import LayoutError
 from hyperkron.point import Point
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, Solution, warn_once
@@ -164,6 +165,8 @@ class Replays:
                     pool=self._steps[True].recording.pool if True in self._steps else None,
                 )
             made = copy.copy(kronecker) if wanted.refreshing else None
+        except LayoutError:
+            return None  # it will not be changed again
         except (RuntimeError, HyperkronError) as failure:
             self._give_up(str(failure).splitlines()[0])
             return None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.graphs import Recording, StaticBatch, available
+from hyperkron.kernels import LayoutError, evaluate
 from hyperkron.losses import as_loss
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, warn_once
@@ -30,7 +31,8 @@ class InnerLoop:
         hyper: holds λ; its values may change between steps, its parameters' memory must stay (optimizers keep it).
         optimizer: of θ.
         graph: replay the forward and backward pass as a CUDA graph. It needs batches of one shape (others take the
-            ordinary way) and an objective that never waits for the device. Without a GPU it has no effect.
+            ordinary way) and an objective that never waits for the device. In TF32 and half precision its convolutions
+            run channels last, which rounds otherwise. Without a GPU it has no effect.
         autocast: run the objective in this dtype (``torch.bfloat16``) where torch considers it safe; θ stays float32.
 
     Example:
@@ -82,11 +84,24 @@ class InnerLoop:
     def _pass(self, batch: Any) -> Tensor:
         """Forward and backward: J_in, with its gradient in θ's ``.grad`` and none in λ's."""
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False):
-            value = as_loss(self.problem.inner(self.model, self.hyper, batch)).value
+            value = self._value(batch)
         live = [p for p in self._members if p.requires_grad]
         for p, gradient in zip(live, torch.autograd.grad(value, live, allow_unused=True), strict=True):
-            p.grad = gradient
+            p.grad = None if gradient is None else gradient.contiguous()
         return value.detach()
+
+    def _value(self, batch: Any) -> Tensor:
+        """J_in; what is recorded takes the kernels chosen for that."""
+
+        def call() -> Tensor:
+            return as_loss(self.problem.inner(self.model, self.hyper, batch)).value
+
+        if not self._wants_graph:
+            return call()
+        try:
+            return evaluate(call, self.model, self.device, 0, differentiable=False, recording=True)
+        except LayoutError:  # before anything is recorded: recording begins with a warm-up
+            return self._value(batch)
 
 
 class _Recorded:
