@@ -26,11 +26,12 @@ def kfac(
     cross: Mode = "auto",
     seed: int = 0,
     graph: bool = False,
+    keep_previous: bool = True,
 ) -> Implicit:
     """The KFAC hypergradient: v = (B ⊗ A + damping)⁻¹ ∂_θ J_out, layer by layer, without any iteration.
 
     Args:
-        damping, fisher, sharing, split, refresh_every, ema, seed: see :class:`hyperkron.KFAC`.
+        damping, fisher, sharing, split, refresh_every, ema, seed, keep_previous: see :class:`hyperkron.KFAC`.
         cross, graph: see :class:`hyperkron.Implicit`.
 
     Reference: Liao, Dangel & Yu, "Efficient bilevel optimization with KFAC-based hypergradients" (AISTATS 2026).
@@ -52,7 +53,14 @@ def kfac(
         torch.Size([8])
     """
     curvature = KFAC(
-        damping, fisher=fisher, sharing=sharing, split=split, refresh_every=refresh_every, ema=ema, seed=seed
+        damping,
+        fisher=fisher,
+        sharing=sharing,
+        split=split,
+        refresh_every=refresh_every,
+        ema=ema,
+        seed=seed,
+        keep_previous=keep_previous,
     )
     return Implicit(curvature, Direct(), cross=cross, graph=graph)
 
@@ -64,18 +72,29 @@ def ekfac(
     sharing: WeightSharing = "expand",
     refresh_every: int = 1,
     ema: float = 0.0,
+    basis_every: int = 1,
     cross: Mode = "auto",
     seed: int = 0,
+    keep_previous: bool = True,
 ) -> Implicit:
     """The EKFAC hypergradient: KFAC's eigenbasis with the spectrum that fits it best.
 
     Args:
-        damping, fisher, sharing, refresh_every, ema, seed: see :class:`hyperkron.EKFAC`.
+        damping, fisher, sharing, refresh_every, ema, basis_every, seed, keep_previous: see :class:`hyperkron.EKFAC`.
         cross: see :class:`hyperkron.Implicit`.
 
     Reference: George et al., "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis" (2018).
     """
-    curvature = EKFAC(damping, fisher=fisher, sharing=sharing, refresh_every=refresh_every, ema=ema, seed=seed)
+    curvature = EKFAC(
+        damping,
+        fisher=fisher,
+        sharing=sharing,
+        refresh_every=refresh_every,
+        ema=ema,
+        seed=seed,
+        keep_previous=keep_previous,
+        basis_every=basis_every,
+    )
     return Implicit(curvature, Direct(), cross=cross)
 
 

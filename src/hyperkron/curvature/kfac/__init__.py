@@ -1,7 +1,8 @@
 """KFAC and EKFAC: layers, coverage, capture, inverses, and the curvatures made of them."""
 
 from hyperkron.curvature.kfac.coverage import Coverage
-from hyperkron.curvature.kfac.kronecker import EKFAC, KFAC
+from hyperkron.curvature.kfac.ekfac import EKFAC
+from hyperkron.curvature.kfac.kronecker import KFAC
 from hyperkron.curvature.kfac.state import KroneckerState
 
 __all__ = ["EKFAC", "KFAC", "Coverage", "KroneckerState"]

@@ -51,7 +51,7 @@ class Measured:
     l2: dict[str, Tensor | float] = field(default_factory=dict)
     """2α of the penalties α‖p‖² in the inner loss, by parameter."""
     reached: tuple[str, ...] = ()
-    """The blocks that a gradient reached."""
+    """The blocks that a gradient reached, whether a basis was given for them or not."""
     rows: dict[str, int] = field(default_factory=dict)
     """Over how many rows the mean in A runs, by block."""
     uncalled: list[str] = field(default_factory=list)
@@ -77,17 +77,19 @@ def measure(
     basis: Basis | None = None,
     low_rank: bool = False,
     checked: bool = True,
+    diagonal: bool = True,
 ) -> Measured:
     """Run J_in on the curvature batch and collect the factors, or, given a ``basis``, EKFAC's corrected spectrum.
 
     With ``low_rank`` a factor of fewer rows than dimensions is returned as its rows (see :class:`LowRank`). A batch
     that the problem wants evaluated in parts is measured part by part. Negative weights are refused; where they are not
-    ``checked``, because that waits for the device, factors are nan.
+    ``checked``, because that waits for the device, factors are nan. Parameters outside blocks are left alone where
+    ``diagonal`` is false.
     """
     dtype, found, counts = accumulation_dtype(point.dtype), [], []
     parts = point.problem.parts(point.curvature_batch)
     for part in parts:
-        recorder = _Recorder(plan, sharing, basis, dtype, low_rank)
+        recorder = _Recorder(plan, sharing, basis, dtype, low_rank, diagonal)
         with recorder.attached():
             loss = point.inner(part)
         found.append(_measure(point, plan, recorder, loss, fisher, samples, generator, checked))
@@ -109,7 +111,7 @@ def _merged(parts: list[Measured], weights: list[float]) -> Measured:
         for sums, new in ((whole.diagonal, part.diagonal), (whole.corrected, part.corrected)):
             for name, value in new.items():
                 _Recorder._sum(sums, name, value * share)
-    whole.reached = tuple(whole.a)
+    whole.reached = tuple(dict.fromkeys(name for part in parts for name in part.reached))
     return whole
 
 
@@ -124,12 +126,12 @@ def _measure(
     checked: bool,
 ) -> Measured:
     """Backpropagate the vectors of ``loss``; the hooks of ``recorder`` collect what passes."""
-    measured, basis = recorder.measured, recorder.basis
+    measured = recorder.measured
     measured.l2 = l2_curvature(loss, point.params)
     layered = [n for block in plan.blocks.values() for n in block.names]
     layered += [n for _, names in plan.diagonal for n in names.values()]
     measured.uncalled = [n for n in layered if n not in recorder.called]
-    names = [*plan.rest, *measured.uncalled] if basis is None and plan.measures_rest else []
+    names = [*plan.rest, *measured.uncalled] if recorder.diagonal and plan.measures_rest else []
     rest = [point.params[name] for name in names]
     squares: dict[str, Tensor] = {}
     for output, vector, last in _probes(loss, recorder, fisher, samples, generator, bool(rest), checked):
@@ -244,14 +246,22 @@ class _Recorder:
     """The hooks of one measurement and the sums they fill."""
 
     def __init__(
-        self, plan: Plan, sharing: WeightSharing, basis: Basis | None, dtype: torch.dtype, low_rank: bool
+        self,
+        plan: Plan,
+        sharing: WeightSharing,
+        basis: Basis | None,
+        dtype: torch.dtype,
+        low_rank: bool,
+        diagonal: bool,
     ) -> None:
         self.plan, self.sharing, self.basis, self.dtype, self.low_rank = plan, sharing, basis, dtype, low_rank
+        self.diagonal = diagonal
         self.token = torch.zeros((), requires_grad=True)
         self.batch_size = 1
         self.measured = Measured()
         self.called: set[str] = set()
         self.rows: dict[str, int] = {}
+        self._reached: dict[str, None] = {}  # in order; with a basis only
         self._grams: dict[tuple[int, int, bool], tuple[Factor, int]] = {}
         self._alive: list[Tensor] = []
         self._normed: list[tuple[dict[str, str], BatchNormSums]] = []
@@ -287,7 +297,7 @@ class _Recorder:
         if sums:
             torch._foreach_mul_([x for x, _ in sums.values()], [share for _, share in sums.values()])
         found.a = {name: rescaled.get(id(total), total) for name, total in found.a.items() if name in found.b}
-        found.reached, found.rows = tuple(found.a), self.rows
+        found.reached, found.rows = tuple(found.a) if self.basis is None else tuple(self._reached), self.rows
 
     def flush(self) -> None:
         """The diagonals of the batch norm layers that a backward pass went through since the last time."""
@@ -327,7 +337,7 @@ class _Recorder:
     def _on_diagonal(self, names: dict[str, str]) -> Hook:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
             self.called.update(names.values())
-            if self.basis is not None or not output.requires_grad:
+            if not self.diagonal or not output.requires_grad:
                 return output
             x = (inputs[0] if inputs else named["input"]).detach()
 
@@ -389,8 +399,9 @@ class _Recorder:
                 self._add(self.measured.b, block.name, total)
                 return
             assert self.basis is not None
-            q_a, q_b = self.basis[block.name]
-            self._sum(self.measured.corrected, block.name, _corrected(block, x, g, q_a, q_b))
+            self._reached[block.name] = None
+            if block.name in self.basis:
+                self._sum(self.measured.corrected, block.name, _corrected(block, x, g, *self.basis[block.name]))
 
     @staticmethod
     def _sum(sums: dict[str, Tensor], name: str, value: Tensor) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperkron.curvature.kfac.eigen import EigenInverses, Matrices
+from hyperkron.curvature.kfac.eigen import EigenBlock, EigenInverses, Matrices
 from hyperkron.curvature.kfac.factors import (
     Dual,
     Factor,
@@ -105,7 +105,7 @@ BlockInverses = FactoredInverses | EigenInverses
 def load_inverses(state: dict[str, Any]) -> BlockInverses:
     """The inverses whose :meth:`state_dict` this is."""
     if state["kind"] == "eigen":
-        return EigenInverses({n: (x["a"], x["b"], x["spectrum"]) for n, x in state["blocks"].items()})
+        return EigenInverses({name: EigenBlock(**tensors) for name, tensors in state["blocks"].items()})
     classes = (
         ShapeClass(tuple(c["names"]), tuple(c["groups"]), load_factor_inverse(c["a"]), load_factor_inverse(c["b"]))
         for c in state["classes"].values()

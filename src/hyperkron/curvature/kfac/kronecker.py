@@ -1,4 +1,4 @@
-"""KFAC and EKFAC: block-diagonal curvature whose inverse is two small matrices a layer."""
+"""What KFAC and EKFAC share, and KFAC: block-diagonal curvature whose inverse is two small matrices a layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.curvature.base import Curvature, CurvatureState, checked_damping
-from hyperkron.curvature.kfac.capture import Measured, measure
+from hyperkron.curvature.kfac.capture import Basis, Measured, measure
 from hyperkron.curvature.kfac.coverage import Coverage, Fallback, Plan, plan
-from hyperkron.curvature.kfac.eigen import EigenInverses, eigen_bases
+from hyperkron.curvature.kfac.eigen import EigenInverses, damped, eigen_bases
 from hyperkron.curvature.kfac.eigen import checked as checked_spectrum
 from hyperkron.curvature.kfac.factors import Factor, LowRank, dense
 from hyperkron.curvature.kfac.inverse import BlockInverses, FactorsNeeded, Split, factored_inverses
@@ -47,6 +47,7 @@ class Kronecker(Curvature):
     fallback: Fallback = "diagonal"
     strict: bool = False
     seed: int = 0
+    keep_previous: bool = True
 
     def __post_init__(self) -> None:
         checked_damping(self.damping)
@@ -58,13 +59,16 @@ class Kronecker(Curvature):
             if getattr(self, name) not in allowed:
                 raise HyperkronError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}.")
         for name in ("samples", "refresh_every"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise HyperkronError(f"{name}={value!r} must be a whole number ≥ 1.")
+            checked_count(name, getattr(self, name))
         if not isinstance(self.seed, int) or self.seed < 0:
             raise HyperkronError(f"seed={self.seed!r} must be a whole number ≥ 0.")
         if not (isinstance(self.ema, (int, float)) and 0 <= self.ema < 1):
             raise HyperkronError(f"ema={self.ema!r} must lie in [0, 1); 0 uses the newest factors alone.")
+        if not isinstance(self.keep_previous, bool):
+            raise HyperkronError(
+                f"keep_previous={self.keep_previous!r} must be True or False; False saves the memory of the previous "
+                "inverses while new ones are made."
+            )
 
     def init(self) -> KroneckerState:
         """A state without factors; the first call measures them."""
@@ -97,18 +101,12 @@ class Kronecker(Curvature):
 
     def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Callable[[], None]:
         """Begin new factors and inverses; the function returned completes them, or keeps the previous ones."""
+        self._let_go(state)
         generator = state.random(point.device)
         before = None if point.recording else generator.get_state()
         try:
             measured = self._measure(point, state, made, checked=not (_queues(point) and self.deferred))
-            if self.strict and measured.uncalled:
-                raise CoverageError(
-                    f"strict=True, but {', '.join(measured.uncalled)} belong to layers that were never called as "
-                    "modules; call the layer itself, or use strict=False."
-                )
-            if measured.uncalled:
-                point.notes["uncalled"] = f"{', '.join(measured.uncalled)}: fallback, for their layers were not called"
-            self._check(made, measured)
+            self._check(point, made, measured)
             factors = self._average(point, state, measured)
             begun = self._invert(point, state, made, measured, factors)
         except (FactorizationError, NonFiniteError) as error:
@@ -124,6 +122,11 @@ class Kronecker(Curvature):
             return self._invert(point, state, made, repeated, self._average(point, state, repeated), keep=True)()
 
         return lambda: self._complete(point, state, made, measured, averages, begun, again)
+
+    def _let_go(self, state: KroneckerState) -> None:
+        """Without ``keep_previous`` the inverses in use go before new ones are measured: never both in memory."""
+        if not self.keep_previous:
+            state.inverses, state.diagonal = None, {}
 
     def _keep(self, point: Point, state: KroneckerState, error: HyperkronError) -> None:
         """Go on with the previous inverse, if there is one and it has not been kept too often."""
@@ -155,17 +158,16 @@ class Kronecker(Curvature):
             self._keep(point, state, error)
             return
         state.factors = averages
-        state.inverses, state.status = inverses, status
-        state.diagonal, state.parameters = self._diagonal(made, measured), list(made.rows)
-        state.age, state.failures, state.refreshes = 0, 0, state.refreshes + 1
+        state.renew(inverses, status, self._diagonal(made, measured), list(made.rows))
 
     def _measure(
         self,
         point: Point,
         state: KroneckerState,
         made: Plan,
-        basis: dict[str, tuple[Tensor, Tensor]] | None = None,
+        basis: Basis | None = None,
         checked: bool = True,
+        diagonal: bool = True,
     ) -> Measured:
         return measure(
             point,
@@ -177,6 +179,7 @@ class Kronecker(Curvature):
             basis=basis,
             low_rank=self._low_rank,
             checked=checked,
+            diagonal=diagonal,
         )
 
     @property
@@ -186,11 +189,19 @@ class Kronecker(Curvature):
 
     @property
     def _low_rank(self) -> bool:
-        """Whether factors may be kept as rows; averages and eigenbases need matrices."""
+        """Whether factors may be kept as rows; averages and lasting eigenbases need matrices."""
         return False
 
-    def _check(self, made: Plan, measured: Measured) -> None:
-        """Refuse an inner loss that does not depend on the model, or whose penalty makes the curvature negative."""
+    def _check(self, point: Point, made: Plan, measured: Measured) -> None:
+        """Refuse an inner loss that does not depend on the model, or whose penalty makes the curvature negative, and,
+        with ``strict``, layers that were never called as modules."""
+        if self.strict and measured.uncalled:
+            raise CoverageError(
+                f"strict=True, but {', '.join(measured.uncalled)} belong to layers that were never called as "
+                "modules; call the layer itself, or use strict=False."
+            )
+        if measured.uncalled:
+            point.notes["uncalled"] = f"{', '.join(measured.uncalled)}: fallback, for their layers were not called"
         if not (measured.reached or measured.diagonal or measured.l2) and (made.blocks or self.fallback == "diagonal"):
             raise independent("inner")
         lowest = {name: torch.as_tensor(value).detach().min().cpu() for name, value in measured.l2.items()}
@@ -297,6 +308,9 @@ class KFAC(Kronecker):
             takes 1, ``"zero"`` keeps such parameters fixed.
         strict: refuse a model with parameters outside the Kronecker blocks.
         seed: of the Monte-Carlo draws.
+        keep_previous: keep the inverses in use until new ones are made, to go on with them where that fails. ``False``
+            lets go of them first, which saves their memory at the peak (8 to 25 % of it for ResNets); a refresh that
+            fails altogether is then an error, and the next call begins anew.
 
     References: Martens & Grosse (2015); Grosse & Martens (2016) for convolutions; Eschenhagen et al. (2023) for weight
     sharing; Liao, Dangel & Yu (2026) for hypergradients.
@@ -317,7 +331,7 @@ class KFAC(Kronecker):
 
     @property
     def _low_rank(self) -> bool:
-        return self.ema == 0 and self.damping > 0 and self.split in ("pi", "plain")
+        return self.ema == 0 and self.damping > 0 and self.split in ("pi", "plain", "exact")
 
     def _damped(self, diagonals: list[Tensor], damping: list[Any]) -> Sequence[Tensor]:
         """With δ split between the factors a balanced eigenvalue λ becomes (√λ + √δ)²; so does the diagonal."""
@@ -362,46 +376,19 @@ class KFAC(Kronecker):
 
             return finish
         self._finite(point, measured, bool(finite(measured)))
-        bases, found_how = eigen_bases(factors)
-        blocks = {}
-        for name, (values_a, q_a, values_b, q_b) in bases.items():
-            spectrum = values_b[..., :, None] * values_a[..., None, :] + damping[name]
-            blocks[name] = (q_a, q_b, spectrum)
+        bases, found_how = eigen_bases(factors, thin=(True, True))
+        blocks = {
+            name: damped(q_a, q_b, values_b[..., :, None] * values_a[..., None, :], damping[name])
+            for name, (values_a, q_a, values_b, q_b) in bases.items()
+        }
         inverses = checked_spectrum(point, EigenInverses(blocks))
         return lambda: (inverses, found_how)
 
 
-@dataclass(frozen=True)
-class EKFAC(Kronecker):
-    """KFAC with its spectrum corrected: the best diagonal in KFAC's eigenbasis (George et al., 2018).
-
-        A⁻¹: V ↦ Q_B [(Q_Bᵀ V Q_A) / (S + δ)] Q_Aᵀ ,   S = Σ_n (σ_n/N) (Q_Bᵀ G_n Q_A)²
-
-    with G_n the gradient of one example in the layer's weight (calls of one module count as separate examples). S
-    minimises ‖G − Q diag(S) Qᵀ‖_F over all diagonals. It costs a second pass over the batch and an eigendecomposition;
-    damping is exact (δ is added to the spectrum).
-
-    Args:
-        damping, fisher, samples, sharing, refresh_every, ema, fallback, strict, seed: as in :class:`KFAC`.
-    """
-
-    def _invert(
-        self,
-        point: Point,
-        state: KroneckerState,
-        made: Plan,
-        measured: Measured,
-        factors: dict[str, tuple[Factor, Factor]],
-        keep: bool = False,
-    ) -> Callable[[], tuple[BlockInverses, Status]]:
-        self._finite(point, measured, bool(finite(measured)))
-        bases, found_how = eigen_bases(factors)
-        corrected = self._measure(point, state, made, {n: (q_a, q_b) for n, (_, q_a, _, q_b) in bases.items()})
-        blocks = {}
-        for name, (_, q_a, _, q_b) in bases.items():
-            blocks[name] = (q_a, q_b, corrected.corrected[name] + self._block_damping(made, measured, name))
-        inverses = checked_spectrum(point, EigenInverses(blocks))
-        return lambda: (inverses, found_how)
+def checked_count(name: str, value: int, remedy: str = "") -> None:
+    """Refuse what is no whole number ≥ 1, by its name."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise HyperkronError(f"{name}={value!r} must be a whole number ≥ 1{remedy}.")
 
 
 def _queues(point: Point) -> bool:

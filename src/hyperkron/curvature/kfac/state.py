@@ -21,6 +21,7 @@ class KroneckerState(CurvatureState):
     Attributes:
         age: hypergradients computed since the inverse in use was made; 0 right after a refresh.
         refreshes: how many times it was made.
+        basis_age: refreshes since that made no new eigenbasis, but measured the spectrum in the one at hand.
         failures: refreshes in a row that failed and kept the previous inverse.
         status: how the inverse in use was obtained.
     """
@@ -30,6 +31,7 @@ class KroneckerState(CurvatureState):
         self.generator: torch.Generator | None = None
         self.age = 0
         self.refreshes = 0
+        self.basis_age = 0
         self.failures = 0
         self.status = Status.DIRECT
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # the moving averages, where there are any
@@ -54,18 +56,31 @@ class KroneckerState(CurvatureState):
             self.generator = torch.Generator(device).manual_seed(self.seed)
         return self.generator
 
+    def renew(
+        self,
+        inverses: BlockInverses,
+        status: Status,
+        diagonal: dict[str, Tensor],
+        parameters: list[str],
+        basis_age: int = 0,
+    ) -> None:
+        """A refresh has succeeded: these are in use from now on."""
+        self.inverses, self.status, self.diagonal, self.parameters = inverses, status, diagonal, parameters
+        self.age, self.failures, self.refreshes, self.basis_age = 0, 0, self.refreshes + 1, basis_age
+
     def replayed(self, made: KroneckerState | None) -> None:
         """A recorded step was carried out once more: it measured what ``made`` has, or used what is there."""
         if made is None:
             self.age += 1
             return
-        self.inverses, self.diagonal, self.parameters = made.inverses, made.diagonal, made.parameters
-        self.status, self.age, self.failures, self.refreshes = Status.DIRECT, 0, 0, self.refreshes + 1
+        assert made.inverses is not None
+        self.renew(made.inverses, Status.DIRECT, made.diagonal, made.parameters)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "age": self.age,
             "refreshes": self.refreshes,
+            "basis_age": self.basis_age,
             "failures": self.failures,
             "status": self.status.name,
             "seed": self.seed,
@@ -79,6 +94,7 @@ class KroneckerState(CurvatureState):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.age, self.refreshes, self.failures = state["age"], state["refreshes"], state["failures"]
+        self.basis_age = state["basis_age"]
         self.status, self.seed = Status[state["status"]], state["seed"]
         self.generator = None
         if state["generator"] is not None:

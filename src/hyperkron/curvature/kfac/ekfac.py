@@ -1,0 +1,120 @@
+"""EKFAC: KFAC's eigenbasis with the spectrum that fits it best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hyperkron.curvature.kfac.capture import Basis, Measured, accumulation_dtype
+from hyperkron.curvature.kfac.coverage import Plan
+from hyperkron.curvature.kfac.eigen import EigenInverses, checked, damped, eigen_bases
+from hyperkron.curvature.kfac.factors import Factor
+from hyperkron.curvature.kfac.inverse import BlockInverses
+from hyperkron.curvature.kfac.kronecker import Kronecker, checked_count, finite
+from hyperkron.curvature.kfac.state import KroneckerState
+from hyperkron.point import Point
+from hyperkron.solution import FactorizationError, NonFiniteError, Status
+
+
+@dataclass(frozen=True)
+class EKFAC(Kronecker):
+    """KFAC with its spectrum corrected: the best diagonal in KFAC's eigenbasis (George et al., 2018).
+
+        A⁻¹: V ↦ Q_B [(Q_Bᵀ V Q_A) / (S + δ)] Q_Aᵀ ,   S = Σ_n (σ_n/N) (Q_Bᵀ G_n Q_A)²
+
+    with G_n the gradient of one example in the layer's weight (calls of one module count as separate examples). S
+    minimises ‖G − Q diag(S) Qᵀ‖_F over all diagonals. It costs a second pass over the batch and an eigendecomposition;
+    damping is exact (δ is added to the spectrum). Where a layer has few rows for its size only the basis of their span
+    is computed, for outside it S is zero (see :mod:`~hyperkron.curvature.kfac.eigen`); the answer is the same.
+
+    S is the best diagonal in whatever basis, so a basis may serve longer than its spectrum: with ``basis_every`` above
+    1 most refreshes are one pass over the batch, without factors or eigendecompositions (George et al., algorithm 2).
+
+    Args:
+        damping, fisher, samples, sharing, refresh_every, ema, fallback, strict, seed, keep_previous: as in
+            :class:`KFAC`. With ``keep_previous=False`` a refresh that fails loses the basis too.
+        basis_every: every so many refreshes the eigenbasis is made anew; in between S alone is. A moving average of
+            factors runs over the refreshes that measure them. Bases are complete then, for later batches have other
+            rows.
+
+    Reference: George et al., "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis" (2018).
+
+    Example:
+        >>> import hyperkron as hk
+        >>> method = hk.Implicit(hk.EKFAC(damping=1e-2, basis_every=10), hk.Direct())
+    """
+
+    basis_every: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked_count("basis_every", self.basis_every, "; 1 makes a new eigenbasis at every refresh")
+
+    @property
+    def _low_rank(self) -> bool:
+        """A thin basis holds for the rows it was made of: of this batch, at every position, without an average."""
+        return self.ema == 0 and self.damping > 0 and self.basis_every == 1 and self.sharing == "expand"
+
+    def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Callable[[], None]:
+        basis = self._at_hand(point, state)
+        if basis is not None and self._refreshed_within(basis, point, state, made):
+            return lambda: None
+        del basis  # a new one is made, and with keep_previous=False this one is to be gone by then
+        return super()._refresh(point, state, made)
+
+    def _at_hand(self, point: Point, state: KroneckerState) -> Basis | None:
+        """The eigenbasis in use, where it is to serve once more."""
+        inverses, dtype = state.inverses, accumulation_dtype(point.dtype)
+        if state.basis_age + 1 >= self.basis_every or not isinstance(inverses, EigenInverses):
+            return None
+        if any(
+            b.outside is not None or (b.a.device, b.a.dtype) != (point.device, dtype) for b in inverses.blocks.values()
+        ):
+            return None
+        return {name: (block.a, block.b) for name, block in inverses.blocks.items()}
+
+    def _refreshed_within(self, basis: Basis, point: Point, state: KroneckerState, made: Plan) -> bool:
+        """Measure S, and what lies outside the blocks, in one pass; whether ``basis`` has the blocks it takes."""
+        self._let_go(state)
+        try:
+            measured = self._measure(point, state, made, basis)
+            self._check(point, made, measured)
+            if set(measured.reached) != basis.keys():  # layers that some batches do not use
+                return False
+            self._finite(point, measured, bool(finite(measured)))
+            inverses = self._corrected(point, made, measured, measured, basis)
+        except (FactorizationError, NonFiniteError) as error:
+            self._keep(point, state, error)
+            return True
+        state.renew(inverses, Status.DIRECT, self._diagonal(made, measured), list(made.rows), state.basis_age + 1)
+        return True
+
+    def _invert(
+        self,
+        point: Point,
+        state: KroneckerState,
+        made: Plan,
+        measured: Measured,
+        factors: dict[str, tuple[Factor, Factor]],
+        keep: bool = False,
+    ) -> Callable[[], tuple[BlockInverses, Status]]:
+        self._finite(point, measured, bool(finite(measured)))
+        # S is measured with Monte-Carlo vectors of its own, which leave the span of those that B is made of
+        bases, found_how = eigen_bases(factors, thin=(True, self.fisher != "mc"))
+        if self.ema == 0:
+            measured.release()
+            factors.clear()
+        basis = {name: (q_a, q_b) for name, (_, q_a, _, q_b) in bases.items()}
+        corrected = self._measure(point, state, made, basis, diagonal=False)
+        inverses = self._corrected(point, made, measured, corrected, basis)
+        return lambda: (inverses, found_how)
+
+    def _corrected(
+        self, point: Point, made: Plan, measured: Measured, corrected: Measured, basis: Basis
+    ) -> EigenInverses:
+        """The inverses with S from ``corrected`` and the penalties' curvature from ``measured``."""
+        blocks = {
+            name: damped(q_a, q_b, corrected.corrected[name], self._block_damping(made, measured, name))
+            for name, (q_a, q_b) in basis.items()
+        }
+        return checked(point, EigenInverses(blocks))
