@@ -38,8 +38,9 @@ def trained(work: Work, half: Half, shift: Sequence[float], seed: int) -> tuple[
     evidence = Evidence()
     evidence.log_scale.data += torch.tensor(shift)
     learner = Learner(work.build, work.inputs, work.given, half, work.short, seed)
+    lesson = learner.lesson(evidence)
     for _ in range(learner.total):
-        learner.learn(evidence)
+        learner.learn(lesson)
     return learner, evidence
 
 

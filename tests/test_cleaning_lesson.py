@@ -15,9 +15,10 @@ from blobs import blobs, quicken
 from hyperkron.models import linear
 from hyperkron.tasks.cleaning import OURS, CleanConfig, alternatives, clean
 from hyperkron.tasks.cleaning.alternatives import judged, lesson
-from hyperkron.tasks.cleaning.evidence import Pool, frequencies, likelihood, logs, shifted
+from hyperkron.tasks.cleaning.evidence import Evidence, Pool, frequencies, likelihood, logs, shifted
 from hyperkron.tasks.cleaning.method import Opinion, Outcome, Work, train_on
 from hyperkron.tasks.cleaning.stages import Stages
+from hyperkron.tasks.cleaning.students import Half, Learner, inner
 from hyperkron.tasks.cleaning.together import together
 from hyperkron.tasks.cleaning.trainer import Dense, Lesson, Plan, train
 
@@ -53,6 +54,26 @@ def outcome_of(
     own = nothing if halved is None else halved
     told = torch.full((12, 3), 1 / 3) if student is None else student
     return Outcome(first, final, told, nothing, own, nothing, nothing, (0.5, 0.8, gamma), [], [], False, 0)
+
+
+def test_a_student_goes_down_the_inner_objective() -> None:
+    """At a fixed λ the loss of its lesson has the gradient of J_in on the same rows."""
+    half = Half(NOISY, TRUSTED[:2], TRUSTED[2:], drawn(8, 3).log_softmax(1), THROUGH.double())
+    inputs, evidence = Dense(drawn(12, 4, seed=3)), Evidence().double()
+    evidence.log_scale.data += torch.tensor([0.3, -0.4, -0.2])
+    one, other = (Learner(lambda: linear(4, 3).double(), inputs, GIVEN, half, Plan(), 5, 20) for _ in range(2))
+    lesson = one.lesson(evidence)
+    for _ in range(3):
+        one.learn(lesson)
+        other.optimizer.zero_grad()
+        inner(other.network, evidence, other.batch(other.size)).value.backward()
+        other.optimizer.step()
+        other.schedule.step()
+    for mine, expected in zip(one.network.parameters(), other.network.parameters(), strict=True):
+        assert mine.grad is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(mine, expected, rtol=1e-7, atol=1e-9)
 
 
 def test_the_loss_is_the_weighted_sum_of_both_terms() -> None:

@@ -226,7 +226,7 @@ def _students(monkeypatch: pytest.MonkeyPatch, stacked: bool, learn: bool) -> St
     ):
         opinion, given = (torch.randn(33, 3, generator=random).log_softmax(1) for _ in range(2))
         halves.append(Half(*(torch.tensor(list(r)) for r in (noisy, kept, judged)), opinion, given))
-    monkeypatch.setattr(students, "kfac", lambda damping, cross, seed: kfac(damping, cross="reverse", seed=seed))
+    monkeypatch.setattr(students, "kfac", lambda damping, seed, **_: kfac(damping, cross="reverse", seed=seed))
     if not stacked:
         monkeypatch.setattr(students, "stackable", lambda networks, inputs: False)
     return learn_evidence(lambda: mlp(6, 3, 9).double(), values, labels, halves, PLAN, seed=3, learn=learn)

@@ -27,7 +27,17 @@ from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, Status
 from hyperkron.tasks.cleaning.evidence import Evidence, certain, likelihood, of_label
 from hyperkron.tasks.cleaning.together import Stack, stackable
-from hyperkron.tasks.cleaning.trainer import Inputs, Lesson, Plan, Tick, optimizer_for, predict, schedule_for, seeded
+from hyperkron.tasks.cleaning.trainer import (
+    Dense,
+    Inputs,
+    Lesson,
+    Plan,
+    Tick,
+    optimizer_for,
+    predict,
+    schedule_for,
+    seeded,
+)
 
 DAMPING = 1e-2
 """Of KFAC; see `benchmarks/evidence_hypergradient.py` for how its hypergradient compares with retraining."""
@@ -154,12 +164,11 @@ class Learner:
         told = torch.cat([evidence(self.half.opinion, self.half.given), self.sure])
         return Lesson(self.rows, told, weight, (self.labels[self.rows], believed))
 
-    def learn(self, evidence: Evidence) -> None:
-        """One step of θ."""
+    def learn(self, lesson: Lesson) -> None:
+        """One step of θ: down the inner objective, which at a fixed λ is the loss of a lesson."""
+        part = self.draw(self.size)
         self.optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():  # λ is held fixed here
-            batch = self.batch(self.size)
-        inner(self.network, evidence, batch).value.backward()
+        lesson.loss(self.network(*self.inputs.batch(self.rows[part])), part).backward()
         self.optimizer.step()
         self.schedule.step()
 
@@ -178,19 +187,21 @@ class _Class:
         self.learners = learners
         networks = [learner.network for learner in learners]
         self.stack = Stack(networks, inputs, plan, steps) if stackable(networks, inputs) else None
+        self.lessons: list[Lesson] = []
 
     def hear(self, evidence: Evidence) -> None:
         """λ has changed."""
+        self.lessons = [learner.lesson(evidence) for learner in self.learners]
         if self.stack is not None:
-            self.stack.teach([learner.lesson(evidence) for learner in self.learners])
+            self.stack.teach(self.lessons)
 
-    def step(self, evidence: Evidence) -> None:
+    def step(self) -> None:
         """One step of each θ."""
         if self.stack is not None:
             self.stack.step([learner.draw(learner.size) for learner in self.learners])
             return
-        for learner in self.learners:
-            learner.learn(evidence)
+        for learner, lesson in zip(self.learners, self.lessons, strict=True):
+            learner.learn(lesson)
 
     def finish(self) -> None:
         """Leave the networks to themselves."""
@@ -234,7 +245,7 @@ def learn_evidence(
     both.hear(found.evidence)
     with seeded(seed, learners[0].device):  # for dropout
         for step in range(1, total + 1):
-            both.step(found.evidence)
+            both.step()
             if tick is not None:
                 tick(len(learners))
             if moving is not None and not found.collapsed and step in due:
@@ -264,13 +275,20 @@ def outer_steps(total: int) -> range:
     return range(math.ceil(WARM_UP * total / every) * every, total + 1, every)
 
 
+def _replayable(learner: Learner) -> bool:
+    """Whether a GPU can replay its hypergradients: batches of one shape, and no dropout."""
+    drops = any(isinstance(module, nn.modules.dropout._DropoutNd) for module in learner.network.modules())
+    return isinstance(learner.inputs, Dense) and not drops
+
+
 class _Moving:
     """λ on its way: Adam on the summed hypergradients, with collapse detected."""
 
     def __init__(self, students: Students, learners: list[Learner], cross: Mode = "auto") -> None:
         self.students, self.learners = students, learners
         self.problem = BilevelProblem(inner, outer)
-        self.methods = [kfac(DAMPING, cross=cross, seed=h) for h in range(len(learners))]
+        graph = _replayable(learners[0])
+        self.methods = [kfac(DAMPING, cross=cross, seed=h, graph=graph) for h in range(len(learners))]
         rate = RATE * OUTER_STEPS / moves(learners[0].total)
         self.optimizer = torch.optim.Adam(students.evidence.parameters(), lr=rate, betas=(0.8, 0.95))
         self.begin = students.evidence.log_scale.detach().clone()
