@@ -61,12 +61,14 @@ METHODS = [
     Method("KFAC mc reduce", ours(lambda w: hk.kfac(sharing="reduce"))),
     Method("KFAC empirical", ours(lambda w: hk.kfac(fisher="empirical"))),
     Method("KFAC mc, every 5", ours(lambda w: hk.kfac(refresh_every=5)), 5),
+    Method("KFAC mc, keep_previous=False", ours(lambda w: hk.kfac(keep_previous=False))),
     Method("identity, graph", ours(lambda w: hk.identity(graph=True)), graph=True),
     Method("KFAC mc, graph", ours(lambda w: hk.kfac(graph=True)), graph=True),
     Method("KFAC mc reduce, graph", ours(lambda w: hk.kfac(sharing="reduce", graph=True)), graph=True),
     Method("KFAC empirical, graph", ours(lambda w: hk.kfac(fisher="empirical", graph=True)), graph=True),
     Method("KFAC mc, every 5, graph", ours(lambda w: hk.kfac(refresh_every=5, graph=True)), 5, graph=True),
     Method("EKFAC", ours(lambda w: hk.ekfac())),
+    Method("EKFAC, basis every 10", ours(lambda w: hk.ekfac(basis_every=10)), 10),
     Method("EKFAC, every 10", ours(lambda w: hk.ekfac(refresh_every=10)), 10),
     Method("CG-3", ours(lambda w: hk.cg(3))),
     Method("CG-3, GGN", ours(lambda w: hk.cg(3, curvature=hk.GGN(1e-3)))),
@@ -215,7 +217,7 @@ def one_row(name: str, method: Method, args: argparse.Namespace) -> dict[str, fl
         line = "{ratio:6.3f}x  inner {inner_ms:8.1f} ms  outer {outer_ms:8.1f} ms  {peak_gib:6.2f} GiB".format(**row)
     except Exception as error:
         row["error"] = line = f"{type(error).__name__}: {error}"
-    print(f"{work.name:18s} {method.name:24s} {line}", flush=True)
+    print(f"{work.name:18s} {method.name:28s} {line}", flush=True)
     del work
     gc.collect()
     if args.device == "cuda":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 OURS = "hyperkron"
@@ -55,10 +56,12 @@ def row(name: str, records: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    """Markdown: accuracy, label errors, and the claims counted."""
+def table(records: list[dict[str, Any]], times: Sequence[dict[str, Any]] = ()) -> str:
+    """Markdown: accuracy, label errors, and the claims counted; ``times`` come before those in ``records``."""
     if not records:
         return "Nothing has been measured."
+    again = {(t["setting"], t["seed"]): t["seconds"] for t in times}
+    records = [{**r, "seconds": again.get((r["setting"], r["seed"]), r["seconds"])} for r in records]
     rows = [row(name, found) for name, found in grouped(records).items()]
     return "\n".join([*_accuracy(rows), "", *_errors(rows), "", *claims(rows)])
 

@@ -2,6 +2,7 @@
 
     python benchmarks/cleaning_table.py                      # everything that the data at hand allows; resumable
     python benchmarks/cleaning_table.py --only digits,trec --seeds 1
+    python benchmarks/cleaning_table.py --times              # only what the method takes; its figures come first
     python benchmarks/cleaning_table.py --report             # only print the table of what was measured
 
 Data: `digits` comes with scikit-learn; MNIST, Fashion-MNIST (idx files), CIFAR-10 (sheets) and WRENCH in the folder
@@ -17,6 +18,7 @@ import os
 import shlex
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,12 @@ from hyperkron.tasks.cleaning.alternatives import available, judged, lesson
 from hyperkron.tasks.cleaning.choice import choose, judge
 from hyperkron.tasks.cleaning.method import Outcome, Work, clean_labels, conclude, folds, train_on
 from hyperkron.tasks.cleaning.stages import Stages
-from hyperkron.tasks.cleaning.trainer import Dense, Lesson, Plan, predict
+from hyperkron.tasks.cleaning.trainer import Dense, Lesson, Plan, predict, train
 
 RESULTS = Path(__file__).parent / "results" / "cleaning.jsonl"
+TIMES = RESULTS.with_name("cleaning_times.jsonl")
+WARM_UP = 20
+"""Steps before anything is timed, so that libraries are loaded and algorithms chosen."""
 
 
 def average_precision(wrong: torch.Tensor, score: torch.Tensor) -> float:
@@ -83,25 +88,65 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
+@dataclass
+class Cleaned:
+    """A problem that was cleaned, the network that came out, a plain one, and how long both took."""
+
+    problem: Problem
+    work: Work
+    outcome: Outcome
+    ours: torch.nn.Module
+    pooled: torch.nn.Module
+    seconds: dict[str, float]
+
+
+def cleaned(setting: Setting, seed: int, device: torch.device) -> Cleaned:
+    """One setting under one seed, timed."""
+    problem = load(setting, seed)
+    work = work_for(problem, seed, device, CleanConfig(seed=1000 * seed))
+    rows = torch.cat([work.noisy, work.trusted])
+    train(work.build, work.inputs, Lesson(rows, work.known(rows)), work.plan, seed=0, steps=WARM_UP)
+    begin = clock(device)
+    outcome = clean_labels(work)
+    ours = train_on(work, OURS, lesson(OURS, work, outcome), outcome.paced(work, work.last))
+    middle = clock(device)
+    pooled = train_on(work, "pooled", lesson("pooled", work, outcome))
+    seconds = {"cleaning": middle - begin, "plain": clock(device) - middle}
+    return Cleaned(problem, work, outcome, ours, pooled, seconds)
+
+
+def circumstances(setting: Setting, seed: int, device: torch.device) -> dict[str, Any]:
+    """What was measured, and where."""
+    return {
+        "setting": str(setting),
+        "dataset": setting.dataset,
+        "noise": setting.noise,
+        "per_class": setting.per_class,
+        "seed": seed,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "command": shlex.join(["python", "benchmarks/cleaning_table.py", *sys.argv[1:]]),
+        "hardware": hardware(device),
+        "torch": torch.__version__,
+    }
+
+
+def timed(setting: Setting, seed: int, device_name: str, known: dict[str, float] | None = None) -> dict[str, Any]:
+    """Times alone."""
+    device = torch.device(device_name)
+    return {**circumstances(setting, seed, device), "seconds": cleaned(setting, seed, device).seconds}
+
+
 def measure(setting: Setting, seed: int, device_name: str, known: dict[str, float] | None = None) -> dict[str, Any]:
     """One setting under one seed; ``known`` test accuracies of alternatives are taken over, not measured again."""
     device = torch.device(device_name)
-    problem = load(setting, seed)
-    config = CleanConfig(seed=1000 * seed)
-    work = work_for(problem, seed, device, config)
+    found = cleaned(setting, seed, device)
+    problem, work, outcome, ours, pooled = found.problem, found.work, found.outcome, found.ours, found.pooled
     test = Dense(problem.test_x.to(device))
     answers = torch.arange(len(test), device=device)
 
     def accuracy(network: torch.nn.Module) -> float:
         return float((predict(network, test, answers).argmax(1).cpu() == problem.test_y).float().mean())
 
-    begin = clock(device)
-    outcome = clean_labels(work)
-    ours = train_on(work, OURS, lesson(OURS, work, outcome), outcome.paced(work, work.last))
-    cleaning = clock(device) - begin
-    begin = clock(device)
-    pooled = train_on(work, "pooled", lesson("pooled", work, outcome))
-    plain = clock(device) - begin
     names, _ = available(ALTERNATIVES)
     scores = {OURS: accuracy(ours), "pooled": accuracy(pooled), **{n: v for n, v in (known or {}).items() if n != OURS}}
     for name in names:
@@ -116,11 +161,7 @@ def measure(setting: Setting, seed: int, device_name: str, known: dict[str, floa
     without = _without(work, outcome)
     untuned = train_on(work, "without", lesson(OURS, work, without), without.paced(work, work.last))
     return {
-        "setting": str(setting),
-        "dataset": setting.dataset,
-        "noise": setting.noise,
-        "per_class": setting.per_class,
-        "seed": seed,
+        **circumstances(setting, seed, device),
         "rows": len(problem.given),
         "trusted": len(problem.trusted_y),
         "test_rows": len(problem.test_y),
@@ -132,11 +173,7 @@ def measure(setting: Setting, seed: int, device_name: str, known: dict[str, floa
         **_detection(work, outcome, without, problem),
         "scale": outcome.scale,
         "collapsed": outcome.collapsed,
-        "seconds": {"cleaning": cleaning, "plain": plain},
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "command": shlex.join(["python", "benchmarks/cleaning_table.py", *sys.argv[1:]]),
-        "hardware": hardware(device),
-        "torch": torch.__version__,
+        "seconds": found.seconds,
     }
 
 
@@ -182,9 +219,9 @@ def _detection(work: Work, outcome: Outcome, without: Outcome, problem: Problem)
 Job = tuple[Setting, int, str, dict[str, float] | None]
 
 
-def _job(job: Job) -> dict[str, Any]:
+def _job(job: Job, times: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return measure(*job)
+    return timed(*job) if times else measure(*job)
 
 
 def main() -> None:
@@ -195,7 +232,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no new setting begins")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--times", action="store_true", help="measure times alone")
+    parser.add_argument("--out", type=Path, help="default: the file of the repository")
     parser.add_argument("--alternatives-from", type=Path, help="results whose alternatives' test accuracies still hold")
     parser.add_argument("--prepare", action="store_true", help="embed the texts of data/wrench and stop")
     parser.add_argument("--report", action="store_true", help="measure nothing")
@@ -203,6 +241,7 @@ def main() -> None:
     if options.prepare:
         prepare()
         return
+    options.out = options.out or (TIMES if options.times else RESULTS)
     known = [json.loads(line) for line in options.out.open()] if options.out.exists() else []
     done = {(r["setting"], r["seed"]) for r in known}
     before = options.alternatives_from.open() if options.alternatives_from else []
@@ -218,9 +257,11 @@ def main() -> None:
     jobs.sort(key=lambda job: next((at for word, at in first.items() if str(job[0]).startswith(word)), 0))
     if not options.report:
         _run(jobs, options)
-    from cleaning_report import table
+    if not options.times:
+        from cleaning_report import table
 
-    print(table([json.loads(line) for line in options.out.open()]))
+        times = [json.loads(line) for line in TIMES.open()] if TIMES.exists() else []
+        print(table([json.loads(line) for line in options.out.open()], times))
 
 
 def _present(setting: Setting) -> bool:
@@ -236,7 +277,7 @@ def _run(jobs: list[Job], options: argparse.Namespace) -> None:
         waiting: list[Any] = []
         while jobs or waiting:
             while jobs and len(waiting) < options.workers and time.perf_counter() - begin < options.limit:
-                waiting.append(workers.apply_async(_job, (jobs.pop(0),)))
+                waiting.append(workers.apply_async(_job, (jobs.pop(0), options.times)))
             if not waiting:
                 break
             for result in [w for w in waiting if w.ready()]:
@@ -244,7 +285,8 @@ def _run(jobs: list[Job], options: argparse.Namespace) -> None:
                 record = result.get()
                 file.write(json.dumps(record) + "\n")
                 file.flush()
-                scores = {name: round(100 * value, 1) for name, value in record["test"].items()}
+                shown = record["seconds"] if options.times else record["test"]
+                scores = {name: round(value if options.times else 100 * value, 1) for name, value in shown.items()}
                 print(f"{time.perf_counter() - begin:6.0f} s", record["setting"], record["seed"], scores, flush=True)
             time.sleep(0.05)
 

@@ -110,8 +110,13 @@ def calibrate(device: str, sizes: Sequence[int], least: float) -> Machine:
     matmul, cholesky, solve = {}, {}, {}
     for n in sizes:
         x, y, many = torch.randn(4 * n, n, device=device), torch.randn(n, n, device=device), 8 if n <= 1024 else 2
-        inner = min(512, max(1, 2**24 // n**3))  # small ones are repeated, so that the clock is not what is measured
-        matmul[n] = rate(inner * 8 * n**3, lambda x=x, y=y, k=inner: [x @ y for _ in range(k)])
+        inner = min(512, max(1, 2 ** (24 if device == "cpu" else 30) // n**3))  # so that the clock is not measured
+        if device == "cpu":
+            matmul[n] = rate(inner * 8 * n**3, lambda x=x, y=y, k=inner: [x @ y for _ in range(k)])
+        else:  # in one call, as those of attention: calls are counted apart
+            matmul[n] = rate(
+                inner * 8 * n**3, lambda x=x, y=y, k=inner: torch.bmm(x.expand(k, -1, -1), y.expand(k, -1, -1))
+            )
         systems = (y @ y.mT / n + torch.eye(n, device=device)).expand(many, n, n).contiguous()
         made, right = factorize(systems)[0], torch.randn(many, n, n, device=device)
         cholesky[n] = rate(many * factorisation_flops(n, device), lambda m=systems: factorize(m))

@@ -11,7 +11,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "benchmarks" / "results"
-GPU = ("outer_iteration_h200.json", "outer_iteration_h200_resnet3.json")
+GPU = tuple(f"outer_iteration_h200_{workload}.json" for workload in ("bert", "resnet7", "resnet3"))
 
 
 def load(name: str) -> dict[str, Any]:
@@ -58,7 +58,10 @@ def inner_loops() -> str:
         whole = row.get("outer_iteration_ms")
         last = f"{whole:.0f} ms | {reference[row['workload']] / whole:.2f}×" if whole else "– | –"
         speedup = eager[row["workload"]] / row["ms"]
-        lines.append(f"| {row['workload']} | {row['inner loop']} | {row['ms']:.0f} ms | {speedup:.2f}× | {last} |")
+        mark = "†" if row.get("earlier") else ""
+        lines.append(
+            f"| {row['workload']} | {row['inner loop']} | {row['ms']:.0f} ms{mark} | {speedup:.2f}× | {last} |"
+        )
     return "\n".join(lines)
 
 
@@ -95,33 +98,36 @@ def curvlinops() -> str:
     return "\n".join(lines)
 
 
-def both(row: dict[str, Any], name: str, scale: float, digits: int) -> str:
-    """A figure of one size, measured / predicted."""
-    measured, predicted = row["measured"][name], row["predicted"][name]
-    return f"{measured * scale:.{digits}f} / {predicted * scale:.{digits}f}" if measured else "–"
+def figure(row: dict[str, Any], name: str, scale: float, digits: int, predicted: bool) -> str:
+    """A figure of one size, measured, or measured / predicted."""
+    kinds = ("measured", "predicted") if predicted else ("measured",)
+    return " / ".join(f"{row[kind][name] * scale:.{digits}f}" for kind in kinds) if row["measured"][name] else "–"
 
 
-def scaling() -> str:
-    """Time and memory along each axis, against the cost model."""
+def scaling(name: str = "scaling_cpu.json", times: bool = True) -> str:
+    """Time and memory along each axis, against the cost model; predicted ``times`` may be left out."""
     lines = [
         "| axis | rows | inner step, ms | KFAC, ms | CG-3, ms | ratio of KFAC | memory of KFAC, MiB | factors |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for axis, rows in load("scaling_cpu.json")["axes"].items():
+    for axis, rows in load(name)["axes"].items():
         for row in rows:
             cells = [f"{axis} {row['encoder'][axis]}", str(row["rows"])]
             if "measured" in row:
-                cells += [both(row, name, 1e3, 1) for name in ("inner_step_s", "kfac_s", "cg3_s")]
-                cells += [both(row, "ratio", 1, 2), both(row, "kfac_bytes", 2**-20, 0), row["measured"]["strategies"]]
-            else:
+                cells += [figure(row, key, 1e3, 1, times) for key in ("inner_step_s", "kfac_s", "cg3_s")]
+                cells += [figure(row, "ratio", 1, 2, times), figure(row, "kfac_bytes", 2**-20, 0, True)]
+                cells += [row["measured"]["strategies"]]
+            elif times:
                 cells += [f"skipped: {row['skipped']}", *["–"] * 5]
+            else:
+                cells += ["left out", *["–"] * 5]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def strategy() -> str:
+def strategy(name: str = "scaling_cpu.json") -> str:
     """Time of the dual over that of the primal form of one factor, by rows for each dimension."""
-    found = load("scaling_cpu.json")["strategy"]
+    found = load(name)["strategy"]
     ratios = [x["ratio"] for x in found[0]["times"]]
     lines = [
         "| d, columns | " + " | ".join(f"{r:g}" for r in ratios) + " | cross at | by operations |",
@@ -142,6 +148,8 @@ TABLES = {
     "curvlinops": curvlinops,
     "scaling": scaling,
     "strategy": strategy,
+    "scaling-gpu": lambda: scaling("scaling_cuda.json", times=False),
+    "strategy-gpu": lambda: strategy("scaling_cuda.json"),
 }
 
 
