@@ -15,6 +15,7 @@ from cases import DOUBLE, Case, Mean, make, mlp, random_weights
 from hyperkron.curvature import KroneckerState
 from hyperkron.curvature.kfac import eigen
 from hyperkron.curvature.kfac.eigen import EigenInverses
+from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS
 
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": lambda: make(mlp(3, 4, 3), (3,), loss="cross_entropy", count=8, hyper=random_weights(8)),
@@ -88,6 +89,14 @@ def test_spectrum_is_the_diagonal_of_the_exact_block_in_the_basis_of_kfac(name: 
         assert oracles.relative(inside, torch.diag(inside.diagonal())) < 1e-8
         wanted = (basis.T @ exact @ basis).diagonal()
         assert oracles.relative(inside.diagonal(), wanted) < 1e-8
+
+
+@pytest.mark.parametrize("name", ["convolution", "grouped convolution", "tokens", "mlp"])
+def test_examples_may_come_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = blocks(CASES[name](), "expand")
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 1)  # one at a time
+    for (_, _, one, _), (_, _, parted, _) in zip(whole, blocks(CASES[name](), "expand"), strict=True):
+        assert oracles.relative(parted, one) < 1e-12
 
 
 @pytest.mark.parametrize("name", CASES)

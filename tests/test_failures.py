@@ -314,9 +314,12 @@ def test_singular_factors_without_damping(make: Callable[..., hk.Implicit]) -> N
 
 
 @pytest.mark.parametrize("failing", [1, 2])
+@pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("name", ["exact", "ekfac"])
-def test_an_eigendecomposition_that_does_not_converge(name: str, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 only: float64 is tried. In both: the previous basis is kept."""
+def test_an_eigendecomposition_that_does_not_converge(
+    name: str, silent: bool, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 only: float64 is tried. In both: the previous basis is kept. The library may not even say so."""
     setting, method = Setting(), METHODS[name](1e-2, fisher="type-2")
     good = setting.run(method)
     true_eigh, tried = torch.linalg.eigh, []
@@ -324,6 +327,8 @@ def test_an_eigendecomposition_that_does_not_converge(name: str, failing: int, m
     def eigh(matrix: Tensor) -> Any:
         tried.append(matrix.dtype)
         if matrix.dtype == torch.float32 or failing == 2:
+            if silent:
+                return matrix.diagonal(dim1=-2, dim2=-1), torch.full_like(matrix, float("nan"))
             raise torch.linalg.LinAlgError("it did not converge")
         return true_eigh(matrix)
 
@@ -336,7 +341,7 @@ def test_an_eigendecomposition_that_does_not_converge(name: str, failing: int, m
         assert result.stats["curvature_age"] == 0
     else:
         assert result.status is Status.KEPT_PREVIOUS
-        assert "did not converge" in str(result.stats["factorisation"])
+        assert ("not finite" if silent else "did not converge") in str(result.stats["factorisation"])
 
 
 # Solvers

@@ -416,14 +416,23 @@ def _corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> 
     """Σ_n (Q_Bᵀ G_n Q_A)² with G_n = Σ_positions g [x, 1]ᵀ, the gradient of one example."""
     total = q_a.new_zeros(q_a.shape[0], q_b.shape[-1], q_a.shape[-1])
     d = block.layer.d_in if block.weight is not None else 0
-    limit = CHUNK_ELEMENTS.get(x.device.type, 2**24)
-    for inputs, gradients in block.layer.positions(x, g, limit):
-        a = inputs.to(q_a.dtype) @ q_a[:, :d] if d else inputs.new_zeros(*inputs.shape[:-1], 1, dtype=q_a.dtype)
+    together = max(1, CHUNK_ELEMENTS.get(x.device.type, 2**24) // total.numel())  # gradients of so many examples
+    for inputs, gradients in block.layer.positions(x, g):
+        a = _within(inputs, q_a[:, :d]) if d else inputs.new_zeros(*inputs.shape[:-1], 1, dtype=q_a.dtype)
         if block.bias is not None:
             a = a + q_a[:, -1:]
-        b = gradients.to(q_b.dtype) @ q_b
+        b = _within(gradients, q_b)
         if a.shape[2] == 1:
             total += (b[:, :, 0].square().permute(1, 2, 0)) @ (a[:, :, 0].square().transpose(0, 1))
         else:
-            total += (b.mT @ a).square().sum(0)
+            for some, of_them in zip(b.split(together), a.split(together), strict=True):
+                total += (some.mT @ of_them).square_().sum(0)
     return total
+
+
+def _within(rows: Tensor, basis: Tensor) -> Tensor:
+    """Rows (n, groups, S, d) in a basis (groups, d, k); in one product where there is one group."""
+    rows = rows.to(basis.dtype)
+    if len(basis) > 1:
+        return rows @ basis
+    return (rows.reshape(-1, rows.shape[-1]) @ basis[0]).view(*rows.shape[:-1], -1)

@@ -62,7 +62,7 @@ class Layer(ABC):
         """Rows of the gradient at the layer's output, as chunks of shape (groups, rows, d_out)."""
 
     @abstractmethod
-    def positions(self, x: Tensor, g: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def positions(self, x: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Chunks of examples: inputs (n, groups, S, d_in) with the output gradients (n, groups, S, d_out)."""
 
     def to_matrix(self, weight: Tensor) -> Tensor:
@@ -88,11 +88,9 @@ class LinearLayer(Layer):
             g = g.flatten(1, -2).sum(1)
         yield g.reshape(1, -1, g.shape[-1])
 
-    def positions(self, x: Tensor, g: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def positions(self, x: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         count = x.shape[0] if x.dim() > 1 else 1
-        x, g = x.reshape(count, 1, -1, x.shape[-1]), g.reshape(count, 1, -1, g.shape[-1])
-        step = max(1, limit // (self.d_in * self.d_out))
-        yield from zip(x.split(step), g.split(step), strict=True)
+        yield x.reshape(count, 1, -1, x.shape[-1]), g.reshape(count, 1, -1, g.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -193,10 +191,10 @@ class ConvLayer(Layer):
         else:
             yield (g.mT if self.groups == 1 else g.permute(1, 0, 3, 2)).reshape(self.groups, -1, self.d_out)
 
-    def positions(self, x: Tensor, g: Tensor, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def positions(self, x: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         x, g = self._batched(x), self._batched(g)
         g = g.reshape(g.shape[0], self.groups, self.d_out, -1).transpose(2, 3)
-        step = max(1, min(limit // (self.groups * self.d_in * self.d_out), self._examples_per_chunk(x)))
+        step = self._examples_per_chunk(x)
         k = len(self.module.kernel_size)
         for part, gradient in zip(x.split(step), g.split(step), strict=True):
             rows = self.patches(part).flatten(1, k).flatten(3).transpose(1, 2)
