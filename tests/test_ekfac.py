@@ -93,9 +93,10 @@ def test_spectrum_is_the_diagonal_of_the_exact_block_in_the_basis_of_kfac(name: 
 
 @pytest.mark.parametrize("name", ["convolution", "grouped convolution", "tokens", "mlp"])
 def test_examples_may_come_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = blocks(CASES[name](), "expand")
+    case = CASES[name]()
+    whole = blocks(case, "expand")
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 1)  # one at a time
-    for (_, _, one, _), (_, _, parted, _) in zip(whole, blocks(CASES[name](), "expand"), strict=True):
+    for (_, _, one, _), (_, _, parted, _) in zip(whole, blocks(case, "expand"), strict=True):
         assert oracles.relative(parted, one) < 1e-12
 
 
