@@ -309,8 +309,8 @@ class KFAC(Kronecker):
         strict: refuse a model with parameters outside the Kronecker blocks.
         seed: of the Monte-Carlo draws.
         keep_previous: keep the inverses in use until new ones are made, to go on with them where that fails. ``False``
-            lets go of them first, which saves their memory at the peak (6 to 12 % of it for ResNet-18 and BERT); a refresh
-            that fails altogether is then an error, and the next call begins anew.
+            lets go of them first, which saves their memory at the peak (6 to 12 % of it for ResNet-18 and BERT); a
+            refresh that fails altogether is then an error, and the next call begins anew.
 
     References: Martens & Grosse (2015); Grosse & Martens (2016) for convolutions; Eschenhagen et al. (2023) for weight
     sharing; Liao, Dangel & Yu (2026) for hypergradients.
