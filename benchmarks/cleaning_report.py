@@ -50,19 +50,22 @@ def row(name: str, records: list[dict[str, Any]]) -> dict[str, Any]:
         "auroc": {n: mean([r["auroc"][n] for r in records]) for n in records[0]["auroc"]},
         "f1": {n: mean([r["f1"][n] for r in records]) for n in records[0]["f1"]},
         "without": mean(ablated) if len(ablated) == len(records) else None,
-        "ratio": mean([r["seconds"]["cleaning"] / r["seconds"]["plain"] for r in records]),
         "few": records[0]["per_class"] == 10,
         "wins": precision[OURS] > max(precision["cleanlab"], precision["trusted"]),
     }
 
 
+def ratio_of(records: list[dict[str, Any]]) -> dict[str, float]:
+    """How many plain trainings the method takes."""
+    return {"ratio": mean([r["seconds"]["cleaning"] / r["seconds"]["plain"] for r in records])}
+
+
 def table(records: list[dict[str, Any]], times: Sequence[dict[str, Any]] = ()) -> str:
-    """Markdown: accuracy, label errors, and the claims counted; ``times`` come before those in ``records``."""
+    """Markdown: accuracy, label errors, and the claims counted; a setting with ``times`` of its own goes by these."""
     if not records:
         return "Nothing has been measured."
-    again = {(t["setting"], t["seed"]): t["seconds"] for t in times}
-    records = [{**r, "seconds": again.get((r["setting"], r["seed"]), r["seconds"])} for r in records]
-    rows = [row(name, found) for name, found in grouped(records).items()]
+    again = grouped(list(times))
+    rows = [row(name, found) | ratio_of(again.get(name, found)) for name, found in grouped(records).items()]
     return "\n".join([*_accuracy(rows), "", *_errors(rows), "", *claims(rows)])
 
 

@@ -120,7 +120,7 @@ def chosen(
     with ExitStack() as stack:
         if differentiable:
             stack.enter_context(_plain_attention())
-        if device.type == "cuda" and not (once and idle in _IDLE.get(model, ())) and _has_layers(model):
+        if device.type == "cuda" and not (once and idle in _IDLE.get(model, ())) and _takes_part(model):
             allowed = model not in _CONTIGUOUS_ONLY
             mode = Kernels(second_order=differentiable, channels_last=allowed, always=recording)
             stack.enter_context(mode)
@@ -165,9 +165,14 @@ def evaluate(
             raise LayoutError(str(error)) from error
 
 
-def _has_layers(model: nn.Module) -> bool:
-    kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)
-    return any(isinstance(module, kinds) for module in model.modules())
+def _takes_part(model: nn.Module) -> bool:
+    """Whether ``model`` has such layers, and calls them one by one: what was compiled has kernels of its own."""
+    kinds, found = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm), False
+    for module in model.modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            return False
+        found = found or isinstance(module, kinds)
+    return found
 
 
 def _plain(x: Tensor) -> bool:
@@ -286,9 +291,9 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    if not training or weight is None or bias is None or input.dtype != weight.dtype or input.numel() <= input.shape[1]:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    if not (_plain(input) and _plain(weight) and _plain(bias)):
+    alike = all(x is not None and _plain(x) and x.dtype == input.dtype for x in (input, weight, bias))
+    wide = input.dtype in (torch.float32, torch.float64)
+    if not (training and alike and wide) or input.numel() <= input.shape[1]:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     out: Tensor = _BatchNorm.apply(input, weight, bias, running_mean, running_var, momentum, eps)[0]
     return out
