@@ -25,6 +25,7 @@ MAX_LINES = 450
 LAYERS = (
     "trees",
     "graphs",
+    "second_order",
     "kernels",
     "linalg",
     "solution",

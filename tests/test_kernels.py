@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import hyperkron as hk
-from hyperkron import kernels
-from hyperkron.kernels import Kernels, _batch_norm, _Convolution
+from hyperkron import kernels, second_order
+from hyperkron.kernels import Kernels
+from hyperkron.second_order import batch_norm, convolution
 
 torch.manual_seed(0)
 
@@ -35,7 +36,7 @@ def test_convolution_derivatives(
     shape = ([stride] * spatial, [padding] * spatial, [dilation] * spatial, groups)
 
     def function(x: Tensor, weight: Tensor, *shift: Tensor) -> Tensor:
-        return _Convolution.apply(x, weight, shift[0] if shift else None, shape)
+        return convolution(x, weight, shift[0] if shift else None, shape)
 
     inputs = (x, weight, shift) if bias else (x, weight)
     conv = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
@@ -53,7 +54,7 @@ def test_batch_norm_derivatives(shape: tuple[int, ...], running: bool) -> None:
 
     def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         statistics = (torch.zeros(shape[1]).double(), torch.ones(shape[1]).double()) if running else (None, None)
-        return _batch_norm(x, *statistics, weight, bias, True)
+        return batch_norm(x, *statistics, weight, bias, True)
 
     assert "_BatchNorm" in function(x, weight, bias).grad_fn.name()
     torch.testing.assert_close(function(x, weight, bias), F.batch_norm(x, None, None, weight, bias, True))
@@ -111,8 +112,8 @@ def test_the_mode_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x, y = problem()
     calls: list[str] = []
     for name in ("_convolution_pullback", "_norm_pullback"):
-        function = getattr(kernels, name)
-        monkeypatch.setattr(kernels, name, lambda *a, f=function, n=name: calls.append(n) or f(*a))
+        function = getattr(second_order, name)
+        monkeypatch.setattr(second_order, name, lambda *a, f=function, n=name: calls.append(n) or f(*a))
     with own():
         products(net, x, y)
     assert {"_convolution_pullback", "_norm_pullback"} == set(calls)
