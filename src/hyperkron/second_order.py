@@ -28,12 +28,6 @@ def plain(x: Tensor) -> bool:
     return type(x) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-def _refuse_third() -> None:
-    """A second derivative is wanted with a graph of its own, which would lack terms."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("convolution and batch norm are not differentiable three times here")
-
-
 Shape = tuple[list[int], list[int], list[int], int]
 """Stride, padding, dilation and groups."""
 
@@ -104,7 +98,6 @@ class _ConvolutionPullback(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ux: Tensor | None, uweight: Tensor | None, ubias: Tensor | None) -> tuple[Any, ...]:
-        _refuse_third()
         g, x, weight = ctx.saved_tensors
         along_g, along_x, along_weight, *_ = ctx.needs_input_grad
         dg = dx = dweight = None
@@ -235,8 +228,9 @@ class _BatchNormPullback(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, u: Tensor | None, uweight: Tensor | None, ubias: Tensor | None) -> tuple[Any, ...]:
-        _refuse_third()
         g, x, weight, mean, inverse_std, reserve, g_along, g_sum = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a graph is wanted, for a third derivative
+            return *_elementary(g, x, weight, (u, uweight, ubias), ctx.how[1]), None, None, None, None
         kept = (mean, inverse_std, reserve)
         count = x.numel() // x.shape[1]
         dg = dx = dweight = None
@@ -257,3 +251,22 @@ class _BatchNormPullback(torch.autograd.Function):
             more = _per_channel(ubias, x)
             dg = more.expand_as(x) if dg is None else dg + more
         return dg, dx, dweight, None, None, None, None
+
+
+def _elementary(
+    g: Tensor, x: Tensor, weight: Tensor, vectors: tuple[Tensor | None, ...], eps: float
+) -> tuple[Tensor | None, ...]:
+    """The pullback of ``vectors`` by elementary operations, which can be differentiated further.
+
+    torch's own second derivative of batch norm takes the statistics for constants: its third would be wrong.
+    """
+    # as variables of their own: g itself may depend on x
+    inputs = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in (g, x, weight)]
+    bias = torch.zeros_like(weight, requires_grad=True)
+    variance, mean = torch.var_mean(inputs[1], [d for d in range(x.dim()) if d != 1], correction=0, keepdim=True)
+    out = (inputs[1] - mean) * (variance + eps).rsqrt() * _per_channel(inputs[2], x) + _per_channel(bias, x)
+    first = torch.autograd.grad(out, (*inputs[1:], bias), inputs[0], create_graph=True)
+    asked = [(t, v) for t, v in zip(first, vectors, strict=True) if v is not None]
+    return torch.autograd.grad(
+        [t for t, _ in asked], inputs, [v for _, v in asked], create_graph=True, allow_unused=True
+    )
