@@ -204,6 +204,8 @@ def gradients_of(
     create_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` for first and second derivatives, with a named refusal where there is no second one."""
+    if create_graph:
+        _refuse_third_of_batch_norm([outputs] if isinstance(outputs, Tensor) else outputs)
     try:
         found = torch.autograd.grad(
             outputs, inputs, vectors, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
@@ -225,6 +227,15 @@ def _refuse_dead_ends(gradients: tuple[Tensor | None, ...]) -> None:
     """
     if any(node.name() == "torch::autograd::Error" for node in graph_nodes([g for g in gradients if g is not None])):
         raise UndifferentiableError("a function is marked once_differentiable")
+
+
+def _refuse_third_of_batch_norm(outputs: list[Tensor]) -> None:
+    """Refuse a second derivative of what holds gradients through batch norm, as a penalty on gradients does.
+
+    It needs the third derivative of batch norm, in which torch takes the statistics for constants.
+    """
+    if any("BatchNormBackwardBackward" in node.name() for node in graph_nodes(outputs)):
+        raise UndifferentiableError("gradients through batch norm are part of the loss, and torch's third is wrong")
 
 
 def graph_nodes(tensors: list[Tensor]) -> Iterator[torch.autograd.graph.Node]:
