@@ -232,10 +232,14 @@ def _refuse_dead_ends(gradients: tuple[Tensor | None, ...]) -> None:
 def _refuse_third_of_batch_norm(outputs: list[Tensor]) -> None:
     """Refuse a second derivative of what holds gradients through batch norm, as a penalty on gradients does.
 
-    It needs the third derivative of batch norm, in which torch takes the statistics for constants.
+    It needs the third derivative of batch norm, in which torch takes the statistics of the batch for constants; in
+    evaluation mode they are.
     """
-    if any("BatchNormBackwardBackward" in node.name() for node in graph_nodes(outputs)):
-        raise UndifferentiableError("gradients through batch norm are part of the loss, and torch's third is wrong")
+    for node in graph_nodes(outputs):
+        if "BatchNormBackwardBackward" in node.name() and getattr(node, "_saved_train", True):
+            raise UndifferentiableError(
+                "the loss holds gradients through batch norm, and torch's third derivative of that is wrong"
+            )
 
 
 def graph_nodes(tensors: list[Tensor]) -> Iterator[torch.autograd.graph.Node]:
