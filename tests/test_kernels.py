@@ -220,6 +220,10 @@ def test_a_model_that_takes_the_layout_for_granted_is_tried_once(monkeypatch: py
     )
     result = hk.identity().compute(problem, model, hyper, batch, batch)
     assert tried[0] and not any(tried[1:])
+    assert model in kernels._CONTIGUOUS_ONLY
+    with pytest.raises(RuntimeError, match="shape"):  # of which the layout is innocent
+        hk.identity().compute(problem, model, hyper, (batch[0][:, :, :5], *batch[1:]), batch)
+    assert model not in kernels._CONTIGUOUS_ONLY
     monkeypatch.undo()
     plain = hk.identity().compute(problem, model, hyper, batch, batch)
     torch.testing.assert_close(result.grads, plain.grads)

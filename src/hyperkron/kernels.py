@@ -142,13 +142,15 @@ def evaluate(
     """``function()``, which calls the model on a batch of so many numbers, under the kernels chosen for it.
 
     Raises:
-        LayoutError: it failed after a layout was changed. That is not done again, so another try will tell.
+        LayoutError: it failed after a layout was changed. That is not done again, so another try will tell; if that
+            fails, too, the layout was not to blame.
     """
     with chosen(model, device, size, differentiable=differentiable, recording=recording) as mode:
         try:
             return function()
         except RuntimeError as error:
             if mode is None or not mode.converted or isinstance(error, torch.OutOfMemoryError):
+                _CONTIGUOUS_ONLY.discard(model)
                 raise
             _CONTIGUOUS_ONLY.add(model)
             raise LayoutError(str(error)) from error
