@@ -85,6 +85,12 @@ def checked_damping(damping: float) -> float:
     return float(damping)
 
 
+def checked_count(name: str, value: int, remedy: str = "") -> None:
+    """Refuse what is no whole number ≥ 1, by its name."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise HyperkronError(f"{name}={value!r} must be a whole number ≥ 1{remedy}.")
+
+
 def checked_positive(name: str, value: float, remedy: str) -> float:
     """``value`` if it is a finite number > 0, else an error that names it."""
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):

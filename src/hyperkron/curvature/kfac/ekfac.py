@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hyperkron.curvature.base import checked_count
 from hyperkron.curvature.kfac.capture import Basis, Measured, accumulation_dtype
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.eigen import EigenInverses, checked, damped, eigen_bases
 from hyperkron.curvature.kfac.factors import Factor
 from hyperkron.curvature.kfac.inverse import BlockInverses
-from hyperkron.curvature.kfac.kronecker import Kronecker, checked_count, finite
+from hyperkron.curvature.kfac.kronecker import Kronecker, finite
 from hyperkron.curvature.kfac.state import KroneckerState
 from hyperkron.point import Point
 from hyperkron.solution import FactorizationError, NonFiniteError, Status

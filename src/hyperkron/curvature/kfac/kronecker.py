@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyperkron.curvature.base import Curvature, CurvatureState, checked_damping
+from hyperkron.curvature.base import Curvature, CurvatureState, checked_count, checked_damping
 from hyperkron.curvature.kfac.capture import Basis, Measured, measure
 from hyperkron.curvature.kfac.coverage import Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.eigen import EigenInverses, damped, eigen_bases
@@ -383,12 +383,6 @@ class KFAC(Kronecker):
         }
         inverses = checked_spectrum(point, EigenInverses(blocks))
         return lambda: (inverses, found_how)
-
-
-def checked_count(name: str, value: int, remedy: str = "") -> None:
-    """Refuse what is no whole number ≥ 1, by its name."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise HyperkronError(f"{name}={value!r} must be a whole number ≥ 1{remedy}.")
 
 
 def _queues(point: Point) -> bool:
