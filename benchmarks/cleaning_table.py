@@ -130,7 +130,7 @@ def circumstances(setting: Setting, seed: int, device: torch.device) -> dict[str
     }
 
 
-def timed(setting: Setting, seed: int, device_name: str, known: dict[str, float] | None = None) -> dict[str, Any]:
+def timed(setting: Setting, seed: int, device_name: str) -> dict[str, Any]:
     """Times alone."""
     device = torch.device(device_name)
     return {**circumstances(setting, seed, device), "seconds": cleaned(setting, seed, device).seconds}
@@ -221,7 +221,7 @@ Job = tuple[Setting, int, str, dict[str, float] | None]
 
 def _job(job: Job, times: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return timed(*job) if times else measure(*job)
+    return timed(*job[:3]) if times else measure(*job)
 
 
 def main() -> None:
