@@ -243,7 +243,7 @@ def main() -> None:
         return
     options.out = options.out or (TIMES if options.times else RESULTS)
     known = [json.loads(line) for line in options.out.open()] if options.out.exists() else []
-    done = {(r["setting"], r["seed"]) for r in known}
+    done = {(r["setting"], r["seed"]) for r in known if not r.get("earlier")}
     before = options.alternatives_from.open() if options.alternatives_from else []
     taken = {(r["setting"], r["seed"]): r["test"] for r in map(json.loads, before)}
     only = [o for o in options.only.split(",") if o]
