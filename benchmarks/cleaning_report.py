@@ -63,11 +63,11 @@ def ratio_of(records: list[dict[str, Any]]) -> dict[str, float]:
 def table(records: list[dict[str, Any]], times: Sequence[dict[str, Any]] = ()) -> str:
     """Markdown: accuracy, label errors, and the claims counted.
 
-    A setting with ``times`` of its own goes by these, those of an earlier version only where there are no others.
+    A setting with ``times`` of its own goes by these.
     """
     if not records:
         return "Nothing has been measured."
-    again = {name: [t for t in own if not t.get("earlier")] or own for name, own in grouped(list(times)).items()}
+    again = grouped(list(times))
     rows = [row(name, found) | ratio_of(again.get(name, found)) for name, found in grouped(records).items()]
     return "\n".join([*_accuracy(rows), "", *_errors(rows), "", *claims(rows)])
 

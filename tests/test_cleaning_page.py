@@ -68,6 +68,3 @@ def test_times_of_their_own_come_before_those_of_the_runs(table: ModuleType) -> 
     assert usual != timed
     assert "1.8× on average, at most 1.8×; above 3× in 0 of 1" in timed  # the mean of 1.5 and 2
     assert usual == cleaning_report.table(records, [{**t, "setting": "another"} for t in times])
-    old = {**times[0], "seconds": {"cleaning": 9.0, "plain": 2.0}, "earlier": True}
-    assert cleaning_report.table(records, [*times, old]) == timed
-    assert "4.5× on average" in cleaning_report.table(records, [old])
