@@ -78,7 +78,10 @@ def test_while_nothing_fails_the_answers_are_the_same(
             result = setting.run(method)
             found.append((result.grads["weight"], result.stats["curvature_age"]))
             setting.drift()
-        runs.append((found, tensors(method.state_dict())))
+        state = method.state_dict()
+        if not options.get("refresh_every"):  # without keep_previous such inverses have been let go
+            del state["curvature"]["inverses"], state["curvature"]["diagonal"]
+        runs.append((found, tensors(state)))
     assert all(torch.equal(a, b) and i == j for (a, i), (b, j) in zip(runs[0][0], runs[1][0], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
 
@@ -88,7 +91,8 @@ def test_while_nothing_fails_the_answers_are_the_same(
 def test_the_previous_inverses_are_gone_while_new_ones_are_measured(
     make: Callable[..., hk.Implicit], keep: bool
 ) -> None:
-    setting, method = Setting(), make(1e-2, keep_previous=keep)
+    setting, method = Setting(), make(1e-2, keep_previous=keep, refresh_every=2)
+    setting.run(method)
     setting.run(method)
     old = [weakref.ref(x) for x in tensors(memory(method).state_dict()["inverses"])]
     diagonal = [weakref.ref(x) for x in memory(method).diagonal.values()]
@@ -98,9 +102,31 @@ def test_the_previous_inverses_are_gone_while_new_ones_are_measured(
     setting.probe = lambda: alive.append((sum(r() is not None for r in old), sum(r() is not None for r in diagonal)))
     setting.run(method)
     basis = (
-        4 if method.curvature == hk.EKFAC(1e-2, basis_every=3, keep_previous=False) else 0
+        4 if method.curvature == hk.EKFAC(1e-2, basis_every=3, keep_previous=False, refresh_every=2) else 0
     )  # Q of two blocks serves on
     assert alive[0] == ((len(old), len(diagonal)) if keep else (basis, 0))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("make", [hk.kfac, METHODS["exact"], hk.ekfac], ids=["pi", "exact", "ekfac"])
+def test_inverses_that_serve_once_are_gone_before_the_cross_term(
+    make: Callable[..., hk.Implicit], keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Tensor]] = []
+    renew = KroneckerState.renew
+
+    def noted(state: KroneckerState, *args: Any) -> None:
+        renew(state, *args)
+        made.extend(weakref.ref(x) for x in tensors(state.state_dict()["inverses"]))
+
+    monkeypatch.setattr(KroneckerState, "renew", noted)
+    setting, method = Setting(), make(1e-2, keep_previous=keep)
+    alive: list[int] = []
+    setting.probe = lambda: alive.append(sum(r() is not None for r in made))
+    result = setting.run(method)
+    assert made
+    assert alive[-1] == (len(made) if keep else 0)
+    assert result.stats["curvature_strategy"]
 
 
 def test_between_refreshes_the_inverses_stay() -> None:

@@ -88,7 +88,9 @@ class Kernels(TorchFunctionMode):
             pays = pays or input.is_contiguous(memory_format=torch.channels_last)
             if pays:
                 self.converted = True
-                input, weight = (x.contiguous(memory_format=torch.channels_last) for x in (input, weight))
+                input = input.contiguous(memory_format=torch.channels_last)
+                if self.second_order:  # it is needed often; else the kernel converts it, and no graph holds the copy
+                    weight = weight.contiguous(memory_format=torch.channels_last)
         alike = input.dtype == weight.dtype and not torch.is_autocast_enabled(input.device.type)
         if not (self.second_order and pays and usual and alike) or isinstance(padding, str):
             return func(input, weight, bias, stride, padding, dilation, groups)

@@ -34,6 +34,9 @@ class Operator(ABC):
     def matvec(self, v: Tree) -> Tree:
         """(A + δI) v as a new tree with the names of ``v``, which is not changed; adds 1 to ``products``."""
 
+    def release(self) -> None:  # noqa: B027 (most have nothing to let go of)
+        """The solve is done: let go of memory that no later call needs."""
+
 
 class Invertible(Operator):
     """An operator that also applies its inverse b ↦ (A + δI)⁻¹ b, usually from a factorisation made once.

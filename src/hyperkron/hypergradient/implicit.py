@@ -135,6 +135,9 @@ class Implicit(Hypergradient):
         )
         if solution.status is Status.NON_FINITE:
             raise NonFiniteError(f"{self.solver!r}: {solution.status.value}")
+        del b
+        if not point.recording:
+            operator.release()
         crossed = self.cross.term(point, solution.value, operator, state.cross)
         grads = trees.add(direct, crossed, alpha=-1.0)
         point.finite("hypergradient", trees.norm(grads), "raise damping, or look for extreme values in the batches")
@@ -173,8 +176,7 @@ class Implicit(Hypergradient):
             if isinstance(memory, KroneckerState):
                 stats["curvature_age"] = memory.age
                 stats["curvature_refreshes"] = memory.refreshes
-                if memory.inverses is not None:
-                    stats["curvature_strategy"] = memory.inverses.strategies()
+                stats["curvature_strategy"] = memory.strategy
         return stats
 
     def state_dict(self) -> dict[str, Any]:

@@ -56,6 +56,10 @@ class EKFAC(Kronecker):
         """A thin basis holds for the rows it was made of: of this batch, at every position, without an average."""
         return self.ema == 0 and self.damping > 0 and self.basis_every == 1 and self.sharing == "expand"
 
+    @property
+    def _serves_once(self) -> bool:
+        return super()._serves_once and self.basis_every == 1
+
     def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Callable[[], None]:
         basis = self._at_hand(point, state)
         if basis is not None and self._refreshed_within(basis, point, state, made):

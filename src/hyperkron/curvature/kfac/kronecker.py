@@ -85,15 +85,16 @@ class Kronecker(Curvature):
         if self.strict:
             _refuse(made.coverage())
         if state.parameters != list(made.rows):  # the first call, or others are trained now: what is kept does not fit
-            state.factors, state.inverses, state.diagonal = {}, None, {}
+            state.factors = {}
+            state.let_go()
         if not self.due(state):
             state.age += 1
             return KroneckerOperator(made.blocks, state, self.damping)
         finish = self._refresh(point, state, made)
         if _queues(point):  # let what follows be queued before waiting for the factorisation
-            return KroneckerOperator(made.blocks, state, self.damping, finish)
+            return KroneckerOperator(made.blocks, state, self.damping, finish, self._serves_once)
         finish()
-        return KroneckerOperator(made.blocks, state, self.damping)
+        return KroneckerOperator(made.blocks, state, self.damping, None, self._serves_once)
 
     def due(self, state: KroneckerState) -> bool:
         """Whether the next call measures the curvature anew."""
@@ -126,7 +127,12 @@ class Kronecker(Curvature):
     def _let_go(self, state: KroneckerState) -> None:
         """Without ``keep_previous`` the inverses in use go before new ones are measured: never both in memory."""
         if not self.keep_previous:
-            state.inverses, state.diagonal = None, {}
+            state.let_go()
+
+    @property
+    def _serves_once(self) -> bool:
+        """Whether inverses are of no use after the call they were made in."""
+        return not self.keep_previous and self.refresh_every == 1
 
     def _keep(self, point: Point, state: KroneckerState, error: HyperkronError) -> None:
         """Go on with the previous inverse, if there is one and it has not been kept too often."""
@@ -309,8 +315,8 @@ class KFAC(Kronecker):
         strict: refuse a model with parameters outside the Kronecker blocks.
         seed: of the Monte-Carlo draws.
         keep_previous: keep the inverses in use until new ones are made, to go on with them where that fails. ``False``
-            lets go of them first, which saves their memory at the peak (6 to 12 % of it for ResNet-18 and BERT); a
-            refresh that fails altogether is then an error, and the next call begins anew.
+            lets go of them first, with ``refresh_every=1`` as soon as they have served, so that they add nothing to the
+            memory of other passes; a refresh that fails altogether is then an error, and the next call begins anew.
 
     References: Martens & Grosse (2015); Grosse & Martens (2016) for convolutions; Eschenhagen et al. (2023) for weight
     sharing; Liao, Dangel & Yu (2026) for hypergradients.

@@ -279,28 +279,35 @@ def _normalised(module: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
 
 
 class BatchNormSums(NamedTuple):
-    """What the diagonal of a batch norm layer is made of: Σ g·x and Σ g over positions (N, C), and its statistics."""
+    """What the diagonal of a batch norm layer is made of: Σ g·x and Σ g over positions (N, C), mean and 1/std (C,)."""
 
     along: Tensor
     plain: Tensor
     mean: Tensor
-    variance: Tensor
-    eps: float
+    scale: Tensor
 
     def fits(self, other: BatchNormSums) -> bool:
         """Whether the channels of both can be treated as those of one layer."""
         mine, its = self.along, other.along
-        return self.eps == other.eps and len(mine) == len(its) and mine.dtype == its.dtype and mine.device == its.device
+        return len(mine) == len(its) and mine.dtype == its.dtype and mine.device == its.device
 
 
 def batch_norm_sums(module: nn.modules.batchnorm._BatchNorm, x: Tensor, g: Tensor) -> BatchNormSums:
     """The sums of one call of a batch norm layer, from its input and output gradient."""
+    mean, scale = _batch_norm_statistics(module, x)
     x, g = x.flatten(2) if x.dim() > 2 else x[:, :, None], g.flatten(2) if g.dim() > 2 else g[:, :, None]
-    if module.training or module.running_mean is None or module.running_var is None:
-        variance, mean = torch.var_mean(x, dim=(0, 2), correction=0)
-    else:
-        variance, mean = module.running_var, module.running_mean
-    return BatchNormSums((g * x).sum(2), g.sum(2), mean, variance, module.eps)
+    return BatchNormSums((g * x).sum(2), g.sum(2), mean, scale)
+
+
+def _batch_norm_statistics(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean and 1/std of every channel that ``module`` normalises ``x`` by."""
+    if not module.training and module.running_mean is not None and module.running_var is not None:
+        return module.running_mean, (module.running_var + module.eps).rsqrt()
+    if x.is_cuda:  # the layer's own kernel; a general reduction would hold several times the memory of x
+        mean, scale = torch.batch_norm_stats(x, module.eps)
+        return mean, scale
+    variance, mean = torch.var_mean(x.flatten(2) if x.dim() > 2 else x[:, :, None], dim=(0, 2), correction=0)
+    return mean, (variance + module.eps).rsqrt()
 
 
 def batch_norm_squares(sums: list[BatchNormSums]) -> list[tuple[Tensor, Tensor]]:
@@ -312,9 +319,9 @@ def batch_norm_squares(sums: list[BatchNormSums]) -> list[tuple[Tensor, Tensor]]
     """
     if any(not sums[0].fits(other) for other in sums[1:]):
         return [squares for one in sums for squares in batch_norm_squares([one])]
-    along, plain, mean, variance = (
-        parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1) for parts in list(zip(*sums, strict=True))[:4]
+    along, plain, mean, scale = (
+        parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1) for parts in zip(*sums, strict=True)
     )
-    along.addcmul_(mean, plain, value=-1).mul_((variance + sums[0].eps).rsqrt())
+    along.addcmul_(mean, plain, value=-1).mul_(scale)
     widths = [one.mean.numel() for one in sums]
     return list(zip(*(x.square_().sum(0).split(widths) for x in (along, plain)), strict=True))

@@ -24,6 +24,7 @@ class KroneckerState(CurvatureState):
         basis_age: refreshes since that made no new eigenbasis, but measured the spectrum in the one at hand.
         failures: refreshes in a row that failed and kept the previous inverse.
         status: how the inverse in use was obtained.
+        strategy: how its blocks are inverted, in words.
     """
 
     def __init__(self, seed: int) -> None:
@@ -34,6 +35,7 @@ class KroneckerState(CurvatureState):
         self.basis_age = 0
         self.failures = 0
         self.status = Status.DIRECT
+        self.strategy = ""
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # the moving averages, where there are any
         self.inverses: BlockInverses | None = None
         self.diagonal: dict[str, Tensor] = {}
@@ -67,6 +69,11 @@ class KroneckerState(CurvatureState):
         """A refresh has succeeded: these are in use from now on."""
         self.inverses, self.status, self.diagonal, self.parameters = inverses, status, diagonal, parameters
         self.age, self.failures, self.refreshes, self.basis_age = 0, 0, self.refreshes + 1, basis_age
+        self.strategy = inverses.strategies()
+
+    def let_go(self) -> None:
+        """Forget the inverses; the next call makes new ones."""
+        self.inverses, self.diagonal = None, {}
 
     def replayed(self, made: KroneckerState | None) -> None:
         """A recorded step was carried out once more: it measured what ``made`` has, or used what is there."""
@@ -102,6 +109,7 @@ class KroneckerState(CurvatureState):
             self.generator.set_state(state["generator"])
         self.factors = {name: (f["a"], f["b"]) for name, f in state["factors"].items()}
         self.inverses = None if state["inverses"] is None else load_inverses(state["inverses"])
+        self.strategy = "" if self.inverses is None else self.inverses.strategies()
         self.diagonal = dict(state["diagonal"])
         self.parameters = list(state["parameters"])
 
@@ -119,8 +127,9 @@ class KroneckerOperator(Invertible):
         state: KroneckerState,
         damping: float,
         pending: Callable[[], None] | None = None,
+        once: bool = False,
     ) -> None:
-        self._blocks, self._state, self._pending = blocks, state, pending
+        self._blocks, self._state, self._pending, self._once = blocks, state, pending, once
         self.products = 0
         if pending is None:
             self.settle()
@@ -140,6 +149,12 @@ class KroneckerOperator(Invertible):
         self.blocks = {name: self._blocks[name] for name in self._state.inverses.names}
         self.inverses, self.diagonal = self._state.inverses, self._state.diagonal
         self.status = self._state.status
+
+    def release(self) -> None:
+        if self._once:
+            self.settle()
+            self._state.let_go()
+            del self.inverses, self.diagonal
 
     def matvec(self, v: Tree) -> Tree:
         if self._pending is not None:
@@ -171,4 +186,5 @@ class KroneckerOperator(Invertible):
                 found.update(zip(diagonal, on_diagonal([v[n] for n in diagonal], list(diagonal.values())), strict=True))
         for name in v.keys() - found.keys():
             found[name] = torch.zeros_like(v[name])
-        return {name: found[name].to(x.dtype) for name, x in v.items()}
+        # views of a stack of blocks would hold all of it, and every dual number and sum would copy them
+        return {name: found[name].to(x.dtype).contiguous() for name, x in v.items()}
