@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 import hyperkron as hk
 from hyperkron import graphs, solution
 from hyperkron.curvature import KroneckerState
-from hyperkron.curvature.kfac import kronecker
+from hyperkron.curvature.kfac import eigen, kronecker
 from hyperkron.hypergradient import replay
+from hyperkron.point import Point
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -312,7 +313,7 @@ def test_a_loaded_state_is_continued(device: str) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"curvature": hk.EKFAC(1e-2), "solver": hk.Direct()}, "EKFAC and Direct"),
+        ({"curvature": hk.EKFAC(1e-2), "solver": hk.CG(3)}, "EKFAC and CG"),
         ({"curvature": hk.KFAC(1e-2), "solver": hk.CG(3)}, "KFAC and CG"),
         ({"curvature": hk.KFAC(1e-2, ema=0.9), "solver": hk.Direct()}, "ema=0.9"),
         ({"curvature": hk.KFAC(1e-2, split="exact"), "solver": hk.Direct()}, "split='exact'"),
@@ -329,6 +330,75 @@ def test_the_identity_can_be_recorded(device: str) -> None:
     METHOD[:] = [method]
     close(trained(method, device), expected)
     assert Rerun.made == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "recordings"),
+    [
+        ({}, 0),  # every step makes a basis
+        ({"basis_every": 4}, 1),
+        ({"refresh_every": 3}, 1),
+        ({"refresh_every": 3, "basis_every": 2}, 2),
+        ({"basis_every": 4, "ema": 0.3}, 1),
+        ({"basis_every": 4, "keep_previous": False}, 1),
+    ],
+)
+def test_steps_of_ekfac_without_a_new_basis_are_recorded(device: str, options: dict[str, Any], recordings: int) -> None:
+    expected = trained(hk.ekfac(1e-2, **options), device, 14)
+    method = hk.ekfac(1e-2, **options, graph=True)
+    METHOD[:] = [method]
+    found = trained(method, device, 14)
+    close(found, expected)
+    assert Rerun.made == recordings
+    for stat in ("curvature_age", "curvature_refreshes", "curvature_strategy"):
+        assert [r.stats[stat] for r in found] == [r.stats[stat] for r in expected]
+
+
+def test_a_spectrum_that_is_not_finite_is_found_after_a_replay(device: str) -> None:
+    model, weights, method = network(device), hk.SampleWeights(80).to(device), hk.ekfac(basis_every=9, graph=True)
+    METHOD[:] = [method]
+
+    def step(i: int, scale: float = 1.0) -> hk.HypergradientResult:
+        x, y, index = batch(i, device)
+        other = (x * scale, y, index)
+        return method.compute(PROBLEM, model, weights, (x, y, index), batch(50, device), curvature_batch=other)
+
+    for i in range(4):
+        step(i)
+    assert Rerun.made == 1
+    with pytest.raises(hk.NonFiniteError):  # no previous one: it was written over
+        step(4, float("inf"))
+    assert torch.isfinite(step(5).grads["weight"]).all()
+
+
+def test_while_recording_a_spectrum_is_checked_without_being_read() -> None:
+    eye, good = torch.eye(2)[None], torch.ones(1, 2, 2)
+    spectra = {"good": good, "infinite": good * torch.inf, "zero": good - torch.eye(2), "nan": good * torch.nan}
+    blocks = {name: eigen.EigenBlock(eye, eye, spectrum) for name, spectrum in spectra.items()}
+    with Point(PROBLEM, network("cpu"), hk.SampleWeights(8), None, None, recording=True) as point:
+        eigen.checked(point, eigen.EigenInverses(blocks))
+    assert [flags.tolist() for flags in point.unread] == [[False, True, True, True]]
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_sama_is_recorded_where_no_moments_are_read(device: str, adam: bool) -> None:
+    def run(graph: bool) -> list[Any]:
+        model, weights = network(device), hk.SampleWeights(40).to(device)
+        optimizer = (torch.optim.Adam if adam else torch.optim.SGD)(model.parameters(), lr=0.1)
+        method, found = hk.sama(optimizer, graph=graph), []
+        METHOD[:] = [method]
+        for i in range(6):
+            optimizer.zero_grad()
+            inner(model, weights, batch(i, device)).backward()
+            optimizer.step()
+            found.append(method.compute(PROBLEM, model, weights, batch(i, device), batch(50 + i, device)))
+            if i == 3:
+                optimizer.param_groups[0]["lr"] = 0.03  # recorded as a constant, so this needs another recording
+        return found
+
+    expected = run(False)
+    close(run(True), expected)
+    assert Rerun.made == (0 if adam else 2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -22,7 +22,7 @@ def available(device: torch.device) -> bool:
 
 
 class StaticBatch:
-    """A batch in memory of its own that others of its shape are copied into.
+    """A batch in memory of its own, or of its tensors where ``own`` is false, that others of its shape are copied into.
 
     Example:
         >>> static = StaticBatch((torch.zeros(2), "train"))
@@ -33,9 +33,9 @@ class StaticBatch:
         (tensor([1., 1.]), 'train')
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, own: bool = True) -> None:
         leaves, self._structure = pytree.tree_flatten(batch)
-        self._leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+        self._leaves = [x.detach().clone() if own and isinstance(x, Tensor) else x for x in leaves]
         self.value = pytree.tree_unflatten(self._leaves, self._structure)
 
     def fits(self, batch: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
@@ -79,6 +80,14 @@ class Curvature(ABC):
     @abstractmethod
     def operator(self, point: Point, state: CurvatureState) -> Operator:
         """A + δI at ``point``, refreshing ``state`` where it is due."""
+
+    def due(self, state: CurvatureState) -> bool:
+        """Whether the next call measures the curvature anew."""
+        return True
+
+    def constants(self, state: CurvatureState) -> Hashable | None:
+        """What a CUDA graph of the next step would take for constant; ``None`` where it cannot be recorded."""
+        return None
 
 
 def checked_damping(damping: float) -> float:

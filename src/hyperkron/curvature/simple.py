@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,9 @@ class Identity(Curvature):
         """The identity, scaled."""
         return DiagonalOperator(dict.fromkeys(point.params, self.scale))
 
+    def constants(self, state: CurvatureState) -> Hashable:
+        return ()
+
 
 @dataclass(frozen=True)
 class AdamDiagonal(Curvature):
@@ -101,6 +105,12 @@ class AdamDiagonal(Curvature):
             memory = [self.optimizer.state[p] for p in members]
             inverse.update(zip(names, _adam_jacobian(members, memory, groups[id(members[0])]), strict=True))
         return DiagonalOperator(inverse)
+
+    def constants(self, state: CurvatureState) -> Hashable | None:
+        """Learning rates; with moments D is made of gradients, which lie elsewhere in every step."""
+        if any("exp_avg_sq" in memory for memory in self.optimizer.state.values()):
+            return None
+        return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
 
 
 def _adam_jacobian(members: list[Tensor], memory: list[dict[str, Tensor]], group: dict[str, Any]) -> list[Tensor]:

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from hyperkron import graphs, trees
 from hyperkron.cross import Cross, CrossState, Mode
-from hyperkron.curvature import KFAC, Curvature, CurvatureState, Identity, Invertible, KroneckerState
+from hyperkron.curvature import (
+    EKFAC,
+    KFAC,
+    AdamDiagonal,
+    Curvature,
+    CurvatureState,
+    Identity,
+    Invertible,
+    KroneckerState,
+)
 from hyperkron.curvature.kfac.state import KroneckerOperator
 from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.hypergradient.replay import Answer, Replays, Request
@@ -44,11 +53,12 @@ class Implicit(Hypergradient):
         warm_start: begin each solve at the previous solution.
         cross: how ∂²_λθ J_in · v is computed: ``auto``, ``reverse``, ``forward`` or ``difference``.
         radius: of the finite difference; ``None`` chooses by dtype.
-        graph: on a GPU, record a step as a CUDA graph and replay it, for KFAC and the identity with ``Direct()``. It
-            pays where a step waits for Python, as with small models, and needs batches of one shape on the device, a
-            model without dropout, and objectives that never wait for the device; what is otherwise takes the ordinary
-            way, with a warning where that is for good. Numbers that objectives take from Python variables are recorded
-            as they were. The memory of a step is not shared with other work, and after a factorisation that fails
+        graph: on a GPU, record a step as a CUDA graph and replay it, for ``Direct()`` with KFAC, EKFAC (but for the
+            steps that make a new eigenbasis), the identity, and SAMA with optimizers without second moments. It pays
+            where a step waits for Python, as with small models, and needs batches of one shape on the device, a model
+            without dropout, and objectives that never wait for the device; what is otherwise takes the ordinary way,
+            with a warning where that is for good. Numbers that objectives take from Python variables are recorded as
+            they were. The memory of a step is not shared with other work, and after a factorisation that fails
             altogether there are no previous inverses to go on with. Elsewhere it has no effect.
 
     Example:
@@ -105,10 +115,9 @@ class Implicit(Hypergradient):
         answer = None
         recorded = self.graph and graphs.available(next(model.parameters()).device)
         if recorded:
-            batches, states = (inner_batch, outer_batch, curvature_batch), (self.state.curvature, self.state.cross)
-            answer = self._replays.step(
-                Request(self._answer, problem, model, hyper, batches, *states, self._refreshing())
-            )
+            batches, memory = (inner_batch, outer_batch, curvature_batch), self.state.curvature
+            states = memory, self.state.cross, self.curvature.due(memory)
+            answer = self._replays.step(Request(self._answer, problem, model, hyper, batches, self.curvature, *states))
         if answer is None:
             with Point(problem, model, hyper, inner_batch, outer_batch, curvature_batch=curvature_batch) as point:
                 answer = self._answer(point)
@@ -142,13 +151,6 @@ class Implicit(Hypergradient):
         grads = trees.add(direct, crossed, alpha=-1.0)
         point.finite("hypergradient", trees.norm(grads), "raise damping, or look for extreme values in the batches")
         return Answer(value, grads, solution, point.notes)
-
-    def _refreshing(self) -> bool:
-        """Whether the next step measures the curvature anew."""
-        memory = self.state.curvature
-        return not (isinstance(self.curvature, KFAC) and isinstance(memory, KroneckerState)) or self.curvature.due(
-            memory
-        )
 
     def _preconditioner(self, point: Point, state: ImplicitState) -> Invertible | None:
         if self.preconditioner is None:
@@ -210,10 +212,10 @@ def _check_slots(curvature: Curvature, solver: Solver, preconditioner: Curvature
 
 def _check_graph(curvature: Curvature, solver: Solver) -> None:
     """Refuse a combination that reads from the device on its way, or whose state moves from step to step."""
-    if not isinstance(solver, Direct) or not isinstance(curvature, (KFAC, Identity)):
+    if not isinstance(solver, Direct) or not isinstance(curvature, (KFAC, EKFAC, Identity, AdamDiagonal)):
         what = f"{type(curvature).__name__} and {type(solver).__name__}"
         raise HyperkronError(
-            f"graph=True does not work with {what}; use KFAC or Identity with Direct(), or graph=False."
+            f"graph=True does not work with {what}; use KFAC, EKFAC or Identity with Direct(), or graph=False."
         )
     if isinstance(curvature, KFAC) and not curvature.deferred:
         raise HyperkronError(

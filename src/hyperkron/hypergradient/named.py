@@ -76,12 +76,13 @@ def ekfac(
     cross: Mode = "auto",
     seed: int = 0,
     keep_previous: bool = True,
+    graph: bool = False,
 ) -> Implicit:
     """The EKFAC hypergradient: KFAC's eigenbasis with the spectrum that fits it best.
 
     Args:
         damping, fisher, sharing, refresh_every, ema, basis_every, seed, keep_previous: see :class:`hyperkron.EKFAC`.
-        cross: see :class:`hyperkron.Implicit`.
+        cross, graph: see :class:`hyperkron.Implicit`.
 
     Reference: George et al., "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis" (2018).
     """
@@ -95,7 +96,7 @@ def ekfac(
         keep_previous=keep_previous,
         basis_every=basis_every,
     )
-    return Implicit(curvature, Direct(), cross=cross)
+    return Implicit(curvature, Direct(), cross=cross, graph=graph)
 
 
 def cg(
@@ -211,7 +212,7 @@ def identity(scale: float = 1.0, *, cross: Mode = "auto", graph: bool = False) -
     return Implicit(IdentityCurvature(scale), Direct(), cross=cross, graph=graph)
 
 
-def sama(optimizer: torch.optim.Optimizer | None = None, *, alpha: float = 0.1) -> Implicit:
+def sama(optimizer: torch.optim.Optimizer | None = None, *, alpha: float = 0.1, graph: bool = False) -> Implicit:
     """SAMA: the identity in place of A, adapted to the inner optimizer, with a finite-difference cross term.
 
         v = lr·D ⊙ ∂_θ J_out ,    ε = alpha/‖v‖
@@ -219,10 +220,11 @@ def sama(optimizer: torch.optim.Optimizer | None = None, *, alpha: float = 0.1) 
     Args:
         optimizer: the inner optimizer; D is the diagonal of an Adam step, or 1 for other optimizers. ``None``: v = b.
         alpha: radius of the finite difference.
+        graph: see :class:`hyperkron.Implicit`.
 
     Reference: Choe et al., "Making scalable meta learning practical" (NeurIPS 2023).
     """
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise HyperkronError(f"optimizer={optimizer!r} is not a torch.optim.Optimizer; pass the inner one, or None.")
     curvature = IdentityCurvature() if optimizer is None else AdamDiagonal(optimizer)
-    return Implicit(curvature, Direct(), cross="difference", radius=alpha)
+    return Implicit(curvature, Direct(), cross="difference", radius=alpha, graph=graph)

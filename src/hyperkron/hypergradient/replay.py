@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from hyperkron import trees
 from hyperkron.cross import RECHECK, CrossState
-from hyperkron.curvature import CurvatureState, KroneckerState
+from hyperkron.curvature import KFAC, Curvature, CurvatureState, KroneckerState
+from hyperkron.curvature.kfac.kronecker import Kronecker
 from hyperkron.graphs import Recording, StaticBatch, places
 from hyperkron.kernels import LayoutError
 from hyperkron.point import Point
@@ -49,7 +50,9 @@ class Request(NamedTuple):
     Attributes:
         work: the formula at a point.
         batches: of J_in, of J_out and, or ``None``, of the curvature.
-        refreshing: whether it measures the curvature anew.
+        method: the curvature, and
+        curvature: what it remembers.
+        refreshing: whether it is measured anew.
     """
 
     work: Callable[[Point], Answer]
@@ -57,6 +60,7 @@ class Request(NamedTuple):
     model: nn.Module
     hyper: nn.Module
     batches: tuple[Any, Any, Any]
+    method: Curvature
     curvature: CurvatureState
     cross: CrossState
     refreshing: bool
@@ -75,7 +79,8 @@ class Request(NamedTuple):
     def key(self) -> object:
         """What must not change between a recording and its replay, but for batches."""
         modes = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, self.autocast)
-        return self.problem.inner, self.problem.outer, places(self.model, self.hyper), modes
+        constants = self.method.constants(self.curvature)
+        return self.problem.inner, self.problem.outer, places(self.model, self.hyper), modes, constants
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,7 @@ class Replays:
 
     def __init__(self) -> None:
         self._steps: dict[bool, _Step] = {}  # by whether the curvature is measured anew
+        self._home: KroneckerState | None = None  # whose inverses they use
         self._key: object = None
         self._made = self._served = self._misfits = 0
         self._given_up = False
@@ -118,34 +124,62 @@ class Replays:
         if wanted.autocast is not None and torch.is_autocast_cache_enabled() and not self._given_up:
             self._give_up("autocast keeps casts of earlier weights; use torch.autocast(..., cache_enabled=False)")
         decided = wanted.cross.mode and wanted.cross.calls % RECHECK
-        if self._given_up or not self._possible or not decided or not self._fits(wanted):
+        recordable = wanted.method.constants(wanted.curvature) is not None
+        if self._given_up or not self._possible or not decided or not recordable or not self._fits(wanted):
             return None
-        if not wanted.refreshing and not self._made_here(wanted.kronecker):
+        if not self._at_home(wanted):
             return None
         if wanted.refreshing not in self._steps:
             step = self._recorded(wanted)
             if step is None:
                 return None
             self._steps[wanted.refreshing] = step
+            self._home = step.made or self._home
         return self._replayed(wanted)
 
     def _fits(self, wanted: Request) -> bool:
         """Whether recordings, if there are any, hold for this step; those that never will again are dropped."""
         key = wanted.key()
         if key != self._key:
-            self._key, self._steps = key, {}
+            self._key = key
+            self._drop()
         if all(step.batches.fits(wanted.batches) for step in self._steps.values()):
             self._misfits = 0
             return True
         self._misfits += 1
         if self._misfits >= MISFITS:
-            self._steps = {}
+            self._drop()
         return False
 
-    def _made_here(self, curvature: KroneckerState | None) -> bool:
-        """Whether the inverses in use are those of a recording: others lie elsewhere after every refresh."""
-        made = self._steps[True].made if True in self._steps else None
-        return made is not None and curvature is not None and curvature.inverses is made.inverses
+    def _drop(self) -> None:
+        self._steps, self._home = {}, None
+
+    def _at_home(self, wanted: Request) -> bool:
+        """Whether the inverses in use, if the step needs any, lie where recordings take them from.
+
+        Those of a refresh that was not recorded lie elsewhere, and are copied there where they have the same shape.
+        """
+        state, home = wanted.kronecker, self._home
+        if state is None or state.inverses is None:
+            return wanted.refreshing
+        assert isinstance(wanted.method, Kronecker)
+        if home is None:
+            if not wanted.refreshing and not wanted.method.records_refreshes:
+                self._home = copy.copy(state)  # all later ones will be copied there
+            return wanted.refreshing or self._home is not None
+        if state.inverses is home.inverses or (wanted.refreshing and isinstance(wanted.method, KFAC)):
+            return True
+        assert home.inverses is not None
+        place, given = (
+            StaticBatch((s.inverses.state_dict(), s.diagonal), own=False)  # type: ignore[union-attr]
+            for s in (home, state)
+        )
+        if not place.fits(given.value):
+            self._drop()
+            return False
+        place.fill(given.value)
+        state.inverses, state.diagonal = home.inverses, home.diagonal
+        return True
 
     def _recorded(self, wanted: Request) -> _Step | None:
         """Record a step, leaving all states as they were; ``None`` with a warning where it cannot be recorded."""
@@ -176,7 +210,8 @@ class Replays:
         return _Step(static, recording, made)
 
     def _give_up(self, reason: str) -> None:
-        self._given_up, self._steps = True, {}
+        self._given_up = True
+        self._drop()
         warn_once("graph", f"graph=True has no effect, for a step cannot be recorded as a CUDA graph: {reason}.")
 
     def _replayed(self, wanted: Request) -> Answer | None:
@@ -189,7 +224,7 @@ class Replays:
             if generator is not None and before is not None:
                 generator.set_state(before)
             if state is not None and step.made is not None and state.inverses is step.made.inverses:
-                state.inverses = None  # they have been written over
+                state.let_go()  # they have been written over
             return None
         self._served += 1
         wanted.cross.calls += 1

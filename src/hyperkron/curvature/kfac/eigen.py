@@ -122,8 +122,13 @@ def damped(a: Tensor, b: Tensor, spectrum: Tensor, damping: Tensor | float) -> E
 
 def checked(point: Point, inverses: EigenInverses) -> EigenInverses:
     """Refuse a damped spectrum that cannot be divided by; one copy to the host."""
-    extremes = [torch.stack([_lowest(block), block.spectrum.max()]) for block in inverses.blocks.values()]
-    for name, (low, high) in zip(inverses.names, torch.stack(extremes).tolist() if extremes else [], strict=True):
+    if not inverses.blocks:
+        return inverses
+    extremes = torch.stack([torch.stack([_lowest(block), block.spectrum.max()]) for block in inverses.blocks.values()])
+    if point.recording:
+        point.read(~extremes.isfinite().all(1) | (extremes[:, 0] <= 0))
+        return inverses
+    for name, (low, high) in zip(inverses.names, extremes.tolist(), strict=True):
         if not (math.isfinite(low) and math.isfinite(high)):
             remedy = point.culprits() or "look for overflow in the model, or use float64"
             raise NonFiniteError(f"the spectrum of {name} is not finite; {remedy}.")

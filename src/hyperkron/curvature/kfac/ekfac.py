@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from hyperkron.curvature.base import checked_count
+from hyperkron.curvature.base import CurvatureState, checked_count
 from hyperkron.curvature.kfac.capture import Basis, Measured, accumulation_dtype
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.eigen import EigenInverses, checked, damped, eigen_bases
@@ -67,26 +67,42 @@ class EKFAC(Kronecker):
         del basis  # a new one is made, and with keep_previous=False this one is to be gone by then
         return super()._refresh(point, state, made)
 
+    def _serves_on(self, state: KroneckerState) -> bool:
+        """Whether the next refresh finds a basis that is to serve once more."""
+        return (
+            state.basis_age + 1 < self.basis_every
+            and isinstance(state.inverses, EigenInverses)
+            and all(block.outside is None for block in state.inverses.blocks.values())
+        )
+
     def _at_hand(self, point: Point, state: KroneckerState) -> Basis | None:
         """The eigenbasis in use, where it is to serve once more."""
-        inverses, dtype = state.inverses, accumulation_dtype(point.dtype)
-        if state.basis_age + 1 >= self.basis_every or not isinstance(inverses, EigenInverses):
+        if not self._serves_on(state):
             return None
-        if any(
-            b.outside is not None or (b.a.device, b.a.dtype) != (point.device, dtype) for b in inverses.blocks.values()
-        ):
-            return None
-        return {name: (block.a, block.b) for name, block in inverses.blocks.items()}
+        assert isinstance(state.inverses, EigenInverses)
+        basis = {name: (block.a, block.b) for name, block in state.inverses.blocks.items()}
+        place = point.device, accumulation_dtype(point.dtype)
+        return basis if all((a.device, a.dtype) == place for a, _ in basis.values()) else None
+
+    @property
+    def records_refreshes(self) -> bool:
+        return self.basis_every > 1
+
+    def constants(self, state: CurvatureState) -> Hashable | None:
+        """Nothing; but eigendecompositions cannot be recorded."""
+        assert isinstance(state, KroneckerState)
+        return None if self.due(state) and not self._serves_on(state) else ()
 
     def _refreshed_within(self, basis: Basis, point: Point, state: KroneckerState, made: Plan) -> bool:
         """Measure S, and what lies outside the blocks, in one pass; whether ``basis`` has the blocks it takes."""
         self._let_go(state)
         try:
-            measured = self._measure(point, state, made, basis)
+            measured = self._measure(point, state, made, basis, checked=not point.recording)
             self._check(point, made, measured)
             if set(measured.reached) != basis.keys():  # layers that some batches do not use
                 return False
-            self._finite(point, measured, bool(finite(measured)))
+            if measured.diagonal:
+                self._finite(point, measured, not any(point.read(~finite(measured)[None])))
             inverses = self._corrected(point, made, measured, measured, basis)
         except (FactorizationError, NonFiniteError) as error:
             self._keep(point, state, error)

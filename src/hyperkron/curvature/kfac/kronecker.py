@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,9 +96,14 @@ class Kronecker(Curvature):
         finish()
         return KroneckerOperator(made.blocks, state, self.damping, None, self._serves_once)
 
-    def due(self, state: KroneckerState) -> bool:
-        """Whether the next call measures the curvature anew."""
+    def due(self, state: CurvatureState) -> bool:
+        assert isinstance(state, KroneckerState)
         return state.inverses is None or state.age + 1 >= self.refresh_every
+
+    @property
+    def records_refreshes(self) -> bool:
+        """Whether steps that measure the curvature anew can be recorded, or only those between them."""
+        return self.deferred
 
     def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Callable[[], None]:
         """Begin new factors and inverses; the function returned completes them, or keeps the previous ones."""
@@ -334,6 +339,9 @@ class KFAC(Kronecker):
     @property
     def deferred(self) -> bool:
         return self.ema == 0 and self.split != "exact"
+
+    def constants(self, state: CurvatureState) -> Hashable:
+        return ()
 
     @property
     def _low_rank(self) -> bool:

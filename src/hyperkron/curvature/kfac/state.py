@@ -81,7 +81,8 @@ class KroneckerState(CurvatureState):
             self.age += 1
             return
         assert made.inverses is not None
-        self.renew(made.inverses, Status.DIRECT, made.diagonal, made.parameters)
+        basis_age = self.basis_age + 1 if made.basis_age else 0
+        self.renew(made.inverses, Status.DIRECT, made.diagonal, made.parameters, basis_age)
 
     def state_dict(self) -> dict[str, Any]:
         return {
