@@ -56,6 +56,7 @@ def reference(function: Callable[[Workload], None]) -> Callable[[Workload], Call
 METHODS = [
     Method("SAMA (Betty's way)", reference(references.sama_betty)),
     Method("SAMA", ours(lambda w: hk.sama(w.optimizer))),
+    Method("SAMA, graph", ours(lambda w: hk.sama(w.optimizer, graph=True)), graph=True),
     Method("identity", ours(lambda w: hk.identity())),
     Method("KFAC mc", ours(lambda w: hk.kfac())),
     Method("KFAC mc reduce", ours(lambda w: hk.kfac(sharing="reduce"))),
@@ -69,7 +70,9 @@ METHODS = [
     Method("KFAC mc, every 5, graph", ours(lambda w: hk.kfac(refresh_every=5, graph=True)), 5, graph=True),
     Method("EKFAC", ours(lambda w: hk.ekfac())),
     Method("EKFAC, basis every 10", ours(lambda w: hk.ekfac(basis_every=10)), 10),
+    Method("EKFAC, basis every 10, graph", ours(lambda w: hk.ekfac(basis_every=10, graph=True)), 10, graph=True),
     Method("EKFAC, every 10", ours(lambda w: hk.ekfac(refresh_every=10)), 10),
+    Method("EKFAC, every 10, graph", ours(lambda w: hk.ekfac(refresh_every=10, graph=True)), 10, graph=True),
     Method("CG-3", ours(lambda w: hk.cg(3))),
     Method("CG-3, GGN", ours(lambda w: hk.cg(3, curvature=hk.GGN(1e-3)))),
     Method("Neumann-10", ours(lambda w: hk.neumann(10, step=1e-2))),

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+import hyperkron as hk
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
@@ -50,12 +52,61 @@ def test_the_value_function_has_the_gradient_it_says_and_a_finite_optimum(suite:
     assert float(problem.value(best)[0]) < float(problem.value(point)[0])
 
 
+def test_the_sized_data_have_the_traits_of_ijcnn1(suite: ModuleType) -> None:
+    problem = suite.Sized()
+    (x, y), (others, labels) = problem.train, problem.validation
+    assert (x.shape, others.shape) == ((49_990, 22), (91_701, 22))
+    for rows, positive in ((x, y), (others, labels)):
+        assert 0.09 < float(positive.mean()) < 0.1
+        assert float((rows != 0).double().mean()) == pytest.approx(13 / 22)  # one of ten, and twelve
+        assert torch.equal(rows[:, :10].sum(dim=1), torch.ones(len(rows), dtype=rows.dtype))
+        assert float(rows.abs().max()) <= 1
+    theta = torch.zeros(22, dtype=x.dtype)
+    for _ in range(10):  # Newton's method without a penalty
+        p = torch.sigmoid(x @ theta)
+        theta -= torch.linalg.solve((x.T * (p * (1 - p))) @ x, x.T @ (p - y))
+    assert 0.91 < float(((others @ theta > 0) == (labels > 0)).double().mean()) < 0.925
+    assert not torch.equal(suite.Sized(64, 64, seed=1).train[0], suite.Sized(64, 64).train[0])
+
+
+def test_the_value_function_is_exact_with_penalties_of_very_different_sizes(suite: ModuleType) -> None:
+    problem = suite.Sized(train=512, validation=256)
+    point = torch.linspace(-30, 30, 22, dtype=torch.float64)
+    h, gradient = problem.value(point)
+    shift = torch.zeros_like(point)
+    shift[8] = 1e-4
+    slope = (problem.value(point + shift)[0] - problem.value(point - shift)[0]) / 2e-4
+    assert math.isfinite(float(h)) and float(slope) == pytest.approx(float(gradient[8]), rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ["SABA", "SOBA", "AmIGO", "MRBO", "FSLA", "stocBiO", "F2SA", "F2SA-paper"])
 def test_every_algorithm_lowers_the_suboptimality(suite: ModuleType, name: str) -> None:
     found = _run(suite, name, 0.1, 0.1, steps=10)
     assert not found["failed"]
     assert found["curve"][-1]["calls"] == 10 * suite.CALLS[name]
     assert suite.final(found) < found["curve"][0]["suboptimality"]
+
+
+@pytest.mark.parametrize("name", ["SABA", "SOBA", "AmIGO", "MRBO", "FSLA", "stocBiO"])
+def test_the_fast_loops_make_the_steps_of_the_library(suite: ModuleType, name: str) -> None:
+    case = suite.Sized(train=300, validation=500).case()  # the last batches of both levels are smaller
+    slow = suite.by_library(case, name, 0.5, 0.1, 3)
+    fast = suite.by_loop(case, name, 0.5, 0.1, 3, chunk=12)
+    for _ in range(12):
+        slow.advance()
+    fast.advance()
+    assert slow.steps() == fast.steps() == 12
+    for a, b in zip(slow.place(slow.here()), fast.place(fast.here()), strict=True):
+        (x,), (y,) = a.parameters(), b.parameters()
+        assert float(x.detach().norm()) > 0.01
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-14)
+
+
+def test_a_fast_loop_that_diverges_is_worth_nothing(suite: ModuleType) -> None:
+    case = suite.Long(train=128, validation=128).case()
+    track = suite.by_loop(case, "SABA", 5.0, 1e-4, seed=0)
+    with pytest.warns(RuntimeWarning), pytest.raises(hk.HyperkronError, match="not finite after 64 steps"):
+        track.advance()
 
 
 def test_a_run_that_diverges_is_worth_nothing(suite: ModuleType) -> None:
@@ -92,6 +143,40 @@ def test_algorithms_are_ranked_by_time_and_at_equal_calls(suite: ModuleType) -> 
     assert (rows["SABA"]["end"], rows["SABA"]["equal"], rows["SABA"]["place"]) == (0.02, 1.0, 3)
     assert (rows["MRBO"]["end"], rows["MRBO"]["equal"], rows["MRBO"]["steps"]) == (0.2, 0.2, 10)
     assert rows["SOBA"]["end"] == math.inf and "| 3 | SOBA | failed (0.5 – failed) |" in suite.table(record)
+
+
+def test_figures_as_published_start_from_the_lowest_median_less_a_margin(suite: ModuleType) -> None:
+    def found(*values: float) -> dict[str, Any]:
+        return {"runs": [{"seconds": "[0, 1, 2, 3]", "suboptimality": json.dumps(values)}] * 3}
+
+    low, high = found(1.0, 0.5, 3.0e-4, 2.9e-4), found(1.0, 1.1e-3, 1.15e-3, 5e-2)
+    rows = suite.as_published({"problems": {"sized": {"SABA": low, "SOBA": high}}}, "sized")
+    assert rows[0] == pytest.approx({"least": 1e-4, "below": 2, "settled": 2})  # 1.1e-4 is within a tenth of 1e-4
+    assert rows[1] == pytest.approx({"least": 9.1e-4, "below": 1, "settled": 1})  # above 1e-3 when measured from h*
+    assert suite.reach(high["runs"], "seconds", "suboptimality", 1e-3) == math.inf
+
+
+def test_a_run_continues_where_the_file_stops(
+    suite: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[str] = []
+
+    def once(case: Any, name: str, plan: Any) -> dict[str, Any]:
+        ran.append(name)
+        return _found((0.1, 0.2, 0.3), calls=8, failed=(False,) * 3)
+
+    monkeypatch.setattr(suite, "tune_and_run", once)
+    monkeypatch.setattr(suite, "Logistic", lambda: type("Made", (), {"case": lambda self: None})())
+    file = tmp_path / "x.json"
+    suite.main("", suite.Plan(), file, ["logistic"])
+    assert tuple(ran) == suite.NAMES
+    record = json.loads(file.read_text("utf-8"))
+    del record["problems"]["logistic"]["FSLA"]
+    file.write_text(json.dumps(record), "utf-8")
+    suite.main("", suite.Plan(), file, ["logistic"])
+    assert ran[8:] == ["FSLA"]
+    suite.main("", suite.Plan(seconds=1.0), file, ["logistic"])  # another plan: nothing of the old one counts
+    assert tuple(ran[9:]) == suite.NAMES
 
 
 def test_the_setting_is_the_one_with_the_best_median_over_the_seeds(
@@ -133,10 +218,19 @@ def test_the_cleaning_verdict_compares_first_arrivals(cleaning: ModuleType) -> N
     assert never["seconds_ratio"] is None
 
 
-@pytest.mark.parametrize("script", ["bilevel_suite", "mnist_cleaning"])
-def test_the_published_tables_are_those_of_the_results(suite: ModuleType, cleaning: ModuleType, script: str) -> None:
+@pytest.mark.parametrize(
+    ("script", "result"),
+    [
+        ("bilevel_suite", "RESULT"),
+        *(("bilevel_suite", x) for x in ("SIZED", "LONG", "NOISY")),
+        ("mnist_cleaning", "RESULT"),
+    ],
+)
+def test_the_published_tables_are_those_of_the_results(
+    suite: ModuleType, cleaning: ModuleType, script: str, result: str
+) -> None:
     module = sys.modules[script]
-    record = json.loads((BENCHMARKS / "results" / module.RESULT).read_text("utf-8"))
+    record = json.loads((BENCHMARKS / "results" / getattr(module, result)).read_text("utf-8"))
     text = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text("utf-8")
     for block in filter(None, module.table(record).split("\n\n")):
         assert block.strip() in text, f"run `python benchmarks/{script}.py --table` and put it into docs/benchmarks.md"

@@ -14,7 +14,9 @@ import oracles
 from cases import DOUBLE, Case, Mean, make, mlp, random_weights
 from hyperkron.curvature import KroneckerState
 from hyperkron.curvature.kfac import eigen
+from hyperkron.curvature.kfac.capture import GRADIENTS
 from hyperkron.curvature.kfac.eigen import EigenInverses
+from hyperkron.curvature.kfac.factors import LowRank
 from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -96,6 +98,7 @@ def test_examples_may_come_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch)
     case = CASES[name]()
     whole = blocks(case, "expand")
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 1)  # one at a time
+    monkeypatch.setitem(GRADIENTS, "cpu", 1)
     for (_, _, one, _), (_, _, parted, _) in zip(whole, blocks(case, "expand"), strict=True):
         assert oracles.relative(parted, one) < 1e-12
 
@@ -309,14 +312,14 @@ def test_thin_eigenvectors_are_orthonormal_in_float32_whatever_the_rank() -> Non
     rows = torch.randn(3, 40, 160, generator=generator) * torch.logspace(0, -6, 40)[:, None]
     rows[1, 10:] = 0.0
     rows[2, 20:] = rows[2, :20]
-    values, q, _ = eigen._thin(rows)
+    values, q, _ = eigen._decomposed(LowRank(rows), True)
     assert (q.mT @ q - torch.eye(40)).abs().max() < 2e-6
     outside = rows.mT - q @ (q.mT @ rows.mT)
     assert bool((outside.norm(dim=1) <= 3e-6 * rows.norm(dim=2)).all())  # the smallest row too is in the span
     gram = rows.double().mT @ rows.double()
     again = q.double() @ torch.diag_embed(values.double()) @ q.double().mT
     assert float(((again - gram).norm(dim=(1, 2)) / gram.norm(dim=(1, 2))).max()) < 1e-6
-    eye = eigen._thin(torch.zeros(2, 3, 7))[1]
+    eye = eigen._decomposed(LowRank(torch.zeros(2, 3, 7)), True)[1]
     assert (eye.mT @ eye - torch.eye(3)).abs().max() < 1e-6
 
 

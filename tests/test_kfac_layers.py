@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 import oracles
 from cases import DOUBLE, Case, Mean, make, mlp, random_weights
-from hyperkron.curvature.kfac import capture
+from hyperkron.curvature.kfac import capture, layers
 from hyperkron.curvature.kfac.factors import dense as as_matrix
 from hyperkron.curvature.kfac.grams import summed
 from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS
@@ -342,6 +342,20 @@ def test_diagonals_are_exact_per_example(name: str, fisher: str) -> None:
             solved = curvature.operator(point, curvature.init()).solve(ones)
         for parameter, diagonal in found.items():
             assert oracles.relative(solved[parameter], 1 / damped(diagonal)) < 1e-14
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_sums_on_a_gpu_are_those_of_the_cpu(layout: torch.memory_format, training: bool) -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(5).train(training)
+    norm.running_mean, norm.running_var = torch.randn(5), torch.rand(5) + 0.5
+    x, g = 3 + torch.randn(6, 5, 4, 3), torch.randn(6, 5, 4, 3)
+    expected = layers.batch_norm_sums(norm, x, g)
+    found = layers.batch_norm_sums(norm.cuda(), *(t.cuda().contiguous(memory_format=layout) for t in (x, g)))
+    for mine, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.cpu(), its, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("waiting", [0, 30])

@@ -94,3 +94,22 @@ def test_on_a_gpu_the_same(count: int, n: int) -> None:
     assert not info.any()
     truth = torch.linalg.solve(matrices, v)
     assert (made.solve(v.float()).double() - truth).norm() / truth.norm() < 1e-4
+
+
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_work_side_by_side_gives_what_it_gives_one_by_one(device: str) -> None:
+    matrices = [spd(1, n).to(device, torch.float32) for n in (5, 64, 200, 7, 129, 33, 65, 80, 90, 100, 110)]
+    jobs = [lambda m=m: (torch.linalg.eigh(m), m.shape[-1]) for m in matrices]
+    for _ in range(3):  # memory of earlier results is used again
+        found = linalg.side_by_side(jobs, torch.device(device))
+        for ((values, vectors), size), matrix in zip(found, matrices, strict=True):
+            assert size == matrix.shape[-1]
+            torch.testing.assert_close(vectors * values[:, None] @ vectors.mT, matrix, rtol=1e-4, atol=1e-4)
+
+
+def test_an_error_in_work_side_by_side_is_raised() -> None:
+    with pytest.raises(torch.linalg.LinAlgError):
+        linalg.side_by_side([lambda: torch.linalg.cholesky(-torch.eye(2))] * 2, torch.device("cpu"))

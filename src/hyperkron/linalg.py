@@ -14,13 +14,18 @@ global setting, for every piece feeds those below it; solves follow the setting.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+T = TypeVar("T")
 
 LEAF = 256
 """Matrices of this size are inverted by the library's batched Cholesky, where operations are what costs."""
@@ -47,6 +52,43 @@ def full_precision() -> Iterator[None]:
             torch.set_float32_matmul_precision(products)
         if convolutions:
             torch.backends.cudnn.allow_tf32 = True
+
+
+WORKERS = 8
+"""So many pieces of work for a GPU that wait for it in between are under way at once."""
+
+
+@lru_cache
+def stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    """The same few streams for everything that runs beside the main one."""
+    return torch.cuda.Stream(device)
+
+
+def side_by_side(jobs: Sequence[Callable[[], T]], device: torch.device) -> list[T]:
+    """What ``jobs`` return, each tensors or containers of them; on a GPU several run at once.
+
+    The library's eigendecomposition is a chain of small kernels with the host in between, which leaves most of the chip
+    idle. They must not change global settings.
+    """
+    if device.type != "cuda" or len(jobs) < 2:
+        return [job() for job in jobs]
+    here, count = torch.cuda.current_stream(device), min(WORKERS, len(jobs))
+    branches = [stream(device, i) for i in range(count)]
+    for branch in branches:
+        branch.wait_stream(here)
+
+    def work(number: int) -> T:
+        with torch.no_grad(), torch.cuda.stream(branches[number % count]):
+            return jobs[number]()
+
+    with ThreadPoolExecutor(count) as workers:
+        found = list(workers.map(work, range(len(jobs))))
+    for branch in branches:
+        here.wait_stream(branch)
+    for x in pytree.tree_leaves(found):
+        if isinstance(x, Tensor) and x.is_cuda:
+            x.record_stream(here)
+    return found
 
 
 def tf32_products(device: torch.device) -> bool:

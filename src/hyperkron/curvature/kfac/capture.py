@@ -22,7 +22,6 @@ from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.factors import Factor, added, few_rows, scaled
 from hyperkron.curvature.kfac.grams import bordered, narrowed, summed
 from hyperkron.curvature.kfac.layers import (
-    CHUNK_ELEMENTS,
     BatchNormSums,
     LinearLayer,
     WeightSharing,
@@ -236,6 +235,8 @@ class _Tap(torch.autograd.Function):
         return gradient, None, None
 
 
+GRADIENTS = {"cpu": 2**21, "cuda": 2**26}
+"""Gradients of single examples are made at most this many numbers at a time, by device type."""
 WAITING = 2**19
 """Batch norm layers wait for each other, to be treated together, until so many numbers are held for them."""
 
@@ -416,9 +417,10 @@ def _corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> 
     """Σ_n (Q_Bᵀ G_n Q_A)² with G_n = Σ_positions g [x, 1]ᵀ, the gradient of one example."""
     total = q_a.new_zeros(q_a.shape[0], q_b.shape[-1], q_a.shape[-1])
     d = block.layer.d_in if block.weight is not None else 0
-    together = max(1, CHUNK_ELEMENTS.get(x.device.type, 2**24) // total.numel())  # gradients of so many examples
+    columns = block.layer.reordered(q_a[:, :d])
+    together = max(1, GRADIENTS.get(x.device.type, 2**24) // total.numel())
     for inputs, gradients in block.layer.positions(x, g):
-        a = _within(inputs, q_a[:, :d]) if d else inputs.new_zeros(*inputs.shape[:-1], 1, dtype=q_a.dtype)
+        a = _within(inputs, columns) if d else inputs.new_zeros(*inputs.shape[:-1], 1, dtype=q_a.dtype)
         if block.bias is not None:
             a = a + q_a[:, -1:]
         b = _within(gradients, q_b)
@@ -426,8 +428,13 @@ def _corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> 
             total += (b[:, :, 0].square().permute(1, 2, 0)) @ (a[:, :, 0].square().transpose(0, 1))
         else:
             for some, of_them in zip(b.split(together), a.split(together), strict=True):
-                total += (some.mT @ of_them).square_().sum(0)
+                total += _sum_of_squares(some.mT @ of_them)
     return total
+
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    """Over the first dimension, in the memory of ``x``; on a GPU in one pass over it, which on a CPU is far slower."""
+    return torch.linalg.vector_norm(x, dim=0).square_() if x.is_cuda else x.square_().sum(0)
 
 
 def _within(rows: Tensor, basis: Tensor) -> Tensor:

@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hyperkron.curvature.kfac.factors import Factor, LowRank, dense
-from hyperkron.linalg import full_precision
+from hyperkron.curvature.kfac.factors import Factor, LowRank, dense, stored
+from hyperkron.linalg import full_precision, side_by_side
 from hyperkron.point import Point
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
 
@@ -155,13 +156,13 @@ def eigen_bases(
     share its basis.
     """
     found: Bases = {}
-    known: dict[tuple[int, bool], tuple[Tensor, Tensor, bool]] = {}
     status = Status.DIRECT
+    needed = {(id(f), may): f for pair in factors.values() for f, may in zip(pair, thin, strict=True)}
+    jobs = [partial(_decomposed, factor, may) for (_, may), factor in needed.items()]
+    device = next((stored(factor).device for factor in needed.values()), torch.device("cpu"))
+    with full_precision():
+        known = dict(zip(needed, side_by_side(jobs, device), strict=True))
     for name, pair in factors.items():
-        for factor, may in zip(pair, thin, strict=True):
-            if (id(factor), may) not in known:
-                rows = may and isinstance(factor, LowRank)
-                known[id(factor), may] = _thin(factor.rows) if rows else _eigh(dense(factor))  # type: ignore[union-attr]
         (values_a, q_a, direct_a), (values_b, q_b, direct_b) = (
             known[id(factor), may] for factor, may in zip(pair, thin, strict=True)
         )
@@ -170,12 +171,14 @@ def eigen_bases(
     return found, status
 
 
-def _thin(rows: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """The same as :func:`_eigh` for XᵀX with X (groups, R, d), R ≤ d: R eigenvalues and as many eigenvectors."""
-    with full_precision():
-        q, t = torch.linalg.qr(rows.mT)
-        values, vectors, direct = _eigh(t @ t.mT)
-        return values, q @ vectors, direct
+def _decomposed(factor: Factor, thin: bool) -> tuple[Tensor, Tensor, bool]:
+    """:func:`_eigh` of a factor, where it is ``thin`` and kept as rows X (groups, R, d) only of what XᵀX is not zero
+    on: R eigenvalues and as many eigenvectors."""
+    if not (thin and isinstance(factor, LowRank)):
+        return _eigh(dense(factor))
+    q, t = torch.linalg.qr(factor.rows.mT)
+    values, vectors, direct = _eigh(t @ t.mT)
+    return values, q @ vectors, direct
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor, bool]:

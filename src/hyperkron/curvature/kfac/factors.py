@@ -46,6 +46,11 @@ def dense(factor: Factor) -> Tensor:
     return factor.dense() if isinstance(factor, LowRank) else factor
 
 
+def stored(factor: Factor) -> Tensor:
+    """The tensor a factor is kept as: the matrix, or its rows."""
+    return factor.rows if isinstance(factor, LowRank) else factor
+
+
 def dimension(factor: Factor) -> int:
     """d, of a d × d factor."""
     return factor.rows.shape[2] if isinstance(factor, LowRank) else factor.shape[-1]

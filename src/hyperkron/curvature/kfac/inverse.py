@@ -29,8 +29,9 @@ from hyperkron.curvature.kfac.factors import (
     dense,
     dimension,
     load_factor_inverse,
+    stored,
 )
-from hyperkron.linalg import Cholesky, Factorization, factorize, full_precision, gram
+from hyperkron.linalg import Cholesky, Factorization, factorize, full_precision, gram, stream
 from hyperkron.solution import FactorizationError, HyperkronError, Status
 
 SplitFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -132,12 +133,6 @@ BRANCHES = 3
 """Factorisations of different sizes that run side by side in a CUDA graph; libraries keep memory for every branch."""
 
 
-@lru_cache
-def _branch(device: torch.device, number: int) -> torch.cuda.Stream:
-    """The same streams for all recordings."""
-    return torch.cuda.Stream(device)
-
-
 class FactorsNeeded(Exception):
     """A factorisation failed and the factors are gone: measure them again, the same way, and keep them."""
 
@@ -189,18 +184,14 @@ def _by_shape(factors: dict[str, tuple[Factor, Factor]]) -> list[list[str]]:
     """The blocks that are solved together."""
     found: dict[tuple[object, ...], list[str]] = {}
     for name, pair in factors.items():
-        key = tuple((isinstance(f, LowRank), *_rows(f).shape[1:]) for f in pair)
+        key = tuple((isinstance(f, LowRank), *stored(f).shape[1:]) for f in pair)
         found.setdefault((*key, name) if any(_alone(f) for f in pair) else key, []).append(name)
     return list(found.values())
 
 
-def _rows(factor: Factor) -> Tensor:
-    return factor.rows if isinstance(factor, LowRank) else factor
-
-
 def _alone(factor: Factor) -> bool:
     """Whether the system of a factor is factorised without company."""
-    return _rows(factor).device.type == "cpu" and _rows(factor).shape[1] >= ALONE
+    return stored(factor).device.type == "cpu" and stored(factor).shape[1] >= ALONE
 
 
 class _Systems:
@@ -306,7 +297,7 @@ class _Systems:
         """
         if not (stack.is_cuda and torch.cuda.is_current_stream_capturing()):
             return factorize(stack)
-        branch = _branch(stack.device, len(self.branches) % BRANCHES)
+        branch = stream(stack.device, len(self.branches) % BRANCHES)
         branch.wait_stream(torch.cuda.current_stream(stack.device))
         with torch.cuda.stream(branch):
             made = factorize(stack)

@@ -16,7 +16,7 @@ from hyperkron.curvature.kfac.capture import Basis, Measured, measure
 from hyperkron.curvature.kfac.coverage import Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.eigen import EigenInverses, damped, eigen_bases
 from hyperkron.curvature.kfac.eigen import checked as checked_spectrum
-from hyperkron.curvature.kfac.factors import Factor, LowRank, dense
+from hyperkron.curvature.kfac.factors import Factor, dense, stored
 from hyperkron.curvature.kfac.inverse import BlockInverses, FactorsNeeded, Split, factored_inverses
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState
@@ -411,8 +411,7 @@ def finite(measured: Measured, block: str | None = None) -> Tensor:
     factors += measured.diagonal.values() if block is None else []
     if not factors:
         return torch.ones((), dtype=torch.bool)
-    tensors = [f.rows if isinstance(f, LowRank) else f for f in factors]
-    return torch.stack(torch._foreach_norm(tensors, float("inf"))).isfinite().all()
+    return torch.stack(torch._foreach_norm([stored(f) for f in factors], float("inf"))).isfinite().all()
 
 
 def _refuse(coverage: Coverage) -> None:

@@ -52,6 +52,10 @@ class Layer(ABC):
         """Σ r rᵀ of such rows, both sides in the order of the weight's columns."""
         return gram
 
+    def reordered(self, basis: Tensor) -> Tensor:
+        """A basis (groups, d_in, k) of the weight's columns, its entries in the order of :meth:`inputs`."""
+        return basis
+
     def input_gram(self, x: Tensor) -> Tensor | None:
         """Σ r rᵀ over the rows that ``expand`` makes of ``x``, in the order of the weight's columns, where it can be
         had without the rows; else ``None``."""
@@ -63,7 +67,8 @@ class Layer(ABC):
 
     @abstractmethod
     def positions(self, x: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Chunks of examples: inputs (n, groups, S, d_in) with the output gradients (n, groups, S, d_out)."""
+        """Chunks of examples: inputs (n, groups, S, d_in), ordered as in :meth:`inputs`, with the output gradients
+        (n, groups, S, d_out)."""
 
     def to_matrix(self, weight: Tensor) -> Tensor:
         """The weight as (groups, d_out, d_in)."""
@@ -149,6 +154,10 @@ class ConvLayer(Layer):
             return gram
         return gram.view(-1, taps, d // taps, taps, d // taps).permute(0, 2, 1, 4, 3).reshape(gram.shape)
 
+    def reordered(self, basis: Tensor) -> Tensor:
+        taps = math.prod(self.module.kernel_size)
+        return basis if taps == 1 else basis.unflatten(1, (-1, taps)).transpose(1, 2).flatten(1, 2)
+
     def _batched(self, x: Tensor) -> Tensor:
         """A single example as a batch of one."""
         return x if x.dim() == 2 + len(self.module.kernel_size) else x[None]
@@ -195,10 +204,9 @@ class ConvLayer(Layer):
         x, g = self._batched(x), self._batched(g)
         g = g.reshape(g.shape[0], self.groups, self.d_out, -1).transpose(2, 3)
         step = self._examples_per_chunk(x)
-        k = len(self.module.kernel_size)
         for part, gradient in zip(x.split(step), g.split(step), strict=True):
-            rows = self.patches(part).flatten(1, k).flatten(3).transpose(1, 2)
-            yield self.ordered(rows), gradient
+            rows = self._rows(self.patches(part))
+            yield rows.view(self.groups, len(part), -1, self.d_in).transpose(0, 1), gradient
 
     def _examples_per_chunk(self, x: Tensor) -> int:
         m = self.module
