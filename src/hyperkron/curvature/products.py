@@ -182,6 +182,8 @@ class GGN(Curvature):
     def operator(self, point: Point, state: CurvatureState) -> Operator:
         """The Gauss–Newton matrix on the curvature batch."""
         whole = len(point.problem.parts(point.curvature_batch)) == 1
+        if point.recording and not whole:
+            raise HyperkronError("GGN counts the rows of every part of a batch on the device; use whole batches")
         return GGNOperator(point, self.damping) if whole else PartedGGNOperator(point, self.damping)
 
 

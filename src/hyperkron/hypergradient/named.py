@@ -106,6 +106,7 @@ def cg(
     tolerance: float = 0.0,
     warm_start: bool = False,
     cross: Mode = "auto",
+    graph: bool = False,
 ) -> Implicit:
     """AID-CG: a few conjugate-gradient iterations on (H + damping·I) v = ∂_θ J_out.
 
@@ -115,11 +116,12 @@ def cg(
         curvature: ``Hessian(damping)`` by default; ``GGN(damping)`` is the positive semi-definite choice.
         tolerance: relative residual at which it stops early.
         warm_start: begin at the previous solution.
-        cross: see :class:`hyperkron.Implicit`.
+        cross, graph: see :class:`hyperkron.Implicit`.
 
     Reference: Grazzi et al., "On the iteration complexity of hypergradient computation" (ICML 2020).
     """
-    return Implicit(curvature or Hessian(damping), CG(iterations, tolerance), warm_start=warm_start, cross=cross)
+    solver = CG(iterations, tolerance)
+    return Implicit(curvature or Hessian(damping), solver, warm_start=warm_start, cross=cross, graph=graph)
 
 
 def pcg(
@@ -159,6 +161,7 @@ def neumann(
     step: float | None = None,
     curvature: Curvature | None = None,
     cross: Mode = "auto",
+    graph: bool = False,
 ) -> Implicit:
     """AID-Neumann: v = η Σ_{k=0}^{K} (I − ηH)^k ∂_θ J_out.
 
@@ -167,11 +170,11 @@ def neumann(
         damping: added once; not used when ``curvature`` is given.
         step: η; ``None`` takes a safe one from power iteration.
         curvature: ``Hessian(damping)`` by default.
-        cross: see :class:`hyperkron.Implicit`.
+        cross, graph: see :class:`hyperkron.Implicit`; a graph needs a ``step``.
 
     Reference: Lorraine et al., "Optimizing millions of hyperparameters by implicit differentiation" (AISTATS 2020).
     """
-    return Implicit(curvature or Hessian(damping), Neumann(terms, step), cross=cross)
+    return Implicit(curvature or Hessian(damping), Neumann(terms, step), cross=cross, graph=graph)
 
 
 def gradient_descent(
@@ -182,6 +185,7 @@ def gradient_descent(
     curvature: Curvature | None = None,
     warm_start: bool = True,
     cross: Mode = "auto",
+    graph: bool = False,
 ) -> Implicit:
     """AmIGO's linear solve: gradient steps v ← v − η(Hv − ∂_θ J_out) from the previous solution.
 
@@ -191,12 +195,12 @@ def gradient_descent(
         step: η; ``None`` takes a safe one from power iteration.
         curvature: ``Hessian(damping)`` by default.
         warm_start: begin at the previous solution.
-        cross: see :class:`hyperkron.Implicit`.
+        cross, graph: see :class:`hyperkron.Implicit`; a graph needs a ``step``.
 
     Reference: Arbel & Mairal, "Amortized implicit differentiation for stochastic bilevel optimization" (ICLR 2022).
     """
     solver = GradientDescent(iterations, step)
-    return Implicit(curvature or Hessian(damping), solver, warm_start=warm_start, cross=cross)
+    return Implicit(curvature or Hessian(damping), solver, warm_start=warm_start, cross=cross, graph=graph)
 
 
 def identity(scale: float = 1.0, *, cross: Mode = "auto", graph: bool = False) -> Implicit:
