@@ -129,7 +129,7 @@ def as_on_gpu() -> Iterator[None]:
         with linalg.full_precision():
             return linalg._halved(matrices, leaf)
 
-    def solve(self: Direct, operator: Any, b: trees.Tree, *, start: Any = None, preconditioner: Any = None) -> Any:
+    def solve(self: Direct, operator: Any, b: trees.Tree, **options: Any) -> Any:
         return hk.Solution(operator.solve(b), operator.status)
 
     def finite(self: point.Point, name: str, value: torch.Tensor, remedy: str) -> None:

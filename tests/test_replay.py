@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -399,6 +400,60 @@ def test_sama_is_recorded_where_no_moments_are_read(device: str, adam: bool) -> 
     expected = run(False)
     close(run(True), expected)
     assert Rerun.made == (0 if adam else 2)
+
+
+SOLVED: dict[str, Callable[..., hk.Implicit]] = {
+    "cg": functools.partial(hk.cg, 2, 1.0),
+    "cg, warm": functools.partial(hk.cg, 2, 1.0, warm_start=True),
+    "cg, GGN": functools.partial(hk.cg, 3, curvature=hk.GGN(0.1), cross="difference"),
+    "neumann": functools.partial(hk.neumann, 5, 1.0, step=0.05),
+    "neumann, GGN": functools.partial(hk.neumann, 5, step=0.05, curvature=hk.GGN(0.1), cross="reverse"),
+    "gradient descent": functools.partial(hk.gradient_descent, 5, 1.0, step=0.05),
+}
+"""Solvers that do all their iterations in :func:`trained`."""
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_iterative_solvers_are_replayed(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    expected = trained(SOLVED[name](), device)
+    method = SOLVED[name](graph=True)
+    METHOD[:] = [method]
+    found = trained(method, device)
+    close(found, expected)
+    residuals = [[r.solution.residual for r in results] for results in (found, expected)]
+    assert residuals[0] == pytest.approx(residuals[1], rel=0.0 if device == "cpu" else 1e-3)
+    assert len(set(residuals[0])) == len(found)
+    assert (Rerun.made, method._replays._served) == (1, len(found) - 1)
+    assert method.state.cross.calls == len(found)
+
+
+def test_a_solve_that_ends_early_takes_the_ordinary_way(device: str) -> None:
+    """One batch has a curvature so large that the series grows."""
+
+    def steps(method: hk.Implicit) -> list[Any]:
+        METHOD[:] = [method]
+        model, weights = network(device)[3:], hk.SampleWeights(40).to(device)
+        model[2] = nn.Linear(36, 3, device=device)
+        batches = [batch(i, device) for i in range(5)]
+        batches[3][0].mul_(30.0)
+        return [method.compute(PROBLEM, model, weights, b, batch(50, device)) for b in batches]
+
+    expected = steps(hk.neumann(5, step=0.05))
+    method = hk.neumann(5, step=0.05, graph=True)
+    found = steps(method)
+    close(found, expected)
+    assert [r.status for r in found] == [hk.Status.BUDGET] * 3 + [hk.Status.DIVERGED, hk.Status.BUDGET]
+    assert (Rerun.made, method._replays._served) == (1, 3)
+
+
+def test_solves_that_all_end_early_are_given_up(device: str) -> None:
+    method = hk.neumann(5, step=1e3, graph=True)
+    METHOD[:] = [method]
+    with pytest.warns(hk.HyperkronWarning, match="graph=True has no effect, .* most replays had to be done again"):
+        found = trained(method, device)
+    assert all(not r.status.ok for r in found)
+    assert method._replays._refused == replay.WASTED + 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

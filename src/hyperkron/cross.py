@@ -98,7 +98,7 @@ class Cross:
         """∂²_λθ J_in · v, one tensor for each parameter of λ."""
         same_batch = point.curvature_batch is point.inner_batch
         if self.mode in ("auto", "reverse") and isinstance(operator, HessianOperator) and same_batch:
-            state.mode = "reverse"
+            state.mode, state.calls = "reverse", state.calls + 1
             return _filled(point, operator.cross(v, point.hypers))
         same = state.meets(point.problem.inner)
         due = state.calls % RECHECK == 0 or not state.mode or not same  # a first call that failed has decided nothing

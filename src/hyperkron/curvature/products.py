@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -163,6 +163,9 @@ class Hessian(Curvature):
         """The Hessian on the curvature batch."""
         return HessianOperator(point, self.damping)
 
+    def constants(self, state: CurvatureState) -> Hashable:
+        return ()
+
 
 @dataclass(frozen=True)
 class GGN(Curvature):
@@ -182,7 +185,12 @@ class GGN(Curvature):
     def operator(self, point: Point, state: CurvatureState) -> Operator:
         """The Gauss–Newton matrix on the curvature batch."""
         whole = len(point.problem.parts(point.curvature_batch)) == 1
+        if point.recording and not whole:
+            raise HyperkronError("GGN counts the rows of every part of a batch on the device; use whole batches")
         return GGNOperator(point, self.damping) if whole else PartedGGNOperator(point, self.damping)
+
+    def constants(self, state: CurvatureState) -> Hashable:
+        return ()
 
 
 class UndifferentiableError(HyperkronError):

@@ -12,10 +12,12 @@ from hyperkron import graphs, trees
 from hyperkron.cross import Cross, CrossState, Mode
 from hyperkron.curvature import (
     EKFAC,
+    GGN,
     KFAC,
     AdamDiagonal,
     Curvature,
     CurvatureState,
+    Hessian,
     Identity,
     Invertible,
     KroneckerState,
@@ -26,7 +28,7 @@ from hyperkron.hypergradient.replay import Answer, Replays, Request
 from hyperkron.point import Point, independent
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, NonFiniteError, Solution, Status
-from hyperkron.solvers import Direct, Solver
+from hyperkron.solvers import Solver, Watch
 from hyperkron.trees import Tree
 
 
@@ -53,13 +55,15 @@ class Implicit(Hypergradient):
         warm_start: begin each solve at the previous solution.
         cross: how ∂²_λθ J_in · v is computed: ``auto``, ``reverse``, ``forward`` or ``difference``.
         radius: of the finite difference; ``None`` chooses by dtype.
-        graph: on a GPU, record a step as a CUDA graph and replay it, for ``Direct()`` with KFAC, EKFAC (but for the
-            steps that make a new eigenbasis), the identity, and SAMA with optimizers without second moments. It pays
-            where a step waits for Python, as with small models, and needs batches of one shape on the device, a model
-            without dropout, and objectives that never wait for the device; what is otherwise takes the ordinary way,
-            with a warning where that is for good. Numbers that objectives take from Python variables are recorded as
-            they were. The memory of a step is not shared with other work, and after a factorisation that fails
-            altogether there are no previous inverses to go on with. Elsewhere it has no effect.
+        graph: on a GPU, record a step as a CUDA graph and replay it: for ``Direct()`` with KFAC, EKFAC (but for the
+            steps that make a new eigenbasis), the identity, and SAMA with optimizers without second moments; for
+            ``Hessian``, ``GGN`` and the identity with ``CG``, or with ``Neumann`` and ``GradientDescent`` of a given
+            step. It pays where a step waits for Python, as with small models, and needs batches of one shape on the
+            device, a model without dropout, and objectives that never wait for the device; what is otherwise takes
+            the ordinary way, with a warning where that is for good. So does a solve that ends before its iterations are
+            done. Numbers that objectives take from Python variables are recorded as they were. The memory of a step is
+            not shared with other work, and after a factorisation that fails altogether there are no previous inverses
+            to go on with. Elsewhere it has no effect.
 
     Example:
         >>> import hyperkron as hk
@@ -79,7 +83,7 @@ class Implicit(Hypergradient):
     ) -> None:
         _check_slots(curvature, solver, preconditioner)
         if graph:
-            _check_graph(curvature, solver)
+            _check_graph(curvature, solver, preconditioner)
         if preconditioner is not None and not solver.uses_preconditioner:
             raise HyperkronError(
                 f"solver={type(solver).__name__} takes no preconditioner; use CG, or leave preconditioner out."
@@ -112,15 +116,15 @@ class Implicit(Hypergradient):
         curvature_batch: Any = None,
     ) -> HypergradientResult:
         """dΦ/dλ at the current (λ, θ); ``curvature_batch`` measures A on another batch than the cross term."""
-        answer = None
+        answer, start = None, self.state.start if self.warm_start else None
         recorded = self.graph and graphs.available(next(model.parameters()).device)
         if recorded:
-            batches, memory = (inner_batch, outer_batch, curvature_batch), self.state.curvature
+            batches, memory = (inner_batch, outer_batch, curvature_batch, start), self.state.curvature
             states = memory, self.state.cross, self.curvature.due(memory)
             answer = self._replays.step(Request(self._answer, problem, model, hyper, batches, self.curvature, *states))
         if answer is None:
             with Point(problem, model, hyper, inner_batch, outer_batch, curvature_batch=curvature_batch) as point:
-                answer = self._answer(point)
+                answer = self._answer(point, start)
                 point.settle()
             if recorded:
                 self._replays.saw(point)
@@ -131,17 +135,13 @@ class Implicit(Hypergradient):
         stats = {**self._stats(solution), **answer.notes}
         return HypergradientResult(answer.grads, solution.status, float(answer.value), solution, stats)
 
-    def _answer(self, point: Point) -> Answer:
-        """The formula at ``point``; on a GPU its numbers have been asked for, not waited for."""
+    def _answer(self, point: Point, start: Tree | None) -> Answer:
+        """The formula at ``point``; on a GPU its numbers have been asked for, not waited for, but for the solver's."""
         state = self.state
         operator = self.curvature.operator(point, state.curvature)  # before b, which would add to its peak memory
         value, b, direct = outer_gradients(point)
-        solution = self.solver.solve(
-            operator,
-            b,
-            start=state.start if self.warm_start else None,
-            preconditioner=self._preconditioner(point, state),
-        )
+        preconditioner, watch = self._preconditioner(point, state), Watch(recording=point.recording)
+        solution = self.solver.solve(operator, b, start=start, preconditioner=preconditioner, watch=watch)
         if solution.status is Status.NON_FINITE:
             raise NonFiniteError(f"{self.solver!r}: {solution.status.value}")
         del b
@@ -150,7 +150,7 @@ class Implicit(Hypergradient):
         crossed = self.cross.term(point, solution.value, operator, state.cross)
         grads = trees.add(direct, crossed, alpha=-1.0)
         point.finite("hypergradient", trees.norm(grads), "raise damping, or look for extreme values in the batches")
-        return Answer(value, grads, solution, point.notes)
+        return Answer(value, grads, solution, watch, point.notes)
 
     def _preconditioner(self, point: Point, state: ImplicitState) -> Invertible | None:
         if self.preconditioner is None:
@@ -210,12 +210,20 @@ def _check_slots(curvature: Curvature, solver: Solver, preconditioner: Curvature
             raise HyperkronError(f"{name}={value!r} is no {kind.__name__.lower()}; pass an instance such as {example}.")
 
 
-def _check_graph(curvature: Curvature, solver: Solver) -> None:
+def _check_graph(curvature: Curvature, solver: Solver, preconditioner: Curvature | None) -> None:
     """Refuse a combination that reads from the device on its way, or whose state moves from step to step."""
-    if not isinstance(solver, Direct) or not isinstance(curvature, (KFAC, EKFAC, Identity, AdamDiagonal)):
+    solver.check_graph()
+    if preconditioner is not None:
+        raise HyperkronError(
+            f"graph=True does not work with preconditioner={type(preconditioner).__name__}; leave the preconditioner "
+            "out, or use graph=False."
+        )
+    direct, products = (KFAC, EKFAC, Identity, AdamDiagonal), (Hessian, GGN, Identity)
+    if not isinstance(curvature, products if solver.needs_products else direct):
         what = f"{type(curvature).__name__} and {type(solver).__name__}"
         raise HyperkronError(
-            f"graph=True does not work with {what}; use KFAC, EKFAC or Identity with Direct(), or graph=False."
+            f"graph=True does not work with {what}; use KFAC, EKFAC or Identity with Direct(), or Hessian, GGN or "
+            "Identity with CG or Neumann, or graph=False."
         )
     if isinstance(curvature, KFAC) and not curvature.deferred:
         raise HyperkronError(

@@ -107,6 +107,7 @@ def cg(
     tolerance: float = 0.0,
     warm_start: bool = False,
     cross: Mode = "auto",
+    graph: bool = False,
 ) -> Implicit:
     """AID-CG: a few conjugate-gradient iterations on (H + damping·I) v = ∂_θ J_out.
 
@@ -116,11 +117,12 @@ def cg(
         curvature: ``Hessian(damping)`` by default; ``GGN(damping)`` is the positive semi-definite choice.
         tolerance: relative residual at which it stops early.
         warm_start: begin at the previous solution.
-        cross: see :class:`hyperkron.Implicit`.
+        cross, graph: see :class:`hyperkron.Implicit`.
 
     Reference: Grazzi et al., "On the iteration complexity of hypergradient computation" (ICML 2020).
     """
-    return Implicit(curvature or Hessian(damping), CG(iterations, tolerance), warm_start=warm_start, cross=cross)
+    solver = CG(iterations, tolerance)
+    return Implicit(curvature or Hessian(damping), solver, warm_start=warm_start, cross=cross, graph=graph)
 
 
 def pcg(
@@ -160,6 +162,7 @@ def neumann(
     step: float | None = None,
     curvature: Curvature | None = None,
     cross: Mode = "auto",
+    graph: bool = False,
 ) -> Implicit:
     """AID-Neumann: v = η Σ_{k=0}^{K} (I − ηH)^k ∂_θ J_out.
 
@@ -168,11 +171,11 @@ def neumann(
         damping: added once; not used when ``curvature`` is given.
         step: η; ``None`` takes a safe one from power iteration.
         curvature: ``Hessian(damping)`` by default.
-        cross: see :class:`hyperkron.Implicit`.
+        cross, graph: see :class:`hyperkron.Implicit`; a graph needs a ``step``.
 
     Reference: Lorraine et al., "Optimizing millions of hyperparameters by implicit differentiation" (AISTATS 2020).
     """
-    return Implicit(curvature or Hessian(damping), Neumann(terms, step), cross=cross)
+    return Implicit(curvature or Hessian(damping), Neumann(terms, step), cross=cross, graph=graph)
 
 
 def gradient_descent(
@@ -183,6 +186,7 @@ def gradient_descent(
     curvature: Curvature | None = None,
     warm_start: bool = True,
     cross: Mode = "auto",
+    graph: bool = False,
 ) -> Implicit:
     """AmIGO's linear solve: gradient steps v ← v − η(Hv − ∂_θ J_out) from the previous solution.
 
@@ -192,12 +196,12 @@ def gradient_descent(
         step: η; ``None`` takes a safe one from power iteration.
         curvature: ``Hessian(damping)`` by default.
         warm_start: begin at the previous solution.
-        cross: see :class:`hyperkron.Implicit`.
+        cross, graph: see :class:`hyperkron.Implicit`; a graph needs a ``step``.
 
     Reference: Arbel & Mairal, "Amortized implicit differentiation for stochastic bilevel optimization" (ICLR 2022).
     """
     solver = GradientDescent(iterations, step)
-    return Implicit(curvature or Hessian(damping), solver, warm_start=warm_start, cross=cross)
+    return Implicit(curvature or Hessian(damping), solver, warm_start=warm_start, cross=cross, graph=graph)
 
 
 def identity(scale: float = 1.0, *, cross: Mode = "auto", graph: bool = False) -> Implicit:

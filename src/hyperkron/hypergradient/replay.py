@@ -2,14 +2,15 @@
 
 A small model on a large GPU waits for Python: a KFAC hypergradient of a ResNet-18 is more than a thousand launches. A
 recording makes one of them, and lets factorisations run beside the outer gradient. It is optimistic: it takes for
-granted that factorisations succeed and that all numbers are finite. Everything that a step would have read from the
-device on its way is read in one piece at the end; if something is not as it should be, the same step is done again in
-the ordinary way, which knows what to do about it.
+granted that factorisations succeed, that all numbers are finite and that solvers do all their iterations. Everything
+that a step would have read from the device on its way is read in one piece at the end; if something is not as it should
+be, the same step is done again in the ordinary way, which knows what to do about it.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,20 +28,22 @@ from hyperkron.kernels import LayoutError
 from hyperkron.point import Point
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, Solution, warn_once
+from hyperkron.solvers import Watch
 from hyperkron.trees import Tree
 
 MISFITS = 3
 """After so many batches in a row of other shapes the recordings are made anew."""
 WASTED = 4
-"""After so many recordings of which most served one step only, no more are made."""
+"""After so many recordings of which most served one step only, or replays of which most failed, no more are made."""
 
 
 class Answer(NamedTuple):
-    """What a step found: J_out (a number once it has been read), dΦ/dλ, the solve, and notes."""
+    """What a step found: J_out (a number once it has been read), dΦ/dλ, the solve and its watch, and notes."""
 
     value: Any
     grads: Tree
     solution: Solution
+    watch: Watch
     notes: dict[str, str]
 
 
@@ -48,18 +51,18 @@ class Request(NamedTuple):
     """A step that is wanted: what it does, at which point and on which batches, and the states it uses.
 
     Attributes:
-        work: the formula at a point.
-        batches: of J_in, of J_out and, or ``None``, of the curvature.
+        work: the formula at a point, its solve begun at a tree or at zero.
+        batches: of J_in, of J_out and, or ``None``, of the curvature; and where the solve begins.
         method: the curvature, and
         curvature: what it remembers.
         refreshing: whether it is measured anew.
     """
 
-    work: Callable[[Point], Answer]
+    work: Callable[[Point, Tree | None], Answer]
     problem: BilevelProblem
     model: nn.Module
     hyper: nn.Module
-    batches: tuple[Any, Any, Any]
+    batches: tuple[Any, Any, Any, Tree | None]
     method: Curvature
     curvature: CurvatureState
     cross: CrossState
@@ -88,18 +91,20 @@ class _Step:
     """A recorded step; ``made`` is the state of a curvature that it measures anew."""
 
     batches: StaticBatch
-    recording: Recording[tuple[Tensor, Tensor, Answer]]
+    recording: Recording[tuple[list[Tensor], Answer]]
     made: KroneckerState | None
 
     def replay(self, batches: Any) -> Answer | None:
         """Its answers on ``batches``, in memory of their own; ``None`` where something is not as it should be."""
         self.batches.fill(batches)
-        finite, zero, answer = self.recording.replay()
-        numbers = torch.cat([finite, zero]).tolist()
-        if any(numbers[len(finite) :]) or not all(map(math.isfinite, numbers[: len(finite)])):
+        unread, answer = self.recording.replay()
+        numbers = iter(torch.cat(unread).tolist())
+        finite, zero, watched = (list(itertools.islice(numbers, len(part))) for part in unread)
+        if any(zero) or not all(map(math.isfinite, finite)) or not answer.watch.uneventful(watched):
             return None
-        solution = replace(answer.solution, value=trees.map(Tensor.clone, answer.solution.value))
-        return Answer(numbers[0], trees.map(Tensor.clone, answer.grads), solution, answer.notes)
+        value = trees.map(Tensor.clone, answer.solution.value)
+        solution = replace(answer.solution, value=value, residual=answer.watch.residual)
+        return answer._replace(value=finite[0], grads=trees.map(Tensor.clone, answer.grads), solution=solution)
 
 
 class Replays:
@@ -109,7 +114,7 @@ class Replays:
         self._steps: dict[bool, _Step] = {}  # by whether the curvature is measured anew
         self._home: KroneckerState | None = None  # whose inverses they use
         self._key: object = None
-        self._made = self._served = self._misfits = 0
+        self._made = self._served = self._misfits = self._refused = 0
         self._given_up = False
         self._possible = False  # after an ordinary step that drew no random numbers
 
@@ -188,13 +193,13 @@ class Replays:
             self._give_up("the objectives, or the memory of model and hyper, are others in every step")
             return None
         static, kronecker = StaticBatch(wanted.batches), wanted.kronecker
-        inner, outer, other = static.value
+        inner, outer, other, start = static.value
         states = [(state, copy.copy(state)) for state in (wanted.curvature, wanted.cross)]
         at = wanted.problem, wanted.model, wanted.hyper, inner, outer
         try:
             with Point(*at, curvature_batch=other, recording=True) as point:
                 recording = Recording(
-                    lambda: _checked(point, wanted.work(point)),
+                    lambda: _checked(point, wanted.work(point, start)),
                     generators=[] if kronecker is None else [kronecker.random(point.device)],
                     pool=self._steps[True].recording.pool if True in self._steps else None,
                 )
@@ -225,6 +230,9 @@ class Replays:
                 generator.set_state(before)
             if state is not None and step.made is not None and state.inverses is step.made.inverses:
                 state.let_go()  # they have been written over
+            self._refused += 1
+            if self._refused > WASTED and self._refused > self._served:
+                self._give_up("most replays had to be done again, for solves ended early or factorisations failed")
             return None
         self._served += 1
         wanted.cross.calls += 1
@@ -233,11 +241,12 @@ class Replays:
         return answer
 
 
-def _checked(point: Point, answer: Answer) -> tuple[Tensor, Tensor, Answer]:
-    """What must be finite, J_out first, and what must be zero for ``answer`` to hold, each in one tensor."""
+def _checked(point: Point, answer: Answer) -> tuple[list[Tensor], Answer]:
+    """What must be finite, J_out first, what must be zero, and what is watched, for ``answer`` to hold."""
     finite = [answer.value, *(value for _, _, value in point.doors)]
     zero = [point.unread[0].new_zeros(1), *point.unread] if point.unread else [answer.value.new_zeros(1)]
-    return _joined(finite), _joined(zero), answer
+    watched = [answer.value.new_zeros(0), *answer.watch.unread]
+    return [_joined(part) for part in (finite, zero, watched)], answer
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

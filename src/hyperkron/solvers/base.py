@@ -12,6 +12,7 @@ import torch
 from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.solution import HyperkronError, NonFiniteError, Solution, Status
+from hyperkron.solvers.watch import Verdict, Watch
 from hyperkron.trees import Tree
 
 _SAFE_RANGE = 1e-6, 1e6  # of the largest entry of b: float32 squares and products stay far from its limits
@@ -22,7 +23,8 @@ class Solver(ABC):
 
     A solver is configuration only: a frozen dataclass that can be shared between threads and problems. A new
     one implements :meth:`_solve` and declares the three flags, by which a caller refuses combinations that
-    make no sense before any work is done.
+    make no sense before any work is done. To be recorded as a CUDA graph it must ask its ``watch`` for the numbers it
+    decides by, and say so by a :meth:`check_graph` that refuses nothing.
 
     Attributes:
         needs_products: whether it multiplies by the operator rather than by its inverse.
@@ -41,6 +43,7 @@ class Solver(ABC):
         *,
         start: Tree | None = None,
         preconditioner: Invertible | None = None,
+        watch: Watch | None = None,
     ) -> Solution:
         """Solve (A + δI) v = b.
 
@@ -49,6 +52,7 @@ class Solver(ABC):
             b: the right-hand side.
             start: v₀, such as the previous solution; ``None`` starts from zero without spending a product.
             preconditioner: M ≈ A + δI, positive definite, whose inverse is applied to residuals.
+            watch: one of its own for this solve, where it is recorded; ``None`` reads numbers at once.
 
         Returns:
             The solution with its status. A right-hand side of zeros has the solution zero, at no cost.
@@ -58,26 +62,36 @@ class Solver(ABC):
             NonFiniteError: for NaN or infinity in ``b`` or ``start``.
         """
         self._check(operator, start, preconditioner)
+        watch = Watch() if watch is None else watch
         b = trees.map(torch.Tensor.detach, b)
-        peak = float(trees.largest(b))
-        if not math.isfinite(peak):
+        peak = watch(_extreme, trees.largest(b))
+        if peak is not None and not math.isfinite(peak):
             raise NonFiniteError(_non_finite("b", b, "the outer loss and its batch"))
         if start is not None:
             start = trees.map(torch.Tensor.detach, start)
-            if not trees.is_finite(start):
+            if watch(_infinite, trees.largest(start)) is not None:
                 raise NonFiniteError(_non_finite("start", start, "the previous solve, or pass start=None"))
         if peak == 0.0:
             return Solution(trees.zeros_like(b), Status.CONVERGED, residual=0.0)
-        if _SAFE_RANGE[0] <= peak <= _SAFE_RANGE[1]:
-            return self._solve(operator, b, start, preconditioner)
+        if peak is None:
+            return self._solve(operator, b, start, preconditioner, watch)
         unit = 2.0 ** math.frexp(peak)[1]  # a power of two, so that scaling does not round
         start = None if start is None else trees.scale(start, 1.0 / unit)
-        solution = self._solve(operator, trees.scale(b, 1.0 / unit), start, preconditioner)
+        solution = self._solve(operator, trees.scale(b, 1.0 / unit), start, preconditioner, watch)
         return dataclasses.replace(solution, value=trees.scale(solution.value, unit))
 
     @abstractmethod
-    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
+    def _solve(
+        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None, watch: Watch
+    ) -> Solution:
         """Solve for a finite, detached, non-zero ``b``, with arguments that :meth:`solve` has checked."""
+
+    def check_graph(self) -> None:
+        """Refuse to be recorded as a CUDA graph, unless all numbers read from the device are asked of the watch."""
+        raise HyperkronError(
+            f"graph=True does not work with solver={self!r}, which may read from the device on its way; use Direct, CG "
+            "or Neumann, or graph=False."
+        )
 
     def _check(self, operator: Operator, start: Tree | None, preconditioner: Invertible | None) -> None:
         """Refuse arguments that this solver cannot use."""
@@ -98,6 +112,17 @@ class Solver(ABC):
                 f"preconditioner is a {type(preconditioner).__name__}, which has no inverse to apply; "
                 "use an invertible curvature such as KFAC"
             )
+
+
+def _extreme(numbers: list[float]) -> Verdict:
+    """The largest entry of b, unless it is one that float32 copes with."""
+    peak = numbers[0]
+    return Verdict(None if _SAFE_RANGE[0] <= peak <= _SAFE_RANGE[1] else peak)
+
+
+def _infinite(numbers: list[float]) -> Verdict:
+    """The largest entry of a tree, unless it is finite."""
+    return Verdict(None if math.isfinite(numbers[0]) else numbers[0])
 
 
 def _non_finite(argument: str, tree: Tree, look: str) -> str:

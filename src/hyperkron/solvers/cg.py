@@ -12,6 +12,7 @@ from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.solution import HyperkronError, Solution, Status
 from hyperkron.solvers.base import Solver, check_count, epsilon
+from hyperkron.solvers.watch import Progress, Verdict, Watch
 from hyperkron.trees import Tree
 
 
@@ -41,7 +42,8 @@ class CG(Solver):
       for Newton–CG) or M⁻¹b (the preconditioner in place of A; b if M itself is at fault);
     - when a NaN or an infinity appears: ``NON_FINITE``, with the last finite iterate (v₀ at the first).
 
-    Numbers are copied to the host once in each iteration. The residual reported is the recursive one.
+    Numbers are copied to the host once in each iteration (after a recorded solve, once for all). The residual
+    reported is the recursive one.
 
     Reference for the use in hypergradients: Grazzi et al., 2020 (AID-CG).
 
@@ -68,21 +70,24 @@ class CG(Solver):
                 f"tolerance is {self.tolerance!r}; pass a relative residual from 0 to below 1, such as 1e-6"
             )
 
-    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
+    def check_graph(self) -> None:
+        """All it decides by is asked of the watch."""
+
+    def _solve(
+        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None, watch: Watch
+    ) -> Solution:
         eps = epsilon(b)
-        goal = max(self.tolerance, eps)
-        size = float(trees.norm(b))
-        v, r, products, residual = trees.zeros_like(b), b, 0, 1.0
+        progress = _Progress(eps, max(self.tolerance, eps))
+        size = trees.norm(b)
+        v, r, products = trees.zeros_like(b), b, 0
         if start is not None:
             v, r, products = start, trees.add(b, operator.matvec(start), alpha=-1.0), 1
-            residual = float(trees.norm(r)) / size
-            if not math.isfinite(residual):
-                return Solution(v, Status.NON_FINITE, 0, products)
-            if residual <= goal:
-                return Solution(v, Status.CONVERGED, 0, products, residual)
+            size = torch.stack([size, trees.norm(r)])
+        event = watch(progress.begin, size)
+        if event is not None:
+            return Solution(v, event, 0, products, watch.residual)
         p = z = r if preconditioner is None else preconditioner.solve(r)
         rz = trees.dot(r, z)
-        largest = 0.0  # ‖A‖ as far as it was seen
         for done in range(self.iterations):
             product = operator.matvec(p)
             products += 1
@@ -90,25 +95,49 @@ class CG(Solver):
             step = rz / curvature
             v_next, r_next = trees.add(v, p, alpha=step), trees.add(r, product, alpha=-step)
             rr = trees.dot(r_next, r_next)
-            facts = torch.stack([rz, curvature, trees.dot(p, p), trees.dot(product, product), rr]).tolist()
-            if facts[2] > 0.0:
-                largest = max(largest, math.sqrt(facts[3] / facts[2]))
-            trouble = _trouble(facts, eps * largest)
-            if trouble is Status.NONPOSITIVE_CURVATURE and done == 0 and start is None:
-                if facts[0] <= 0.0:
-                    return Solution(trees.map(torch.clone, b), trouble, 0, products)
+            facts = torch.stack([rz, curvature, trees.dot(p, p), trees.dot(product, product), rr])
+            event = watch(progress.step, facts)
+            if event is Status.NONPOSITIVE_CURVATURE and done == 0 and start is None:
+                if progress.rz <= 0.0:
+                    return Solution(trees.map(torch.clone, b), event, 0, products)
                 left = float(trees.norm(trees.add(b, product, alpha=-1.0)))
-                return Solution(trees.map(torch.clone, p), trouble, 0, products, left / size)
-            if trouble is not None:
-                return Solution(v, trouble, done, products, residual)
-            v, r, residual = v_next, r_next, math.sqrt(facts[-1]) / size
-            if residual <= goal:
-                return Solution(v, Status.CONVERGED, done + 1, products, residual)
+                return Solution(trees.map(torch.clone, p), event, 0, products, left / progress.size)
+            if event is Status.CONVERGED:
+                return Solution(v_next, event, done + 1, products, watch.residual)
+            if event is not None:
+                return Solution(v, event, done, products, watch.residual)
+            v, r = v_next, r_next
             if done + 1 < self.iterations:
                 z = r if preconditioner is None else preconditioner.solve(r)
                 rz_next = rr if preconditioner is None else trees.dot(r, z)
                 p, rz = trees.add(z, p, alpha=rz_next / rz), rz_next
-        return Solution(v, Status.BUDGET, self.iterations, products, residual)
+        return Solution(v, Status.BUDGET, self.iterations, products, watch.residual)
+
+
+class _Progress(Progress):
+    """The residual so far, and ‖A‖ as far as it was seen."""
+
+    def __init__(self, eps: float, goal: float) -> None:
+        self.eps, self.goal = eps, goal
+
+    def begin(self, numbers: list[float]) -> Verdict:
+        self.largest = 0.0
+        event, residual = super().begin(numbers)
+        return Verdict(event or self._reached(), residual)
+
+    def step(self, numbers: list[float]) -> Verdict:
+        """From rᵀz, pᵀAp, ‖p‖², ‖Ap‖² and the new ‖r‖²."""
+        self.rz, _, pp, qq, rr = numbers
+        if pp > 0.0:
+            self.largest = max(self.largest, math.sqrt(qq / pp))
+        trouble = _trouble(numbers, self.eps * self.largest)
+        if trouble is not None:
+            return Verdict(trouble, self.residual)
+        self.residual = math.sqrt(rr) / self.size
+        return Verdict(self._reached(), self.residual)
+
+    def _reached(self) -> Status | None:
+        return Status.CONVERGED if self.residual <= self.goal else None
 
 
 def _trouble(facts: list[float], floor: float) -> Status | None:

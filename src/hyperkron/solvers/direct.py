@@ -9,6 +9,7 @@ from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.solution import HyperkronError, NonFiniteError, Solution
 from hyperkron.solvers.base import Solver
+from hyperkron.solvers.watch import Watch
 from hyperkron.trees import Tree
 
 
@@ -34,15 +35,21 @@ class Direct(Solver):
         *,
         start: Tree | None = None,
         preconditioner: Invertible | None = None,
+        watch: Watch | None = None,
     ) -> Solution:
         """As for every solver; on a GPU nothing is read back, and a non-finite value is left for the caller to find."""
         if next(iter(b.values())).is_cuda and isinstance(operator, Invertible):
             self._check(operator, start, preconditioner)
             value = operator.solve({name: x.detach() if x.requires_grad else x for name, x in b.items()})
             return Solution(value, operator.status)
-        return super().solve(operator, b, start=start, preconditioner=preconditioner)
+        return super().solve(operator, b, start=start, preconditioner=preconditioner, watch=watch)
 
-    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
+    def check_graph(self) -> None:
+        """On a GPU it reads nothing."""
+
+    def _solve(
+        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None, watch: Watch
+    ) -> Solution:
         if not isinstance(operator, Invertible):
             raise HyperkronError(
                 f"solver is Direct but {type(operator).__name__} has no inverse of its own; "

@@ -8,7 +8,8 @@ from typing import ClassVar
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.solution import Solution
 from hyperkron.solvers.base import Solver, check_count, check_step
-from hyperkron.solvers.fixed_step import fixed_step
+from hyperkron.solvers.fixed_step import check_known, fixed_step
+from hyperkron.solvers.watch import Watch
 from hyperkron.trees import Tree
 
 
@@ -50,5 +51,11 @@ class GradientDescent(Solver):
         check_count("seed", self.seed, 0)
         check_step(self.step)
 
-    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
-        return fixed_step(operator, b, start, self.iterations, self.step, self.power_iterations, self.seed)
+    def check_graph(self) -> None:
+        """Refuse a step that is yet to be found."""
+        check_known(self.step, self)
+
+    def _solve(
+        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None, watch: Watch
+    ) -> Solution:
+        return fixed_step(operator, b, start, self.iterations, self.step, self.power_iterations, self.seed, watch)

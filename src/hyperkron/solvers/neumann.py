@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.solution import Solution
 from hyperkron.solvers.base import Solver, check_count, check_step
-from hyperkron.solvers.fixed_step import fixed_step
+from hyperkron.solvers.fixed_step import check_known, fixed_step
+from hyperkron.solvers.watch import Watch
 from hyperkron.trees import Tree
 
 
@@ -52,5 +53,11 @@ class Neumann(Solver):
         check_count("seed", self.seed, 0)
         check_step(self.step)
 
-    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
-        return fixed_step(operator, b, None, self.terms + 1, self.step, self.power_iterations, self.seed)
+    def check_graph(self) -> None:
+        """Refuse a step that is yet to be found."""
+        check_known(self.step, self)
+
+    def _solve(
+        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None, watch: Watch
+    ) -> Solution:
+        return fixed_step(operator, b, None, self.terms + 1, self.step, self.power_iterations, self.seed, watch)
