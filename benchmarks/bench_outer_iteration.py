@@ -29,12 +29,17 @@ import hyperkron as hk
 
 @dataclass
 class Method:
-    """A name, how to make the hypergradient, over how many iterations its cost repeats (τ), whether it is a graph."""
+    """A name, how to make the hypergradient, over how many iterations its cost repeats (τ), whether it is a graph, and
+    how many iterations come before those that are timed."""
 
     name: str
     make: Callable[[Workload], Callable[[], object]]
     period: int = 1
     graph: bool = False
+    warm_up: int = 0
+
+    def __post_init__(self) -> None:
+        self.warm_up = self.warm_up or (self.period + 2 if self.graph else 1)
 
 
 def ours(build: Callable[[Workload], hk.Hypergradient]) -> Callable[[Workload], Callable[[], object]]:
@@ -73,9 +78,18 @@ METHODS = [
     Method("EKFAC, basis every 10, graph", ours(lambda w: hk.ekfac(basis_every=10, graph=True)), 10, graph=True),
     Method("EKFAC, every 10", ours(lambda w: hk.ekfac(refresh_every=10)), 10),
     Method("EKFAC, every 10, graph", ours(lambda w: hk.ekfac(refresh_every=10, graph=True)), 10, graph=True),
+    Method(
+        "EKFAC, every 10, basis every 100, graph",
+        ours(lambda w: hk.ekfac(refresh_every=10, basis_every=10, graph=True)),
+        100,
+        graph=True,
+        warm_up=13,
+    ),
     Method("CG-3", ours(lambda w: hk.cg(3))),
+    Method("CG-3, graph", ours(lambda w: hk.cg(3, graph=True)), graph=True),
     Method("CG-3, GGN", ours(lambda w: hk.cg(3, curvature=hk.GGN(1e-3)))),
     Method("Neumann-10", ours(lambda w: hk.neumann(10, step=1e-2))),
+    Method("Neumann-10, graph", ours(lambda w: hk.neumann(10, step=1e-2, graph=True)), graph=True),
     Method("Neumann-10, GGN", ours(lambda w: hk.neumann(10, step=1e-2, curvature=hk.GGN(1e-3)))),
     Method("KFAC (curvlinops)", reference(references.kfac_curvlinops)),
     Method("CG-3 (normal equations)", reference(references.cg_normal_equations)),
@@ -85,7 +99,7 @@ METHODS = [
 def measure(work: Workload, method: Method, device: str, repeats: int) -> dict[str, float | str]:
     """Median cost ratio and peak memory of one method."""
     hypergradient = method.make(work)
-    for _ in range(method.period + 2 if method.graph else 1):  # warm-up: allocations, first-call decisions, recordings
+    for _ in range(method.warm_up):  # allocations, first-call decisions, recordings
         work.inner_steps()
         work.outer_step(hypergradient)
     if device == "cuda":
@@ -185,6 +199,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small sizes, for machines without a GPU")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--methods", nargs="+", help="only methods whose name contains one of these words")
+    parser.add_argument("--skip", nargs="+", default=[], help="not those whose name contains one of these")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--inner-loops", action="store_true", help="also time the ways to run the inner loop")
     parser.add_argument("--out", help="result file (JSON)")
@@ -192,7 +207,8 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
-    chosen = [m for m in METHODS if not args.methods or any(w.lower() in m.name.lower() for w in args.methods)]
+    wanted = [m for m in METHODS if not args.methods or any(w.lower() in m.name.lower() for w in args.methods)]
+    chosen = [m for m in wanted if not any(w.lower() in m.name.lower() for w in args.skip)]
     rows: list[dict[str, float | str]] = []
     loops: list[dict[str, float | str]] = []
 
@@ -220,7 +236,7 @@ def one_row(name: str, method: Method, args: argparse.Namespace) -> dict[str, fl
         line = "{ratio:6.3f}x  inner {inner_ms:8.1f} ms  outer {outer_ms:8.1f} ms  {peak_gib:6.2f} GiB".format(**row)
     except Exception as error:
         row["error"] = line = f"{type(error).__name__}: {error}"
-    print(f"{work.name:18s} {method.name:28s} {line}", flush=True)
+    print(f"{work.name:18s} {method.name:40s} {line}", flush=True)
     del work
     gc.collect()
     if args.device == "cuda":

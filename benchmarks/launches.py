@@ -121,7 +121,7 @@ class Calls(TorchDispatchMode):
 def as_on_gpu() -> Iterator[None]:
     """The library's decisions as they are for CUDA tensors: patches copied, factorisation by halves, nothing read."""
 
-    def factorize(matrices: torch.Tensor) -> Any:
+    def factorize(matrices: torch.Tensor, lean: bool) -> Any:
         count, n, _ = matrices.shape
         few = count <= linalg.FEW and n <= 2 * linalg.LARGE_LEAF // SHRINK
         leaf = (linalg.LARGE_LEAF if few else linalg.LEAF) // SHRINK
@@ -144,12 +144,19 @@ def as_on_gpu() -> Iterator[None]:
         numbers = m.weight.shape[1:].numel() * (1 if m.in_channels == 3 else SHRINK) * height * width
         return max(1, layers.CHUNK_ELEMENTS["cuda"] // (numbers // (m.stride[0] * m.stride[1])) // SHRINK)
 
+    def statistics(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """In one launch."""
+        _, mean, scale = torch.native_batch_norm(x, None, None, None, None, True, 0.0, module.eps)
+        return mean, scale
+
     replaced = [
         (linalg, "WIDE", {}),
         (layers.ConvLayer, "_examples_per_chunk", examples),
         (layers.ConvLayer, "input_gram", lambda self, x: None),
         (inverse, "_common_sizes", lambda sizes: {n: n + 1 if n + 1 in sizes else n for n in sizes}),  # within 2 %
         (capture, "WAITING", capture.WAITING // SHRINK**2),
+        (capture, "ORDERED_LATER", {"cpu"}),
+        (layers, "_batch_norm_statistics", statistics),
         (inverse, "factorize", factorize),
         (inverse, "_alone", lambda factor: False),
         (kronecker, "_queues", lambda at: True),

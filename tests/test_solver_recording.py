@@ -266,7 +266,10 @@ class Reading(CG):
         ({"solver": GradientDescent(3)}, r"step=None of GradientDescent.*pass step="),
         ({"solver": CG(3), "preconditioner": hk.KFAC(0.1)}, r"preconditioner=KFAC; leave the preconditioner out, or"),
         ({"solver": CG(3), "preconditioner": hk.Identity()}, r"preconditioner=Identity"),
-        ({"solver": CG(3), "curvature": hk.KFAC(0.1)}, r"KFAC and CG; use KFAC, EKFAC or Identity with Direct.*Hessian, GGN"),
+        (
+            {"solver": CG(3), "curvature": hk.KFAC(0.1)},
+            r"KFAC and CG; use KFAC, EKFAC.*with Direct.*Hessian, GGN",
+        ),
         ({"solver": CG(3), "curvature": hk.EKFAC(0.1)}, r"EKFAC and CG; use"),
         ({"solver": Direct(), "curvature": hk.GGN(0.1)}, r"GGN and Direct; use"),
         ({"solver": Reading(3)}, r"solver=Reading\(iterations=3.*may read from the device.*or graph=False"),

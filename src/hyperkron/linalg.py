@@ -230,15 +230,18 @@ def _load_halves(state: dict[str, Any]) -> Halves:
     return Node(_load_halves(state["head"]), state["c"], _load_halves(state["tail"]))
 
 
-def factorize(matrices: Tensor) -> tuple[Factorization, Tensor]:
-    """(factorisation, info) of a batch (L, n, n); ``info`` is non-zero where a matrix is not positive definite."""
+def factorize(matrices: Tensor, lean: bool = False) -> tuple[Factorization, Tensor]:
+    """(factorisation, info) of a batch (L, n, n); ``info`` is non-zero where a matrix is not positive definite.
+
+    Where memory counts more than launches (``lean``) leaves are small: they are squares of which a half is zero.
+    """
     if matrices.device.type == "cpu":
         factor, info = torch.linalg.cholesky_ex(matrices)
         return Cholesky(factor), info
     recorded = matrices.is_cuda and torch.cuda.is_current_stream_capturing()
     with full_precision():
         few_and_small = matrices.shape[0] <= FEW and matrices.shape[1] <= 2 * LARGE_LEAF
-        return _halved(matrices, LARGE_LEAF if few_and_small and not recorded else LEAF)
+        return _halved(matrices, LARGE_LEAF if few_and_small and not (recorded or lean) else LEAF)
 
 
 def _halved(m: Tensor, leaf: int) -> tuple[Halves, Tensor]:

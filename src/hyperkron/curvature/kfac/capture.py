@@ -20,15 +20,17 @@ from torch.utils.hooks import RemovableHandle
 from hyperkron.curvature.base import l2_curvature
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.factors import Factor, added, few_rows, scaled
-from hyperkron.curvature.kfac.grams import bordered, narrowed, summed
+from hyperkron.curvature.kfac.grams import bordered, narrowed, ordered_as, summed
 from hyperkron.curvature.kfac.layers import (
     BatchNormSums,
+    ConvLayer,
     LinearLayer,
     WeightSharing,
     batch_norm_squares,
     batch_norm_sums,
     squared_gradients,
 )
+from hyperkron.curvature.kfac.spectrum import corrected
 from hyperkron.losses import Fisher, Loss
 from hyperkron.point import Point
 from hyperkron.problem import rows, shares
@@ -235,8 +237,8 @@ class _Tap(torch.autograd.Function):
         return gradient, None, None
 
 
-GRADIENTS = {"cpu": 2**21, "cuda": 2**26}
-"""Gradients of single examples are made at most this many numbers at a time, by device type."""
+ORDERED_LATER = {"cuda"}
+"""Devices on which factors of convolutions get the weight's order, a copy, only when the activations are gone."""
 WAITING = 2**19
 """Batch norm layers wait for each other, to be treated together, until so many numbers are held for them."""
 
@@ -263,6 +265,7 @@ class _Recorder:
         self.called: set[str] = set()
         self.rows: dict[str, int] = {}
         self._reached: dict[str, None] = {}  # in order; with a basis only
+        self._unordered: set[str] = set()
         self._grams: dict[tuple[int, int, bool], tuple[Factor, int]] = {}
         self._alive: list[Tensor] = []
         self._normed: list[tuple[dict[str, str], BatchNormSums]] = []
@@ -285,7 +288,7 @@ class _Recorder:
             self._alive.clear()
 
     def finish(self) -> None:
-        """Sums of a aᵀ become means; blocks that no gradient reached are left out."""
+        """Sums of a aᵀ become means in the weight's order; blocks that no gradient reached are left out."""
         found = self.measured
         sums: dict[int, tuple[Tensor, float]] = {}  # a sum shared by several blocks is divided once
         rescaled: dict[int, Factor] = {}
@@ -298,6 +301,10 @@ class _Recorder:
         if sums:
             torch._foreach_mul_([x for x, _ in sums.values()], [share for _, share in sums.values()])
         found.a = {name: rescaled.get(id(total), total) for name, total in found.a.items() if name in found.b}
+        sums.clear()
+        rescaled.clear()
+        for name in self._unordered & found.a.keys():
+            found.a[name] = ordered_as(found.a[name], self.plan.blocks[name])
         found.reached, found.rows = tuple(found.a) if self.basis is None else tuple(self._reached), self.rows
 
     def flush(self) -> None:
@@ -368,7 +375,11 @@ class _Recorder:
             made = self._without_rows(block, x.detach(), rows)
             if made is None:
                 y, scale = self._narrowed(x.detach(), rows, block.layer.d_in)
-                made = summed(block.layer.inputs(y, self.sharing), self.dtype, block, self.low_rank, scale)
+                later = x.device.type in ORDERED_LATER and isinstance(block.layer, ConvLayer) and block.bias is None
+                if later:
+                    self._unordered.add(block.name)
+                inputs = block.layer.inputs(y, self.sharing)
+                made = summed(inputs, self.dtype, block, self.low_rank, scale, not later)
         if shareable:
             self._grams[key] = made
             self._alive.append(x)
@@ -402,7 +413,7 @@ class _Recorder:
             assert self.basis is not None
             self._reached[block.name] = None
             if block.name in self.basis:
-                self._sum(self.measured.corrected, block.name, _corrected(block, x, g, *self.basis[block.name]))
+                self._sum(self.measured.corrected, block.name, corrected(block, x, g, *self.basis[block.name]))
 
     @staticmethod
     def _sum(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
@@ -411,35 +422,3 @@ class _Recorder:
     @staticmethod
     def _add(sums: dict[str, Factor], name: str, value: Factor) -> None:
         sums[name] = added(sums[name], value) if name in sums else value
-
-
-def _corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> Tensor:
-    """Σ_n (Q_Bᵀ G_n Q_A)² with G_n = Σ_positions g [x, 1]ᵀ, the gradient of one example."""
-    total = q_a.new_zeros(q_a.shape[0], q_b.shape[-1], q_a.shape[-1])
-    d = block.layer.d_in if block.weight is not None else 0
-    columns = block.layer.reordered(q_a[:, :d])
-    together = max(1, GRADIENTS.get(x.device.type, 2**24) // total.numel())
-    for inputs, gradients in block.layer.positions(x, g):
-        a = _within(inputs, columns) if d else inputs.new_zeros(*inputs.shape[:-1], 1, dtype=q_a.dtype)
-        if block.bias is not None:
-            a = a + q_a[:, -1:]
-        b = _within(gradients, q_b)
-        if a.shape[2] == 1:
-            total += (b[:, :, 0].square().permute(1, 2, 0)) @ (a[:, :, 0].square().transpose(0, 1))
-        else:
-            for some, of_them in zip(b.split(together), a.split(together), strict=True):
-                total += _sum_of_squares(some.mT @ of_them)
-    return total
-
-
-def _sum_of_squares(x: Tensor) -> Tensor:
-    """Over the first dimension, in the memory of ``x``; on a GPU in one pass over it, which on a CPU is far slower."""
-    return torch.linalg.vector_norm(x, dim=0).square_() if x.is_cuda else x.square_().sum(0)
-
-
-def _within(rows: Tensor, basis: Tensor) -> Tensor:
-    """Rows (n, groups, S, d) in a basis (groups, d, k); in one product where there is one group."""
-    rows = rows.to(basis.dtype)
-    if len(basis) > 1:
-        return rows @ basis
-    return (rows.reshape(-1, rows.shape[-1]) @ basis[0]).view(*rows.shape[:-1], -1)

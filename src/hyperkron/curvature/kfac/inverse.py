@@ -145,6 +145,7 @@ def factored_inverses(
     keep: bool,
     release: Callable[[], None] = lambda: None,
     read: Callable[[Tensor], list[Any]] = Tensor.tolist,
+    lean: bool = False,
 ) -> Outcome:
     """Begin the damped inverses of all blocks; the function returned waits for them and says how it went.
 
@@ -156,13 +157,13 @@ def factored_inverses(
     There, too, small factors cost launches rather than operations, so blocks are sorted by shape, all systems of one
     size are factorised in one batch, and each shape gets its stretch of the batch. ``release`` is called when the
     systems are made, so that the caller can let go of the factors; those of :data:`ALONE` are then freed one by one.
-    ``read`` copies numbers to the host.
+    ``read`` copies numbers to the host. ``lean`` prefers memory to launches.
     """
     by_shape = _by_shape(factors)
     names = [name for members in by_shape for name in members]
     if not names:
         return lambda: (FactoredInverses(()), Status.DIRECT, bool(finite))
-    systems = _Systems([factors[n][side] for side in (0, 1) for n in names], keep)
+    systems = _Systems([factors[n][side] for side in (0, 1) for n in names], keep, lean)
     shifts = systems.shifts([damping[n] for n in names], split)
     release()
     infos = systems.factorize(shifts)
@@ -197,8 +198,8 @@ def _alone(factor: Factor) -> bool:
 class _Systems:
     """The linear systems of many factors, all of A and then all of B, stacked by size unless they stay alone."""
 
-    def __init__(self, factors: list[Factor], keep: bool) -> None:
-        self.count, self.keep = len(factors) // 2, keep
+    def __init__(self, factors: list[Factor], keep: bool, lean: bool) -> None:
+        self.count, self.keep, self.lean = len(factors) // 2, keep, lean
         self.factors = factors  # until the shifts are known; then only the rows of those that are kept as rows
         self.rows = [f.rows if isinstance(f, LowRank) else None for f in factors]
         with full_precision():
@@ -296,7 +297,7 @@ class _Systems:
         sizes, and whatever is recorded before :meth:`outcome` asks for them, run side by side.
         """
         if not (stack.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return factorize(stack)
+            return factorize(stack, self.lean)
         branch = stream(stack.device, len(self.branches) % BRANCHES)
         branch.wait_stream(torch.cuda.current_stream(stack.device))
         with torch.cuda.stream(branch):

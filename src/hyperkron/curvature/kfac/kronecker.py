@@ -381,7 +381,8 @@ class KFAC(Kronecker):
                     factors.clear()
 
             kept = keep or not _queues(point)
-            outcome = factored_inverses(factors, damping, self.split, good, kept, release, point.read)
+            lean = not self.keep_previous
+            outcome = factored_inverses(factors, damping, self.split, good, kept, release, point.read, lean)
 
             def finish() -> tuple[BlockInverses, Status]:
                 inverses, status, good = outcome()
