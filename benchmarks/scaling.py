@@ -166,6 +166,7 @@ def peak(function: Callable[[], object], device: str) -> int:
     """
     if device != "cpu":
         return peak_memory(function, device)
+    gc.collect()  # what others left behind would be freed on the way, and count
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     events = profiler.profiler.kineto_results.events()

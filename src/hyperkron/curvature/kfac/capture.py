@@ -1,9 +1,9 @@
 """One forward and a few backward passes that leave behind the Kronecker factors.
 
-A forward hook turns each layer's input into its contribution to A at once; an identity function on each layer's
-output turns the gradient that flows through it into its contribution to B at once. No activation and no gradient is
-kept beyond what autograd keeps, and the gradients of the weights are never computed: the backward pass is asked only
-for a token that every captured output depends on.
+A forward hook turns each layer's input into its contribution to A at once (a convolution's when the first gradient
+comes back); an identity function on each layer's output turns the gradient that flows through it into its contribution
+to B at once. No activation and no gradient is kept beyond what autograd keeps, and the gradients of the weights are
+never computed: the backward pass is asked only for a token that every captured output depends on.
 """
 
 from __future__ import annotations
@@ -243,6 +243,7 @@ WAITING = 2**19
 """Batch norm layers wait for each other, to be treated together, until so many numbers are held for them."""
 
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], Tensor]
+Receive = Callable[[Tensor], None]
 
 
 class _Recorder:
@@ -300,7 +301,8 @@ class _Recorder:
                 rescaled[id(total)] = scaled(total, share)
         if sums:
             torch._foreach_mul_([x for x, _ in sums.values()], [share for _, share in sums.values()])
-        found.a = {name: rescaled.get(id(total), total) for name, total in found.a.items() if name in found.b}
+        reached = [name for name in self.plan.blocks if name in found.a and name in found.b]
+        found.a = {name: rescaled.get(id(found.a[name]), found.a[name]) for name in reached}
         sums.clear()
         rescaled.clear()
         for name in self._unordered & found.a.keys():
@@ -324,23 +326,42 @@ class _Recorder:
     def _on_block(self, block: Block) -> Hook:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
             given: Tensor = inputs[0] if inputs else named["input"]
-            x = given.detach()
             self.called.update(block.names)
-            self.batch_size = max(self.batch_size, x.shape[0] if x.dim() > 1 else 1)
+            self.batch_size = max(self.batch_size, given.shape[0] if given.dim() > 1 else 1)
             if self.basis is None:
-                rows = output.numel() // (block.layer.groups * block.layer.d_out)
-                total, rows = self._input_gram(block, given, rows)
-                self._add(self.measured.a, block.name, total)
-                self.rows[block.name] = self.rows.get(block.name, 0) + rows
-            if not output.requires_grad:
-                return output
-            receive: Callable[[Tensor], None] = lambda g: self._on_gradient(block, x, g)  # noqa: E731
-            if self.basis is None:
-                receive = lambda g: self._on_gradient(block, None, g)  # noqa: E731
-            tapped: Tensor = _Tap.apply(output, self.token, receive)
+                receive = self._for_factors(block, given, output)
+            else:
+                receive = self._for_spectrum(block, given)
+            tapped: Tensor = _Tap.apply(output, self.token, receive) if output.requires_grad else output
             return tapped
 
         return hook
+
+    def _for_spectrum(self, block: Block, given: Tensor) -> Receive:
+        x = given.detach()
+        return lambda g: self._on_gradient(block, x, g)
+
+    def _for_factors(self, block: Block, given: Tensor, output: Tensor) -> Receive:
+        """A's share of one call now, or, of a convolution, whose factor is large, when the first gradient comes: by
+        then the activations behind it are gone."""
+        rows = output.numel() // (block.layer.groups * block.layer.d_out)
+        waiting: list[tuple[Tensor, int]] = []
+        if isinstance(block.layer, ConvLayer) and output.requires_grad:
+            waiting.append((given.detach(), rows))
+        else:
+            self._on_input(block, given, rows)
+
+        def receive(g: Tensor) -> None:
+            if waiting:
+                self._on_input(block, *waiting.pop())  # and it is held no longer
+            self._on_gradient(block, None, g)
+
+        return receive
+
+    def _on_input(self, block: Block, x: Tensor, rows: int) -> None:
+        total, rows = self._input_gram(block, x, rows)
+        self._add(self.measured.a, block.name, total)
+        self.rows[block.name] = self.rows.get(block.name, 0) + rows
 
     def _on_diagonal(self, names: dict[str, str]) -> Hook:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
