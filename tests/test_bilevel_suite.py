@@ -69,6 +69,21 @@ def test_the_sized_data_have_the_traits_of_ijcnn1(suite: ModuleType) -> None:
     assert not torch.equal(suite.Sized(64, 64, seed=1).train[0], suite.Sized(64, 64).train[0])
 
 
+def test_the_optimum_of_the_sized_problem_is_one_in_the_penalties(suite: ModuleType) -> None:
+    pytest.importorskip("scipy")
+    problem = suite.Sized(train=4000, validation=4000)
+    best = problem.optimum()
+    penalty = best.exp()
+    slope = problem.value(best)[1] / penalty  # by the penalty, not by its logarithm
+    held = penalty < 1e-290
+    assert 0 < int(held.sum()) < 22
+    assert float(slope[held].min()) > 0 and float((slope[~held] * penalty[~held]).abs().max()) < 1e-8
+    start = torch.full_like(best, -9.0)
+    for seed in range(3):
+        other = start + torch.randn(22, generator=torch.Generator().manual_seed(seed), dtype=best.dtype)
+        assert float(problem.best) < float(problem.value(other)[0])
+
+
 def test_the_value_function_is_exact_with_penalties_of_very_different_sizes(suite: ModuleType) -> None:
     problem = suite.Sized(train=512, validation=256)
     point = torch.linspace(-30, 30, 22, dtype=torch.float64)
@@ -234,3 +249,21 @@ def test_the_published_tables_are_those_of_the_results(
     text = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text("utf-8")
     for block in filter(None, module.table(record).split("\n\n")):
         assert block.strip() in text, f"run `python benchmarks/{script}.py --table` and put it into docs/benchmarks.md"
+
+
+def test_the_published_control_is_that_of_the_results(suite: ModuleType) -> None:
+    module = sys.modules["bilevel_long"]
+    record = json.loads((BENCHMARKS / "results" / module.CONTROL).read_text("utf-8"))
+    assert module.table(record) in (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text("utf-8")
+
+
+def test_a_control_run_ends_where_its_steps_end(suite: ModuleType) -> None:
+    module, problem = sys.modules["bilevel_long"], suite.Sized(train=300, validation=200)
+    pytest.importorskip("scipy")
+    ends = []
+    for seed in range(3):
+        track = suite.by_loop(problem.case(), "SOBA", 0.5, 0.1, seed, chunk=20)
+        track.advance()
+        ends.append(problem.case().score(*track.place(track.here()))["suboptimality"])
+    assert module.median_after(problem, "SOBA", 0.5, 0.1, 20) == pytest.approx(sorted(ends)[1], rel=1e-9)
+    assert module.median_after(problem, "SABA", 5.0, 1e-4, 64) == math.inf

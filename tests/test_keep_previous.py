@@ -129,6 +129,18 @@ def test_inverses_that_serve_once_are_gone_before_the_cross_term(
     assert result.stats["curvature_strategy"]
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_where_memory_counts_the_outer_gradient_comes_first(keep: bool) -> None:
+    """Then no pass of the model has the inverses beside it."""
+    setting, seen = Setting(), []
+    inner, outer = setting.problem.inner, setting.problem.outer
+    setting.problem = hk.BilevelProblem(
+        lambda *a: seen.append("inner") or inner(*a), lambda *a: seen.append("outer") or outer(*a)
+    )
+    setting.run(hk.kfac(1e-2, keep_previous=keep, cross="difference"))
+    assert seen[:2] == (["inner", "outer"] if keep else ["outer", "inner"])
+
+
 def test_between_refreshes_the_inverses_stay() -> None:
     setting, method = Setting(), hk.kfac(1e-2, refresh_every=3, keep_previous=False)
     assert [setting.run(method).stats["curvature_age"] for _ in range(5)] == [0, 1, 2, 0, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,26 @@ def test_patches_may_come_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert set(parts) == set(whole)
     for block in whole:
         assert oracles.relative(as_matrix(parts[block]), as_matrix(whole[block])) < 1e-14
+
+
+def test_factors_larger_than_their_input_wait_until_activations_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, deep = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 20, 3, padding=1)
+    last = nn.Conv2d(20, 2, 2)  # its factor has 81² entries, its input 5·20·4
+    case = make(nn.Sequential(wide, nn.Tanh(), nn.AdaptiveAvgPool2d(2), deep, last, Mean(True)), (2, 9, 9))
+    expected, order = case.slow_factors(), []
+    for name in ("_on_input", "_on_gradient"):
+
+        def noted(*args: Any, name: str = name, true: Any = getattr(capture._Recorder, name)) -> None:
+            order.append((name, args[1].name))
+            true(*args)
+
+        monkeypatch.setattr(capture._Recorder, name, noted)
+    found = case.measured(fisher="empirical").a
+    backward = [("_on_gradient", name) for name in ("4", "3", "0")]
+    assert order == [("_on_input", "0"), *backward, ("_on_input", "3"), ("_on_input", "4")]
+    assert list(found) == ["0", "3", "4"]
+    for name, (a, _) in expected.items():
+        assert oracles.relative(as_matrix(found[name]), a) < 1e-13
 
 
 @pytest.mark.parametrize("count", [1, 9])  # few rows, which are kept as such, and many

@@ -81,6 +81,11 @@ class Curvature(ABC):
     def operator(self, point: Point, state: CurvatureState) -> Operator:
         """A + δI at ``point``, refreshing ``state`` where it is due."""
 
+    @property
+    def lean(self) -> bool:
+        """Whether memory counts more than launching work early."""
+        return False
+
     def due(self, state: CurvatureState) -> bool:
         """Whether the next call measures the curvature anew."""
         return True

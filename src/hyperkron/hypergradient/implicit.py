@@ -138,8 +138,11 @@ class Implicit(Hypergradient):
     def _answer(self, point: Point, start: Tree | None) -> Answer:
         """The formula at ``point``; on a GPU its numbers have been asked for, not waited for, but for the solver's."""
         state = self.state
-        operator = self.curvature.operator(point, state.curvature)  # before b, which would add to its peak memory
-        value, b, direct = outer_gradients(point)
+        # the curvature first, so that the GPU factorises while more is asked of it; or b, so that no pass has inverses
+        first = outer_gradients(point) if self.curvature.lean and not point.recording else None
+        operator = self.curvature.operator(point, state.curvature)
+        value, b, direct = first or outer_gradients(point)
+        del first
         preconditioner, watch = self._preconditioner(point, state), Watch(recording=point.recording)
         solution = self.solver.solve(operator, b, start=start, preconditioner=preconditioner, watch=watch)
         if solution.status is Status.NON_FINITE:

@@ -1,9 +1,9 @@
 """One forward and a few backward passes that leave behind the Kronecker factors.
 
-A forward hook turns each layer's input into its contribution to A at once (a convolution's when the first gradient
-comes back); an identity function on each layer's output turns the gradient that flows through it into its contribution
-to B at once. No activation and no gradient is kept beyond what autograd keeps, and the gradients of the weights are
-never computed: the backward pass is asked only for a token that every captured output depends on.
+A forward hook turns each layer's input into its contribution to A at once (a small input of a convolution when the
+backward pass is over); an identity function on each layer's output turns the gradient that flows through it into its
+contribution to B at once. No activation and no gradient is kept beyond that and what autograd keeps, and the gradients
+of the weights are never computed: the backward pass is asked only for a token that every captured output depends on.
 """
 
 from __future__ import annotations
@@ -243,7 +243,6 @@ WAITING = 2**19
 """Batch norm layers wait for each other, to be treated together, until so many numbers are held for them."""
 
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], Tensor]
-Receive = Callable[[Tensor], None]
 
 
 class _Recorder:
@@ -267,6 +266,7 @@ class _Recorder:
         self.rows: dict[str, int] = {}
         self._reached: dict[str, None] = {}  # in order; with a basis only
         self._unordered: set[str] = set()
+        self._held: list[tuple[Block, Tensor, int]] = []
         self._grams: dict[tuple[int, int, bool], tuple[Factor, int]] = {}
         self._alive: list[Tensor] = []
         self._normed: list[tuple[dict[str, str], BatchNormSums]] = []
@@ -291,6 +291,11 @@ class _Recorder:
     def finish(self) -> None:
         """Sums of a aᵀ become means in the weight's order; blocks that no gradient reached are left out."""
         found = self.measured
+        while self._held:
+            block, x, rows = self._held.pop(0)
+            if block.name in found.b:
+                self._on_input(block, x, rows)
+            del x
         sums: dict[int, tuple[Tensor, float]] = {}  # a sum shared by several blocks is divided once
         rescaled: dict[int, Factor] = {}
         for name, total in found.a.items():
@@ -329,34 +334,23 @@ class _Recorder:
             self.called.update(block.names)
             self.batch_size = max(self.batch_size, given.shape[0] if given.dim() > 1 else 1)
             if self.basis is None:
-                receive = self._for_factors(block, given, output)
-            else:
-                receive = self._for_spectrum(block, given)
+                self._for_factors(block, given, output)
+            x = None if self.basis is None else given.detach()  # held no longer than needed
+            receive: Callable[[Tensor], None] = lambda g: self._on_gradient(block, x, g)  # noqa: E731
             tapped: Tensor = _Tap.apply(output, self.token, receive) if output.requires_grad else output
             return tapped
 
         return hook
 
-    def _for_spectrum(self, block: Block, given: Tensor) -> Receive:
-        x = given.detach()
-        return lambda g: self._on_gradient(block, x, g)
-
-    def _for_factors(self, block: Block, given: Tensor, output: Tensor) -> Receive:
-        """A's share of one call now, or, of a convolution, whose factor is large, when the first gradient comes: by
-        then the activations behind it are gone."""
-        rows = output.numel() // (block.layer.groups * block.layer.d_out)
-        waiting: list[tuple[Tensor, int]] = []
-        if isinstance(block.layer, ConvLayer) and output.requires_grad:
-            waiting.append((given.detach(), rows))
+    def _for_factors(self, block: Block, x: Tensor, output: Tensor) -> None:
+        """A's share of one call now, or, where a convolution's factor is larger than its input, when the backward pass
+        is over: then it does not add to the memory of activations."""
+        rows, d = output.numel() // (block.layer.groups * block.layer.d_out), block.layer.d_in
+        smaller = x.numel() < block.layer.groups * d * (rows if self.low_rank and few_rows(rows, d) else d)
+        if isinstance(block.layer, ConvLayer) and output.requires_grad and smaller:
+            self._held.append((block, x.detach(), rows))
         else:
-            self._on_input(block, given, rows)
-
-        def receive(g: Tensor) -> None:
-            if waiting:
-                self._on_input(block, *waiting.pop())  # and it is held no longer
-            self._on_gradient(block, None, g)
-
-        return receive
+            self._on_input(block, x, rows)
 
     def _on_input(self, block: Block, x: Tensor, rows: int) -> None:
         total, rows = self._input_gram(block, x, rows)

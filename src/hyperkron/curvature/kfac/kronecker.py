@@ -131,13 +131,17 @@ class Kronecker(Curvature):
 
     def _let_go(self, state: KroneckerState) -> None:
         """Without ``keep_previous`` the inverses in use go before new ones are measured: never both in memory."""
-        if not self.keep_previous:
+        if self.lean:
             state.let_go()
+
+    @property
+    def lean(self) -> bool:
+        return not self.keep_previous
 
     @property
     def _serves_once(self) -> bool:
         """Whether inverses are of no use after the call they were made in."""
-        return not self.keep_previous and self.refresh_every == 1
+        return self.lean and self.refresh_every == 1
 
     def _keep(self, point: Point, state: KroneckerState, error: HyperkronError) -> None:
         """Go on with the previous inverse, if there is one and it has not been kept too often."""
@@ -381,8 +385,7 @@ class KFAC(Kronecker):
                     factors.clear()
 
             kept = keep or not _queues(point)
-            lean = not self.keep_previous
-            outcome = factored_inverses(factors, damping, self.split, good, kept, release, point.read, lean)
+            outcome = factored_inverses(factors, damping, self.split, good, kept, release, point.read, self.lean)
 
             def finish() -> tuple[BlockInverses, Status]:
                 inverses, status, good = outcome()
