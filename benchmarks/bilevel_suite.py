@@ -1,17 +1,12 @@
-"""Seven stochastic algorithms on the two problems of the benchmark_bilevel suite, at a size for one CPU core.
+"""Seven stochastic algorithms on the problems of the benchmark_bilevel suite, at a size for one CPU core.
 
-*logistic*: one penalty for each feature of a logistic regression, J_in = mean loss + ½ Σ_j exp(λ_j) θ_j² on training
-data, J_out = mean loss on validation data. The score is the suboptimality h(λ) − h* of the value function, with the
-inner problem solved by Newton's method. The data are synthetic (IJCNN1 and covtype must be downloaded): features
-of different scales, and validation labels noisier than the training labels, so that the best penalties are finite.
-
-*cleaning*: weights σ(λ_n) of MNIST examples of which half have random labels, J_in = mean(σ(λ) · CE) + 0.2 ‖θ‖²,
-λ₀ = −2, θ₀ = 0; the score is the validation loss at (λ, θ), with the test error, which the published figure shows,
-beside it.
+The problems are those of bilevel_problems.py: *logistic* (regularisation selection, small), *sized* (the same at
+IJCNN1's size), both on synthetic data, and *cleaning* (hypercleaning of MNIST; -0.7, -0.9: more wrong labels).
+*long* is *sized* with the loops of bilevel_long.py, which make as many steps in a second as the library in a minute.
 
 Every algorithm has its published decay exponents, batches of 64, and the same grid of (step, ratio): θ (and v, and the
-Neumann series) move by step, λ by step/ratio. The grid is screened with the first seed for an eighth of the time, the
-three best settings run for all of it with every seed, and the one whose median score at the end is lowest is taken.
+Neumann series) move by step, λ by step/ratio. The grid is screened with the first seed for a short time, the best
+settings run for all of it with every seed, and the one whose median score at the end is lowest is taken.
 F2SA is the published suite's (ℓ grows as t^(6/7)); F2SA-paper has the growth of its paper, t^(1/7).
 
     python benchmarks/bilevel_suite.py             # continues where an earlier run stopped
@@ -26,29 +21,39 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import common
+import numpy as np
 import torch
-from mnist_cleaning import loss_and_error, noisy_mnist
+from bilevel_long import STEPS, Oracles
+from bilevel_problems import FLOOR, Case, Logistic, Long, Sized, cleaning
 from torch import Tensor, nn
 
 import hyperkron as hk
 
-RESULT = "bilevel_suite.json"
+RESULT, SIZED, LONG, NOISY = (f"bilevel_suite{x}.json" for x in ("", "_sized", "_long", "_noisy"))
 FIGURE = common.RESULTS.parent.parent / "docs" / "figures" / "bilevel_suite.png"
 NAMES = ("SABA", "SOBA", "AmIGO", "MRBO", "FSLA", "stocBiO", "F2SA", "F2SA-paper")
 CALLS = {"SABA": 4, "SOBA": 4, "AmIGO": 22, "MRBO": 26, "FSLA": 7, "stocBiO": 22, "F2SA": 33, "F2SA-paper": 33}
 """Oracle calls on a batch in one step (∂f, ∂g, Hv and X count one each), as in docs/algorithms.md."""
-FIGURES = {"logistic": ("suboptimality", 1e-3), "cleaning": ("validation loss", 0.8)}
+FIGURES = {
+    "logistic": ("suboptimality", 1e-3),
+    "cleaning": ("validation loss", 0.8),
+    "sized": ("suboptimality", 1e-3),
+    "long": ("suboptimality", 1e-3),
+    "cleaning-0.7": ("validation loss", 1.0),
+    "cleaning-0.9": ("validation loss", 1.2),
+}
 """The figure each problem is judged by, and the level the tables say when it is reached."""
-FLOOR = 1e-16
-"""What a suboptimality within rounding of zero, or below, is written as."""
-Scores = dict[str, float]
+COMPARED = {"long": tuple(STEPS), "cleaning-0.7": ("SABA", "MRBO"), "cleaning-0.9": ("SABA", "MRBO")}
+"""The algorithms that run on a problem, where not all of them do."""
+MARGIN = 1e-4
+"""The published figure shows h(λ) less the lowest median seen, plus this."""
 
 
 def algorithm(name: str, step: float, ratio: float, seed: int = 0) -> hk.Algorithm:
@@ -73,118 +78,57 @@ def algorithm(name: str, step: float, ratio: float, seed: int = 0) -> hk.Algorit
     raise ValueError(f"name={name!r} is none of {', '.join(NAMES)}.")
 
 
-# --- the problems ------------------------------------------------------------------------------------------
+# --- running -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Case:
-    """A bilevel problem, where it starts, how it is scored, and the grid of its step sizes."""
+class Track:
+    """A run under way: ``advance`` it, count its ``steps``, keep where it is, place the modules there for a score."""
 
-    name: str
-    problem: hk.BilevelProblem
-    start: Callable[[], tuple[nn.Module, nn.Module]]
-    inner: tuple[Tensor, ...]
-    outer: tuple[Tensor, ...]
-    score: Callable[[nn.Module, nn.Module], Scores]
-    steps: tuple[float, ...]
-    ratios: tuple[float, ...]
+    advance: Callable[[], object]
+    steps: Callable[[], int]
+    here: Callable[[], Any]
+    place: Callable[[Any], tuple[nn.Module, nn.Module]]
 
 
-class Logistic:
-    """Regularisation selection on synthetic data, in double precision, with its value function."""
+def by_library(case: Case, name: str, step: float, ratio: float, seed: int) -> Track:
+    """An algorithm of the library."""
+    model, hyper = case.start()
+    method = algorithm(name, step, ratio, seed)
+    state = method.init(case.problem, model, hyper)
+    inner = hk.Examples(*case.inner, batch_size=64, seed=seed)
+    draw = hk.Draw(inner, hk.Examples(*case.outer, batch_size=64, seed=seed + 1000))
 
-    def __init__(self, features: int = 10, train: int = 1024, validation: int = 512, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def place(at: tuple[dict[str, Tensor], dict[str, Tensor]]) -> tuple[nn.Module, nn.Module]:
+        state.inner.place(at[0])
+        state.outer.place(at[1])
+        return model, hyper
 
-        def sample(count: int, noise: float) -> tuple[Tensor, Tensor]:
-            x = torch.randn(count, features, generator=generator, dtype=torch.float64)
-            chance = (1 - noise) * torch.sigmoid(0.9 * x @ signs) + noise / 2
-            return x * scales, (torch.rand(count, generator=generator, dtype=x.dtype) < chance).to(x.dtype)
-
-        scales = 3 * torch.logspace(0, -0.5, features, dtype=torch.float64)  # the covariance has condition number 10
-        signs = 2 * torch.randint(2, (features,), generator=generator).double() - 1
-        self.train, self.validation = sample(train, 0.0), sample(validation, 0.4)
-
-    def case(self) -> Case:
-        def loss(model: nn.Module, batch: Any) -> hk.losses.Loss:
-            return hk.losses.binary_cross_entropy(model(batch[0]).squeeze(1), batch[1])
-
-        def inner(model: nn.Module, hyper: nn.Module, batch: Any) -> hk.losses.Loss:
-            return loss(model, batch) + hk.losses.l2(model, 0.5 * hyper().exp())
-
-        problem = hk.BilevelProblem(inner, lambda model, hyper, batch: loss(model, batch))
-        features = self.train[0].shape[1]
-        best = self.value(self.optimum())[0]
-
-        def start() -> tuple[nn.Module, nn.Module]:
-            model = nn.Linear(features, 1, bias=False, dtype=torch.float64)
-            nn.init.zeros_(model.weight)
-            return model, hk.as_hyper(torch.zeros(1, features, dtype=torch.float64))
-
-        def score(model: nn.Module, hyper: nn.Module) -> Scores:
-            return {"suboptimality": max(float(self.value(hyper().detach()[0])[0] - best), FLOOR)}
-
-        grid = {"steps": (0.04, 0.1, 0.25, 0.6, 1.5), "ratios": (0.1, 0.03, 0.01, 0.003)}
-        return Case("logistic", problem, start, self.train, self.validation, score, **grid)
-
-    def value(self, log_penalty: Tensor) -> tuple[Tensor, Tensor]:
-        """h(λ) and its gradient, −exp(λ) θ ⊙ H⁻¹∂f, at the inner minimum found by Newton's method."""
-        x, y = self.train
-        penalty, theta = log_penalty.exp(), torch.zeros_like(log_penalty)
-        for _ in range(100):
-            p = torch.sigmoid(x @ theta)
-            gradient = x.T @ (p - y) / len(x) + penalty * theta
-            hessian = (x.T * (p * (1 - p))) @ x / len(x) + torch.diag(penalty)
-            if float(gradient.norm()) < 1e-13:
-                break
-            theta = theta - torch.linalg.solve(hessian, gradient)
-        x, y = self.validation
-        output = x @ theta
-        b = x.T @ (torch.sigmoid(output) - y) / len(x)
-        h = nn.functional.binary_cross_entropy_with_logits(output, y)
-        return h, -penalty * theta * torch.linalg.solve(hessian, b)
-
-    def optimum(self) -> Tensor:
-        """argmin h, by L-BFGS on exact values and gradients."""
-        point = torch.zeros(self.train[0].shape[1], dtype=torch.float64, requires_grad=True)
-        optimizer = torch.optim.LBFGS(
-            [point], max_iter=500, tolerance_grad=1e-9, tolerance_change=0.0, line_search_fn="strong_wolfe"
-        )
-
-        def closure() -> Tensor:
-            h, point.grad = self.value(point.detach())
-            return h
-
-        optimizer.step(closure)
-        return point.detach()
+    return Track(lambda: method.step(state, draw), lambda: state.step, lambda: _snapshot(state), place)
 
 
-def cleaning(folder: str | Path, train: int = 2048, validation: int = 1024) -> Case:
-    """Hypercleaning of MNIST with a linear model."""
-    split = noisy_mnist(folder, (train, validation, 0))
+def by_loop(case: Case, name: str, step: float, ratio: float, seed: int, chunk: int = 64) -> Track:
+    """The same algorithm's steps in numpy, ``chunk`` of them at a time."""
+    oracles, count = Oracles(case, seed), 0
+    steps = STEPS[name](oracles, step, step / ratio)
 
-    def inner(model: nn.Module, weights: nn.Module, batch: Any) -> hk.losses.Loss:
-        return hk.losses.cross_entropy(model(batch[0]), batch[1], weight=weights(batch[2])) + hk.losses.l2(model, 0.2)
+    def advance() -> None:
+        nonlocal count
+        with np.errstate(over="ignore", invalid="ignore"):
+            for _ in range(chunk):
+                next(steps)
+        count += chunk
+        if not math.isfinite(float(oracles.theta.sum() + oracles.hyper.sum())):
+            raise hk.HyperkronError(f"{name} is not finite after {count} steps.")
 
-    def outer(model: nn.Module, weights: nn.Module, batch: Any) -> hk.losses.Loss:
-        return hk.losses.cross_entropy(model(batch[0]), batch[1])
+    def place(at: tuple[Any, Any]) -> tuple[nn.Module, nn.Module]:
+        modules = case.start()
+        for module, values in zip(modules, at, strict=True):
+            for p in module.parameters():
+                p.data = torch.as_tensor(values).view_as(p)
+        return modules
 
-    def start() -> tuple[nn.Module, nn.Module]:
-        model = nn.Linear(split.train[0].shape[1], 10, bias=False)
-        nn.init.zeros_(model.weight)
-        return model, hk.SampleWeights(train, "sigmoid", init=float(torch.sigmoid(torch.tensor(-2.0))))
-
-    def score(model: nn.Module, weights: nn.Module) -> Scores:
-        loss, _ = loss_and_error(model, split.validation)
-        return {"validation loss": loss, "test error": loss_and_error(model, split.test)[1]}
-
-    data = (*split.train, torch.arange(train))
-    problem = hk.BilevelProblem(inner, outer)
-    grid = {"steps": (0.015, 0.05, 0.15, 0.3, 0.6, 1.0), "ratios": (1e-3, 1e-4, 1e-5, 1e-6)}
-    return Case("cleaning", problem, start, data, split.validation, score, **grid)
-
-
-# --- running -----------------------------------------------------------------------------------------------
+    return Track(advance, lambda: count, lambda: (oracles.theta, oracles.hyper), place)
 
 
 def run(
@@ -201,30 +145,24 @@ def run(
 
     CPU time of the one thread is what wall-clock time would be on a machine that nobody else uses.
     """
-    model, hyper = case.start()
-    method = algorithm(name, step, ratio, seed)
-    state = method.init(case.problem, model, hyper)
-    inner = hk.Examples(*case.inner, batch_size=64, seed=seed)
-    draw = hk.Draw(inner, hk.Examples(*case.outer, batch_size=64, seed=seed + 1000))
+    track = (by_loop if case.name == "long" else by_library)(case, name, step, ratio, seed)
     marks = [seconds * (i + 1) / points for i in range(points)]
-    found: list[dict[str, Any]] = [{"seconds": 0.0, "steps": 0, "at": _snapshot(state)}]
+    found: list[dict[str, Any]] = [{"seconds": 0.0, "steps": 0, "at": track.here()}]
     clock, failed = 0.0, False
     while marks and not failed:
         begin = now()
         try:
-            method.step(state, draw)
+            track.advance()
         except hk.HyperkronError:
             failed = True
         clock += now() - begin
         if clock >= marks[0]:
             marks = [x for x in marks if x > clock]
-            found.append({"seconds": clock, "steps": state.step, "at": _snapshot(state)})
+            found.append({"seconds": clock, "steps": track.steps(), "at": track.here()})
     curve = []
     for row in found:
-        state.inner.place(row["at"][0])
-        state.outer.place(row["at"][1])
         with torch.no_grad():
-            scores = case.score(model, hyper)
+            scores = case.score(*track.place(row["at"]))
         if not all(math.isfinite(x) for x in scores.values()):
             failed = True
             break
@@ -251,6 +189,11 @@ class Plan:
     screening: float = 1.5
     kept: int = 3
     seeds: tuple[int, ...] = (0, 1, 2)
+
+
+RUNS = {RESULT: (Plan(), ["logistic", "cleaning"]), SIZED: (Plan(30.0, 2.0, 2), ["sized"])}
+RUNS |= {LONG: (RUNS[SIZED][0], ["long"]), NOISY: (Plan(), ["cleaning-0.7", "cleaning-0.9"])}
+"""How much is run of which problems, by the file of the results."""
 
 
 def tune_and_run(case: Case, name: str, plan: Plan) -> dict[str, Any]:
@@ -282,9 +225,16 @@ def _columns(curve: list[dict[str, float]]) -> dict[str, str]:
     return {key: json.dumps([float(f"{row[key]:.4g}") for row in curve]) for key in curve[0]}
 
 
-def main(folder: str, plan: Plan, path: Path, problems: list[str]) -> None:
-    torch.set_num_threads(1)
-    made: dict[str, Callable[[], Case]] = {"logistic": Logistic().case, "cleaning": lambda: cleaning(folder)}
+def main(folder: str, plan: Plan, path: Path, problems: Iterable[str]) -> None:
+    """Run what the file of the results does not hold yet."""
+    made: dict[str, Callable[[], Case]] = {
+        "logistic": lambda: Logistic().case(),
+        "sized": lambda: Sized().case(),
+        "long": lambda: Long().case(),
+        "cleaning": lambda: cleaning(folder),
+        "cleaning-0.7": lambda: cleaning(folder, 0.7),
+        "cleaning-0.9": lambda: cleaning(folder, 0.9),
+    }
     settings = {**asdict(plan), "seeds": list(plan.seeds), "batch": 64}
     record: dict[str, Any] = {"settings": settings, "problems": {}}
     if path.exists():
@@ -292,13 +242,15 @@ def main(folder: str, plan: Plan, path: Path, problems: list[str]) -> None:
         if earlier.get("settings") == settings:
             record["problems"] = earlier["problems"]
     for problem in problems:
-        case, done = made[problem](), record["problems"].setdefault(problem, {})
-        for name in NAMES:
-            if name not in done:
-                done[name] = tune_and_run(case, name, plan)
-                common.write_result(path, record)
-                ends = [json.loads(x[FIGURES[problem][0]])[-1] for x in done[name]["runs"]]
-                print(problem, name, done[name]["step"], done[name]["ratio"], ends, flush=True)
+        done = record["problems"].setdefault(problem, {})
+        missing = [name for name in COMPARED.get(problem, NAMES) if name not in done]
+        if missing:
+            case = made[problem]()
+        for name in missing:
+            done[name] = tune_and_run(case, name, plan)
+            common.write_result(path, record)
+            ends = [json.loads(x[FIGURES[problem][0]])[-1] for x in done[name]["runs"]]
+            print(problem, name, done[name]["step"], done[name]["ratio"], ends, flush=True)
 
 
 # --- tables and the figure ---------------------------------------------------------------------------------
@@ -343,8 +295,31 @@ def summary(record: dict[str, Any], problem: str) -> list[dict[str, Any]]:
         if "test error" in runs[0]:
             row["error"] = statistics.median(_ends(runs, "test error"))
         rows.append(row)
+    if problem in ("sized", "long"):
+        for row, more in zip(rows, as_published(record, problem), strict=True):
+            row |= more
     by_calls = sorted(row["equal"] for row in rows)
     return sorted(({**row, "place": by_calls.index(row["equal"]) + 1} for row in rows), key=lambda row: row["end"])
+
+
+def as_published(record: dict[str, Any], problem: str) -> list[dict[str, float]]:
+    """For each algorithm, figures measured as in the published figure, from the lowest median seen less a margin.
+
+    ``least``: the lowest point of the median curve; ``below``: when it is first below the level; ``settled``: when it
+    is first within a tenth of its lowest point.
+    """
+    figure, level = FIGURES[problem]
+    curves = []
+    for found in record["problems"][problem].values():
+        times = sorted({x for run_ in found["runs"] for x in json.loads(run_["seconds"])})
+        curves.append((times, curve(found["runs"], "seconds", figure, times)))
+    base = min(min(values) for _, values in curves) - MARGIN
+    rows = []
+    for times, values in curves:
+        pairs, least = list(zip(times, (x - base for x in values), strict=True)), min(values) - base
+        below = next((t for t, x in pairs if x <= level), math.inf)
+        rows.append({"least": least, "below": below, "settled": next(t for t, x in pairs if x <= 1.1 * least)})
+    return rows
 
 
 def _ends(runs: list[dict[str, str]], column: str) -> list[float]:
@@ -357,21 +332,27 @@ def table(record: dict[str, Any]) -> str:
     for problem, (figure, level) in FIGURES.items():
         if problem not in record["problems"]:
             continue
-        error = " test error |" if problem == "cleaning" else ""
+        error = " test error |" if problem.startswith("cleaning") else ""
+        more = (
+            " lowest as published | s to 0.001 as published | s to its lowest |" if problem in ("sized", "long") else ""
+        )
         heads = f"| rank | algorithm | {figure} at the end (lowest – highest) |{error} at"
-        heads += f" {common_calls(record, problem)} calls (rank) | s to {level:g} | calls to {level:g} |"
+        heads += f" {common_calls(record, problem)} calls (rank) | s to {level:g} | calls to {level:g} |{more}"
         heads += " steps | step | ratio |"
         lines += [heads, "| --- " * (heads.count("|") - 1) + "|"]
         for rank, row in enumerate(summary(record, problem), 1):
-            seconds, calls = (f"{x:.3g}" if math.isfinite(x) else "–" for x in (row["seconds"], row["calls"]))
-            middle = f" {row['error']:.1%} |" if error else ""
-            lines.append(
-                f"| {rank} | {row['name']} | {_short(row['end'])} ({_short(row['low'])} – {_short(row['high'])}) |"
-                f"{middle} {_short(row['equal'])} ({row['place']}) | {seconds} | {calls} | {row['steps']:.0f} | "
-                f"{row['step']:g} | {row['ratio']:g} |"
-            )
+            cells = [str(rank), row["name"], f"{_short(row['end'])} ({_short(row['low'])} – {_short(row['high'])})"]
+            cells += [f"{row['error']:.1%}"] if error else []
+            cells += [f"{_short(row['equal'])} ({row['place']})", _when(row["seconds"]), _when(row["calls"])]
+            cells += [_short(row["least"]), _when(row["below"]), _when(row["settled"])] if more else []
+            cells += [f"{row['steps']:.0f}", f"{row['step']:g}", f"{row['ratio']:g}"]
+            lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _when(x: float) -> str:
+    return f"{x:.3g}" if math.isfinite(x) else "–"
 
 
 def _short(x: float) -> str:
@@ -385,23 +366,28 @@ def draw_figure(record: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = [("logistic", "suboptimality", 1e-9, 0.3), ("cleaning", "validation loss", 0.72, 1.1)]
-    shown.append(("cleaning", "test error", 0.14, 0.22))
-    figure, panels = plt.subplots(3, 2, figsize=(9, 9), constrained_layout=True)
+    titles = {"sized": "synthetic data of IJCNN1's size", "long": "synthetic data of IJCNN1's size, fast loops"}
+    titles |= {"logistic": "small synthetic data", "cleaning": "hypercleaning of MNIST"}
+    shown = [("sized", "suboptimality", 1e-6, 0.6), ("long", "suboptimality", 3e-7, 0.6)]
+    shown += [("logistic", "suboptimality", 1e-9, 0.3)]
+    shown += [("cleaning", "validation loss", 0.72, 1.1), ("cleaning", "test error", 0.14, 0.22)]
+    figure, panels = plt.subplots(5, 2, figsize=(9, 15), constrained_layout=True)
     for row, (problem, label, low, high) in zip(panels, shown, strict=True):
         for panel, axis in zip(row, ("seconds", "calls"), strict=True):
             for i, name in enumerate(NAMES):
+                if name not in record["problems"][problem]:
+                    continue
                 runs = record["problems"][problem][name]["runs"]
                 last = statistics.median(_ends(runs, axis))
                 grid = [last * k / 100 for k in range(101)]
                 style = "-" if name in ("SABA", "SOBA") else "--" if name in ("FSLA", "MRBO") else ":"
                 style = "-." if name.startswith("F2SA") else style
                 panel.plot(grid, curve(runs, axis, label, grid), style, color=f"C{i}", label=name, lw=1.6)
-            panel.set_yscale("log" if problem == "logistic" else "linear")
+            panel.set_yscale("log" if label == "suboptimality" else "linear")
             panel.set_ylim(low, high)
             panel.set_xlabel("CPU seconds, one thread" if axis == "seconds" else "oracle calls on a batch of 64")
-            panel.set_ylabel(r"$h(\lambda) - h^*$" if problem == "logistic" else label)
-            panel.set_title({"logistic": "regularisation selection", "cleaning": "hypercleaning of MNIST"}[problem])
+            panel.set_ylabel(r"$h(\lambda) - h^*$" if label == "suboptimality" else label)
+            panel.set_title(titles[problem], fontsize=10)
     panels[0][0].legend(fontsize=8, ncol=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
@@ -415,10 +401,15 @@ if __name__ == "__main__":
     parser.add_argument("--table", action="store_true", help="print the tables of an earlier run")
     parser.add_argument("--figure", action="store_true", help="draw the figure of an earlier run")
     arguments = parser.parse_args()
-    file = common.RESULTS / RESULT
+    torch.set_num_threads(1)
+    everything: dict[str, Any] = {"problems": {}}
+    for result, (plan, problems) in RUNS.items():
+        file = common.RESULTS / result
+        if not (arguments.table or arguments.figure):
+            main(arguments.data, plan, file, [x for x in problems if x in arguments.problems])
+        elif file.exists():
+            everything["problems"] |= json.loads(file.read_text("utf-8"))["problems"]
     if arguments.table:
-        print(table(json.loads(file.read_text("utf-8"))))
+        print(table(everything))
     elif arguments.figure:
-        draw_figure(json.loads(file.read_text("utf-8")), FIGURE)
-    else:
-        main(arguments.data, Plan(), file, arguments.problems)
+        draw_figure(everything, FIGURE)

@@ -118,13 +118,16 @@ class Calls(TorchDispatchMode):
 
 
 @contextmanager
-def as_on_gpu() -> Iterator[None]:
-    """The library's decisions as they are for CUDA tensors: patches copied, factorisation by halves, nothing read."""
+def as_on_gpu(shrink: int = SHRINK) -> Iterator[None]:
+    """The library's decisions as they are for CUDA tensors: patches copied, factorisation by halves, nothing read.
+
+    Sizes that decisions depend on are divided by ``shrink``, as the network's width and batch are.
+    """
 
     def factorize(matrices: torch.Tensor, lean: bool) -> Any:
         count, n, _ = matrices.shape
-        few = count <= linalg.FEW and n <= 2 * linalg.LARGE_LEAF // SHRINK
-        leaf = (linalg.LARGE_LEAF if few else linalg.LEAF) // SHRINK
+        few = count <= linalg.FEW and n <= 2 * linalg.LARGE_LEAF // shrink
+        leaf = (linalg.LARGE_LEAF if few and not lean else linalg.LEAF) // shrink
         leaf = n if n in (27, 147) else leaf  # stems keep their size
         with linalg.full_precision():
             return linalg._halved(matrices, leaf)
@@ -141,8 +144,8 @@ def as_on_gpu() -> Iterator[None]:
     def examples(self: layers.ConvLayer, x: torch.Tensor) -> int:
         """As many chunks as at full size; the images keep their three channels."""
         m, (height, width) = self.module, x.shape[2:]
-        numbers = m.weight.shape[1:].numel() * (1 if m.in_channels == 3 else SHRINK) * height * width
-        return max(1, layers.CHUNK_ELEMENTS["cuda"] // (numbers // (m.stride[0] * m.stride[1])) // SHRINK)
+        numbers = m.weight.shape[1:].numel() * (1 if m.in_channels == 3 else shrink) * height * width
+        return max(1, layers.CHUNK_ELEMENTS["cuda"] // (numbers // (m.stride[0] * m.stride[1])) // shrink)
 
     def statistics(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """In one launch."""
@@ -154,7 +157,7 @@ def as_on_gpu() -> Iterator[None]:
         (layers.ConvLayer, "_examples_per_chunk", examples),
         (layers.ConvLayer, "input_gram", lambda self, x: None),
         (inverse, "_common_sizes", lambda sizes: {n: n + 1 if n + 1 in sizes else n for n in sizes}),  # within 2 %
-        (capture, "WAITING", capture.WAITING // SHRINK**2),
+        (capture, "WAITING", capture.WAITING // shrink**2),
         (capture, "ORDERED_LATER", {"cpu"}),
         (layers, "_batch_norm_statistics", statistics),
         (inverse, "factorize", factorize),

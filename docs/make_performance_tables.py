@@ -71,14 +71,10 @@ def bfloat16() -> str:
         "| workload | hypergradient | ratio of norms | v, factors alone so | ∂θ J_out itself | without curvature |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for row in load("bfloat16_h200.json")["rows"]:
-        more = [f"{row[key]:.4f}" if key in row else "–" for key in ("v_by_factors", "outer_gradient", "identity")]
-        mark = "†" if row.get("earlier") else ""
-        lines.append(
-            f"| {row['workload']} | {row['cosine']:.4f}{mark} | {row['ratio_of_norms']:.3f} | "
-            + " | ".join(more)
-            + " |"
-        )
+    for row in [row for name in ("bfloat16_h200.json", "bfloat16_cifar_h200.json") for row in load(name)["rows"]]:
+        more = " | ".join(f"{row[key]:.4f}" for key in ("v_by_factors", "outer_gradient", "identity"))
+        what = f"{row['workload']}, {row['images']}, {row['steps']} steps" if "images" in row else row["workload"]
+        lines.append(f"| {what} | {row['cosine']:.4f} | {row['ratio_of_norms']:.3f} | {more} |")
     return "\n".join(lines)
 
 
@@ -98,14 +94,14 @@ def curvlinops() -> str:
     return "\n".join(lines)
 
 
-def figure(row: dict[str, Any], name: str, scale: float, digits: int, predicted: bool) -> str:
-    """A figure of one size, measured, or measured / predicted."""
-    kinds = ("measured", "predicted") if predicted else ("measured",)
+def figure(row: dict[str, Any], name: str, scale: float, digits: int) -> str:
+    """A figure of one size, measured / predicted."""
+    kinds = ("measured", "predicted")
     return " / ".join(f"{row[kind][name] * scale:.{digits}f}" for kind in kinds) if row["measured"][name] else "–"
 
 
-def scaling(name: str = "scaling_cpu.json", times: bool = True) -> str:
-    """Time and memory along each axis, against the cost model; predicted ``times`` may be left out."""
+def scaling(name: str = "scaling_cpu.json") -> str:
+    """Time and memory along each axis, against the cost model."""
     lines = [
         "| axis | rows | inner step, ms | KFAC, ms | CG-3, ms | ratio of KFAC | memory of KFAC, MiB | factors |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -114,13 +110,11 @@ def scaling(name: str = "scaling_cpu.json", times: bool = True) -> str:
         for row in rows:
             cells = [f"{axis} {row['encoder'][axis]}", str(row["rows"])]
             if "measured" in row:
-                cells += [figure(row, key, 1e3, 1, times) for key in ("inner_step_s", "kfac_s", "cg3_s")]
-                cells += [figure(row, "ratio", 1, 2, times), figure(row, "kfac_bytes", 2**-20, 0, True)]
+                cells += [figure(row, key, 1e3, 1) for key in ("inner_step_s", "kfac_s", "cg3_s")]
+                cells += [figure(row, "ratio", 1, 2), figure(row, "kfac_bytes", 2**-20, 0)]
                 cells += [row["measured"]["strategies"]]
-            elif times:
-                cells += [f"skipped: {row['skipped']}", *["–"] * 5]
             else:
-                cells += ["left out", *["–"] * 5]
+                cells += ["skipped", *["–"] * 5]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -148,7 +142,7 @@ TABLES = {
     "curvlinops": curvlinops,
     "scaling": scaling,
     "strategy": strategy,
-    "scaling-gpu": lambda: scaling("scaling_cuda.json", times=False),
+    "scaling-gpu": lambda: scaling("scaling_cuda.json"),
     "strategy-gpu": lambda: strategy("scaling_cuda.json"),
 }
 

@@ -91,8 +91,9 @@ def test_factors_larger_than_their_input_wait_until_activations_are_gone(monkeyp
     case = make(nn.Sequential(wide, nn.Tanh(), nn.AdaptiveAvgPool2d(2), deep, last, Mean(True)), (2, 9, 9))
     expected, order = case.slow_factors(), []
     for name in ("_on_input", "_on_gradient"):
+        true = getattr(capture._Recorder, name)
 
-        def noted(*args: Any, name: str = name, true: Any = getattr(capture._Recorder, name)) -> None:
+        def noted(*args: Any, name: str = name, true: Any = true) -> None:
             order.append((name, args[1].name))
             true(*args)
 

@@ -453,7 +453,7 @@ def test_solves_that_all_end_early_are_given_up(device: str) -> None:
     with pytest.warns(hk.HyperkronWarning, match="graph=True has no effect, .* most replays had to be done again"):
         found = trained(method, device)
     assert all(not r.status.ok for r in found)
-    assert method._replays._refused == replay.WASTED + 1
+    assert method._replays._refused == replay.REFUSED
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -33,6 +33,8 @@ from hyperkron.trees import Tree
 
 MISFITS = 3
 """After so many batches in a row of other shapes the recordings are made anew."""
+REFUSED = 2
+"""After so many replays that had to be done again, and fewer that served, no more are made."""
 WASTED = 4
 """After so many recordings of which most served one step only, or replays of which most failed, no more are made."""
 
@@ -231,7 +233,7 @@ class Replays:
             if state is not None and step.made is not None and state.inverses is step.made.inverses:
                 state.let_go()  # they have been written over
             self._refused += 1
-            if self._refused > WASTED and self._refused > self._served:
+            if self._refused >= REFUSED and self._refused > self._served:
                 self._give_up("most replays had to be done again, for solves ended early or factorisations failed")
             return None
         self._served += 1
