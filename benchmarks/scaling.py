@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from hyperkron.curvature.kfac.factors import DUAL_RATIO, Dual, Primal
 from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.linalg import factorize, full_precision, gram
 from hyperkron.models import TransformerClassifier
+from hyperkron.paper.memory import Storages
 from hyperkron.point import Point
 
 SEED = 0
@@ -162,16 +163,15 @@ def make(e: Encoder, device: str) -> Workload:
 def peak(function: Callable[[], object], device: str) -> int:
     """The most bytes of tensors that a call makes live at one time, above what is live before it.
 
-    On a CPU by the allocator's own record: at these sizes resident memory is mostly what malloc keeps.
+    On a CPU by counting storages: at these sizes resident memory is mostly what malloc keeps, and the allocator's
+    record takes what was made before it began for something else that had its address.
     """
     if device != "cpu":
         return peak_memory(function, device)
-    gc.collect()  # what others left behind would be freed on the way, and count
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    gc.collect()
+    with Storages(x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)) as count:
         function()
-    events = profiler.profiler.kineto_results.events()
-    found = sorted((x.start_ns(), int(x.nbytes())) for x in events if x.name() == "[memory]")
-    return max(accumulate((size for _, size in found), initial=0))
+    return count.peak
 
 
 def parts(work: Workload, device: str) -> dict[str, float]:

@@ -71,3 +71,15 @@ class DenseInvertible(DenseOperator, Invertible):
 
     def solve(self, b: Tree) -> Tree:
         return unflatten(torch.linalg.solve(self.matrix, flatten(b)))
+
+
+class FailingOperator(DenseOperator):
+    """A dense operator whose products become NaN after ``good`` of them."""
+
+    def __init__(self, matrix: Tensor, good: int) -> None:
+        super().__init__(matrix)
+        self.good = good
+
+    def matvec(self, v: Tree) -> Tree:
+        product = super().matvec(v)
+        return product if self.products <= self.good else {k: x * math.nan for k, x in product.items()}

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hyperkron as hk
-from dense_operator import DenseInvertible, DenseOperator, flatten, random_spd, random_vector, unflatten
+from dense_operator import DenseInvertible, FailingOperator, flatten, random_spd, random_vector, unflatten
 from hyperkron.curvature.base import Curvature, Invertible
 from hyperkron.losses import classification
 from hyperkron.point import Point
 from hyperkron.solution import HyperkronError, NonFiniteError, Solution, Status
 from hyperkron.solvers import CG, Direct, GradientDescent, Neumann, Solver, Watch
-from hyperkron.trees import Tree
 
 N = 12
 A = random_spd(N, condition=10.0, seed=0)
@@ -51,18 +50,6 @@ def nothing_read() -> Iterator[None]:
             stack.enter_context(patch.object(Tensor, name, fail))
         stack.enter_context(_NoReads())
         yield
-
-
-class FailingOperator(DenseOperator):
-    """A dense operator whose products become NaN after ``good`` of them."""
-
-    def __init__(self, matrix: Tensor, good: int) -> None:
-        super().__init__(matrix)
-        self.good = good
-
-    def matvec(self, v: Tree) -> Tree:
-        product = super().matvec(v)
-        return product if self.products <= self.good else {k: x * math.nan for k, x in product.items()}
 
 
 @dataclass

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dense_operator import DenseInvertible, DenseOperator, flatten, random_spd, random_vector, unflatten
+from dense_operator import (
+    DenseInvertible,
+    DenseOperator,
+    FailingOperator,
+    flatten,
+    random_spd,
+    random_vector,
+    unflatten,
+)
 from hyperkron.curvature.base import Operator
 from hyperkron.solution import HyperkronError, NonFiniteError, Solution, Status
 from hyperkron.solvers import CG, Direct, GradientDescent, Neumann, Solver, power_iteration
@@ -28,18 +36,6 @@ ITERATIVE: list[Solver] = [
     Neumann(4, step=0.01),
     GradientDescent(4, step=0.01),
 ]
-
-
-class FailingOperator(DenseOperator):
-    """A dense operator whose products become NaN after ``good`` of them."""
-
-    def __init__(self, matrix: Tensor, good: int) -> None:
-        super().__init__(matrix)
-        self.good = good
-
-    def matvec(self, v: Tree) -> Tree:
-        product = super().matvec(v)
-        return product if self.products <= self.good else {k: x * math.nan for k, x in product.items()}
 
 
 def close(actual: Tree | Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,9 @@ class Storages(TorchDispatchMode):
     For devices without an own count. A storage counts from the operation that returns it until nothing refers to it,
     whether it belongs to a result, to autograd's graph or to a parameter; what an operation uses inside is not seen.
 
+    Args:
+        known: tensors that were there before; they do not count when an operation returns a view of them.
+
     Example:
         >>> with Storages() as count:
         ...     x = torch.zeros(1000)
@@ -51,10 +54,12 @@ class Storages(TorchDispatchMode):
         (8000, 4000)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._seen: set[int] = set()
+        for x in known:
+            self._count(x.untyped_storage(), counts=False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and count what it returns."""
@@ -64,12 +69,12 @@ class Storages(TorchDispatchMode):
                 self._count(x.untyped_storage())
         return out
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, storage: torch.UntypedStorage, counts: bool = True) -> None:
         place = storage._cdata
         if place in self._seen or not storage.nbytes():
             return
         self._seen.add(place)
-        size = storage.nbytes()
+        size = storage.nbytes() if counts else 0
         self.now += size
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._gone, place, size).atexit = False
