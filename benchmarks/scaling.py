@@ -169,7 +169,7 @@ def peak(function: Callable[[], object], device: str) -> int:
     if device != "cpu":
         return peak_memory(function, device)
     gc.collect()
-    with Storages(x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)) as count:
+    with Storages(x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)) as count:
         function()
     return count.peak
 
