@@ -160,7 +160,7 @@ def make(e: Encoder, device: str) -> Workload:
         return Workload("encoder", model.train(), hyper, optimizer, batches[:1], batches[1])
 
 
-def peak(function: Callable[[], object], device: str) -> int:
+def peak(function: Callable[[], object], device: str, work: Workload) -> int:
     """The most bytes of tensors that a call makes live at one time, above what is live before it.
 
     On a CPU by counting storages: at these sizes resident memory is mostly what malloc keeps, and the allocator's
@@ -168,8 +168,10 @@ def peak(function: Callable[[], object], device: str) -> int:
     """
     if device != "cpu":
         return peak_memory(function, device)
-    gc.collect()
-    with Storages(x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)) as count:
+    modules = (work.model, work.hyper)
+    known = [x for m in modules for x in (*m.parameters(), *m.buffers())]
+    batches = [x for batch in (*work.batches, work.outer_batch) for x in batch]
+    with Storages([*known, *(x.grad for x in known if x.grad is not None), *batches]) as count:
         function()
     return count.peak
 
@@ -214,8 +216,8 @@ def measure(e: Encoder, device: str, repeats: int, iterative: bool = True) -> di
         "cg3_s": times.get("CG-3"),
         "ratio": 1 + times["KFAC"] / (INNER_STEPS * times["inner step"]),
         "parts_s": {name: statistics.median(p[name] for p in pieces) for name in pieces[0]},
-        "kfac_bytes": peak(functions["KFAC"], device),
-        "cg3_bytes": peak(functions["CG-3"], device) if iterative else None,
+        "kfac_bytes": peak(functions["KFAC"], device, work),
+        "cg3_bytes": peak(functions["CG-3"], device, work) if iterative else None,
         "strategies": stats["curvature_strategy"],
         "cross": stats["cross"],
     }

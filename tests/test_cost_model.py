@@ -181,11 +181,11 @@ def test_calls_are_about_what_the_dispatcher_counts(e: model.Encoder) -> None:
 
 
 @pytest.mark.parametrize("e", [PRIMAL, WIDE, FEW, model.Encoder(width=64, depth=3, batch=16, tokens=32)])
-def test_memory_is_what_the_allocator_records(e: model.Encoder) -> None:
+def test_memory_is_what_storages_tell(e: model.Encoder) -> None:
     work = scaling.make(e, "cpu")
     method = hk.kfac(1e-2, cross="difference")
     run(work, method)
-    found = scaling.peak(lambda: run(work, method), "cpu")
+    found = scaling.peak(lambda: run(work, method), "cpu", work)
     assert max(model.kfac_memory(e, "cpu").values()) == pytest.approx(found, rel=0.15)
 
 
