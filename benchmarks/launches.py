@@ -158,7 +158,6 @@ def as_on_gpu(shrink: int = SHRINK) -> Iterator[None]:
         (layers.ConvLayer, "input_gram", lambda self, x: None),
         (inverse, "_common_sizes", lambda sizes: {n: n + 1 if n + 1 in sizes else n for n in sizes}),  # within 2 %
         (capture, "WAITING", capture.WAITING // shrink**2),
-        (capture, "ORDERED_LATER", {"cpu"}),
         (layers, "_batch_norm_statistics", statistics),
         (inverse, "factorize", factorize),
         (inverse, "_alone", lambda factor: False),

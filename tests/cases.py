@@ -146,14 +146,7 @@ class Case:
 
     # what the library measures
 
-    def measured(
-        self,
-        fisher: str = "type-2",
-        sharing: str = "expand",
-        samples: int = 1,
-        seed: int = 0,
-        low_rank: bool = False,
-    ) -> Measured:
+    def measured(self, fisher: str = "type-2", sharing: str = "expand", samples: int = 1, seed: int = 0) -> Measured:
         generator = torch.Generator().manual_seed(seed)
         with self.point() as point:
             return measure(
@@ -163,7 +156,6 @@ class Case:
                 samples=samples,
                 sharing=sharing,  # type: ignore[arg-type]
                 generator=generator,
-                low_rank=low_rank,
             )
 
     def slow_factors(

@@ -14,9 +14,8 @@ import hyperkron as hk
 import oracles
 from cases import DOUBLE, Case, Mean, make, mlp, random_weights
 from hyperkron.curvature.kfac import capture, layers
-from hyperkron.curvature.kfac.factors import LowRank
 from hyperkron.curvature.kfac.factors import dense as as_matrix
-from hyperkron.curvature.kfac.grams import ordered_as, summed
+from hyperkron.curvature.kfac.grams import summed
 from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS
 from hyperkron.paper.memory import Storages
 
@@ -104,25 +103,6 @@ def test_factors_larger_than_their_input_wait_until_activations_are_gone(monkeyp
     assert list(found) == ["0", "3", "4"]
     for name, (a, _) in expected.items():
         assert oracles.relative(as_matrix(found[name]), a) < 1e-13
-
-
-@pytest.mark.parametrize("count", [1, 9])  # few rows, which are kept as such, and many
-def test_the_order_of_a_factor_may_be_changed_later(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, after the backward pass; also where a layer is called twice."""
-    again = nn.Conv2d(4, 4, (3, 2), padding="same", groups=2, bias=False)
-    first, last = nn.Conv2d(2, 4, 3, stride=2, bias=False), nn.Conv2d(4, 3, 2)
-    case = make(
-        nn.Sequential(first, again, nn.Tanh(), again, last, Mean(True)), (2, 7, 5), count=count, loss="cross_entropy"
-    )
-    monkeypatch.setattr(layers.ConvLayer, "input_gram", lambda self, x: None)
-    usual = {name: as_matrix(a) for name, a in case.measured(low_rank=True).a.items()}
-    asked: list[str] = []
-    monkeypatch.setattr(capture, "ORDERED_LATER", {"cpu"})
-    monkeypatch.setattr(capture, "ordered_as", lambda f, b: asked.append(b.name) or ordered_as(f, b))
-    later = case.measured(low_rank=True).a
-    assert sorted(asked) == ["0", "1"]
-    assert {isinstance(a, LowRank) for a in later.values()} == {count == 1, False}
-    torch.testing.assert_close({name: as_matrix(a) for name, a in later.items()}, usual, rtol=1e-13, atol=1e-15)
 
 
 def test_a_chunk_is_let_go_before_the_next_is_made() -> None:

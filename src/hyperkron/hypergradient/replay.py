@@ -36,7 +36,7 @@ MISFITS = 3
 REFUSED = 2
 """After so many replays that had to be done again, and fewer that served, no more are made."""
 WASTED = 4
-"""After so many recordings of which most served one step only, or replays of which most failed, no more are made."""
+"""After so many recordings of which most served one step only, no more are made."""
 
 
 class Answer(NamedTuple):

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from hyperkron.curvature.base import l2_curvature
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.factors import Factor, added, few_rows, scaled
-from hyperkron.curvature.kfac.grams import bordered, narrowed, ordered_as, summed
+from hyperkron.curvature.kfac.grams import bordered, narrowed, summed
 from hyperkron.curvature.kfac.layers import (
     BatchNormSums,
     ConvLayer,
@@ -237,8 +237,6 @@ class _Tap(torch.autograd.Function):
         return gradient, None, None
 
 
-ORDERED_LATER = {"cuda"}
-"""Devices on which factors of convolutions get the weight's order, a copy, only when the activations are gone."""
 WAITING = 2**19
 """Batch norm layers wait for each other, to be treated together, until so many numbers are held for them."""
 
@@ -265,7 +263,6 @@ class _Recorder:
         self.called: set[str] = set()
         self.rows: dict[str, int] = {}
         self._reached: dict[str, None] = {}  # in order; with a basis only
-        self._unordered: set[str] = set()
         self._held: list[tuple[Block, Tensor, int]] = []
         self._grams: dict[tuple[int, int, bool], tuple[Factor, int]] = {}
         self._alive: list[Tensor] = []
@@ -289,7 +286,7 @@ class _Recorder:
             self._alive.clear()
 
     def finish(self) -> None:
-        """Sums of a aᵀ become means in the weight's order; blocks that no gradient reached are left out."""
+        """Sums of a aᵀ become means; blocks that no gradient reached are left out."""
         found = self.measured
         while self._held:
             block, x, rows = self._held.pop(0)
@@ -308,10 +305,6 @@ class _Recorder:
             torch._foreach_mul_([x for x, _ in sums.values()], [share for _, share in sums.values()])
         reached = [name for name in self.plan.blocks if name in found.a and name in found.b]
         found.a = {name: rescaled.get(id(found.a[name]), found.a[name]) for name in reached}
-        sums.clear()
-        rescaled.clear()
-        for name in self._unordered & found.a.keys():
-            found.a[name] = ordered_as(found.a[name], self.plan.blocks[name])
         found.reached, found.rows = tuple(found.a) if self.basis is None else tuple(self._reached), self.rows
 
     def flush(self) -> None:
@@ -390,11 +383,7 @@ class _Recorder:
             made = self._without_rows(block, x.detach(), rows)
             if made is None:
                 y, scale = self._narrowed(x.detach(), rows, block.layer.d_in)
-                later = x.device.type in ORDERED_LATER and isinstance(block.layer, ConvLayer) and block.bias is None
-                if later:
-                    self._unordered.add(block.name)
-                inputs = block.layer.inputs(y, self.sharing)
-                made = summed(inputs, self.dtype, block, self.low_rank, scale, not later)
+                made = summed(block.layer.inputs(y, self.sharing), self.dtype, block, self.low_rank, scale)
         if shareable:
             self._grams[key] = made
             self._alive.append(x)

@@ -36,17 +36,11 @@ def narrowed(x: Tensor, rows: int, d: int) -> tuple[Tensor, Tensor | None]:
 
 
 def summed(
-    chunks: Iterator[Tensor],
-    dtype: torch.dtype,
-    block: Block | None,
-    low_rank: bool,
-    scale: Tensor | None = None,
-    ordered: bool = True,
+    chunks: Iterator[Tensor], dtype: torch.dtype, block: Block | None, low_rank: bool, scale: Tensor | None = None
 ) -> tuple[Factor, int]:
     """Σ r rᵀ over chunks of rows (groups, rows, d), and the number of rows; ``block`` says which columns to use.
 
-    Rows in half precision are summed in ``dtype``; with ``scale`` they stand for rows so many times as large. Without
-    a bias the rows' own order may be kept (``ordered=False``), to be changed by :func:`ordered_as` later.
+    Rows in half precision are summed in ``dtype``; with ``scale`` they stand for rows so many times as large.
     """
     biased, weighted = block is not None and block.bias is not None, block is None or block.weight is not None
     total: Tensor | None = None
@@ -68,7 +62,7 @@ def summed(
     if scale is not None:
         total = None if total is None else total.mul_(scale.square())
         sums = None if sums is None else sums * scale
-    layer = block.layer if block is not None and ordered else None
+    layer = None if block is None else block.layer
     if waiting:
         wide = [rows.to(dtype) for rows in waiting]
         waiting = wide if layer is None else [layer.ordered(rows) for rows in wide]
@@ -80,13 +74,6 @@ def summed(
         assert total is not None
         return total, count
     return bordered(total, sums if layer is None else layer.ordered(sums), count), count
-
-
-def ordered_as(factor: Factor, block: Block) -> Factor:
-    """A factor whose rows had their own order, in that of the weight's columns."""
-    if isinstance(factor, LowRank):
-        return LowRank(block.layer.ordered(factor.rows))
-    return block.layer.ordered_gram(factor)
 
 
 def _plus_gram(total: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor:
