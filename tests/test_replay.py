@@ -428,7 +428,7 @@ def test_iterative_solvers_are_replayed(device: str, name: str, monkeypatch: pyt
     assert method.state.cross.calls == len(found)
 
 
-def test_a_solve_that_ends_early_takes_the_ordinary_way(device: str) -> None:
+def test_a_solve_that_ends_early_is_replayed(device: str) -> None:
     """One batch has a curvature so large that the series grows."""
 
     def steps(method: hk.Implicit) -> list[Any]:
@@ -444,15 +444,39 @@ def test_a_solve_that_ends_early_takes_the_ordinary_way(device: str) -> None:
     found = steps(method)
     close(found, expected)
     assert [r.status for r in found] == [hk.Status.BUDGET] * 3 + [hk.Status.DIVERGED, hk.Status.BUDGET]
-    assert (Rerun.made, method._replays._served) == (1, 3)
+    assert [r.stats["iterations"] for r in found] == [r.stats["iterations"] for r in expected]
+    assert found[3].solution.products == 5 > expected[3].solution.products
+    assert (Rerun.made, method._replays._served) == (1, 4)
 
 
-def test_solves_that_all_end_early_are_given_up(device: str) -> None:
-    method = hk.neumann(5, step=1e3, graph=True)
+@pytest.mark.parametrize("name", ["cg", "cg, warm", "neumann"])
+def test_solves_may_all_end_early(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    early = {"neumann": functools.partial(hk.neumann, 5, step=1e3), "cg": functools.partial(hk.cg, 8, 0.0)}
+    early["cg, warm"] = functools.partial(early["cg"], warm_start=True)
+    expected, method = trained(early[name](), device), early[name](graph=True)
     METHOD[:] = [method]
-    with pytest.warns(hk.HyperkronWarning, match="graph=True has no effect, .* most replays had to be done again"):
-        found = trained(method, device)
+    found = trained(method, device)
+    close(found, expected)
     assert all(not r.status.ok for r in found)
+    for stat in ("iterations", "residual"):
+        mine, its = [[r.stats.get(stat, -1.0) for r in results] for results in (found, expected)]
+        assert mine == pytest.approx(its, rel=0.0 if device == "cpu" else 1e-3)
+    assert (Rerun.made, method._replays._served) == (1, len(found) - 1)
+
+
+def test_replays_that_all_have_to_be_done_again_are_given_up(device: str) -> None:
+    """A right-hand side so small that float32 cannot square it is scaled, which only the ordinary way does."""
+
+    def faint(model: nn.Module, weights: nn.Module, b: Batch) -> hk.losses.Loss:
+        return outer(model, weights, b) * 1e-9
+
+    method, problem = hk.cg(2, 1.0, graph=True), hk.BilevelProblem(inner, faint)
+    METHOD[:] = [method]
+    model, weights = network(device), hk.SampleWeights(40).to(device)
+    with pytest.warns(hk.HyperkronWarning, match="graph=True has no effect, .* most replays had to be done again"):
+        found = [method.compute(problem, model, weights, batch(i, device), batch(50, device)) for i in range(5)]
+    assert all(r.status.ok for r in found)
     assert method._replays._refused == replay.REFUSED
 
 

@@ -96,7 +96,8 @@ class Solution:
         value: v, with the names of b.
         status: how it was obtained.
         iterations: iterations done (0 for a direct solve).
-        products: matrix-vector products spent, including those that found a step size.
+        products: matrix-vector products spent, including those that found a step size; where a CUDA graph was
+            replayed, those of all iterations, also if the solve ended before.
         residual: ‖b − (A + δI)v‖ / ‖b‖ where it is known without a further product; for a fixed-step solver
             that of the iterate before, which it knows; else ``None``.
     """

@@ -122,6 +122,17 @@ def map(f: Callable[[Tensor], Tensor], a: Tree) -> Tree:
     return {name: f(x) for name, x in a.items()}
 
 
+def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
+    """``a`` if a 0-dimensional ``condition`` holds, else ``b``, by no copy to the host; the other may hold NaN.
+
+    Example:
+        >>> where(torch.tensor(False), {"w": torch.tensor([float("nan")])}, {"w": torch.ones(1)})
+        {'w': tensor([1.])}
+    """
+    left, right = _paired(a, b)
+    return {name: torch.where(condition, x, y) for name, x, y in zip(a, left, right, strict=True)}
+
+
 def largest(a: Tree) -> Tensor:
     """The largest absolute entry max_i |a_i|, as a 0-dimensional tensor; NaN where any entry is NaN."""
     tensors = [x.detach() for x in a.values() if x.numel() > 0]

@@ -60,10 +60,11 @@ class Implicit(Hypergradient):
             ``Hessian``, ``GGN`` and the identity with ``CG``, or with ``Neumann`` and ``GradientDescent`` of a given
             step. It pays where a step waits for Python, as with small models, and needs batches of one shape on the
             device, a model without dropout, and objectives that never wait for the device; what is otherwise takes
-            the ordinary way, with a warning where that is for good. So does a solve that ends before its iterations are
-            done. Numbers that objectives take from Python variables are recorded as they were. The memory of a step is
-            not shared with other work, and after a factorisation that fails altogether there are no previous inverses
-            to go on with. Elsewhere it has no effect.
+            the ordinary way, with a warning where that is for good. A solve that ends before its iterations are done
+            has the value and status of the ordinary way, but spends the products of all iterations. Numbers that
+            objectives take from Python variables are recorded as they were. The memory of a step is not shared with
+            other work, and after a factorisation that fails altogether there are no previous inverses to go on with.
+            Elsewhere it has no effect.
 
     Example:
         >>> import hyperkron as hk

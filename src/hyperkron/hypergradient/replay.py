@@ -2,9 +2,10 @@
 
 A small model on a large GPU waits for Python: a KFAC hypergradient of a ResNet-18 is more than a thousand launches. A
 recording makes one of them, and lets factorisations run beside the outer gradient. It is optimistic: it takes for
-granted that factorisations succeed, that all numbers are finite and that solvers do all their iterations. Everything
-that a step would have read from the device on its way is read in one piece at the end; if something is not as it should
-be, the same step is done again in the ordinary way, which knows what to do about it.
+granted that factorisations succeed and that all numbers are finite. Everything that a step would have read from the
+device on its way is read in one piece at the end; if something is not as it should be, the same step is done again in
+the ordinary way, which knows what to do about it. An iterative solver that ends early is as it should be: it does all
+its iterations, but holds the value that it ended with (:mod:`hyperkron.solvers.watch`).
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Request(NamedTuple):
     def autocast(self) -> torch.dtype | None:
         """The dtype under which the model runs by ``torch.autocast``."""
         kind = next(self.model.parameters()).device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        enabled = torch.is_autocast_enabled(kind) and self.problem.autocast
+        return torch.get_autocast_dtype(kind) if enabled else None
 
     @property
     def kronecker(self) -> KroneckerState | None:
@@ -85,7 +87,8 @@ class Request(NamedTuple):
         """What must not change between a recording and its replay, but for batches."""
         modes = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, self.autocast)
         constants = self.method.constants(self.curvature)
-        return self.problem.inner, self.problem.outer, places(self.model, self.hyper), modes, constants
+        objectives = self.problem.inner, self.problem.outer, self.problem.autocast
+        return objectives, places(self.model, self.hyper), modes, constants
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,10 @@ class _Step:
         unread, answer = self.recording.replay()
         numbers = iter(torch.cat(unread).tolist())
         finite, zero, watched = (list(itertools.islice(numbers, len(part))) for part in unread)
-        if any(zero) or not all(map(math.isfinite, finite)) or not answer.watch.uneventful(watched):
+        solution = answer.watch.replayed(answer.solution, watched)
+        if any(zero) or not all(map(math.isfinite, finite)) or solution is None:
             return None
-        value = trees.map(Tensor.clone, answer.solution.value)
-        solution = replace(answer.solution, value=value, residual=answer.watch.residual)
+        solution = replace(solution, value=trees.map(Tensor.clone, solution.value))
         return answer._replace(value=finite[0], grads=trees.map(Tensor.clone, answer.grads), solution=solution)
 
 
@@ -234,7 +237,7 @@ class Replays:
                 state.let_go()  # they have been written over
             self._refused += 1
             if self._refused >= REFUSED and self._refused > self._served:
-                self._give_up("most replays had to be done again, for solves ended early or factorisations failed")
+                self._give_up("most replays had to be done again, for numbers were extreme or factorisations failed")
             return None
         self._served += 1
         wanted.cross.calls += 1

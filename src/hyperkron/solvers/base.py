@@ -12,7 +12,7 @@ import torch
 from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.solution import HyperkronError, NonFiniteError, Solution, Status
-from hyperkron.solvers.watch import Verdict, Watch
+from hyperkron.solvers.watch import Watch, strange
 from hyperkron.trees import Tree
 
 _SAFE_RANGE = 1e-6, 1e6  # of the largest entry of b: float32 squares and products stay far from its limits
@@ -23,8 +23,8 @@ class Solver(ABC):
 
     A solver is configuration only: a frozen dataclass that can be shared between threads and problems. A new
     one implements :meth:`_solve` and declares the three flags, by which a caller refuses combinations that
-    make no sense before any work is done. To be recorded as a CUDA graph it must ask its ``watch`` for the numbers it
-    decides by, and say so by a :meth:`check_graph` that refuses nothing.
+    make no sense before any work is done. To be recorded as a CUDA graph it must decide by what its ``watch`` looks at,
+    as :class:`~hyperkron.solvers.watch.Watch` says, and have a :meth:`check_graph` that refuses nothing.
 
     Attributes:
         needs_products: whether it multiplies by the operator rather than by its inverse.
@@ -52,7 +52,7 @@ class Solver(ABC):
             b: the right-hand side.
             start: v₀, such as the previous solution; ``None`` starts from zero without spending a product.
             preconditioner: M ≈ A + δI, positive definite, whose inverse is applied to residuals.
-            watch: one of its own for this solve, where it is recorded; ``None`` reads numbers at once.
+            watch: one of its own for this solve, by which it is recorded or not; ``None``: it is not.
 
         Returns:
             The solution with its status. A right-hand side of zeros has the solution zero, at no cost.
@@ -64,17 +64,18 @@ class Solver(ABC):
         self._check(operator, start, preconditioner)
         watch = Watch() if watch is None else watch
         b = trees.map(torch.Tensor.detach, b)
-        peak = watch(_extreme, trees.largest(b))
-        if peak is not None and not math.isfinite(peak):
+        (peak,) = watch.look(trees.largest(b))
+        extreme = watch.refuses(strange(peak) | (peak < _SAFE_RANGE[0]) | (peak > _SAFE_RANGE[1]))
+        if extreme and not math.isfinite(peak):
             raise NonFiniteError(_non_finite("b", b, "the outer loss and its batch"))
         if start is not None:
             start = trees.map(torch.Tensor.detach, start)
-            if watch(_infinite, trees.largest(start)) is not None:
+            if watch.refuses(strange(*watch.look(trees.largest(start)))):
                 raise NonFiniteError(_non_finite("start", start, "the previous solve, or pass start=None"))
+        if not extreme:
+            return self._solve(operator, b, start, preconditioner, watch)
         if peak == 0.0:
             return Solution(trees.zeros_like(b), Status.CONVERGED, residual=0.0)
-        if peak is None:
-            return self._solve(operator, b, start, preconditioner, watch)
         unit = 2.0 ** math.frexp(peak)[1]  # a power of two, so that scaling does not round
         start = None if start is None else trees.scale(start, 1.0 / unit)
         solution = self._solve(operator, trees.scale(b, 1.0 / unit), start, preconditioner, watch)
@@ -84,10 +85,13 @@ class Solver(ABC):
     def _solve(
         self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None, watch: Watch
     ) -> Solution:
-        """Solve for a finite, detached, non-zero ``b``, with arguments that :meth:`solve` has checked."""
+        """Solve for a finite, detached, non-zero ``b``, with arguments that :meth:`solve` has checked.
+
+        ``watch`` may be left alone by a solver that cannot be recorded as a CUDA graph.
+        """
 
     def check_graph(self) -> None:
-        """Refuse to be recorded as a CUDA graph, unless all numbers read from the device are asked of the watch."""
+        """Refuse to be recorded as a CUDA graph, unless all it decides by is looked at by the watch."""
         raise HyperkronError(
             f"graph=True does not work with solver={self!r}, which may read from the device on its way; use Direct, CG "
             "or Neumann, or graph=False."
@@ -112,17 +116,6 @@ class Solver(ABC):
                 f"preconditioner is a {type(preconditioner).__name__}, which has no inverse to apply; "
                 "use an invertible curvature such as KFAC"
             )
-
-
-def _extreme(numbers: list[float]) -> Verdict:
-    """The largest entry of b, unless it is one that float32 copes with."""
-    peak = numbers[0]
-    return Verdict(None if _SAFE_RANGE[0] <= peak <= _SAFE_RANGE[1] else peak)
-
-
-def _infinite(numbers: list[float]) -> Verdict:
-    """The largest entry of a tree, unless it is finite."""
-    return Verdict(None if math.isfinite(numbers[0]) else numbers[0])
 
 
 def _non_finite(argument: str, tree: Tree, look: str) -> str:

@@ -12,7 +12,7 @@ from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.solution import HyperkronError, Solution, Status
 from hyperkron.solvers.base import Solver, check_count, epsilon
-from hyperkron.solvers.watch import Progress, Verdict, Watch
+from hyperkron.solvers.watch import Course, Number, Watch, among, either, first, ratio, root, strange
 from hyperkron.trees import Tree
 
 
@@ -42,8 +42,9 @@ class CG(Solver):
       for Newton–CG) or M⁻¹b (the preconditioner in place of A; b if M itself is at fault);
     - when a NaN or an infinity appears: ``NON_FINITE``, with the last finite iterate (v₀ at the first).
 
-    Numbers are copied to the host once in each iteration (after a recorded solve, once for all). The residual
-    reported is the recursive one.
+    Numbers are copied to the host once in each iteration. A solve recorded as a CUDA graph spends the products of all
+    iterations, and reports these, but holds its value from where it stops; its numbers are read once for all. The
+    residual reported is the recursive one.
 
     Reference for the use in hypergradients: Grazzi et al., 2020 (AID-CG).
 
@@ -71,21 +72,18 @@ class CG(Solver):
             )
 
     def check_graph(self) -> None:
-        """All it decides by is asked of the watch."""
+        """All it decides by is looked at by the watch."""
 
     def _solve(
         self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None, watch: Watch
     ) -> Solution:
-        eps = epsilon(b)
-        progress = _Progress(eps, max(self.tolerance, eps))
-        size = trees.norm(b)
-        v, r, products = trees.zeros_like(b), b, 0
+        v, r, products, sizes = trees.zeros_like(b), b, 0, [trees.norm(b)]
         if start is not None:
             v, r, products = start, trees.add(b, operator.matvec(start), alpha=-1.0), 1
-            size = torch.stack([size, trees.norm(r)])
-        event = watch(progress.begin, size)
-        if event is not None:
-            return Solution(v, event, 0, products, watch.residual)
+            sizes.append(trees.norm(r))
+        course = _Course(watch.look(*sizes), epsilon(b), self.tolerance)
+        if watch.ends(course):
+            return watch.solution(v, products)
         p = z = r if preconditioner is None else preconditioner.solve(r)
         rz = trees.dot(r, z)
         for done in range(self.iterations):
@@ -95,56 +93,55 @@ class CG(Solver):
             step = rz / curvature
             v_next, r_next = trees.add(v, p, alpha=step), trees.add(r, product, alpha=-step)
             rr = trees.dot(r_next, r_next)
-            facts = torch.stack([rz, curvature, trees.dot(p, p), trees.dot(product, product), rr])
-            event = watch(progress.step, facts)
-            if event is Status.NONPOSITIVE_CURVATURE and done == 0 and start is None:
-                if progress.rz <= 0.0:
-                    return Solution(trees.map(torch.clone, b), event, 0, products)
-                left = float(trees.norm(trees.add(b, product, alpha=-1.0)))
-                return Solution(trees.map(torch.clone, p), event, 0, products, left / progress.size)
-            if event is Status.CONVERGED:
-                return Solution(v_next, event, done + 1, products, watch.residual)
-            if event is not None:
-                return Solution(v, event, done, products, watch.residual)
-            v, r = v_next, r_next
+            course.step(watch.look(rz, curvature, trees.dot(p, p), trees.dot(product, product), rr), done)
+            v = watch.choose(watch.alive & course.usable, v_next, v)
+            if done == 0 and start is None and watch.may(course.stuck):
+                (left,) = watch.look(trees.norm(trees.add(b, product, alpha=-1.0)))
+                v = watch.choose(course.stuck, trees.map(torch.clone, watch.choose(course.unfit, b, p)), v)
+                course.begin_stuck(left)
+            if watch.ends(course):
+                break
+            r = r_next
             if done + 1 < self.iterations:
                 z = r if preconditioner is None else preconditioner.solve(r)
                 rz_next = rr if preconditioner is None else trees.dot(r, z)
                 p, rz = trees.add(z, p, alpha=rz_next / rz), rz_next
-        return Solution(v, Status.BUDGET, self.iterations, products, watch.residual)
+        return watch.solution(v, products)
 
 
-class _Progress(Progress):
-    """The residual so far, and ‖A‖ as far as it was seen."""
+class _Course(Course):
+    """The residual so far, and ‖A‖ as far as it was seen.
 
-    def __init__(self, eps: float, goal: float) -> None:
-        self.eps, self.goal = eps, goal
+    Attributes:
+        usable: whether the last iteration leads to an iterate,
+        stuck: whether its direction is bad, and
+        unfit: whether that is for rᵀM⁻¹r.
+    """
 
-    def begin(self, numbers: list[float]) -> Verdict:
-        self.largest = 0.0
-        event, residual = super().begin(numbers)
-        return Verdict(event or self._reached(), residual)
+    def __init__(self, sizes: list[Number], eps: float, tolerance: float) -> None:
+        super().__init__(sizes)
+        self.eps, self.goal = eps, max(tolerance, eps)
+        self.iterations, self.largest = 0, 0.0
+        reached = self.residual <= self.goal
+        self.code = first((Status.NON_FINITE, strange(self.residual)), (Status.CONVERGED, reached))
 
-    def step(self, numbers: list[float]) -> Verdict:
-        """From rᵀz, pᵀAp, ‖p‖², ‖Ap‖² and the new ‖r‖²."""
-        self.rz, _, pp, qq, rr = numbers
-        if pp > 0.0:
-            self.largest = max(self.largest, math.sqrt(qq / pp))
-        trouble = _trouble(numbers, self.eps * self.largest)
-        if trouble is not None:
-            return Verdict(trouble, self.residual)
-        self.residual = math.sqrt(rr) / self.size
-        return Verdict(self._reached(), self.residual)
+    def step(self, facts: list[Number], done: int) -> None:
+        """Another iteration after ``done``, from rᵀz, pᵀAp, ‖p‖², ‖Ap‖² and the new ‖r‖²."""
+        rz, curvature, pp, qq, rr = facts
+        norm, residual = root(ratio(qq, pp)), root(rr) / self.size
+        self.largest = either(norm > self.largest, norm, self.largest)
+        self.unfit = rz <= 0.0
+        self.code = first(
+            (Status.NON_FINITE, strange(rz, curvature, pp, qq)),
+            (Status.NONPOSITIVE_CURVATURE, self.unfit | (curvature <= self.eps * self.largest * pp)),
+            (Status.NON_FINITE, strange(rr)),
+            (Status.CONVERGED, residual <= self.goal),
+        )
+        self.stuck = among(self.code, Status.NONPOSITIVE_CURVATURE)
+        self.usable = among(self.code, Status.BUDGET, Status.CONVERGED)
+        self.iterations = done + self.usable
+        self.residual = either(self.usable, residual, self.residual)
 
-    def _reached(self) -> Status | None:
-        return Status.CONVERGED if self.residual <= self.goal else None
-
-
-def _trouble(facts: list[float], floor: float) -> Status | None:
-    """Why an iteration cannot be used, from rᵀz, pᵀAp, ‖p‖², ‖Ap‖² and the new ‖r‖²; ``None`` if it can."""
-    rz, curvature, pp, qq, rr = facts
-    if not all(math.isfinite(fact) for fact in (rz, curvature, pp, qq)):
-        return Status.NON_FINITE
-    if rz <= 0.0 or curvature <= floor * pp:
-        return Status.NONPOSITIVE_CURVATURE
-    return None if math.isfinite(rr) else Status.NON_FINITE
+    def begin_stuck(self, left: Number) -> None:
+        """Where the first direction is bad, the value is it, and ``left`` = ‖b − Ap₀‖; or b, if M is at fault."""
+        self.residual = either(self.stuck, either(self.unfit, math.nan, left / self.size), self.residual)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from hyperkron import trees
 from hyperkron.curvature.base import Operator
 from hyperkron.solution import HyperkronError, Solution, Status
 from hyperkron.solvers.base import Solver, epsilon
 from hyperkron.solvers.spectrum import power_iteration
-from hyperkron.solvers.watch import Progress, Verdict, Watch
+from hyperkron.solvers.watch import Course, Number, Watch, among, either, first, root, strange
 from hyperkron.trees import Tree
 
 
@@ -53,60 +51,64 @@ def _iterate(
     operator: Operator, b: Tree, start: Tree | None, updates: int, step: float, products: int, watch: Watch
 ) -> Solution:
     """The iteration of :func:`fixed_step` for a known step, after ``products`` were spent on finding it."""
-    progress, size = _Progress(epsilon(b), started=start is not None), trees.norm(b)
-    if start is None:
-        v, r = trees.scale(b, step), b
-        watch(progress.begin, size)
-    else:
+    r, sizes = b, [trees.norm(b)]
+    if start is not None:
         r, products = trees.add(b, operator.matvec(start), alpha=-1.0), products + 1
-        if watch(progress.begin, torch.stack([size, trees.norm(r)])) is not None:
-            return Solution(start, Status.NON_FINITE, 0, products)
-        v = trees.add(start, r, alpha=step)
+        sizes.append(trees.norm(r))
+    course = _Course(watch.look(*sizes), epsilon(b))
+    if watch.ends(course):
+        return watch.solution(trees.zeros_like(b) if start is None else start, products)
+    v = trees.scale(b, step) if start is None else trees.add(start, r, alpha=step)
     best = v if start is None else start
     for done in range(1, updates):
         product = operator.matvec(r)
         products += 1
         r_next = trees.add(r, product, alpha=-step)
-        event = watch(progress.step, torch.stack([trees.dot(r, product), trees.dot(r_next, r_next)]))
-        if progress.best == done:
-            best = v
-        if event in (Status.NONPOSITIVE_CURVATURE, Status.DIVERGED):
-            return Solution(best, event, progress.best, products, watch.residual)
-        if event is not None:
-            return Solution(v, event, done, products, watch.residual)
-        v, r = trees.add(v, r_next, alpha=step), r_next
-    return Solution(v, Status.BUDGET, updates, products, watch.residual)
+        facts = watch.look(trees.dot(r, product), trees.dot(r_next, r_next))
+        course.step(facts, done, anyway=done == 1 and start is None)
+        best = watch.choose(watch.alive & course.better, v, best)
+        if watch.ends(course):
+            break
+        v, r = watch.choose(watch.alive, trees.add(v, r_next, alpha=step), v), r_next
+    return watch.solution(watch.choose(watch.ended(*_GROWN), best, v), products)
 
 
-class _Progress(Progress):
-    """Residuals so far; ``best`` is how many updates led to the iterate of the smallest, ``least``.
+_GROWN = Status.NONPOSITIVE_CURVATURE, Status.DIVERGED
 
-    It is 0 for the start; without one, the first iterate is better than none.
+
+class _Course(Course):
+    """Residuals so far.
+
+    Attributes:
+        better: whether the last iterate of which the residual is known is the best so far; and
+        best: how many updates led to the best, 0 for the start, whose residual is
+        least: the smallest.
     """
 
-    def __init__(self, eps: float, *, started: bool) -> None:
-        self.eps, self.started = eps, started
-        self.best = self.done = 0
+    def __init__(self, sizes: list[Number], eps: float) -> None:
+        super().__init__(sizes)
+        self.eps = eps
+        self.best, self.least = 0, self.residual
+        self.code = first((Status.NON_FINITE, strange(self.residual)))
+        self.iterations = either(self.code == 0, 1, 0)
 
-    def begin(self, numbers: list[float]) -> Verdict:
-        verdict = super().begin(numbers)
-        self.best, self.done, self.least = 0, 0, self.residual
-        return verdict
-
-    def step(self, numbers: list[float]) -> Verdict:
-        """From rᵀAr and the next ‖r‖²."""
-        curvature, rr = numbers
-        self.done += 1
-        if not math.isfinite(curvature):
-            return Verdict(Status.NON_FINITE)
-        residual = math.sqrt(rr) / self.size if math.isfinite(rr) else math.inf
+    def step(self, facts: list[Number], done: int, *, anyway: bool) -> None:
+        """From rᵀAr and the next ‖r‖², that of the iterate after ``done`` updates, which may be the best ``anyway``."""
+        curvature, rr = facts
+        residual = either(strange(rr), math.inf, root(rr) / self.size)
         grows = residual > self.least * (1.0 + math.sqrt(self.eps))
-        if not (self.started or self.best) or residual <= self.least:
-            self.best, self.least = self.done, residual
-        if grows:
-            status = Status.NONPOSITIVE_CURVATURE if curvature < 0.0 else Status.DIVERGED
-            return Verdict(status, self.least if math.isfinite(self.least) else None)
-        return Verdict(Status.CONVERGED if residual <= self.eps else None, residual)
+        self.better = (residual <= self.least) | anyway
+        self.best, self.least = either(self.better, done, self.best), either(self.better, residual, self.least)
+        self.code = first(
+            (Status.NON_FINITE, strange(curvature)),
+            (Status.NONPOSITIVE_CURVATURE, grows & (curvature < 0.0)),
+            (Status.DIVERGED, grows),
+            (Status.CONVERGED, residual <= self.eps),
+        )
+        grown = among(self.code, *_GROWN)
+        self.iterations = either(grown, self.best, either(self.code == 0, done + 1, done))
+        known = either(grown, self.least, residual)
+        self.residual = either(among(self.code, Status.NON_FINITE), math.nan, known)
 
 
 def check_known(step: float | None, solver: Solver) -> None:

@@ -23,7 +23,8 @@ class Neumann(Solver):
     Without a ``step`` a safe one is found by power iteration, for ``power_iterations`` further products. A
     series whose terms grow is stopped and reported (``DIVERGED``, or ``NONPOSITIVE_CURVATURE`` if a negative
     rᵀAr shows why), with the partial sum of least residual, at the least ηb. A NaN or an infinity from the
-    operator ends it as ``NON_FINITE``, with the last finite sum (zero if there is no step yet).
+    operator ends it as ``NON_FINITE``, with the last finite sum (zero if there is no step yet). A series recorded as a
+    CUDA graph spends all K products and reports these, but holds its sum from where it ends.
 
     The residual reported is that of the sum without its last term, which is known at no cost and is the
     larger one for a safe step. A solution's ``iterations`` are the terms summed, the first included.

@@ -1,0 +1,106 @@
+"""Solves that are recorded without a GPU: every way to a number of a tensor is closed while they are."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dense_operator import DenseInvertible, DenseOperator, random_spd, random_vector, unflatten
+from hyperkron.curvature.base import Invertible
+from hyperkron.solution import Solution
+from hyperkron.solvers import Solver, Watch
+from hyperkron.trees import Tree
+
+N = 12
+A = random_spd(N, condition=10.0, seed=0)
+B = random_vector(N, seed=1)
+START = random_vector(N, seed=2)
+EYE = torch.eye(N, dtype=torch.float64)
+
+
+class _NoReads(TorchDispatchMode):
+    """Refuses what waits for the device below Python."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select")
+        assert func.overloadpacket.__name__ not in waits, func
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def nothing_read() -> Iterator[None]:
+    """Every way to a number of a tensor fails."""
+
+    def fail(*args: Any) -> None:
+        raise AssertionError("read from the device")
+
+    with contextlib.ExitStack() as stack:
+        for name in ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__"):
+            stack.enter_context(patch.object(Tensor, name, fail))
+        stack.enter_context(_NoReads())
+        yield
+
+
+class Turning(DenseOperator):
+    """A dense operator of which, after ``good`` products, ``bad`` ones are ``then`` times too large."""
+
+    def __init__(self, matrix: Tensor, good: int, then: float, bad: int) -> None:
+        super().__init__(matrix)
+        self.then, self.wrong = then, range(good + 1, good + bad + 1)
+
+    def matvec(self, v: Tree) -> Tree:
+        product = super().matvec(v)
+        return {k: x * self.then for k, x in product.items()} if self.products in self.wrong else product
+
+
+@dataclass
+class System:
+    """One solve, done at once or recorded, with an operator that may turn after ``good`` products."""
+
+    solver: Solver
+    matrix: Tensor = A
+    b: Tensor = B
+    start: Tensor | None = None
+    good: int = 1000
+    then: float = math.nan
+    bad: int = 1000
+    preconditioner: Tensor | None = None
+    dtype: torch.dtype = torch.float64
+
+    def solve(self, watch: Watch | None = None) -> Solution:
+        start = None if self.start is None else unflatten(self.start.to(self.dtype))
+        second: Invertible | None = None
+        if self.preconditioner is not None:
+            second = DenseInvertible(self.preconditioner.to(self.dtype))
+        operator, b = (
+            Turning(self.matrix.to(self.dtype), self.good, self.then, self.bad),
+            unflatten(self.b.to(self.dtype)),
+        )
+        solution = self.solver.solve(operator, b, start=start, preconditioner=second, watch=watch)
+        assert solution.products == operator.products
+        return solution
+
+    def recorded(self) -> tuple[Solution, Watch, list[float]]:
+        """The solution of a recording, its watch and the numbers that were not read."""
+        watch = Watch(recording=True)
+        with nothing_read():
+            solution = self.solve(watch)
+        return solution, watch, unread(watch)
+
+    def replayed(self) -> Solution | None:
+        """What a replay makes of the recording."""
+        solution, watch, numbers = self.recorded()
+        return watch.replayed(solution, numbers)
+
+
+def unread(watch: Watch) -> list[float]:
+    """What a replay would read."""
+    return [x for part in watch.unread for x in part.double().reshape(-1).tolist()]
