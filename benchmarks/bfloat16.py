@@ -1,7 +1,8 @@
 """How much a model under bfloat16 autocast changes its KFAC hypergradient: cosine to that of the float32 model.
 
 Beside it what the model's own arithmetic does, whatever the method: the cosine of ∂θ J_out, and of the hypergradient
-without curvature. And what our part does: the cosine of v where the factors alone come from the bfloat16 model.
+without curvature. And what our part does: the cosine of v where the factors alone come from the bfloat16 model. Last,
+the same problem with ``autocast=False``, whose hypergradient does without bfloat16.
 
 With random images and labels ∂θ J_out is what is left when hundreds of gradients cancel; with those of CIFAR-10 they
 agree more.
@@ -52,6 +53,7 @@ def compared(work: Workload, device: str) -> dict[str, float | str]:
         "float32": hk.BilevelProblem(inner, outer),
         "bfloat16": hk.BilevelProblem(half_inner, half_outer),
         "factors": hk.BilevelProblem(half_inner, outer),
+        "without": hk.BilevelProblem(half_inner, half_outer, autocast=False),
     }
     found = {label: result(hk.kfac(fisher="type-2"), problem) for label, problem in problems.items()}
     plain = {label: result(hk.identity(), problems[label]) for label in ("float32", "bfloat16")}
@@ -62,6 +64,7 @@ def compared(work: Workload, device: str) -> dict[str, float | str]:
     return {
         "workload": work.name,
         "cosine": cosine(full.grads, half.grads),
+        "cosine_without_autocast": cosine(full.grads, found["without"].grads),
         "ratio_of_norms": float(trees.norm(half.grads) / trees.norm(full.grads)),
         "outer_gradient": cosine(b["float32"], b["bfloat16"]),
         "identity": cosine(plain["float32"].grads, plain["bfloat16"].grads),

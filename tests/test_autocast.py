@@ -10,8 +10,11 @@ from torch import nn
 
 import hyperkron as hk
 from hyperkron import trees
+from hyperkron.algorithms.oracles import gradients
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
+from hyperkron.hypergradient.steps import SGD
+from hyperkron.kernels import WithoutAutocast
 from hyperkron.point import Point
 
 
@@ -89,3 +92,73 @@ def test_a_whole_call_under_autocast_is_one_with_autocast_in_the_objectives(buil
     unlike = build().compute(problem(False), model, weights, batch, batch)
     for name in plain.grads:  # what disables it inside an objective is left as it is
         torch.testing.assert_close(plain.grads[name], unlike.grads[name], rtol=0, atol=0)
+
+
+METHODS = [
+    hk.kfac,
+    hk.ekfac,
+    hk.identity,
+    lambda: hk.cg(3),
+    lambda: hk.kfac(cross="forward"),
+    lambda: hk.unrolled(2, SGD(0.1)),
+]
+
+
+@pytest.mark.parametrize("build", METHODS, ids=["kfac", "ekfac", "identity", "cg", "forward", "unrolled"])
+@pytest.mark.parametrize("name", ["convolutions", "tokens"])
+def test_a_problem_can_do_without_autocast(build: Any, name: str) -> None:
+    """Bit for bit what a model without autocast gives, wherever autocast is enabled."""
+    model, x = models()[name]
+    weights, batch = hk.SampleWeights(32), (x, torch.arange(32) % 4, torch.arange(32))
+    rounding, exact = problem(True), problem(False)
+    plain = hk.BilevelProblem(rounding.inner, rounding.outer, autocast=False)
+    wanted = build().compute(exact, model, weights, batch, batch).grads
+    inside = build().compute(plain, model, weights, batch, batch).grads
+    with torch.autocast("cpu", torch.bfloat16):
+        around = build().compute(plain, model, weights, batch, batch).grads
+        assert torch.is_autocast_enabled("cpu")
+    rounded = build().compute(rounding, model, weights, batch, batch).grads
+    for key in wanted:
+        assert torch.equal(inside[key], wanted[key]) and torch.equal(around[key], wanted[key])
+        assert not torch.equal(rounded[key], wanted[key])
+    assert WithoutAutocast.entered == 0
+
+
+def test_micro_batches_do_without_autocast_too() -> None:
+    model, x = models()["tokens"]
+    weights, batch = hk.SampleWeights(32), (x, torch.arange(32) % 4, torch.arange(32))
+    rounding = problem(True)
+    pieces = [
+        hk.Accumulated(whole, micro_batch=8)
+        for whole in (problem(False), hk.BilevelProblem(rounding.inner, rounding.outer, autocast=False))
+    ]
+    wanted, found = (hk.cg(3).compute(p, model, weights, batch, batch).grads for p in pieces)
+    for key in wanted:
+        assert torch.equal(found[key], wanted[key])
+
+
+def test_autocast_is_let_be_after_an_error_without_it() -> None:
+    def failing(model: nn.Module, weights: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(batch[0][:, :1])
+
+    model, x = models()["tokens"]
+    batch = (x, torch.arange(32) % 4, torch.arange(32))
+    broken = hk.BilevelProblem(failing, failing, autocast=False)
+    with pytest.raises(RuntimeError), torch.autocast("cpu", torch.bfloat16):
+        hk.identity().compute(broken, model, hk.SampleWeights(32), batch, batch)
+    assert WithoutAutocast.entered == 0 and not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_algorithms_of_gradients_do_without_autocast_but_for_steps_of_theta(live: bool) -> None:
+    model, x = models()["tokens"]
+    batch, found = (x, torch.arange(32) % 4, torch.arange(32)), {}
+    rounding = problem(True)
+    plain = hk.BilevelProblem(rounding.inner, rounding.outer, autocast=False)
+    for name, given in {"plain": plain, "float32": problem(False), "bfloat16": rounding}.items():
+        state = hk.BOME().init(given, model, hk.SampleWeights(32))
+        found[name] = gradients(state, "inner", batch, live=live).theta
+    same = "bfloat16" if live else "float32"
+    assert all(torch.equal(found["plain"][name], found[same][name]) for name in found["plain"])
+    assert not all(torch.equal(found["float32"][name], found["bfloat16"][name]) for name in found["plain"])

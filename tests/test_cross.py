@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 import oracles
 from cases import DOUBLE, Mean, make, mlp, random_weights
-from hyperkron import solution, trees
+from hyperkron import cross, solution, trees
 from hyperkron.cross import Cross, CrossState, difference, forward, reverse
 from hyperkron.point import Point
 from test_curvature_products import Attention, Once
@@ -418,3 +418,34 @@ def test_float32_picks_a_way_within_its_tolerance() -> None:
     assert state.mode == "difference"
     assert oracles.relative(found, wanted) < 0.05
     assert F.cosine_similarity(found["a"], wanted["a"], dim=0) > 0.999
+
+
+@pytest.mark.parametrize(
+    ("small", "exact_enough", "mode"), [(False, True, "forward"), (True, True, "difference"), (True, False, "forward")]
+)
+def test_where_tf32_is_too_coarse_small_models_take_float32(
+    small: bool, exact_enough: bool, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Emulated on a CPU: a difference is off by a fifth, in TF32 always, in float32 unless it is exact enough."""
+    plain, calls = difference, []
+
+    def rounded(point: Point, v: Any, radius: float, full: bool = False) -> Any:
+        calls.append(full)
+        found = plain(point, v, radius)
+        off = 0.0 if full and exact_enough else 0.2 * (-1) ** len(calls)
+        return trees.scale(found, 1.0 + off)
+
+    monkeypatch.setattr(cross, "difference", rounded)
+    monkeypatch.setattr(cross, "_tf32", lambda point: True)
+    monkeypatch.setattr(Point, "small", property(lambda point: small))
+    problem, (model, hyper) = hk.BilevelProblem(weights, weights), (mlp(3, 3, 3), Lambda(a=torch.ones(5)))
+    state = CrossState()
+    with Point(problem, model, hyper, X, X) as point:
+        v = trees.map(torch.ones_like, point.params)
+        found = Cross().term(point, v, None, state)
+        exact = reverse(point, v)
+        assert state.mode == mode and state.full is (mode == "difference") and any(calls) is small
+        assert trees.norm(trees.add(found, exact, alpha=-1.0)) <= 1e-5 * trees.norm(exact)
+        calls.clear()
+        Cross().term(point, v, None, state)
+        assert calls == ([True] if mode == "difference" else [])

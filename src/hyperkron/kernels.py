@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -98,6 +98,41 @@ class Kernels(TorchFunctionMode):
         return convolution(input, weight, bias, (steps, pads, gaps, groups))
 
 
+class WithoutAutocast(TorchFunctionMode):
+    """Every function of torch runs without autocast on a kind of device, whatever a model enables around it.
+
+    Attributes:
+        entered: how many of these are in force; what evaluates a model later must do it likewise.
+    """
+
+    entered: ClassVar[int] = 0
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def __enter__(self) -> WithoutAutocast:
+        WithoutAutocast.entered += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        WithoutAutocast.entered -= 1
+        super().__exit__(*exc)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        enabled = torch.is_autocast_enabled(self.kind)
+        if not enabled:
+            return func(*args, **(kwargs or {}))
+        torch.set_autocast_enabled(self.kind, False)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            torch.set_autocast_enabled(self.kind, True)
+
+
 @contextmanager
 def chosen(
     model: nn.Module, device: torch.device, size: int, *, differentiable: bool, recording: bool
@@ -106,7 +141,7 @@ def chosen(
 
     It will be ``differentiable`` twice, or it is ``recording`` a CUDA graph.
     """
-    mode, idle = None, (size, torch.backends.cudnn.allow_tf32, torch.is_autocast_enabled(device.type))
+    mode, idle = None, _conditions(device, size)
     once = not (differentiable or recording)
     with ExitStack() as stack:
         if differentiable:
@@ -118,6 +153,16 @@ def chosen(
         yield mode
     if once and mode is not None and not mode.converted:
         _IDLE.setdefault(model, set()).add(idle)
+
+
+def small(model: nn.Module, device: torch.device, size: int) -> bool:
+    """Whether ``model`` was seen to have convolutions or batch norm, and no large tensors, on such a batch."""
+    return _conditions(device, size) in _IDLE.get(model, ())
+
+
+def _conditions(device: torch.device, size: int) -> Hashable:
+    """What decides, for one model, whether anything is worth changing."""
+    return size, torch.backends.cudnn.allow_tf32, torch.is_autocast_enabled(device.type)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hyperkron.kernels import LayoutError, evaluate
+from hyperkron.kernels import LayoutError, WithoutAutocast, evaluate, small
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Objective
 from hyperkron.solution import HyperkronError, NonFiniteError
@@ -87,10 +87,11 @@ class Point:
         self._stack.enter_context(torch.inference_mode(False))
         self._stack.enter_context(torch.enable_grad())
         if torch.is_autocast_enabled(self.device.type):  # for the objectives alone: all else keeps its precision
-            cache = torch.is_autocast_cache_enabled()
-            self.autocast = torch.autocast(
-                self.device.type, torch.get_autocast_dtype(self.device.type), cache_enabled=cache
-            )
+            if self.problem.autocast:
+                cache = torch.is_autocast_cache_enabled()
+                self.autocast = torch.autocast(
+                    self.device.type, torch.get_autocast_dtype(self.device.type), cache_enabled=cache
+                )
             self._stack.enter_context(torch.autocast(self.device.type, enabled=False))
         return self
 
@@ -167,17 +168,23 @@ class Point:
         function = self.problem.inner if level == "inner" else self.problem.outer
 
         def call() -> Loss | Tensor:
-            if params is None:
-                return function(self.model, self.hyper, batch)
-            named = {f"model.{name}": p for name, p in params.items()}
-            value: Loss | Tensor = functional_call(_Caller(self.model), named, (function, self.hyper, batch))
-            return value
+            with nullcontext() if self.problem.autocast else WithoutAutocast(self.device.type):
+                if params is None:
+                    return function(self.model, self.hyper, batch)
+                named = {f"model.{name}": p for name, p in params.items()}
+                value: Loss | Tensor = functional_call(_Caller(self.model), named, (function, self.hyper, batch))
+                return value
 
-        size = sum(x.numel() for _, x in tensors_of("", batch))
         with self.autocast or nullcontext():
             return evaluate(
-                call, self.model, self.device, size, differentiable=differentiable, recording=self.recording
+                call, self.model, self.device, _size(batch), differentiable=differentiable, recording=self.recording
             )
+
+    @property
+    def small(self) -> bool:
+        """Whether an evaluation of J_in, after the first, is known to wait for Python rather than for the GPU."""
+        with self.autocast or nullcontext():
+            return small(self.model, self.device, _size(self.inner_batch))
 
     def finite(self, name: str, value: Tensor, remedy: str) -> None:
         """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
@@ -273,6 +280,10 @@ def tensors_of(name: str, batch: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(batch, (list, tuple)):
         for i, x in enumerate(batch):
             yield from tensors_of(f"{name}[{i}]", x)
+
+
+def _size(batch: Any) -> int:
+    return sum(x.numel() for _, x in tensors_of("", batch))
 
 
 class _Caller(nn.Module):

@@ -27,6 +27,9 @@ class BilevelProblem:
     Args:
         inner: J_in(λ, θ), minimised over the model's trainable parameters.
         outer: J_out(λ, θ), minimised over the parameters of ``hyper`` through θ*(λ).
+        autocast: ``False``: hypergradients, and gradients in their place, evaluate both objectives without
+            ``torch.autocast``, also where the caller, an objective or the model enables it. For models whose gradients
+            bfloat16 rounds too coarsely. θ's own steps are left as they are.
 
     Example:
         >>> import torch, hyperkron as hk
@@ -41,6 +44,7 @@ class BilevelProblem:
 
     inner: Objective
     outer: Objective
+    autocast: bool = True
 
     def __post_init__(self) -> None:
         for name in ("inner", "outer"):

@@ -8,7 +8,7 @@ ordinary training. Every other evaluation leaves the model's buffers as they wer
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from hyperkron.curvature import GGN, Curvature, Hessian
 from hyperkron.curvature.products import HessianOperator
 from hyperkron.hypergradient import Hypergradient, Unrolled
 from hyperkron.hypergradient.implicit import outer_gradients
+from hyperkron.kernels import WithoutAutocast
 from hyperkron.losses import as_loss
 from hyperkron.point import Point
 from hyperkron.solution import HypergradientResult, HyperkronError
@@ -111,7 +112,8 @@ def gradients(
         scaler = state.inner.scaler if live and level == "inner" else None
         if live and level == "inner" and state.inner.autocast is not None:
             stack.enter_context(torch.autocast(wanted[0].device.type, state.inner.autocast))
-        loss = as_loss(function(state.model, state.hyper, batch))
+        with nullcontext() if live or state.problem.autocast else WithoutAutocast(wanted[0].device.type):
+            loss = as_loss(function(state.model, state.hyper, batch))
         if not loss.value.requires_grad:
             raise HyperkronError(f"{level} returned a loss that depends on neither model nor hyper; do not detach it.")
         value = loss.value if scaler is None else scaler.scale(loss.value)

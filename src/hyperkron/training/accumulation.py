@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from hyperkron.kernels import WithoutAutocast
 from hyperkron.losses import Loss, as_loss
 from hyperkron.point import tensors_of
 from hyperkron.problem import BilevelProblem, Objective, rows, shares
@@ -56,7 +57,8 @@ class Accumulated(BilevelProblem):
         object.__setattr__(self, "whole", problem)
         object.__setattr__(self, "_size", _Size())
         self.resize(micro_batch)
-        super().__init__(_Pieces("inner", problem.inner, self._size), _Pieces("outer", problem.outer, self._size))
+        levels = _Pieces("inner", problem.inner, self._size), _Pieces("outer", problem.outer, self._size)
+        super().__init__(*levels, autocast=problem.autocast)
 
     whole: BilevelProblem
     _size: _Size
@@ -182,6 +184,7 @@ class _Work:
         self.random: dict[str, Any] = random_state()
         device = next(iter(self.named().values()), torch.zeros(())).device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        self.without = WithoutAutocast.entered > 0  # pieces are evaluated again when the objective has returned
         self.names = [name for name, x in self.named().items() if x.requires_grad]
 
     def named(self) -> dict[str, Tensor]:
@@ -193,7 +196,8 @@ class _Work:
         kind, dtype, enabled = self.autocast
         substitutes = dict(zip(self.names, tensors, strict=True))
         for part in self.parts:
-            with torch.autocast(kind, dtype, enabled=enabled):
+            without = WithoutAutocast(kind) if self.without else contextlib.nullcontext()
+            with torch.autocast(kind, dtype, enabled=enabled), without:
                 loss = as_loss(functional_call(self.both, substitutes, (self.function, part)))
             yield loss, rows(loss.terms, length(part))
 
