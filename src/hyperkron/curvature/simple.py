@@ -119,14 +119,13 @@ def _adam_jacobian(members: list[Tensor], memory: list[dict[str, Tensor]], group
     With β₁m⁻ = m − (1−β₁)g and β₂s⁻ = s − (1−β₂)g² put in, the g² terms of D's numerator cancel: it is
     (1−β₁)s − (1−β₂)g·m.
     """
-    beta1, beta2 = group["betas"]
+    (beta1, beta2), rate = group["betas"], float(group["lr"])
     gradients = [p.grad for p in members if p.grad is not None]
     first, second = [x["exp_avg"] for x in memory], [x["exp_avg_sq"] for x in memory]
-    top = torch._foreach_mul(second, 1 - beta1)
-    torch._foreach_sub_(top, torch._foreach_mul(torch._foreach_mul(gradients, first), 1 - beta2))
+    top = torch._foreach_mul(second, rate * (1 - beta1))
+    torch._foreach_addcmul_(top, gradients, first, value=-rate * (1 - beta2))
     bottom = torch._foreach_sqrt(second)
     torch._foreach_add_(bottom, group["eps"])
     torch._foreach_pow_(bottom, 3.0)
     torch._foreach_div_(top, bottom)
-    torch._foreach_mul_(top, float(group["lr"]))
     return list(top)
