@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from mnist_cleaning import loss_and_error, noisy_mnist
+from mnist_problem import loss_and_error, noisy_mnist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
