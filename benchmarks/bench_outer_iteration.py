@@ -86,6 +86,7 @@ METHODS = [
         warm_up=13,
     ),
     Method("CG-3", ours(lambda w: hk.cg(3))),
+    Method("CG-3, graph", ours(lambda w: hk.cg(3, graph=True)), graph=True),
     Method("CG-3, GGN", ours(lambda w: hk.cg(3, curvature=hk.GGN(1e-3)))),
     Method("CG-3, GGN, graph", ours(lambda w: hk.cg(3, curvature=hk.GGN(1e-3), graph=True)), graph=True),
     Method("Neumann-10", ours(lambda w: hk.neumann(10, step=1e-2))),

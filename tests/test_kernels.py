@@ -243,3 +243,16 @@ def test_a_model_is_not_watched_where_that_was_idle(monkeypatch: pytest.MonkeyPa
     assert watched(10, differentiable=True) and watched(10, recording=True)  # these always pay
     monkeypatch.setattr(kernels, "LARGE", 1)
     assert watched(12) and watched(12)  # it was not idle
+
+
+@pytest.mark.parametrize(("stride", "converted"), [(1, True), (2, False), ((2, 1), True)])
+def test_a_convolution_is_large_by_what_it_gives_or_takes(
+    stride: Any, converted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stem with stride 2 gives a quarter of the positions that it takes."""
+    monkeypatch.setattr(kernels, "LARGE", 8 * 64 // 2)
+    monkeypatch.setattr(kernels, "_coarse", lambda x: True)
+    x, layer = torch.randn(1, 2, 8, 8), nn.Conv2d(2, 8, 3, stride=stride, padding=1)
+    with Kernels(second_order=False, channels_last=True, always=False) as mode:
+        layer(x)
+    assert mode.converted is converted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,14 @@ def test_real_memory_runs_out_and_the_step_is_repeated_in_pieces() -> None:
         method = hk.AID(hk.kfac(1e-2, cross="reverse"), inner_steps=1)
         return hk.fit(problem, model, hyper, method, (x, y), (x[:64], y[:64]), steps=1, callbacks=callbacks)
 
-    whole = make([]).state
-    expected = float(whole.hyper.value.detach())
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    expected = float(make([]).state.hyper.value.detach())
+    needed = torch.cuda.max_memory_allocated() - before
+    gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1.2 * 2**30) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 0.7 * needed) / total)
     try:
         with pytest.warns(hk.HyperkronWarning, match="out of memory at step 0"):
             run = make([hk.HalveOnOutOfMemory()])

@@ -13,6 +13,7 @@ without a CUDA graph small tensors are left alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, TypeVar
@@ -82,8 +83,9 @@ class Kernels(TorchFunctionMode):
     ) -> Tensor:
         spatial = weight.dim() - 2
         usual = input.dim() == weight.dim() and plain(input) and plain(weight)
-        positions = input.numel() // max(1, input.shape[1])
-        pays = self.always or max(input.shape[1], weight.shape[0]) * positions >= LARGE
+        steps = [stride] * spatial if isinstance(stride, int) else list(stride)
+        output = input.numel() // max(1, input.shape[1]) * weight.shape[0] // math.prod(steps)
+        pays = self.always or max(input.numel(), output) >= LARGE
         if usual and self.channels_last and spatial == 2 and groups == 1 and _coarse(input):
             pays = pays or input.is_contiguous(memory_format=torch.channels_last)
             if pays:
@@ -94,7 +96,7 @@ class Kernels(TorchFunctionMode):
         alike = input.dtype == weight.dtype and not torch.is_autocast_enabled(input.device.type)
         if not (self.second_order and pays and usual and alike) or isinstance(padding, str):
             return func(input, weight, bias, stride, padding, dilation, groups)
-        steps, pads, gaps = ([n] * spatial if isinstance(n, int) else list(n) for n in (stride, padding, dilation))
+        pads, gaps = ([n] * spatial if isinstance(n, int) else list(n) for n in (padding, dilation))
         return convolution(input, weight, bias, (steps, pads, gaps, groups))
 
 
