@@ -11,6 +11,7 @@ its iterations, but holds the value that it ended with (:mod:`hyperkron.solvers.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -200,12 +201,21 @@ class Replays:
         static, kronecker = StaticBatch(wanted.batches), wanted.kronecker
         inner, outer, other, start = static.value
         states = [(state, copy.copy(state)) for state in (wanted.curvature, wanted.cross)]
-        at = wanted.problem, wanted.model, wanted.hyper, inner, outer
+        place = functools.partial(
+            Point, wanted.problem, wanted.model, wanted.hyper, inner, outer, curvature_batch=other, recording=True
+        )
+        generators = [] if kronecker is None else [kronecker.random(next(wanted.model.parameters()).device)]
+        drawn = [(generator, generator.get_state()) for generator in generators]
         try:
-            with Point(*at, curvature_batch=other, recording=True) as point:
+            with place() as point:  # not recorded yet: libraries choose their algorithms by trying them out
+                wanted.work(point, start)
+            for generator, before in drawn:
+                generator.set_state(before)
+            _restore(states)
+            with place() as point:
                 recording = Recording(
                     lambda: _checked(point, wanted.work(point, start)),
-                    generators=[] if kronecker is None else [kronecker.random(point.device)],
+                    generators=generators,
                     pool=self._steps[True].recording.pool if True in self._steps else None,
                 )
             made = copy.copy(kronecker) if wanted.refreshing else None
@@ -215,8 +225,7 @@ class Replays:
             self._give_up(str(failure).splitlines()[0])
             return None
         finally:
-            for state, before in states:
-                vars(state).update(vars(before))
+            _restore(states)
         return _Step(static, recording, made)
 
     def _give_up(self, reason: str) -> None:
@@ -252,6 +261,12 @@ def _checked(point: Point, answer: Answer) -> tuple[list[Tensor], Answer]:
     zero = [point.unread[0].new_zeros(1), *point.unread] if point.unread else [answer.value.new_zeros(1)]
     watched = [answer.value.new_zeros(0), *answer.watch.unread]
     return [_joined(part) for part in (finite, zero, watched)], answer
+
+
+def _restore(states: list[tuple[Any, Any]]) -> None:
+    """What states were, from copies made before."""
+    for state, before in states:
+        vars(state).update(vars(before))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
