@@ -256,3 +256,13 @@ def test_a_convolution_is_large_by_what_it_gives_or_takes(
     with Kernels(second_order=False, channels_last=True, always=False) as mode:
         layer(x)
     assert mode.converted is converted
+
+
+def test_images_of_one_pixel_do_not_pass_for_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_coarse", lambda x: True)
+    model = nn.Sequential(nn.Conv2d(2, 8, 3, stride=2), nn.Conv2d(8, 8, 3, padding=1))
+    for size, laid_out, converted in ((3, False, False), (7, False, False), (7, True, True)):
+        x = torch.randn(2, 2, size, size)
+        with Kernels(second_order=False, channels_last=True, always=False) as mode:
+            model(x.contiguous(memory_format=torch.channels_last) if laid_out else x)
+        assert mode.converted is converted

@@ -87,7 +87,7 @@ class Kernels(TorchFunctionMode):
         output = input.numel() // max(1, input.shape[1]) * weight.shape[0] // math.prod(steps)
         pays = self.always or max(input.numel(), output) >= LARGE
         if usual and self.channels_last and spatial == 2 and groups == 1 and _coarse(input):
-            pays = pays or input.is_contiguous(memory_format=torch.channels_last)
+            pays = pays or _is_channels_last(input)
             if pays:
                 self.converted = True
                 input = input.contiguous(memory_format=torch.channels_last)
@@ -213,6 +213,11 @@ def _takes_part(model: nn.Module) -> bool:
             return False
         found = found or isinstance(module, kinds)
     return found
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Whether ``x`` was laid out so; images of one pixel or one channel are so either way, and have no say."""
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def _coarse(x: Tensor) -> bool:

@@ -28,7 +28,8 @@ class AmIGO(Algorithm):
 
     All rates are constant. With ``hypergradient`` the v-loop is replaced: ``AmIGO(hypergradient=hk.kfac())`` is
     AmIGO-KFAC, and ``hk.pcg(1, tolerance=0.0, warm_start=True)`` one step from the last v, preconditioned by KFAC,
-    which on linear hypercleaning, with a tuned damping, was as good as ten plain ones (docs/benchmarks.md).
+    which on linear hypercleaning, with a tuned damping, was as good as ten plain ones on batches and less good on full
+    ones (docs/benchmarks.md).
 
     Reference: Arbel & Mairal, "Amortized implicit differentiation for stochastic bilevel optimization" (ICLR 2022).
 
