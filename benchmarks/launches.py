@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workloads import INNER_STEPS, Workload, _batches
 
 import hyperkron as hk
-from hyperkron import cross, linalg, point, trees
+from hyperkron import cross, linalg, point, snapshot, trees
 from hyperkron.curvature.kfac import capture, factors, grams, inverse, kronecker, layers
 from hyperkron.hypergradient import implicit
 from hyperkron.losses import classification
@@ -41,9 +41,9 @@ Place = tuple[Any, str]
 STAGES: dict[str, list[Place]] = {
     "state kept and rewound": [
         (point.Point, "__init__"),
-        (point._Snapshot, "__init__"),
-        (point._Snapshot, "rewind"),
-        (point._Snapshot, "restore"),
+        (snapshot.Snapshot, "__init__"),
+        (snapshot.Snapshot, "rewind"),
+        (snapshot.Snapshot, "restore"),
     ],
     "outer gradient": [(implicit, "outer_gradients")],
     "passes of the factors": [(kronecker, "measure")],

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import hyperkron as hk
-from hyperkron import trees
+from hyperkron import solution, trees
 from hyperkron.algorithms.oracles import gradients
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
+from hyperkron.hypergradient import implicit, rounding
 from hyperkron.hypergradient.steps import SGD
 from hyperkron.kernels import WithoutAutocast
 from hyperkron.point import Point
@@ -34,7 +35,7 @@ def problem(autocast: bool) -> hk.BilevelProblem:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return hk.losses.cross_entropy(model(batch[0]), batch[1], **weight)
 
-    return hk.BilevelProblem(lambda m, w, b: loss(m, b, weight=w(b[2])), lambda m, w, b: loss(m, b))
+    return hk.BilevelProblem(lambda m, w, b: loss(m, b, weight=w(b[2])), lambda m, w, b: loss(m, b), autocast=True)
 
 
 @pytest.mark.parametrize("name", ["convolutions", "tokens"])
@@ -162,3 +163,94 @@ def test_algorithms_of_gradients_do_without_autocast_but_for_steps_of_theta(live
     same = "bfloat16" if live else "float32"
     assert all(torch.equal(found["plain"][name], found[same][name]) for name in found["plain"])
     assert not all(torch.equal(found["float32"][name], found["bfloat16"][name]) for name in found["plain"])
+
+
+# --- whether autocast is good enough -------------------------------------------------------------------------------
+
+
+def looking(autocast: bool = True) -> hk.BilevelProblem:
+    """A problem that leaves it to the library."""
+    given = problem(autocast)
+    return hk.BilevelProblem(given.inner, given.outer)
+
+
+def settled(model: nn.Module, batch: Any, steps: int) -> None:
+    """After many steps on J_out little is left of its gradient, and of that bfloat16 sees little."""
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=steps, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = hk.losses.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        return loss.value.detach()
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("build", METHODS[:5], ids=["kfac", "ekfac", "identity", "cg", "forward"])
+@pytest.mark.parametrize("around", [False, True])
+def test_where_autocast_is_too_coarse_hypergradients_do_without(build: Any, around: bool) -> None:
+    solution._warned.clear()
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+    weights, batch = hk.SampleWeights(32), (torch.randn(32, 5), torch.randint(4, (32,)), torch.arange(32))
+    settled(model, batch, 60)
+    method, given = build(), looking()
+    if around:
+        given = hk.BilevelProblem(
+            lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=w(b[2])),
+            lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1]),
+        )
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        with pytest.warns(hk.HyperkronWarning, match="∂θ J_out .*cosine 0.*autocast=True. keeps it"):
+            found = method.compute(given, model, weights, batch, batch)
+        again = method.compute(given, model, weights, batch, batch)
+    assert found.stats["autocast"] == again.stats["autocast"] == "too coarse"
+    expected = build().compute(problem(False), model, weights, batch, batch)
+    assert torch.equal(found.grads["weight"], expected.grads["weight"])
+
+
+def test_where_autocast_is_good_it_stays() -> None:
+    model, x = models()["tokens"]
+    weights, batch = hk.SampleWeights(32), (x, torch.arange(32) % 4, torch.arange(32))
+    found = hk.kfac().compute(looking(), model, weights, batch, batch)
+    assert "autocast" not in found.stats
+    kept, without = (hk.kfac().compute(problem(a), model, weights, batch, batch).grads["weight"] for a in (True, False))
+    assert torch.equal(found.grads["weight"], kept) and not torch.equal(kept, without)
+
+
+def test_what_was_found_is_remembered_by_a_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = models()["tokens"]
+    batch = x, torch.arange(32) % 4, torch.arange(32)
+    arguments = looking(), model, hk.SampleWeights(32), batch, batch
+    monkeypatch.setattr(rounding, "ENOUGH", 2.0)
+    method, resumed = hk.identity(), hk.identity()
+    method.compute(*arguments)
+    monkeypatch.setattr(rounding, "ENOUGH", 0.0)
+    resumed.load_state_dict(method.state_dict())
+    for known in (method, resumed):
+        assert known.compute(*arguments).stats["autocast"] == "too coarse"
+    assert "autocast" not in hk.identity().compute(*arguments).stats
+
+
+@pytest.mark.parametrize(("compiled", "looks"), [(False, 2), (True, 0)])
+def test_looking_costs_one_evaluation_of_each_objective_now_and_then(
+    compiled: bool, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = models()["tokens"]
+    batch = x, torch.arange(32) % 4, torch.arange(32)
+    arguments = looking(False), model, hk.SampleWeights(32), batch, batch
+    monkeypatch.setattr(rounding, "compiled", lambda model: compiled)
+    monkeypatch.setattr(implicit, "RECHECK", 3)
+    calls: list[int] = []
+    method, counts = hk.Implicit(hk.Identity(), hk.Direct(), cross="reverse"), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    for _ in range(4):
+        method.compute(*arguments)
+        counts.append(len(calls))
+        calls.clear()
+    assert counts == [2 + looks, 2, 2, 2 + looks]
+
+
+def test_autocast_is_yes_no_or_none() -> None:
+    with pytest.raises(hk.HyperkronError, match="autocast='bfloat16' must be True, False, or None"):
+        hk.BilevelProblem(problem(True).inner, problem(True).outer, autocast="bfloat16")  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ LAYERS = (
     "solution",
     "losses",
     "problem",
+    "snapshot",
     "point",
     "curvature",
     "solvers",

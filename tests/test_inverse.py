@@ -42,16 +42,16 @@ def right_hand_sides() -> dict[str, Tensor]:
     return {name: rows(*shape, seed=50 + i) for i, (name, shape) in enumerate(sizes.items())}
 
 
-def plain(split: str, delta: float) -> dict[str, Tensor]:
+def plain(split: str, delta: float, dtype: torch.dtype = DOUBLE) -> dict[str, Tensor]:
     """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹, block by block and group by group."""
     found = {}
     for name, (fa, fb) in factors(False).items():
-        a, b, v = dense(fa), dense(fb), right_hand_sides()[name]
+        a, b, v = (x.to(dtype) for x in (dense(fa), dense(fb), right_hand_sides()[name]))
         out = []
         for g in range(a.shape[0]):
             pi = 1.0 if split == "plain" else ((a[g].trace() / len(a[g])) / (b[g].trace() / len(b[g]))).sqrt()
-            damped_a = a[g] + pi * delta**0.5 * torch.eye(len(a[g]), dtype=DOUBLE)
-            damped_b = b[g] + delta**0.5 / pi * torch.eye(len(b[g]), dtype=DOUBLE)
+            damped_a = a[g] + pi * delta**0.5 * torch.eye(len(a[g]), dtype=dtype)
+            damped_b = b[g] + delta**0.5 / pi * torch.eye(len(b[g]), dtype=dtype)
             out.append(torch.linalg.inv(damped_b) @ v[g] @ torch.linalg.inv(damped_a))
         found[name] = torch.stack(out)
     return found
@@ -90,7 +90,9 @@ def test_dual_and_primal_equal_the_plain_formula(
 
 @pytest.mark.parametrize("low_rank", [True, False], ids=["dual", "primal"])
 def test_float32_fast_paths_agree_with_float64(low_rank: bool) -> None:
+    """To 1e-5, or as well as the plain formula in float32: the condition numbers are in the hundreds."""
     delta = 1e-2
+    rounded = plain("pi", delta, torch.float32)
     wanted, v = plain("pi", delta), {name: x.float() for name, x in right_hand_sides().items()}
     given: dict[str, tuple[Factor, Factor]] = {}
     for name, pair in factors(low_rank).items():
@@ -98,7 +100,8 @@ def test_float32_fast_paths_agree_with_float64(low_rank: bool) -> None:
         given[name] = (a, b)
     inverses, _, _ = factored_inverses(given, dict.fromkeys(given, delta), "pi", TRUE, True)()
     for name, found in inverses.solve(v).items():
-        assert (found.double() - wanted[name]).norm() / wanted[name].norm() < 1e-5, name
+        mine, its = ((x.double() - wanted[name]).norm() / wanted[name].norm() for x in (found, rounded[name]))
+        assert mine < max(1e-5, its), name
 
 
 def test_halved_systems_give_the_same_hypergradient(monkeypatch: pytest.MonkeyPatch) -> None:

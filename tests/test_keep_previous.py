@@ -135,7 +135,7 @@ def test_where_memory_counts_the_outer_gradient_comes_first(keep: bool) -> None:
     setting, seen = Setting(), []
     inner, outer = setting.problem.inner, setting.problem.outer
     setting.problem = hk.BilevelProblem(
-        lambda *a: seen.append("inner") or inner(*a), lambda *a: seen.append("outer") or outer(*a)
+        lambda *a: seen.append("inner") or inner(*a), lambda *a: seen.append("outer") or outer(*a), autocast=True
     )
     setting.run(hk.kfac(1e-2, keep_previous=keep, cross="difference"))
     assert seen[:2] == (["inner", "outer"] if keep else ["outer", "inner"])

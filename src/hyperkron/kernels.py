@@ -105,13 +105,14 @@ class WithoutAutocast(TorchFunctionMode):
 
     Attributes:
         entered: how many of these are in force; what evaluates a model later must do it likewise.
+        met: whether autocast was enabled around a function.
     """
 
     entered: ClassVar[int] = 0
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.met = kind, False
 
     def __enter__(self) -> WithoutAutocast:
         WithoutAutocast.entered += 1
@@ -128,6 +129,7 @@ class WithoutAutocast(TorchFunctionMode):
         enabled = torch.is_autocast_enabled(self.kind)
         if not enabled:
             return func(*args, **(kwargs or {}))
+        self.met = True
         torch.set_autocast_enabled(self.kind, False)
         try:
             return func(*args, **(kwargs or {}))
@@ -207,12 +209,13 @@ def evaluate(
 
 def _takes_part(model: nn.Module) -> bool:
     """Whether ``model`` has such layers, and calls them one by one: what was compiled has kernels of its own."""
-    kinds, found = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm), False
-    for module in model.modules():
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-            return False
-        found = found or isinstance(module, kinds)
-    return found
+    kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)
+    return any(isinstance(module, kinds) for module in model.modules()) and not compiled(model)
+
+
+def compiled(model: nn.Module) -> bool:
+    """Whether a part of ``model`` was given to ``torch.compile``."""
+    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
 
 
 def _is_channels_last(x: Tensor) -> bool:

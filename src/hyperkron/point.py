@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -23,6 +21,7 @@ from torch.func import functional_call
 from hyperkron.kernels import LayoutError, WithoutAutocast, evaluate, small
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Objective
+from hyperkron.snapshot import Snapshot, reseed
 from hyperkron.solution import HyperkronError, NonFiniteError
 from hyperkron.trees import Tree
 
@@ -42,9 +41,11 @@ class Point:
         curvature_batch: another batch of J_in on which A is measured.
         recording: what happens inside is being recorded as a CUDA graph: nothing is read from the device, and its
             random state is left alone. The checks stay in :attr:`doors` and :attr:`unread`, for whoever replays it.
+        plain: the objectives are evaluated without autocast, wherever it is enabled.
 
     Attributes:
         autocast: under which the objectives are evaluated, where the caller has it enabled.
+        met: whether a ``plain`` evaluation would have run under autocast.
         doors: values that must be finite, not read yet: (name, remedy, value).
         unread: numbers that were taken to be zero while recording.
     """
@@ -59,6 +60,7 @@ class Point:
         *,
         curvature_batch: Any = None,
         recording: bool = False,
+        plain: bool = False,
     ) -> None:
         if not isinstance(problem, BilevelProblem):
             raise HyperkronError(f"problem is a {type(problem).__name__}; pass hyperkron.BilevelProblem(inner, outer).")
@@ -73,21 +75,23 @@ class Point:
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
         self.recording = recording
+        self.plain, self.met = plain or problem.autocast is False, False
         self.autocast: torch.autocast | None = None
         self.doors: list[tuple[str, str, Tensor]] = []
         self.unread: list[Tensor] = []
         self._stack: ExitStack | None = None
-        self._snapshot: _Snapshot | None = None
+        self._snapshot: Snapshot | None = None
         self._away = False
 
     def __enter__(self) -> Point:
-        self._snapshot = _Snapshot(self.model, self.hyper, self.device, self.recording)
+        self._snapshot = Snapshot(self.model, self.hyper, self.device, self.recording)
         self._stack = ExitStack()
         self._stack.callback(self._snapshot.restore)
         self._stack.enter_context(torch.inference_mode(False))
         self._stack.enter_context(torch.enable_grad())
         if torch.is_autocast_enabled(self.device.type):  # for the objectives alone: all else keeps its precision
-            if self.problem.autocast:
+            self.met = self.plain
+            if not self.plain:
                 cache = torch.is_autocast_cache_enabled()
                 self.autocast = torch.autocast(
                     self.device.type, torch.get_autocast_dtype(self.device.type), cache_enabled=cache
@@ -144,7 +148,7 @@ class Point:
         assert self._snapshot is not None, "a Point is used inside its with block"
         self._snapshot.rewind()
         if draw:
-            _reseed(draw, self.device)
+            reseed(draw, self.device)
         try:
             value = self._call(level, batch, params, differentiable)
         except LayoutError:
@@ -168,12 +172,14 @@ class Point:
         function = self.problem.inner if level == "inner" else self.problem.outer
 
         def call() -> Loss | Tensor:
-            with nullcontext() if self.problem.autocast else WithoutAutocast(self.device.type):
+            with WithoutAutocast(self.device.type) if self.plain else nullcontext() as mode:
                 if params is None:
-                    return function(self.model, self.hyper, batch)
-                named = {f"model.{name}": p for name, p in params.items()}
-                value: Loss | Tensor = functional_call(_Caller(self.model), named, (function, self.hyper, batch))
-                return value
+                    value = function(self.model, self.hyper, batch)
+                else:
+                    named = {f"model.{name}": p for name, p in params.items()}
+                    value = functional_call(_Caller(self.model), named, (function, self.hyper, batch))
+            self.met = self.met or (mode is not None and mode.met)
+            return value
 
         with self.autocast or nullcontext():
             return evaluate(
@@ -295,96 +301,6 @@ class _Caller(nn.Module):
 
     def forward(self, function: Objective, hyper: nn.Module, batch: Any) -> Loss | Tensor:
         return function(self.model, hyper, batch)
-
-
-def _reseed(draw: int, device: torch.device) -> None:
-    """Random states number ``draw`` of those that follow from the current ones."""
-    seed = int(torch.randint(2**62, ())) + draw
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-
-
-class _Snapshot:
-    """Everything an evaluation may disturb: buffers, training modes, requires_grad flags, random states.
-
-    A module's own buffers are put aside and every evaluation gets fresh copies of them. So their memory and
-    version are never touched, and a kept graph, the user's or a solver's, keeps the values it was made of. Parameters
-    are not written by any layer but embeddings with ``max_norm``; those are put back.
-    """
-
-    def __init__(self, model: nn.Module, hyper: nn.Module, device: torch.device, recording: bool) -> None:
-        modules = [*model.modules(), *hyper.modules()]
-        self.training = [(m, m.training) for m in modules]
-        self.flags = [(p, p.requires_grad) for m in modules for p in m._parameters.values() if p is not None]
-        self.buffers = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in modules]
-        by_dtype: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
-        for _, own, _ in self.buffers:
-            for buffer in own.values():
-                if buffer is not None and not buffer.requires_grad:
-                    by_dtype.setdefault((buffer.dtype, buffer.device), {})[id(buffer)] = buffer
-        self.groups = [list(group.values()) for group in by_dtype.values()]
-        normed = [m for m in modules if getattr(m, "max_norm", None) is not None]
-        self.weights = [(p, p.detach().clone()) for m in normed for p in m.parameters(recurse=False)]
-        self.device = device
-        self.random = random.getstate()
-        self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" and not recording else None
-        self.drew = False
-        numpy = sys.modules.get("numpy")
-        self.numpy = numpy.random.get_state() if numpy is not None else None
-
-    def rewind(self) -> None:
-        """Random states, modes and the values of buffers as they were: what an evaluation begins with."""
-        self._rewind_random()
-        fresh: dict[int, Tensor] = {}  # one copy for a buffer that modules share
-        for group in self.groups:
-            fresh.update(zip(map(id, group), _copies(group), strict=True))
-        for module, own, _ in self.buffers:
-            for name, buffer in own.items():
-                module._buffers[name] = fresh.get(id(buffer), buffer)
-        self._rewind_modes()
-
-    def restore(self) -> None:
-        """The whole promise, kept when the with block ends."""
-        self._rewind_random()
-        self._rewind_modes()
-        for module, own, unsaved in self.buffers:
-            if own or module._buffers:
-                module._buffers.clear()
-                module._buffers.update(own)
-                module._non_persistent_buffers_set = unsaved
-        for p, own_values in self.weights:
-            p.data.copy_(own_values)
-        for p, flag in self.flags:
-            if p.requires_grad != flag:
-                p.requires_grad_(flag)
-
-    def _rewind_modes(self) -> None:
-        for module, mode in self.training:
-            if module.training != mode:
-                module.training = mode
-
-    def _rewind_random(self) -> None:
-        random.setstate(self.random)
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            self.drew = self.drew or not torch.equal(torch.cuda.get_rng_state(self.device), self.cuda)
-            torch.cuda.set_rng_state(self.cuda, self.device)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
-
-
-def _copies(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Copies of tensors of one dtype, in one launch where the dtype knows how to be multiplied by one."""
-    if tensors[0].dtype in (torch.float32, torch.float64, torch.int64, torch.bool):
-        return torch._foreach_mul(tensors, True)
-    return [x.clone() for x in tensors]
 
 
 def independent(level: Level, where: str = "") -> HyperkronError:

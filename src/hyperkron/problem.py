@@ -27,9 +27,11 @@ class BilevelProblem:
     Args:
         inner: J_in(λ, θ), minimised over the model's trainable parameters.
         outer: J_out(λ, θ), minimised over the parameters of ``hyper`` through θ*(λ).
-        autocast: ``False``: hypergradients, and gradients in their place, evaluate both objectives without
-            ``torch.autocast``, also where the caller, an objective or the model enables it. For models whose gradients
-            bfloat16 rounds too coarsely. θ's own steps are left as they are.
+        autocast: whether hypergradients evaluate the objectives under ``torch.autocast`` where the caller, an objective
+            or the model enables it. ``None``: implicit ones look, on their first call and after every 100, how far it
+            turns ∂θ J_in and ∂θ J_out, and do without it from then on where a cosine is below 0.99, with a warning.
+            ``True``: always. ``False``: never, nor do gradients that algorithms take in their place. θ's own steps
+            are left as they are.
 
     Example:
         >>> import torch, hyperkron as hk
@@ -44,7 +46,7 @@ class BilevelProblem:
 
     inner: Objective
     outer: Objective
-    autocast: bool = True
+    autocast: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("inner", "outer"):
@@ -53,6 +55,8 @@ class BilevelProblem:
                 raise HyperkronError(
                     f"{name}={function!r} is not callable; pass a function (model, hyper, batch) -> loss."
                 )
+        if self.autocast not in (None, True, False):
+            raise HyperkronError(f"autocast={self.autocast!r} must be True, False, or None to look whether it is good.")
 
     def parts(self, batch: Any) -> list[Any]:
         """The batches in which curvature is measured one after the other: ``batch`` itself, unless it is too large."""

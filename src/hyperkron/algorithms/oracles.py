@@ -112,7 +112,8 @@ def gradients(
         scaler = state.inner.scaler if live and level == "inner" else None
         if live and level == "inner" and state.inner.autocast is not None:
             stack.enter_context(torch.autocast(wanted[0].device.type, state.inner.autocast))
-        with nullcontext() if live or state.problem.autocast else WithoutAutocast(wanted[0].device.type):
+        plain = state.problem.autocast is False and not live
+        with WithoutAutocast(wanted[0].device.type) if plain else nullcontext():
             loss = as_loss(function(state.model, state.hyper, batch))
         if not loss.value.requires_grad:
             raise HyperkronError(f"{level} returned a loss that depends on neither model nor hyper; do not detach it.")

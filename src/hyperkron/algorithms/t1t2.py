@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from hyperkron.algorithms import oracles
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.algorithms.draw import Draw
-from hyperkron.hypergradient import identity
+from hyperkron.hypergradient import Implicit, identity
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,17 @@ class T1T2(Algorithm):
         super().__post_init__()
         identity(1.0 if self.scale is None else self.scale, cross=self.cross)  # refuses what makes no sense
 
+    def prepare(self, state: State) -> None:
+        """What a hypergradient remembers serves all steps, though the scale may change."""
+        state.hypergradient = identity(cross=self.cross)
+
     def step(self, state: State, draw: Draw) -> StepReport:
         """One step on each level."""
+        assert isinstance(state.hypergradient, Implicit)
         scale = state.inner.lr if self.scale is None else self.scale
         inner_loss = oracles.descend(state, draw, 1)
         method = identity(scale, cross=self.cross)
+        method.state = state.hypergradient.state
         result = method.compute(state.problem, state.model, state.hyper, draw.inner(), draw.outer())
         state.outer.step(result.grads)
         return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import graphs, trees
-from hyperkron.cross import Cross, CrossState, Mode
+from hyperkron.cross import RECHECK, Cross, CrossState, Mode
 from hyperkron.curvature import (
     EKFAC,
     GGN,
@@ -25,6 +26,7 @@ from hyperkron.curvature import (
 from hyperkron.curvature.kfac.state import KroneckerOperator
 from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.hypergradient.replay import Answer, Replays, Request
+from hyperkron.hypergradient.rounding import too_coarse
 from hyperkron.point import Point, independent
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, NonFiniteError, Solution, Status
@@ -41,6 +43,7 @@ class ImplicitState:
     cross: CrossState = field(default_factory=CrossState)
     start: Tree | None = None
     calls: int = 0
+    plain: bool = False  # whether the objectives are evaluated without autocast, for it was found too coarse
 
 
 class Implicit(Hypergradient):
@@ -118,13 +121,18 @@ class Implicit(Hypergradient):
     ) -> HypergradientResult:
         """dΦ/dλ at the current (λ, θ); ``curvature_batch`` measures A on another batch than the cross term."""
         answer, start = None, self.state.start if self.warm_start else None
+        place = functools.partial(
+            Point, problem, model, hyper, inner_batch, outer_batch, curvature_batch=curvature_batch
+        )
+        if self.state.calls % RECHECK == 0:
+            self.state.plain = self.state.plain or too_coarse(place)
         recorded = self.graph and graphs.available(next(model.parameters()).device)
         if recorded:
             batches, memory = (inner_batch, outer_batch, curvature_batch, start), self.state.curvature
-            states = memory, self.state.cross, self.curvature.due(memory)
+            states = memory, self.state.cross, self.curvature.due(memory), self.state.plain
             answer = self._replays.step(Request(self._answer, problem, model, hyper, batches, self.curvature, *states))
         if answer is None:
-            with Point(problem, model, hyper, inner_batch, outer_batch, curvature_batch=curvature_batch) as point:
+            with place(plain=self.state.plain) as point:
                 answer = self._answer(point, start)
                 point.settle()
             if recorded:
@@ -176,6 +184,8 @@ class Implicit(Hypergradient):
         }
         if solution.residual is not None:
             stats["residual"] = solution.residual
+        if self.state.plain:
+            stats["autocast"] = "too coarse"
         if self.state.cross.error:
             stats["cross_error"] = self.state.cross.error
         for memory in (self.state.curvature, self.state.preconditioner):
@@ -192,6 +202,7 @@ class Implicit(Hypergradient):
             "cross": self.state.cross.state_dict(),
             "start": None if self.state.start is None else dict(self.state.start),
             "calls": self.state.calls,
+            "plain": self.state.plain,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -199,7 +210,7 @@ class Implicit(Hypergradient):
         fresh.curvature.load_state_dict(state["curvature"])
         fresh.preconditioner.load_state_dict(state["preconditioner"])
         fresh.cross.load_state_dict(state["cross"])
-        fresh.start, fresh.calls = state["start"], state["calls"]
+        fresh.start, fresh.calls, fresh.plain = state["start"], state["calls"], state["plain"]
         self.state = fresh
         self._replays = Replays()  # they draw from the generator, and write the inverses, of the state that was
 

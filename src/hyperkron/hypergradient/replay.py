@@ -60,6 +60,7 @@ class Request(NamedTuple):
         method: the curvature, and
         curvature: what it remembers.
         refreshing: whether it is measured anew.
+        plain: whether the objectives are evaluated without autocast.
     """
 
     work: Callable[[Point, Tree | None], Answer]
@@ -71,12 +72,13 @@ class Request(NamedTuple):
     curvature: CurvatureState
     cross: CrossState
     refreshing: bool
+    plain: bool = False
 
     @property
     def autocast(self) -> torch.dtype | None:
         """The dtype under which the model runs by ``torch.autocast``."""
         kind = next(self.model.parameters()).device.type
-        enabled = torch.is_autocast_enabled(kind) and self.problem.autocast
+        enabled = torch.is_autocast_enabled(kind) and not self.plain and self.problem.autocast is not False
         return torch.get_autocast_dtype(kind) if enabled else None
 
     @property
@@ -88,7 +90,7 @@ class Request(NamedTuple):
         """What must not change between a recording and its replay, but for batches."""
         modes = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, self.autocast)
         constants = self.method.constants(self.curvature)
-        objectives = self.problem.inner, self.problem.outer, self.problem.autocast
+        objectives = self.problem.inner, self.problem.outer, self.problem.autocast, self.plain
         return objectives, places(self.model, self.hyper), modes, constants
 
 
@@ -201,9 +203,8 @@ class Replays:
         static, kronecker = StaticBatch(wanted.batches), wanted.kronecker
         inner, outer, other, start = static.value
         states = [(state, copy.copy(state)) for state in (wanted.curvature, wanted.cross)]
-        place = functools.partial(
-            Point, wanted.problem, wanted.model, wanted.hyper, inner, outer, curvature_batch=other, recording=True
-        )
+        at = wanted.problem, wanted.model, wanted.hyper, inner, outer
+        place = functools.partial(Point, *at, curvature_batch=other, recording=True, plain=wanted.plain)
         generators = [] if kronecker is None else [kronecker.random(next(wanted.model.parameters()).device)]
         drawn = [(generator, generator.get_state()) for generator in generators]
         try:

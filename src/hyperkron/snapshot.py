@@ -1,0 +1,100 @@
+"""What an evaluation of a model may disturb, kept and put back: buffers, modes, flags and random states."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Snapshot:
+    """Everything an evaluation may disturb: buffers, training modes, requires_grad flags, random states.
+
+    A module's own buffers are put aside and every evaluation gets fresh copies of them. So their memory and
+    version are never touched, and a kept graph, the user's or a solver's, keeps the values it was made of. Parameters
+    are not written by any layer but embeddings with ``max_norm``; those are put back.
+    """
+
+    def __init__(self, model: nn.Module, hyper: nn.Module, device: torch.device, recording: bool) -> None:
+        modules = [*model.modules(), *hyper.modules()]
+        self.training = [(m, m.training) for m in modules]
+        self.flags = [(p, p.requires_grad) for m in modules for p in m._parameters.values() if p is not None]
+        self.buffers = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in modules]
+        by_dtype: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+        for _, own, _ in self.buffers:
+            for buffer in own.values():
+                if buffer is not None and not buffer.requires_grad:
+                    by_dtype.setdefault((buffer.dtype, buffer.device), {})[id(buffer)] = buffer
+        self.groups = [list(group.values()) for group in by_dtype.values()]
+        normed = [m for m in modules if getattr(m, "max_norm", None) is not None]
+        self.weights = [(p, p.detach().clone()) for m in normed for p in m.parameters(recurse=False)]
+        self.device = device
+        self.random = random.getstate()
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" and not recording else None
+        self.drew = False
+        numpy = sys.modules.get("numpy")
+        self.numpy = numpy.random.get_state() if numpy is not None else None
+
+    def rewind(self) -> None:
+        """Random states, modes and the values of buffers as they were: what an evaluation begins with."""
+        self._rewind_random()
+        fresh: dict[int, Tensor] = {}  # one copy for a buffer that modules share
+        for group in self.groups:
+            fresh.update(zip(map(id, group), _copies(group), strict=True))
+        for module, own, _ in self.buffers:
+            for name, buffer in own.items():
+                module._buffers[name] = fresh.get(id(buffer), buffer)
+        self._rewind_modes()
+
+    def restore(self) -> None:
+        """The whole promise, kept when the with block ends."""
+        self._rewind_random()
+        self._rewind_modes()
+        for module, own, unsaved in self.buffers:
+            if own or module._buffers:
+                module._buffers.clear()
+                module._buffers.update(own)
+                module._non_persistent_buffers_set = unsaved
+        for p, own_values in self.weights:
+            p.data.copy_(own_values)
+        for p, flag in self.flags:
+            if p.requires_grad != flag:
+                p.requires_grad_(flag)
+
+    def _rewind_modes(self) -> None:
+        for module, mode in self.training:
+            if module.training != mode:
+                module.training = mode
+
+    def _rewind_random(self) -> None:
+        random.setstate(self.random)
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            self.drew = self.drew or not torch.equal(torch.cuda.get_rng_state(self.device), self.cuda)
+            torch.cuda.set_rng_state(self.cuda, self.device)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+def reseed(draw: int, device: torch.device) -> None:
+    """Random states number ``draw`` of those that follow from the current ones."""
+    seed = int(torch.randint(2**62, ())) + draw
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _copies(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Copies of tensors of one dtype, in one launch where the dtype knows how to be multiplied by one."""
+    if tensors[0].dtype in (torch.float32, torch.float64, torch.int64, torch.bool):
+        return torch._foreach_mul(tensors, True)
+    return [x.clone() for x in tensors]
