@@ -20,6 +20,7 @@ from hyperkron.paper.encoder_page import NOTE_BASE, NOTE_MINILM, plot, tables, v
 from hyperkron.paper.encoder_settings import BASE, MINILM, Part, Settings
 from hyperkron.paper.entries import Entry, Stage, compete
 from hyperkron.paper.recipe import Job, OutOfTime, Recipe, Scale
+from hyperkron.paper.side_by_side import fill
 from hyperkron.paper.text_cleaning import TextMethod, TextTrial, text_methods
 from hyperkron.paper.texts import TextSplit
 from hyperkron.paper.tuning import Setting
@@ -280,6 +281,7 @@ def _recipe(name: str, encoder: str, settings: Mapping[Scale, Settings], note: s
         seeds={"smoke": 1, "small": 3, "paper": 5},
         partial=True,
         stages=stages_of,
+        fill=fill,
     )
 
 

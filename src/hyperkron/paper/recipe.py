@@ -220,7 +220,8 @@ class Recipe:
         partial: ``work`` copes with the time limit itself: it is called once with all seeds, keeps its own order and
             returns what there was time for, with ``cut_short`` among the figures true where something is missing.
         stages: for a recipe whose times are measured beforehand: the stages that its ``work`` lets compete, and the
-            number of trials, so that several processes can share the work.
+            number of trials, so that several processes can share the work; and
+        fill: what has so many processes do that (:func:`hyperkron.paper.side_by_side.fill`).
     """
 
     name: str
@@ -239,6 +240,7 @@ class Recipe:
     seeds: Mapping[Scale, int] = field(default_factory=lambda: {"smoke": 1, "small": 3, "paper": 5})
     partial: bool = False
     stages: Callable[[Job], tuple[Sequence[Any], int]] | None = None
+    fill: Callable[[Job, Recipe, int], None] | None = None
 
     @property
     def scales(self) -> tuple[Scale, ...]:
@@ -287,10 +289,8 @@ class Recipe:
         job.data, job.say = None if data is None else Path(data), say
         if limit_minutes is not None:
             job.deadline = time.monotonic() + 60 * limit_minutes
-        if workers > 1:
-            from hyperkron.paper.side_by_side import fill
-
-            fill(job, self, workers)
+        if workers > 1 and self.fill is not None:
+            self.fill(job, self, workers)
         seeds_done, figures = self._work(job)
         result = Result(
             self.name,
@@ -311,7 +311,7 @@ class Recipe:
     def _check_workers(self, workers: int) -> None:
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
             raise HyperkronError(f"workers={workers!r} must be a whole number ≥ 1: how many processes share the work.")
-        if workers > 1 and self.stages is None:
+        if workers > 1 and self.fill is None:
             raise HyperkronError(
                 f"workers={workers}: {self.name} measures times while it runs, so its runs must have the device to "
                 "themselves; use workers=1."

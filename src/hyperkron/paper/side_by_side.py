@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hyperkron.paper.entries import Task, carry_out, missing
-from hyperkron.paper.recipe import Job
+from hyperkron.paper.recipe import Job, Recipe
 from hyperkron.solution import HyperkronError
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
-
-    from hyperkron.paper.recipe import Recipe
 
 PATIENCE = 2.0
 """Seconds after which it is looked whether all processes are still there."""

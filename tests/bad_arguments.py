@@ -1,0 +1,225 @@
+"""Rows for ``test_bad_input.py``: what KFAC refuses, arguments out of range, parts that do not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hyperkron as hk
+from hyperkron.hypergradient.steps import Adam
+from spoiling import INF, NAN, C, D, N, Table, inner, outer, touching
+
+TABLE = Table()
+row = TABLE.row
+
+
+class Raw(nn.Module):
+    """A parameter of its own, outside any layer."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.gain
+
+
+class Attention(nn.Module):
+    """A token of attention in front of a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.head = nn.Linear(D, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x[:, None], x[:, None], x[:, None], need_weights=False)[0][:, 0])
+
+
+class Functional(nn.Module):
+    """A layer whose weight is used without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(D, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.layer.weight, self.layer.bias)
+
+
+# KFAC's own refusals
+
+for fisher in ("mc", "type-2", "empirical"):
+    row(
+        f"negative weights, {fisher}",
+        touching(
+            lambda g: (
+                setattr(g, "hyper", hk.as_hyper(-torch.ones(N))),
+                setattr(g, "inner", lambda m, h, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=h())),
+            ),
+            lambda fisher=fisher: hk.kfac(fisher=fisher),
+        ),
+        "weight",
+        "-0.16",
+        "weights ≥ 0",
+    )
+STRICT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "norm": (lambda: nn.Sequential(nn.Linear(D, C), nn.LayerNorm(C)), "1.weight (LayerNorm)"),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(9, C)), "0.weight (Embedding)"),
+    "raw parameter": (lambda: Raw(nn.Linear(D, C)), "gain (Raw)"),
+    "attention": (Attention, "attention.in_proj_weight (MultiheadAttention)"),
+    "functional use": (Functional, "layer.weight"),
+}
+for label, (make, named) in STRICT.items():
+    row(
+        f"strict, {label}",
+        touching(
+            lambda g, make=make, label=label: (
+                setattr(g, "model", make()),
+                label == "embedding" and (setattr(g, "x", g.y), setattr(g, "held", (g.y, g.y))),
+            ),
+            lambda: hk.Implicit(hk.KFAC(strict=True), hk.Direct()),
+        ),
+        "strict=True",
+        named,
+        "strict=False",
+        error=hk.CoverageError,
+    )
+row(
+    "negative l2",
+    touching(
+        lambda g: setattr(g, "inner", lambda m, w, b: inner(m, w, b) + hk.losses.l2(m, -1.0)),
+    ),
+    "damping",
+    "-1.99",
+    "l2",
+)
+row(
+    "infinite l2",
+    touching(
+        lambda g: (
+            setattr(g, "hyper", hk.as_hyper(torch.tensor(1e4))),
+            setattr(g, "inner", lambda m, h, b: outer(m, h, b) + hk.losses.l2(m, h().exp())),
+        ),
+    ),
+    "inner loss is infinite",
+    "hyper",
+    error=hk.NonFiniteError,
+)
+
+# Arguments
+
+for value in (-1.0, NAN, INF, "1", None):
+    for make in (hk.kfac, hk.ekfac, hk.KFAC, hk.EKFAC, hk.GGN, hk.Hessian):
+        row(f"{make.__name__} damping {value!r}", lambda g, m=make, v=value: m(damping=v), f"damping={value!r}", "1e-3")
+for value in (1.0, -0.1, NAN, "0.5"):
+    row(f"ema {value!r}", lambda g, v=value: hk.kfac(ema=v), f"ema={value!r}", "[0, 1)")
+for name in ("refresh_every", "samples"):
+    for value in (0, -1, 1.5):
+        row(f"{name} {value!r}", lambda g, n=name, v=value: hk.KFAC(**{n: v}), f"{name}={value!r}", "whole number ≥ 1")
+for name, value, remedy in (
+    ("fisher", "monte-carlo", "mc, type-2, empirical"),
+    ("sharing", "flatten", "expand, reduce"),
+    ("fallback", "none", "diagonal, identity, zero"),
+    ("split", "half", "'pi', 'plain', 'exact'"),
+    ("split", None, "'pi', 'plain', 'exact'"),
+    ("seed", -1, "whole number"),
+    ("seed", "a", "whole number"),
+):
+    row(f"{name} {value!r}", lambda g, n=name, v=value: hk.KFAC(**{n: v}), f"{name}={value!r}", remedy)
+row("cross", lambda g: hk.kfac(cross="backward"), "cross='backward'", "auto, reverse, forward or difference")
+for value in (0.0, -1e-3, NAN, INF, "1"):
+    row(
+        f"radius {value!r}",
+        lambda g, v=value: hk.Implicit(hk.Identity(), hk.Direct(), radius=v),
+        f"radius={value!r}",
+        "positive",
+    )
+    row(f"alpha {value!r}", lambda g, v=value: hk.sama(alpha=v), f"={value!r}", "positive")
+for value in (0.0, -1.0, NAN, INF, "1"):
+    row(f"scale {value!r}", lambda g, v=value: hk.identity(v), f"scale={value!r}", "positive")
+row("CG iterations", lambda g: hk.cg(0), "iterations is 0", "at least 1")
+row("CG tolerance", lambda g: hk.cg(3, tolerance=2.0), "tolerance is 2.0", "1e-6")
+row("Neumann terms", lambda g: hk.neumann(-1), "terms is -1", "at least 0")
+row("Neumann step", lambda g: hk.neumann(step=-0.1), "step is -0.1", "None")
+row("gradient descent iterations", lambda g: hk.gradient_descent(0), "iterations is 0", "at least 1")
+row("unrolled steps", lambda g: hk.unrolled(0), "steps=0", ">= 1")
+row("truncated last", lambda g: hk.truncated(3, 4), "last=4", "between 1 and steps=3", "None")
+row(
+    "unrolled torch optimizer",
+    lambda g: hk.unrolled(2, torch.optim.SGD(g.model.parameters())),
+    "optimizer is a SGD",
+    "functional",
+)
+row("unrolled Adam betas", lambda g: Adam(betas=(0.9, 1.0)), "betas=(0.9, 1.0)", "[0, 1)")
+row("one-step lr", lambda g: hk.one_step(-0.1), "lr=-0.1", "> 0")
+row("SampleWeights count", lambda g: hk.SampleWeights(0), "count=0", "at least 1")
+row("SampleWeights squash", lambda g: hk.SampleWeights(3, "relu"), "squash='relu'", "clip, sigmoid or softmax")
+row("SampleWeights init", lambda g: hk.SampleWeights(3, "sigmoid", init=1.0), "init=1.0", "between 0 and 1")
+row("SampleWeights init clip", lambda g: hk.SampleWeights(3, init=-0.5), "init=-0.5", "[0, 1]")
+row("SampleWeights init softmax", lambda g: hk.SampleWeights(3, "softmax", init=0.5), "init=0.5", "None")
+row("as_hyper of integers", lambda g: hk.as_hyper(torch.arange(3)), "as_hyper", "floating point", "int64")
+row("as_hyper of a list", lambda g: hk.as_hyper([1.0]), "as_hyper", "[1.0]", "torch.tensor")
+
+# Combinations
+
+row("curvature none", lambda g: hk.Implicit(None, hk.Direct()), "curvature", "None", "KFAC")
+row("curvature class", lambda g: hk.Implicit(hk.KFAC, hk.Direct()), "curvature", "KFAC", "KFAC()")
+row("solver class", lambda g: hk.Implicit(hk.KFAC(), hk.Direct), "solver", "Direct", "Direct()")
+row(
+    "preconditioner class",
+    lambda g: hk.Implicit(hk.GGN(), hk.CG(), preconditioner=hk.KFAC),
+    "preconditioner",
+    "KFAC",
+    "KFAC()",
+)
+row(
+    "warm start for Direct",
+    lambda g: hk.Implicit(hk.KFAC(), hk.Direct(), warm_start=True),
+    "warm_start=True",
+    "Direct",
+    "use GradientDescent or CG",
+)
+row(
+    "preconditioner for Direct",
+    lambda g: hk.Implicit(hk.KFAC(), hk.Direct(), preconditioner=hk.KFAC()),
+    "preconditioner",
+    "Direct",
+    "use CG",
+)
+row(
+    "Direct with Hessian",
+    touching(lambda g: None, lambda: hk.Implicit(hk.Hessian(), hk.Direct())),
+    "solver is Direct",
+    "HessianOperator",
+    "use CG",
+)
+row(
+    "Hessian as preconditioner",
+    touching(lambda g: None, lambda: hk.pcg(preconditioner=hk.Hessian())),
+    "preconditioner=Hessian",
+    "no inverse",
+    "KFAC",
+)
+row("sama of no optimizer", lambda g: hk.sama("adam"), "optimizer='adam'", "torch.optim.Optimizer", "None")
+row(
+    "sama of another model",
+    lambda g: g.run(hk.sama(torch.optim.AdamW(nn.Linear(2, 2).parameters()))),
+    "optimizer",
+    "0.weight",
+    "3 others",
+    "trains this model",
+)
+row(
+    "sama of half the model",
+    lambda g: g.run(hk.sama(torch.optim.SGD(g.model[:2].parameters(), lr=0.1))),
+    "optimizer",
+    "2.weight",
+    "freeze",
+)
+row("state of another curvature", lambda g: hk.cg().load_state_dict(hk.kfac().state_dict()), "keeps no state", "age")
+row("state for unrolled", lambda g: hk.unrolled(2).load_state_dict({"calls": 1}), "calls", "another method")
