@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # Helpers whose assertions should say as much as those of a test.
-pytest.register_assert_rewrite("guarding", "photographs", "recorded", "replaying", "solving", "spoiling")
+pytest.register_assert_rewrite("browsing", "guarding", "photographs", "recorded", "replaying", "solving", "spoiling")
 
 # One thread per process: test processes run side by side, and results do not depend on the number of cores.
 torch.set_num_threads(1)

@@ -1,8 +1,6 @@
-"""Checkpoints, logs, datasets, configurations and run folders made to do harm, and what became of them.
+"""Checkpoints, logs, datasets, configurations and run folders made to do harm: the cases of ``arena``, all of them.
 
-A case builds something hostile in a folder and hands it to the library, which must refuse it by a ``HyperkronError`` or
-make nothing of it. Harmed is who runs its code (a trace appears), reads or writes a file elsewhere (the secret is in
-what is returned, or altered), or needs more memory than the file deserves (the caller's limit).
+Those of checkpoints and logs are in ``malice_checkpoints``; datasets, configurations, run folders and pages are here.
 """
 
 from __future__ import annotations
@@ -11,272 +9,17 @@ import gzip
 import html.parser
 import io
 import json
-import os
-import pickle
 import struct
-import warnings
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import hyperkron as hk
-import resuming
-from hyperkron.training import checkpoint, files
-from hyperkron.training.jsonl import JSONLog
+import malice_checkpoints
+from arena import CASES, Arena, Payload, case, harm
 
-SECRET = "the words that must not leave their file"
-TENSORS, STATE, MANIFEST = "tensors-rank00000.safetensors", "state-rank00000.json", "manifest.json"
-
-
-class _Payload:
-    """Leaves a trace when it is unpickled."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.trace),)
-
-
-class Arena:
-    """A folder with a run's checkpoint to be tampered with, a secret beside it, and the place of a trace."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.run, self.elsewhere = folder, folder / "run", folder / "elsewhere"
-        self.trace, self.secret = folder / "trace", folder / "elsewhere" / "secret.txt"
-        self.elsewhere.mkdir(parents=True)
-        self.secret.write_text(SECRET)
-        self.pickle = pickle.dumps(_Payload(self.trace))
-
-    def saved(self) -> Path:
-        """A true checkpoint."""
-        return resuming.start("KFAC", steps=1).save(self.run)
-
-    def forge(self, change: Callable[[dict[str, Any]], None] | None = None, **contents: bytes) -> Path:
-        """A checkpoint with other files, whose hashes agree with them."""
-        path = self.saved()
-        manifest = json.loads((path / MANIFEST).read_text())
-        del manifest["sha256"]
-        for name, data in contents.items():
-            name = {"state": STATE, "tensors": TENSORS}[name]
-            (path / name).unlink()
-            manifest["files"][name] = files.write_bytes(path / name, data)
-        if change is not None:
-            change(manifest)
-        (path / MANIFEST).write_bytes(checkpoint._sealed(manifest))
-        return path
-
-    def forge_state(self, change: Callable[[dict[str, Any]], None]) -> Path:
-        """A checkpoint whose state was edited as JSON, with hashes that agree."""
-        tree = json.loads((self.saved() / STATE).read_text())
-        change(tree)
-        return self.forge(state=json.dumps(tree).encode())
-
-    def resume(self) -> Any:
-        """What a user does with a folder of checkpoints."""
-        return resuming.start("KFAC").resume(self.run)
-
-
-CASES: dict[str, Callable[[Arena], Any]] = {}
-
-
-def case(function: Callable[[Arena], Any]) -> Callable[[Arena], Any]:
-    """Name a case by its docstring."""
-    CASES[(function.__doc__ or "").strip().rstrip(".")] = function
-    return function
-
-
-# --- checkpoints: code -------------------------------------------------------------------------------------
-
-
-@case
-def _(arena: Arena) -> Any:
-    """pickle in place of safetensors."""
-    arena.forge(tensors=arena.pickle)
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """torch.save archive in place of safetensors."""
-    data = io.BytesIO()
-    with zipfile.ZipFile(data, "w") as archive:
-        archive.writestr("archive/data.pkl", arena.pickle)
-        archive.writestr("archive/version", "3\n")
-    arena.forge(tensors=data.getvalue())
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """pickle named state.json."""
-    arena.forge(state=arena.pickle)
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """pickle named manifest.json."""
-    (arena.saved() / MANIFEST).write_bytes(arena.pickle)
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """YAML tags in the state."""
-    arena.forge(state=f'!!python/object/apply:os.mkdir ["{arena.trace}"]'.encode())
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """marks that name code to call."""
-    call = {"$call": "os.mkdir", "args": [str(arena.trace)]}
-    arena.forge_state(lambda tree: tree["state"].update(step=call))
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """a configuration that names a class to make."""
-    arena.forge(lambda manifest: manifest["config"].update({"algorithm": "os.mkdir", "class_path": "os.mkdir"}))
-    return arena.resume()
-
-
-# --- checkpoints: places -----------------------------------------------------------------------------------
-
-
-@case
-def _(arena: Arena) -> Any:
-    """path traversal in the names of the manifest."""
-    record = {"size": len(SECRET), "sha256": files.hashlib.sha256(SECRET.encode()).hexdigest()}
-    arena.forge(lambda manifest: manifest.update(files={"../../elsewhere/secret.txt": record}))
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """absolute paths in the names of the manifest."""
-    record = {"size": len(SECRET), "sha256": files.hashlib.sha256(SECRET.encode()).hexdigest()}
-    arena.forge(lambda manifest: manifest["files"].update({str(arena.secret): record}))
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """a file of the checkpoint is a link to one elsewhere."""
-    path = arena.saved() / STATE
-    path.rename(arena.elsewhere / STATE)
-    path.symlink_to(arena.elsewhere / STATE)
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """a checkpoint is a link to a folder elsewhere."""
-    path = arena.saved()
-    path.rename(arena.elsewhere / path.name)
-    path.symlink_to(arena.elsewhere / path.name)
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """links to folders elsewhere where old checkpoints are deleted."""
-    arena.saved().rename(arena.elsewhere / "step-00000009")
-    (arena.run / "step-00000009").symlink_to(arena.elsewhere / "step-00000009")
-    (arena.run / ".tmp-link").symlink_to(arena.elsewhere)
-    resuming.start("KFAC", [hk.Checkpoint(arena.run, every=1, keep=1)], 3)
-    assert (arena.elsewhere / "step-00000009" / MANIFEST).exists(), "files elsewhere were deleted"
-    return "left alone"
-
-
-@case
-def _(arena: Arena) -> Any:
-    """the log of a run is a link to a file elsewhere."""
-    arena.run.mkdir()
-    (arena.run / "log-rank00000.jsonl").symlink_to(arena.secret)
-    resuming.start("KFAC", [hk.Checkpoint(arena.run)], 1)
-    return "not followed"
-
-
-@case
-def _(arena: Arena) -> Any:
-    """a pipe in place of a file, at which a reader would wait."""
-    path = arena.saved() / TENSORS
-    path.unlink()
-    os.mkfifo(path)
-    log = arena.folder / "log-rank00000.jsonl"
-    os.mkfifo(log)
-    JSONLog(arena.folder).begin(hk.History())
-    return arena.resume()
-
-
-# --- checkpoints: size -------------------------------------------------------------------------------------
-
-
-@case
-def _(arena: Arena) -> Any:
-    """a safetensors header of 8 EiB."""
-    arena.forge(tensors=(2**63).to_bytes(8, "little") + b"{}")
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """a safetensors header that claims a tensor of 4 TB."""
-    header = json.dumps({"x": {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4 * 10**12]}}).encode()
-    arena.forge(tensors=len(header).to_bytes(8, "little") + header + bytes(64))
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """a tensor of 4 TB made of one number by its strides."""
-    bomb = {"$tensor": "state.model.layers.0.weight", "shape": [10**12], "stride": [0]}
-    arena.forge_state(lambda tree: tree["state"]["model"].update({"layers.0.weight": bomb}))
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """JSON nested 100 000 deep."""
-    arena.forge(state=b"[" * 100_000 + b"]" * 100_000)
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """JSON nested 100 000 deep, as the history inside the tensor file."""
-    tree, tensors = checkpoint.split(resuming.start("KFAC", steps=1).state_dict())
-    tensors["bomb"] = torch.frombuffer(bytearray(b"[" * 100_000), dtype=torch.uint8)
-    tree["history"]["rows"] = {"$text": "bomb"}
-    files.write_tensors(arena.folder / "made", tensors)
-    arena.forge(tensors=(arena.folder / "made").read_bytes(), state=json.dumps(tree).encode())
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """a number of a million digits, and a manifest of 1 TB."""
-    arena.forge(state=b'{"step": ' + b"9" * 10**6 + b"}")
-    try:
-        arena.resume()
-    except hk.HyperkronError:
-        with (arena.run / "step-00000001" / MANIFEST).open("r+b") as file:
-            file.truncate(10**12)  # sparse: it takes no place on the disk
-    return arena.resume()
-
-
-@case
-def _(arena: Arena) -> Any:
-    """random states and counters of the wrong kind."""
-    arena.forge_state(lambda tree: tree["random"].update(cpu=[1, 2, 3]))
-    return arena.resume()
-
+__all__ = ["CASES", "Arena", "harm", "malice_checkpoints"]
 
 # --- datasets ----------------------------------------------------------------------------------------------
 
@@ -312,7 +55,7 @@ def _(arena: Arena) -> Any:
     from hyperkron.data import read_pair
 
     path = arena.folder / "a.npz"
-    objects = np.array([_Payload(arena.trace)] * 4, dtype=object)
+    objects = np.array([Payload(arena.trace)] * 4, dtype=object)
     np.savez(path, x=objects, y=np.array([0, 1, 0, 1]))
     return read_pair(path, path)
 
@@ -452,26 +195,3 @@ def _(arena: Arena) -> Any:
     assert HOSTILE not in page, "the text is in the page as it is"
     assert page.lower().count("<script") == 2, "a script was added"
     return "shown as text"
-
-
-def harm(act: Callable[[Arena], Any], folder: Path) -> str:
-    """What harm a case has done; empty if it was refused, or came to nothing."""
-    arena, told = Arena(folder), ""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", hk.HyperkronWarning)
-            told = str(act(arena))
-        expected = isinstance(told, str) and told in ("left alone", "not followed", "shown as text")
-        if not expected:
-            return f"it was accepted: {told[:100]}"
-    except hk.HyperkronError as error:
-        told = str(error)
-    except AssertionError as error:
-        return str(error)
-    except BaseException as error:
-        return f"it ended in a {type(error).__name__}: {str(error)[:100]}"
-    if arena.trace.exists():
-        return "its code was run"
-    if SECRET in told:
-        return "it read a file elsewhere"
-    return "" if arena.secret.read_text() == SECRET else "it altered a file elsewhere"

@@ -1,0 +1,118 @@
+"""What the report draws and compares: plots, histograms, curves, the noise matrix, and the comparison in words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyperkron.report import matrix, plots, wording, write_report
+from hyperkron.report.folder import Candidate, Curve
+from run_folder import write_run_folder
+
+# --- the plots ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "about", "expected"),
+    [
+        (0, 1, 5, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0.73, 0.95, 5, [0.75, 0.8, 0.85, 0.9, 0.95]),
+        (-3, 7, 4, [0, 5]),
+        (0, 3e-7, 3, [0, 1e-7, 2e-7, 3e-7]),
+        (2, 2, 5, [2]),
+    ],
+)
+def test_ticks(low: float, high: float, about: int, expected: list[float]) -> None:
+    assert plots.ticks(low, high, about) == pytest.approx(expected)
+
+
+def test_dots_stand_where_the_numbers_say() -> None:
+    def candidate(accuracy: float, low: float, high: float) -> Candidate:
+        return Candidate("a", "", accuracy, low, high, None, None, False, None)
+
+    drawn = plots.dot_plot([candidate(0.75, 0.7, 0.8), candidate(0.8, 0.8, 0.8)])
+    assert plots.accuracy_range([candidate(0.75, 0.7, 0.8)]) == pytest.approx((0.7, 0.8))
+    assert re.findall(r'cx="([\d.]+)%"', drawn) == ["50", "98"]  # 2 % are left free at both ends
+    assert 'x1="2%" x2="98%" y1="30" y2="30" class="interval"' in drawn
+
+
+def test_the_histogram_counts_every_row() -> None:
+    assert plots.bin_counts([0.0, 0.5, 1.0], [-1.0, 0.0, 0.49, 0.5, 1.0, 7.0, float("nan")]) == [3, 3]
+    drawn = plots.histogram([0.0, 0.5, 1.0], [4, 1], [0, 3])
+    heights = [float(h) for h in re.findall(r'height="([\d.]+)" class="bar', drawn)]
+    assert heights == pytest.approx([170, 0, 42.5, 127.5])
+    assert "weight 0.5 to 1: 4 rows, 3 of them suspects" in drawn
+
+
+def test_a_histogram_without_rows_uses_the_counts(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path, weights={"edges": [0, 1], "counts": [7]})
+    (folder / "rows.csv").unlink()
+    assert "weight 0 to 1: 7 rows<" in write_report(folder).read_text("utf-8")
+
+
+def test_a_histogram_without_edges_makes_its_own(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path, weights=None)
+    (folder / "rows.csv").write_text("weight,suspect\n2.0,false\ninf,false\nnan,true\n0,true\n", "utf-8")
+    text = write_report(folder).read_text("utf-8")
+    assert "weight 1.9 to 2: 1 rows" in text and "weight 0 to 0.1: 1 rows, 1 of them" in text
+
+
+def test_a_curve_spans_its_box_and_breaks_at_gaps() -> None:
+    drawn = plots.line_plot(Curve("loss", "step", [0, 1, 2, 3, 4], [0.0, 1.0, None, 1.0, 0.0]))
+    pieces = re.findall(r'<polyline points="([^"]*)"', drawn)
+    assert [piece.split()[0] for piece in pieces] == ["0,954.55", "750,45.45"]
+    flat = plots.line_plot(Curve("one", "", [3], [2]))
+    assert 'points="0,500 0,500"' in flat
+
+
+def test_plots_are_escaped() -> None:
+    drawn = plots.line_plot(Curve("<script>", '"><script>', [0, 1], [0, 1]))
+    assert "<script>" not in drawn
+    assert plots.svg("g", "<b>", title='"<') == '<g title="&quot;&lt;">&lt;b&gt;</g>'
+
+
+def test_sparklines_share_one_scale_and_are_thinned() -> None:
+    assert plots.sparkline([0.0, 1.0], 1.0) == "3,21 93,3"
+    assert plots.sparkline([0.5], 1.0) == "3,12" and plots.sparkline([], 1.0) == ""
+    assert len(plots.sparkline([0.1] * 1000, 1.0).split()) == plots.SPARK_POINTS
+
+
+def test_the_noise_matrix_keeps_the_noisiest_classes_and_sums_the_rest() -> None:
+    n = 22
+    rows = [[0.5 if i == j else 0.5 / (n - 1) for j in range(n)] for i in range(n)]
+    rows[3] = [float(j == 3) for j in range(n)]
+    rows[7] = [0.9 if j == 7 else 0.1 if j == 3 else 0.0 for j in range(n)]
+    table = matrix.noise_table([str(i) for i in range(n)], rows)
+    assert table.left_out == 2 and table.classes == [str(i) for i in range(n) if i not in (3, 7)]
+    first = table.lines[0]
+    assert len(first) == 21 and (first[0].text, first[0].shade) == ("50", "right")
+    assert (first[1].text, first[-1].text, first[-1].shade) == ("2.4", "4.8", "heat9")
+    assert first[-1].tip == "true 0, given a class that is not shown: 4.8 %"
+
+
+def test_a_matrix_without_noise_has_no_shade() -> None:
+    table = matrix.noise_table(["a", "b"], [[1.0, 0.0], [0.0, 1.0]])
+    assert [[c.shade for c in line] for line in table.lines] == [["right", "heat0"], ["heat0", "right"]]
+
+
+# --- the words ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("winner", "other", "words"),
+    [
+        ((0.9, 0.88, 0.92), (0.8, 0.78, 0.82), "10.0 points less; the intervals do not overlap."),
+        ((0.9, 0.8, 1.0), (0.89, 0.8, 1.0), "1.0 points less; the intervals overlap, so the difference may be chance."),
+        ((0.8, 0.7, 0.9), (0.82, 0.7, 0.9), "2.0 points more; the intervals overlap"),
+        ((0.8, None, 0.9), (0.8, 0.7, 0.9), "which is the same."),
+        ((0.8, 0.7, 0.9), (0.8, 0.7, 0.9), "which is the same."),
+    ],
+)
+def test_the_comparison_in_words(winner: Any, other: Any, words: str) -> None:
+    a = Candidate("a", "", *winner, None, None, True, None)
+    b = Candidate("b", "", *other, None, None, False, None)
+    assert words in wording.comparison([a, b])
+    assert wording.comparison([a]) == ""
