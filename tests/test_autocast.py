@@ -209,6 +209,45 @@ def test_where_autocast_is_too_coarse_hypergradients_do_without(build: Any, arou
     assert torch.equal(found.grads["weight"], expected.grads["weight"])
 
 
+def test_a_problem_that_says_so_is_believed_whatever_was_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = models()["tokens"]
+    weights, batch = hk.SampleWeights(32), (x, torch.arange(32) % 4, torch.arange(32))
+    monkeypatch.setattr(rounding, "ENOUGH", 2.0)
+    method = hk.identity(cross="reverse")
+    assert method.compute(looking(), model, weights, batch, batch).stats["autocast"] == "too coarse"
+    kept = method.compute(problem(True), model, weights, batch, batch)
+    assert "autocast" not in kept.stats
+    expected = hk.identity(cross="reverse").compute(problem(True), model, weights, batch, batch)
+    assert torch.equal(kept.grads["weight"], expected.grads["weight"])
+
+
+def test_where_float16_overflows_hypergradients_do_without_autocast() -> None:
+    solution._warned.clear()
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    weights, batch = hk.SampleWeights(4), (torch.full((4, 2), 3e4), torch.ones(4, 1), torch.arange(4))
+
+    def loss(output: torch.Tensor, target: torch.Tensor, **weight: Any) -> hk.losses.Loss:
+        return hk.losses.mse(output / 1e4, target, **weight)
+
+    def inner(m: nn.Module, w: nn.Module, b: Any) -> hk.losses.Loss:
+        with torch.autocast("cpu", torch.float16):
+            output = 10.0 * m(b[0])
+        return loss(output, b[1], weight=w(b[2]))
+
+    def outer(m: nn.Module, w: nn.Module, b: Any) -> hk.losses.Loss:
+        with torch.autocast("cpu", torch.float16):
+            output = 10.0 * m(b[0])
+        return loss(output, b[1])
+
+    with pytest.warns(hk.HyperkronWarning, match="cosine 0.000"):
+        found = hk.identity().compute(hk.BilevelProblem(inner, outer), model, weights, batch, batch)
+    never = hk.BilevelProblem(inner, outer, autocast=False)
+    expected = hk.identity().compute(never, model, weights, batch, batch)
+    assert torch.equal(found.grads["weight"], expected.grads["weight"])
+    with pytest.raises(hk.NonFiniteError):
+        hk.identity().compute(hk.BilevelProblem(inner, outer, autocast=True), model, weights, batch, batch)
+
+
 def test_where_autocast_is_good_it_stays() -> None:
     model, x = models()["tokens"]
     weights, batch = hk.SampleWeights(32), (x, torch.arange(32) % 4, torch.arange(32))

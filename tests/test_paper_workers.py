@@ -81,7 +81,9 @@ def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
         "encoder-base", "smoke", seeds=1, device="cpu", folder=tmp_path / "b", workers=2, say=said.append
     )
     assert _cells(tmp_path / "b") == _cells(tmp_path / "alone")
-    assert shared.complete
+    alone = paper.Result.read(tmp_path / "alone" / "encoder-base-smoke.json")
+    assert shared.complete and shared.seeds == alone.seeds
+    assert shared.figures["stages"].keys() == alone.figures["stages"].keys()
     assert any("KFAC" in line and line.endswith(" s") for line in said)
 
 

@@ -10,7 +10,7 @@ Binary functions match tensors by name, not by order, and refuse trees whose nam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -131,6 +131,19 @@ def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     """
     left, right = _paired(a, b)
     return {name: torch.where(condition, x, y) for name, x, y in zip(a, left, right, strict=True)}
+
+
+def filled(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """Gradients of ``like`` as autograd gives them, made dense and contiguous; zero where there is none.
+
+    Example:
+        >>> filled([torch.ones(1), torch.ones(2)], [torch.tensor([3.0]), None])
+        [tensor([3.]), tensor([0., 0.])]
+    """
+    return [
+        torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g.contiguous()
+        for p, g in zip(like, gradients, strict=True)
+    ]
 
 
 def largest(a: Tree) -> Tensor:

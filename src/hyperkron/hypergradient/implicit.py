@@ -126,13 +126,15 @@ class Implicit(Hypergradient):
         )
         if self.state.calls % RECHECK == 0:
             self.state.plain = self.state.plain or too_coarse(place)
+        given = getattr(problem, "autocast", None)  # what is no problem will be refused by name
+        plain = self.state.plain if given is None else not given
         recorded = self.graph and graphs.available(next(model.parameters()).device)
         if recorded:
             batches, memory = (inner_batch, outer_batch, curvature_batch, start), self.state.curvature
-            states = memory, self.state.cross, self.curvature.due(memory), self.state.plain
+            states = memory, self.state.cross, self.curvature.due(memory), plain
             answer = self._replays.step(Request(self._answer, problem, model, hyper, batches, self.curvature, *states))
         if answer is None:
-            with place(plain=self.state.plain) as point:
+            with place(plain=plain) as point:
                 answer = self._answer(point, start)
                 point.settle()
             if recorded:
@@ -142,6 +144,8 @@ class Implicit(Hypergradient):
             self.state.start = solution.value
         self.state.calls += 1
         stats = {**self._stats(solution), **answer.notes}
+        if plain and given is None:
+            stats["autocast"] = "too coarse"
         return HypergradientResult(answer.grads, solution.status, float(answer.value), solution, stats)
 
     def _answer(self, point: Point, start: Tree | None) -> Answer:
@@ -184,8 +188,6 @@ class Implicit(Hypergradient):
         }
         if solution.residual is not None:
             stats["residual"] = solution.residual
-        if self.state.plain:
-            stats["autocast"] = "too coarse"
         if self.state.cross.error:
             stats["cross_error"] = self.state.cross.error
         for memory in (self.state.curvature, self.state.preconditioner):
@@ -254,10 +256,7 @@ def outer_gradients(point: Point) -> tuple[Tensor, Tree, Tree]:
     if not loss.value.requires_grad:
         raise independent("outer")
     found = torch.autograd.grad(loss.value, wanted, allow_unused=True)
-    filled = [
-        torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g.contiguous()
-        for p, g in zip(wanted, found, strict=True)
-    ]
+    filled = trees.filled(wanted, found)
     count = len(point.params)
     if all(g is None for g in found[:count]):
         raise independent("outer")

@@ -78,7 +78,7 @@ class Request(NamedTuple):
     def autocast(self) -> torch.dtype | None:
         """The dtype under which the model runs by ``torch.autocast``."""
         kind = next(self.model.parameters()).device.type
-        enabled = torch.is_autocast_enabled(kind) and not self.plain and self.problem.autocast is not False
+        enabled = torch.is_autocast_enabled(kind) and not self.plain
         return torch.get_autocast_dtype(kind) if enabled else None
 
     @property
@@ -90,7 +90,7 @@ class Request(NamedTuple):
         """What must not change between a recording and its replay, but for batches."""
         modes = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, self.autocast)
         constants = self.method.constants(self.curvature)
-        objectives = self.problem.inner, self.problem.outer, self.problem.autocast, self.plain
+        objectives = self.problem.inner, self.problem.outer, self.plain
         return objectives, places(self.model, self.hyper), modes, constants
 
 
