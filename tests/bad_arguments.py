@@ -189,7 +189,27 @@ row(
     lambda g: hk.Implicit(hk.KFAC(), hk.Direct(), preconditioner=hk.KFAC()),
     "preconditioner",
     "Direct",
-    "use CG",
+    "use CG or GradientDescent",
+)
+row(
+    "preconditioner for Neumann",
+    lambda g: hk.Implicit(hk.GGN(), hk.Neumann(), preconditioner=hk.KFAC()),
+    "solver=Neumann takes no preconditioner",
+    "use CG or GradientDescent",
+)
+row(
+    "preconditioner class for gradient descent",
+    lambda g: hk.gradient_descent(preconditioner=hk.KFAC),
+    "preconditioner",
+    "KFAC",
+    "KFAC()",
+)
+row(
+    "graph with preconditioned gradient descent",
+    lambda g: hk.gradient_descent(step=0.1, preconditioner=hk.KFAC(), graph=True),
+    "graph=True",
+    "preconditioner=KFAC",
+    "graph=False",
 )
 row(
     "Direct with Hessian",
@@ -202,6 +222,13 @@ row(
     "Hessian as preconditioner",
     touching(lambda g: None, lambda: hk.pcg(preconditioner=hk.Hessian())),
     "preconditioner=Hessian",
+    "no inverse",
+    "KFAC",
+)
+row(
+    "GGN as preconditioner of gradient descent",
+    touching(lambda g: None, lambda: hk.gradient_descent(preconditioner=hk.GGN())),
+    "preconditioner=GGN",
     "no inverse",
     "KFAC",
 )

@@ -219,9 +219,14 @@ def _dependent(case: Case) -> Case:
 
 
 def full(curvature: hk.KFAC | hk.EKFAC) -> hk.KFAC | hk.EKFAC:
-    """The same curvature with complete bases only."""
+    """The same curvature with complete bases only.
+
+    They come from dense factors. But Monte-Carlo spectra are not zero where B is, and depend on the vectors that
+    complete its basis there, of which one choice is as good as another; so B's are then had from its rows.
+    """
     kind = type(curvature)
-    return type(kind.__name__, (kind,), {"_low_rank": False})(**vars(curvature))  # type: ignore[no-any-return]
+    drawn = kind is hk.EKFAC and curvature.fisher == "mc"
+    return type(kind.__name__, (kind,), {"_thin" if drawn else "_low_rank": False})(**vars(curvature))  # type: ignore[no-any-return]
 
 
 def both(case: Case, curvature: hk.KFAC | hk.EKFAC) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], str]:
@@ -286,6 +291,32 @@ def test_reduced_factors_do_not_span_the_gradients_of_all_positions() -> None:
     (matrix, _), (wanted, _), how = both(case, hk.KFAC(1e-3, fisher="type-2", sharing="reduce", split="exact"))
     assert "thin" in how
     assert oracles.relative(matrix, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "empirical"])
+@pytest.mark.parametrize("name", WIDE)
+def test_a_lasting_basis_from_rows_gives_what_that_of_the_matrix_does(name: str, fisher: str) -> None:
+    (matrix, inverse), (wanted, wanted_inverse), how = both(WIDE[name](), hk.EKFAC(1e-3, fisher=fisher, basis_every=2))  # type: ignore[arg-type]
+    assert "thin" not in how
+    assert oracles.relative(matrix, wanted) < 1e-12
+    assert oracles.relative(inverse, wanted_inverse) < 1e-10
+
+
+@pytest.mark.parametrize("thin", [True, False])
+@pytest.mark.parametrize("rank", [1, 5, 20])
+def test_bases_from_rows_diagonalise_the_factor(rank: int, thin: bool) -> None:
+    """Also where most of its columns are zero, as in patches that see mostly padding."""
+    generator = torch.Generator().manual_seed(rank)
+    rows = torch.randn(2, 20, rank, generator=generator, dtype=DOUBLE) @ torch.randn(
+        2, rank, 45, generator=generator, dtype=DOUBLE
+    )
+    rows[1, :, 9:] = 0.0
+    wanted = rows.mT @ rows
+    bases, _ = eigen.eigen_bases({"one": (LowRank(rows), LowRank(rows))}, thin=(thin, thin))
+    values, basis, *_ = bases["one"]
+    assert basis.shape == (2, 45, 20 if thin else 45) and values.shape == basis.shape[::2]
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(basis.shape[-1], dtype=DOUBLE).expand(2, -1, -1))
+    assert oracles.relative(basis @ (values[..., None] * basis.mT), wanted) < 1e-13
 
 
 def test_no_thin_basis_without_damping_or_with_an_average() -> None:

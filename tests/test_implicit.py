@@ -25,6 +25,8 @@ SOLVERS: dict[str, Callable[[hk.Hessian | hk.GGN], hk.Implicit]] = {
     "pcg by ekfac": lambda a: hk.Implicit(a, hk.CG(200, 1e-12), preconditioner=hk.EKFAC(1.0)),
     "neumann": lambda a: hk.Implicit(a, hk.Neumann(300)),
     "gradient descent": lambda a: hk.Implicit(a, hk.GradientDescent(300)),
+    "gradient descent by kfac": lambda a: hk.Implicit(a, hk.GradientDescent(100), preconditioner=hk.KFAC(1.0)),
+    "gradient descent by ekfac": lambda a: hk.Implicit(a, hk.GradientDescent(100), preconditioner=hk.EKFAC(1.0)),
 }
 
 
@@ -53,8 +55,9 @@ def test_converged_solvers_give_the_dense_hypergradient(
         (lambda: hk.pcg(200, 1.0, tolerance=1e-12), "ggn"),
         (lambda: hk.neumann(300, 1.0), "hessian"),
         (lambda: hk.gradient_descent(300, 1.0), "hessian"),
+        (lambda: hk.gradient_descent(100, 1.0, preconditioner=hk.KFAC(1.0)), "hessian"),
     ],
-    ids=["cg", "cg on the ggn", "pcg", "neumann", "gradient descent"],
+    ids=["cg", "cg on the ggn", "pcg", "neumann", "gradient descent", "gradient descent by kfac"],
 )
 def test_named_methods_are_the_formula(made: Callable[[], hk.Implicit], curvature: str) -> None:
     case = convex()
@@ -166,6 +169,54 @@ def test_warm_start_continues_from_the_previous_solution() -> None:
     assert oracles.relative(result.grads, wanted) < 1e-6
 
 
+def kfac_matrix(case: Case, curvature: hk.KFAC) -> Tensor:
+    """B ⊗ A and its damping at the point of ``case``, column by column."""
+    with case.point() as point:
+        return oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("curvature", [hk.Hessian, hk.GGN])
+def test_a_few_preconditioned_steps_are_the_formula_with_their_polynomial(
+    curvature: type[hk.Hessian] | type[hk.GGN], steps: int
+) -> None:
+    """v_k = (I − (I − ηM⁻¹A)^k) A⁻¹b, all dense, as the inverse of one matrix."""
+    case, second = convex(), hk.KFAC(1.0, fisher="type-2")
+    matrix, m = case.hessian() if curvature is hk.Hessian else case.ggn(), kfac_matrix(case, second)
+    eye = torch.eye(len(m), dtype=DOUBLE)
+    power = torch.linalg.matrix_power(eye - 0.7 * torch.linalg.solve(m, matrix + eye), steps)
+    approximate = (eye - power) @ torch.linalg.inv(matrix + eye)
+    made = hk.Implicit(curvature(1.0), hk.GradientDescent(steps, step=0.7), preconditioner=second, cross="reverse")
+    result = made.compute(*case.arguments)
+    assert result.status is hk.Status.BUDGET and result.stats["products"] == steps - 1
+    assert oracles.relative(result.grads, oracles.implicit(case, torch.linalg.inv(approximate))) < 1e-9
+
+
+def test_amigo_follows_by_preconditioned_steps_from_the_last_solution() -> None:
+    """v of two steps, the second from where the first ended, by hand on the full batch at the θ and λ of each."""
+    case, second = convex(), hk.KFAC(1.0, fisher="type-2")
+    algorithm = hk.AmIGO(3, hypergradient=hk.gradient_descent(2, 1.0, step=0.5, preconditioner=second), outer_rate=0.1)
+    state = algorithm.init(case.problem, case.model, case.hyper)
+    draw, params = hk.Draw(case.inner_batch, case.outer_batch), list(case.params.values())
+    v = torch.zeros(sum(p.numel() for p in params), dtype=DOUBLE)
+    for _ in range(2):
+        before = case.hyper.weight.detach().clone()
+        report = algorithm.step(state, draw)
+        assert report.status is hk.Status.BUDGET and isinstance(state.hypergradient, hk.Implicit)
+        after = case.hyper.weight.detach().clone()
+        assert not torch.equal(before, after)
+        with torch.no_grad():
+            case.hyper.weight.copy_(before)  # where v was found
+        matrix, m = case.hessian() + torch.eye(len(v), dtype=DOUBLE), kfac_matrix(case, second)
+        b = oracles.gradient(case.plain_outer(), params).detach()
+        for _ in range(2):
+            v = v - 0.5 * torch.linalg.solve(m, matrix @ v - b)
+        with torch.no_grad():
+            case.hyper.weight.copy_(after)
+        found = state.hypergradient.state.start
+        assert found is not None and oracles.relative(found, oracles.tree(v, case.params)) < 1e-10
+
+
 def test_negative_curvature_is_reported() -> None:
     torch.manual_seed(0)
     case = make(mlp(3, 6, 3), (3,), loss="cross_entropy", hyper=random_weights(5))
@@ -207,6 +258,8 @@ def test_combinations_without_sense_are_refused() -> None:
         hk.Implicit(hk.GGN(1.0), hk.Direct()).compute(*case.arguments)
     with pytest.raises(hk.HyperkronError, match="no inverse"):
         hk.Implicit(hk.GGN(1.0), hk.CG(3), preconditioner=hk.GGN(1.0)).compute(*case.arguments)
+    with pytest.raises(hk.HyperkronError, match="no inverse"):
+        hk.gradient_descent(3, 1.0, preconditioner=hk.Hessian(1.0)).compute(*case.arguments)
     with pytest.raises(hk.HyperkronError, match="cross='backward'"):
         hk.kfac(cross="backward")  # type: ignore[arg-type]
 

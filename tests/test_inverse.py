@@ -115,7 +115,27 @@ def test_halved_systems_give_the_same_hypergradient(monkeypatch: pytest.MonkeyPa
 
 
 def test_sizes_hardly_different_share_a_stack() -> None:
-    assert _common_sizes({768, 769, 3072, 3073, 10}) == {768: 769, 769: 769, 3072: 3073, 3073: 3073, 10: 10}
+    sizes = {768, 769, 3072, 3073, 10}
+    assert _common_sizes(sizes) == {768: 769, 769: 769, 3072: 3073, 3073: 3073, 10: 10}
+    assert _common_sizes(sizes, 8, 64) == {768: 776, 769: 776, 3072: 3080, 3073: 3080, 10: 10}
+
+
+@pytest.mark.parametrize("low_rank", [True, False], ids=["dual", "primal"])
+@pytest.mark.parametrize("halved", [True, False], ids=["halved", "library"])
+def test_systems_enlarged_for_alignment_give_the_same(
+    low_rank: bool, halved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU does with sizes that tensor cores do not take."""
+    monkeypatch.setattr(inverse_module, "ALIGNED", {"cpu": (8, 4)})
+    if halved:
+        monkeypatch.setattr(inverse_module, "factorize", lambda m, lean: linalg._halved(m, leaf=4))
+    given = factors(low_rank)
+    inverses, _, _ = factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, True)()
+    assert low_rank or {c.a.size for c in inverses.classes} == {16, 4, 56, 1}
+    found, wanted = inverses.solve(right_hand_sides()), plain("pi", 1e-3)
+    for name, back in inverses.matvec(found).items():
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(back, right_hand_sides()[name], rtol=1e-8, atol=1e-8)
 
 
 def test_large_factors_are_freed_one_by_one_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

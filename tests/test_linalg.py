@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -28,6 +30,14 @@ def test_halving_solves_and_multiplies_like_the_dense_matrix(n: int) -> None:
     assert isinstance(made, linalg.Leaf) == (n <= 48)
     torch.testing.assert_close(made.solve(v), torch.linalg.solve(matrices, v), rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(made.times(v), matrices @ v, rtol=1e-9, atol=1e-10)
+    assert made.size == n
+    before = v.clone()
+    for layout in (v, v.mT.contiguous().mT, torch.cat([v, v], dim=2)[..., :4]):
+        torch.testing.assert_close(made.solve(layout), made.solve(v), rtol=1e-9, atol=1e-10)
+        assert torch.equal(v, before)
+        mine = layout.clone()
+        assert made.solve(mine, own=True) is mine
+        torch.testing.assert_close(mine, made.solve(v), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("damping", [1e-1, 1e-3])
@@ -94,6 +104,7 @@ def test_on_a_gpu_the_same(count: int, n: int) -> None:
     assert not info.any()
     truth = torch.linalg.solve(matrices, v)
     assert (made.solve(v.float()).double() - truth).norm() / truth.norm() < 1e-4
+    assert (made.solve(v.float().mT.contiguous().mT).double() - truth).norm() / truth.norm() < 1e-4
 
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
@@ -113,3 +124,14 @@ def test_work_side_by_side_gives_what_it_gives_one_by_one(device: str) -> None:
 def test_an_error_in_work_side_by_side_is_raised() -> None:
     with pytest.raises(torch.linalg.LinAlgError):
         linalg.side_by_side([lambda: torch.linalg.cholesky(-torch.eye(2))] * 2, torch.device("cpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_first_decompositions_of_a_process_may_be_side_by_side() -> None:
+    """torch loads their library at the first call, and fails where two threads are the first."""
+    script = (
+        "import torch; from hyperkron import linalg; m = torch.eye(40, device='cuda');"
+        "linalg.side_by_side([lambda: torch.linalg.eigh(m)] * 8, m.device); print('done')"
+    )
+    for _ in range(3):
+        assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "done\n"

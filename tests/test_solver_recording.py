@@ -32,6 +32,15 @@ UNEVENTFUL = {
     "gradient descent": System(GradientDescent(6, step=0.05)),
     "gradient descent, start": System(GradientDescent(6, step=0.05), start=START),
     "gradient descent, one": System(GradientDescent(1, step=0.05), start=START),
+    "gradient descent, preconditioner": System(
+        GradientDescent(6, step=0.05), preconditioner=random_spd(N, condition=3.0, seed=5)
+    ),
+    "gradient descent, preconditioner, start": System(
+        GradientDescent(6, step=0.05), start=START, preconditioner=random_spd(N, condition=3.0, seed=5)
+    ),
+    "gradient descent, preconditioner, float32": System(
+        GradientDescent(6, step=0.05), preconditioner=random_spd(N, condition=3.0, seed=5), dtype=torch.float32
+    ),
 }
 
 
@@ -148,6 +157,7 @@ class Reading(CG):
         ({"solver": GradientDescent(3)}, r"step=None of GradientDescent.*pass step="),
         ({"solver": CG(3), "preconditioner": hk.KFAC(0.1)}, r"preconditioner=KFAC; leave the preconditioner out, or"),
         ({"solver": CG(3), "preconditioner": hk.Identity()}, r"preconditioner=Identity"),
+        ({"solver": GradientDescent(3, step=0.1), "preconditioner": hk.KFAC(0.1)}, r"preconditioner=KFAC; leave"),
         (
             {"solver": CG(3), "curvature": hk.KFAC(0.1)},
             r"KFAC and CG; use KFAC, EKFAC.*with Direct.*Hessian, GGN",

@@ -59,6 +59,12 @@ WORKERS = 8
 
 
 @lru_cache
+def _loaded(device: torch.device) -> None:
+    """The library of decompositions, which torch loads when it is first called, and not from two threads at once."""
+    torch.linalg.cholesky_ex(torch.ones(1, 1, device=device))
+
+
+@lru_cache
 def stream(device: torch.device, number: int) -> torch.cuda.Stream:
     """The same few streams for everything that runs beside the main one."""
     return torch.cuda.Stream(device)
@@ -72,6 +78,7 @@ def side_by_side(jobs: Sequence[Callable[[], T]], device: torch.device) -> list[
     """
     if device.type != "cuda" or len(jobs) < 2:
         return [job() for job in jobs]
+    _loaded(device)
     here, count = torch.cuda.current_stream(device), min(WORKERS, len(jobs))
     branches = [stream(device, i) for i in range(count)]
     for branch in branches:
@@ -102,7 +109,12 @@ class Cholesky:
 
     factor: Tensor
 
-    def solve(self, v: Tensor) -> Tensor:
+    @property
+    def size(self) -> int:
+        """n."""
+        return self.factor.shape[-1]
+
+    def solve(self, v: Tensor, own: bool = False) -> Tensor:
         """M⁻¹ V for V of shape (L, n, k)."""
         half = torch.linalg.solve_triangular(self.factor.mT, v.mT, upper=True, left=False)
         return torch.linalg.solve_triangular(self.factor, half, upper=False, left=False).mT
@@ -121,23 +133,35 @@ class Cholesky:
 
 
 class Halves(ABC):
-    """M = L Lᵀ as something that applies L⁻¹, L⁻ᵀ, L and Lᵀ to V of shape (L, n, k)."""
+    """M = L Lᵀ as something that applies L⁻¹, L⁻ᵀ, L and Lᵀ to V of shape (L, n, k).
 
-    def solve(self, v: Tensor) -> Tensor:
-        """M⁻¹ V."""
-        return self.backward(self.forward(v))
+    The inverses go to and fro between two pieces of memory, laid out as V is, and copy nothing.
+    """
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """n."""
+
+    def solve(self, v: Tensor, own: bool = False) -> Tensor:
+        """M⁻¹ V; in the memory of V where that is the caller's ``own`` to give."""
+        v = v if own else v.clone()
+        half = torch.empty_like(v)
+        self.forward(v, half)
+        self.backward(half, v)
+        return v
 
     def times(self, v: Tensor) -> Tensor:
         """M V."""
         return self.lower(self.upper(v))
 
     @abstractmethod
-    def forward(self, v: Tensor) -> Tensor:
-        """L⁻¹ V."""
+    def forward(self, v: Tensor, out: Tensor) -> None:
+        """Write L⁻¹ V to ``out``; V is used up."""
 
     @abstractmethod
-    def backward(self, v: Tensor) -> Tensor:
-        """L⁻ᵀ V."""
+    def backward(self, v: Tensor, out: Tensor) -> None:
+        """Write L⁻ᵀ V to ``out``; V is used up."""
 
     @abstractmethod
     def lower(self, v: Tensor) -> Tensor:
@@ -162,11 +186,15 @@ class Leaf(Halves):
 
     inverse: Tensor
 
-    def forward(self, v: Tensor) -> Tensor:
-        return torch.bmm(self.inverse, v)  # one call; ``@`` makes six of it
+    @property
+    def size(self) -> int:
+        return self.inverse.shape[-1]
 
-    def backward(self, v: Tensor) -> Tensor:
-        return torch.bmm(self.inverse.mT, v)
+    def forward(self, v: Tensor, out: Tensor) -> None:
+        torch.bmm(self.inverse, v, out=out)  # one call; ``@`` makes six of it
+
+    def backward(self, v: Tensor, out: Tensor) -> None:
+        torch.bmm(self.inverse.mT, v, out=out)
 
     def lower(self, v: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.inverse, v, upper=False)
@@ -189,15 +217,19 @@ class Node(Halves):
     c: Tensor
     tail: Halves
 
-    def forward(self, v: Tensor) -> Tensor:
-        k = self.c.shape[2]
-        first = self.head.forward(v[:, :k])
-        return torch.cat([first, self.tail.forward(torch.baddbmm(v[:, k:], self.c, first, alpha=-1))], dim=1)
+    @property
+    def size(self) -> int:
+        return self.c.shape[1] + self.c.shape[2]
 
-    def backward(self, v: Tensor) -> Tensor:
+    def forward(self, v: Tensor, out: Tensor) -> None:
         k = self.c.shape[2]
-        second = self.tail.backward(v[:, k:])
-        return torch.cat([self.head.backward(torch.baddbmm(v[:, :k], self.c.mT, second, alpha=-1)), second], dim=1)
+        self.head.forward(v[:, :k], out[:, :k])
+        self.tail.forward(v[:, k:].baddbmm_(self.c, out[:, :k], alpha=-1), out[:, k:])
+
+    def backward(self, v: Tensor, out: Tensor) -> None:
+        k = self.c.shape[2]
+        self.tail.backward(v[:, k:], out[:, k:])
+        self.head.backward(v[:, :k].baddbmm_(self.c.mT, out[:, k:], alpha=-1), out[:, :k])
 
     def lower(self, v: Tensor) -> Tensor:
         k = self.c.shape[2]
@@ -252,7 +284,9 @@ def _halved(m: Tensor, leaf: int) -> tuple[Halves, Tensor]:
         return Leaf(torch.linalg.solve_triangular(factor, eye, upper=False)), info
     k = n // 2 if n <= 128 else (n // 2 + 63) // 64 * 64  # aligned; a lone last row, a bias, ends in the tail
     head, info_head = _halved(m[:, :k, :k], leaf)
-    c = head.forward(m[:, :k, k:]).mT
+    above = m[:, :k, k:].clone()
+    head.forward(above, found := torch.empty_like(above))
+    c = found.mT
     tail, info_tail = _halved(torch.baddbmm(m[:, k:, k:], c, c.mT, alpha=-1), leaf)
     return Node(head, c, tail), info_head + info_tail
 

@@ -54,7 +54,7 @@ class Status(enum.Enum):
     )
     DIVERGED = (
         "The iteration grew instead of shrinking and was stopped, returning its best iterate; "
-        "lower the step (step=None picks a safe one), or raise the damping."
+        "lower the step (without a preconditioner step=None picks a safe one), or raise the damping."
     )
     NON_FINITE = (
         "A NaN or an infinity appeared in the solve, and the last finite iterate was returned; "
@@ -99,7 +99,7 @@ class Solution:
         products: matrix-vector products spent, including those that found a step size; where a CUDA graph was
             replayed, those of all iterations, also if the solve ended before.
         residual: ‖b − (A + δI)v‖ / ‖b‖ where it is known without a further product; for a fixed-step solver
-            that of the iterate before, which it knows; else ``None``.
+            that of the iterate before, which it knows, with a preconditioner in its norm; else ``None``.
     """
 
     value: Tree

@@ -43,7 +43,7 @@ class Invertible(Operator):
     """An operator that also applies its inverse b ↦ (A + δI)⁻¹ b, usually from a factorisation made once.
 
     Any such operator serves as a direct solve. A positive definite one also serves as the preconditioner of
-    conjugate gradients on another operator.
+    conjugate gradients, or gradient descent, on another operator.
 
     Attributes:
         status: how the factorisation went: ``DIRECT``, or ``MORE_DAMPING`` or ``KEPT_PREVIOUS`` where a

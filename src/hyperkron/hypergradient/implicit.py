@@ -54,7 +54,7 @@ class Implicit(Hypergradient):
     Args:
         curvature: A.
         solver: how v is found: ``Direct()`` for curvatures with an inverse, else an iterative solver.
-        preconditioner: a second curvature with an inverse, for ``CG``.
+        preconditioner: a second curvature with an inverse, for ``CG`` and ``GradientDescent``.
         warm_start: begin each solve at the previous solution.
         cross: how ∂²_λθ J_in · v is computed: ``auto``, ``reverse``, ``forward`` or ``difference``.
         radius: of the finite difference; ``None`` chooses by dtype.
@@ -90,7 +90,8 @@ class Implicit(Hypergradient):
             _check_graph(curvature, solver, preconditioner)
         if preconditioner is not None and not solver.uses_preconditioner:
             raise HyperkronError(
-                f"solver={type(solver).__name__} takes no preconditioner; use CG, or leave preconditioner out."
+                f"solver={type(solver).__name__} takes no preconditioner; use CG or GradientDescent, or leave "
+                "preconditioner out."
             )
         if warm_start and not solver.uses_start:
             raise HyperkronError(

@@ -184,24 +184,35 @@ def gradient_descent(
     *,
     step: float | None = None,
     curvature: Curvature | None = None,
+    preconditioner: Curvature | None = None,
     warm_start: bool = True,
     cross: Mode = "auto",
     graph: bool = False,
 ) -> Implicit:
-    """AmIGO's linear solve: gradient steps v ← v − η(Hv − ∂_θ J_out) from the previous solution.
+    """AmIGO's linear solve: gradient steps v ← v − ηM⁻¹(Hv − ∂_θ J_out) from the previous solution, plain with M = I.
+
+    In AmIGO, ``hk.gradient_descent(1, step=1.0, preconditioner=hk.KFAC(1.0))`` is one step from the last solution,
+    preconditioned by KFAC, in place of ten plain ones.
 
     Args:
         iterations: one product each.
-        damping: added once; not used when ``curvature`` is given.
-        step: η; ``None`` takes a safe one from power iteration.
+        damping: of H, added once; not used when ``curvature`` is given.
+        step: η; ``None`` takes a safe one from power iteration, or 1 with a preconditioner.
         curvature: ``Hessian(damping)`` by default.
+        preconditioner: M, a curvature with an inverse such as ``KFAC(1.0)``; ``None`` is I.
         warm_start: begin at the previous solution.
-        cross, graph: see :class:`hyperkron.Implicit`; a graph needs a ``step``.
+        cross, graph: see :class:`hyperkron.Implicit`; a graph needs a ``step`` and takes no preconditioner.
 
     Reference: Arbel & Mairal, "Amortized implicit differentiation for stochastic bilevel optimization" (ICLR 2022).
     """
-    solver = GradientDescent(iterations, step)
-    return Implicit(curvature or Hessian(damping), solver, warm_start=warm_start, cross=cross, graph=graph)
+    return Implicit(
+        curvature or Hessian(damping),
+        GradientDescent(iterations, step),
+        preconditioner=preconditioner,
+        warm_start=warm_start,
+        cross=cross,
+        graph=graph,
+    )
 
 
 def identity(scale: float = 1.0, *, cross: Mode = "auto", graph: bool = False) -> Implicit:

@@ -6,7 +6,7 @@ solver               products                   uses                     answer
 ``Direct``           none                       an invertible curvature  exact
 ``CG``               1 per iteration            start, preconditioner    best in the Krylov space
 ``Neumann``          1 per term (+ step)                                 truncated series
-``GradientDescent``  1 per iteration (+ step)   start                    fixed-step iterate
+``GradientDescent``  1 per iteration (+ step)   start, preconditioner    fixed-step iterate
 ===================  =========================  =======================  ========================
 
 A solver is a frozen configuration without state. It returns a :class:`~hyperkron.solution.Solution`, whose

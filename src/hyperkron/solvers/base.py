@@ -110,7 +110,7 @@ class Solver(ABC):
         if preconditioner is None:
             return
         if not self.uses_preconditioner:
-            raise HyperkronError(f"preconditioner was given to {name}, which uses none; use CG")
+            raise HyperkronError(f"preconditioner was given to {name}, which uses none; use CG or GradientDescent")
         if not isinstance(preconditioner, Invertible):
             raise HyperkronError(
                 f"preconditioner is a {type(preconditioner).__name__}, which has no inverse to apply; "

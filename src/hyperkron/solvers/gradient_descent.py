@@ -15,20 +15,27 @@ from hyperkron.trees import Tree
 
 @dataclass(frozen=True)
 class GradientDescent(Solver):
-    """``iterations`` times v ← v − η(Av − b), gradient descent on ½vᵀAv − bᵀv, from ``start`` or from zero.
+    """``iterations`` times v ← v − ηM⁻¹(Av − b), gradient descent on ½vᵀAv − bᵀv, from ``start`` or from zero.
 
-    From zero, v_k = (I − (I − ηA)^k) A⁻¹b. Its worth is the warm start: as θ and λ move slowly, so does A⁻¹b,
-    and a few steps from the previous solution follow it (AmIGO: Arbel & Mairal, 2022). Started where it
-    ended, it continues as if it had not stopped.
+    M is the preconditioner; without one it is I. From zero, v_k = (I − (I − ηM⁻¹A)^k) A⁻¹b. Its worth is the
+    warm start: as θ and λ move slowly, so does A⁻¹b, and a few steps from the previous solution follow it
+    (AmIGO: Arbel & Mairal, 2022). Started where it ended, it continues as if it had not stopped.
 
-    It costs a product for each iteration, one less from zero. Without a ``step`` a safe one is found by power
-    iteration, for ``power_iterations`` further products. Growth is detected and reported as in
-    :class:`~hyperkron.solvers.neumann.Neumann` (with ``start``, the value may be the start itself), and the
-    residual reported is that of the last iterate but one.
+    It costs a product for each iteration, one less from zero, and with a preconditioner as many applications of
+    M⁻¹ as iterations, one more from a start. Without a ``step`` a safe one is found by power iteration, for
+    ``power_iterations`` further products. With a preconditioner none is sought: M is taken to have the scale of A,
+    and η is 1.
+
+    Growth is detected and reported as in :class:`~hyperkron.solvers.neumann.Neumann` (with ``start``, the value may
+    be the start itself), and the residual reported is that of the last iterate but one. With a preconditioner
+    residuals are compared and reported in the norm √(rᵀM⁻¹r), relative to that of b; for a positive semi-definite A
+    and a step below 2/λmax of M⁻¹A they never grow in it. Where rᵀM⁻¹r is not positive, M is not positive definite:
+    that is reported as ``NONPOSITIVE_CURVATURE``, with the best iterate before it; if it shows at once, with the start
+    or, from zero, ηb. A single step is not seen to grow: that takes a second residual.
 
     Args:
         iterations: the steps to do.
-        step: η, below 2/λmax; ``None`` finds 1/(1.1·λmax).
+        step: η, below 2/λmax of M⁻¹A; ``None`` finds 1/(1.1·λmax), or is 1 with a preconditioner.
         power_iterations: products to spend on finding the step.
         seed: of the power iteration's start.
 
@@ -43,6 +50,7 @@ class GradientDescent(Solver):
     seed: int = 0
 
     uses_start: ClassVar[bool] = True
+    uses_preconditioner: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse a configuration that makes no sense."""
@@ -58,4 +66,6 @@ class GradientDescent(Solver):
     def _solve(
         self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None, watch: Watch
     ) -> Solution:
-        return fixed_step(operator, b, start, self.iterations, self.step, self.power_iterations, self.seed, watch)
+        return fixed_step(
+            operator, b, start, self.iterations, self.step, self.power_iterations, self.seed, watch, preconditioner
+        )

@@ -1,12 +1,13 @@
 """Inverses of Kronecker blocks in the eigenbasis of their factors, for exact damping and EKFAC.
 
-A factor of few rows X (R, d) has at most R eigenvalues that are not zero. Its basis is then thin: R vectors, had from
+A factor of few rows X (R, d) has at most R eigenvalues that are not zero. Eigenvectors to these are had from
 
     Xᵀ = Q₀ T  (QR) ,    T Tᵀ = U Λ Uᵀ ,    Q = Q₀ U ,    XᵀX = Q Λ Qᵀ ,
 
 an eigendecomposition of size R in place of d. Q spans all rows and is orthonormal to working precision whatever the
-rank, which Xᵀ times the eigenvectors of the Gram matrix XXᵀ would not be: that divides by the roots of eigenvalues.
-Outside a thin basis the block is δ alone,
+rank, which Xᵀ times the eigenvectors of the Gram matrix XXᵀ would not be: that divides by the roots of eigenvalues. All
+other eigenvalues are zero, so any vectors orthogonal to Q complete the basis, such as those of the QR decomposition.
+Where they are left out the basis is thin. Outside a thin basis the block is δ alone,
 
     A: V ↦ δV + Q_B [M ∘ S] Q_Aᵀ ,    A⁻¹: V ↦ (V − Q_B M Q_Aᵀ)/δ + Q_B [M/(S + δ)] Q_Aᵀ ,    M = Q_Bᵀ V Q_A .
 """
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperkron.curvature.kfac.factors import Factor, LowRank, dense, stored
+from hyperkron.curvature.kfac.factors import Factor, LowRank, stored
 from hyperkron.linalg import full_precision, side_by_side
 from hyperkron.point import Point
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
@@ -152,8 +153,8 @@ def eigen_bases(
 ) -> tuple[Bases, Status]:
     """The eigenbases of all blocks, negative rounding of eigenvalues set to zero, and how they were obtained.
 
-    ``thin`` says of A and of B whether a factor that is kept as rows gets a thin basis. Blocks that share a factor
-    share its basis.
+    ``thin`` says of A and of B whether a factor that is kept as rows gets a thin basis, in place of a complete one.
+    Blocks that share a factor share its basis.
     """
     found: Bases = {}
     status = Status.DIRECT
@@ -172,13 +173,21 @@ def eigen_bases(
 
 
 def _decomposed(factor: Factor, thin: bool) -> tuple[Tensor, Tensor, bool]:
-    """:func:`_eigh` of a factor, where it is ``thin`` and kept as rows X (groups, R, d) only of what XᵀX is not zero
-    on: R eigenvalues and as many eigenvectors."""
-    if not (thin and isinstance(factor, LowRank)):
-        return _eigh(dense(factor))
-    q, t = torch.linalg.qr(factor.rows.mT)
+    """:func:`_eigh` of a factor; one that is kept as rows X (groups, R, d) has an eigendecomposition of size R.
+
+    Where it is ``thin``, only R eigenvalues and as many eigenvectors.
+    """
+    if not isinstance(factor, LowRank):
+        return _eigh(factor)
+    q, t = torch.linalg.qr(factor.rows.mT, mode="reduced" if thin else "complete")
+    rank = min(t.shape[-2:])
+    t = t[..., :rank, :]
     values, vectors, direct = _eigh(t @ t.mT)
-    return values, q @ vectors, direct
+    basis = q[..., :rank] @ vectors
+    if thin:
+        return values, basis, direct
+    zeros = values.new_zeros(*values.shape[:-1], q.shape[-1] - rank)
+    return torch.cat([zeros, values], -1), torch.cat([q[..., rank:], basis], -1), direct
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor, bool]:

@@ -36,7 +36,7 @@ class EKFAC(Kronecker):
             :class:`KFAC`. With ``keep_previous=False`` a refresh that fails loses the basis too.
         basis_every: every so many refreshes the eigenbasis is made anew; in between S alone is. A moving average of
             factors runs over the refreshes that measure them. Bases are complete then, for later batches have other
-            rows.
+            rows; of factors with few rows they are completed by any orthonormal vectors.
 
     Reference: George et al., "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis" (2018).
 
@@ -53,8 +53,12 @@ class EKFAC(Kronecker):
 
     @property
     def _low_rank(self) -> bool:
-        """A thin basis holds for the rows it was made of: of this batch, at every position, without an average."""
-        return self.ema == 0 and self.damping > 0 and self.basis_every == 1 and self.sharing == "expand"
+        return self.ema == 0 and (self.basis_every > 1 or self._thin)
+
+    @property
+    def _thin(self) -> bool:
+        """A thin basis holds for the rows it was made of: of this batch, at every position."""
+        return self.basis_every == 1 and self.damping > 0 and self.sharing == "expand"
 
     @property
     def _serves_once(self) -> bool:
@@ -121,7 +125,7 @@ class EKFAC(Kronecker):
     ) -> Callable[[], tuple[BlockInverses, Status]]:
         self._finite(point, measured, bool(finite(measured)))
         # S is measured with Monte-Carlo vectors of its own, which leave the span of those that B is made of
-        bases, found_how = eigen_bases(factors, thin=(True, self.fisher != "mc"))
+        bases, found_how = eigen_bases(factors, thin=(self._thin, self._thin and self.fisher != "mc"))
         if self.ema == 0:
             measured.release()
             factors.clear()

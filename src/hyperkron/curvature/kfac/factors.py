@@ -72,25 +72,36 @@ def added(a: Factor, b: Factor) -> Factor:
 
 @dataclass(frozen=True)
 class Primal:
-    """(M + δI)⁻¹ of dense factors, (L, d, d); the system may have more rows, those of an identity, than M."""
+    """(M + δI)⁻¹ of dense factors, (L, d, d).
+
+    The system may have more rows than M, those of an identity; V may have them too, as zeros.
+    """
 
     system: Factorization
-    extra: int = 0
 
-    def solve(self, v: Tensor) -> Tensor:
-        """(M + δI)⁻¹ V for V of shape (L, d, k)."""
-        return self.system.solve(self._longer(v))[:, : v.shape[1]]
+    @property
+    def size(self) -> int:
+        """The rows of the system."""
+        return self.system.size
+
+    def solve(self, v: Tensor, own: bool = False) -> Tensor:
+        """(M + δI)⁻¹ V for V of shape (L, d, k); in the memory of V, perhaps, where that is the caller's ``own``."""
+        longer = padded(v, rows=self.size)
+        return self.system.solve(longer, own or longer is not v)[:, : v.shape[1]]
 
     def times(self, v: Tensor) -> Tensor:
         """(M + δI) V."""
-        return self.system.times(self._longer(v))[:, : v.shape[1]]
-
-    def _longer(self, v: Tensor) -> Tensor:
-        return F.pad(v, (0, 0, 0, self.extra)) if self.extra else v
+        return self.system.times(padded(v, rows=self.size))[:, : v.shape[1]]
 
     def state_dict(self) -> dict[str, Any]:
         """Its tensors, by name."""
-        return {"system": self.system.state_dict(), "extra": self.extra}
+        return {"system": self.system.state_dict()}
+
+
+def padded(v: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
+    """V of shape (L, d, k) with zeros below and beside it, up to so many rows and columns."""
+    more = max(columns - v.shape[2], 0), max(rows - v.shape[1], 0)
+    return F.pad(v, (0, more[0], 0, more[1])) if any(more) else v
 
 
 @dataclass(frozen=True)
@@ -104,10 +115,15 @@ class Dual:
     kernel: Primal
     shift: Tensor
 
-    def solve(self, v: Tensor) -> Tensor:
+    @property
+    def size(self) -> int:
+        """d."""
+        return self.rows.shape[2]
+
+    def solve(self, v: Tensor, own: bool = False) -> Tensor:
         """(XᵀX + δI)⁻¹ V for V of shape (L, d, k)."""
         with full_precision():
-            along = self.kernel.solve(torch.bmm(self.rows, v))
+            along = self.kernel.solve(torch.bmm(self.rows, v), own=True)
             return (v - torch.bmm(self.rows.mT, along)) / self.shift[:, None, None]
 
     def times(self, v: Tensor) -> Tensor:
@@ -124,5 +140,5 @@ FactorInverse = Primal | Dual
 
 def load_factor_inverse(state: dict[str, Any]) -> FactorInverse:
     """The inverse whose :meth:`state_dict` this is."""
-    primal = Primal(load_factorization(state["system"]), state["extra"])
+    primal = Primal(load_factorization(state["system"]))
     return Dual(state["rows"], primal, state["shift"]) if "rows" in state else primal

@@ -10,7 +10,7 @@ Martens & Grosse (2015) split δ as δ_A = π√δ, δ_B = √δ/π with π = �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -48,6 +48,26 @@ class ShapeClass:
     a: FactorInverse
     b: FactorInverse
 
+    def solve(self, v: Matrices) -> Tensor:
+        """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for the stack of V.
+
+        V is enlarged as the systems are, so that its rows are aligned as theirs are, and the answer takes its place.
+        """
+        parts = [v[name] for name in self.names]
+        rows, columns = parts[0].shape[1:]
+        if (rows, columns) == (self.b.size, self.a.size):
+            stacked = torch.cat(parts)
+        else:
+            stacked = parts[0].new_zeros(sum(self.groups), self.b.size, self.a.size)
+            torch._foreach_copy_(stacked[:, :rows, :columns].split(self.groups), parts)
+        half = self.b.solve(stacked, own=True)
+        return self.a.solve(half.mT, own=True).mT[:, :rows, :columns]
+
+    def matvec(self, v: Matrices) -> Tensor:
+        """(B + δ_B I) V (A + δ_A I)."""
+        stacked = torch.cat([v[name] for name in self.names])
+        return self.a.times(self.b.times(stacked).mT).mT
+
 
 @dataclass(frozen=True)
 class FactoredInverses:
@@ -62,18 +82,16 @@ class FactoredInverses:
 
     def solve(self, v: Matrices) -> Matrices:
         """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for every block."""
-        return self._apply(v, lambda c, x: c.a.solve(c.b.solve(x).mT).mT)
+        return self._apart(c.solve(v) for c in self.classes)
 
     def matvec(self, v: Matrices) -> Matrices:
         """(B + δ_B I) V (A + δ_A I) for every block."""
-        return self._apply(v, lambda c, x: c.a.times(c.b.times(x).mT).mT)
+        return self._apart(c.matvec(v) for c in self.classes)
 
-    def _apply(self, v: Matrices, act: Callable[[ShapeClass, Tensor], Tensor]) -> Matrices:
-        found: Matrices = {}
-        for c in self.classes:
-            stacked = torch.cat([v[name] for name in c.names]) if len(c.names) > 1 else v[c.names[0]]
-            found.update(zip(c.names, act(c, stacked).split(c.groups), strict=True))
-        return found
+    def _apart(self, stacks: Iterable[Tensor]) -> Matrices:
+        """The matrix of every block, from a stack of them for each shape."""
+        pairs = zip(self.classes, stacks, strict=True)
+        return {name: x for c, stack in pairs for name, x in zip(c.names, stack.split(c.groups), strict=True)}
 
     def strategies(self) -> str:
         """How many blocks have their factors inverted as matrices, and how many by their rows, as words."""
@@ -128,6 +146,10 @@ Outcome = Callable[[], tuple[FactoredInverses, Status, bool]]
 ALONE = 512
 """On a CPU a matrix of this size gains nothing from being factorised with others, and stacking would copy it."""
 
+
+ALIGNED = {"cuda": (8, 64)}
+"""(multiple, beyond): larger systems get a multiple of so many rows, by device type. Tensor cores take rows of sixteen
+bytes, but a bias makes 769 of 768 inputs."""
 
 BRANCHES = 3
 """Factorisations of different sizes that run side by side in a CUDA graph; libraries keep memory for every branch."""
@@ -206,7 +228,8 @@ class _Systems:
             matrices = [gram(f.rows.mT) if isinstance(f, LowRank) else f for f in factors]
         self.groups = [m.shape[0] for m in matrices]
         alone = [_alone(m) for m in matrices]
-        sizes = _common_sizes({m.shape[-1] for m, single in zip(matrices, alone, strict=True) if not single})
+        together = {m.shape[-1] for m, single in zip(matrices, alone, strict=True) if not single}
+        sizes = _common_sizes(together, *ALIGNED.get(matrices[0].device.type, (1, 0)))
         self.extra = [sizes.get(m.shape[-1], m.shape[-1]) - m.shape[-1] for m in matrices]
         by_size: dict[tuple[int, int], list[int]] = {}
         for i, m in enumerate(matrices):
@@ -350,17 +373,21 @@ class _Systems:
         complete = begin == start and self.members[stack][-1] == last - 1
         system = whole if complete else whole.part(begin - start, end - start)
         rows = [r for r in self.rows[first:last] if r is not None]
-        primal = Primal(system, self.extra[first])
+        primal = Primal(system)
         return Dual(torch.cat(rows), primal, shifts[begin:end]) if rows else primal
 
 
-def _common_sizes(sizes: set[int]) -> dict[int, int]:
-    """Each size with the one it is raised to: a size hardly larger that is there anyway (768 joins 769)."""
+def _common_sizes(sizes: set[int], multiple: int = 1, beyond: int = 0) -> dict[int, int]:
+    """Each size with the one it is raised to.
+
+    That is a size hardly larger that is there anyway (768 joins 769), and beyond ``beyond`` the next ``multiple``.
+    """
     found: dict[int, int] = {}
     for n in sorted(sizes):
         larger = [m for m in sizes if n < m <= 1.02 * n]
         found[n] = max(larger, default=n)
-    return {n: found.get(m, m) for n, m in found.items()}
+    joined = {n: found.get(m, m) for n, m in found.items()}
+    return {n: -(-m // multiple) * multiple if m > beyond else m for n, m in joined.items()}
 
 
 def _vector(values: Sequence[Tensor | float], like: Tensor) -> Tensor:

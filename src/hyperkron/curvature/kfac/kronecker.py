@@ -204,7 +204,7 @@ class Kronecker(Curvature):
 
     @property
     def _low_rank(self) -> bool:
-        """Whether factors may be kept as rows; averages and lasting eigenbases need matrices."""
+        """Whether factors may be kept as rows; averages need matrices."""
         return False
 
     def _check(self, point: Point, made: Plan, measured: Measured) -> None:
