@@ -5,27 +5,19 @@ nearly all of it overhead. These are the same steps at a fraction of the time (t
 against the library's, batch by batch), so that runs on data of IJCNN1's size come near to the published numbers.
 
 For g = mean loss + ½ Σ_j exp(λ_j) θ_j², the cross term of v is X(v) = exp(λ) ⊙ θ ⊙ v, and ∂_λ f = 0.
-
-    python benchmarks/bilevel_long.py    # the same kind of data with few examples and with many; minutes
 """
 
 from __future__ import annotations
 
-import json
-import statistics
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import Any
 
-import common
 import numpy as np
-import torch
-from bilevel_problems import Case, Sized
+from bilevel_problems import Case
 from numpy.typing import NDArray
 
 import hyperkron as hk
 
-CONTROL = "bilevel_suite_control.json"
 Array = NDArray[np.float64]
 INNER = TERMS = 10
 """Steps on θ, and steps on v or terms of the Neumann series, in one step of AmIGO, stocBiO and MRBO."""
@@ -188,56 +180,3 @@ STEPS: dict[str, Callable[[Oracles, float, float], Iterator[None]]] = {
     "FSLA": fsla,
     "stocBiO": stocbio,
 }
-
-
-# --- what is due to the number of examples --------------------------------------------------------------------
-
-
-def median_after(problem: Sized, name: str, step: float, ratio: float, count: int) -> float:
-    """The median over three seeds of h − h* after ``count`` steps; infinite where two of them diverge."""
-    found = []
-    for seed in range(3):
-        oracles = Oracles(problem.case(), seed)
-        steps = STEPS[name](oracles, step, step / ratio)
-        with np.errstate(over="ignore", invalid="ignore"):
-            for _ in range(count):
-                next(steps)
-        h = float(problem.value(torch.from_numpy(oracles.hyper))[0] - problem.best)
-        found.append(h if np.isfinite(h) and np.isfinite(oracles.theta).all() else np.inf)
-    return statistics.median(found)
-
-
-def control() -> dict[str, Any]:
-    """Data of one kind in two sizes: every setting of the grid for as many steps as the library made in its run."""
-    import bilevel_suite
-
-    done = json.loads((common.RESULTS / bilevel_suite.SIZED).read_text("utf-8"))["problems"]["sized"]
-    result: dict[str, Any] = {"seeds": [0, 1, 2], "rows": []}
-    for sizes in ((1024, 512), (49_990, 91_701)):
-        problem = Sized(*sizes)
-        for name in STEPS:
-            calls = statistics.median(json.loads(x["calls"])[-1] for x in done[name]["runs"])
-            count = round(calls / bilevel_suite.CALLS[name])
-            grid = list(product(problem.steps, problem.ratios))
-            ends = [median_after(problem, name, *setting, count) for setting in grid]
-            best = min(range(len(grid)), key=ends.__getitem__)
-            row = {"train": sizes[0], "validation": sizes[1], "algorithm": name, "steps": count}
-            result["rows"].append({**row, "step": grid[best][0], "ratio": grid[best][1], "suboptimality": ends[best]})
-            print(result["rows"][-1], flush=True)
-    return result
-
-
-def table(result: dict[str, Any]) -> str:
-    """The result as Markdown: a row for each algorithm, the two sizes side by side."""
-    lines = ["| algorithm | steps | 1024 + 512 examples (step, ratio) | 49 990 + 91 701 examples (step, ratio) |"]
-    lines.append("| --- " * 4 + "|")
-    for name in STEPS:
-        few, many = (row for row in result["rows"] if row["algorithm"] == name)
-        cells = [f"{x['suboptimality']:.2g} ({x['step']:g}, {x['ratio']:g})" for x in (few, many)]
-        lines.append(f"| {name} | {few['steps']} | {cells[0]} | {cells[1]} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(table(json.loads(common.write_result(CONTROL, control()).read_text("utf-8"))))

@@ -10,7 +10,7 @@ settings run for all of it with every seed, and the one whose median score at th
 F2SA is the published suite's (ℓ grows as t^(6/7)); F2SA-paper has the growth of its paper, t^(1/7).
 
     python benchmarks/bilevel_suite.py             # continues where an earlier run stopped
-    python benchmarks/bilevel_suite.py --figure    # docs/figures/bilevel_suite.png
+    python benchmarks/bilevel_figure.py            # docs/figures/bilevel_suite.png
     python benchmarks/bilevel_suite.py --table     # the tables of docs/benchmarks.md
 """
 
@@ -37,7 +37,6 @@ from torch import Tensor, nn
 import hyperkron as hk
 
 RESULT, SIZED, LONG, NOISY = (f"bilevel_suite{x}.json" for x in ("", "_sized", "_long", "_noisy"))
-FIGURE = common.RESULTS.parent.parent / "docs" / "figures" / "bilevel_suite.png"
 NAMES = ("SABA", "SOBA", "AmIGO", "MRBO", "FSLA", "stocBiO", "F2SA", "F2SA-paper")
 CALLS = {"SABA": 4, "SOBA": 4, "AmIGO": 22, "MRBO": 26, "FSLA": 7, "stocBiO": 22, "F2SA": 33, "F2SA-paper": 33}
 """Oracle calls on a batch in one step (∂f, ∂g, Hv and X count one each), as in docs/algorithms.md."""
@@ -107,9 +106,20 @@ def by_library(case: Case, name: str, step: float, ratio: float, seed: int) -> T
     return Track(lambda: method.step(state, draw), lambda: state.step, lambda: _snapshot(state), place)
 
 
-def by_loop(case: Case, name: str, step: float, ratio: float, seed: int, chunk: int = 64) -> Track:
-    """The same algorithm's steps in numpy, ``chunk`` of them at a time."""
+def by_loop(
+    case: Case,
+    name: str,
+    step: float,
+    ratio: float,
+    seed: int,
+    chunk: int = 64,
+    bound: float = math.inf,
+    origin: tuple[Any, Any] | None = None,
+) -> Track:
+    """The same steps in numpy, ``chunk`` of them at a time, from (θ, λ) = ``origin`` or 0, with λ within ±``bound``."""
     oracles, count = Oracles(case, seed), 0
+    if origin is not None:
+        oracles.theta, oracles.hyper = origin
     steps = STEPS[name](oracles, step, step / ratio)
 
     def advance() -> None:
@@ -117,6 +127,8 @@ def by_loop(case: Case, name: str, step: float, ratio: float, seed: int, chunk: 
         with np.errstate(over="ignore", invalid="ignore"):
             for _ in range(chunk):
                 next(steps)
+                if bound < math.inf:
+                    oracles.hyper = np.minimum(np.maximum(oracles.hyper, -bound), bound)
         count += chunk
         if not math.isfinite(float(oracles.theta.sum() + oracles.hyper.sum())):
             raise hk.HyperkronError(f"{name} is not finite after {count} steps.")
@@ -140,12 +152,15 @@ def run(
     seconds: float,
     points: int = 25,
     now: Callable[[], float] = time.process_time,
+    make: Callable[..., Track] | None = None,
 ) -> dict[str, Any]:
     """One run of ``seconds`` of CPU time; snapshots are scored afterwards, outside the clock.
 
+    ``make`` begins the run; without it the problem's name decides between the library and the loops.
     CPU time of the one thread is what wall-clock time would be on a machine that nobody else uses.
     """
-    track = (by_loop if case.name == "long" else by_library)(case, name, step, ratio, seed)
+    make = make or (by_loop if case.name == "long" else by_library)
+    track = make(case, name, step, ratio, seed)
     marks = [seconds * (i + 1) / points for i in range(points)]
     found: list[dict[str, Any]] = [{"seconds": 0.0, "steps": 0, "at": track.here()}]
     clock, failed = 0.0, False
@@ -212,7 +227,7 @@ def tune_and_run(case: Case, name: str, plan: Plan) -> dict[str, Any]:
         "grid": json.dumps([[s, r, _plain(x)] for s, r, x in screened]),
         "full": json.dumps([[s, r, _plain(x)] for s, r, x, _ in full]),
         "failed": [x["failed"] for x in runs],
-        "runs": [_columns(x["curve"]) for x in runs],
+        "runs": [columns(x["curve"]) for x in runs],
     }
 
 
@@ -220,7 +235,7 @@ def _plain(x: float) -> float | None:
     return float(f"{x:.4g}") if math.isfinite(x) else None
 
 
-def _columns(curve: list[dict[str, float]]) -> dict[str, str]:
+def columns(curve: list[dict[str, float]]) -> dict[str, str]:
     """A curve by column, each as one JSON string so that the file stays readable."""
     return {key: json.dumps([float(f"{row[key]:.4g}") for row in curve]) for key in curve[0]}
 
@@ -249,11 +264,11 @@ def main(folder: str, plan: Plan, path: Path, problems: Iterable[str]) -> None:
         for name in missing:
             done[name] = tune_and_run(case, name, plan)
             common.write_result(path, record)
-            ends = [json.loads(x[FIGURES[problem][0]])[-1] for x in done[name]["runs"]]
+            ends = last_values(done[name]["runs"], FIGURES[problem][0])
             print(problem, name, done[name]["step"], done[name]["ratio"], ends, flush=True)
 
 
-# --- tables and the figure ---------------------------------------------------------------------------------
+# --- tables ------------------------------------------------------------------------------------------------
 
 
 def curve(runs: list[dict[str, str]], axis: str, figure: str, grid: list[float]) -> list[float]:
@@ -287,13 +302,14 @@ def summary(record: dict[str, Any], problem: str) -> list[dict[str, Any]]:
     calls, rows = common_calls(record, problem), []
     for name, found in record["problems"][problem].items():
         runs = found["runs"]
-        ends = [math.inf if failed else x for x, failed in zip(_ends(runs, figure), found["failed"], strict=True)]
+        ends = [math.inf if failed else x for x, failed in zip(last_values(runs, figure), found["failed"], strict=True)]
         row = {"name": name, "step": found["step"], "ratio": found["ratio"], "end": statistics.median(ends)}
-        row |= {"low": min(ends), "high": max(ends), "steps": statistics.median(_ends(runs, "calls")) / CALLS[name]}
+        row |= {"low": min(ends), "high": max(ends)}
+        row["steps"] = statistics.median(last_values(runs, "calls")) / CALLS[name]
         row |= {axis: reach(runs, axis, figure, level) for axis in ("seconds", "calls")}
         row["equal"] = curve(runs, "calls", figure, [calls])[0]
         if "test error" in runs[0]:
-            row["error"] = statistics.median(_ends(runs, "test error"))
+            row["error"] = statistics.median(last_values(runs, "test error"))
         rows.append(row)
     if problem in ("sized", "long"):
         for row, more in zip(rows, as_published(record, problem), strict=True):
@@ -322,7 +338,8 @@ def as_published(record: dict[str, Any], problem: str) -> list[dict[str, float]]
     return rows
 
 
-def _ends(runs: list[dict[str, str]], column: str) -> list[float]:
+def last_values(runs: list[dict[str, str]], column: str) -> list[float]:
+    """The last value of a column in each run."""
     return [json.loads(x[column])[-1] for x in runs]
 
 
@@ -359,39 +376,11 @@ def _short(x: float) -> str:
     return "failed" if math.isinf(x) else "0" if x <= FLOOR else f"{x:.3g}"
 
 
-def draw_figure(record: dict[str, Any], path: Path) -> None:
-    """Median curves over time and over oracle calls, one row of panels for each figure."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    titles = {"sized": "synthetic data of IJCNN1's size", "long": "synthetic data of IJCNN1's size, fast loops"}
-    titles |= {"logistic": "small synthetic data", "cleaning": "hypercleaning of MNIST"}
-    shown = [("sized", "suboptimality", 1e-6, 0.6), ("long", "suboptimality", 3e-7, 0.6)]
-    shown += [("logistic", "suboptimality", 1e-9, 0.3)]
-    shown += [("cleaning", "validation loss", 0.72, 1.1), ("cleaning", "test error", 0.14, 0.22)]
-    figure, panels = plt.subplots(5, 2, figsize=(9, 15), constrained_layout=True)
-    for row, (problem, label, low, high) in zip(panels, shown, strict=True):
-        for panel, axis in zip(row, ("seconds", "calls"), strict=True):
-            for i, name in enumerate(NAMES):
-                if name not in record["problems"][problem]:
-                    continue
-                runs = record["problems"][problem][name]["runs"]
-                last = statistics.median(_ends(runs, axis))
-                grid = [last * k / 100 for k in range(101)]
-                style = "-" if name in ("SABA", "SOBA") else "--" if name in ("FSLA", "MRBO") else ":"
-                style = "-." if name.startswith("F2SA") else style
-                panel.plot(grid, curve(runs, axis, label, grid), style, color=f"C{i}", label=name, lw=1.6)
-            panel.set_yscale("log" if label == "suboptimality" else "linear")
-            panel.set_ylim(low, high)
-            panel.set_xlabel("CPU seconds, one thread" if axis == "seconds" else "oracle calls on a batch of 64")
-            panel.set_ylabel(r"$h(\lambda) - h^*$" if label == "suboptimality" else label)
-            panel.set_title(titles[problem], fontsize=10)
-    panels[0][0].legend(fontsize=8, ncol=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
+def recorded() -> dict[str, Any]:
+    """All problems of the result files that are there."""
+    files = [common.RESULTS / result for result in RUNS]
+    found = [json.loads(file.read_text("utf-8"))["problems"] for file in files if file.exists()]
+    return {"problems": {name: runs for problems in found for name, runs in problems.items()}}
 
 
 if __name__ == "__main__":
@@ -399,17 +388,11 @@ if __name__ == "__main__":
     parser.add_argument("--data", default="data/mnist", help="folder with MNIST's four IDX files")
     parser.add_argument("--problems", nargs="+", default=list(FIGURES), choices=list(FIGURES))
     parser.add_argument("--table", action="store_true", help="print the tables of an earlier run")
-    parser.add_argument("--figure", action="store_true", help="draw the figure of an earlier run")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    everything: dict[str, Any] = {"problems": {}}
-    for result, (plan, problems) in RUNS.items():
-        file = common.RESULTS / result
-        if not (arguments.table or arguments.figure):
-            main(arguments.data, plan, file, [x for x in problems if x in arguments.problems])
-        elif file.exists():
-            everything["problems"] |= json.loads(file.read_text("utf-8"))["problems"]
     if arguments.table:
-        print(table(everything))
-    elif arguments.figure:
-        draw_figure(everything, FIGURE)
+        print(table(recorded()))
+    else:
+        for result, (plan, problems) in RUNS.items():
+            wanted = [x for x in problems if x in arguments.problems]
+            main(arguments.data, plan, common.RESULTS / result, wanted)

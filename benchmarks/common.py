@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import sys
@@ -182,7 +183,8 @@ def versions() -> dict[str, str]:
 def write_result(path: str | Path, result: Mapping[str, Any]) -> Path:
     """Write a result as JSON, with the command that made it, the hardware and the versions.
 
-    A bare file name goes to ``benchmarks/results``. The caller puts the seed into ``result``.
+    A bare file name goes to ``benchmarks/results``. The caller puts the seed into ``result``. A list of numbers is one
+    line.
     """
     path = Path(path)
     path = RESULTS / path if path.parent == Path() else path
@@ -190,5 +192,10 @@ def write_result(path: str | Path, result: Mapping[str, Any]) -> Path:
     script = Path(sys.argv[0])
     command = shlex.join(["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]])
     record = {"command": command, **result, "hardware": hardware(), "versions": versions()}
-    path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    path.write_text(_in_lines(json.dumps(record, indent=2, ensure_ascii=False)) + "\n", "utf-8")
     return path
+
+
+def _in_lines(text: str) -> str:
+    """JSON with every list of numbers on one line."""
+    return re.sub(r"\[[\s\d.,eE+-]*\]", lambda found: " ".join(found[0].split()), text)

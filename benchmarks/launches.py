@@ -124,7 +124,7 @@ def as_on_gpu(shrink: int = SHRINK) -> Iterator[None]:
     Sizes that decisions depend on are divided by ``shrink``, as the network's width and batch are.
     """
 
-    def factorize(matrices: torch.Tensor, lean: bool) -> Any:
+    def factorize(matrices: torch.Tensor, lean: bool, own: bool) -> Any:
         count, n, _ = matrices.shape
         few = count <= linalg.FEW and n <= 2 * linalg.LARGE_LEAF // shrink
         leaf = (linalg.LARGE_LEAF if few and not lean else linalg.LEAF) // shrink
@@ -156,7 +156,7 @@ def as_on_gpu(shrink: int = SHRINK) -> Iterator[None]:
         (linalg, "WIDE", {}),
         (layers.ConvLayer, "_examples_per_chunk", examples),
         (layers.ConvLayer, "input_gram", lambda self, x: None),
-        (inverse, "_common_sizes", lambda sizes: {n: n + 1 if n + 1 in sizes else n for n in sizes}),  # within 2 %
+        (inverse, "_common_sizes", lambda sizes, *_: {n: n + 1 if n + 1 in sizes else n for n in sizes}),  # 2 %
         (capture, "WAITING", capture.WAITING // shrink**2),
         (layers, "_batch_norm_statistics", statistics),
         (inverse, "factorize", factorize),

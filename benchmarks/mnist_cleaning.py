@@ -58,7 +58,11 @@ PAIRS = (
     ("MRBO", "MRBO-KFAC"),
     ("AID-CG", "AmIGO-PCG"),
     ("AmIGO", "AmIGO-PCG"),
+    ("AID-CG", "AmIGO-PGD"),
+    ("AmIGO", "AmIGO-PGD"),
 )
+NEAR = 1.001
+"""Also told is when a method is within a thousandth of the best loss: which of two comes a hair lower is chance."""
 
 # --- the comparison ----------------------------------------------------------------------------------------
 
@@ -120,9 +124,16 @@ def verdict(pair: tuple[str, str], curves: dict[str, Any], clock: str = "cpu") -
         "kfac_step": here and here["step"],
         "same_iterations": here is not None and here["step"] <= common_steps,
     }
+    near = [reached(curve, NEAR * target) for curve in (own, kfac)]
     for kind in ("seconds", "cpu"):
-        found[f"{kind}_ratio"] = None if here is None else there[kind] / here[kind]
+        found[f"{kind}_ratio"] = _ratio(there, here, kind)
+        found[f"near_{kind}_ratio"] = _ratio(near[0], near[1], kind)
     return found
+
+
+def _ratio(there: dict[str, float] | None, here: dict[str, float] | None, kind: str) -> float | None:
+    """How much sooner one is ``here`` than another is ``there``; ``None`` for never."""
+    return None if there is None or here is None else there[kind] / here[kind]
 
 
 def diagnose(setting: Setting, split: Split, plan: Plan) -> dict[str, Any]:
@@ -217,7 +228,7 @@ def _run(
         split = noisy_mnist(folder, plan.counts, seed=seed).to(device)
         for pair, name in left.items():
             curves = _rounded(compete(pair, record["tuned"], split, seed, plan, deadline))
-            record["curves"][f"{name} seed {seed}"] = curves
+            record["curves"][f"{name} seed {seed}"] = {method: _columns(curve) for method, curve in curves.items()}
             record["verdicts"].setdefault(name, {})[str(seed)] = verdict(pair, curves, clock(split.device))
             write()
             print(f"{name} seed {seed}", record["verdicts"][name][str(seed)], flush=True)
@@ -225,6 +236,11 @@ def _run(
 
 def _rounded(curves: dict[str, Any]) -> dict[str, Any]:
     return {name: [{k: round(x, 5) for k, x in row.items()} for row in curve] for name, curve in curves.items()}
+
+
+def _columns(curve: list[dict[str, float]]) -> dict[str, list[float]]:
+    """A list for each quantity in place of a dictionary for each row."""
+    return {key: [row[key] for row in curve] for key in curve[0]}
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ SOLVER = {
     "MRBO": ("step of the series", STEPS),
     "MRBO-KFAC": ("damping", DAMPINGS),
     "AmIGO-PCG": ("damping", DAMPINGS),
+    "AmIGO-PGD": ("damping", (0.7, 2.0, 7.0, 20.0)),  # two steps over δ: a step on v moves as far as AmIGO's ten
 }
 
 # --- the problem -------------------------------------------------------------------------------------------
@@ -173,6 +174,10 @@ def algorithm(name: str, setting: Setting, seed: int, refresh: int) -> hk.Algori
         exact = hk.Hessian(setting.solver)
         step = hk.pcg(1, curvature=exact, preconditioner=near, tolerance=0.0, warm_start=True)
         return hk.AmIGO(hypergradient=step, **rates)
+    if name == "AmIGO-PGD":  # two steps from the last solution, as long as AmIGO's ten where there is no curvature
+        near = hk.KFAC(setting.solver, split="exact", refresh_every=4 * refresh, seed=seed)
+        two = hk.gradient_descent(2, step=1.0, curvature=hk.Hessian(0.02), preconditioner=near)
+        return hk.AmIGO(hypergradient=two, **rates)
     if name == "MRBO":
         return hk.MRBO(hk.StochasticNeumann(10, setting.solver), **falling)
     return hk.MRBO(kfac, **falling)

@@ -68,13 +68,15 @@ def inner_loops() -> str:
 def bfloat16() -> str:
     """Cosine between the hypergradients of the bfloat16 and the float32 model."""
     lines = [
-        "| workload | hypergradient | ratio of norms | v, factors alone so | ∂θ J_out itself | without curvature |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| workload | hypergradient | ratio of norms | v, factors alone so | ∂θ J_out itself | without curvature | "
+        "hypergradient by default |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in [row for name in ("bfloat16_h200.json", "bfloat16_cifar_h200.json") for row in load(name)["rows"]]:
         more = " | ".join(f"{row[key]:.4f}" for key in ("v_by_factors", "outer_gradient", "identity"))
         what = f"{row['workload']}, {row['images']}, {row['steps']} steps" if "images" in row else row["workload"]
-        lines.append(f"| {what} | {row['cosine']:.4f} | {row['ratio_of_norms']:.3f} | {more} |")
+        default = f"{row['cosine_by_default']:.4f}, bfloat16 {row['default']}"
+        lines.append(f"| {what} | {row['cosine']:.4f} | {row['ratio_of_norms']:.3f} | {more} | {default} |")
     return "\n".join(lines)
 
 

@@ -108,7 +108,7 @@ def test_halved_systems_give_the_same_hypergradient(monkeypatch: pytest.MonkeyPa
     """What a GPU does with large factors, on small ones."""
     given = factors(False)
     before = factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, True)()[0].solve(right_hand_sides())
-    monkeypatch.setattr(inverse_module, "factorize", lambda m, lean: linalg._halved(m, leaf=4))
+    monkeypatch.setattr(inverse_module, "factorize", lambda m, lean, own: linalg._halved(m, leaf=4))
     after = factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, True)()[0].solve(right_hand_sides())
     for name in before:
         torch.testing.assert_close(after[name], before[name], rtol=1e-9, atol=1e-9)
@@ -128,7 +128,7 @@ def test_systems_enlarged_for_alignment_give_the_same(
     """What a GPU does with sizes that tensor cores do not take."""
     monkeypatch.setattr(inverse_module, "ALIGNED", {"cpu": (8, 4)})
     if halved:
-        monkeypatch.setattr(inverse_module, "factorize", lambda m, lean: linalg._halved(m, leaf=4))
+        monkeypatch.setattr(inverse_module, "factorize", lambda m, lean, own: linalg._halved(m, leaf=4))
     given = factors(low_rank)
     inverses, _, _ = factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, True)()
     assert low_rank or {c.a.size for c in inverses.classes} == {16, 4, 56, 1}
@@ -143,7 +143,7 @@ def test_large_factors_are_freed_one_by_one_on_a_cpu(monkeypatch: pytest.MonkeyP
     given, alive, plainly = factors(False), [], inverse_module.factorize
     watched = [weakref.ref(side) for pair in given.values() for side in pair if isinstance(side, Tensor)]
 
-    def counting(matrices: Tensor, lean: bool) -> Any:
+    def counting(matrices: Tensor, lean: bool, own: bool) -> Any:
         alive.append(sum(ref() is not None for ref in watched))
         return plainly(matrices)
 
@@ -208,7 +208,7 @@ def test_a_late_failure_measures_the_same_factors_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(kronecker, "_queues", lambda point: True)
     true_factorize, calls = inverse_module.factorize, []
 
-    def failing(matrices: Tensor, lean: bool) -> Any:
+    def failing(matrices: Tensor, lean: bool, own: bool) -> Any:
         made, info = true_factorize(matrices)
         calls.append(len(calls))
         return made, torch.ones_like(info)

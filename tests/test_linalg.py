@@ -25,7 +25,7 @@ def spd(count: int, n: int, damping: float = 1e-2) -> Tensor:
 def test_halving_solves_and_multiplies_like_the_dense_matrix(n: int) -> None:
     matrices = spd(3, n)
     v = torch.randn(3, n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    made, info = linalg._halved(matrices, leaf=48)
+    made, info = linalg._halved(matrices.clone(), leaf=48)
     assert info.tolist() == [0, 0, 0]
     assert isinstance(made, linalg.Leaf) == (n <= 48)
     torch.testing.assert_close(made.solve(v), torch.linalg.solve(matrices, v), rtol=1e-9, atol=1e-10)
@@ -57,14 +57,14 @@ def test_float32_error_is_that_of_a_library_solve(n: int, damping: float) -> Non
 def test_info_names_the_matrix_that_is_not_positive_definite() -> None:
     matrices = spd(4, 150)
     matrices[2] -= 5 * torch.eye(150, dtype=torch.float64)
-    _, info = linalg._halved(matrices, leaf=48)
+    _, info = linalg._halved(matrices.clone(), leaf=48)
     assert (info != 0).tolist() == [False, False, True, False]
 
 
 def test_part_and_state_dict_keep_the_answer() -> None:
     matrices = spd(5, 200)
     v = torch.randn(2, 200, 3, dtype=torch.float64)
-    made, _ = linalg._halved(matrices, leaf=48)
+    made, _ = linalg._halved(matrices.clone(), leaf=48)
     assert torch.equal(made.part(1, 3).solve(v), linalg.load_factorization(made.part(1, 3).state_dict()).solve(v))
     torch.testing.assert_close(made.part(1, 3).solve(v), torch.linalg.solve(matrices[1:3], v), rtol=1e-9, atol=1e-10)
 

@@ -262,10 +262,11 @@ def _load_halves(state: dict[str, Any]) -> Halves:
     return Node(_load_halves(state["head"]), state["c"], _load_halves(state["tail"]))
 
 
-def factorize(matrices: Tensor, lean: bool = False) -> tuple[Factorization, Tensor]:
+def factorize(matrices: Tensor, lean: bool = False, own: bool = False) -> tuple[Factorization, Tensor]:
     """(factorisation, info) of a batch (L, n, n); ``info`` is non-zero where a matrix is not positive definite.
 
     Where memory counts more than launches (``lean``) leaves are small: they are squares of which a half is zero.
+    Matrices that are the caller's ``own`` to give are used up.
     """
     if matrices.device.type == "cpu":
         factor, info = torch.linalg.cholesky_ex(matrices)
@@ -273,10 +274,12 @@ def factorize(matrices: Tensor, lean: bool = False) -> tuple[Factorization, Tens
     recorded = matrices.is_cuda and torch.cuda.is_current_stream_capturing()
     with full_precision():
         few_and_small = matrices.shape[0] <= FEW and matrices.shape[1] <= 2 * LARGE_LEAF
-        return _halved(matrices, LARGE_LEAF if few_and_small and not (recorded or lean) else LEAF)
+        leaf = LARGE_LEAF if few_and_small and not (recorded or lean) else LEAF
+        return _halved(matrices if own else matrices.clone(), leaf)
 
 
 def _halved(m: Tensor, leaf: int) -> tuple[Halves, Tensor]:
+    """The factorisation of M, which is used up."""
     n = m.shape[-1]
     if n <= leaf:
         factor, info = torch.linalg.cholesky_ex(m)
@@ -284,10 +287,10 @@ def _halved(m: Tensor, leaf: int) -> tuple[Halves, Tensor]:
         return Leaf(torch.linalg.solve_triangular(factor, eye, upper=False)), info
     k = n // 2 if n <= 128 else (n // 2 + 63) // 64 * 64  # aligned; a lone last row, a bias, ends in the tail
     head, info_head = _halved(m[:, :k, :k], leaf)
-    above = m[:, :k, k:].clone()
-    head.forward(above, found := torch.empty_like(above))
+    found = m.new_empty(m.shape[0], k, n - k)
+    head.forward(m[:, :k, k:], found)
     c = found.mT
-    tail, info_tail = _halved(torch.baddbmm(m[:, k:, k:], c, c.mT, alpha=-1), leaf)
+    tail, info_tail = _halved(m[:, k:, k:].baddbmm_(c, found, alpha=-1), leaf)
     return Node(head, c, tail), info_head + info_tail
 
 

@@ -320,11 +320,11 @@ class _Systems:
         sizes, and whatever is recorded before :meth:`outcome` asks for them, run side by side.
         """
         if not (stack.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return factorize(stack, self.lean)
+            return factorize(stack, self.lean, own=True)
         branch = stream(stack.device, len(self.branches) % BRANCHES)
         branch.wait_stream(torch.cuda.current_stream(stack.device))
         with torch.cuda.stream(branch):
-            made = factorize(stack)
+            made = factorize(stack, own=True)
         self.branches.append((branch, stack))  # its memory must not be used by others while the branch runs
         return made
 

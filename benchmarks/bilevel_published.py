@@ -1,0 +1,184 @@
+"""The problem *long* of bilevel_suite.py with the settings that the published suite names as its best for IJCNN1.
+
+Nothing is tuned here. Two files of the repository benchopt/benchmark_bilevel name such settings for all six algorithms:
+
+- *paper*: config/ijcnn1_best_param.yml (commit 2f93176), whose algorithms are those of Dagréou et al. (2022);
+- *later*: config/ijcnn1_best_params.yml (commit 055942a), made anew with algorithms of later papers beside them.
+
+*tenfold* is *paper* for ten times as long, from where the suite starts. Batches (64), inner and linear steps or terms
+(10), decay exponents and η of MRBO (0.5) are the same there and here, and so is what a ratio means: λ moves by
+step/ratio.
+
+    python benchmarks/bilevel_published.py            # continues where an earlier run stopped; 50 minutes in all
+    python benchmarks/bilevel_published.py --table    # the tables and verdicts of docs/benchmarks.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import bilevel_suite as suite
+import common
+import numpy as np
+import torch
+from bilevel_long import STEPS, Array
+from bilevel_problems import Case, Long
+
+RESULT = "bilevel_suite_published.json"
+BOUND = 12.0
+"""The suite's loops of 2022 hold λ within ±12."""
+PAPER = {
+    "SABA": (0.25, 1.0),
+    "SOBA": (4.0, 1.0),
+    "AmIGO": (0.125, 10**-0.5),
+    "MRBO": (1.0, 10**-1.5),
+    "FSLA": (1.0, 10**-0.5),
+    "stocBiO": (0.5, 10**-0.5),
+}
+LATER = {
+    "SABA": (0.125, 1.0),
+    "SOBA": (1 / 32, 0.01),
+    "AmIGO": (0.125, 10**-0.5),
+    "MRBO": (0.5, 10**-1.5),
+    "FSLA": (1 / 32, 0.01),
+    "stocBiO": (0.125, 1.0),
+}
+"""The step and the ratio of each algorithm."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Settings, how long they run with which seeds, and the seed of the start (none: zero)."""
+
+    best: dict[str, tuple[float, float]]
+    seconds: float = 30.0
+    seeds: tuple[int, ...] = (0, 1, 2)
+    start: int | None = None
+
+
+RUNS = {"paper": Run(PAPER), "later": Run(LATER), "tenfold": Run(PAPER, 300.0, (0,), start=2442)}
+STATEMENTS = {
+    "SABA is best": ("SABA",),
+    "SABA goes lower than SOBA and sooner": ("SABA", "SOBA"),
+    "AmIGO and SABA reach the lowest values, SABA much sooner": ("SABA", "AmIGO"),
+    "SABA is the only single-loop method to go below 1e-3": ("SABA", "SOBA", "FSLA", "MRBO"),
+    "SOBA is the first to reach its best value, which is the highest of all": ("SOBA",),
+}
+"""What is stated, and the algorithms of which the rule of its verdict says something."""
+
+
+def main() -> None:
+    """Run what the file of the results does not hold yet."""
+    path = common.RESULTS / RESULT
+    record: dict[str, Any] = {"runs": {}}
+    if path.exists():
+        record = {"runs": json.loads(path.read_text("utf-8"))["runs"]}
+    case = Long().case()
+    for which, run in RUNS.items():
+        plan = json.loads(json.dumps({**asdict(run), "batch": 64, "bound": BOUND}))
+        if record["runs"].get(which, {}).get("settings") != plan:
+            record["runs"][which] = {"settings": plan, "problems": {"long": {}}}
+        done = record["runs"][which]["problems"]["long"]
+        for name, setting in run.best.items():
+            if name not in done:
+                done[name] = of_algorithm(case, name, setting, run)
+                common.write_result(path, record)
+                print(which, name, setting, suite.last_values(done[name]["runs"], "suboptimality"), flush=True)
+
+
+def start(seed: int, features: int) -> tuple[Array, Array]:
+    """Where the suite starts: θ normal, λ the logarithm of uniform numbers, by its seed (2442 there)."""
+    generator = np.random.RandomState(seed)
+    return generator.randn(features), np.log(generator.rand(features))
+
+
+def of_algorithm(case: Case, name: str, setting: tuple[float, float], run: Run) -> dict[str, Any]:
+    """What is recorded of an algorithm, in the form of the other results."""
+    origin = None if run.start is None else start(run.start, case.inner[0].shape[1])
+    make = partial(suite.by_loop, bound=BOUND, origin=origin)
+    found = [suite.run(case, name, *setting, seed, run.seconds, make=make) for seed in run.seeds]
+    row = {"step": setting[0], "ratio": setting[1], "failed": [x["failed"] for x in found]}
+    return {**row, "runs": [suite.columns(x["curve"]) for x in found]}
+
+
+# --- verdicts ----------------------------------------------------------------------------------------------
+
+
+def median_of(found: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """An algorithm's median at every time of one of its runs."""
+    times = sorted({x for run in found["runs"] for x in json.loads(run["seconds"])})
+    return times, suite.curve(found["runs"], "seconds", "suboptimality", times)
+
+
+def verdicts(record: dict[str, Any], problem: str = "long") -> list[tuple[bool, bool] | None]:
+    """For each statement, whether its two parts hold, by the rules of docs/benchmarks.md; times are told by marks.
+
+    None where one of the algorithms that the statement is about diverged.
+    """
+    rows = {row["name"]: row for row in suite.summary(record, problem)}
+    medians = {name: median_of(record["problems"][problem][name]) for name in STEPS}
+    order = [name for name in rows if name in STEPS]  # the published six, the lowest at the end first
+    diverged = {name for name in order if math.isinf(rows[name]["end"])}
+    others = [name for name in order if name != "SOBA" and name not in diverged]
+
+    def mark(seconds: float) -> float:
+        return round(25 * seconds / record["settings"]["seconds"]) if math.isfinite(seconds) else math.inf
+
+    def arrival(name: str, level: float) -> float:
+        """The mark at which a median is first at ``level`` or below."""
+        return mark(next((t for t, x in zip(*medians[name], strict=True) if x <= level), math.inf))
+
+    def alone(below: dict[str, bool]) -> bool:
+        """SABA goes below 1e-3, the other single-loop methods do not."""
+        return below["SABA"] and not any(below[name] for name in ("SOBA", "FSLA", "MRBO"))
+
+    soba, amigo = (min(medians[name][1]) for name in ("SOBA", "AmIGO"))
+    settled = {name: mark(rows[name]["settled"]) for name in order}
+    found = [
+        (next(iter(rows)) == "SABA", rows["SABA"]["place"] == 1),
+        (rows["SABA"]["end"] < rows["SOBA"]["end"], arrival("SABA", soba) < arrival("SOBA", soba)),
+        (set(order[:2]) == {"SABA", "AmIGO"}, arrival("SABA", amigo) <= arrival("AmIGO", amigo) / 2),
+        (
+            alone({name: math.isfinite(arrival(name, suite.FIGURES[problem][1])) for name in order}),
+            alone({name: math.isfinite(rows[name]["below"]) for name in order}),
+        ),
+        (
+            all(settled["SOBA"] < settled[name] for name in others),
+            all(rows["SOBA"]["least"] > rows[name]["least"] for name in others),
+        ),
+    ]
+    return [None if diverged & set(names) else x for x, names in zip(found, STATEMENTS.values(), strict=True)]
+
+
+def word(parts: tuple[bool, bool] | None) -> str:
+    if parts is None:
+        return "–"
+    return "agrees" if all(parts) else "**partly**" if any(parts) else "**differs**"
+
+
+def table(record: dict[str, Any]) -> str:
+    """A table for each run, and the verdicts of the sized and the long runs beside theirs."""
+    blocks = [suite.table(run).strip() for run in record["runs"].values()]
+    compared = {}
+    for problem, file in (("sized", suite.SIZED), ("long", suite.LONG)):
+        compared[problem] = verdicts(json.loads((common.RESULTS / file).read_text("utf-8")), problem)
+    compared |= {which: verdicts(run) for which, run in record["runs"].items()}
+    lines = [f"| stated | {' | '.join(compared)} |", "| --- " * (len(compared) + 1) + "|"]
+    for i, statement in enumerate(STATEMENTS):
+        lines.append(f"| {statement} | {' | '.join(word(x[i]) for x in compared.values())} |")
+    return "\n\n".join([*blocks, "\n".join(lines)])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="The suite's own best settings for IJCNN1, on data of its size.")
+    parser.add_argument("--table", action="store_true", help="print the tables of an earlier run")
+    torch.set_num_threads(1)
+    if parser.parse_args().table:
+        print(table(json.loads((common.RESULTS / RESULT).read_text("utf-8"))))
+    else:
+        main()
