@@ -110,9 +110,9 @@ def bert(device: str, small: bool) -> Workload:
 
 
 def resnet(device: str, small: bool, stem: str) -> Workload:
-    """ResNet-18 on 32 × 32 images, SGD with momentum, batch 512 (small: width 16, batch 32; 3×3 stem 12)."""
+    """ResNet-18 on 32 × 32 images, SGD with momentum, batch 512 (small: width 16, batch 32; 3×3 stem 8)."""
     torch.manual_seed(0)
-    batch, width = (32 if stem == "7x7" else 12, 16) if small else (512, 64)
+    batch, width = (32 if stem == "7x7" else 8, 16) if small else (512, 64)
     model = resnet18(classes=10, stem=stem, width=width).to(device).train()  # type: ignore[arg-type]
     hyper = hk.SampleWeights(batch * INNER_STEPS).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hyperkron as hk
-from hyperkron.curvature.kfac import kronecker
+from hyperkron.curvature.kfac import kfac
 from hyperkron.curvature.kfac.kronecker import MAX_FAILURES, KroneckerState
 from hyperkron.point import Point
 from hyperkron.solution import Status
@@ -148,7 +148,7 @@ def test_other_parameters_than_before_have_no_previous_inverse(monkeypatch: pyte
     setting, method = Setting(), hk.kfac(1e-2)
     setting.run(method)
     setting.model[0].requires_grad_(False)
-    monkeypatch.setattr(kronecker, "factored_inverses", _fail)
+    monkeypatch.setattr(kfac, "factored_inverses", _fail)
     with pytest.raises(hk.FactorizationError):
         setting.run(method)
 
@@ -160,7 +160,7 @@ def _fail(*args: Any, **kwargs: Any) -> Any:
 def test_a_failed_factorisation_goes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     setting, method = Setting(), hk.kfac(1e-2)
     setting.run(method)
-    monkeypatch.setattr(kronecker, "factored_inverses", _fail)
+    monkeypatch.setattr(kfac, "factored_inverses", _fail)
     assert [setting.run(method).status for _ in range(2)] == [Status.KEPT_PREVIOUS] * 2
     with pytest.raises(hk.FactorizationError, match="3 in a row"):
         setting.run(method)
@@ -389,7 +389,7 @@ def test_a_failing_preconditioner_is_visible() -> None:
     setting.run(method)
     batch = (setting.x, setting.y)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kronecker, "factored_inverses", _fail)
+        patch.setattr(kfac, "factored_inverses", _fail)
         result = method.compute(setting.problem, setting.model, setting.hyper, batch, batch)
     assert result.status is Status.CONVERGED
     assert result.stats["factorisation"] == "no"

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import hyperkron as hk
 from hyperkron import linalg
 from hyperkron.curvature.kfac import inverse as inverse_module
-from hyperkron.curvature.kfac import kronecker
 from hyperkron.curvature.kfac.factors import Dual, Factor, LowRank, Primal, added, dense, scaled
 from hyperkron.curvature.kfac.inverse import FactorsNeeded, _common_sizes, factored_inverses, load_inverses
+from hyperkron.point import Point
 from hyperkron.solution import Status
 
 DOUBLE = torch.float64
@@ -197,7 +197,7 @@ def test_waiting_late_for_the_factorisation_changes_nothing(monkeypatch: pytest.
     problem, model, weights, batch = _problem()
     early, late = hk.kfac(seed=3), hk.kfac(seed=3)
     first = [early.compute(problem, model, weights, batch, batch).grads["weight"] for _ in range(3)]
-    monkeypatch.setattr(kronecker, "_queues", lambda point: True)
+    monkeypatch.setattr(Point, "queues", True)
     for expected in first:
         assert torch.equal(late.compute(problem, model, weights, batch, batch).grads["weight"], expected)
 
@@ -205,7 +205,7 @@ def test_waiting_late_for_the_factorisation_changes_nothing(monkeypatch: pytest.
 def test_a_late_failure_measures_the_same_factors_again(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, model, weights, batch = _problem()
     reference = hk.kfac(seed=3).compute(problem, model, weights, batch, batch)
-    monkeypatch.setattr(kronecker, "_queues", lambda point: True)
+    monkeypatch.setattr(Point, "queues", True)
     true_factorize, calls = inverse_module.factorize, []
 
     def failing(matrices: Tensor, lean: bool, own: bool) -> Any:

@@ -187,6 +187,11 @@ class Point:
             )
 
     @property
+    def queues(self) -> bool:
+        """Whether the device works through a queue, so that waiting for a result before going on costs time."""
+        return self.device.type != "cpu"
+
+    @property
     def small(self) -> bool:
         """Whether an evaluation of J_in, after the first, is known to wait for Python rather than for the GPU."""
         with self.autocast or nullcontext():

@@ -2,7 +2,7 @@
 
 from hyperkron.curvature.kfac.coverage import Coverage
 from hyperkron.curvature.kfac.ekfac import EKFAC
-from hyperkron.curvature.kfac.kronecker import KFAC
+from hyperkron.curvature.kfac.kfac import KFAC
 from hyperkron.curvature.kfac.state import KroneckerState
 
 __all__ = ["EKFAC", "KFAC", "Coverage", "KroneckerState"]

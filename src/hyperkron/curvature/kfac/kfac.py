@@ -1,0 +1,127 @@
+"""KFAC: each layer's block of the Gauss–Newton matrix as a Kronecker product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyperkron.curvature.base import CurvatureState
+from hyperkron.curvature.kfac.capture import Measured
+from hyperkron.curvature.kfac.coverage import Plan
+from hyperkron.curvature.kfac.eigen import EigenInverses, checked, damped, eigen_bases
+from hyperkron.curvature.kfac.factors import Factor
+from hyperkron.curvature.kfac.inverse import BlockInverses, Split, factored_inverses
+from hyperkron.curvature.kfac.kronecker import Kronecker, finite
+from hyperkron.curvature.kfac.state import KroneckerState
+from hyperkron.point import Point
+from hyperkron.solution import HyperkronError, Status
+
+
+@dataclass(frozen=True)
+class KFAC(Kronecker):
+    """Kronecker-factored approximate curvature: each layer's block of the Gauss–Newton matrix as B ⊗ A.
+
+        A = mean_n a_n a_nᵀ ,   B = Σ_n (σ_n/N) g_n g_nᵀ ,   (B ⊗ A + damping)⁻¹ vec V
+
+    with a_n the layer's input (and a 1 for its bias) and g_n = (∂z_n f)ᵀ s_n the output gradient of a vector s_n whose
+    second moment is the loss's output Hessian. The L2 penalties of the inner loss join the damping.
+
+    Args:
+        damping: δ.
+        split: how δ is divided between the factors: ``"pi"`` (Martens & Grosse), ``"plain"`` (√δ each), ``"exact"``
+            (B ⊗ A + δI inverted exactly, by eigendecomposition), or a callable (A, B, δ) → (δ_A, δ_B).
+        fisher: where s_n comes from: ``"mc"`` draws it from the model's own predictions, ``"type-2"`` uses all C exact
+            vectors, ``"empirical"`` the gradient at the given labels. With a loss at every token the exact vectors of
+            all tokens go back together, and where layers mix tokens only ``"mc"`` is unbiased.
+        samples: Monte-Carlo draws per example.
+        sharing: ``"expand"`` or ``"reduce"``, for weights used at several positions.
+        refresh_every: τ; factors and inverses are reused for this many calls.
+        ema: β of the moving average of factors.
+        fallback: curvature of parameters outside Linear and Conv layers: ``"diagonal"`` measures it (exactly per
+            example for norm layers and embeddings, as a multiple of the identity for anything else), ``"identity"``
+            takes 1, ``"zero"`` keeps such parameters fixed.
+        strict: refuse a model with parameters outside the Kronecker blocks.
+        seed: of the Monte-Carlo draws.
+        keep_previous: keep the inverses in use until new ones are made, to go on with them where that fails. ``False``
+            lets go of them first, with ``refresh_every=1`` as soon as they have served, so that they add nothing to the
+            memory of other passes; a refresh that fails altogether is then an error, and the next call begins anew.
+
+    References: Martens & Grosse (2015); Grosse & Martens (2016) for convolutions; Eschenhagen et al. (2023) for weight
+    sharing; Liao, Dangel & Yu (2026) for hypergradients.
+    """
+
+    split: Split = "pi"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.split) and self.split not in ("pi", "plain", "exact"):
+            raise HyperkronError(
+                f"split={self.split!r} is unknown; use 'pi', 'plain', 'exact' or a callable (A, B, δ) -> (δ_A, δ_B)."
+            )
+
+    @property
+    def deferred(self) -> bool:
+        return self.ema == 0 and self.split != "exact"
+
+    def constants(self, state: CurvatureState) -> Hashable:
+        return ()
+
+    @property
+    def _low_rank(self) -> bool:
+        return self.ema == 0 and self.damping > 0 and self.split in ("pi", "plain", "exact")
+
+    def _damped(self, diagonals: list[Tensor], damping: list[Any]) -> Sequence[Tensor]:
+        """With δ split between the factors a balanced eigenvalue λ becomes (√λ + √δ)²; so does the diagonal."""
+        if self.split == "exact":
+            return super()._damped(diagonals, damping)
+        if isinstance(damping[0], float):
+            damped = torch._foreach_sqrt(diagonals)
+            torch._foreach_add_(damped, [math.sqrt(x) for x in damping])
+            torch._foreach_mul_(damped, damped)
+            return damped
+        roots = (x.to(d.device, d.dtype).sqrt() for d, x in zip(diagonals, damping, strict=True))
+        return [(d.sqrt() + root).square() for d, root in zip(diagonals, roots, strict=True)]
+
+    def _invert(
+        self,
+        point: Point,
+        state: KroneckerState,
+        made: Plan,
+        measured: Measured,
+        factors: dict[str, tuple[Factor, Factor]],
+        keep: bool = False,
+    ) -> Callable[[], tuple[BlockInverses, Status]]:
+        damping = {name: self._block_damping(made, measured, name) for name in factors}
+        if self.split != "exact":
+            good = finite(measured)
+            if not point.queues:
+                self._finite(point, measured, bool(good))
+
+            def release() -> None:
+                """Let go of the factors, unless they are an average or may be asked which of them is not finite."""
+                if self.ema == 0 and not (keep and point.queues):
+                    measured.release()
+                    factors.clear()
+
+            kept = keep or not point.queues
+            outcome = factored_inverses(factors, damping, self.split, good, kept, release, point.read, self.lean)
+
+            def finish() -> tuple[BlockInverses, Status]:
+                inverses, status, good = outcome()
+                self._finite(point, measured, good)
+                return inverses, status
+
+            return finish
+        self._finite(point, measured, bool(finite(measured)))
+        bases, found_how = eigen_bases(factors, thin=(True, True))
+        blocks = {
+            name: damped(q_a, q_b, values_b[..., :, None] * values_a[..., None, :], damping[name])
+            for name, (values_a, q_a, values_b, q_b) in bases.items()
+        }
+        inverses = checked(point, EigenInverses(blocks))
+        return lambda: (inverses, found_how)
