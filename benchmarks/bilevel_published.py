@@ -162,10 +162,10 @@ def word(parts: tuple[bool, bool] | None) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """A table for each run, and the verdicts of the sized and the long runs beside theirs."""
+    """A table for each run, and the verdicts of the sized and the long runs and of digits beside theirs."""
     blocks = [suite.table(run).strip() for run in record["runs"].values()]
     compared = {}
-    for problem, file in (("sized", suite.SIZED), ("long", suite.LONG)):
+    for problem, file in (("sized", suite.SIZED), ("long", suite.LONG), ("digits", suite.DIGITS)):
         compared[problem] = verdicts(json.loads((common.RESULTS / file).read_text("utf-8")), problem)
     compared |= {which: verdicts(run) for which, run in record["runs"].items()}
     lines = [f"| stated | {' | '.join(compared)} |", "| --- " * (len(compared) + 1) + "|"]

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,7 +237,7 @@ def test_the_cleaning_verdict_compares_first_arrivals(cleaning: ModuleType) -> N
     ("script", "result"),
     [
         ("bilevel_suite", "RESULT"),
-        *(("bilevel_suite", x) for x in ("SIZED", "LONG", "NOISY")),
+        *(("bilevel_suite", x) for x in ("SIZED", "LONG", "DIGITS", "NOISY")),
         ("mnist_cleaning", "RESULT"),
         ("mnist_cleaning", "PAPER"),
     ],
@@ -268,3 +268,42 @@ def test_a_control_run_ends_where_its_steps_end(suite: ModuleType) -> None:
         ends.append(problem.case().score(*track.place(track.here()))["suboptimality"])
     assert module.median_after(problem, "SOBA", 0.5, 0.1, 20) == pytest.approx(sorted(ends)[1], rel=1e-9)
     assert module.median_after(problem, "SABA", 5.0, 1e-4, 64) == math.inf
+
+
+def test_a_setting_that_diverges_gives_its_place_to_the_next(
+    suite: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On digits; elsewhere it is kept, and counts as infinite."""
+
+    def run(case: Any, name: str, step: float, ratio: float, seed: int, seconds: float, points: int = 25) -> Any:
+        failed = seconds > 2 and step > 0.2
+        return {"failed": failed, "curve": [{"seconds": seconds, "calls": 1, "suboptimality": 1 / step + seed}]}
+
+    monkeypatch.setattr(suite, "run", run)
+    problem = SimpleNamespace(steps=(0.1, 0.2, 0.3, 0.4), ratios=(1.0,))
+    plan = suite.Plan(30.0, 2.0, 1)
+    problem.name = "digits"
+    found = suite.tune_and_run(problem, "SABA", plan)
+    assert (found["step"], found["failed"]) == (0.2, [False] * 3)
+    assert json.loads(found["full"]) == [[0.4, 1.0, None], [0.3, 1.0, None], [0.2, 1.0, 6.0]]
+    problem.name = "long"
+    found = suite.tune_and_run(problem, "SABA", plan)
+    assert (found["step"], found["failed"]) == (0.4, [True] * 3)
+
+
+def test_digits_are_divided_as_they_should_be(suite: ModuleType, tmp_path: Path) -> None:
+    images = torch.rand(30, 28, 28, generator=torch.Generator().manual_seed(0))
+    data = SimpleNamespace(
+        images=images[:20].flatten(1), labels=torch.arange(20) % 10, test_images=images[20:].flatten(1)
+    )
+    data.test_labels = torch.arange(10)
+    module = sys.modules["bilevel_problems"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "mnist", lambda folder: data)
+        made = module.Digits(tmp_path, train=12, count=3)
+    x, y = (torch.cat(pair) for pair in zip(made.train, made.validation, strict=True))
+    assert len(made.train[0]) == 12 and x.shape == (30, 4) and y.sum() == 3
+    assert bool((x[:, 3] == 1).all()) and float(x[:, :3].abs().max()) == 1.0
+    products = x[:, :3].T @ x[:, :3]  # principal components are uncorrelated, the largest first
+    assert bool((products.diagonal().diff() < 0).all())
+    assert float((products - products.diag().diag()).abs().max()) < 1e-10

@@ -226,7 +226,8 @@ def full(curvature: hk.KFAC | hk.EKFAC) -> hk.KFAC | hk.EKFAC:
     """
     kind = type(curvature)
     drawn = kind is hk.EKFAC and curvature.fisher == "mc"
-    return type(kind.__name__, (kind,), {"_thin" if drawn else "_low_rank": False})(**vars(curvature))  # type: ignore[no-any-return]
+    complete = {"_thin": False, "_low_rank": drawn}
+    return type(kind.__name__, (kind,), complete)(**vars(curvature))  # type: ignore[no-any-return]
 
 
 def both(case: Case, curvature: hk.KFAC | hk.EKFAC) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], str]:

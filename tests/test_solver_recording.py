@@ -18,7 +18,7 @@ from hyperkron.losses import classification
 from hyperkron.point import Point
 from hyperkron.solution import HyperkronError, NonFiniteError, Status
 from hyperkron.solvers import CG, Direct, GradientDescent, Neumann, Solver
-from recorded import START, B, N, System, nothing_read, unread
+from recorded import START, B, N, System, alike, nothing_read, to_a_bit, unread
 
 UNEVENTFUL = {
     "cg": System(CG(4)),
@@ -53,7 +53,7 @@ def test_a_recorded_solve_is_the_ordinary_one(name: str) -> None:
     assert found is not None and recorded.residual is None is not expected.residual
     assert torch.equal(flatten(found.value), flatten(expected.value))
     assert expected.status is Status.BUDGET
-    assert dataclasses.replace(found, value={}) == dataclasses.replace(expected, value={})
+    assert alike(found, expected) and found.products == expected.products
 
 
 @pytest.mark.parametrize("name", UNEVENTFUL)
@@ -69,7 +69,7 @@ def test_a_replay_on_other_numbers_has_its_own_residual() -> None:
     first, second = System(CG(3)), System(CG(3), b=START)
     recorded, watch, _ = first.recorded()
     found = watch.replayed(recorded, second.recorded()[2])
-    assert found is not None and found.residual == second.solve().residual != first.solve().residual
+    assert found is not None and found.residual == to_a_bit(second.solve().residual) != first.solve().residual
 
 
 @pytest.mark.parametrize("solver", [CG(3), Neumann(5, step=0.05), GradientDescent(5, step=0.05)])
@@ -138,7 +138,7 @@ def test_a_recorded_hypergradient_reads_nothing(
     torch.testing.assert_close(answer.grads, expected.grads, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(answer.solution.value, expected.solution.value, rtol=0.0, atol=0.0)
     found = answer.watch.replayed(answer.solution, unread(answer.watch))
-    assert found is not None and found.residual == expected.solution.residual
+    assert found is not None and found.residual == to_a_bit(expected.solution.residual)
 
 
 # --- what is refused -------------------------------------------------------------------------

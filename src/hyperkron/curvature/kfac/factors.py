@@ -86,22 +86,21 @@ class Primal:
 
     def solve(self, v: Tensor, own: bool = False) -> Tensor:
         """(M + δI)⁻¹ V for V of shape (L, d, k); in the memory of V, perhaps, where that is the caller's ``own``."""
-        longer = padded(v, rows=self.size)
+        longer = _longer(v, self.size)
         return self.system.solve(longer, own or longer is not v)[:, : v.shape[1]]
 
     def times(self, v: Tensor) -> Tensor:
         """(M + δI) V."""
-        return self.system.times(padded(v, rows=self.size))[:, : v.shape[1]]
+        return self.system.times(_longer(v, self.size))[:, : v.shape[1]]
 
     def state_dict(self) -> dict[str, Any]:
         """Its tensors, by name."""
         return {"system": self.system.state_dict()}
 
 
-def padded(v: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
-    """V of shape (L, d, k) with zeros below and beside it, up to so many rows and columns."""
-    more = max(columns - v.shape[2], 0), max(rows - v.shape[1], 0)
-    return F.pad(v, (0, more[0], 0, more[1])) if any(more) else v
+def _longer(v: Tensor, rows: int) -> Tensor:
+    """V of shape (L, d, k) with zeros below it, up to so many rows."""
+    return F.pad(v, (0, 0, 0, rows - v.shape[1])) if rows > v.shape[1] else v
 
 
 @dataclass(frozen=True)
