@@ -6,6 +6,7 @@ python docs/make_performance_tables.py          # rewrite what stands between th
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,43 @@ def strategy(name: str = "scaling_cpu.json") -> str:
     return "\n".join(lines)
 
 
+TENSOR, HALF, PLAIN, BANDWIDTH = 495e12, 989e12, 67e12, 4.8e12
+"""An H200 by its data sheet: operations a second in TF32, float16 and float32, and bytes a second."""
+TRACED = {
+    "outer gradient": "47",
+    "passes of the factors": "30",
+    "Gram matrices": "22",
+    "Cholesky": "25, beside the outer gradient",
+    "solves": "7",
+    "cross term": "27",
+}
+"""Milliseconds of kernels in traces of recorded steps on BERT, sorted into stages by hand and rounded."""
+
+
+def roofline() -> str:
+    """What each stage of a KFAC hypergradient on BERT could take at the least, and what it takes."""
+    sys.path.insert(0, str(RESULTS.parent))
+    import cost_model
+
+    lines = [
+        "| stage | TFLOP | GB | operations a byte | floor, ms | bound by | measured, ms |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, works in cost_model.stages(cost_model.Encoder(768, 12, 128, 100, 6), "cuda").items():
+        peak = {"Gram matrices": HALF, "Cholesky": PLAIN}.get(name, TENSOR)
+        times = [(work.flops / peak, work.bytes / BANDWIDTH) for work in works]
+        floor = sum(max(pair) for pair in times)
+        computing = sum(max(pair) for pair in times if pair[0] >= pair[1]) / floor
+        flops, moved = cost_model.flops(works), cost_model.moved(works)
+        lines.append(
+            f"| {name} | {flops / 1e12:.2f} | {moved / 1e9:.0f} | {flops / moved:.0f} | {1e3 * floor:.0f} "
+            f"| {computing:.0%} operations, {1 - computing:.0%} memory | {TRACED[name]} |"
+        )
+    return "\n".join(lines)
+
+
 TABLES = {
+    "roofline": roofline,
     "outer-iteration": outer_iteration,
     "inner-loops": inner_loops,
     "bfloat16": bfloat16,
