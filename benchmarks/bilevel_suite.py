@@ -233,7 +233,8 @@ def tune_and_run(case: Case, name: str, plan: Plan) -> dict[str, Any]:
         full.append((step, ratio, statistics.median(final(x) for x in runs), runs))
         if sum(len(x[3]) == len(plan.seeds) for x in full) == plan.kept:
             break
-    step, ratio, _, runs = min((x for x in full if len(x[3]) == len(plan.seeds)), key=lambda x: x[2])
+    complete = [x for x in full if len(x[3]) == len(plan.seeds)]
+    step, ratio, _, runs = min(complete or full, key=lambda x: x[2])
     return {
         "step": step,
         "ratio": ratio,

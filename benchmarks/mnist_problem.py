@@ -25,7 +25,7 @@ SOLVER = {
     "MRBO": ("step of the series", STEPS),
     "MRBO-KFAC": ("damping", DAMPINGS),
     "AmIGO-PCG": ("damping", DAMPINGS),
-    "AmIGO-PGD": ("damping", (0.7, 2.0, 7.0, 20.0)),  # two steps over δ: a step on v moves as far as AmIGO's ten
+    "AmIGO-PGD": ("damping", (0.7, 2.0, 7.0, 20.0)),  # 2/δ is 10ρ for the ρ of AmIGO
 }
 
 # --- the problem -------------------------------------------------------------------------------------------
