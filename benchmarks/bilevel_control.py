@@ -14,7 +14,7 @@ import bilevel_suite as suite
 import common
 import numpy as np
 import torch
-from bilevel_long import STEPS, Oracles
+from bilevel_long import STEPS, Penalties
 from bilevel_problems import Sized
 
 CONTROL = "bilevel_suite_control.json"
@@ -24,7 +24,7 @@ def median_after(problem: Sized, name: str, step: float, ratio: float, count: in
     """The median over three seeds of h − h* after ``count`` steps; infinite where two of them diverge."""
     found = []
     for seed in range(3):
-        oracles = Oracles(problem.case(), seed)
+        oracles = Penalties(problem.case(), seed)
         steps = STEPS[name](oracles, step, step / ratio)
         with np.errstate(over="ignore", invalid="ignore"):
             for _ in range(count):

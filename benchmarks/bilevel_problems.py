@@ -204,9 +204,17 @@ class Digits(Sized):
         self.train, self.validation = ((x[i], labels[i]) for i in (order[:train], order[train:]))
 
 
-def cleaning(folder: str | Path, noise: float = 0.5, train: int = 2048, validation: int = 1024) -> Case:
+def cleaning(
+    folder: str | Path,
+    noise: float = 0.5,
+    train: int = 2048,
+    validation: int = 1024,
+    clip: float = 10.0,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
     """Hypercleaning of MNIST with a linear model; ``noise`` is the share of training labels drawn anew."""
-    split = noisy_mnist(folder, (train, validation, 0), noise)
+    split = noisy_mnist(folder, (train, validation, 0), noise, clip=clip)
+    training, validating, testing = ((x.to(dtype), y) for x, y in (split.train, split.validation, split.test))
 
     def inner(model: nn.Module, weights: nn.Module, batch: Any) -> hk.losses.Loss:
         return hk.losses.cross_entropy(model(batch[0]), batch[1], weight=weights(batch[2])) + hk.losses.l2(model, 0.2)
@@ -215,15 +223,16 @@ def cleaning(folder: str | Path, noise: float = 0.5, train: int = 2048, validati
         return hk.losses.cross_entropy(model(batch[0]), batch[1])
 
     def start() -> tuple[nn.Module, nn.Module]:
-        model = nn.Linear(split.train[0].shape[1], 10, bias=False)
+        model = nn.Linear(training[0].shape[1], 10, bias=False, dtype=dtype)
         nn.init.zeros_(model.weight)
-        return model, hk.SampleWeights(train, "sigmoid", init=float(torch.sigmoid(torch.tensor(-2.0))))
+        half = float(torch.sigmoid(torch.tensor(-2.0, dtype=torch.float64)))
+        return model, hk.SampleWeights(train, "sigmoid", init=half).to(dtype)
 
     def score(model: nn.Module, weights: nn.Module) -> Scores:
-        loss, _ = loss_and_error(model, split.validation)
-        return {"validation loss": loss, "test error": loss_and_error(model, split.test)[1]}
+        loss, _ = loss_and_error(model, validating)
+        return {"validation loss": loss, "test error": loss_and_error(model, testing)[1]}
 
-    data = (*split.train, torch.arange(train))
+    data = (*training, torch.arange(train))
     problem = hk.BilevelProblem(inner, outer)
     grid = {"steps": (0.015, 0.05, 0.15, 0.3, 0.6, 1.0), "ratios": (1e-3, 1e-4, 1e-5, 1e-6)}
-    return Case("cleaning", problem, start, data, split.validation, score, **grid)
+    return Case("cleaning", problem, start, data, validating, score, **grid)

@@ -10,7 +10,7 @@ Nothing is tuned here. Two files of the repository benchopt/benchmark_bilevel na
 step/ratio.
 
     python benchmarks/bilevel_published.py            # continues where an earlier run stopped; 50 minutes in all
-    python benchmarks/bilevel_published.py --table    # the tables and verdicts of docs/benchmarks.md
+    python benchmarks/bilevel_published.py --table    # the tables and verdicts of docs/benchmarks-ijcnn1.md
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def median_of(found: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 
 def verdicts(record: dict[str, Any], problem: str = "long") -> list[tuple[bool, bool] | None]:
-    """For each statement, whether its two parts hold, by the rules of docs/benchmarks.md; times are told by marks.
+    """For each statement, whether its two parts hold, by the rules of its page in docs; times are told by marks.
 
     None where one of the algorithms that the statement is about diverged.
     """

@@ -11,7 +11,7 @@ F2SA is the published suite's (ℓ grows as t^(6/7)); F2SA-paper has the growth 
 
     python benchmarks/bilevel_suite.py             # continues where an earlier run stopped
     python benchmarks/bilevel_figure.py            # docs/figures/bilevel_suite.png
-    python benchmarks/bilevel_suite.py --table     # the tables of docs/benchmarks.md
+    python benchmarks/bilevel_suite.py --table     # the tables of docs/benchmarks-ijcnn1.md
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 import common
 import numpy as np
 import torch
-from bilevel_long import STEPS, Oracles
+from bilevel_long import STEPS, Loop, Oracles, Penalties
 from bilevel_problems import FLOOR, Case, Digits, Logistic, Long, Sized, cleaning
 from torch import Tensor, nn
 
@@ -120,12 +120,17 @@ def by_loop(
     chunk: int = 64,
     bound: float = math.inf,
     origin: tuple[Any, Any] | None = None,
+    kind: Callable[[Case, int], Oracles] = Penalties,
+    loop: Loop | None = None,
 ) -> Track:
-    """The same steps in numpy, ``chunk`` of them at a time, from (θ, λ) = ``origin`` or 0, with λ within ±``bound``."""
-    oracles, count = Oracles(case, seed), 0
+    """The same steps in numpy, ``chunk`` of them at a time, from (θ, λ) = ``origin``, with λ within ±``bound``.
+
+    Without ``origin`` they start where the oracles do that ``kind`` makes; ``loop`` is in place of the algorithm's.
+    """
+    oracles, count = kind(case, seed), 0
     if origin is not None:
         oracles.theta, oracles.hyper = origin
-    steps = STEPS[name](oracles, step, step / ratio)
+    steps = (loop or STEPS[name])(oracles, step, step / ratio)
 
     def advance() -> None:
         nonlocal count
@@ -155,18 +160,19 @@ def run(
     ratio: float,
     seed: int,
     seconds: float,
-    points: int = 25,
+    points: int | list[float] = 25,
     now: Callable[[], float] = time.process_time,
     make: Callable[..., Track] | None = None,
 ) -> dict[str, Any]:
     """One run of ``seconds`` of CPU time; snapshots are scored afterwards, outside the clock.
 
+    ``points`` is how many there are, evenly, or the times at which they are taken.
     ``make`` begins the run; without it the problem's name decides between the library and the loops.
     CPU time of the one thread is what wall-clock time would be on a machine that nobody else uses.
     """
     make = make or (by_loop if case.name in LOOPS else by_library)
     track = make(case, name, step, ratio, seed)
-    marks = [seconds * (i + 1) / points for i in range(points)]
+    marks = points if isinstance(points, list) else [seconds * (i + 1) / points for i in range(points)]
     found: list[dict[str, Any]] = [{"seconds": 0.0, "steps": 0, "at": track.here()}]
     clock, failed = 0.0, False
     while marks and not failed:

@@ -52,8 +52,13 @@ class Split:
         return Split(train, validation, second, test, self.clean.to(device))
 
 
-def noisy_mnist(folder: str | Path, counts: tuple[int, int, int], noise: float = 0.5, seed: int = 0) -> Split:
-    """MNIST's training part cut at random into training, validation and second validation; noise in the first."""
+def noisy_mnist(
+    folder: str | Path, counts: tuple[int, int, int], noise: float = 0.5, seed: int = 0, clip: float = 10.0
+) -> Split:
+    """MNIST's training part cut at random into training, validation and second validation; noise in the first.
+
+    Pixels are standardised, and cut off at ±``clip``.
+    """
     data = mnist(folder)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(data.images), generator=generator)[: sum(counts)].split(list(counts))
@@ -64,7 +69,7 @@ def noisy_mnist(folder: str | Path, counts: tuple[int, int, int], noise: float =
     scale = torch.where(deviation > 0, 1 / deviation.clamp(min=1e-12), torch.zeros_like(deviation))
 
     def standard(x: Tensor) -> Tensor:
-        return ((x - mean) * scale).clamp(-10, 10)
+        return ((x - mean) * scale).clamp(-clip, clip)
 
     parts = [(standard(data.images[i]), data.labels[i]) for i in order]
     test = (standard(data.test_images), data.test_labels)
