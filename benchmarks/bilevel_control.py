@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 import bilevel_suite as suite
+import bilevel_tables as tables
 import common
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ def control() -> dict[str, Any]:
         problem = Sized(*sizes)
         for name in STEPS:
             calls = statistics.median(json.loads(x["calls"])[-1] for x in done[name]["runs"])
-            count = round(calls / suite.CALLS[name])
+            count = round(calls / tables.CALLS[name])
             grid = list(product(problem.steps, problem.ratios))
             ends = [median_after(problem, name, *setting, count) for setting in grid]
             best = min(range(len(grid)), key=ends.__getitem__)

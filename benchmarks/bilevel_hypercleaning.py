@@ -31,6 +31,7 @@ from typing import Any
 os.environ.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
 
 import bilevel_suite as suite
+import bilevel_tables as tables
 import common
 import numpy as np
 import torch
@@ -128,7 +129,7 @@ def one(folder: str, task: Task) -> tuple[Task, dict[str, Any]]:
     found = suite.run(_case(folder, problem), plain(name), *setting, seed, SECONDS, list(MARKS), make=make)
     host = common.hardware()
     machine = f"{host['cpu']}, {host['cores']} cores, numpy {np.__version__}"
-    return task, {"machine": machine, "failed": found["failed"], **suite.columns(found["curve"])}
+    return task, {"machine": machine, "failed": found["failed"], **tables.columns(found["curve"])}
 
 
 def tasks() -> list[Task]:
@@ -186,14 +187,14 @@ def rows(record: dict[str, Any], which: str, problem: str) -> list[dict[str, Any
         runs = [record["runs"][key((which, problem, name, seed))] for seed in SEEDS]
         ends = [math.inf if x["failed"] else json.loads(x["test error"])[-1] for x in runs]
         row = {"name": name, "setting": RUNS[which][name][PROBLEMS.index(problem)], "ends": sorted(ends)}
-        row |= {"end": float(np.median(ends)), "steps": np.median(suite.last_values(runs, "calls"))}
-        row["steps"] /= suite.CALLS[plain(name)]
+        row |= {"end": float(np.median(ends)), "steps": np.median(tables.last_values(runs, "calls"))}
+        row["steps"] /= tables.CALLS[plain(name)]
         if math.isfinite(row["end"]):
             runs = [x for x in runs if not x["failed"]]
-            row["curve"] = suite.curve(runs, "seconds", "test error", GRID)
+            row["curve"] = tables.curve(runs, "seconds", "test error", GRID)
             row["least"] = min(row["curve"])
             row["settled"] = arrival(row, 1.01 * row["least"])
-            row["loss"] = float(np.median(suite.last_values(runs, "validation loss")))
+            row["loss"] = float(np.median(tables.last_values(runs, "validation loss")))
         found.append(row)
     return sorted(found, key=lambda row: row["end"])
 

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 import bilevel_suite as suite
+import bilevel_tables as tables
 import common
 import numpy as np
 import torch
@@ -88,7 +89,7 @@ def main() -> None:
             if name not in done:
                 done[name] = of_algorithm(case, name, setting, run)
                 common.write_result(path, record)
-                print(which, name, setting, suite.last_values(done[name]["runs"], "suboptimality"), flush=True)
+                print(which, name, setting, tables.last_values(done[name]["runs"], "suboptimality"), flush=True)
 
 
 def start(seed: int, features: int) -> tuple[Array, Array]:
@@ -103,7 +104,7 @@ def of_algorithm(case: Case, name: str, setting: tuple[float, float], run: Run) 
     make = partial(suite.by_loop, bound=BOUND, origin=origin)
     found = [suite.run(case, name, *setting, seed, run.seconds, make=make) for seed in run.seeds]
     row = {"step": setting[0], "ratio": setting[1], "failed": [x["failed"] for x in found]}
-    return {**row, "runs": [suite.columns(x["curve"]) for x in found]}
+    return {**row, "runs": [tables.columns(x["curve"]) for x in found]}
 
 
 # --- verdicts ----------------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ def of_algorithm(case: Case, name: str, setting: tuple[float, float], run: Run) 
 def median_of(found: dict[str, Any]) -> tuple[list[float], list[float]]:
     """An algorithm's median at every time of one of its runs."""
     times = sorted({x for run in found["runs"] for x in json.loads(run["seconds"])})
-    return times, suite.curve(found["runs"], "seconds", "suboptimality", times)
+    return times, tables.curve(found["runs"], "seconds", "suboptimality", times)
 
 
 def verdicts(record: dict[str, Any], problem: str = "long") -> list[tuple[bool, bool] | None]:
@@ -120,7 +121,7 @@ def verdicts(record: dict[str, Any], problem: str = "long") -> list[tuple[bool, 
 
     None where one of the algorithms that the statement is about diverged.
     """
-    rows = {row["name"]: row for row in suite.summary(record, problem)}
+    rows = {row["name"]: row for row in tables.summary(record, problem)}
     medians = {name: median_of(record["problems"][problem][name]) for name in STEPS}
     order = [name for name in rows if name in STEPS]  # the published six, the lowest at the end first
     diverged = {name for name in order if math.isinf(rows[name]["end"])}
@@ -144,7 +145,7 @@ def verdicts(record: dict[str, Any], problem: str = "long") -> list[tuple[bool, 
         (rows["SABA"]["end"] < rows["SOBA"]["end"], arrival("SABA", soba) < arrival("SOBA", soba)),
         (set(order[:2]) == {"SABA", "AmIGO"}, arrival("SABA", amigo) <= arrival("AmIGO", amigo) / 2),
         (
-            alone({name: math.isfinite(arrival(name, suite.FIGURES[problem][1])) for name in order}),
+            alone({name: math.isfinite(arrival(name, tables.FIGURES[problem][1])) for name in order}),
             alone({name: math.isfinite(rows[name]["below"]) for name in order}),
         ),
         (
@@ -162,10 +163,15 @@ def word(parts: tuple[bool, bool] | None) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """A table for each run, and the verdicts of the sized and the long runs and of digits beside theirs."""
-    blocks = [suite.table(run).strip() for run in record["runs"].values()]
+    """A table for each run, and the verdicts of the runs that were tuned here beside theirs."""
+    blocks = [tables.table(run).strip() for run in record["runs"].values()]
     compared = {}
-    for problem, file in (("sized", suite.SIZED), ("long", suite.LONG), ("digits", suite.DIGITS)):
+    for problem, file in (
+        ("sized", suite.SIZED),
+        ("long", suite.LONG),
+        ("digits", suite.DIGITS),
+        ("covtype", suite.COVTYPE),
+    ):
         compared[problem] = verdicts(json.loads((common.RESULTS / file).read_text("utf-8")), problem)
     compared |= {which: verdicts(run) for which, run in record["runs"].items()}
     lines = [f"| stated | {' | '.join(compared)} |", "| --- " * (len(compared) + 1) + "|"]

@@ -152,7 +152,7 @@ def test_a_run_is_recorded_with_its_machine(published: ModuleType, case: Any, mo
     monkeypatch.setattr(published, "MARKS", [0.02, 0.05])
     task, found = published.one("data", ("paper", "50%", "MRBO, doubled", 1))
     assert task == ("paper", "50%", "MRBO, doubled", 1) and not found["failed"] and "numpy" in found["machine"]
-    assert json.loads(found["calls"])[-1] % (4 * published.suite.CALLS["MRBO"]) == 0
+    assert json.loads(found["calls"])[-1] % (4 * published.tables.CALLS["MRBO"]) == 0
     assert len(json.loads(found["test error"])) == 3
 
 

@@ -26,6 +26,12 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("bilevel_tables")
+
+
+@pytest.fixture
 def cleaning(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("mnist_cleaning")
@@ -128,14 +134,14 @@ def test_a_run_that_diverges_is_worth_nothing(suite: ModuleType) -> None:
     assert suite.final(_run(suite, "SABA", 5.0, 0.01, steps=20)) == math.inf
 
 
-def test_medians_and_levels_are_read_from_the_record(suite: ModuleType) -> None:
+def test_medians_and_levels_are_read_from_the_record(tables: ModuleType) -> None:
     runs = [
         {"seconds": json.dumps([0.0, 1.0, 2.0]), "suboptimality": json.dumps([1.0, first, last])}
         for first, last in ((0.5, 0.1), (0.4, 0.2), (0.9, 0.8))
     ]
-    assert suite.curve(runs, "seconds", "suboptimality", [0.0, 1.5, 2.0]) == [1.0, 0.5, 0.2]
-    assert suite.reach(runs, "seconds", "suboptimality", 0.5) == 1.0
-    assert suite.reach(runs, "seconds", "suboptimality", 0.15) == math.inf
+    assert tables.curve(runs, "seconds", "suboptimality", [0.0, 1.5, 2.0]) == [1.0, 0.5, 0.2]
+    assert tables.reach(runs, "seconds", "suboptimality", 0.5) == 1.0
+    assert tables.reach(runs, "seconds", "suboptimality", 0.15) == math.inf
 
 
 def _found(ends: tuple[float, float, float], calls: int, failed: tuple[bool, bool, bool]) -> dict[str, Any]:
@@ -145,30 +151,30 @@ def _found(ends: tuple[float, float, float], calls: int, failed: tuple[bool, boo
     return {"step": 0.1, "ratio": 0.01, "failed": list(failed), "runs": runs}
 
 
-def test_algorithms_are_ranked_by_time_and_at_equal_calls(suite: ModuleType) -> None:
+def test_algorithms_are_ranked_by_time_and_at_equal_calls(tables: ModuleType) -> None:
     slow = _found((0.3, 0.1, 0.2), calls=260, failed=(False,) * 3)
     quick = _found((0.02, 0.01, 0.04), calls=4000, failed=(False,) * 3)
     broken = _found((0.001, 0.001, 0.5), calls=40, failed=(True, True, False))
     record = {"problems": {"logistic": {"MRBO": slow, "SABA": quick, "SOBA": broken}}}
-    assert suite.common_calls(record, "logistic") == 40  # the runs that failed have no say
+    assert tables.common_calls(record, "logistic") == 40  # the runs that failed have no say
     record["problems"]["logistic"]["SOBA"]["runs"][2]["calls"] = "[0, 300, 600]"
-    assert suite.common_calls(record, "logistic") == 260
-    rows = {row["name"]: row for row in suite.summary(record, "logistic")}
+    assert tables.common_calls(record, "logistic") == 260
+    rows = {row["name"]: row for row in tables.summary(record, "logistic")}
     assert list(rows) == ["SABA", "MRBO", "SOBA"]
     assert (rows["SABA"]["end"], rows["SABA"]["equal"], rows["SABA"]["place"]) == (0.02, 1.0, 3)
     assert (rows["MRBO"]["end"], rows["MRBO"]["equal"], rows["MRBO"]["steps"]) == (0.2, 0.2, 10)
-    assert rows["SOBA"]["end"] == math.inf and "| 3 | SOBA | failed (0.5 – failed) |" in suite.table(record)
+    assert rows["SOBA"]["end"] == math.inf and "| 3 | SOBA | failed (0.5 – failed) |" in tables.table(record)
 
 
-def test_figures_as_published_start_from_the_lowest_median_less_a_margin(suite: ModuleType) -> None:
+def test_figures_as_published_start_from_the_lowest_median_less_a_margin(tables: ModuleType) -> None:
     def found(*values: float) -> dict[str, Any]:
         return {"runs": [{"seconds": "[0, 1, 2, 3]", "suboptimality": json.dumps(values)}] * 3}
 
     low, high = found(1.0, 0.5, 3.0e-4, 2.9e-4), found(1.0, 1.1e-3, 1.15e-3, 5e-2)
-    rows = suite.as_published({"problems": {"sized": {"SABA": low, "SOBA": high}}}, "sized")
+    rows = tables.as_published({"problems": {"sized": {"SABA": low, "SOBA": high}}}, "sized")
     assert rows[0] == pytest.approx({"least": 1e-4, "below": 2, "settled": 2})  # 1.1e-4 is within a tenth of 1e-4
     assert rows[1] == pytest.approx({"least": 9.1e-4, "below": 1, "settled": 1})  # above 1e-3 when measured from h*
-    assert suite.reach(high["runs"], "seconds", "suboptimality", 1e-3) == math.inf
+    assert tables.reach(high["runs"], "seconds", "suboptimality", 1e-3) == math.inf
 
 
 def test_a_run_continues_where_the_file_stops(
@@ -237,7 +243,7 @@ def test_the_cleaning_verdict_compares_first_arrivals(cleaning: ModuleType) -> N
     ("script", "result"),
     [
         ("bilevel_suite", "RESULT"),
-        *(("bilevel_suite", x) for x in ("SIZED", "LONG", "DIGITS", "NOISY")),
+        *(("bilevel_suite", x) for x in ("SIZED", "LONG", "DIGITS", "COVTYPE", "NOISY")),
         ("mnist_cleaning", "RESULT"),
         ("mnist_cleaning", "PAPER"),
     ],
@@ -308,3 +314,18 @@ def test_digits_are_divided_as_they_should_be(suite: ModuleType, tmp_path: Path)
     products = x[:, :3].T @ x[:, :3]  # principal components are uncorrelated, the largest first
     assert bool((products.diagonal().diff() < 0).all())
     assert float((products - products.diag().diag()).abs().max()) < 1e-10
+
+
+def test_covtype_is_drawn_and_scaled_as_it_should_be(suite: ModuleType, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.cat([torch.randint(-9, 99, (40, 54), generator=generator), 1 + torch.arange(40)[:, None] % 7], dim=1)
+    rows[:, 3] = 5  # a feature that never changes
+    lines = "".join(f"{','.join(map(str, row))}\n" for row in rows.tolist())
+    (tmp_path / "covtype.csv").write_text("a,header\n" + lines, "utf-8")
+    (tmp_path / "covtype.data").write_text(lines, "utf-8")
+    made = suite.Covtype(tmp_path / "covtype.csv", train=12, validation=28)
+    x, y = (torch.cat(pair) for pair in zip(made.train, made.validation, strict=True))
+    assert len(made.train[0]) == 12 and x.shape == (40, 14)
+    assert int(y.sum()) == 6  # of class 2
+    assert bool((x.min(0).values == 0).all()) and bool((x.max(0).values[torch.arange(14) != 3] == 1).all())
+    assert torch.equal(made.train[0], suite.Covtype(tmp_path / "covtype.data", train=12, validation=28).train[0])
