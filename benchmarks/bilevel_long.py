@@ -57,6 +57,10 @@ class Oracles(ABC):
     def b(self, theta: Array, index: int) -> Array:
         """∂_θ f on a validation batch."""
 
+    @abstractmethod
+    def slope(self, theta: Array, hyper: Array, index: int) -> Array:
+        """∂_λ g on a training batch."""
+
     def descend(self, rate: float) -> None:
         """Ten steps on θ."""
         for _ in range(INNER):
@@ -101,6 +105,10 @@ class Penalties(Oracles):
 
     def b(self, theta: Array, index: int) -> Array:
         return _slope(*self.validation[index], theta)
+
+    def slope(self, theta: Array, hyper: Array, index: int) -> Array:
+        found: Array = np.exp(hyper) * theta**2 / 2
+        return found
 
 
 class Weights(Oracles):
@@ -149,7 +157,6 @@ class Weights(Oracles):
         return (_softmax(theta @ x.T) - y) @ x / len(x)
 
     def slope(self, theta: Array, hyper: Array, index: int) -> Array:
-        """∂_λ g on a training batch."""
         x, y, at = self.train[index]
         outputs, weight = theta @ x.T, _sigmoid(hyper[at])
         top = outputs.max(0)
@@ -282,7 +289,7 @@ def fsla(o: Oracles, step: float, outer: float, momentum: float = 0.5) -> Iterat
         yield
 
 
-def f2sa(o: Weights, step: float, outer: float, growth: float = 0.1) -> Iterator[None]:
+def f2sa(o: Oracles, step: float, outer: float, growth: float = 0.1) -> Iterator[None]:
     """θ is z, which follows θ*(λ)."""
     y, ell, t = o.theta, 1.0, 0
     while True:

@@ -141,7 +141,7 @@ def verdicts(record: dict[str, Any], problem: str = "long") -> list[tuple[bool, 
     soba, amigo = (min(medians[name][1]) for name in ("SOBA", "AmIGO"))
     settled = {name: mark(rows[name]["settled"]) for name in order}
     found = [
-        (next(iter(rows)) == "SABA", rows["SABA"]["place"] == 1),
+        (order[0] == "SABA", all(rows["SABA"]["equal"] <= rows[name]["equal"] for name in order)),
         (rows["SABA"]["end"] < rows["SOBA"]["end"], arrival("SABA", soba) < arrival("SOBA", soba)),
         (set(order[:2]) == {"SABA", "AmIGO"}, arrival("SABA", amigo) <= arrival("AmIGO", amigo) / 2),
         (

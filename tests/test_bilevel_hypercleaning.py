@@ -36,9 +36,8 @@ def case(published: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["SABA", "SOBA", "AmIGO", "MRBO", "FSLA", "stocBiO", "F2SA"])
 def test_the_fast_loops_make_the_steps_of_the_library(published: ModuleType, case: Any, name: str) -> None:
-    loop = {**published.STEPS, "F2SA": published.f2sa}[name]
     slow = published.suite.by_library(case, name, 0.1, 1e-3, 3)
-    fast = published.suite.by_loop(case, name, 0.1, 1e-3, 3, chunk=12, kind=published.Weights, loop=loop)
+    fast = published.suite.by_loop(case, name, 0.1, 1e-3, 3, chunk=12, kind=published.Weights)
     for _ in range(12):
         slow.advance()
     fast.advance()

@@ -108,7 +108,7 @@ def test_every_algorithm_lowers_the_suboptimality(suite: ModuleType, name: str) 
     assert suite.final(found) < found["curve"][0]["suboptimality"]
 
 
-@pytest.mark.parametrize("name", ["SABA", "SOBA", "AmIGO", "MRBO", "FSLA", "stocBiO"])
+@pytest.mark.parametrize("name", ["SABA", "SOBA", "AmIGO", "MRBO", "FSLA", "stocBiO", "F2SA"])
 def test_the_fast_loops_make_the_steps_of_the_library(suite: ModuleType, name: str) -> None:
     case = suite.Sized(train=300, validation=500).case()  # the last batches of both levels are smaller
     slow = suite.by_library(case, name, 0.5, 0.1, 3)
