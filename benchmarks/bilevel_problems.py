@@ -2,9 +2,9 @@
 
 *logistic* and *sized*: one penalty for each feature of a logistic regression, J_in = mean loss + ½ Σ_j exp(λ_j) θ_j² on
 training data, J_out = mean loss on validation data, scored by the suboptimality h(λ) − h* of the value function. Both
-have synthetic data (IJCNN1 and covtype must be downloaded): *logistic* is small, with features of different scales and
+have synthetic data (IJCNN1 must be downloaded): *logistic* is small, with features of different scales and
 validation labels noisier than the training labels, so that the best penalties are finite; *sized* has IJCNN1's numbers
-of features and examples and those of its traits that are known. *digits* is the same with real data, of MNIST.
+of features and examples and those of its traits that are known. *digits* and *covtype* are the same with real data.
 
 *cleaning*: weights σ(λ_n) of MNIST examples of which half have random labels, J_in = mean(σ(λ) · CE) + 0.2 ‖θ‖²,
 λ₀ = −2, θ₀ = 0; the score is the validation loss at (λ, θ), with the test error, which the published figure shows,

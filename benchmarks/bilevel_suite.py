@@ -2,7 +2,8 @@
 
 The problems are those of bilevel_problems.py: *logistic* (regularisation selection, small), *sized* (the same at
 IJCNN1's size), both on synthetic data, and *cleaning* (hypercleaning of MNIST; -0.7, -0.9: more wrong labels).
-*long* is *sized* with the loops of bilevel_long.py, which make as many steps in a second as the library in a minute.
+*long* is *sized* with the loops of bilevel_long.py, which make as many steps in a second as the library in a minute;
+*digits* and *covtype* have these loops and real data.
 
 Every algorithm has its published decay exponents, batches of 64, and the same grid of (step, ratio): θ (and v, and the
 Neumann series) move by step, λ by step/ratio. The grid is screened with the first seed for a short time, the best
