@@ -255,7 +255,7 @@ def table(record: dict[str, Any]) -> str:
     found |= {f"*{which}*, doubled": verdicts(record, which, doubled=True) for which in RUNS}
     lines = [f"| stated | {' | '.join(found)} |", "| --- " * (len(found) + 1) + "|"]
     for i, statement in enumerate(STATEMENTS):
-        lines.append(f"| {statement} | {' | '.join(word(x[i]) for x in found.values())} |")
+        lines.append(f"| {statement} | {' | '.join(tables.word(x[i]) for x in found.values())} |")
     return "\n\n".join([*blocks, "\n".join(lines)])
 
 
@@ -276,12 +276,6 @@ def _block(record: dict[str, Any], which: str, problem: str) -> str:
         cells += [f"{row['steps']:.0f}", *(f"{x:.3g}" for x in row["setting"])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def word(parts: tuple[bool, ...] | None) -> str:
-    if parts is None:
-        return "–"
-    return "agrees" if all(parts) else "**partly**" if any(parts) else "**differs**"
 
 
 if __name__ == "__main__":

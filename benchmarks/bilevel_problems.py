@@ -183,6 +183,24 @@ class Long(Sized):
     name = "long"
 
 
+class Ijcnn1(Long):
+    """IJCNN1 itself: LIBSVM's files ``ijcnn1`` and ``ijcnn1.t``, for training and for validation as in the suite."""
+
+    def __init__(self, folder: str | Path, features: int = 22) -> None:
+        self.train, self.validation = (_libsvm(Path(folder) / name, features) for name in ("ijcnn1", "ijcnn1.t"))
+
+
+def _libsvm(file: Path, features: int) -> tuple[Tensor, Tensor]:
+    """Examples and their labels, 0 or 1, of a text file with a label and index:value pairs in each line."""
+    lines = [line.split() for line in file.read_text("ascii").splitlines() if line.strip()]
+    x = np.zeros((len(lines), features))
+    for row, line in zip(x, lines, strict=True):
+        for pair in line[1:]:
+            index, value = pair.split(":")
+            row[int(index) - 1] = float(value)
+    return torch.from_numpy(x), torch.tensor([float(line[0]) > 0 for line in lines], dtype=torch.float64)
+
+
 class Digits(Sized):
     """The same on real data of about that shape: is a digit of MNIST a nine, by its first 21 principal components?
 

@@ -11,6 +11,8 @@ step/ratio.
 
     python benchmarks/bilevel_published.py            # continues where an earlier run stopped; 50 minutes in all
     python benchmarks/bilevel_published.py --table    # the tables and verdicts of docs/benchmarks-ijcnn1.md
+
+With --ijcnn1 and the folder that has LIBSVM's files ijcnn1 and ijcnn1.t the same is done on IJCNN1 itself.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ import common
 import numpy as np
 import torch
 from bilevel_long import STEPS, Array
-from bilevel_problems import Case, Long
+from bilevel_problems import Case, Ijcnn1, Long
 
-RESULT = "bilevel_suite_published.json"
+RESULT, IJCNN1 = "bilevel_suite_published.json", "bilevel_suite_ijcnn1.json"
 BOUND = 12.0
 """The suite's loops of 2022 hold λ within ±12."""
 PAPER = {
@@ -73,13 +75,13 @@ STATEMENTS = {
 """What is stated, and the algorithms of which the rule of its verdict says something."""
 
 
-def main() -> None:
-    """Run what the file of the results does not hold yet."""
-    path = common.RESULTS / RESULT
+def main(folder: str = "") -> None:
+    """Run what the file of the results does not hold yet; on IJCNN1 where ``folder`` has it."""
+    path = common.RESULTS / (IJCNN1 if folder else RESULT)
     record: dict[str, Any] = {"runs": {}}
     if path.exists():
         record = {"runs": json.loads(path.read_text("utf-8"))["runs"]}
-    case = Long().case()
+    case = Ijcnn1(folder).case() if folder else Long().case()
     for which, run in RUNS.items():
         plan = json.loads(json.dumps({**asdict(run), "batch": 64, "bound": BOUND}))
         if record["runs"].get(which, {}).get("settings") != plan:
@@ -156,12 +158,6 @@ def verdicts(record: dict[str, Any], problem: str = "long") -> list[tuple[bool, 
     return [None if diverged & set(names) else x for x, names in zip(found, STATEMENTS.values(), strict=True)]
 
 
-def word(parts: tuple[bool, bool] | None) -> str:
-    if parts is None:
-        return "–"
-    return "agrees" if all(parts) else "**partly**" if any(parts) else "**differs**"
-
-
 def table(record: dict[str, Any]) -> str:
     """A table for each run, and the verdicts of the runs that were tuned here beside theirs."""
     blocks = [tables.table(run).strip() for run in record["runs"].values()]
@@ -176,15 +172,18 @@ def table(record: dict[str, Any]) -> str:
     compared |= {which: verdicts(run) for which, run in record["runs"].items()}
     lines = [f"| stated | {' | '.join(compared)} |", "| --- " * (len(compared) + 1) + "|"]
     for i, statement in enumerate(STATEMENTS):
-        lines.append(f"| {statement} | {' | '.join(word(x[i]) for x in compared.values())} |")
+        lines.append(f"| {statement} | {' | '.join(tables.word(x[i]) for x in compared.values())} |")
     return "\n\n".join([*blocks, "\n".join(lines)])
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="The suite's own best settings for IJCNN1, on data of its size.")
     parser.add_argument("--table", action="store_true", help="print the tables of an earlier run")
+    parser.add_argument("--ijcnn1", default="", metavar="FOLDER", help="run on IJCNN1, from this folder")
     torch.set_num_threads(1)
-    if parser.parse_args().table:
-        print(table(json.loads((common.RESULTS / RESULT).read_text("utf-8"))))
+    arguments = parser.parse_args()
+    if arguments.table:
+        result = IJCNN1 if arguments.ijcnn1 else RESULT
+        print(table(json.loads((common.RESULTS / result).read_text("utf-8"))))
     else:
-        main()
+        main(arguments.ijcnn1)

@@ -136,3 +136,10 @@ def _when(x: float) -> str:
 
 def _short(x: float) -> str:
     return "failed" if math.isinf(x) else "0" if x <= FLOOR else f"{x:.3g}"
+
+
+def word(parts: tuple[bool, ...] | None) -> str:
+    """A verdict, from whether each part of a statement holds; None is no verdict."""
+    if parts is None:
+        return "–"
+    return "agrees" if all(parts) else "**partly**" if any(parts) else "**differs**"

@@ -95,8 +95,8 @@ def _record(published: ModuleType, **changed: list[float]) -> dict[str, Any]:
 def test_everything_as_stated_but_mrbo_agrees(published: ModuleType) -> None:
     found = published.verdicts(_record(published), "paper")
     assert found == [(True, True), (True, True), (True,), (True, True), (False, False)]
-    assert [published.word(x) for x in found] == ["agrees"] * 4 + ["**differs**"]
-    assert published.word((True, False)) == "**partly**" and published.word(None) == "–"
+    assert [published.tables.word(x) for x in found] == ["agrees"] * 4 + ["**differs**"]
+    assert published.tables.word((True, False)) == "**partly**" and published.tables.word(None) == "–"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 PAGE = BENCHMARKS.parent / "docs" / "benchmarks-ijcnn1.md"
@@ -78,7 +79,7 @@ def test_nothing_is_said_of_an_algorithm_that_diverged(published: ModuleType, na
 
 
 def test_verdicts_in_words(published: ModuleType) -> None:
-    words = [published.word(x) for x in ((True, True), (True, False), (False, True), (False, False), None)]
+    words = [published.tables.word(x) for x in ((True, True), (True, False), (False, True), (False, False), None)]
     assert words == ["agrees", "**partly**", "**partly**", "**differs**", "–"]
 
 
@@ -86,7 +87,7 @@ def test_verdicts_are_those_that_the_page_gives_the_earlier_runs(published: Modu
     found = {}
     for problem in ("sized", "long"):
         record = json.loads((BENCHMARKS / "results" / f"bilevel_suite_{problem}.json").read_text("utf-8"))
-        found[problem] = [published.word(x).strip("*") for x in published.verdicts(record, problem)]
+        found[problem] = [published.tables.word(x).strip("*") for x in published.verdicts(record, problem)]
     rows = [line.split(" | ") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| SABA is best |")]
     assert len(rows) == 2  # the one in words, and the one of the script
     for i, statement in enumerate(published.STATEMENTS):
@@ -185,3 +186,27 @@ def test_the_page_has_the_settings_and_the_tables(published: ModuleType) -> None
         assert block in text, (
             "run `python benchmarks/bilevel_published.py --table`, put it into docs/benchmarks-ijcnn1.md"
         )
+
+
+def test_ijcnn1_is_read_from_the_files_of_libsvm(published: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "ijcnn1").write_text("-1 1:1 12:-0.5 22:0.25\n1 3:1\n", "ascii")
+    (tmp_path / "ijcnn1.t").write_text("+1 2:1 11:0.125\n\n-1 22:-1\n-1 4:1\n", "ascii")
+    made = published.Ijcnn1(tmp_path)
+    assert made.train[0].shape == (2, 22) and made.validation[0].shape == (3, 22)
+    assert made.train[1].tolist() == [0.0, 1.0] and made.validation[1].tolist() == [1.0, 0.0, 0.0]
+    assert made.train[0][0].nonzero().ravel().tolist() == [0, 11, 21]
+    assert made.train[0][0, 11] == -0.5 and made.validation[0][0, 10] == 0.125
+    assert made.case().inner[0].dtype == torch.float64
+
+
+def test_runs_on_ijcnn1_have_a_file_of_their_own(
+    published: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("scipy")
+    problem = published.Long(train=200, validation=200)
+    monkeypatch.setattr(published, "Ijcnn1", lambda folder: problem)
+    monkeypatch.setattr(published.common, "RESULTS", tmp_path)
+    monkeypatch.setattr(published, "of_algorithm", lambda case, name, setting, run: {"runs": []})
+    published.main(str(tmp_path))
+    assert [x.name for x in tmp_path.iterdir()] == [published.IJCNN1]
+    assert set(json.loads((tmp_path / published.IJCNN1).read_text("utf-8"))["runs"]) == set(published.RUNS)
