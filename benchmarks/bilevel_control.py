@@ -15,7 +15,7 @@ import bilevel_tables as tables
 import common
 import numpy as np
 import torch
-from bilevel_long import STEPS, Penalties
+from bilevel_long import SIX, STEPS, Penalties
 from bilevel_problems import Sized
 
 CONTROL = "bilevel_suite_control.json"
@@ -41,7 +41,7 @@ def control() -> dict[str, Any]:
     result: dict[str, Any] = {"seeds": [0, 1, 2], "rows": []}
     for sizes in ((1024, 512), (49_990, 91_701)):
         problem = Sized(*sizes)
-        for name in STEPS:
+        for name in SIX:
             calls = statistics.median(json.loads(x["calls"])[-1] for x in done[name]["runs"])
             count = round(calls / tables.CALLS[name])
             grid = list(product(problem.steps, problem.ratios))
@@ -57,7 +57,7 @@ def table(result: dict[str, Any]) -> str:
     """The result as Markdown: a row for each algorithm, the two sizes side by side."""
     lines = ["| algorithm | steps | 1024 + 512 examples (step, ratio) | 49 990 + 91 701 examples (step, ratio) |"]
     lines.append("| --- " * 4 + "|")
-    for name in STEPS:
+    for name in SIX:
         few, many = (row for row in result["rows"] if row["algorithm"] == name)
         cells = [f"{x['suboptimality']:.2g} ({x['step']:g}, {x['ratio']:g})" for x in (few, many)]
         lines.append(f"| {name} | {few['steps']} | {cells[0]} | {cells[1]} |")

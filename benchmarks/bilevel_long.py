@@ -315,4 +315,7 @@ STEPS: dict[str, Loop] = {
     "MRBO": mrbo,
     "FSLA": fsla,
     "stocBiO": stocbio,
+    "F2SA": f2sa,
 }
+SIX = tuple(name for name in STEPS if name != "F2SA")
+"""Those that Dagréou et al. (2022) compare."""

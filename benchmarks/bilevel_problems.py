@@ -187,18 +187,19 @@ class Ijcnn1(Long):
     """IJCNN1 itself: LIBSVM's files ``ijcnn1`` and ``ijcnn1.t``, for training and for validation as in the suite."""
 
     def __init__(self, folder: str | Path, features: int = 22) -> None:
-        self.train, self.validation = (_libsvm(Path(folder) / name, features) for name in ("ijcnn1", "ijcnn1.t"))
+        files = [str(_found(Path(folder) / x, "LIBSVM's; --ijcnn1 names its folder")) for x in ("ijcnn1", "ijcnn1.t")]
+        from sklearn.datasets import load_svmlight_file
+
+        parts = [load_svmlight_file(file, n_features=features) for file in files]
+        self.train, self.validation = (
+            (torch.from_numpy(x.toarray()), torch.from_numpy(y > 0).double()) for x, y in parts
+        )
 
 
-def _libsvm(file: Path, features: int) -> tuple[Tensor, Tensor]:
-    """Examples and their labels, 0 or 1, of a text file with a label and index:value pairs in each line."""
-    lines = [line.split() for line in file.read_text("ascii").splitlines() if line.strip()]
-    x = np.zeros((len(lines), features))
-    for row, line in zip(x, lines, strict=True):
-        for pair in line[1:]:
-            index, value = pair.split(":")
-            row[int(index) - 1] = float(value)
-    return torch.from_numpy(x), torch.tensor([float(line[0]) > 0 for line in lines], dtype=torch.float64)
+def _found(file: Path, remedy: str) -> Path:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is not there: it is {remedy}.")
+    return file
 
 
 class Digits(Sized):
@@ -233,7 +234,8 @@ class Covtype(Sized):
     name = "covtype"
 
     def __init__(self, file: str | Path, train: int = 49_990, validation: int = 91_701, seed: int = 0) -> None:
-        table = np.loadtxt(file, delimiter=",", skiprows=int(str(file).endswith(".csv")), dtype=np.float64)
+        file = _found(Path(file), "UCI's covtype.data, or that with a header; --covtype names it")
+        table = np.loadtxt(file, delimiter=",", skiprows=int(file.suffix == ".csv"), dtype=np.float64)
         x, labels = torch.from_numpy(table[:, :14]), torch.from_numpy(table[:, -1] == 2).double()
         low, high = x.min(0).values, x.max(0).values
         x = (x - low) / torch.where(high > low, high - low, 1.0)

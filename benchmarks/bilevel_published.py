@@ -29,7 +29,7 @@ import bilevel_tables as tables
 import common
 import numpy as np
 import torch
-from bilevel_long import STEPS, Array
+from bilevel_long import SIX, Array
 from bilevel_problems import Case, Ijcnn1, Long
 
 RESULT, IJCNN1 = "bilevel_suite_published.json", "bilevel_suite_ijcnn1.json"
@@ -124,8 +124,8 @@ def verdicts(record: dict[str, Any], problem: str = "long") -> list[tuple[bool, 
     None where one of the algorithms that the statement is about diverged.
     """
     rows = {row["name"]: row for row in tables.summary(record, problem)}
-    medians = {name: median_of(record["problems"][problem][name]) for name in STEPS}
-    order = [name for name in rows if name in STEPS]  # the published six, the lowest at the end first
+    medians = {name: median_of(record["problems"][problem][name]) for name in SIX}
+    order = [name for name in rows if name in SIX]  # the published six, the lowest at the end first
     diverged = {name for name in order if math.isinf(rows[name]["end"])}
     others = [name for name in order if name != "SOBA" and name not in diverged]
 

@@ -31,7 +31,7 @@ from typing import Any
 import common
 import numpy as np
 import torch
-from bilevel_long import STEPS, Loop, Oracles, Penalties, f2sa
+from bilevel_long import SIX, STEPS, Loop, Oracles, Penalties
 from bilevel_problems import Case, Covtype, Digits, Logistic, Long, Sized, cleaning
 from bilevel_tables import CALLS, FIGURES, LOOPS, columns, last_values, table
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ RESULT, SIZED, LONG, DIGITS, COVTYPE, NOISY = (
 NAMES = ("SABA", "SOBA", "AmIGO", "MRBO", "FSLA", "stocBiO", "F2SA", "F2SA-paper")
 SURVIVING = ("digits", "covtype")
 """The problems on which a setting that diverges with the first seed gives its place to the next one."""
-COMPARED = {**dict.fromkeys(LOOPS, tuple(STEPS)), "covtype": (*STEPS, "F2SA")}
+COMPARED = {**dict.fromkeys(LOOPS, SIX), "covtype": tuple(STEPS)}
 COMPARED |= dict.fromkeys(("cleaning-0.7", "cleaning-0.9"), ("SABA", "MRBO"))
 """The algorithms that run on a problem, where not all of them do."""
 
@@ -119,7 +119,7 @@ def by_loop(
     oracles, count = kind(case, seed), 0
     if origin is not None:
         oracles.theta, oracles.hyper = origin
-    steps = (loop or {**STEPS, "F2SA": f2sa}[name])(oracles, step, step / ratio)
+    steps = (loop or STEPS[name])(oracles, step, step / ratio)
 
     def advance() -> None:
         nonlocal count

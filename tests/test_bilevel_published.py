@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,9 +20,8 @@ PAGE = BENCHMARKS.parent / "docs" / "benchmarks-ijcnn1.md"
 
 
 @pytest.fixture
-def published(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("bilevel_published")
+def published(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_script("bilevel_published")
 
 
 def _record(**curves: tuple[float, ...]) -> dict[str, Any]:
@@ -189,6 +189,7 @@ def test_the_page_has_the_settings_and_the_tables(published: ModuleType) -> None
 
 
 def test_ijcnn1_is_read_from_the_files_of_libsvm(published: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
     (tmp_path / "ijcnn1").write_text("-1 1:1 12:-0.5 22:0.25\n1 3:1\n", "ascii")
     (tmp_path / "ijcnn1.t").write_text("+1 2:1 11:0.125\n\n-1 22:-1\n-1 4:1\n", "ascii")
     made = published.Ijcnn1(tmp_path)
@@ -197,6 +198,11 @@ def test_ijcnn1_is_read_from_the_files_of_libsvm(published: ModuleType, tmp_path
     assert made.train[0][0].nonzero().ravel().tolist() == [0, 11, 21]
     assert made.train[0][0, 11] == -0.5 and made.validation[0][0, 10] == 0.125
     assert made.case().inner[0].dtype == torch.float64
+
+
+def test_missing_ijcnn1_is_told_with_its_remedy(published: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="ijcnn1 is not there: it is LIBSVM's; --ijcnn1 names its folder"):
+        published.Ijcnn1(tmp_path)
 
 
 def test_runs_on_ijcnn1_have_a_file_of_their_own(

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,21 +21,18 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 @pytest.fixture
-def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("bilevel_suite")
+def suite(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_script("bilevel_suite")
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("bilevel_tables")
+def tables(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_script("bilevel_tables")
 
 
 @pytest.fixture
-def cleaning(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("mnist_cleaning")
+def cleaning(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_script("mnist_cleaning")
 
 
 def _run(suite: ModuleType, name: str, step: float, ratio: float, steps: int) -> dict[str, Any]:
@@ -329,3 +327,8 @@ def test_covtype_is_drawn_and_scaled_as_it_should_be(suite: ModuleType, tmp_path
     assert int(y.sum()) == 6  # of class 2
     assert bool((x.min(0).values == 0).all()) and bool((x.max(0).values[torch.arange(14) != 3] == 1).all())
     assert torch.equal(made.train[0], suite.Covtype(tmp_path / "covtype.data", train=12, validation=28).train[0])
+
+
+def test_a_missing_file_is_told_with_its_remedy(suite: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"covtype\.csv is not there: it is UCI's.*--covtype names it"):
+        suite.Covtype(tmp_path / "covtype.csv")

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,9 +19,8 @@ COUNTS = (500, 200, 200)
 
 
 @pytest.fixture
-def cleaning(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("mnist_cleaning")
+def cleaning(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark_script("mnist_cleaning")
 
 
 @pytest.fixture
