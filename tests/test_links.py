@@ -52,9 +52,8 @@ def test_relative_links_lead_somewhere(name: str) -> None:
 
 def test_dead_links_are_seen(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("# One heading: `x`\n", "utf-8")
-    text = (
-        "[a](other.md) [b](missing.md) ![c](no.png) [d](https://x.y/z.md) [e](other.md#one-heading-x) [f](other.md#two)"
-    )
+    text = "[a](other.md) [b](missing.md) ![c](no.png) [d](https://x.y/z.md)"
+    text += " [e](other.md#one-heading-x) [f](other.md#two)"
     page = tmp_path / "page.md"
     page.write_text(text, "utf-8")
     assert dead(page, text + " `[g](code.md)`") == ["missing.md", "no.png", "other.md#two"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,24 +105,21 @@ def test_it_runs_as_a_module_from_the_checkout() -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(paper.recipes())
 
 
-def test_the_recorded_page_is_that_of_the_results(tmp_path: Path) -> None:
+def test_the_recorded_page_is_that_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the figures, which take long to draw."""
+    undrawn = {name: replace(recipe, plot=None) for name, recipe in paper.recipes().items()}
+    monkeypatch.setattr(paper, "recipes", lambda: undrawn)
     paper.report(out=tmp_path)
-    for name in ("paper.md", "paper.html"):
-        assert (tmp_path / name).read_text("utf-8") == (records.PAGES / name).read_text("utf-8"), (
-            "run python -m experiments.paper report"
-        )
+    recorded = (records.PAGES / "paper.md").read_text("utf-8").split("\n\n")
+    text = [block for block in recorded if not block.startswith("![")]
+    assert (tmp_path / "paper.md").read_text("utf-8").split("\n\n") == text, "run python -m experiments.paper report"
 
 
 def test_the_short_page_has_the_verdicts_of_the_record() -> None:
-    record, short = (
-        (records.ROOT / name).read_text("utf-8") for name in ("experiments/pages/paper.md", "docs/paper.md")
-    )
+    record = (records.PAGES / "paper.md").read_text("utf-8")
+    short = (records.ROOT / "docs" / "paper.md").read_text("utf-8")
     overview = record[record.index("| where |") :].partition("\n\n")[0]
     assert overview in short
     verdicts = [line.split(" | ")[-1].removesuffix(" |") for line in overview.splitlines()[2:]]
-    found = [
-        verdicts.count(x) for x in ("reproduced", "reproduced in trend", "not reproduced", "not run at this scale")
-    ]
-    assert (
-        "{0} of {4} entries are reproduced, {1} in trend, and {2} are not; {3} have".format(*found, sum(found)) in short
-    )
+    yes, trend, no, none = (verdicts.count(verdict.value) for verdict in Verdict)
+    assert f"{yes} of {len(verdicts)} entries are reproduced, {trend} in trend, and {no} are not; {none} have" in short

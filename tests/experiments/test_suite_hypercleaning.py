@@ -153,8 +153,9 @@ def test_a_run_is_recorded_with_its_machine(case: Any, monkeypatch: pytest.Monke
 def test_what_is_recorded_is_not_run_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(published.common, "RESULTS", tmp_path)
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
     settings = {"seconds": published.SECONDS, "seeds": published.SEEDS, "batch": 64, "runs": published.RUNS}
+    (tmp_path / published.RESULT).parent.mkdir()
     (tmp_path / published.RESULT).write_text(json.dumps({"settings": settings, **_record()}), "utf-8")
     published.main(str(tmp_path), 1, 60.0)
     assert capsys.readouterr().out == "0 runs to make\n"

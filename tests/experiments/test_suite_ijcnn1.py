@@ -142,7 +142,7 @@ def test_every_algorithm_runs_with_every_seed_and_is_recorded_like_the_others(
     pytest.importorskip("scipy")
     problem = published.Long(train=200, validation=200)
     monkeypatch.setattr(published, "Long", lambda: problem)
-    monkeypatch.setattr(published.common, "RESULTS", tmp_path)
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
     whole, asked = published.suite.run, []
 
     def run(*arguments: Any, make: Any) -> dict[str, Any]:
@@ -200,8 +200,8 @@ def test_runs_on_ijcnn1_have_a_file_of_their_own(monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("scipy")
     problem = published.Long(train=200, validation=200)
     monkeypatch.setattr(published, "Ijcnn1", lambda folder: problem)
-    monkeypatch.setattr(published.common, "RESULTS", tmp_path)
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
     monkeypatch.setattr(published, "of_algorithm", lambda case, name, setting, run: {"runs": []})
     published.main(str(tmp_path))
-    assert [x.name for x in tmp_path.iterdir()] == [published.IJCNN1]
+    assert [str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*.json")] == [published.IJCNN1]
     assert set(json.loads((tmp_path / published.IJCNN1).read_text("utf-8"))["runs"]) == set(published.RUNS)
