@@ -32,6 +32,7 @@ LAYERS = (
     "losses",
     "problem",
     "snapshot",
+    "inputs",
     "point",
     "curvature",
     "solvers",

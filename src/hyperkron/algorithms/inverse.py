@@ -9,6 +9,7 @@ average, and has a larger variance.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -62,7 +63,14 @@ class StochasticNeumann(Hypergradient):
         if sampled and misscaled:
             raise HyperkronError("misscaled=True concerns the sum; it cannot be had with sampled=True (HIA).")
         self.terms, self.step, self.sampled, self.misscaled = terms, float(step), sampled, misscaled
+        self.seed = seed
         self.generator = torch.Generator().manual_seed(seed)
+
+    def fresh(self) -> StochasticNeumann:
+        """The same configuration, with the random state of its seed."""
+        made = copy.copy(self)
+        made.generator = torch.Generator().manual_seed(self.seed)
+        return made
 
     @property
     def inner_batches(self) -> int:
