@@ -21,6 +21,7 @@ from hyperkron.curvature.products import HessianOperator
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.hypergradient.unrolled import Batches
+from hyperkron.inputs import differentiable_batch
 from hyperkron.point import Point
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, Solution, Status
@@ -81,6 +82,7 @@ class StochasticNeumann(Hypergradient):
         self, problem: BilevelProblem, model: nn.Module, hyper: nn.Module, inner_batch: Any, outer_batch: Any
     ) -> HypergradientResult:
         """dΦ/dλ at the current (λ, θ)."""
+        inner_batch = differentiable_batch(inner_batch)
         many = isinstance(inner_batch, Batches)
         if many and len(inner_batch) != self.inner_batches:
             raise HyperkronError(
