@@ -16,26 +16,20 @@ from hyperkron.solution import HypergradientResult
 
 
 def two_points(
-    state: State, batches: tuple[Any, Any], own: dict[str, Any], theta: trees.Tree, hyper: trees.Tree
+    state: State, inner_batch: Any, outer_batch: Any, theta: trees.Tree, hyper: trees.Tree, **own: Any
 ) -> tuple[HypergradientResult, HypergradientResult]:
     """The state's hypergradient here and at (``theta``, ``hyper``), on the same batches with the same randomness.
 
     Both start from the same memory (Monte-Carlo seeds, factors, warm start), and only what was found here is kept. The
     other point comes first, because a recorded step (``graph=True``) overwrites the inverses that both start from.
-
-    Args:
-        state: where, and by which hypergradient.
-        batches: one of each level.
-        own: the curvature's own batch, see :func:`hyperkron.algorithms.oracles.curvature_batch`.
-        theta, hyper: the other point.
     """
     method = state.hypergradient
     assert method is not None
     other = method.fresh()
     other.load_state_dict(method.state_dict())
     with oracles.placed(state.params, theta), oracles.placed(state.hypers, hyper):
-        there = other.compute(state.problem, state.model, state.hyper, *batches, **own)
-    here = method.compute(state.problem, state.model, state.hyper, *batches, **own)
+        there = other.compute(state.problem, state.model, state.hyper, inner_batch, outer_batch, **own)
+    here = method.compute(state.problem, state.model, state.hyper, inner_batch, outer_batch, **own)
     return here, there
 
 
@@ -97,7 +91,7 @@ class MRBO(Algorithm):
             keep = 1.0 - min(1.0, as_rate(self.momentum)(state.step))
             with oracles.placed(state.hypers, memory["lambda"]):
                 old = oracles.gradients(state, "inner", theta_batch, theta=memory["theta"], hyper=False)
-            result, there = two_points(state, batches, own, memory["theta"], memory["lambda"])
+            result, there = two_points(state, *batches, memory["theta"], memory["lambda"], **own)
             d_theta = _corrected(inner.theta, memory["d_theta"], old.theta, keep)
             d_lambda = _corrected(result.grads, memory["d_lambda"], there.grads, keep)
         else:

@@ -74,8 +74,8 @@ class VRBO(Algorithm):
             new = oracles.gradients(state, "inner", batch, live=True, hyper=False)
             with oracles.placed(state.hypers, old_hyper):
                 old = oracles.gradients(state, "inner", batch, theta=old_theta, hyper=False)
-            batches = draw.inners(method.inner_batches), outer.batch(j)
-            here, there = two_points(state, batches, oracles.curvature_batch(state, draw), old_theta, old_hyper)
+            batches, own = (draw.inners(method.inner_batches), outer.batch(j)), oracles.curvature_batch(state, draw)
+            here, there = two_points(state, *batches, old_theta, old_hyper, **own)
             old_theta, old_hyper = state.inner.values(), state.outer.values()
             memory["d theta"] = _moved(memory["d theta"], new.theta, old.theta, share)
             memory["d hyper"] = _moved(memory["d hyper"], here.grads, there.grads, 1.0)
