@@ -33,6 +33,7 @@ LAYERS = (
     "losses",
     "problem",
     "snapshot",
+    "inputs",
     "point",
     "curvature",
     "solvers",
