@@ -1,7 +1,8 @@
 """By which kernels a model is computed while a hypergradient evaluates it.
 
-What is differentiated twice takes attention that can be. On a GPU there are two more things, which torch could do
-faster, with the same results up to rounding:
+What is differentiated twice, or carries tangents, takes attention that can be, and weight norm without torch's fused
+kernel, whose second derivative is wrong and which has no tangent. On a GPU there are two more things, which torch could
+do faster, with the same results up to rounding:
 
 - *Second derivatives* of convolutions and batch norm in closed form (``second_order.py``).
 - *Layout.* In TF32 and half precision, tensor cores take channels last; of images laid out channels first the library
@@ -23,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from hyperkron.second_order import batch_norm, convolution, plain
@@ -100,6 +103,24 @@ class Kernels(TorchFunctionMode):
         return convolution(input, weight, bias, (steps, pads, gaps, groups))
 
 
+class PlainWeightNorm(TorchFunctionMode):
+    """``torch._weight_norm`` by elementary operations: v · g/‖v‖.
+
+    The second derivative of torch's fused kernel takes ‖v‖ for a constant.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch._weight_norm:
+            return _weight_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
 class WithoutAutocast(TorchFunctionMode):
     """Every function of torch runs without autocast on a kind of device, whatever a model enables around it.
 
@@ -150,6 +171,8 @@ def chosen(
     with ExitStack() as stack:
         if differentiable:
             stack.enter_context(_plain_attention())
+            if _has_weight_norm(model):
+                stack.enter_context(PlainWeightNorm())
         if device.type == "cuda" and not (once and idle in _IDLE.get(model, ())) and _takes_part(model):
             allowed = model not in _CONTIGUOUS_ONLY
             mode = Kernels(second_order=differentiable, channels_last=allowed, always=recording)
@@ -211,6 +234,15 @@ def _takes_part(model: nn.Module) -> bool:
     """Whether ``model`` has such layers, and calls them one by one: what was compiled has kernels of its own."""
     kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)
     return any(isinstance(module, kinds) for module in model.modules()) and not compiled(model)
+
+
+def _has_weight_norm(model: nn.Module) -> bool:
+    """Whether a part of ``model`` is normalised by ``weight_norm``, as a parametrization or as a hook."""
+    return any(
+        isinstance(module, _WeightNorm)
+        or any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values())
+        for module in model.modules()
+    )
 
 
 def compiled(model: nn.Module) -> bool:
