@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -160,9 +160,9 @@ class WithoutAutocast(TorchFunctionMode):
 
 @contextmanager
 def chosen(
-    model: nn.Module, device: torch.device, size: int, *, differentiable: bool, recording: bool
+    model: nn.Module, device: torch.device, size: int, *others: nn.Module, differentiable: bool, recording: bool
 ) -> Iterator[Kernels | None]:
-    """What an evaluation of ``model`` on a batch of so many numbers runs under.
+    """What an evaluation of ``model``, and of ``others`` with it, on a batch of so many numbers runs under.
 
     It will be ``differentiable`` twice, or it is ``recording`` a CUDA graph.
     """
@@ -170,9 +170,7 @@ def chosen(
     once = not (differentiable or recording)
     with ExitStack() as stack:
         if differentiable:
-            stack.enter_context(_plain_attention())
-            if _has_weight_norm(model):
-                stack.enter_context(PlainWeightNorm())
+            stack.enter_context(twice_differentiable(model, *others))
         if device.type == "cuda" and not (once and idle in _IDLE.get(model, ())) and _takes_part(model):
             allowed = model not in _CONTIGUOUS_ONLY
             mode = Kernels(second_order=differentiable, channels_last=allowed, always=recording)
@@ -193,10 +191,11 @@ def _conditions(device: torch.device, size: int) -> Hashable:
 
 
 @contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Attention through kernels that have second derivatives and forward mode."""
+def twice_differentiable(*modules: nn.Module) -> Iterator[None]:
+    """Attention and weight norm of ``modules`` through kernels that have right second derivatives and forward mode."""
     fast = torch.backends.mha.get_fastpath_enabled()
-    with sdpa_kernel(SDPBackend.MATH):
+    normalised = any(map(_has_weight_norm, modules))
+    with sdpa_kernel(SDPBackend.MATH), PlainWeightNorm() if normalised else nullcontext():
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
@@ -209,17 +208,17 @@ def evaluate(
     model: nn.Module,
     device: torch.device,
     size: int,
-    *,
+    *others: nn.Module,
     differentiable: bool,
     recording: bool,
 ) -> T:
-    """``function()``, which calls the model on a batch of so many numbers, under the kernels chosen for it.
+    """``function()``, which calls the model, and ``others``, on a batch of so many numbers, under the kernels chosen.
 
     Raises:
         LayoutError: it failed after a layout was changed. That is not done again, so another try will tell; if that
             fails, too, the layout was not to blame.
     """
-    with chosen(model, device, size, differentiable=differentiable, recording=recording) as mode:
+    with chosen(model, device, size, *others, differentiable=differentiable, recording=recording) as mode:
         try:
             return function()
         except RuntimeError as error:

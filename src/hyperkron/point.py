@@ -182,9 +182,8 @@ class Point:
             return value
 
         with self.autocast or nullcontext():
-            return evaluate(
-                call, self.model, self.device, _size(batch), differentiable=differentiable, recording=self.recording
-            )
+            size, how = _size(batch), {"differentiable": differentiable, "recording": self.recording}
+            return evaluate(call, self.model, self.device, size, self.hyper, **how)
 
     @property
     def queues(self) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hyperkron import trees
 from hyperkron.cross import weighting
-from hyperkron.cross.state import CrossState, key
+from hyperkron.cross.state import CrossState, inner_key
 from hyperkron.cross.ways import (
     difference,
     filled,
@@ -87,8 +87,8 @@ class Cross:
         if self.mode in ("auto", "reverse") and isinstance(operator, HessianOperator) and same_batch:
             state.mode, state.calls = "reverse", state.calls + 1
             return filled(point, operator.cross(v, point.hypers))
-        at = point.problem, point.model, point.hyper
-        decided, inner = state.decided(*at), key(*at)
+        inner = inner_key(point.problem, point.model, point.hyper)
+        decided = state.decided(inner)
         if state.inner not in (None, inner):
             state.mode = ""  # nothing of it holds
         state.inner, state.calls = inner, state.calls + 1

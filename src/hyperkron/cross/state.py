@@ -40,9 +40,12 @@ class CrossState:
         if "weights" not in state and self.mode != "reverse":
             self.mode = ""  # of a version that did not look at the structure of the loss
 
-    def decided(self, problem: BilevelProblem, model: nn.Module, hyper: nn.Module) -> bool:
-        """Whether the next call has nothing to decide; the first inner loss after a resume is taken to be the one."""
-        return self.inner in (None, key(problem, model, hyper)) and bool(self.mode) and self.calls % RECHECK != 0
+    def decided(self, inner: Hashable) -> bool:
+        """Whether a call for the inner loss of this :func:`inner_key` has nothing to decide.
+
+        The first inner loss after a resume is taken to be the one that it was decided for.
+        """
+        return self.inner in (None, inner) and bool(self.mode) and self.calls % RECHECK != 0
 
     def settle(self, mode: str, weights: str = "", radius: float = 0.0, full: bool = False, error: float = 0.0) -> None:
         """Write a decision down."""
@@ -86,7 +89,7 @@ def described(function: Any, depth: int = 4) -> Hashable:
     return kind, flags, called
 
 
-def key(problem: BilevelProblem, model: nn.Module, hyper: nn.Module) -> Hashable:
+def inner_key(problem: BilevelProblem, model: nn.Module, hyper: nn.Module) -> Hashable:
     """What tells one inner loss from another: the function, and what of θ and λ may change its structure."""
     names = tuple(name for name, _ in hyper.named_parameters())
     return described(problem.inner), type(model), model.training, type(hyper), names

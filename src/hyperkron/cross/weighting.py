@@ -13,6 +13,8 @@ Whether a loss has this form is read from its record (``Term.factors``, ``L2.fac
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -36,10 +38,15 @@ class ChangedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Weighted:
-    """X(v) and c', the changes of the row losses that it was made of, all in one vector."""
+    """X(v) and c', the changes of the row losses that it was made of, by criterion."""
 
     cross: Tree
-    changes: Tensor
+    parts: list[Tensor]
+
+    @property
+    def changes(self) -> Tensor:
+        """c' in one vector, empty where λ weights penalties only."""
+        return torch.cat([c.reshape(-1) for c in self.parts]) if self.parts else torch.zeros(0)
 
 
 def structure(point: Point, loss: Loss) -> str:
@@ -142,10 +149,8 @@ def _weighted_sum(
     """∂_λ [Σ_r w_r c'_r + Σ_p 2 α_p ⟨p, v_p⟩]."""
     parts = [(w * c).sum() for w, c in zip(weights, changes, strict=True)]
     parts += [(alpha * (2 * point.params[n].detach() * v[n])).sum() for n, alpha in decays.items()]
-    total = torch.stack([x.to(parts[0].dtype) for x in parts]).sum()
-    found = torch.autograd.grad(total, list(point.hypers.values()), allow_unused=True)
-    joined = torch.cat([c.reshape(-1) for c in changes]) if changes else torch.zeros(0, device=point.device)
-    return Weighted(filled(point, dict(zip(point.hypers, found, strict=True))), joined)
+    found = torch.autograd.grad(parts, list(point.hypers.values()), allow_unused=True)
+    return Weighted(filled(point, dict(zip(point.hypers, found, strict=True))), changes)
 
 
 def _adds_up(point: Point, loss: Loss) -> bool:
@@ -179,9 +184,8 @@ def _product(factors: Factors) -> Tensor | None:
     """Their product with its graph; ``None`` where it has none. Tangents are left out."""
     if not any(isinstance(x, Tensor) and x.requires_grad for x in factors):
         return None
-    product: Tensor | float = 1.0
-    for x in factors:
-        product = product * (unpack_dual(x).primal if isinstance(x, Tensor) else x)
+    first, *rest = (unpack_dual(x).primal if isinstance(x, Tensor) else x for x in factors)
+    product = functools.reduce(operator.mul, rest, first)
     assert isinstance(product, Tensor)
     return product
 
