@@ -160,9 +160,15 @@ class WithoutAutocast(TorchFunctionMode):
 
 @contextmanager
 def chosen(
-    model: nn.Module, device: torch.device, size: int, *others: nn.Module, differentiable: bool, recording: bool
+    model: nn.Module,
+    device: torch.device,
+    size: int,
+    *,
+    differentiable: bool,
+    recording: bool,
+    hyper: nn.Module | None = None,
 ) -> Iterator[Kernels | None]:
-    """What an evaluation of ``model``, and of ``others`` with it, on a batch of so many numbers runs under.
+    """What an evaluation of ``model``, and of ``hyper`` with it, on a batch of so many numbers runs under.
 
     It will be ``differentiable`` twice, or it is ``recording`` a CUDA graph.
     """
@@ -170,7 +176,7 @@ def chosen(
     once = not (differentiable or recording)
     with ExitStack() as stack:
         if differentiable:
-            stack.enter_context(twice_differentiable(model, *others))
+            stack.enter_context(twice_differentiable(model, *([] if hyper is None else [hyper])))
         if device.type == "cuda" and not (once and idle in _IDLE.get(model, ())) and _takes_part(model):
             allowed = model not in _CONTIGUOUS_ONLY
             mode = Kernels(second_order=differentiable, channels_last=allowed, always=recording)
@@ -208,17 +214,18 @@ def evaluate(
     model: nn.Module,
     device: torch.device,
     size: int,
-    *others: nn.Module,
+    *,
     differentiable: bool,
     recording: bool,
+    hyper: nn.Module | None = None,
 ) -> T:
-    """``function()``, which calls the model, and ``others``, on a batch of so many numbers, under the kernels chosen.
+    """``function()``, which calls the model, and ``hyper``, on a batch of so many numbers, under the kernels chosen.
 
     Raises:
         LayoutError: it failed after a layout was changed. That is not done again, so another try will tell; if that
             fails, too, the layout was not to blame.
     """
-    with chosen(model, device, size, *others, differentiable=differentiable, recording=recording) as mode:
+    with chosen(model, device, size, differentiable=differentiable, recording=recording, hyper=hyper) as mode:
         try:
             return function()
         except RuntimeError as error:

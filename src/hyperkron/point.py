@@ -182,8 +182,15 @@ class Point:
             return value
 
         with self.autocast or nullcontext():
-            size, how = _size(batch), {"differentiable": differentiable, "recording": self.recording}
-            return evaluate(call, self.model, self.device, size, self.hyper, **how)
+            return evaluate(
+                call,
+                self.model,
+                self.device,
+                _size(batch),
+                differentiable=differentiable,
+                recording=self.recording,
+                hyper=self.hyper,
+            )
 
     @property
     def queues(self) -> bool:

@@ -326,7 +326,12 @@ def _distance(found: Tree, wanted: Tree) -> float:
 
 def _allowed(point: Point, spread: float) -> float:
     """By how much changes may differ from what gradients say: more than rounding, and than their own error."""
-    floor = 1e-6 if point.dtype == torch.float64 else 0.05 if _rounds_coarsely(point) else 5e-3
+    if point.dtype == torch.float64:
+        floor = 1e-6
+    elif point.dtype != torch.float32 or point.autocast is not None:
+        floor = 0.25
+    else:
+        floor = 0.05 if _tf32(point) else 5e-3
     return max(5 * spread, floor)
 
 
