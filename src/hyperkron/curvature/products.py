@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -212,12 +214,16 @@ def gradients_of(
     create_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` for first and second derivatives, with a named refusal where there is no second one."""
+    watched: AbstractContextManager[None] = nullcontext()
     if create_graph:
-        _refuse_third_of_batch_norm([outputs] if isinstance(outputs, Tensor) else outputs)
+        nodes = list(graph_nodes([outputs] if isinstance(outputs, Tensor) else outputs))
+        _refuse_wrong_derivatives(nodes)
+        watched = _refusing_lost_graphs(nodes)
     try:
-        found = torch.autograd.grad(
-            outputs, inputs, vectors, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
-        )
+        with watched:
+            found = torch.autograd.grad(
+                outputs, inputs, vectors, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+            )
     except RuntimeError as error:
         if any(words in str(error) for words in ("not implemented", "not differentiable", "double backward")):
             raise UndifferentiableError(str(error).splitlines()[0]) from error
@@ -237,16 +243,45 @@ def _refuse_dead_ends(gradients: tuple[Tensor | None, ...]) -> None:
         raise UndifferentiableError("a function is marked once_differentiable")
 
 
-def _refuse_third_of_batch_norm(outputs: list[Tensor]) -> None:
-    """Refuse a second derivative of what holds gradients through batch norm, as a penalty on gradients does.
+@contextmanager
+def _refusing_lost_graphs(nodes: list[torch.autograd.graph.Node]) -> Iterator[None]:
+    """Refuse a custom function whose backward pass runs outside autograd: its terms would be lost in silence.
 
-    It needs the third derivative of batch norm, in which torch takes the statistics of the batch for constants; in
-    evaluation mode they are.
+    Its gradients are linear in those it is given, so where these have a graph, its own must have one.
     """
-    for node in graph_nodes(outputs):
+    lost: list[str] = []
+
+    def watch(name: str, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
+        graphs = [g.requires_grad for g in made if g is not None]
+        if graphs and not any(graphs) and any(g is not None and g.requires_grad for g in given):
+            lost.append(name)
+
+    custom = [node for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction)]
+    handles = [node.register_hook(functools.partial(watch, node.name())) for node in custom]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if lost:
+        raise UndifferentiableError(f"the backward pass of {lost[0].removesuffix('Backward')} records no graph")
+
+
+def _refuse_wrong_derivatives(nodes: list[torch.autograd.graph.Node]) -> None:
+    """Refuse the two derivatives that torch computes wrongly and in silence.
+
+    The third derivative of batch norm, which the second one of a penalty on gradients needs, takes the statistics of
+    the batch for constants (in evaluation mode they are); the second derivative of the fused weight norm takes the norm
+    for one. Models with weight norm are evaluated without the fused kernel (``kernels.py``).
+    """
+    for node in nodes:
         if "BatchNormBackwardBackward" in node.name() and getattr(node, "_saved_train", True):
             raise UndifferentiableError(
                 "the loss holds gradients through batch norm, and torch's third derivative of that is wrong"
+            )
+        if "WeightNormInterfaceBackward" in node.name():
+            raise UndifferentiableError(
+                "torch's second derivative of torch._weight_norm is wrong; compute v * (g / norm) instead"
             )
 
 
