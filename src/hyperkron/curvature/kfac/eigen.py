@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperkron.curvature.kfac.factors import Factor, LowRank, stored
+from hyperkron.curvature.kfac.factors import Factor, LowRank, dense, stored
 from hyperkron.linalg import full_precision, side_by_side
 from hyperkron.point import Point
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
@@ -170,6 +170,30 @@ def eigen_bases(
         found[name] = (values_a.clamp_min(0), q_a, values_b.clamp_min(0), q_b)
         status = status if direct_a and direct_b else Status.MORE_DAMPING
     return found, status
+
+
+def completed(bases: Bases, wide: tuple[dict[str, Factor], dict[str, Factor]]) -> Bases:
+    """The bases with the eigenvectors to eigenvalues of zero, which are arbitrary, replaced by those of ``wide``.
+
+    With N the null space of a factor M and W its counterpart over all positions: N ← N U, NᵀWN = U Λ Uᵀ. So the basis
+    of a factor of low rank is the limit of that of M + εW for ε → 0, the same whatever routine computed it.
+    """
+    found: Bases = {}
+    with full_precision():
+        for name, (values_a, q_a, values_b, q_b) in bases.items():
+            a, b = (dense(factors[name]) for factors in wide)
+            found[name] = (values_a, _completed(values_a, q_a, a), values_b, _completed(values_b, q_b, b))
+    return found
+
+
+def _completed(values: Tensor, q: Tensor, wide: Tensor) -> Tensor:
+    rounding = torch.finfo(values.dtype).eps * values.shape[-1] * values.amax(-1, keepdim=True)
+    made = q.clone()
+    for group, count in enumerate((values <= rounding).sum(-1).tolist()):  # eigenvalues ascend
+        if count > 1:
+            null = q[group, :, :count]
+            made[group, :, :count] = null @ _eigh((null.mT @ wide[group] @ null)[None])[1][0]
+    return made
 
 
 def _decomposed(factor: Factor, thin: bool) -> tuple[Tensor, Tensor, bool]:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hyperkron.curvature.base import CurvatureState
-from hyperkron.curvature.kfac.capture import Measured
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.eigen import EigenInverses, checked, damped, eigen_bases
 from hyperkron.curvature.kfac.factors import Factor
 from hyperkron.curvature.kfac.inverse import BlockInverses, Split, factored_inverses
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
+from hyperkron.curvature.kfac.recorder import Measured
 from hyperkron.curvature.kfac.state import KroneckerState
 from hyperkron.point import Point
 from hyperkron.solution import HyperkronError, Status

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.curvature.base import Curvature, CurvatureState, checked_count, checked_damping
-from hyperkron.curvature.kfac.capture import Basis, Measured, measure
+from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.factors import Factor, dense, stored
 from hyperkron.curvature.kfac.inverse import BlockInverses, FactorsNeeded
 from hyperkron.curvature.kfac.layers import WeightSharing
+from hyperkron.curvature.kfac.recorder import Basis, Measured
 from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState
 from hyperkron.losses import Fisher
 from hyperkron.point import Point, independent
@@ -192,11 +193,17 @@ class Kronecker(Curvature):
             low_rank=self._low_rank,
             checked=checked,
             diagonal=diagonal,
+            wide=basis is None and self._wide,
         )
 
     @property
     def deferred(self) -> bool:
         """Whether a refresh never waits for the device before its inverses are used."""
+        return False
+
+    @property
+    def _wide(self) -> bool:
+        """Whether factors over all positions are measured besides the reduced ones."""
         return False
 
     @property
