@@ -6,7 +6,7 @@ depends on, and the hooks of :mod:`~hyperkron.curvature.kfac.recorder` collect w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, warn_once
 
 
+Scales = Callable[[dict[str, Tensor | float]], dict[str, Tensor]]
+"""The scales of blocks that penalties fall on unevenly, from 2α by parameter."""
+
+
 def measure(
     point: Point,
     plan: Plan,
@@ -35,13 +39,15 @@ def measure(
     checked: bool = True,
     diagonal: bool = True,
     wide: bool = False,
+    scales: Scales | None = None,
 ) -> Measured:
     """Run J_in on the curvature batch and collect the factors, or, given a ``basis``, EKFAC's corrected spectrum.
 
     With ``low_rank`` a factor of fewer rows than dimensions is returned as its rows (see :class:`LowRank`). A batch
     that the problem wants evaluated in parts is measured part by part. Negative weights are refused; where they are not
     ``checked``, because that waits for the device, factors are nan. Parameters outside blocks are left alone where
-    ``diagonal`` is false. ``wide`` asks for the factors over all positions as well.
+    ``diagonal`` is false. ``wide`` asks for the factors over all positions as well. ``scales`` makes
+    :attr:`Measured.scales` of the penalties' curvature.
     """
     dtype, found, counts = accumulation_dtype(point.dtype), [], []
     parts = point.problem.parts(point.curvature_batch)
@@ -49,6 +55,8 @@ def measure(
         recorder = Recorder(plan, sharing, basis, dtype, low_rank, diagonal, wide)
         with recorder.attached():
             loss = point.inner(part)
+        recorder.measured.l2 = l2_curvature(loss, point.params)
+        recorder.measured.scales = {} if scales is None else scales(recorder.measured.l2)
         found.append(_measure(point, plan, recorder, loss, fisher, samples, generator, checked))
         if len(parts) > 1:  # counting rows waits for the device
             counts.append(rows(loss.terms, recorder.batch_size))
@@ -58,7 +66,7 @@ def measure(
 
 def _merged(parts: list[Measured], weights: list[float]) -> Measured:
     """The measurement of a batch from those of its parts: sums weighted by rows, as the loss is."""
-    whole = Measured(l2=parts[0].l2, uncalled=parts[0].uncalled)
+    whole = Measured(l2=parts[0].l2, scales=parts[0].scales, uncalled=parts[0].uncalled)
     for part, share in zip(parts, weights, strict=True):
         for name, factor in part.a.items():
             total = sum(p.rows.get(name, 0) for p in parts)
@@ -87,7 +95,6 @@ def _measure(
 ) -> Measured:
     """Backpropagate the vectors of ``loss``; the hooks of ``recorder`` collect what passes."""
     measured = recorder.measured
-    measured.l2 = l2_curvature(loss, point.params)
     layered = [n for block in plan.blocks.values() for n in block.names]
     layered += [n for _, names in plan.diagonal for n in names.values()]
     measured.uncalled = [n for n in layered if n not in recorder.called]

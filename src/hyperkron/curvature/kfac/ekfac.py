@@ -135,7 +135,7 @@ class EKFAC(Kronecker):
         # S is measured with Monte-Carlo vectors of its own, which leave the span of those that B is made of
         bases, found_how = eigen_bases(factors, thin=(self._thin, self._thin and self.fisher != "mc"))
         if self._wide:
-            bases = completed(bases, measured.wide)
+            bases = completed(bases, measured.wide, measured.scales)
         if self.ema == 0:
             measured.release()
             factors.clear()
@@ -149,7 +149,13 @@ class EKFAC(Kronecker):
     ) -> EigenInverses:
         """The inverses with S from ``corrected`` and the penalties' curvature from ``measured``."""
         blocks = {
-            name: damped(q_a, q_b, corrected.corrected[name], self._block_damping(made, measured, name))
+            name: damped(
+                q_a,
+                q_b,
+                corrected.corrected[name],
+                self._block_damping(made, measured, name),
+                corrected.scales.get(name),
+            )
             for name, (q_a, q_b) in basis.items()
         }
         return checked(point, EigenInverses(blocks))

@@ -44,9 +44,12 @@ class Measured:
     wide: tuple[dict[str, Factor], dict[str, Factor]] = field(default_factory=lambda: ({}, {}))
     """A and B of every block over all positions, not normalised, where they were asked for besides reduced ones."""
     corrected: dict[str, Tensor] = field(default_factory=dict)
-    """EKFAC's S of every block, in the eigenbasis it was asked for: (groups, d_out, d_in [+1])."""
+    """EKFAC's S of every block, in the eigenbasis it was asked for, after scaling by ``scales``: (groups, d_out, d_in
+    [+1])."""
     l2: dict[str, Tensor | float] = field(default_factory=dict)
     """2α of the penalties α‖p‖² in the inner loss, by parameter."""
+    scales: dict[str, Tensor] = field(default_factory=dict)
+    """E of the blocks that these penalties fall on unevenly (see :mod:`~hyperkron.curvature.kfac.penalty`)."""
     reached: tuple[str, ...] = ()
     """The blocks that a gradient reached, whether a basis was given for them or not."""
     rows: dict[str, int] = field(default_factory=dict)
@@ -275,7 +278,10 @@ class Recorder:
             assert self.basis is not None
             self._reached[block.name] = None
             if block.name in self.basis:
-                self.sum(self.measured.corrected, block.name, corrected(block, x, g, *self.basis[block.name]))
+                q_a, q_b = self.basis[block.name]
+                scale = self.measured.scales.get(block.name)
+                q_a = q_a if scale is None else q_a / scale.mT
+                self.sum(self.measured.corrected, block.name, corrected(block, x, g, q_a, q_b))
 
     def _gradient_gram(self, block: Block, g: Tensor, sharing: WeightSharing) -> Factor:
         layer = block.layer
