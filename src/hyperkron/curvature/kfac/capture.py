@@ -21,7 +21,6 @@ from hyperkron.point import Point
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, warn_once
 
-
 Scales = Callable[[dict[str, Tensor | float]], dict[str, Tensor]]
 """The scales of blocks that penalties fall on unevenly, from 2α by parameter."""
 
@@ -55,6 +54,7 @@ def measure(
         recorder = Recorder(plan, sharing, basis, dtype, low_rank, diagonal, wide)
         with recorder.attached():
             loss = point.inner(part)
+            recorder.saw(loss)
         recorder.measured.l2 = l2_curvature(loss, point.params)
         recorder.measured.scales = {} if scales is None else scales(recorder.measured.l2)
         found.append(_measure(point, plan, recorder, loss, fisher, samples, generator, checked))

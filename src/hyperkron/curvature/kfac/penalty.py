@@ -74,8 +74,8 @@ def _columns(plan: Plan, block: Block, penalties: Penalties, like: Tensor) -> Te
             if value.dim() == len(shape) and value.shape[0] > 1:
                 warn_once(
                     "l2-rows",
-                    f"the l2 penalty of {name} has coefficients of its own for the rows of a layer; KFAC and EKFAC take "
-                    "their mean over the rows. Use one coefficient per parameter or per input, or GGN() with CG.",
+                    f"the l2 penalty of {name} has coefficients of its own for the rows of a layer; KFAC and EKFAC "
+                    "take their mean over the rows. Use one coefficient per parameter or per input, or GGN() with CG.",
                 )
             whole = value.to(like).expand(shape)
             matrix = layer.to_matrix(whole) if width > 1 else whole.reshape(layer.groups, layer.d_out, 1)

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.factors import Factor, added, few_rows, scaled
-from hyperkron.curvature.kfac.grams import bordered, narrowed, summed
+from hyperkron.curvature.kfac.grams import bordered, masked_gram, narrowed, summed
 from hyperkron.curvature.kfac.layers import (
     BatchNormSums,
     ConvLayer,
@@ -29,6 +29,7 @@ from hyperkron.curvature.kfac.layers import (
     squared_gradients,
 )
 from hyperkron.curvature.kfac.spectrum import corrected
+from hyperkron.losses import Loss
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Measured:
     """E of the blocks that these penalties fall on unevenly (see :mod:`~hyperkron.curvature.kfac.penalty`)."""
     reached: tuple[str, ...] = ()
     """The blocks that a gradient reached, whether a basis was given for them or not."""
-    rows: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, int | Tensor] = field(default_factory=dict)
     """Over how many rows the mean in A runs, by block."""
     uncalled: list[str] = field(default_factory=list)
     """Parameters of layers that were never called as modules (their weights may be used by a function)."""
@@ -102,6 +103,17 @@ WAITING = 2**19
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], Tensor]
 
 
+@dataclass
+class _Call:
+    """One call of a layer over tokens, whose input waits until it is known which of its rows count."""
+
+    block: Block
+    x: Tensor
+    rows: int
+    masked: bool = False
+    reached: Tensor | None = None
+
+
 class Recorder:
     """The hooks of one measurement and the sums they fill."""
 
@@ -121,9 +133,10 @@ class Recorder:
         self.batch_size = 1
         self.measured = Measured()
         self.called: set[str] = set()
-        self.rows: dict[str, int] = {}
+        self.rows: dict[str, int | Tensor] = {}
         self._reached: dict[str, None] = {}  # in order; with a basis only
         self._held: list[tuple[Block, Tensor, int]] = []
+        self._tokens: list[_Call] = []
         self._grams: dict[tuple[int, int, bool, str], tuple[Factor, int]] = {}
         self._alive: list[Tensor] = []
         self._normed: list[tuple[dict[str, str], BatchNormSums]] = []
@@ -153,11 +166,18 @@ class Recorder:
             if block.name in found.b:
                 self._on_input(block, x, rows)
             del x
+        while self._tokens:
+            call = self._tokens.pop(0)
+            if call.reached is not None:
+                self._on_tokens(call)
+            del call
         sums: dict[int, tuple[Tensor, float]] = {}  # a sum shared by several blocks is divided once
         rescaled: dict[int, Factor] = {}
         for name, total in found.a.items():
             share = 1.0 / self.rows[name]
-            if isinstance(total, Tensor):
+            if isinstance(share, Tensor):
+                rescaled[id(total)] = scaled(total, share)
+            elif isinstance(total, Tensor):
                 sums[id(total)] = (total, share)
             elif id(total) not in rescaled:
                 rescaled[id(total)] = scaled(total, share)
@@ -186,24 +206,51 @@ class Recorder:
             given: Tensor = inputs[0] if inputs else named["input"]
             self.called.update(block.names)
             self.batch_size = max(self.batch_size, given.shape[0] if given.dim() > 1 else 1)
-            if self.basis is None:
-                self._for_factors(block, given, output)
+            call = self._for_factors(block, given, output) if self.basis is None else None
             x = None if self.basis is None else given.detach()  # held no longer than needed
-            receive: Callable[[Tensor], None] = lambda g: self._on_gradient(block, x, g)  # noqa: E731
+            receive: Callable[[Tensor], None] = lambda g: self._on_gradient(block, x, g, call)  # noqa: E731
             tapped: Tensor = _Tap.apply(output, self.token, receive) if output.requires_grad else output
             return tapped
 
         return hook
 
-    def _for_factors(self, block: Block, x: Tensor, output: Tensor) -> None:
+    def _for_factors(self, block: Block, x: Tensor, output: Tensor) -> _Call | None:
         """A's share of one call now, or, where a convolution's factor is larger than its input, when the backward pass
-        is over: then it does not add to the memory of activations."""
+        is over: then it does not add to the memory of activations. A call over tokens waits for the loss."""
         rows, d = output.numel() // (block.layer.groups * block.layer.d_out), block.layer.d_in
         smaller = x.numel() < block.layer.groups * d * (rows if self.low_rank and few_rows(rows, d) else d)
+        if isinstance(block.layer, LinearLayer) and x.dim() > 2 and output.requires_grad:
+            self._tokens.append(_Call(block, x, rows))
+            return self._tokens[-1]
         if isinstance(block.layer, ConvLayer) and output.requires_grad and smaller:
             self._held.append((block, x.detach(), rows))
         else:
             self._on_input(block, x, rows)
+        return None
+
+    def saw(self, loss: Loss) -> None:
+        """The forward pass is over. Where the loss has a row for every token, some of them masked, A counts those that
+        a gradient reaches, which is known only after the backward passes."""
+        counts = {term.valid.numel() for term in loss.terms if term.valid is not None}
+        calls, self._tokens = self._tokens, []
+        for call in calls:
+            if call.rows in counts:
+                call.masked = True
+                self._tokens.append(call)
+            else:
+                self._on_input(call.block, call.x, call.rows)
+
+    def _on_tokens(self, call: _Call) -> None:
+        """A's share of a call of which only the rows count that a gradient has reached."""
+        assert call.reached is not None
+        block, x = call.block, call.x.detach()
+        with _plainly(x):
+            for sharing, sums in ((self.sharing, self.measured.a), ("expand", self.measured.wide[0])):
+                if sums is self.measured.a or self.wide:
+                    total, count = masked_gram(block, x, call.reached, sharing, self.dtype, self.low_rank)
+                    self.add(sums, block.name, total)
+                if sums is self.measured.a:
+                    self.rows[block.name] = self.rows.get(block.name, 0) + count
 
     def _on_input(self, block: Block, x: Tensor, rows: int) -> None:
         total, count = self._input_gram(block, x, rows, self.sharing)
@@ -268,8 +315,11 @@ class Recorder:
             return x, None
         return narrowed(x, rows, d)
 
-    def _on_gradient(self, block: Block, x: Tensor | None, g: Tensor) -> None:
+    def _on_gradient(self, block: Block, x: Tensor | None, g: Tensor, call: _Call | None) -> None:
         with _plainly(g):
+            if call is not None and call.masked:
+                reached = (g != 0).any(-1)
+                call.reached = reached if call.reached is None else call.reached | reached
             if x is None:
                 self.add(self.measured.b, block.name, self._gradient_gram(block, g, self.sharing))
                 if self.wide:
