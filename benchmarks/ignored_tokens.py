@@ -1,9 +1,9 @@
 """Which rows belong in A where some tokens have no loss: all, those with a label, or those a gradient reaches?
 
 For small sequence models in float64 the Gauss–Newton block of every Linear layer is computed densely, G, and so are
-KFAC's factors (``expand``, one backward pass for every entry of the output). A averages a aᵀ over the rows of one of the
-three rules, B is the same for all. Printed are the medians, over layers and seeds, of ‖B ⊗ A − G‖/‖G‖ and of the error of
-(B ⊗ A + δI)⁻¹b against (G + δI)⁻¹b.
+KFAC's factors (``expand``, one backward pass for every entry of the output). A averages a aᵀ over the rows of one of
+the three rules, B is the same for all. Printed are the medians, over layers and seeds, of ‖B ⊗ A − G‖/‖G‖ and of the
+error of (B ⊗ A + δI)⁻¹b against (G + δI)⁻¹b.
 
     python benchmarks/ignored_tokens.py
 """
