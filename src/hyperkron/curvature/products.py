@@ -30,7 +30,7 @@ class HessianOperator(Operator):
 
     def __init__(self, point: Point, damping: float) -> None:
         self.point, self.params, self.damping = point, point.params, damping
-        self.products = 0
+        self.products, self.roundoff = 0, coarseness(point)
         self._live: list[Tensor] | None = None
         self._names: list[str] = []
         self._gradients: Tree = {}
@@ -61,8 +61,9 @@ class HessianOperator(Operator):
             self._build()
         if not self._live:  # J_in is linear in θ
             return trees.scale(v, self.damping)
-        found = gradients_of(self._live, list(self.params.values()), [v[n] for n in self._names], retain_graph=True)
-        return _damped(self.params, found, v, self.damping)
+        low, unit = lowered(v, self.params)
+        found = gradients_of(self._live, list(self.params.values()), [low[n] for n in self._names], retain_graph=True)
+        return _damped(self.params, found, v, self.damping, unit)
 
     def cross(self, v: Tree, hypers: Tree) -> dict[str, Tensor | None]:
         """∂²_λθ J_in · v from the same graph; only where the curvature batch is the inner batch."""
@@ -70,7 +71,8 @@ class HessianOperator(Operator):
             self._build()
         if not self._live:
             return dict.fromkeys(hypers)
-        found = gradients_of(self._live, list(hypers.values()), [v[n] for n in self._names], retain_graph=True)
+        low = trees.cast(v, self.params)
+        found = gradients_of(self._live, list(hypers.values()), [low[n] for n in self._names], retain_graph=True)
         return dict(zip(hypers, found, strict=True))
 
 
@@ -79,7 +81,7 @@ class GGNOperator(Operator):
 
     def __init__(self, point: Point, damping: float) -> None:
         self.point, self.params, self.damping = point, point.params, damping
-        self.products = 0
+        self.products, self.roundoff = 0, coarseness(point)
         self._built = False
 
     def _build(self) -> None:
@@ -108,14 +110,15 @@ class GGNOperator(Operator):
         self.products += 1
         if not self._built:
             self._build()
-        pushed = gradients_of(self._pulled, self._seeds, [v[n] for n in self._names], retain_graph=True)
+        low, unit = lowered(v, self.params)
+        pushed = gradients_of(self._pulled, self._seeds, [low[n] for n in self._names], retain_graph=True)
         bent = [
             t.hessian_product(torch.zeros_like(t.output) if j is None else j)
             for t, j in zip(self.terms, pushed, strict=True)
         ]
         outputs = [t.output for t in self.terms]
         found = gradients_of(outputs, list(self.params.values()), bent, retain_graph=True)
-        out = _damped(self.params, found, v, self.damping)
+        out = _damped(self.params, found, v, self.damping, unit)
         for name, penalty in self.l2.items():
             out[name] = out[name] + penalty * v[name]
         return out
@@ -126,7 +129,7 @@ class PartedGGNOperator(Operator):
 
     def __init__(self, point: Point, damping: float) -> None:
         self.point, self.damping = point, damping
-        self.products = 0
+        self.products, self.roundoff = 0, coarseness(point)
 
     def matvec(self, v: Tree) -> Tree:
         self.products += 1
@@ -298,9 +301,26 @@ def graph_nodes(tensors: list[Tensor]) -> Iterator[torch.autograd.graph.Node]:
                 waiting.append(further)
 
 
-def _damped(params: Tree, products: tuple[Tensor | None, ...], v: Tree, damping: float) -> Tree:
+def coarseness(point: Point) -> float:
+    """The unit roundoff of a model in half precision, whose products with float32 vectors have it; else 0."""
+    return float(torch.finfo(point.dtype).eps) if point.dtype in (torch.float16, torch.bfloat16) else 0.0
+
+
+def lowered(v: Tree, params: Tree) -> tuple[Tree, Tensor | None]:
+    """(v/c, c) in the dtypes of the parameters; c, which keeps v within the narrow range of float16, or ``None``."""
+    narrow = any(p.dtype == torch.float16 and v[name].dtype != p.dtype for name, p in params.items())
+    unit = trees.largest(v).clamp_min(1e-30) if narrow else None
+    return trees.cast(v if unit is None else trees.scale(v, 1.0 / unit), params), unit
+
+
+def _damped(
+    params: Tree, products: tuple[Tensor | None, ...], v: Tree, damping: float, unit: Tensor | None = None
+) -> Tree:
     whole = {
         name: torch.zeros_like(p) if x is None else x.detach().contiguous()
         for (name, p), x in zip(params.items(), products, strict=True)
     }
+    whole = trees.cast(whole, v)
+    if unit is not None:
+        whole = trees.scale(whole, unit)
     return trees.add(whole, v, alpha=damping) if damping else whole
