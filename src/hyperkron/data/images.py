@@ -52,8 +52,8 @@ def _open(value: Any, folder: Path | None, where: str, max_pixels: int) -> Any:
     if isinstance(value, bytes):
         source: Any = io.BytesIO(value)
     elif isinstance(value, str):
+        source = Path(value) if folder is None else inside(folder, value, where)
         try:
-            source = Path(value) if folder is None else inside(folder, value, where)
             there = source.is_file()  # a pipe or a device is none, and would never end
         except (OSError, ValueError) as error:  # a name too long, or with a zero byte in it
             raise _Unreadable(str(error)[:80]) from error
@@ -219,7 +219,8 @@ def read_class_folder(
     pictures, kept, notes = load_images([path for path, _ in files], folder, name, options, shape)
     labels: list[str | None] = [files[i][1] for i in kept]
     broken = np.setdiff1d(np.arange(len(files)), kept)
-    return Raw(name, "image", pictures, labels, np.asarray(kept), tuple(notes), left_out={"unreadable image": broken} if len(broken) else {})
+    gone = {"unreadable image": broken} if len(broken) else {}
+    return Raw(name, "image", pictures, labels, np.asarray(kept), tuple(notes), left_out=gone)
 
 
 # --- sheets of tiles ---------------------------------------------------------------------------------------
