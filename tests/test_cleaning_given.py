@@ -95,14 +95,13 @@ FORMS: dict[str, Callable[[Blobs], tuple[Any, Any]]] = {
     "arrays": as_arrays,
     "tensors": as_tensors,
     "dataset": as_dataset,
-    "texts": as_texts,
     "frame": as_frame,
     "series": as_series,
     "columns": as_columns,
 }
 
 
-def expect_given_rows(found: CleanResult, data: Blobs) -> None:
+def expect_given_rows(found: CleanResult) -> None:
     """Every array has one entry for each of the given rows, and says what it says about that row."""
     gone = sorted(OVERLAP + UNLABELLED)
     for scores in (found.weights, found.error_probability, found.suggested, found.status, found.used):
@@ -118,6 +117,11 @@ def expect_given_rows(found: CleanResult, data: Blobs) -> None:
     suspects = found.suspects.tolist()
     assert set(suspects) == set(np.flatnonzero(probability > 0.5)) and len(suspects) > 20
     assert np.all(np.diff(probability[suspects]) <= 0)
+
+
+def expect_wrong_labels(found: CleanResult, data: Blobs) -> None:
+    """The rows that are named are the wrong ones."""
+    suspects, suggested = found.suspects.tolist(), np.asarray(found.suggested)
     assert float(data.wrong[suspects].double().mean()) > 0.9  # the share of the rows named that are wrong
     assert np.mean(suggested[KEPT] == data.true[KEPT].numpy()) > 0.9
 
@@ -125,9 +129,9 @@ def expect_given_rows(found: CleanResult, data: Blobs) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_every_array_is_about_the_given_rows(data: Blobs, form: str) -> None:
     train, trusted = FORMS[form](data)
-    config = CleanConfig(epochs=2, compare=(), encoder=HASHED) if form == "texts" else CONFIG
-    found = clean(train, trusted, config=config)
-    expect_given_rows(found, data)
+    found = clean(train, trusted, config=CONFIG)
+    expect_given_rows(found)
+    expect_wrong_labels(found, data)
     if form in ("frame", "series", "columns"):
         frame = as_frame(data)[0]
         for scores in (found.weights, found.error_probability, found.suggested, found.status, found.used):
@@ -138,6 +142,17 @@ def test_every_array_is_about_the_given_rows(data: Blobs, form: str) -> None:
         assert frame.assign(p=found.error_probability)["p"].notna().sum() == len(KEPT)
     else:
         assert isinstance(found.weights, Tensor) and found.suspect_labels is None
+
+
+def test_lists_of_texts(data: Blobs) -> None:
+    """As if the rows that are left out had not been there, but for their places."""
+    config = CleanConfig(epochs=2, compare=(), encoder=HASHED)
+    (x, y), trusted = as_texts(data)
+    found = clean((x, y), trusted, config=config)
+    expect_given_rows(found)
+    alone = clean(([x[i] for i in KEPT], [y[i] for i in KEPT]), trusted, config=config)
+    assert found.suspects.tolist() == [KEPT[i] for i in alone.suspects.tolist()]
+    assert torch.equal(found.weights[KEPT], alone.weights) and torch.equal(found.suggested[KEPT], alone.suggested)
 
 
 def test_rows_left_out_first_shift_nothing(data: Blobs) -> None:
