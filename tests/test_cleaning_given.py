@@ -20,14 +20,14 @@ from hyperkron.models import HASHED
 from hyperkron.solution import HyperkronError
 from hyperkron.tasks.cleaning import CleanConfig, CleanResult, clean
 
-CONFIG = CleanConfig(epochs=2, compare=())
+CONFIG = CleanConfig(epochs=1, compare=())
 ROWS, OVERLAP, UNLABELLED = 130, (0, 1, 2, 40, 41, 77, 129), (5, 60, 128)  # 10 of 130 are left out
 KEPT = [i for i in range(ROWS) if i not in OVERLAP + UNLABELLED]
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    quicken(monkeypatch, least=60)
+    quicken(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_every_array_is_about_the_given_rows(data: Blobs, form: str) -> None:
 
 def test_lists_of_texts(data: Blobs) -> None:
     """As if the rows that are left out had not been there, but for their places."""
-    config = CleanConfig(epochs=2, compare=(), encoder=HASHED)
+    config = CleanConfig(epochs=1, compare=(), encoder=HASHED)
     (x, y), trusted = as_texts(data)
     found = clean((x, y), trusted, config=config)
     expect_given_rows(found)
