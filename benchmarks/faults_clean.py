@@ -223,12 +223,12 @@ def _networks(scratch: Path) -> dict[str, Case]:
         return nn.Sequential(Net(), nn.Dropout(0.5))
 
     _begin(scratch, _points(), build)
-    cases: dict[str, Case] = {"another builder": lambda folder: _resume(folder, wider), "no builder": _resume}
+    cases: dict[str, Case] = {"another builder": lambda folder: _resume(folder, Net), "no builder": _resume}
     changed = {"width": wider, "dropout": dropping, "activation": lambda: Edited(), "constant": lambda: Net(2.0)}
     for name, builder in changed.items():
         builder.__qualname__ = build.__qualname__
         cases[f"{name} under the same name"] = lambda folder, builder=builder: _resume(folder, builder)
-    return {"another builder": lambda folder: _resume(folder, Net), **cases}
+    return cases
 
 
 # --- encoders ----------------------------------------------------------------------------------------------
