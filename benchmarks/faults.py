@@ -36,6 +36,7 @@ import torch._dynamo  # optimizers import it at their first step: once here, not
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 
+import faults_clean
 import hostile
 from common import write_result
 
@@ -361,6 +362,7 @@ def main() -> int:
             *(lambda method=method: consecutive(method, options.steps, scratch) for method in options.methods),
         ]
         if not options.no_cases:
+            faults += faults_clean.faults(written, scratch)
             faults.append(lambda: hostile.malicious(written, scratch))
             faults += [lambda name=name: hostile.numbers(name, written, scratch) for name in numerics.CASES]
         for fault in faults:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "<na>", "#n/a"})
 """Texts that mean that there is no value, in any case; a class may be called "none" or "?"."""
 
+LARGEST = 3e38
+"""Numbers of a table must be smaller than this: float32, in which models compute, holds up to 3.4e38."""
+
 _TRUE = frozenset({"1", "true", "t", "yes", "y", "trusted", "clean", "gold"})
 _FALSE = frozenset({"0", "false", "f", "no", "n", "untrusted", "noisy"}) | MISSING
 _WHOLE = re.compile(r"([+-]?\d+)\.0+\Z")
@@ -30,11 +33,11 @@ def is_missing(value: Any) -> bool:
 
 
 def as_number(value: Any) -> float | None:
-    """The finite number a cell holds; NaN where it holds none; None where it holds something else.
+    """The number a cell holds; NaN where it holds none; None where it holds something else.
 
     Example:
-        >>> as_number("1e3"), as_number(True), as_number("n/a"), as_number("1_000")
-        (1000.0, 1.0, nan, None)
+        >>> as_number("1e3"), as_number(True), as_number("n/a"), as_number("1_000"), as_number(-(10**400))
+        (1000.0, 1.0, nan, None, -inf)
     """
     if is_missing(value):
         return float("nan")
@@ -45,23 +48,40 @@ def as_number(value: Any) -> float | None:
         if "_" in lowered:
             return None
     try:
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError):
         return None
-    except OverflowError:
-        return float("nan")
-    return number if abs(number) < 3e38 else float("nan")  # what float32 can hold
+    except OverflowError:  # a whole number with more digits than a float can have
+        return float("inf") if value > 0 else float("-inf")
 
 
-def numbers(values: list[Any] | Array) -> tuple[Array, list[Any]]:
-    """The column as float64 with NaN where there is no finite number, and the values that are no numbers."""
+def exact_numbers(values: list[Any] | Array) -> tuple[Array, list[Any]]:
+    """The column as float64 with NaN where there is no number, and the values that are no numbers."""
     np = need("numpy")
     if not isinstance(values, list):
-        found = np.asarray(values, dtype=np.float64)
-        return np.where(np.abs(found) < 3e38, found, np.nan), []
+        return np.asarray(values, dtype=np.float64), []
     parsed = [as_number(value) for value in values]
     strange = [value for value, number in zip(values, parsed, strict=True) if number is None]
     return np.array([np.nan if number is None else number for number in parsed], dtype=np.float64), strange
+
+
+def numbers(values: list[Any] | Array) -> tuple[Array, list[Any]]:
+    """The same with NaN also where a number is extreme: infinite, or beyond ±``LARGEST``."""
+    np = need("numpy")
+    found, strange = exact_numbers(values)
+    return np.where(np.abs(found) < LARGEST, found, np.nan), strange
+
+
+def extremes(values: list[Any] | Array) -> Array:
+    """The numbers of a column that are infinite or beyond ±``LARGEST``.
+
+    Example:
+        >>> extremes(["1e300", 2, "-inf", None]).tolist()
+        [1e+300, -inf]
+    """
+    np = need("numpy")
+    found = exact_numbers(values)[0]
+    return found[np.abs(found) >= LARGEST]
 
 
 def category(value: Any) -> str | None:

@@ -101,7 +101,10 @@ class RunFolder:
         beside.replace(self.path / "model.safetensors")
 
     def write_rows(self, train: Labelled, scores: dict[str, Tensor], cut: float) -> None:
-        """rows.csv and suspects.jsonl. ``scores``: suggested, error_probability, weight, history (N, steps)."""
+        """rows.csv, left_out.csv and suspects.jsonl, where ``row`` is the position of a row in the source.
+
+        ``scores``: suggested, error_probability, weight, history (N, steps) of the rows that were used.
+        """
         probability, weight = scores["error_probability"].tolist(), scores["weight"].tolist()
         suggested = scores["suggested"].tolist()
         text = io.StringIO()
@@ -112,6 +115,8 @@ class RunFolder:
             flag = "true" if probability[i] > cut else "false"
             writer.writerow([int(train.rows[i]), *names, f"{probability[i]:.6f}", f"{weight[i]:.6f}", flag])
         self._put("rows.csv", text.getvalue().encode("utf-8"))
+        gone = sorted((int(row), why) for why, rows in train.left_out.items() for row in rows)
+        self._put("left_out.csv", "".join(f"{row},{why}\n" for row, why in [("row", "why"), *gone]).encode("utf-8"))
         order = scores["error_probability"].argsort(descending=True).tolist()
         lines = []
         for i in [i for i in order if probability[i] > cut][:MAX_SUSPECTS]:
@@ -163,11 +168,11 @@ def _picture(pixels: Any) -> str | None:
 
 
 def fingerprint(parts: list[Labelled]) -> str:
-    """A SHA-256 of inputs and labels, by which a resumed run knows its data."""
+    """A SHA-256 of inputs, labels and their places in the source, by which a resumed run knows its data."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(repr((part.kind, part.classes, len(part))).encode())
-        digest.update(part.labels.tobytes())
+        digest.update(part.labels.tobytes() + part.rows.tobytes())
         if isinstance(part.inputs, list):
             for text in part.inputs:
                 digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
