@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyperkron.data import arrays, images, wrench
-from hyperkron.data.files import existing, listing, need, read_bounded, whole_file
+from hyperkron.data.files import existing, listing, need, read_bounded
 from hyperkron.data.hub import PREFIX, load_hub
 from hyperkron.data.labelled import Raw, ReadOptions
 from hyperkron.data.roles import Roles, label_column
@@ -20,6 +20,7 @@ from hyperkron.data.sources import form_of, split_source
 from hyperkron.data.tables import parquet_table, read_csv_file, read_json, read_json_lines
 from hyperkron.data.values import is_missing
 from hyperkron.solution import HyperkronError
+from hyperkron.training.writing import in_words, whole_file
 
 if TYPE_CHECKING:
     from hyperkron.data.labelled import Array
@@ -83,11 +84,14 @@ def export_rows(
 
 
 def _write(out: Path, overwrite: bool, writer: Callable[[Path], None]) -> None:
-    try:
-        with whole_file(out, overwrite) as temporary:
+    if out.is_dir():
+        raise HyperkronError(f"out={str(out)!r} is a folder; name a file.")
+    if out.exists() and not overwrite:
+        raise HyperkronError(f"out={str(out)!r} exists already; choose another name, or pass overwrite=True.")
+    with in_words(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(out) as temporary:
             writer(temporary)
-    except OSError as error:
-        raise HyperkronError(f"out={str(out)!r} cannot be written ({error.strerror or error}).") from error
 
 
 def _writer(
@@ -183,7 +187,9 @@ def _charset(path: Path, options: ReadOptions) -> str:
 
 
 def _bytes(path: Path, out: Path, content: bytes) -> None:
-    path.write_bytes(gzip.compress(content, mtime=0) if out.name.lower().endswith(".gz") else content)
+    content = gzip.compress(content, mtime=0) if out.name.lower().endswith(".gz") else content
+    with in_words(out, len(content)):
+        path.write_bytes(content)
 
 
 def _csv(path: Path, rows: list[int], changes: Changes, label: str | None, options: ReadOptions) -> str:

@@ -17,6 +17,7 @@ MISSING = frozenset({"", "na", "n/a", "nan", "null", "<na>", "#n/a"})
 
 _TRUE = frozenset({"1", "true", "t", "yes", "y", "trusted", "clean", "gold"})
 _FALSE = frozenset({"0", "false", "f", "no", "n", "untrusted", "noisy"}) | MISSING
+_LARGEST = 3e38  # about what float32 can hold
 _WHOLE = re.compile(r"([+-]?\d+)\.0+\Z")
 
 
@@ -36,29 +37,83 @@ def as_number(value: Any) -> float | None:
         >>> as_number("1e3"), as_number(True), as_number("n/a"), as_number("1_000")
         (1000.0, 1.0, nan, None)
     """
+    if isinstance(value, str):
+        return _text_number(value)
     if is_missing(value):
         return float("nan")
-    if isinstance(value, str):
-        lowered = value.strip().lower()
-        if lowered in ("true", "false"):
-            return float(lowered == "true")
-        if "_" in lowered:
-            return None
     try:
         number = float(value)
     except (TypeError, ValueError):
         return None
     except OverflowError:
         return float("nan")
-    return number if abs(number) < 3e38 else float("nan")  # what float32 can hold
+    return number if abs(number) < _LARGEST else float("nan")
+
+
+def _text_number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        lowered = text.strip().lower()
+        if lowered in MISSING:
+            return float("nan")
+        return float(lowered == "true") if lowered in ("true", "false") else None
+    if "_" in text:
+        return None
+    return number if abs(number) < _LARGEST else float("nan")
+
+
+class Cells(list[Any]):
+    """A column of a table that is parsed once, however often its numbers are asked for."""
+
+    __slots__ = ("_parsed",)
+
+    def parsed(self) -> tuple[Array, Array] | None:
+        """``_parse`` of the column."""
+        if not hasattr(self, "_parsed"):
+            self._parsed = _parse(self)
+        return self._parsed
+
+
+def _parse(values: list[Any]) -> tuple[Array, Array] | None:
+    """(numbers, gaps) of a column of texts that are numbers, every one of them; None for any other."""
+    np = need("numpy")
+    try:
+        if "_" in "".join(values):
+            return None
+        found: Array = np.fromiter(map(float, values), dtype=np.float64, count=len(values))
+    except (TypeError, ValueError):
+        return None
+    return _within_float32(found), np.isnan(found)
+
+
+def _parsed(values: list[Any]) -> tuple[Array, Array] | None:
+    return values.parsed() if isinstance(values, Cells) else _parse(values)
+
+
+def _within_float32(found: Array) -> Array:
+    np = need("numpy")
+    kept: Array = np.where(np.abs(found) < _LARGEST, found, np.nan)
+    return kept
+
+
+def gaps(values: list[Any] | Array) -> Array:
+    """Which cells of a column hold no value."""
+    np = need("numpy")
+    if not isinstance(values, list):
+        return np.isnan(values) if values.dtype.kind == "f" else np.zeros(len(values), dtype=bool)
+    found = _parsed(values)
+    return np.array([is_missing(value) for value in values], dtype=bool) if found is None else found[1]
 
 
 def numbers(values: list[Any] | Array) -> tuple[Array, list[Any]]:
     """The column as float64 with NaN where there is no finite number, and the values that are no numbers."""
     np = need("numpy")
     if not isinstance(values, list):
-        found = np.asarray(values, dtype=np.float64)
-        return np.where(np.abs(found) < 3e38, found, np.nan), []
+        return _within_float32(np.asarray(values, dtype=np.float64)), []
+    found = _parsed(values)
+    if found is not None:
+        return found[0], []
     parsed = [as_number(value) for value in values]
     strange = [value for value, number in zip(values, parsed, strict=True) if number is None]
     return np.array([np.nan if number is None else number for number in parsed], dtype=np.float64), strange
