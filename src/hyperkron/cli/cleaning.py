@@ -25,6 +25,8 @@ SETTINGS = ("seed", "epochs", "device", "encoder", "layers")
 """Options that are settings of the same name."""
 FILES = ("config.json", "log.jsonl", "result.json", "rows.csv", "suspects.jsonl", "model.safetensors", "report.html")
 """The files of a run."""
+HASHES = "rows.hashes"
+"""A hash of every row of the source, by which `export` knows whether it still holds the rows of the run."""
 FOLDERS = ("stages", "embeddings", "tensorboard")
 """The folders of a run."""
 
@@ -168,7 +170,7 @@ def _replacing(out: Path, overwrite: bool) -> Iterator[None]:
 
 def _remove(folder: Path) -> None:
     """Take away what a run has written; whatever else somebody put there stays."""
-    for name in FILES:
+    for name in (*FILES, HASHES):
         (folder / name).unlink(missing_ok=True)
         (folder / f"{name}.part").unlink(missing_ok=True)
     for name in FOLDERS:
