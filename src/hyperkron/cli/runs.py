@@ -109,8 +109,8 @@ def _check_rows(folder: Path, train: str) -> str | None:
 
 def _changed(folder: Path, train: str, what: str) -> str:
     return (
-        f"{train!r} does not hold the rows of the run in {str(folder)!r} any more: {what}. Nothing was written. Put back "
-        "the file as it was, or make the run again with `hyperkron clean`."
+        f"{train!r} does not hold the rows of the run in {str(folder)!r} any more: {what}. Nothing was written. "
+        "Put back the file as it was, or make the run again with `hyperkron clean`."
     )
 
 
@@ -144,12 +144,10 @@ def _rows(folder: Path, threshold: float | None) -> list[Row]:
     found: list[Row] = []
     text = read_text(file) or ""
     lines = csv.DictReader(io.StringIO(text, newline=""))
-    number = 1
     try:
-        for number, line in enumerate(lines, 2):
-            found.append(_row(line, threshold))
+        found += (_row(line, threshold) for line in lines)
     except (KeyError, TypeError, ValueError, csv.Error) as error:
-        raise HyperkronError(f"{file}:{number} is no line of a run; {REMEDY}.") from error
+        raise HyperkronError(f"{file}:{lines.line_num} is no line of a run; {REMEDY}.") from error
     return found
 
 

@@ -113,8 +113,8 @@ def refuse_growth(path: Path, stored: int, size: int, max_bytes: int) -> None:
         )
     if size > max(FREE_BYTES, MAX_RATIO * stored):
         raise HyperkronError(
-            f"{str(path)!r} has {stored} bytes and grows to {size} or more, over {MAX_RATIO} times as many, as files do "
-            "that are made to fill the memory. If you trust the file, decompress it first and read that."
+            f"{str(path)!r} has {stored} bytes and grows to {size} or more, over {MAX_RATIO} times as many, as files "
+            "do that are made to fill the memory. If you trust the file, decompress it first and read that."
         )
 
 
@@ -122,9 +122,8 @@ def refuse_wide(name: str, columns: int, limit: int) -> None:
     """Refuse a table of more columns than ``ReadOptions.max_columns``."""
     if columns > limit:
         raise HyperkronError(
-            f"{name} has {columns} columns or more; at most max_columns={limit} are read. Keep the columns you need, or "
-            "save the numbers as an image or as fewer features; if you have the memory, read it with "
-            "ReadOptions(max_columns=...)."
+            f"{name} has {columns} columns or more; at most max_columns={limit} are read. Keep the columns you need; "
+            "if you have the memory, read it with ReadOptions(max_columns=...)."
         )
 
 
@@ -139,13 +138,13 @@ def refuse_cells(name: str, cells: int, limit: int, stored: int | None = None) -
     """
     if cells > limit:
         raise HyperkronError(
-            f"{name} has {cells} cells (rows × columns) or more; at most max_cells={limit} are read. Take fewer rows or "
-            "columns; if you have the memory, read it with ReadOptions(max_cells=...)."
+            f"{name} has {cells} cells (rows × columns) or more; at most max_cells={limit} are read. Take fewer rows "
+            "or columns; if you have the memory, read it with ReadOptions(max_cells=...)."
         )
     if stored is not None and cells > max(FREE_CELLS, CELLS_PER_BYTE * stored):
         raise HyperkronError(
-            f"{name} has {stored} bytes for {cells} cells (rows × columns) or more, over {CELLS_PER_BYTE} cells a byte, "
-            "as files have that are made to fill the memory. If you trust the file, save it uncompressed, as CSV, and "
+            f"{name} has {stored} bytes for {cells} cells (rows × columns) or more, over {CELLS_PER_BYTE} cells a "
+            "byte, as files have that are made to fill the memory. If you trust the file, save it as plain CSV and "
             "read that."
         )
 

@@ -69,10 +69,10 @@ class FormulaCells:
             return None
         text = f"{name} has {several(self.found, 'cell')} that a spreadsheet takes for a formula, such as {self.first}"
         if self.what == "refuse":
-            raise HyperkronError(f"{text}; pass formulas='escape' to put an apostrophe before them, or formulas='keep'.")
+            raise HyperkronError(f"{text}; pass formulas='escape' for an apostrophe before each, or formulas='keep'.")
         if self.what == "escape":
             return f"{text}; an apostrophe was put before each."
         return (
-            f"{text}; they are kept as they are. Do not open the file in a spreadsheet if you do not trust the data, or "
-            "pass formulas='escape'."
+            f"{text}; they are kept as they are. Do not open the file in a spreadsheet if you do not trust the data, "
+            "or pass formulas='escape'."
         )

@@ -73,6 +73,7 @@ class Labelled:
         gold: int64 (N,), true labels known for evaluation only; None where there are none.
         encoding: how a table became numbers; None for texts and images.
         source: what was read.
+        left_out: for each reason, the positions in the source of the rows that are not here.
 
     Example:
         >>> from hyperkron.data import read_pair
@@ -92,6 +93,7 @@ class Labelled:
     gold: npt.NDArray[np.int64] | None = None
     encoding: TableEncoding | None = None
     source: str = ""
+    left_out: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -133,6 +135,7 @@ class Raw:
         labels: names; None where there is none.
         trusted: which rows a column flags as trusted.
         classes: names in the order of the source, where it has one.
+        left_out: for each reason, the positions in the source of the rows that are not here.
     """
 
     name: str
@@ -145,6 +148,7 @@ class Raw:
     weak: npt.NDArray[np.int64] | None = None
     gold: list[str | None] | None = None
     classes: tuple[str, ...] = field(default=())
+    left_out: Mapping[str, Array] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -171,6 +175,14 @@ class Raw:
             weak=None if self.weak is None else self.weak[positions],
             gold=None if self.gold is None else [self.gold[i] for i in at],
         )
+
+    def without(self, mask: Array, why: str) -> Raw:
+        """The rows outside a mask; those in it are remembered with the reason."""
+        np = need("numpy")
+        if not mask.any():
+            return self
+        gone = np.concatenate([self.left_out.get(why, np.zeros(0, np.int64)), self.rows[mask]])
+        return replace(self.take(np.flatnonzero(~mask)), left_out={**self.left_out, why: gone})
 
     def noting(self, *messages: str) -> Raw:
         """The same with more messages."""

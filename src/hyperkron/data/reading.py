@@ -286,4 +286,4 @@ def _by_flag(raw: Raw, column: str) -> tuple[Raw, Raw]:
         what = "none" if count == 0 else "every one"
         raise HyperkronError(f"trusted_column={column!r} flags {what} of the {len(raw)} rows of {raw.name}; flag some.")
     chosen = raw.take(np.flatnonzero(raw.trusted))
-    return raw.take(np.flatnonzero(~raw.trusted)), replace(chosen, name=f"{raw.name}[{column}]", messages=())
+    return raw.without(raw.trusted, "trusted"), replace(chosen, name=f"{raw.name}[{column}]", messages=())

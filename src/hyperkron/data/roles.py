@@ -212,7 +212,8 @@ def frame_rows(
     pictures, kept, notes = load_images(
         list(values), frame.folder, f"{frame.name}: image={found.image!r}", options, shape
     )
-    rest = Raw(frame.name, "text", [""] * frame.count, labels, every, (*frame.messages, *notes), trusted).take(kept)
+    rest = Raw(frame.name, "text", [""] * frame.count, labels, every, (*frame.messages, *notes), trusted)
+    rest = rest.without(~np.isin(every, kept), "unreadable image")
     return replace(rest, kind="image", inputs=pictures, classes=classes)
 
 
