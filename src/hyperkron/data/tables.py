@@ -307,7 +307,11 @@ def _is_flat_text(schema: Any, name: str) -> bool:
     types = need("pyarrow").types
     at = schema.get_field_index(name)
     kind = schema.field(at).type if at >= 0 else None
-    return kind is not None and (types.is_string(kind) or types.is_binary(kind))
+    if kind is not None and types.is_dictionary(kind):
+        kind = kind.value_type
+    return kind is not None and any(
+        is_kind(kind) for is_kind in (types.is_string, types.is_binary, types.is_large_string, types.is_large_binary)
+    )
 
 
 def _refuse_long_texts(path: Path, file: Any, texts: list[str], options: ReadOptions) -> None:
