@@ -120,7 +120,9 @@ class RunFolder:
             beside.write_bytes(data)
 
     def _writing(self, name: str, needed: int | None = None) -> AbstractContextManager[None]:
-        return in_words(self.path / name, needed, f"then go on with `hyperkron resume {shlex.quote(str(self.path))}`")
+        begun = (self.path / "config.json").exists()
+        then = f"then go on with `hyperkron resume {shlex.quote(str(self.path))}`" if begun else ""
+        return in_words(self.path / name, needed, then)
 
     def log(self, event: str, **fields: Any) -> None:
         """Add one line to log.jsonl."""
