@@ -36,6 +36,7 @@ import torch._dynamo  # optimizers import it at their first step: once here, not
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
+import faults_files
 import hostile
 from common import write_result
 
@@ -360,6 +361,7 @@ def main() -> int:
             lambda: signals(options.signals, scratch, chance),
             *(lambda method=method: consecutive(method, options.steps, scratch) for method in options.methods),
         ]
+        faults += faults_files.faults(Child, written, scratch)
         if not options.no_cases:
             faults.append(lambda: hostile.malicious(written, scratch))
             faults += [lambda name=name: hostile.numbers(name, written, scratch) for name in numerics.CASES]

@@ -184,6 +184,8 @@ def test_streams_that_are_closed(arguments: list[Any], run: Path, monkeypatch: p
 def test_streams_closed_by_the_shell(run: Path) -> None:
     """What is printed goes nowhere, and above all not into a file that is open."""
     program = "import sys; from hyperkron.cli import main; sys.exit(main(['report', 'run']))"
-    assert subprocess.run(["sh", "-c", 'exec "$0" -c "$1" >&- 2>&-', sys.executable, program], check=False).returncode == 0
+    assert (
+        subprocess.run(["sh", "-c", 'exec "$0" -c "$1" >&- 2>&-', sys.executable, program], check=False).returncode == 0
+    )
     page = (run / "report.html").read_text("utf-8")
     assert page.startswith("<!") and page.rstrip().endswith("</html>")

@@ -47,7 +47,9 @@ def test_only_rows_that_are_written_count(tmp_path: Path) -> None:
 
 def test_they_are_escaped(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(TABLE.replace("id,", "=id,"))
-    with pytest.warns(HyperkronWarning, match="3 cells .* in the header, column '=id'; an apostrophe was put before each"):
+    with pytest.warns(
+        HyperkronWarning, match="3 cells .* in the header, column '=id'; an apostrophe was put before each"
+    ):
         export_rows(tmp_path / "a.csv", [0, 1, 2, 3], tmp_path / "b.csv", formulas="escape")
     with (tmp_path / "b.csv").open(newline="") as file:
         found = list(csv.reader(file))

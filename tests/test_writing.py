@@ -52,9 +52,14 @@ def test_content_and_name_are_flushed_in_this_order(tmp_path: Path, monkeypatch:
 
 def test_a_block_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("before")
-    with pytest.raises(KeyError), whole_file(tmp_path / "a") as path:
-        path.write_text("half")
-        raise KeyError
+
+    def fail() -> None:
+        with whole_file(tmp_path / "a") as path:
+            path.write_text("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a", "before")]
 
 
