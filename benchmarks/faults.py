@@ -37,6 +37,7 @@ import torch._dynamo  # optimizers import it at their first step: once here, not
 sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 
 import faults_clean
+import faults_files
 import hostile
 from common import write_result
 
@@ -361,6 +362,7 @@ def main() -> int:
             lambda: signals(options.signals, scratch, chance),
             *(lambda method=method: consecutive(method, options.steps, scratch) for method in options.methods),
         ]
+        faults += faults_files.faults(Child, written, scratch)
         if not options.no_cases:
             faults += faults_clean.faults(written, scratch)
             faults.append(lambda: hostile.malicious(written, scratch))

@@ -35,6 +35,8 @@ FILES = (
     "report.html",
 )
 """The files of a run."""
+HASHES = "rows.hashes"
+"""A hash of every row of the source, by which `export` knows whether it still holds the rows of the run."""
 FOLDERS = ("stages", "embeddings", "tensorboard")
 """The folders of a run."""
 
@@ -193,7 +195,7 @@ def _replacing(out: Path, overwrite: bool) -> Iterator[None]:
 
 def _remove(folder: Path) -> None:
     """Take away what a run has written; whatever else somebody put there stays."""
-    for name in FILES:
+    for name in (*FILES, HASHES):
         (folder / name).unlink(missing_ok=True)
         (folder / f"{name}.part").unlink(missing_ok=True)
     for name in FOLDERS:

@@ -122,6 +122,14 @@ EXPORT = (
     Option("--threshold", "number", "suspects are rows with at least this probability of an error", "P"),
     Option("--out", "text", "the file to write, in the format of the training rows", "FILE", short="-o", required=True),
     Option("--overwrite", "flag", "replace that file"),
+    Option(
+        "--formulas",
+        "text",
+        "CSV cells that a spreadsheet would run (=1+1): keep them with a warning, escape them by an apostrophe, or "
+        "refuse to write; JSON and Parquet have no such cells",
+        default="keep",
+        choices=("keep", "escape", "refuse"),
+    ),
     JSON,
     *SPEAKING,
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hyperkron.data.encoding import Number, TableEncoding
 from hyperkron.data.files import listing, need, several
 from hyperkron.data.labelled import Labelled, Raw
-from hyperkron.data.values import LARGEST, category, exact_numbers, extremes, is_missing, numbers, ordered
+from hyperkron.data.values import LARGEST, category, exact_numbers, extremes, gaps, numbers, ordered
 from hyperkron.solution import HyperkronError
 
 if TYPE_CHECKING:
@@ -44,16 +44,9 @@ def _blank(raw: Raw) -> Array:
     if isinstance(raw.inputs, Mapping):
         blank = np.ones(len(raw), dtype=bool)
         for values in raw.inputs.values():
-            blank &= _gaps(values)
+            blank &= gaps(values)
         return blank
     return np.zeros(len(raw), dtype=bool)
-
-
-def _gaps(values: list[Any] | Array) -> Array:
-    np = need("numpy")
-    if isinstance(values, list):
-        return np.array([is_missing(value) for value in values], dtype=bool)
-    return np.isnan(values) if values.dtype.kind == "f" else np.zeros(len(values), dtype=bool)
 
 
 # --- the same input more than once -------------------------------------------------------------------------
@@ -196,7 +189,7 @@ def missing_notes(raw: Raw) -> list[str]:
     """What to say about the gaps of a table."""
     if not isinstance(raw.inputs, Mapping):
         return []
-    counts = {name: int(_gaps(values).sum()) for name, values in raw.inputs.items()}
+    counts = {name: int(gaps(values).sum()) for name, values in raw.inputs.items()}
     gappy = [f"{name!r} ({count})" for name, count in counts.items() if count]
     if not gappy:
         return []

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from hyperkron.data.files import MAX_BYTES, need
+from hyperkron.data.files import MAX_BYTES, MAX_CELLS, MAX_COLUMNS, MAX_FIELD, need
 from hyperkron.solution import HyperkronError
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ class ReadOptions:
         max_categories: values of a categorical column that get an input of their own; the rest share one.
         max_bytes: of a file once decompressed, and of all pictures together.
         max_pixels: of one picture.
+        max_columns: of a table.
+        max_cells: of a table, rows times columns.
+        max_field: characters or bytes of one field of a table.
         abstain: rows without any vote of a weak labelling go to the first class, or are left out.
         keep_overlap: keep training rows whose input is also in the trusted set.
     """
@@ -39,11 +42,15 @@ class ReadOptions:
     max_categories: int = 50
     max_bytes: int = MAX_BYTES
     max_pixels: int = 2**26
+    max_columns: int = MAX_COLUMNS
+    max_cells: int = MAX_CELLS
+    max_field: int = MAX_FIELD
     abstain: Literal["first", "drop"] = "first"
     keep_overlap: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "max_categories", "max_bytes", "max_pixels"):
+        limits = ("max_bytes", "max_pixels", "max_columns", "max_cells", "max_field")
+        for name in ("image_size", "max_categories", *limits):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise HyperkronError(f"{name}={value!r} must be a whole number of at least 1.")
@@ -154,7 +161,7 @@ class Raw:
             inputs = [self.inputs[i] for i in at]
         elif isinstance(self.inputs, Mapping):
             inputs = {
-                name: [values[i] for i in at] if isinstance(values, list) else values[positions]
+                name: type(values)(values[i] for i in at) if isinstance(values, list) else values[positions]
                 for name, values in self.inputs.items()
             }
         else:

@@ -84,7 +84,7 @@ def _is_arrays(source: Mapping[str, Any]) -> bool:
 def _open_json(path: Path, part: str | None, want: _Want) -> tuple[Frame, dict[str, tuple[str, ...]]]:
     content = read_json(path, want.options)
     if isinstance(content, list) and all(isinstance(entry, dict) for entry in content) and part is None:
-        return objects_frame(path, content), {}
+        return objects_frame(path, content, want.options), {}
     raise HyperkronError(
         f"{want.argument}={str(path)!r} is no list of JSON objects. For WRENCH, name the folder that holds train.json "
         f"and label.json ({str(path.parent)!r})."

@@ -39,14 +39,10 @@ def as_number(value: Any) -> float | None:
         >>> as_number("1e3"), as_number(True), as_number("n/a"), as_number("1_000"), as_number(-(10**400))
         (1000.0, 1.0, nan, None, -inf)
     """
+    if isinstance(value, str):
+        return _text_number(value)
     if is_missing(value):
         return float("nan")
-    if isinstance(value, str):
-        lowered = value.strip().lower()
-        if lowered in ("true", "false"):
-            return float(lowered == "true")
-        if "_" in lowered:
-            return None
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -55,11 +51,61 @@ def as_number(value: Any) -> float | None:
         return float("inf") if value > 0 else float("-inf")
 
 
+def _text_number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        lowered = text.strip().lower()
+        if lowered in MISSING:
+            return float("nan")
+        return float(lowered == "true") if lowered in ("true", "false") else None
+    return None if "_" in text else number
+
+
+class Cells(list[Any]):
+    """A column of a table that is parsed once, however often its numbers are asked for."""
+
+    __slots__ = ("_floats",)
+
+    def floats(self) -> Array | None:
+        """The numbers of a column of texts that are numbers, every one of them; None for any other."""
+        if not hasattr(self, "_floats"):
+            self._floats = _parse(self)
+        return self._floats
+
+
+def _parse(values: list[Any]) -> Array | None:
+    np = need("numpy")
+    try:
+        if "_" in "".join(values):
+            return None
+        found: Array = np.fromiter(map(float, values), dtype=np.float64, count=len(values))
+    except (TypeError, ValueError):
+        return None
+    return found
+
+
+def _floats(values: list[Any]) -> Array | None:
+    return values.floats() if isinstance(values, Cells) else _parse(values)
+
+
+def gaps(values: list[Any] | Array) -> Array:
+    """Which cells of a column hold no value."""
+    np = need("numpy")
+    found = _floats(values) if isinstance(values, list) else values
+    if found is None:
+        return np.array([is_missing(value) for value in values], dtype=bool)
+    return np.isnan(found) if found.dtype.kind == "f" else np.zeros(len(found), dtype=bool)
+
+
 def exact_numbers(values: list[Any] | Array) -> tuple[Array, list[Any]]:
     """The column as float64 with NaN where there is no number, and the values that are no numbers."""
     np = need("numpy")
     if not isinstance(values, list):
         return np.asarray(values, dtype=np.float64), []
+    plain = _floats(values)
+    if plain is not None:
+        return plain, []
     parsed = [as_number(value) for value in values]
     strange = [value for value, number in zip(values, parsed, strict=True) if number is None]
     return np.array([np.nan if number is None else number for number in parsed], dtype=np.float64), strange

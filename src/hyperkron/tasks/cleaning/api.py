@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from hyperkron.data import row_hashes
 from hyperkron.solution import HyperkronError
 from hyperkron.tasks.cleaning.config import CleanConfig, Progress, Silent
 from hyperkron.tasks.cleaning.folder import FORMAT, RunFolder, fingerprint
@@ -57,13 +58,16 @@ def clean(
         (160, 'hyperkron')
     """
     config = config or CleanConfig()
+    sources = {"train": train, "trusted": trusted, "test": test, "reading": reading}
+    plain = None if out is None else plain_sources(sources)
+    hashes = None if plain is None else row_hashes(plain["train"])  # before they are read, so never of later ones
     parts = read_parts(train, trusted, test, reading)
     refuse_early(parts, config, model)
-    sources = {"train": train, "trusted": trusted, "test": test, "reading": reading}
     folder = None if out is None else RunFolder(out, new=True)
     if folder is not None:
         about = {
-            "source": plain_sources(sources),
+            "source": plain,
+            "rows": None if hashes is None else folder.write_hashes(hashes),
             "model": None if model is None else model_name(model),
             "command": command,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.training.encoding import DamagedCheckpoint
-from hyperkron.training.files import TensorFile, flush_folder, read_json, write_bytes, write_tensors
+from hyperkron.training.files import TensorFile, read_json, write_tensors
+from hyperkron.training.writing import in_words, whole_file
 
 Tensors = dict[str, Tensor]
 
@@ -30,7 +32,8 @@ class Stages:
     def __init__(self, folder: Path | None, of: str = "") -> None:
         self.folder, self.of = folder, of
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            with in_words(folder):
+                folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, name: str, compute: Callable[[], Tensors]) -> Tensors:
         """The result of a stage: from disk if it is there and sound, else computed and put there."""
@@ -65,11 +68,11 @@ class Stages:
         if self.folder is None:
             return
         target, record = self.folder / f"{name}.safetensors", self.folder / f"{name}.json"
-        record.unlink(missing_ok=True)
-        target.unlink(missing_ok=True)
-        about = {"file": write_tensors(target, tensors), "tensors": sorted(tensors), "of": self.of}
-        beside = self.folder / f"{name}.json.part"
-        beside.unlink(missing_ok=True)
-        write_bytes(beside, json.dumps(about).encode("ascii"))
-        beside.replace(record)
-        flush_folder(self.folder)
+        needed = sum(x.numel() * x.element_size() for x in tensors.values())
+        then = f"then go on with `hyperkron resume {shlex.quote(str(self.folder.parent))}`"
+        with in_words(target, needed, then):
+            record.unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
+            about = {"file": write_tensors(target, tensors), "tensors": sorted(tensors), "of": self.of}
+            with whole_file(record) as beside:
+                beside.write_bytes(json.dumps(about).encode("ascii"))
