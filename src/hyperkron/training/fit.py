@@ -16,10 +16,11 @@ from hyperkron.algorithms.movers import Mover, Project
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, Status, warn_once
 from hyperkron.training import checkpoint, fingerprint
-from hyperkron.training.callbacks import Callback, Verdict
+from hyperkron.training.callbacks import Callback, Checkpoint, Verdict
 from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import History, Value
 from hyperkron.training.jsonl import JSONLog
+from hyperkron.training.locks import FolderLock
 from hyperkron.training.randomness import random_state, seed_all, set_random_state
 from hyperkron.training.recording import RecordedDraw
 from hyperkron.training.rollback import Snapshot, refuse_non_finite
@@ -49,6 +50,7 @@ class Run:
         self.stopped: str | None = None
         self.goal = state.step
         self._log: JSONLog | None = None
+        self._locks: dict[Path, FolderLock] = {}
         self._config = fingerprint.describe(
             {
                 "algorithm": algorithm,
@@ -67,7 +69,8 @@ class Run:
         """Do ``steps`` more steps, or fewer if a callback stops the run.
 
         With a :class:`Checkpoint` among the callbacks SIGTERM and SIGINT end the run after the current step: it is
-        saved and :class:`Interrupted` leaves the process with 143 or 130.
+        saved and :class:`Interrupted` leaves the process with 143 or 130. Meanwhile no other run can write into its
+        folders.
         """
         self.stopped, self.goal = None, self.state.step + steps
         catches = any(callback.catches_signals for callback in self.callbacks)
@@ -75,6 +78,8 @@ class Run:
         with ExitStack() as stack:
             signals = stack.enter_context(Signals(catches))
             stack.enter_context(bar)
+            for folder in self._folders():
+                stack.enter_context(self._lock(folder))
             for callback in self.callbacks:
                 stack.callback(callback.on_exit, self)
             self._start()
@@ -98,6 +103,16 @@ class Run:
         """Where the run's files go: the folder of its first callback that has one, such as a :class:`Checkpoint`."""
         folders = (getattr(callback, "folder", None) for callback in self.callbacks)
         return next((Path(folder) for folder in folders if folder is not None), None)
+
+    def _folders(self) -> list[Path]:
+        """Where this run writes its log and its checkpoints."""
+        saved = [callback.folder for callback in self.callbacks if isinstance(callback, Checkpoint)]
+        return saved if self.folder is None else [self.folder, *saved]
+
+    def _lock(self, folder: str | Path) -> FolderLock:
+        """This run's lock of a folder, which it may hold already."""
+        folder = Path(folder).resolve()
+        return self._locks.setdefault(folder, FolderLock(folder))
 
     def _start(self) -> None:
         for callback in self.callbacks:
@@ -201,7 +216,8 @@ class Run:
 
         It is complete or absent, whatever happens meanwhile; see ``docs/checkpoints.md``.
         """
-        return checkpoint.write(folder, self.state.step, self.state_dict(), self.about())
+        with self._lock(folder):
+            return checkpoint.write(folder, self.state.step, self.state_dict(), self.about())
 
     def resume(self, folder: str | Path, *, step: int | None = None, allow_changes: bool = False) -> Run:
         """Continue from the newest intact checkpoint in ``folder``, bit for bit (on the CPU).
