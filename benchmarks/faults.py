@@ -1,6 +1,6 @@
 """Runs are killed, signalled, fed hostile files and bad numbers; one table says how many survived.
 
-    python benchmarks/faults.py [--kills 200 --mutations 500 --signals 50 --steps 40 --full 20]
+    python benchmarks/faults.py [--kills 200 --mutations 500 --signals 50 --steps 40 --full 20 --races 20]
 
 Every run is a process of its own, forked from this one, which has imported torch and never computes. A run *survives*
 if the one that resumes it ends bit for bit where the uninterrupted one does: θ, λ, both optimizers and schedules,
@@ -36,6 +36,7 @@ import torch._dynamo  # optimizers import it at their first step: once here, not
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
+import faults_runtime
 import hostile
 from common import write_result
 
@@ -339,7 +340,7 @@ def _fill(disk: Path, share: float, tiny: bool, scratch: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("kills", 200), ("mutations", 500), ("signals", 50), ("steps", 40), ("full", 20)):
+    for name, default in (("kills", 200), ("mutations", 500), ("signals", 50), ("steps", 40), ("full", 20), ("races", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="killed within each step")
     parser.add_argument("--seed", type=int, default=0)
@@ -360,6 +361,7 @@ def main() -> int:
             lambda: signals(options.signals, scratch, chance),
             *(lambda method=method: consecutive(method, options.steps, scratch) for method in options.methods),
         ]
+        faults += faults_runtime.faults(Child, written, scratch, options.races)
         if not options.no_cases:
             faults.append(lambda: hostile.malicious(written, scratch))
             faults += [lambda name=name: hostile.numbers(name, written, scratch) for name in numerics.CASES]

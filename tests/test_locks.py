@@ -105,19 +105,23 @@ def test_threads_exclude_each_other(tmp_path: Path) -> None:
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     """A worker of a DataLoader outlives a killed run for seconds."""
     reader, writer = os.pipe()
+    ready, begun = os.pipe()
     held = FolderLock(tmp_path)
     held.acquire()
     child = os.fork()
     if child == 0:
         os.close(writer)
+        os.write(begun, b"b")
         os.read(reader, 1)  # lives until the parent has closed its end
         os._exit(0)
+    os.read(ready, 1)
     os.close(held._file)  # as when the holder is killed
     held._file, held._count = -1, 0
     locks._HELD.discard(held)
     with FolderLock(tmp_path):
         pass
-    os.close(writer), os.close(reader)
+    for end in (writer, reader, ready, begun):
+        os.close(end)
     os.waitpid(child, 0)
 
 
@@ -153,7 +157,7 @@ def test_without_locks_of_the_system_the_file_is_the_lock(tmp_path: Path) -> Non
             FolderLock(tmp_path).acquire()
         with lock:
             assert lock.held
-        assert (tmp_path / ".lock").exists()
+        assert (tmp_path / ".lock-holder").exists()
     assert list(tmp_path.iterdir()) == [] and not lock.held
 
 
@@ -167,11 +171,11 @@ def test_without_locks_of_the_system_only_a_dead_holder_is_replaced(tmp_path: Pa
     ended = subprocess.Popen(["true"])
     ended.wait()
     record = {"pid": ended.pid, "host": socket.gethostname(), "since": "2026-01-01 00:00:00 +0000"}
-    (tmp_path / ".lock").write_text("" if change is None else json.dumps({**record, **change}))
+    (tmp_path / ".lock-holder").write_text("" if change is None else json.dumps({**record, **change}))
     if free:
         with FolderLock(tmp_path) as lock:
             assert locks.read_record(lock.path)["pid"] == os.getpid()
     else:
         with pytest.raises(hk.CheckpointError, match="being written by"):
             FolderLock(tmp_path).acquire()
-    assert [path.name for path in tmp_path.iterdir()] == ([] if free else [".lock"])
+    assert [path.name for path in tmp_path.iterdir()] == ([] if free else [".lock-holder"])

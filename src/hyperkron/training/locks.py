@@ -19,6 +19,7 @@ from typing import Any
 from hyperkron.training.encoding import CheckpointError
 
 NAME = ".lock"
+NAME_WITHOUT_LOCKS = ".lock-holder"
 MAX_RECORD = 4096
 """Bytes of a lock file that are read."""
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
@@ -29,8 +30,8 @@ class FolderLock:
     """The right to write into a folder, for one holder at a time; the second is refused with the name of the first.
 
     ``folder/.lock`` is locked by the system (``flock``, on Windows ``msvcrt.locking``), so that the lock of a process
-    that was killed is free at once. Where a file system has no locks, the file itself is the lock: one that another
-    process of this computer left behind is taken over if that process is gone. The object may be entered again while
+    that was killed is free at once. Where a file system has no locks, ``folder/.lock-holder`` is the lock by being there:
+    one that another process of this computer left behind is taken over if that process is gone. The object may be entered again while
     it is held; threads and forked processes count as other holders if they have objects of their own.
 
     Args:
@@ -63,7 +64,7 @@ class FolderLock:
             if self._count == 0:
                 try:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
-                    self._take()
+                    self._take() if self.path.name == NAME else self._take_by_name()
                 except OSError as error:
                     raise CheckpointError(
                         f"{self.path.parent} could not be locked for writing ({error.strerror or error}); choose a "
@@ -106,12 +107,14 @@ class FolderLock:
                 if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
                     raise self._refusal() from None
                 if error.errno in _NO_LOCKS:
+                    self._unlink()
+                    self.path = self.path.with_name(NAME_WITHOUT_LOCKS)
                     return self._take_by_name()
                 raise
         raise self._refusal()
 
     def _take_by_name(self) -> None:
-        """The file is the lock: who makes it holds it."""
+        """Who makes the file holds the lock."""
         for _ in range(_TRIES):
             with contextlib.suppress(FileExistsError):
                 self._file = _open(self.path, os.O_EXCL)
