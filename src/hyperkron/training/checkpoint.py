@@ -267,12 +267,17 @@ def newest(folder: str | Path, step: int | None = None, device: torch.device | s
         step: take this one; then a damaged one is an error.
         device: see :func:`read`.
     """
-    found = [path for path in candidates(folder) if step is None or _step(path) == step]
     wrong: list[str] = []
-    for path in found:
+    waiting = [path for path in candidates(folder) if step is None or _step(path) == step]
+    while waiting:
+        path = waiting.pop(0)
         try:
             saved = read(path, device)
         except DamagedCheckpoint as error:
+            if not path.exists():  # a run that goes on has replaced it by a newer one
+                waiting = [p for p in candidates(folder) if p != path and (step is None or _step(p) == step)]
+                wrong = []
+                continue
             wrong.append(f"{path.name}: {error}")
             continue
         if wrong:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,7 @@ class Run:
         with ExitStack() as stack:
             signals = stack.enter_context(Signals(catches))
             stack.enter_context(bar)
-            for folder in self._folders():
-                stack.enter_context(self._lock(folder))
+            stack.enter_context(self._writing())
             for callback in self.callbacks:
                 stack.callback(callback.on_exit, self)
             self._start()
@@ -107,10 +106,14 @@ class Run:
         folders = (getattr(callback, "folder", None) for callback in self.callbacks)
         return next((Path(folder) for folder in folders if folder is not None), None)
 
-    def _folders(self) -> list[Path]:
-        """Where this run writes its log and its checkpoints."""
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold the folders of the log and the checkpoints: no other run writes there meanwhile."""
         saved = [callback.folder for callback in self.callbacks if isinstance(callback, Checkpoint)]
-        return saved if self.folder is None else [self.folder, *saved]
+        with ExitStack() as stack:
+            for folder in saved if self.folder is None else [self.folder, *saved]:
+                stack.enter_context(self._lock(folder))
+            yield
 
     def _lock(self, folder: str | Path) -> FolderLock:
         """This run's lock of a folder, which it may hold already."""
@@ -331,10 +334,11 @@ def fit(
         seed_all(seed)
     state = algorithm.init(problem, model, hyper, inner=inner_optimizer, outer=outer_optimizer, project=projection)
     run = Run(algorithm, state, Draw(inner_data, outer_data), callbacks)
-    if resume is not None and checkpoint.candidates(resume):
-        run.resume(resume, allow_changes=allow_changes)
-        steps = max(0, steps - run.state.step)
-    return run.advance(steps, progress) if steps else run
+    with run._writing() if steps else nullcontext():  # what is read here is not overtaken by another run
+        if resume is not None and checkpoint.candidates(resume):
+            run.resume(resume, allow_changes=allow_changes)
+            steps = max(0, steps - run.state.step)
+        return run.advance(steps, progress) if steps else run
 
 
 def _warn_of_changes(saved: checkpoint.Saved) -> None:

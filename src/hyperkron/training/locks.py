@@ -128,6 +128,11 @@ class FolderLock:
 
     def _refusal(self, remedy: str = "") -> CheckpointError:
         found = read_record(self.path)
+        for _ in range(20):  # the holder may be about to write it
+            if found:
+                break
+            time.sleep(0.005)
+            found = read_record(self.path)
         who = "another process"
         if found:
             who = f"process {found['pid']} on {found['host']} since {found['since']}"

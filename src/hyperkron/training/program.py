@@ -325,9 +325,9 @@ def _parts(x: Any) -> Iterable[tuple[str, Any]]:
         return [(name, getattr(x, name)) for name in ("dataset", "collate_fn", "sampler", "batch_sampler", "drop_last")]
     if isinstance(x, functools.partial):
         return [("func", x.func), ("args", x.args), ("keywords", x.keywords)]
-    if module.startswith("pandas."):
+    if module.split(".")[0] == "pandas":
         return [("columns", list(getattr(x, "columns", ()))), ("values", _hashed_rows(x))]
-    if module.startswith("datasets.") and hasattr(x, "with_format") and hasattr(x, "__len__"):
+    if module.split(".")[0] == "datasets" and hasattr(x, "with_format") and hasattr(x, "__len__"):
         return _hub_rows(x)
     if dataclasses.is_dataclass(x):
         return [(field.name, getattr(x, field.name)) for field in dataclasses.fields(x) if hasattr(x, field.name)]
