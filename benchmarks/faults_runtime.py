@@ -236,7 +236,8 @@ def refused_global(folder: Path) -> str:
 def told_version(folder: Path, name: str) -> str:
     """The warning about a checkpoint that was written by another version."""
     elsewhere = folder.with_name(f"{folder.name}-{name}")
-    with changed(checkpoint, "_versions", lambda now=checkpoint._versions(): {**now, name: "0.0.1"}):
+    other = {**checkpoint._versions(), name: "0.0.1"}
+    with changed(checkpoint, "_versions", lambda: other):
         start(steps=2).save(elsewhere)
     told = warned(elsewhere)
     shutil.rmtree(elsewhere)
@@ -402,7 +403,12 @@ def faults(child: Any, judge: Judge, scratch: Path, races: int = 20) -> list[Cal
 
     def files() -> dict[str, Any]:
         right = judge(lambda: str(skipped(scratch / "skipped")), scratch / "told") == "True"
-        return {"fault": "skipped steps in a row", "tries": 1, "survived": int(right), "note": "a file for each of five"}
+        return {
+            "fault": "skipped steps in a row",
+            "tries": 1,
+            "survived": int(right),
+            "note": "a file for each of five",
+        }
 
     return [
         lambda: each("resumed with a change", ALL_MISMATCHES, mismatch, "silent"),

@@ -2,8 +2,8 @@
 
     .venv/bin/python requirements/audit.py
 
-Exit code 1 if there are any. Where the database or pip-audit cannot be reached nothing is audited: that is said, and the
-exit code is 0, because it says nothing about the packages.
+Exit code 1 if there are any. Where the database or pip-audit cannot be reached nothing is audited: that is said, and
+the exit code is 0, because it says nothing about the packages.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def tool() -> Path | None:
 
 
 def main() -> int:
+    """Audit, if that is possible."""
     reason = unreachable()
     program = None if reason else tool()
     if program is None:

@@ -29,8 +29,8 @@ UNHASHED = re.compile(r"torch|triton|cuda-.*|nvidia-.*")
 """Packages that differ between the builds of torch."""
 TAGS = {"py3", *(f"{kind}{version.replace('.', '')}" for version in PYTHONS for kind in ("py", "cp"))}
 HEADER = """\
-# Made by requirements/lock.py from constraints.txt: do not edit. Everything that `make venv` installs but torch, which has
-# a build for every kind of machine, and what only its CUDA build brings; constraints.txt pins those by version.
+# Made by requirements/lock.py from constraints.txt: do not edit. All that `make venv` installs but torch, which has a
+# build for every kind of machine, and what only its CUDA build brings: constraints.txt pins those by version.
 # pip install --require-hashes --no-deps --only-binary :all: -r requirements/lock.txt
 """
 
@@ -130,6 +130,7 @@ def entries(index: str) -> Iterator[str]:
 
 
 def main() -> None:
+    """Write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--index", default="https://pypi.org/simple", help="a package index with hashes (PEP 503)")
     found = list(entries(parser.parse_args().index.rstrip("/")))

@@ -172,8 +172,9 @@ def test_other_callbacks_are_a_change_that_can_be_allowed(tmp_path: Path) -> Non
 
 
 def test_another_torch_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = {**checkpoint._versions(), "torch": "1.0.0"}
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_versions", lambda now=checkpoint._versions(): {**now, "torch": "1.0.0"})
+        patch.setattr(checkpoint, "_versions", lambda: other)
         quadratic(1).save(tmp_path)
     with pytest.warns(hk.HyperkronWarning, match=rf"with torch 1\.0\.0 and is read with torch {torch.__version__[:4]}"):
         quadratic(0).resume(tmp_path)

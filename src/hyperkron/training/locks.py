@@ -30,9 +30,9 @@ class FolderLock:
     """The right to write into a folder, for one holder at a time; the second is refused with the name of the first.
 
     ``folder/.lock`` is locked by the system (``flock``, on Windows ``msvcrt.locking``), so that the lock of a process
-    that was killed is free at once. Where a file system has no locks, ``folder/.lock-holder`` is the lock by being there:
-    one that another process of this computer left behind is taken over if that process is gone. The object may be entered again while
-    it is held; threads and forked processes count as other holders if they have objects of their own.
+    that was killed is free at once. Where a file system has no locks, ``folder/.lock-holder`` is the lock by being
+    there: one that another process of this computer left behind is taken over if that process is gone. The object may
+    be entered again while it is held; another object is another holder, also in the same process.
 
     Args:
         folder: made if it does not exist.
@@ -43,7 +43,7 @@ class FolderLock:
         >>> with FolderLock(folder):
         ...     FolderLock(folder).acquire()
         Traceback (most recent call last):
-        hyperkron.training.encoding.CheckpointError: ... is being written by process ... Wait for it or end it, or choose ...
+        hyperkron.training.encoding.CheckpointError: ... is being written by process ... Wait for it or end it...
         >>> sorted(os.listdir(folder))
         []
     """
@@ -142,7 +142,9 @@ class FolderLock:
 
     def _give_back(self) -> None:
         _HELD.discard(self)
-        if os.name == "posix" and _same(self._file, self.path):  # while it is held, so that it is surely not the file of another holder
+        if os.name == "posix" and _same(
+            self._file, self.path
+        ):  # while it is held, so that it is surely not the file of another holder
             self._unlink()
         os.close(self._file)
         self._file = -1

@@ -148,7 +148,7 @@ class _Walker:
             self.lines[path] = text or f"{type(x).__qualname__}, nested too deep to be described"
         elif isinstance(x, (list, tuple, Mapping, set, frozenset)):
             self._collection(x, path, depth)
-        elif isinstance(x, Tensor) or type(x).__module__ == "numpy" and hasattr(x, "dtype") and hasattr(x, "shape"):
+        elif isinstance(x, Tensor) or (type(x).__module__ == "numpy" and hasattr(x, "dtype") and hasattr(x, "shape")):
             self.lines[path] = f"{x.dtype} {list(x.shape)}" if id(x) in self._state else self._digest(x)
         else:
             first = id(x) not in self._seen
@@ -185,7 +185,7 @@ class _Walker:
         else:
             pairs = [(str(i), v) for i, v in enumerate(x)]
         texts = [None if (text := plain(v)) is None else f"{k}: {text}" for k, v in pairs]
-        if isinstance(x, (set, frozenset)) or len(x) > SHOWN and None not in texts:
+        if isinstance(x, (set, frozenset)) or (len(x) > SHOWN and None not in texts):
             digest = short("\n".join(sorted(map(str, texts)) if isinstance(x, Mapping) else map(str, texts)).encode())
             self.lines[path] = f"{type(x).__name__} of {len(x)}, sha256 {digest}"
             return
@@ -202,7 +202,9 @@ class _Walker:
         own, library = id(x) in self._own, _of_library(type(x))
         settings = {k: v for k, v in vars(x).items() if k not in _MODULE and not (library and k.startswith("_"))}
         told = {k: text for k, v in sorted(settings.items()) if (text := plain(v)) is not None} if library else {}
-        self.lines[path] = type(x).__qualname__ + (f"({', '.join(f'{k}={v}' for k, v in told.items())})" if told else "")
+        self.lines[path] = type(x).__qualname__ + (
+            f"({', '.join(f'{k}={v}' for k, v in told.items())})" if told else ""
+        )
         self._classes.setdefault(type(x), path)
         if "." not in path and not x.training:
             self.lines[f"{path}.training"] = "False"
