@@ -340,15 +340,9 @@ def _fill(disk: Path, share: float, tiny: bool, scratch: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (
-        ("kills", 200),
-        ("mutations", 500),
-        ("signals", 50),
-        ("steps", 40),
-        ("full", 20),
-        ("races", 20),
-    ):
+    for name, default in (("kills", 200), ("mutations", 500), ("signals", 50), ("steps", 40), ("full", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--races", type=int, default=20)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="killed within each step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-cases", action="store_true", help="leave out hostile files and bad numbers")

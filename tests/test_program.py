@@ -246,3 +246,37 @@ def test_values_of_the_runs_own_parameters_are_not_part_of_it() -> None:
     first, second = nn.Linear(2, 1), nn.Linear(2, 1)
     assert lines([first, first.weight], first) == lines([second, second.weight], second)
     assert lines(first) != lines(second)  # as a teacher they are data
+
+
+# --- objects that are hard to look at ----------------------------------------------------------------------
+
+
+def test_compiled_models_and_functions_are_those_they_were_made_of() -> None:
+    def compiled(rate: float, dropout: float) -> list[Any]:
+        model = torch.compile(nn.Sequential(nn.Linear(1, 1), nn.Dropout(dropout)), backend="eager")
+        for p in model.parameters():
+            nn.init.ones_(p)
+        return [model, torch.compile(scaled(rate), backend="eager")]
+
+    assert changes(compiled(1.0, 0.1), compiled(1.0, 0.1)) == []
+    assert changes(compiled(1.0, 0.1), compiled(2.0, 0.2)) == [" x.0._orig_mod.1", " x.1.compiled.rate"]
+
+
+def test_an_object_that_refuses_to_be_looked_at_does_not_stop_a_run() -> None:
+    class Shy:
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("__class__", "__call__"):
+                return object.__getattribute__(self, name)
+            raise RuntimeError("do not look")
+
+    assert "not described (RuntimeError)" in lines([Shy()])["x.0"]
+
+
+def test_a_subclass_of_a_library_is_described_whole() -> None:
+    """What its base reads is not named by any code that is described."""
+
+    class Named(hk.Examples):
+        pass
+
+    first, second = (Named(torch.zeros(3) + i, batch_size=2) for i in (0, 1))
+    assert changes(first, second) == [" x.tensors.0"]

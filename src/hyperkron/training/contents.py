@@ -67,13 +67,13 @@ class Contents:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], int | None, str]] = {}
 
-    def __call__(self, x: Any) -> str:
-        """Dtype, shape and SHA-256 of a tensor or a numpy array."""
+    def __call__(self, x: Any, room: int | None = None) -> str:
+        """Dtype, shape and SHA-256 of a tensor or a numpy array; of ``room`` bytes of it where it is larger."""
         found = self._known.get(id(x))
         version = _version(x)
         if found is not None and found[0]() is x and found[1] == version:
             return found[2]
-        text = _described(x)
+        text = _described(x, WHOLE if room is None else room)
         self._known[id(x)] = (weakref.ref(x), version, text)
         return text
 
@@ -82,7 +82,7 @@ def _version(x: Any) -> int | None:
     return x._version if isinstance(x, Tensor) and not x.is_inference() else None
 
 
-def _described(x: Any) -> str:
+def _described(x: Any, room: int) -> str:
     head = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
     try:
         if not isinstance(x, Tensor):
@@ -90,7 +90,7 @@ def _described(x: Any) -> str:
                 return f"{head}, sha256 {short(repr([plain(v) for v in x.ravel().tolist()]).encode())}"
             x = _as_tensor(x)
         digest = hashlib.sha256()
-        for part in _sample(x.detach().resolve_conj().resolve_neg(), WHOLE):
+        for part in _sample(x.detach().resolve_conj().resolve_neg(), room):
             here = part.cpu().contiguous()
             count = here.numel() * here.element_size()
             digest.update((ctypes.c_char * count).from_address(here.data_ptr()) if count else b"")

@@ -25,19 +25,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from hyperkron.algorithms import Source
 from hyperkron.training import contents
 from hyperkron.training.contents import Contents, plain, short
 
 MOVING = "changes during the run"
 """The line of a value that the run itself has changed: it is not compared."""
 BYTECODE = "python bytecode"
+COMPILED = "_torchdynamo_orig_callable"
+"""Where torch.compile keeps the function that it was given."""
 DEPTH = 12
 SHOWN = 16
 """Longer collections of plain values are one line."""
 SAMPLED = 1024
 """Of longer collections of other things this many are described, evenly spaced."""
+TEACHER = 2**20
+"""Bytes of a parameter of a module that is not the run's own, such as a teacher, that are hashed."""
 HUB_ROWS = 64
 """Of a dataset of Hugging Face this many rows are described, evenly spaced."""
 _ENTRIES = frozenset({"forward", "next", "__call__", "__getitem__", "__getitems__", "__iter__", "__next__", "__len__"})
@@ -136,7 +141,7 @@ class _Walker:
         self._own = {id(m) for root in own for m in root.modules()}
         self._tied: dict[int, str] = {}
         self._classes: dict[type, str] = {}
-        self._objects: list[tuple[Any, str, int]] = []
+        self._objects: list[tuple[Any, str, Any, str, int]] = []  # holder, name, value, path and depth
         self._names = set(_ENTRIES)
 
     def walk(self, x: Any, path: str, depth: int = 0) -> None:
@@ -146,7 +151,14 @@ class _Walker:
             return
         if text is not None or depth > DEPTH:
             self.lines[path] = text or f"{type(x).__qualname__}, nested too deep to be described"
-        elif isinstance(x, (list, tuple, Mapping, set, frozenset)):
+            return
+        try:
+            self._walk(x, path, depth)
+        except Exception as error:  # an object that does not let itself be looked at must not stop a run
+            self.lines[path] = f"{type(x).__qualname__}, not described ({type(error).__name__})"
+
+    def _walk(self, x: Any, path: str, depth: int) -> None:
+        if isinstance(x, (list, tuple, Mapping, set, frozenset)):
             self._collection(x, path, depth)
         elif isinstance(x, Tensor) or (type(x).__module__ == "numpy" and hasattr(x, "dtype") and hasattr(x, "shape")):
             self.lines[path] = f"{x.dtype} {list(x.shape)}" if id(x) in self._state else self._digest(x)
@@ -171,10 +183,11 @@ class _Walker:
         elif not isinstance(x, ModuleType):
             self.lines[path] = type(x).__qualname__
             self._classes.setdefault(type(x), path)
-            if first and _read_by_name(x):
-                self._objects.append((x, path, depth))
-            elif first:
-                for name, part in _parts(x):
+            parts = list(_parts(x)) if first else []
+            if _read_by_name(x):
+                self._objects += [(x, name, part, f"{path}.{name}", depth + 1) for name, part in parts]
+            else:
+                for name, part in parts:
                     self.walk(part, f"{path}.{name}", depth + 1)
 
     def _collection(self, x: Any, path: str, depth: int) -> None:
@@ -231,7 +244,7 @@ class _Walker:
         if self._tied.setdefault(id(p), path) != path:
             self.lines[path] = f"the same as {self._tied[id(p)]}"
         elif not own:
-            self.lines[path] = self._digest(p)
+            self.lines[path] = self._digest(p, TEACHER)
         elif isinstance(p, nn.Parameter) and not p.requires_grad:
             self.lines[path] = "frozen"
 
@@ -242,6 +255,8 @@ class _Walker:
         self.lines[path] = name if library else f"{f.__name__}, code {what.digest}"
         if not first:
             return
+        if hasattr(f, COMPILED):
+            return self.walk(getattr(f, COMPILED), f"{path}.compiled", depth + 1)
         read: dict[str, Any] = {}
         if not library:
             self._names |= what.names
@@ -278,8 +293,8 @@ class _Walker:
                 if not _of_library(base)
                 for name in vars(base)
             ]
-            parts = [(x, name, value, f"{path}.{name}", n) for x, path, n in self._objects for name, value in _parts(x)]
-            found = [item for item in members + parts if item[1] in self._names and (id(item[0]), item[1]) not in done]
+            waiting = [*members, *self._objects]
+            found = [item for item in waiting if item[1] in self._names and (id(item[0]), item[1]) not in done]
             if not found:
                 return
             for holder, name, value, path, depth in found:
@@ -287,7 +302,7 @@ class _Walker:
                 if isinstance(holder, type):
                     self._member(value, path)
                 else:
-                    self.walk(value, path, depth + 1)
+                    self.walk(value, path, depth)
 
     def _member(self, member: Any, path: str) -> None:
         if isinstance(member, (staticmethod, classmethod)):
@@ -312,8 +327,8 @@ def _read_by_name(x: Any) -> bool:
     """Whether all that reads an object's attributes is code that is described: then only these are, by their names."""
     if isinstance(x, (SimpleNamespace, argparse.Namespace)):
         return True
-    bases = [base.__module__.split(".")[0] for base in type(x).__mro__ if _of_library(base)]
-    return not _of_library(type(x)) and set(bases) <= {"builtins", "abc", "typing", "torch", "hyperkron", "collections"}
+    bases = [base for base in type(x).__mro__ if _of_library(base) and base not in (Dataset, IterableDataset, Source)]
+    return not _of_library(type(x)) and {base.__module__ for base in bases} <= {"builtins", "abc", "typing"}
 
 
 def _parts(x: Any) -> Iterable[tuple[str, Any]]:
@@ -340,7 +355,7 @@ def _parts(x: Any) -> Iterable[tuple[str, Any]]:
         return [(k, v) for k, v in held.items() if not k.startswith("_") and k not in _UNSEEN]
     if not _library(module) or isinstance(x, (SimpleNamespace, argparse.Namespace)):
         return [(k, v) for k, v in held.items() if not k.startswith("__")]
-    if module.split(".")[0] in sys.stdlib_module_names:
+    if module.split(".")[0] in sys.stdlib_module_names or module.startswith("torch._"):
         return []
     return [(k, v) for k, v in held.items() if not k.startswith("_") and k not in _UNSEEN]
 
