@@ -213,7 +213,9 @@ class _Walker:
     def _module(self, x: nn.Module, path: str, depth: int, first: bool) -> None:
         """Its type and settings, which of its parameters are frozen or shared, and the modules in it."""
         own, library = id(x) in self._own, _of_library(type(x))
-        settings = {k: v for k, v in vars(x).items() if k not in _MODULE and not (library and k.startswith("_"))}
+        settings = {
+            k: v for k, v in vars(x).items() if k not in _MODULE and not (library and (k[0] == "_" or k == "forward"))
+        }
         told = {k: text for k, v in sorted(settings.items()) if (text := plain(v)) is not None} if library else {}
         self.lines[path] = type(x).__qualname__ + (
             f"({', '.join(f'{k}={v}' for k, v in told.items())})" if told else ""
