@@ -2,9 +2,9 @@
 
     python benchmarks/correctness_grid.py [--only TEXT ... --sample N --seed 0 --workers 2 --no-record]
 
-What is right, and to which tolerance, is written in tests/grid/cells.py. The exit code is 1 if a cell is silently wrong
-or ended in an exception other than a HyperkronError. ``--only`` takes cells whose name, ``model | λ | method``, contains
-every TEXT; such a run, and a sample, leave no record. The whole grid writes benchmarks/results/grid.json.
+What is right, and to which tolerance, is written in tests/grid/cells.py. The exit code is 1 if a cell is silently
+wrong or ended in an exception other than a HyperkronError. ``--only`` takes cells whose name, ``model | λ | method``,
+contains every TEXT; such a run, and a sample, leave no record. The whole grid writes benchmarks/results/grid.json.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ def main() -> int:
     asked, started = tasks(options.only, options.sample, options.seed), time.time()
     total = sum(len(methods) for *_, methods in asked)
     records: list[Record] = []
-    with multiprocessing.get_context("spawn").Pool(options.workers, maxtasksperchild=40) as pool:
-        with tqdm(total=total, unit="cell", desc="grid") as bar:
-            for (_, _, methods), found in pool.imap_unordered(work, asked):
-                records += found
-                bar.update(len(methods))
-                bar.set_postfix(bad=sum(record.bad for record in records))
+    context, bar = multiprocessing.get_context("spawn"), tqdm(total=total, unit="cell", desc="grid")
+    with context.Pool(options.workers, maxtasksperchild=40) as pool, bar:
+        for (_, _, methods), found in pool.imap_unordered(work, asked):
+            records += found
+            bar.update(len(methods))
+            bar.set_postfix(bad=sum(record.bad for record in records))
     for by in ("model", "hyper", "method"):
         print(f"\n{table(records, by)}")
     for outcome in (cells.REFUSED, cells.WARNED):

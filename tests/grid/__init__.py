@@ -1,4 +1,4 @@
-"""A grid of models × λ × hypergradients × cross modes, each cell judged against an oracle that shares no code with them.
+"""A grid of models × λ × hypergradients × cross modes, each cell judged against an independent oracle.
 
 ``models`` and ``hypers`` make the problems, ``methods`` names the hypergradients, ``truth`` holds the oracle,
 ``kronecker`` the reference for KFAC and EKFAC, and ``cells`` says what is right. ``benchmarks/correctness_grid.py``

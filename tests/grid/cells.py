@@ -1,25 +1,28 @@
 """One cell of the grid: a hypergradient is computed and judged.
 
-**What is right.** With v the solution that the result itself carries, ∂_λ J_out − grads must be X(v) = ∂_λ⟨∂_θ J_in, v⟩ of
-the oracle, to a relative error of (relative to ‖X(v)‖)
+**What is right.** With v the solution that the result itself carries, ∂_λ J_out − grads must be the oracle's
+X(v) = ∂_λ⟨∂_θ J_in, v⟩, to an error relative to ‖X(v)‖ of
 
-    ==================  ================  =======================  ==========================
-    cross mode          float64           float32 inside or whole  why
-    ==================  ================  =======================  ==========================
-    reverse, forward    1e-6              1e-3                     exact
-    auto                1e-6              0.05                     what ``hk.Cross`` promises
-    difference          1e-5              0.05                     O(radius²), radius 1e-4 (float32: 1e-2)
-    sama, α             1e-3 (α = 1e-3)   0.05                     O(α²); 0.5 at α = 0.1
-    ==================  ================  =======================  ==========================
+    ================  =======  =====================  ======================================
+    cross mode        float64  float32 (also inside)  why
+    ================  =======  =====================  ======================================
+    reverse, forward  1e-6     1e-3                   exact
+    auto              1e-6     0.05                   what ``hk.Implicit`` promises
+    difference        1e-5     0.05                   O(radius²), radius 1e-4 (float32: 1e-2)
+    sama, α = 1e-3    1e-3     0.05                   O(α²)
+    sama, α = 0.1     0.5      0.5                    O(α²)
+    ================  =======  =====================  ======================================
 
-and v must be what the method says it is (``methods``): to 1e-6 in float64 and 1e-3 in float32, a solved system to a
-residual of 1e-6 (1e-3) of ‖b‖. Unrolled methods have no v: dΦ/dλ must be that of one graph through all steps, to 1e-6 (1e-3).
-J_out must be the oracle's. KFAC and EKFAC must say so, by a warning or ``stats["coverage"]``, where their blocks cover less
-than half of θ. In bfloat16 cosines count: 0.99 for X(v), and for v against the same method in float32.
+v must be what the method says it is (``methods``), to 1e-6 (float32: 1e-3), and a system that is solved must leave a
+residual of at most that part of ‖b‖. Unrolled methods have no v: dΦ/dλ must be that of one graph through all steps, to
+1e-6 (1e-3). J_out must be the oracle's. Where the blocks of KFAC or EKFAC cover less than half of θ, a warning or
+``stats["coverage"]`` must say so. In bfloat16 cosines count: 0.99 for X(v), and for v against the method in float32.
+Where b = 0, v must be 0.
 
-**Outcomes.** RIGHT: every check holds. REFUSED: a ``HyperkronError``. WARNED: a check fails, and the status is not ``ok`` or
-a ``HyperkronWarning`` names what is wrong. SILENTLY WRONG: a check fails without a word. CRASHED: any other exception.
-NO EFFECT: X(v) is zero by the oracle though b is not, so that the cell shows nothing.
+**Outcomes.** RIGHT: every check holds. REFUSED: a ``HyperkronError``. WARNED: a check fails, and a
+``HyperkronWarning`` names what is wrong, or, where it is v, the status is not ``ok``. SILENTLY WRONG: a check fails
+without a word. CRASHED: any other exception. NO EFFECT: X(v) is zero by the oracle though b is not, so that the cell
+shows nothing. ORACLE IN DOUBT: its second derivatives are not the differences of its first ones.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A method is made for a :class:`Setting` and judged by ``v``, one of
 
 - ``solved``: (A + δI) v = b by a product of the oracle's, where the status says that it was solved; where the budget
   ran out, the residual it reports;
-- ``equals``: a vector that the oracle computes by the method's own definition (K steps of CG, a series, a multiple of b);
+- ``equals``: a vector that the oracle computes by the method's definition (K steps of CG, a series, a multiple of b);
 - ``blocks``: KFAC's or EKFAC's, layer by layer, and how much of the model they cover;
 - nothing, where v is random.
 """
@@ -105,7 +105,7 @@ def _descent(matrix: str, count: int) -> Callable[[Truth], Tensor]:
 
 
 def _adam_diagonal(truth: Truth) -> Tensor:
-    """lr·D ⊙ b of the optimizer in :meth:`Setting.adam`, by the formula in terms of the moments before its last step."""
+    """lr·D ⊙ b of the optimizer in :meth:`Setting.adam`, from its moments before the last step."""
     generator = torch.Generator().manual_seed(5)
     grads = [torch.cat([torch.randn(p.shape, generator=generator).reshape(-1) for p in truth.params]) for _ in range(2)]
     first, g = (x.double() for x in grads)

@@ -1,7 +1,8 @@
 """The oracle of one (model, λ): every piece of the formula in float64, by plain differentiation of the twin.
 
-What is detached is a constant, as in autograd. Attention takes its plain kernel, and ``torch._weight_norm``, whose second
-derivative in torch is wrong, is written out; :meth:`Truth.doubt` checks second derivatives by differences of first ones.
+What is detached is a constant, as in autograd. Attention takes its plain kernel, and ``torch._weight_norm``, whose
+second derivative is wrong in torch, is written out. :meth:`Truth.doubt` compares second derivatives with differences of
+first ones.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 @contextmanager
 def _plainly() -> Iterator[None]:
     old = sys.modules["torch.nn.utils.weight_norm"]
-    with mock.patch.object(torch, "_weight_norm", _weight_norm), mock.patch.object(old, "_weight_norm", _weight_norm):
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
+    ours = {"_weight_norm": _weight_norm}
+    with sdpa_kernel(SDPBackend.MATH), mock.patch.multiple(torch, **ours), mock.patch.multiple(old, **ours):
+        yield
 
 
 class Truth:
@@ -141,7 +142,7 @@ class Truth:
         return flat(total, self.params)
 
     def damping(self, matrix: str) -> float:
-        """A δ in proportion to the size of the Hessian or the Gauss–Newton matrix, which makes A + δI well conditioned."""
+        """A δ in proportion to ‖A‖, the Hessian or the Gauss–Newton matrix, so that A + δI is well conditioned."""
         if matrix not in self._sizes:
             x = torch.randn(len(self.b), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
             for _ in range(6):
