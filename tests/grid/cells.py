@@ -299,7 +299,7 @@ def run_pair(model: str, hyper: str, methods: list[str] | None = None) -> list[R
     """All cells of a model and a λ; where the oracle itself is in doubt, one record that says so."""
     pair = Pair(model, hyper)
     doubt = pair.doubt()
-    if doubt > 1e-4:
+    if not doubt <= 1e-4:
         return [Record(model, hyper, "oracle", DOUBTFUL, {"differences": doubt})]
     return [pair.run(method) for method in methods or METHODS]
 

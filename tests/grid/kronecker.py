@@ -83,6 +83,7 @@ class Blocks:
             loss = self.truth.evaluate("inner")
             for handle in handles:
                 handle.remove()
+            calls = [call for call in calls if call[2].requires_grad]  # others have no share in the curvature
             found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self.layers}
             ((output, _),) = loss.terms
             for vector in _vectors(fisher, output, loss.weights, loss.target):
