@@ -21,7 +21,7 @@ PIP_FLAGS   ?=
 PY    := .venv/bin/python
 PIP   := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 STAMP := .venv/.installed
-CODE  := $(wildcard src tests examples benchmarks docs)
+CODE  := $(wildcard src tests support examples benchmarks experiments docs)
 BENCHMARKS ?= $(sort $(wildcard benchmarks/bench_*.py))
 
 # The stamp holds the path of the checkout, because the editable install does: a moved checkout is set up again.

@@ -25,6 +25,7 @@ from workloads import INNER_STEPS, WORKLOADS, Workload, inner, outer
 
 import hyperkron as hk
 from hyperkron import trees
+from hyperkron.data import read
 
 
 def under_autocast(function: Any, device: str) -> Any:
@@ -76,9 +77,8 @@ def compared(work: Workload, device: str) -> dict[str, float | str]:
 
 def pictures(work: Workload, folder: Path) -> None:
     """CIFAR-10's images and labels in place of random ones."""
-    from hyperkron.paper.datasets import cifar10
-
-    x, y = cifar10(folder).train
+    rows = read(folder / "cifar10", part="train")
+    x, y = torch.as_tensor(rows.inputs).float() / 255, torch.as_tensor(rows.labels)
     size, device = len(work.outer_batch[1]), work.outer_batch[1].device
     x, y = (x[: size * (INNER_STEPS + 1)].to(device) - 0.47) / 0.25, y[: size * (INNER_STEPS + 1)].to(device)
     given = zip(x.split(size), y.split(size), (b[2] for b in [*work.batches, work.outer_batch]), strict=True)

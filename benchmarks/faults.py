@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch._dynamo  # optimizers import it at their first step: once here, not in every child
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 
 import hostile
 from common import write_result

@@ -12,10 +12,14 @@ system that is factorised, which is made on a CPU only. Convolutions run in floa
 from __future__ import annotations
 
 import argparse
+import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 
 import references
 import torch
@@ -24,7 +28,7 @@ from launches import as_on_gpu
 from workloads import WORKLOADS, Workload
 
 import hyperkron as hk
-from hyperkron.paper.memory import Storages
+from storages import Storages
 
 METHODS: dict[str, Callable[[Workload], hk.Hypergradient]] = {
     "SAMA": lambda w: hk.sama(w.optimizer),

@@ -17,12 +17,15 @@ import gc
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 
 import torch
 from common import RESULTS, alternating, peak_memory, seconds, write_result
@@ -48,8 +51,8 @@ from hyperkron.curvature.kfac.factors import DUAL_RATIO, Dual, Primal
 from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.linalg import factorize, full_precision, gram
 from hyperkron.models import TransformerClassifier
-from hyperkron.paper.memory import Storages
 from hyperkron.point import Point
+from storages import Storages
 
 SEED = 0
 DAMPING = 1e-3

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 
 from common import _resident, _return_free_memory, write_result
 

@@ -30,7 +30,8 @@ solution is known.
 
 Every algorithm runs in `hyperkron.fit`, takes any `torch.optim` optimizer on both levels in place of its own
 `inner_rate` and `outer_rate`, and any projection of λ. Where `hypergradient` is an argument, any curvature and solver
-can be put there: `AID(kfac())`, `AmIGO(hypergradient=kfac())`, `MRBO(kfac())`, `TGDA(ekfac())`.
+can be put there: `AID(kfac())`, `AmIGO(hypergradient=kfac())`, `MRBO(kfac())`, `StocBiO(hypergradient=kfac())`,
+`TGDA(ekfac())`. It measures A on its inner batch, or on batches of its own: `fit(..., curvature_data=...)`.
 """
 
 REST = """

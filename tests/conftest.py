@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -37,10 +34,3 @@ def _fixed_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(dtype)
-
-
-@pytest.fixture
-def benchmark_script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports a script of the benchmarks, which find each other in their own folder."""
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-    return importlib.import_module

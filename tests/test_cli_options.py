@@ -14,7 +14,7 @@ from hyperkron.cli import main
 from hyperkron.cli.config import MAX_BYTES, read_config, seconds
 from hyperkron.cli.options import as_options
 from hyperkron.cli.output import UsageError
-from hyperkron.cli.parser import COMMANDS, PAPER
+from hyperkron.cli.parser import COMMANDS
 
 Captured = pytest.CaptureFixture[str]
 ALONE = "import sys, types\nfrom hyperkron.cli import main\n"
@@ -27,13 +27,12 @@ def alone(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 # --- help and version --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [[], *([name] for name in COMMANDS), ["paper"], *(["paper", name] for name in PAPER)])
+@pytest.mark.parametrize("path", [[], *([name] for name in COMMANDS)])
 def test_every_command_has_help(path: list[str], capsys: Captured) -> None:
     assert main([*path, "--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: {' '.join(['hyperkron', *path])} ")
-    if path[:1] != ["paper"] or path == ["paper"]:
-        assert "example" in out and f"hyperkron {' '.join(path)}".strip() in out.partition("example")[2]
+    assert "example" in out and f"hyperkron {' '.join(path)}".strip() in out.partition("example")[2]
 
 
 def test_version(capsys: Captured) -> None:
@@ -64,11 +63,9 @@ print("|", codes, [name for name in {heavy} if name in sys.modules])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "name a command: clean, report, export, resume, doctor, paper."),
+        ([], "name a command: clean, report, export, resume, doctor."),
         (["clena"], "did you mean clean?"),
-        (["paper"], "name a command: list, run, report."),
-        (["paper", "run"], "paper run needs NAME (a recipe"),
-        (["paper", "run", "x", "--scale", "smal"], "did you mean small?"),
+        (["paper", "list"], "invalid choice: 'paper'"),
         (["clean", "a.csv", "--lable", "y"], "unrecognized arguments: --lable y; did you mean --label?"),
         (["clean", "a.csv", "--epochs", "3.5"], "--epochs=3.5 must be a whole number."),
         (["clean", "a.csv", "--epoch", "3"], "did you mean --epochs?"),  # no abbreviations
@@ -78,7 +75,6 @@ print("|", codes, [name for name in {heavy} if name in sys.modules])
         (["report"], "report needs RUN"),
         (["export", "runs/x", "--drop", "suspects"], "hyperkron export: error: export needs --out"),
         (["export", "runs/x", "--drop", "suspects"], "See `hyperkron export --help`."),
-        (["paper", "run"], "See `hyperkron paper run --help`."),
         (["clean", "--bogus"], "unrecognized arguments: --bogus\n"),  # nothing is near it
         (["export", "runs/x", "-o", "a.csv"], "export needs one of --drop suspects and --relabel suspects"),
         (["export", "runs/x", "-o", "a.csv", "--drop", "suspects", "--relabel", "suspects"], "needs one of"),

@@ -1,4 +1,4 @@
-"""`hyperkron report`, `export`, `doctor` and `paper`."""
+"""`hyperkron report`, `export` and `doctor`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ import pytest
 
 import run_folder
 from fake_cleaning import write_table
-from hyperkron import paper
 from hyperkron.cli import doctor as doctor_command
 from hyperkron.cli import main
-from hyperkron.paper.recipe import Judgement, OutOfTime, Result, Verdict
-from hyperkron.solution import HyperkronError
 
 Captured = pytest.CaptureFixture[str]
 RUN = Path("runs/mine")
@@ -190,73 +187,3 @@ def test_the_extras_are_those_of_the_package() -> None:
 
     known = set(metadata("hyperkron").get_all("Provides-Extra") or [])
     assert set(doctor_command.EXTRAS) <= known
-
-
-# --- paper -------------------------------------------------------------------------------------------------
-
-
-class _Recipe:
-    name, place, scales, title = "counted", "Table 9", ("smoke",), "A title"
-
-    def judge(self, result: Result) -> Judgement:
-        return Judgement(Verdict.REPRODUCED, f"{len(result.seeds)} seeds agree.")
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The paper's functions replaced by ones that remember their arguments."""
-    found: list[dict[str, Any]] = []
-
-    def run(name: str, scale: str, *, seeds: int | None, **more: Any) -> Result:
-        found.append({"name": name, "scale": scale, "seeds": seeds, **more})
-        if name == "nothing":
-            raise HyperkronError("name='nothing' is no recipe; choose one of counted.")
-        if more["limit_minutes"] == -1:
-            raise OutOfTime("The time limit of -1 minutes is over.")
-        more["say"]("a cell is done")
-        return Result("counted", "smoke", (1, 2), {}, complete=more["device"] == "cpu")
-
-    monkeypatch.setattr(paper, "recipes", lambda: {"counted": _Recipe()})
-    monkeypatch.setattr(paper, "run", run)
-    monkeypatch.setattr(paper, "run_all", lambda scale, **more: {"counted": run("counted", scale, **more)})
-    monkeypatch.setattr(paper, "meant_for", lambda scale, device: [_Recipe()])
-    return found
-
-
-def test_paper_list(capsys: Captured) -> None:
-    assert main(["paper", "list"]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == list(paper.recipes())
-    assert main(["paper", "list", "--json"]) == 0
-    assert [recipe["name"] for recipe in json.loads(capsys.readouterr().out)["recipes"]] == names
-
-
-@pytest.mark.parametrize("name", ["counted", "all"])
-def test_paper_run(name: str, calls: list[dict[str, Any]], capsys: Captured) -> None:
-    given = ["paper", "run", name, "--scale", "smoke", "--seeds", "2", "--limit-minutes", "3.5", "--folder", "f"]
-    assert main(given) == 0
-    out, err = capsys.readouterr()
-    assert out == "counted: reproduced. 2 seeds agree.\n" and "a cell is done" in err
-    [call] = calls
-    assert (call["name"], call["scale"], call["seeds"], call["device"]) == ("counted", "smoke", 2, "cpu")
-    assert call["limit_minutes"] == 3.5 and call["folder"] == "f" and call["data"] is None
-    assert call["command"] == " ".join(["hyperkron", *given])
-    assert main([*given, "--json", "--quiet"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["verdicts"]["counted"]["verdict"] == "reproduced" and err == ""
-
-
-def test_paper_run_out_of_time_and_mistaken(calls: list[dict[str, Any]], capsys: Captured) -> None:
-    assert main(["paper", "run", "counted", "--limit-minutes", "-1"]) == 3
-    assert "time limit" in capsys.readouterr().err
-    assert main(["paper", "run", "counted", "--device", "cuda"]) == 3  # not complete
-    assert main(["paper", "run", "nothing"]) == 1
-    assert "is no recipe" in capsys.readouterr().err
-
-
-def test_paper_report_writes_the_page(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    assert main(["paper", "report", "--folder", "results", "--out", "page"]) == 0
-    written = capsys.readouterr().out.splitlines()
-    assert "page/paper.md" in written and "page/paper.html" in written and Path("page/paper.md").exists()
-    assert main(["paper", "report", "--folder", "results", "--out", "page", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["files"] == written

@@ -8,6 +8,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ LAYERS = (
     "losses",
     "problem",
     "snapshot",
+    "inputs",
     "point",
     "curvature",
     "solvers",
@@ -44,7 +46,6 @@ LAYERS = (
     "models",
     "tasks",
     "report",
-    "paper",
     "cli",
 )
 
@@ -116,12 +117,23 @@ def test_metadata() -> None:
 def test_the_wheel_ships_all_sources_types_and_licence(tmp_path: Path) -> None:
     from hatchling.builders.wheel import WheelBuilder
 
+    import hyperkron
+
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     names = set(zipfile.ZipFile(wheel).namelist())
     assert "hyperkron/py.typed" in names
     assert {f"hyperkron/{path.relative_to(SRC).as_posix()}" for path in SOURCES} <= names
     assert any(name.endswith("/licenses/LICENSE") for name in names)
-    assert not any(name.startswith(("tests/", "benchmarks/", "examples/")) for name in names)
+    assert {name.split("/")[0] for name in names} == {"hyperkron", f"hyperkron-{hyperkron.__version__}.dist-info"}
+
+
+def test_the_sdist_ships_experiments_and_tests(tmp_path: Path) -> None:
+    from hatchling.builders.sdist import SdistBuilder
+
+    (sdist,) = SdistBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"experiments/paper/__main__.py", "experiments/results/kfac_fallback.json", "support/resuming.py"} <= names
 
 
 def test_import_is_light() -> None:
@@ -174,6 +186,55 @@ def _layer_faults(source: str, module: str, is_package: bool = False) -> list[st
         elif LAYERS.index(other) > LAYERS.index(own):
             faults.append(f"{module}:{line} imports {name}, which lies below {own!r}")
     return faults
+
+
+# What each folder may not import: the library nothing outside itself, tests and benchmarks not each other.
+APART = {
+    "src/hyperkron": ("experiments", "benchmarks", "tests", "support", "examples"),
+    "experiments": ("benchmarks", "tests", "examples"),
+    "support": ("experiments", "benchmarks", "tests", "examples"),
+    "benchmarks": ("experiments", "tests", "examples"),
+    "tests": ("benchmarks",),
+}
+
+
+def _stranger_faults(source: str, strangers: tuple[str, ...]) -> list[str]:
+    """Imports of other folders, by their name or that of a module in them, and other folders put on ``sys.path``."""
+    modules = {path.stem: name for name in strangers for path in (ROOT / name).glob("*.py")}
+    modules |= {name: name for name in strangers}
+    tree = ast.parse(source)
+    found = [(line, modules.get(name.split(".")[0])) for line, name in _imports(tree, "outside", False)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("sys.path."):
+            words = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+            found += [(node.lineno, word) for word in words if word in strangers]
+    return [f"line {line} reaches into {name}/" for line, name in found if name is not None]
+
+
+@pytest.mark.parametrize("folder", APART)
+def test_folders_that_are_apart_do_not_import_each_other(folder: str) -> None:
+    faults = {
+        str(path.relative_to(ROOT)): found
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if (found := _stranger_faults(path.read_text("utf-8"), APART[folder]))
+    }
+    assert faults == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "strangers", "faults"),
+    [
+        ("import scaling", ("benchmarks",), 1),
+        ("def f():\n    from benchmarks.common import seconds", ("benchmarks",), 1),
+        ("sys.path.append(str(ROOT / 'benchmarks'))", ("benchmarks",), 1),
+        ("subprocess.run(['python', 'benchmarks/faults.py'])", ("benchmarks",), 0),
+        ("import oracles", ("experiments", "tests"), 1),
+        ("from experiments.paper import page", ("experiments", "tests"), 1),
+        ("import resuming", ("benchmarks",), 0),
+    ],
+)
+def test_the_check_of_folders_sees(source: str, strangers: tuple[str, ...], faults: int) -> None:
+    assert len(_stranger_faults(source, strangers)) == faults
 
 
 def _module(path: Path) -> str:

@@ -392,5 +392,5 @@ def test_a_failing_preconditioner_is_visible() -> None:
         patch.setattr(kfac, "factored_inverses", _fail)
         result = method.compute(setting.problem, setting.model, setting.hyper, batch, batch)
     assert result.status is Status.CONVERGED
-    assert result.stats["factorisation"] == "no"
+    assert result.stats["factorisation"] == "no; raise damping."
     assert result.stats["curvature_age"] == 1

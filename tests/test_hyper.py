@@ -118,3 +118,46 @@ def test_augmentation_is_random_and_vanishes_with_its_strength() -> None:
 def test_bad_arguments_are_refused(make: Any) -> None:
     with pytest.raises(hk.HyperkronError):
         make()
+
+
+@pytest.mark.parametrize("value", [1.5, -0.5, 1e8, 1.0, 0.0])
+@pytest.mark.parametrize("method", [lambda: hk.cg(5, 0.1), lambda: hk.kfac(0.1), hk.sama], ids=["cg", "kfac", "sama"])
+def test_clipped_weights_outside_their_range_have_the_gradient_of_the_bound(value: float, method: Any) -> None:
+    """σ = clip(λ) with dσ/dλ = 1: the gradient by σ itself, so that λ can come back."""
+    torch.manual_seed(0)
+    model, weights = nn.Linear(3, 2), hk.SampleWeights(8)
+    bound = hk.as_hyper(torch.full((8,), min(max(value, 0.0), 1.0)))
+    with torch.no_grad():
+        weights.weight.fill_(value)
+    assert torch.equal(weights(INDEX), bound())
+    found, wanted = (
+        method().compute(
+            hk.BilevelProblem(
+                lambda m, h, _, of=of: hk.losses.cross_entropy(m(X), Y, weight=of(h)) + hk.losses.l2(m, 0.1),
+                lambda m, h, _: hk.losses.cross_entropy(m(X), 1 - Y),
+            ),
+            model,
+            hyper,
+            None,
+            None,
+        )
+        for hyper, of in ((weights, lambda h: h(INDEX)), (bound, lambda h: h()))
+    )
+    assert torch.equal(found.grads["weight"], wanted.grads["value"])
+    assert bool((found.grads["weight"] != 0).any())
+
+
+def test_clipped_weights_come_back_from_above_one() -> None:
+    """Twice as large as any weight can be, they would stay there for ever."""
+    torch.manual_seed(0)
+    model, weights = nn.Linear(3, 2), hk.SampleWeights(8)
+    with torch.no_grad():
+        weights.weight.fill_(2.0)
+    noisy = torch.where(INDEX < 3, 1 - Y, Y)
+    problem = hk.BilevelProblem(
+        lambda m, w, _: hk.losses.cross_entropy(m(X), noisy, weight=w(INDEX)) + hk.losses.l2(m, 0.01),
+        lambda m, w, _: hk.losses.cross_entropy(m(X), Y),
+    )
+    hk.fit(problem, model, weights, hk.aid_cg(5, inner_steps=5, inner_rate=0.5, outer_rate=10.0), None, None, steps=10)
+    learned = weights(INDEX).detach()
+    assert float(learned[:3].mean()) < 0.5 < float(learned[3:].mean())

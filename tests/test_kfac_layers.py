@@ -16,7 +16,7 @@ from hyperkron.curvature.kfac import capture
 from hyperkron.curvature.kfac.factors import dense as as_matrix
 from hyperkron.curvature.kfac.grams import summed
 from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS
-from hyperkron.paper.memory import Storages
+from storages import Storages
 
 Build = Callable[[], nn.Module]
 

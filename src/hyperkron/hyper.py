@@ -20,12 +20,14 @@ class SampleWeights(nn.Module):
     Args:
         count: the number of examples.
         squash: ``clip`` to [0, 1] (the paper's choice), ``sigmoid``, or ``softmax`` over all examples times ``count``.
+            Clipped weights have dσ_n/dλ_n = 1 everywhere (straight-through), so that a λ_n that has left [0, 1] comes
+            back when its gradient says so; ``hk.Box(0, 1)`` as projection keeps λ itself there.
         init: the initial weight of every example; ``None`` means 0.5, for ``softmax`` 1 (the only uniform weight).
 
     Example:
         >>> weights = SampleWeights(4)
         >>> weights(torch.tensor([0, 2]))
-        tensor([0.5000, 0.5000], grad_fn=<ClampBackward1>)
+        tensor([0.5000, 0.5000], grad_fn=<AddBackward0>)
     """
 
     def __init__(self, count: int, squash: Squash = "clip", init: float | None = None) -> None:
@@ -40,7 +42,7 @@ class SampleWeights(nn.Module):
             )
         start = 0.5 if init is None else init
         if not 0 <= start <= 1:
-            raise HyperkronError(f"init={init!r} must lie in [0, 1]: outside it a clipped weight has no gradient.")
+            raise HyperkronError(f"init={init!r} must lie in [0, 1], as weights do.")
         raw = {"clip": start, "softmax": 0.0}.get(squash)
         if raw is None:
             if not 0 < start < 1:
@@ -52,7 +54,8 @@ class SampleWeights(nn.Module):
     def forward(self, index: Tensor) -> Tensor:
         """The weights of the examples in ``index``."""
         if self.squash == "clip":
-            return self.weight[index].clamp(0.0, 1.0)
+            raw = self.weight[index]
+            return raw.detach().clamp(0.0, 1.0) + (raw - raw.detach())  # the difference is zero, its derivative one
         if self.squash == "sigmoid":
             return self.weight[index].sigmoid()
         return self.weight.softmax(0)[index] * self.weight.numel()

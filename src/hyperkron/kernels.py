@@ -208,14 +208,9 @@ def evaluate(
 
 
 def _takes_part(model: nn.Module) -> bool:
-    """Whether ``model`` has such layers, and calls them one by one: what was compiled has kernels of its own."""
+    """Whether ``model`` has such layers."""
     kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)
-    return any(isinstance(module, kinds) for module in model.modules()) and not compiled(model)
-
-
-def compiled(model: nn.Module) -> bool:
-    """Whether a part of ``model`` was given to ``torch.compile``."""
-    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def _is_channels_last(x: Tensor) -> bool:

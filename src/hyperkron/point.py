@@ -3,14 +3,16 @@
 Every forward pass of a hypergradient goes through a :class:`Point`. It keeps the contract of the library:
 when the ``with`` block ends, by success or by exception, the model's parameters, buffers, training mode and
 ``requires_grad`` flags and the global random states are exactly what they were. Every evaluation begins at
-the same random states, buffers and modes, so that dropout draws one mask for all products of a solve.
+the same random states, buffers and modes, so that dropout draws one mask for all products of a solve. What was
+given to ``torch.compile`` is evaluated as it was written: compiled code has no second derivatives and no hooks.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from hyperkron.inputs import culprits, differentiable_batch, tensors_of
 from hyperkron.kernels import LayoutError, WithoutAutocast, evaluate, small
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Objective
@@ -67,9 +70,9 @@ class Point:
         self.problem = problem
         self.model = model
         self.hyper = hyper
-        self.inner_batch = inner_batch
-        self.outer_batch = outer_batch
-        self.curvature_batch = inner_batch if curvature_batch is None else curvature_batch
+        self.inner_batch = differentiable_batch(inner_batch)
+        self.outer_batch = differentiable_batch(outer_batch)
+        self.curvature_batch = self.inner_batch if curvature_batch is None else differentiable_batch(curvature_batch)
         self.params = trainable(model, "model")
         self.hypers = trainable(hyper, "hyper")
         self.device, self.dtype = _common_place(self.params, self.hypers)
@@ -89,6 +92,8 @@ class Point:
         self._stack.callback(self._snapshot.restore)
         self._stack.enter_context(torch.inference_mode(False))
         self._stack.enter_context(torch.enable_grad())
+        if "torch._dynamo" in sys.modules:  # without it nothing can have been compiled
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         if torch.is_autocast_enabled(self.device.type):  # for the objectives alone: all else keeps its precision
             self.met = self.plain
             if not self.plain:
@@ -158,6 +163,11 @@ class Point:
         except RuntimeError as error:
             if misplaced := self._misplaced(error):
                 raise HyperkronError(f"{level}{where} failed: {misplaced}") from error
+            if "nference tensor" in str(error):
+                raise HyperkronError(
+                    f"{level}{where} uses a tensor made in torch.inference_mode(), which has no gradients; make it "
+                    "outside, under torch.no_grad() if need be, or clone() it."
+                ) from error
             raise
         try:
             loss = as_loss(value)
@@ -259,13 +269,8 @@ class Point:
             yield from tensors_of("curvature_batch", self.curvature_batch)
 
     def culprits(self) -> str:
-        """The tensors that hold a nan or an infinity, or nothing at all, and what to do; empty if there are none."""
-        bad = [f"{name} is empty" for name, x in self._tensors() if x.numel() == 0]
-        for name, x in self._tensors():
-            count = int((~torch.isfinite(x.detach())).sum())
-            if count:
-                bad.append(f"{name} holds {count} nan or infinite of {x.numel()} entries")
-        return "; ".join([*bad[:3], "remove or repair them"]) if bad else ""
+        """The tensors that are empty, not finite or extreme, and what to do; an empty string if there are none."""
+        return culprits(self._tensors())
 
     def _misplaced(self, error: RuntimeError) -> str:
         """The first tensor that differs from the model in device or dtype, if ``error`` is about that."""
@@ -279,18 +284,6 @@ class Point:
             if x.is_floating_point() and x.dtype != self.dtype:
                 return f"{name} is {x.dtype} but the model is {self.dtype}; use .to({self.dtype})."
         return ""
-
-
-def tensors_of(name: str, batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch of any kind, by the expression that reaches them."""
-    if isinstance(batch, Tensor):
-        yield name, batch
-    elif isinstance(batch, Mapping):
-        for key, x in batch.items():
-            yield from tensors_of(f"{name}[{key!r}]", x)
-    elif isinstance(batch, (list, tuple)):
-        for i, x in enumerate(batch):
-            yield from tensors_of(f"{name}[{i}]", x)
 
 
 def _size(batch: Any) -> int:
@@ -325,6 +318,12 @@ def trainable(module: nn.Module, argument: str) -> Tree:
     for name, p in named.items():
         if nn.parameter.is_lazy(p):
             raise HyperkronError(f"{argument} parameter {name} has no shape yet; call {argument} once on some data.")
+    for name, x in itertools.chain(named.items(), module.named_buffers()):
+        if x.is_inference():
+            raise HyperkronError(
+                f"{argument} parameter or buffer {name} was made in torch.inference_mode(), so it has no gradients; "
+                f"make {argument} outside, or use copy.deepcopy({argument}) outside."
+            )
     found: Tree = {name: p for name, p in named.items() if p.requires_grad}
     if not named:
         raise HyperkronError(f"{argument} ({type(module).__name__}) has no parameters; give it an nn.Parameter.")

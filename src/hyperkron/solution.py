@@ -27,7 +27,11 @@ class CoverageError(HyperkronError):
 
 
 class FactorizationError(HyperkronError):
-    """A curvature matrix that could not be factorised by any of the fallbacks."""
+    """A curvature matrix that could not be factorised by any of the fallbacks: what happened, and the remedy."""
+
+    def __init__(self, what: str, remedy: str = "raise damping") -> None:
+        super().__init__(f"{what}; {remedy}.")
+        self.what = what
 
 
 class HyperkronWarning(UserWarning):

@@ -20,7 +20,8 @@ class AID(Algorithm):
         λ ← λ − γ (∂_λ f − X(v)),   (A + δI) v = ∂_θ f      by ``hypergradient``
 
     Which curvature A and which solver is the one argument that tells AID-CG, AID-Neumann, AID-FP, AID-KFAC and
-    AID-EKFAC apart; the functions :func:`aid_cg`, … name them.
+    AID-EKFAC apart; the functions :func:`aid_cg`, … name them. A is measured on the batch of X(v), or, with
+    ``hk.fit(…, curvature_data=…)``, on batches of its own.
 
     Args:
         hypergradient: any :class:`~hyperkron.Hypergradient`, such as ``hk.kfac(damping=1e-3)``.

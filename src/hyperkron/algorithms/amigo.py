@@ -31,7 +31,7 @@ class AmIGO(Algorithm):
     last v, preconditioned by KFAC: where there is little curvature as long as ten steps of ρ = 1/(5δ), and where there
     is much no longer than the way to the solution. On linear hypercleaning, with δ tuned, ``refresh_every=20`` and
     ``curvature=hk.Hessian(0.02)``, these were about as good as ten plain ones in half the time
-    (docs/benchmarks-kfac.md).
+    (docs/benchmarks.md).
 
     Reference: Arbel & Mairal, "Amortized implicit differentiation for stochastic bilevel optimization" (ICLR 2022).
 

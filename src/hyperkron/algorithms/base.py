@@ -18,7 +18,6 @@ How to add one
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from hyperkron import trees
 from hyperkron.algorithms.draw import Draw
 from hyperkron.algorithms.movers import Mover, Project, Rate, Updates, as_rate
-from hyperkron.hypergradient import Hypergradient, Implicit
+from hyperkron.hypergradient import Hypergradient
 from hyperkron.point import trainable
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, NonFiniteError, Status
@@ -254,7 +253,7 @@ class Algorithm(ABC):
         state = State(problem, model, hyper, moves_theta, moves_lambda, self.seed)
         method = getattr(self, "hypergradient", None)
         if method is not None:
-            state.hypergradient = fresh(method)
+            state.hypergradient = method.fresh()
         self.prepare(state)
         return state
 
@@ -264,20 +263,6 @@ class Algorithm(ABC):
     @abstractmethod
     def step(self, state: State, draw: Draw) -> StepReport:
         """One step: θ and λ move, ``state`` with them."""
-
-
-def fresh(method: Hypergradient) -> Hypergradient:
-    """A copy of ``method`` without its memory, so that one configuration serves many runs."""
-    if type(method) is Implicit:
-        return Implicit(
-            method.curvature,
-            method.solver,
-            preconditioner=method.preconditioner,
-            warm_start=method.warm_start,
-            cross=method.cross.mode,
-            radius=method.cross.radius,
-        )
-    return copy.deepcopy(method)
 
 
 def check_counts(algorithm: Any, *names: str, least: int = 1) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.hypergradient.unrolled import Batches
+from hyperkron.inputs import differentiable_batch
 from hyperkron.solution import HyperkronError
 
 
@@ -147,7 +148,7 @@ class Examples(Source):
             )
         if batch_size < 1 or len(tensors[0]) == 0:
             raise HyperkronError(f"batch_size={batch_size!r} with {len(tensors[0])} examples; both must be at least 1.")
-        self.tensors = tensors
+        self.tensors: tuple[Tensor, ...] = differentiable_batch(tensors)
         self.batch_size = batch_size
         self.generator = torch.Generator().manual_seed(seed)
         self.order: list[int] = []
@@ -219,19 +220,26 @@ class Draw:
     Args:
         inner: the data of J_in, anything :func:`as_source` accepts.
         outer: the data of J_out.
+        curvature: the data of J_in that A is measured on; ``None`` for the inner batch of the cross term.
     """
 
-    def __init__(self, inner: Any, outer: Any) -> None:
+    def __init__(self, inner: Any, outer: Any, curvature: Any = None) -> None:
         self.inner_source = as_source(inner, "inner_data")
         self.outer_source = as_source(outer, "outer_data")
+        self.curvature_source = None if curvature is None else as_source(curvature, "curvature_data")
 
     def inner(self) -> Any:
         """A fresh batch of J_in."""
-        return self.inner_source.next()
+        return differentiable_batch(self.inner_source.next())
 
     def outer(self) -> Any:
         """A fresh batch of J_out."""
-        return self.outer_source.next()
+        return differentiable_batch(self.outer_source.next())
+
+    def curvature(self) -> Any:
+        """A fresh batch of J_in to measure A on, where it has data of its own."""
+        assert self.curvature_source is not None
+        return differentiable_batch(self.curvature_source.next())
 
     def inners(self, count: int) -> Any:
         """``count`` fresh batches of J_in; a plain batch where ``count`` is 1."""
@@ -250,10 +258,14 @@ class Draw:
         return self.inner_source, self.outer_source
 
     def state_dict(self) -> dict[str, Any]:
-        """Where both sources stand."""
-        return {"inner": self.inner_source.state_dict(), "outer": self.outer_source.state_dict()}
+        """Where all sources stand."""
+        found = {"inner": self.inner_source.state_dict(), "outer": self.outer_source.state_dict()}
+        own = self.curvature_source
+        return found if own is None else {**found, "curvature": own.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the batches that would have followed."""
         self.inner_source.load_state_dict(state["inner"])
         self.outer_source.load_state_dict(state["outer"])
+        if self.curvature_source is not None and "curvature" in state:
+            self.curvature_source.load_state_dict(state["curvature"])

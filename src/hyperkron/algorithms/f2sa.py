@@ -22,7 +22,7 @@ class F2SA(Algorithm):
 
     The model holds y, which tends to θ*(λ) as ℓ grows; z lives in the state. The bias of the direction is O(1/ℓ).
     Decay exponents are those of the benchmark_bilevel suite, with which ℓ grows as t^{6/7}. In the paper it grows as
-    t^{1/7}: ``growth=Rate(0.1, 6 / 7)``, which did better on two of three problems (docs/benchmarks-ijcnn1.md); on one
+    t^{1/7}: ``growth=Rate(0.1, 6 / 7)``, which did better on two of three problems (docs/benchmarks.md); on one
     of them the default ended worse than it began.
 
     Reference: Kwon et al., "A fully first-order method for stochastic bilevel optimization" (ICML 2023).

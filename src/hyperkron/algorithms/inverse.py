@@ -9,6 +9,7 @@ average, and has a larger variance.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from hyperkron.curvature.products import HessianOperator
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.hypergradient.unrolled import Batches
+from hyperkron.inputs import differentiable_batch
 from hyperkron.point import Point
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, Solution, Status
@@ -62,7 +64,14 @@ class StochasticNeumann(Hypergradient):
         if sampled and misscaled:
             raise HyperkronError("misscaled=True concerns the sum; it cannot be had with sampled=True (HIA).")
         self.terms, self.step, self.sampled, self.misscaled = terms, float(step), sampled, misscaled
+        self.seed = seed
         self.generator = torch.Generator().manual_seed(seed)
+
+    def fresh(self) -> StochasticNeumann:
+        """The same configuration, with the random state of its seed."""
+        made = copy.copy(self)
+        made.generator = torch.Generator().manual_seed(self.seed)
+        return made
 
     @property
     def inner_batches(self) -> int:
@@ -73,6 +82,7 @@ class StochasticNeumann(Hypergradient):
         self, problem: BilevelProblem, model: nn.Module, hyper: nn.Module, inner_batch: Any, outer_batch: Any
     ) -> HypergradientResult:
         """dΦ/dλ at the current (λ, θ)."""
+        inner_batch = differentiable_batch(inner_batch)
         many = isinstance(inner_batch, Batches)
         if many and len(inner_batch) != self.inner_batches:
             raise HyperkronError(

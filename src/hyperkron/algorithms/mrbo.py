@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import oracles
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, fresh
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.algorithms.draw import Draw
 from hyperkron.algorithms.inverse import StochasticNeumann
 from hyperkron.algorithms.movers import Rate, as_rate
@@ -16,20 +16,20 @@ from hyperkron.solution import HypergradientResult
 
 
 def two_points(
-    state: State, inner_batch: Any, outer_batch: Any, theta: trees.Tree, hyper: trees.Tree
+    state: State, inner_batch: Any, outer_batch: Any, theta: trees.Tree, hyper: trees.Tree, **own: Any
 ) -> tuple[HypergradientResult, HypergradientResult]:
     """The state's hypergradient here and at (``theta``, ``hyper``), on the same batches with the same randomness.
 
-    The second evaluation starts from the memory the first one started from (Monte-Carlo seeds, factors, warm start),
-    and only the first one's memory is kept.
+    Both start from the same memory (Monte-Carlo seeds, factors, warm start), and only what was found here is kept. The
+    other point comes first, because a recorded step (``graph=True``) overwrites the inverses that both start from.
     """
     method = state.hypergradient
     assert method is not None
-    before = fresh(method)
-    before.load_state_dict(method.state_dict())
-    here = method.compute(state.problem, state.model, state.hyper, inner_batch, outer_batch)
+    other = method.fresh()
+    other.load_state_dict(method.state_dict())
     with oracles.placed(state.params, theta), oracles.placed(state.hypers, hyper):
-        there = before.compute(state.problem, state.model, state.hyper, inner_batch, outer_batch)
+        there = other.compute(state.problem, state.model, state.hyper, inner_batch, outer_batch, **own)
+    here = method.compute(state.problem, state.model, state.hyper, inner_batch, outer_batch, **own)
     return here, there
 
 
@@ -83,18 +83,19 @@ class MRBO(Algorithm):
         method = state.hypergradient
         assert method is not None
         theta_batch = draw.inner()
-        inner_batch, outer_batch = draw.inners(oracles.batches_of(method)), draw.outer()
+        batches = draw.inners(method.inner_batches), draw.outer()
+        own = oracles.curvature_batch(state, draw)
         inner = oracles.gradients(state, "inner", theta_batch, live=True, hyper=False)
         memory = state.trees
         if memory:
             keep = 1.0 - min(1.0, as_rate(self.momentum)(state.step))
             with oracles.placed(state.hypers, memory["lambda"]):
                 old = oracles.gradients(state, "inner", theta_batch, theta=memory["theta"], hyper=False)
-            result, there = two_points(state, inner_batch, outer_batch, memory["theta"], memory["lambda"])
+            result, there = two_points(state, *batches, memory["theta"], memory["lambda"], **own)
             d_theta = _corrected(inner.theta, memory["d_theta"], old.theta, keep)
             d_lambda = _corrected(result.grads, memory["d_lambda"], there.grads, keep)
         else:
-            result = method.compute(state.problem, state.model, state.hyper, inner_batch, outer_batch)
+            result = method.compute(state.problem, state.model, state.hyper, *batches, **own)
             d_theta, d_lambda = inner.theta, result.grads
         state.trees = {
             "theta": state.inner.values(),

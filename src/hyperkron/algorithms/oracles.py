@@ -20,7 +20,6 @@ from hyperkron.algorithms.base import State
 from hyperkron.algorithms.draw import Draw
 from hyperkron.curvature import GGN, Curvature, Hessian
 from hyperkron.curvature.products import HessianOperator
-from hyperkron.hypergradient import Hypergradient, Unrolled
 from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.kernels import WithoutAutocast
 from hyperkron.losses import as_loss
@@ -145,19 +144,36 @@ def advance_buffers(state: State, batches: Iterable[Any]) -> None:
                 state.problem.inner(state.model, state.hyper, batch)
 
 
-def batches_of(method: Hypergradient) -> int:
-    """How many fresh inner batches a call of ``method`` uses."""
-    if isinstance(method, Unrolled):
-        return method.steps
-    return int(getattr(method, "inner_batches", 1))
+def curvature_batch(state: State, draw: Draw) -> dict[str, Any]:
+    """A fresh batch to measure A on as the argument of ``compute``; nothing where A is measured on the inner one."""
+    if draw.curvature_source is None:
+        return {}
+    check_curvature_data(state, draw)
+    return {"curvature_batch": draw.curvature()}
+
+
+def check_curvature_data(state: State, draw: Draw) -> None:
+    """Refuse batches for a curvature that the algorithm does not measure."""
+    method = state.hypergradient
+    if draw.curvature_source is not None and not (method is not None and method.measures_curvature):
+        what = (
+            "this algorithm uses no hypergradient"
+            if method is None
+            else f"{type(method).__name__} measures no curvature here"
+        )
+        raise HyperkronError(
+            f"curvature_data={type(draw.curvature_source).__name__}(…) was given, but {what}; leave it out, or use a "
+            "hypergradient that measures curvature on data, as AID(hyperkron.kfac()) does."
+        )
 
 
 def hypergradient(state: State, draw: Draw) -> HypergradientResult:
     """dΦ/dλ at the current point on fresh batches, by the state's hypergradient."""
     method = state.hypergradient
     assert method is not None
-    batch = draw.inners(batches_of(method))
-    return method.compute(state.problem, state.model, state.hyper, batch, draw.outer())
+    batch, outer_batch = draw.inners(method.inner_batches), draw.outer()
+    own = curvature_batch(state, draw)
+    return method.compute(state.problem, state.model, state.hyper, batch, outer_batch, **own)
 
 
 def product(state: State, batch: Any, v: Tree, curvature: Curvature) -> Tree:

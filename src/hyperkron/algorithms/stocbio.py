@@ -9,6 +9,8 @@ from hyperkron.algorithms import oracles
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
 from hyperkron.algorithms.draw import Draw
 from hyperkron.algorithms.inverse import StochasticNeumann
+from hyperkron.hypergradient import Hypergradient
+from hyperkron.solution import HyperkronError
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,9 @@ class StocBiO(Algorithm):
         θ ← θ − α ∂_θ g_B(λ, θ)                                       T times
         v = η Σ_{k=0}^{K} Π_{j≤k} (I − ηH_j) ∂_θ f ,   H_j on batch j
         λ ← λ − γ (∂_λ f − X_B(v))
+
+    With ``hypergradient`` the series is replaced: ``StocBiO(hypergradient=hk.kfac())`` is stocBiO-KFAC, and
+    ``hk.fit(…, curvature_data=…)`` gives KFAC a batch of its own, too.
 
     The published code, and the comparison in BOME's, compute ηv_K + Σ_{k≥1} v_k instead of the sum, which is too large
     by about 1/η; ``misscaled=True`` reproduces that.
@@ -29,18 +34,25 @@ class StocBiO(Algorithm):
         terms: K.
         step_size: η, below 2/λmax of every batch.
         misscaled: reproduce the published code's scaling.
+        hypergradient: in place of the series, which ``None`` means.
+
+    Example:
+        >>> import hyperkron as hk
+        >>> StocBiO(hypergradient=hk.kfac(damping=1e-3)).inner_steps
+        10
     """
 
     inner_steps: int = 10
     terms: int = 10
     step_size: float = 0.1
     misscaled: bool = False
+    hypergradient: Hypergradient | None = None
 
     facts: ClassVar[Facts] = Facts(
-        name="stocBiO",
+        name="stocBiO, stocBiO-KFAC",
         reference="Ji, Yang & Liang, ICML 2021",
         calls="inner_steps ∂g, terms Hv, 1 ∂f, 1 X",
-        memory="nothing",
+        memory="nothing; with KFAC its factors",
         accuracy="the optimum, up to the series' tail (1 − ηµ)^terms and the noise of the batches",
         use="stochastic problems with well-conditioned inner Hessians",
     )
@@ -48,14 +60,21 @@ class StocBiO(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, "inner_steps")
-        self._method()
+        self._series()
+        given = {name: getattr(self, name) for name in ("terms", "step_size", "misscaled")}
+        if self.hypergradient is not None and any(given[name] != getattr(StocBiO, name) for name in given):
+            raise HyperkronError(
+                f"{', '.join(f'{name}={value}' for name, value in given.items())} belong to the Neumann series, which "
+                f"hypergradient={type(self.hypergradient).__name__} replaces; leave them out, or leave it out."
+            )
 
-    def _method(self) -> StochasticNeumann:
+    def _series(self) -> StochasticNeumann:
         return StochasticNeumann(self.terms, self.step_size, misscaled=self.misscaled)
 
     def prepare(self, state: State) -> None:
-        """The stochastic series."""
-        state.hypergradient = self._method()
+        """The stochastic series, where no hypergradient is given."""
+        if state.hypergradient is None:
+            state.hypergradient = self._series()
 
     def step(self, state: State, draw: Draw) -> StepReport:
         """T inner steps, one outer step."""

@@ -62,7 +62,8 @@ class VRBO(Algorithm):
         memory = state.trees
         if state.step % self.period == 0:
             memory["d theta"] = oracles.gradients(state, "inner", inner.full(), hyper=False).theta
-            whole = method.compute(state.problem, state.model, state.hyper, inner.full(), outer.full())
+            own = oracles.curvature_batch(state, draw)
+            whole = method.compute(state.problem, state.model, state.hyper, inner.full(), outer.full(), **own)
             memory["d hyper"] = whole.grads
         old_theta, old_hyper = state.inner.values(), state.outer.values()
         direction = memory["d hyper"]
@@ -73,9 +74,8 @@ class VRBO(Algorithm):
             new = oracles.gradients(state, "inner", batch, live=True, hyper=False)
             with oracles.placed(state.hypers, old_hyper):
                 old = oracles.gradients(state, "inner", batch, theta=old_theta, hyper=False)
-            here, there = two_points(
-                state, draw.inners(oracles.batches_of(method)), outer.batch(j), old_theta, old_hyper
-            )
+            batches, own = (draw.inners(method.inner_batches), outer.batch(j)), oracles.curvature_batch(state, draw)
+            here, there = two_points(state, *batches, old_theta, old_hyper, **own)
             old_theta, old_hyper = state.inner.values(), state.outer.values()
             memory["d theta"] = _moved(memory["d theta"], new.theta, old.theta, share)
             memory["d hyper"] = _moved(memory["d hyper"], here.grads, there.grads, 1.0)

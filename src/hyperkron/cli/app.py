@@ -23,9 +23,6 @@ _COMMANDS = {
     "report": ("runs", "report"),
     "export": ("runs", "export"),
     "doctor": ("doctor", "doctor"),
-    "paper list": ("paper", "list_recipes"),
-    "paper run": ("paper", "run"),
-    "paper report": ("paper", "write_page"),
 }
 
 
@@ -34,7 +31,7 @@ class _Stopped(SystemExit):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 well, 1 an error, 2 a mistake in the command, 3 out of time.
+    """Run a command and return its exit code: 0 well, 1 an error, 2 a mistake in the command.
 
     Ctrl-C gives 130 and SIGTERM 143.
 
@@ -81,9 +78,7 @@ def _parsed(given: list[str], defaults: Mapping[str, Any] | None = None) -> Any:
         ) from error
     top = parser(_version(), defaults).parse_args(given)
     options = top[top.command]
-    if top.command == "paper":
-        options = options[options.what]
-    options.command = top.command if top.command != "paper" else f"paper {top.paper.what}"
+    options.command = top.command
     return options
 
 
@@ -140,8 +135,6 @@ def _interrupted(options: Any, code: int) -> int:
         text = f"Interrupted. The run in {folder} is finished; see `hyperkron report {shlex.quote(str(folder))}`."
     elif command in ("clean", "resume") and folder and (Path(folder) / "config.json").exists():
         text = f"Interrupted. What was finished is saved; go on with: hyperkron resume {shlex.quote(str(folder))}"
-    elif command == "paper run":
-        text = "Interrupted. Run the same command again to go on."
     else:
         text = "Interrupted. Nothing was written; run the same command again."
     say(f"\n{text}")

@@ -119,25 +119,6 @@ EXPORT = (
     *SPEAKING,
 )
 DOCTOR = (JSON, SPEAKING[1])
-PAPER_LIST = (JSON, SPEAKING[1])
-PAPER_RUN = (
-    Option("name", "text", "a recipe, or `all` for every one that this scale and device are meant for", "NAME"),
-    Option("--scale", "text", "how large", default="smoke", choices=("smoke", "small", "paper")),
-    Option("--seeds", "whole", "how many; by default the recipe's own number", "N"),
-    Option("--device", "text", "cpu, cuda, ...", "DEVICE", "cpu"),
-    Option("--limit-minutes", "number", "stop then; the same command goes on", "MINUTES"),
-    Option("--workers", "whole", "processes that share the device, for encoder and encoder-base", "N", 1),
-    Option("--folder", "text", "of results and what is needed to go on", "FOLDER", "runs/paper"),
-    Option("--data", "text", "the folder with mnist/, cifar10/, wrench/; ./data by default", "FOLDER"),
-    JSON,
-    *SPEAKING,
-)
-PAPER_REPORT = (
-    Option("--folder", "text", "of results", "FOLDER", "docs/results/paper"),
-    Option("--out", "text", "where paper.md and paper.html go", "FOLDER", "docs", short="-o"),
-    JSON,
-    *SPEAKING,
-)
 
 _ARGUMENTS = {option.key: option for option in (*CLEAN, *EXPORT)} | {"run_folder": RUN}
 _ARGUMENT = re.compile(rf"(?<![\w.`'-])({'|'.join(_ARGUMENTS)})(\[\d+\])?=(True\b|\.\.\.)?")

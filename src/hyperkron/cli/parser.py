@@ -23,8 +23,8 @@ _EXAMPLES = """examples:
   hyperkron resume runs/mine
   hyperkron doctor
 
-exit codes: 0 all went well, 1 an error (said on stderr), 2 a mistake in the command, 3 a time limit ended
-`paper run`, 130 and 143 interrupted by Ctrl-C and by SIGTERM"""
+exit codes: 0 all went well, 1 an error (said on stderr), 2 a mistake in the command,
+130 and 143 interrupted by Ctrl-C and by SIGTERM"""
 _CLEAN = """examples:
   hyperkron clean train.csv --trusted trusted.csv --text text --label label --out runs/mine
   hyperkron clean table.parquet --trusted-column checked --label diagnosis --budget 5m
@@ -34,10 +34,6 @@ _CLEAN = """examples:
 _EXPORT = """examples:
   hyperkron export runs/mine --drop suspects -o clean.csv
   hyperkron export runs/mine --relabel suspects --threshold 0.9 -o clean.csv"""
-_PAPER = """examples:
-  hyperkron paper list
-  hyperkron paper run diagnostic --scale smoke
-  hyperkron paper report"""
 
 COMMANDS: dict[str, tuple[tuple[Option, ...], str, str]] = {
     "clean": (options.CLEAN, "find wrong labels and train without them", _CLEAN),
@@ -45,11 +41,6 @@ COMMANDS: dict[str, tuple[tuple[Option, ...], str, str]] = {
     "export": (options.EXPORT, "write the training rows again, without the suspects or relabelled", _EXPORT),
     "resume": (options.RESUME, "go on with an interrupted run", "example:\n  hyperkron resume runs/mine"),
     "doctor": (options.DOCTOR, "check this installation", "example:\n  hyperkron doctor"),
-}
-PAPER: dict[str, tuple[tuple[Option, ...], str]] = {
-    "list": (options.PAPER_LIST, "the recipes and their scales"),
-    "run": (options.PAPER_RUN, "run a recipe, or go on with an interrupted one"),
-    "report": (options.PAPER_REPORT, "write the page"),
 }
 _TYPES: dict[str, type] = {"whole": int, "number": float}
 _WORDS = {"int": "a whole number", "float": "a number"}
@@ -81,25 +72,24 @@ def _plainly(message: str, parser: argparse.ArgumentParser) -> str:
     if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
         return message + nearest(found[1], found[2].replace("'", "").split(", "))
     if message.startswith('expected "') and message.endswith("but it was not provided."):
-        return f"name a command: {', '.join(PAPER if 'paper.' in message else [*COMMANDS, 'paper'])}."
+        return f"name a command: {', '.join(COMMANDS)}."
     if missing := re.match(r"the following arguments are required: (?P<keys>.*)", message):
-        keys = [key.rpartition(".") for key in missing["keys"].split(", ")]
-        return "; ".join(_missing(path.split("."), name) for path, _, name in keys) + "."
+        keys = [key.partition(".") for key in missing["keys"].split(", ")]
+        return "; ".join(_missing(command, name) for command, _, name in keys) + "."
     return message
 
 
 def _command_of(message: str) -> str:
     """The command that a message about a missing argument is about, after a space; nothing for other messages."""
-    found = re.match(r"the following arguments are required: ([\w.]+)\.", " ".join(message.split()))
-    return " " + found[1].replace(".", " ") if found else ""
+    found = re.match(r"the following arguments are required: (\w+)\.", " ".join(message.split()))
+    return f" {found[1]}" if found else ""
 
 
-def _missing(path: list[str], name: str) -> str:
+def _missing(command: str, name: str) -> str:
     """What is missing, as help names it."""
-    wanted = PAPER[path[1]][0] if path[0] == "paper" and len(path) > 1 else COMMANDS[path[0]][0]
-    option = next(option for option in wanted if option.key == name)
+    option = next(option for option in COMMANDS[command][0] if option.key == name)
     named = option.name if option.name.startswith("-") else str(option.metavar)
-    return f"{' '.join(path)} needs {named} ({option.help})"
+    return f"{command} needs {named} ({option.help})"
 
 
 def _make(prog: str, about: str, examples: str | None = None, **more: Any) -> Parser:
@@ -156,13 +146,4 @@ def parser(version: str, defaults: Mapping[str, Any] | None = None) -> Parser:
         made.prog = f"hyperkron {name}"
         if name == "clean" and defaults:
             made.set_defaults(dict(defaults))
-    paper = _make("hyperkron paper", "The experiments of the paper, run again.", _PAPER)
-    commands.add_subcommand("paper", paper, help="the paper's experiments: list, run, report")
-    paper.prog = "hyperkron paper"
-    parts = paper.add_subcommands(dest="what", required=True, metavar="COMMAND", title="commands", description=None)
-    for name, (wanted, about) in PAPER.items():
-        made = _make(f"hyperkron paper {name}", about[0].upper() + about[1:] + ".")
-        _add(made, wanted)
-        parts.add_subcommand(name, made, help=about)
-        made.prog = f"hyperkron paper {name}"
     return top

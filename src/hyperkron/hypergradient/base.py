@@ -18,7 +18,23 @@ class Hypergradient(ABC):
 
     Its caches (factors, ages, warm starts, random state) live in ``self.state`` and nowhere else;
     ``state_dict`` and ``load_state_dict`` move them to and from nested dictionaries of tensors and numbers.
+
+    Attributes:
+        inner_batches: how many inner batches a call uses; where it is more than one they come as ``Batches``.
+        measures_curvature: whether A is measured on data; ``compute`` then takes a ``curvature_batch`` to do so on.
     """
+
+    @property
+    def inner_batches(self) -> int:
+        return 1
+
+    @property
+    def measures_curvature(self) -> bool:
+        return False
+
+    @abstractmethod
+    def fresh(self) -> Hypergradient:
+        """Another of the same configuration, without memory: one configuration serves many runs."""
 
     @abstractmethod
     def compute(

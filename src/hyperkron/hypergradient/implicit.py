@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,10 +104,24 @@ class Implicit(Hypergradient):
         self.preconditioner = preconditioner
         self.cross = Cross(cross, radius)
         self.graph = graph
-        self.state = self._fresh()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.state = self._empty()
         self._replays = Replays()
 
-    def _fresh(self) -> ImplicitState:
+    def fresh(self) -> Implicit:
+        """The same configuration, whatever it holds, with an empty state and without recordings."""
+        made = copy.copy(self)
+        made._forget()
+        return made
+
+    @property
+    def measures_curvature(self) -> bool:
+        """Whether A, or its preconditioner, depends on data: not so for the identity and SAMA's diagonal."""
+        return self.preconditioner is not None or not isinstance(self.curvature, (Identity, AdamDiagonal))
+
+    def _empty(self) -> ImplicitState:
         second = CurvatureState() if self.preconditioner is None else self.preconditioner.init()
         return ImplicitState(self.curvature.init(), second)
 
@@ -160,7 +175,8 @@ class Implicit(Hypergradient):
         preconditioner, watch = self._preconditioner(point, state), Watch(recording=point.recording)
         solution = self.solver.solve(operator, b, start=start, preconditioner=preconditioner, watch=watch)
         if solution.status is Status.NON_FINITE:
-            raise NonFiniteError(f"{self.solver!r}: {solution.status.value}")
+            blame = point.culprits()
+            raise NonFiniteError(f"{self.solver!r}: {solution.status.value}{blame and f' Here {blame}.'}")
         del b
         if not point.recording:
             operator.release()
@@ -209,12 +225,12 @@ class Implicit(Hypergradient):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        fresh = self._fresh()
-        fresh.curvature.load_state_dict(state["curvature"])
-        fresh.preconditioner.load_state_dict(state["preconditioner"])
-        fresh.cross.load_state_dict(state["cross"])
-        fresh.start, fresh.calls, fresh.plain = state["start"], state["calls"], state.get("plain", False)
-        self.state = fresh
+        loaded = self._empty()
+        loaded.curvature.load_state_dict(state["curvature"])
+        loaded.preconditioner.load_state_dict(state["preconditioner"])
+        loaded.cross.load_state_dict(state["cross"])
+        loaded.start, loaded.calls, loaded.plain = state["start"], state["calls"], state.get("plain", False)
+        self.state = loaded
         self._replays = Replays()  # they draw from the generator, and write the inverses, of the state that was
 
 

@@ -19,6 +19,7 @@ def kfac(
     damping: float = 1e-3,
     *,
     fisher: Fisher = "mc",
+    samples: int = 1,
     sharing: WeightSharing = "expand",
     split: Split = "pi",
     refresh_every: int = 1,
@@ -31,7 +32,7 @@ def kfac(
     """The KFAC hypergradient: v = (B ⊗ A + damping)⁻¹ ∂_θ J_out, layer by layer, without any iteration.
 
     Args:
-        damping, fisher, sharing, split, refresh_every, ema, seed, keep_previous: see :class:`hyperkron.KFAC`.
+        damping, fisher, samples, sharing, split, refresh_every, ema, seed, keep_previous: see :class:`hyperkron.KFAC`.
         cross, graph: see :class:`hyperkron.Implicit`.
 
     Reference: Liao, Dangel & Yu, "Efficient bilevel optimization with KFAC-based hypergradients" (AISTATS 2026).
@@ -55,6 +56,7 @@ def kfac(
     curvature = KFAC(
         damping,
         fisher=fisher,
+        samples=samples,
         sharing=sharing,
         split=split,
         refresh_every=refresh_every,
@@ -69,6 +71,7 @@ def ekfac(
     damping: float = 1e-3,
     *,
     fisher: Fisher = "mc",
+    samples: int = 1,
     sharing: WeightSharing = "expand",
     refresh_every: int = 1,
     ema: float = 0.0,
@@ -81,7 +84,8 @@ def ekfac(
     """The EKFAC hypergradient: KFAC's eigenbasis with the spectrum that fits it best.
 
     Args:
-        damping, fisher, sharing, refresh_every, ema, basis_every, seed, keep_previous: see :class:`hyperkron.EKFAC`.
+        damping, fisher, samples, sharing, refresh_every, ema, basis_every, seed, keep_previous: see
+            :class:`hyperkron.EKFAC`.
         cross, graph: see :class:`hyperkron.Implicit`.
 
     Reference: George et al., "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis" (2018).
@@ -89,6 +93,7 @@ def ekfac(
     curvature = EKFAC(
         damping,
         fisher=fisher,
+        samples=samples,
         sharing=sharing,
         refresh_every=refresh_every,
         ema=ema,

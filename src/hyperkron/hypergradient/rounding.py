@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 
 from hyperkron import trees
-from hyperkron.kernels import compiled
 from hyperkron.losses import Loss
 from hyperkron.point import Point
 from hyperkron.solution import NonFiniteError, warn_once
@@ -26,7 +25,7 @@ def too_coarse(place: Callable[..., Point]) -> bool:
     """Whether autocast turns ∂θ J_in or ∂θ J_out by more than :data:`ENOUGH` allows; it is then said, once.
 
     It costs an evaluation of each objective where there is no autocast, and four gradients where there is. Where the
-    problem says whether to use it nothing is looked at, nor are compiled models, for they would be compiled again.
+    problem says whether to use it nothing is looked at.
 
     Args:
         place: makes the point, with or without ``plain=True``.
@@ -46,7 +45,7 @@ def too_coarse(place: Callable[..., Point]) -> bool:
 def _cosine(place: Callable[..., Point], evaluate: Callable[[Point], Loss]) -> float:
     """Between the gradients under autocast and without it; 1 where there is no autocast, or nothing to turn."""
     with place(plain=True) as point:
-        if point.problem.autocast is not None or compiled(point.model):
+        if point.problem.autocast is not None:
             return 1.0
         loss = evaluate(point)
         if not point.met or not loss.value.requires_grad:

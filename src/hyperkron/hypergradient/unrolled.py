@@ -14,7 +14,7 @@ a time. So memory is that of one step's activations plus the kept iterates, howe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,15 @@ class Unrolled(Hypergradient):
                 f"optimizer is a {type(self.optimizer).__name__}, not a functional step that autograd can "
                 "pass through; give SGD(lr=…), Adam(lr=…) or AdamW(lr=…) of hyperkron.hypergradient.steps."
             )
+
+    @property
+    def inner_batches(self) -> int:
+        """One batch for every step."""
+        return self.steps
+
+    def fresh(self) -> Unrolled:
+        """The same configuration; there is no memory."""
+        return replace(self)
 
     def compute(
         self,

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from hyperkron.inputs import tensors_of
 from hyperkron.kernels import WithoutAutocast
 from hyperkron.losses import Loss, as_loss
-from hyperkron.point import tensors_of
 from hyperkron.problem import BilevelProblem, Objective, rows, shares
 from hyperkron.solution import HyperkronError
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state

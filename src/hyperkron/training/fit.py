@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from hyperkron.algorithms import Algorithm, Draw, State, StepReport, Updates
+from hyperkron.algorithms import Algorithm, Draw, State, StepReport, Updates, oracles
 from hyperkron.algorithms.movers import Mover, Project
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, Status, warn_once
@@ -42,7 +42,8 @@ class Run:
 
     def __init__(self, algorithm: Algorithm, state: State, draw: Draw, callbacks: Sequence[Callback] = ()) -> None:
         self.algorithm, self.state = algorithm, state
-        self.draw = RecordedDraw(draw.inner_source, draw.outer_source)
+        oracles.check_curvature_data(state, draw)
+        self.draw = RecordedDraw(draw.inner_source, draw.outer_source, draw.curvature_source)
         self.callbacks = list(callbacks)
         self.history = History()
         self.row: dict[str, Value] = {}
@@ -55,6 +56,7 @@ class Run:
                 **{level: _settings(getattr(state, level)) for level in ("inner", "outer")},
                 "inner_data": draw.inner_source,
                 "outer_data": draw.outer_source,
+                **({} if draw.curvature_source is None else {"curvature_data": draw.curvature_source}),
                 "callbacks": [type(callback) for callback in self.callbacks],
             }
         )
@@ -257,6 +259,7 @@ def fit(
     outer_data: Any,
     *,
     steps: int,
+    curvature_data: Any = None,
     inner_optimizer: torch.optim.Optimizer | Updates | None = None,
     outer_optimizer: torch.optim.Optimizer | Updates | None = None,
     projection: Project | None = None,
@@ -274,6 +277,8 @@ def fit(
         algorithm: ``AID(hk.kfac())``, ``AmIGO()``, …
         inner_data: batches of J_in: a loader, a function, a fixed batch, or :class:`hyperkron.Examples`.
         outer_data: batches of J_out.
+        curvature_data: batches of J_in that the hypergradient measures A on, such as larger ones; ``None`` for the
+            inner batch of its cross term.
         steps: how many steps of the algorithm (each may hold several of θ); 0 only prepares the run.
         inner_optimizer: of θ, bare or as :class:`hyperkron.Updates` with scheduler and clipping; ``None`` for the
             algorithm's own step sizes.
@@ -312,7 +317,7 @@ def fit(
     if seed is not None:
         seed_all(seed)
     state = algorithm.init(problem, model, hyper, inner=inner_optimizer, outer=outer_optimizer, project=projection)
-    run = Run(algorithm, state, Draw(inner_data, outer_data), callbacks)
+    run = Run(algorithm, state, Draw(inner_data, outer_data, curvature_data), callbacks)
     if resume is not None and checkpoint.candidates(resume):
         run.resume(resume)
         steps = max(0, steps - run.state.step)

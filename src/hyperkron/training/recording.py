@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.algorithms import Draw, Examples
-from hyperkron.point import tensors_of
+from hyperkron.inputs import tensors_of
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
 
 MAX_IDS = 10_000
@@ -23,7 +23,7 @@ class Note:
     """One draw of a step.
 
     Attributes:
-        level: ``inner`` or ``outer``.
+        level: ``inner``, ``outer`` or ``curvature``.
         kind: ``batch``, or ``index`` where a finite-sum method asked for the number of a batch.
         value: the batch or its number.
         random: the random state after it, if the draw changed it.
@@ -49,8 +49,8 @@ class RecordedDraw(Draw):
         (0, 1, 2)
     """
 
-    def __init__(self, inner: Any, outer: Any) -> None:
-        super().__init__(inner, outer)
+    def __init__(self, inner: Any, outer: Any, curvature: Any = None) -> None:
+        super().__init__(inner, outer, curvature)
         self.notes: list[Note] = []
         self._active, self._next = False, 0
 
@@ -94,6 +94,10 @@ class RecordedDraw(Draw):
     def outer(self) -> Any:
         """A fresh batch of J_out."""
         return self.note("outer", "batch", super().outer)
+
+    def curvature(self) -> Any:
+        """A fresh batch of J_in to measure A on."""
+        return self.note("curvature", "batch", super().curvature)
 
     def finite(self, algorithm: str) -> tuple[Examples, Examples]:
         """Both sources as finite sums, whose draws are remembered too."""

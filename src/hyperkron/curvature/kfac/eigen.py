@@ -135,7 +135,7 @@ def checked(point: Point, inverses: EigenInverses) -> EigenInverses:
             remedy = point.culprits() or "look for overflow in the model, or use float64"
             raise NonFiniteError(f"the spectrum of {name} is not finite; {remedy}.")
         if low <= 0:
-            raise FactorizationError(f"the damped spectrum of {name} reaches down to {low:.3g}; raise damping.")
+            raise FactorizationError(f"the damped spectrum of {name} reaches down to {low:.3g}")
     return inverses
 
 
@@ -209,8 +209,8 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor, bool]:
             continue
         return values.to(matrix.dtype), vectors.to(matrix.dtype), not reason
     raise FactorizationError(
-        f"the eigendecomposition of a factor of size {matrix.shape[-1]} did not converge ({reason}); "
-        "raise damping, or look for extreme values in the batch."
+        f"the eigendecomposition of a factor of size {matrix.shape[-1]} did not converge ({reason})",
+        "raise damping, or look for extreme values in the batch",
     )
 
 

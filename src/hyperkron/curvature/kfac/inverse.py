@@ -417,5 +417,5 @@ def _rescued(matrices: Tensor, shift: Tensor) -> tuple[Factorization, Tensor]:
     worst = matrices[bad]
     raise FactorizationError(
         f"a factor of size {worst.shape[-1]} could not be factorised, even in float64 with 1000 times the damping "
-        f"(largest entry {float(worst.abs().max()):.3g}); raise damping."
+        f"(largest entry {float(worst.abs().max()):.3g})"
     )

@@ -143,10 +143,12 @@ class Kronecker(Curvature):
     def _keep(self, point: Point, state: KroneckerState, error: HyperkronError) -> None:
         """Go on with the previous inverse, if there is one and it has not been kept too often."""
         state.failures += 1
-        if state.inverses is None:
-            raise error
+        if isinstance(error, FactorizationError) and (blame := point.culprits()):
+            error = FactorizationError(error.what, blame)
         if state.failures >= MAX_FAILURES:
-            raise type(error)(f"{error} It was refresh {state.failures} in a row to fail.") from error
+            error.args = (f"{error} It was refresh {state.failures} in a row to fail.",)
+        if state.inverses is None or state.failures >= MAX_FAILURES:
+            raise error
         state.status, state.age = Status.KEPT_PREVIOUS, state.age + 1
         point.notes["factorisation"] = str(error)
 

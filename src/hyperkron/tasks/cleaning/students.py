@@ -40,7 +40,7 @@ from hyperkron.tasks.cleaning.trainer import (
 )
 
 DAMPING = 1e-2
-"""Of KFAC; see `benchmarks/evidence_hypergradient.py` for how its hypergradient compares with retraining."""
+"""Of KFAC; see `experiments/cleaning/evidence_hypergradient.py` for how its hypergradient compares with retraining."""
 
 RATE = 0.08
 """Of Adam on λ: at most about 8 % change per outer step of 30, whatever the hypergradient's scale."""

@@ -1,0 +1,1 @@
+"""KFAC in place of the solver of AID, AmIGO and MRBO: hypercleaning of MNIST."""

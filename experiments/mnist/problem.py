@@ -1,0 +1,251 @@
+"""MNIST hypercleaning as ``experiments/mnist/compare.py`` runs it: the data, the objectives, the methods, one run."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hyperkron as hk
+from experiments import records
+from hyperkron.data import mnist
+
+DAMPINGS = (1e-2, 1e-1, 1.0, 10.0)
+STEPS = (0.01, 0.03, 0.1, 0.3)
+SOLVER = {
+    "AID-CG": ("damping", DAMPINGS),
+    "AID-KFAC": ("damping", DAMPINGS),
+    "AmIGO": ("step of v", STEPS),
+    "AmIGO-KFAC": ("damping", DAMPINGS),
+    "MRBO": ("step of the series", STEPS),
+    "MRBO-KFAC": ("damping", DAMPINGS),
+    "AmIGO-PCG": ("damping", DAMPINGS),
+    "AmIGO-PGD": ("damping", (0.7, 2.0, 7.0, 20.0)),  # 2/δ is 10ρ for the ρ of AmIGO
+}
+
+# --- the problem -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Split:
+    """Standardised images and labels; the training labels are partly wrong, ``clean`` says which are right."""
+
+    train: tuple[Tensor, Tensor]
+    validation: tuple[Tensor, Tensor]
+    second: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    clean: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.train[0].device
+
+    def to(self, device: str | torch.device) -> Split:
+        """The same on another device."""
+        parts = (self.train, self.validation, self.second, self.test)
+        train, validation, second, test = ((x.to(device), y.to(device)) for x, y in parts)
+        return Split(train, validation, second, test, self.clean.to(device))
+
+
+def noisy_mnist(
+    folder: str | Path, counts: tuple[int, int, int], noise: float = 0.5, seed: int = 0, clip: float = 10.0
+) -> Split:
+    """MNIST's training part cut at random into training, validation and second validation; noise in the first.
+
+    Pixels are standardised, and cut off at ±``clip``.
+    """
+    data = mnist(folder)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(data.images), generator=generator)[: sum(counts)].split(list(counts))
+    labels = data.labels[order[0]].clone()
+    again = torch.rand(len(labels), generator=generator) < noise
+    labels[again] = torch.randint(10, (int(again.sum()),), generator=generator)
+    mean, deviation = data.images[order[0]].mean(0), data.images[order[0]].std(0)
+    scale = torch.where(deviation > 0, 1 / deviation.clamp(min=1e-12), torch.zeros_like(deviation))
+
+    def standard(x: Tensor) -> Tensor:
+        return ((x - mean) * scale).clamp(-clip, clip)
+
+    parts = [(standard(data.images[i]), data.labels[i]) for i in order]
+    test = (standard(data.test_images), data.test_labels)
+    return Split((parts[0][0], labels), parts[1], parts[2], test, labels == data.labels[order[0]])
+
+
+def cleaning(decay: float = 1e-3) -> hk.BilevelProblem:
+    """The two objectives."""
+
+    def inner(model: nn.Module, weights: nn.Module, batch: Any) -> hk.losses.Loss:
+        x, y, index = batch
+        return hk.losses.cross_entropy(model(x), y, weight=weights(index)) + hk.losses.l2(model, decay)
+
+    def outer(model: nn.Module, weights: nn.Module, batch: Any) -> hk.losses.Loss:
+        x, y = batch
+        return hk.losses.cross_entropy(model(x), y)
+
+    return hk.BilevelProblem(inner, outer)
+
+
+def loss_and_error(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    with torch.no_grad():
+        output = model(part[0])
+        wrong = (output.argmax(1) != part[1]).double().mean()
+        return float(nn.functional.cross_entropy(output, part[1])), float(wrong)
+
+
+# --- how much is run ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is run: the small version, for two cores of a CPU."""
+
+    counts: tuple[int, int, int] = (10_000, 5_000, 5_000)
+    batch: int = 2_000
+    iterations: int = 100
+    single_loop_iterations: int = 160
+    inner: tuple[float, ...] = (0.1, 0.2)
+    outer: tuple[float, ...] = (3e2, 1e3, 3e3, 1e4)
+    seeds: tuple[int, ...] = (4, 5, 6)
+    block: int = 4
+    refresh: int = 5
+
+    def steps(self, name: str) -> int:
+        """MRBO moves θ once an iteration, the others ten times."""
+        return self.single_loop_iterations if name.startswith("MRBO") else self.iterations
+
+    def batches(self, name: str) -> tuple[int, int]:
+        """How many examples a method sees at once, of training and of validation."""
+        return self.batch, self.batch
+
+
+@dataclass(frozen=True)
+class PaperPlan(Plan):
+    """The paper's split; all methods but the stochastic ones, whose names start so, see all of their data at once."""
+
+    counts: tuple[int, int, int] = (50_000, 5_000, 5_000)
+    iterations: int = 200
+    single_loop_iterations: int = 320
+    inner: tuple[float, ...] = (0.1, 0.3)
+    outer: tuple[float, ...] = (3e2, 2e3, 1.5e4, 1e5)
+    stochastic: tuple[str, ...] = ("MRBO",)
+
+    def batches(self, name: str) -> tuple[int, int]:
+        return (self.batch, self.batch) if name.startswith(self.stochastic) else self.counts[:2]
+
+
+# --- the methods -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is tuned: the step sizes of θ and λ, and the number of the solver."""
+
+    inner: float
+    outer: float
+    solver: float
+
+
+def clock(device: torch.device) -> str:
+    """The time that counts: the processor's on a CPU, the wall's on a GPU, of which the processor knows nothing."""
+    return "cpu" if device.type == "cpu" else "seconds"
+
+
+def prepare(device: str) -> None:
+    """What every process does first: one thread, and full precision everywhere on a GPU."""
+    torch.set_num_threads(1)
+    if torch.device(device).type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False  # matrix products have no TF32 unless it is asked for
+
+
+def algorithm(name: str, setting: Setting, seed: int, refresh: int) -> hk.Algorithm:
+    rates: dict[str, Any] = {"inner_rate": setting.inner, "outer_rate": setting.outer, "seed": seed}
+    falling = rates | {k: hk.Rate(rates[k], 1 / 3) for k in ("inner_rate", "outer_rate")}
+    kfac = hk.kfac(setting.solver, refresh_every=refresh, seed=seed) if name.endswith("KFAC") else None
+    if name == "AID-CG":
+        return hk.AID(hk.cg(3, setting.solver), **rates)
+    if name == "AID-KFAC" and kfac is not None:
+        return hk.AID(kfac, **rates)
+    if name == "AmIGO":
+        return hk.AmIGO(linear_rate=setting.solver, **rates)
+    if name == "AmIGO-KFAC":
+        return hk.AmIGO(hypergradient=kfac, **rates)
+    if name == "AmIGO-PCG":  # KFAC not in place of the solve, but of its many steps: one, from the last solution
+        near = hk.KFAC(setting.solver, refresh_every=refresh, seed=seed)
+        exact = hk.Hessian(setting.solver)
+        step = hk.pcg(1, curvature=exact, preconditioner=near, tolerance=0.0, warm_start=True)
+        return hk.AmIGO(hypergradient=step, **rates)
+    if name == "AmIGO-PGD":  # two steps from the last solution, as long as AmIGO's ten where there is no curvature
+        near = hk.KFAC(setting.solver, split="exact", refresh_every=4 * refresh, seed=seed)
+        two = hk.gradient_descent(2, step=1.0, curvature=hk.Hessian(0.02), preconditioner=near)
+        return hk.AmIGO(hypergradient=two, **rates)
+    if name == "MRBO":
+        return hk.MRBO(hk.StochasticNeumann(10, setting.solver), **falling)
+    return hk.MRBO(kfac, **falling)
+
+
+@dataclass
+class Trial:
+    """One run of one method that can be advanced a few steps at a time, with its own clock."""
+
+    name: str
+    setting: Setting
+    split: Split
+    plan: Plan
+    seed: int
+
+    def __post_init__(self) -> None:
+        (x, y), device = self.split.train, self.split.device
+        self.model = nn.Linear(x.shape[1], 10, device=device)
+        self.weights = hk.SampleWeights(len(x)).to(device)
+        self._pretrain()
+        self.algorithm = algorithm(self.name, self.setting, self.seed, self.plan.refresh)
+        self.state = self.algorithm.init(cleaning(), self.model, self.weights, project=hk.Box(0.0, 1.0))
+        sizes = self.plan.batches(self.name)  # a batch of all is a view: nothing is copied
+        inner = hk.Examples(x, y, torch.arange(len(x), device=device), batch_size=sizes[0], seed=self.seed)
+        self.draw = hk.Draw(inner, hk.Examples(*self.split.validation, batch_size=sizes[1], seed=self.seed + 1))
+        self.seconds = self.cpu = 0.0
+        self.curve: list[dict[str, float]] = []
+        self.failed = False
+
+    def _pretrain(self) -> None:
+        """θ of every method starts at the same point: a few passes over noisy training and validation data."""
+        nn.init.zeros_(self.model.weight)
+        nn.init.zeros_(self.model.bias)
+        x, y = (torch.cat(pair) for pair in zip(self.split.train, self.split.validation, strict=True))
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(x.device)
+        for i in order.split(self.plan.batch) * 2:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(x[i]), y[i]).backward()
+            optimizer.step()
+
+    def advance(self, steps: int) -> None:
+        """``steps`` more steps, on the clock."""
+        records.synchronize(self.split.device)
+        wall, cpu = time.perf_counter(), time.process_time()
+        try:
+            for _ in range(0 if self.failed else steps):
+                self.algorithm.step(self.state, self.draw)
+        except hk.HyperkronError:
+            self.failed = True
+        records.synchronize(self.split.device)
+        self.seconds += time.perf_counter() - wall
+        self.cpu += time.process_time() - cpu
+
+    @property
+    def spent(self) -> float:
+        """The time that counts in a comparison."""
+        return float(getattr(self, clock(self.split.device)))
+
+    def look(self, **parts: tuple[Tensor, Tensor]) -> None:
+        """Add a row to the curve, off the clock."""
+        row = {"step": self.state.step, "seconds": self.seconds, "cpu": self.cpu}
+        for name, part in parts.items():
+            found = (math.inf, 1.0) if self.failed else loss_and_error(self.model, part)
+            row[f"{name}_loss"], row[f"{name}_error"] = (x if math.isfinite(x) else 1e9 for x in found)
+        self.curve.append(row)

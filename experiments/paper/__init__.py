@@ -1,0 +1,176 @@
+"""The paper's experiments: typed recipes, and the page that sets their results beside the printed numbers.
+
+    paper.recipes()                                   # all recipes by name
+    paper.run("diagnostic", "smoke")                  # run one, or continue an interrupted run
+    paper.report()                                    # experiments/pages/paper.md, paper.html and figures/paper/*.svg
+
+How to add a recipe:
+
+1. Write a module in this folder with a frozen dataclass of settings, one instance for each scale (``smoke`` must take
+   seconds on one CPU thread and use made-up data: :func:`experiments.paper.cleaning.made_up`).
+2. Write ``work(job) -> dict`` that does everything through ``job.cell(key, function)``: each cell is written to the
+   cache at once, and a run that is interrupted, or stopped by ``limit_minutes``, continues at the first missing cell.
+   Tune with :func:`experiments.paper.tuning.tune` (second validation part, the same ``Search`` for every method), then
+   loop over ``job.seeds`` and run with the chosen settings (:func:`experiments.paper.cleaning.final`). What it returns
+   becomes ``figures`` of the result file; it must be computable for the first seeds alone.
+3. Write ``verdict(result) -> Judgement`` with the rule in its docstring (the page prints it), ``tables(result)`` with
+   the printed number (:func:`experiments.paper.printed.printed`) beside ours, and perhaps ``plot(result, folder)``.
+4. Put ``Recipe(...)`` into the module's ``RECIPES`` tuple and the module into :func:`recipes` below.
+5. Test every verdict the rule can give, and a smoke run, in ``tests/experiments/test_paper_*.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from experiments import records
+from experiments.paper import page, places
+from experiments.paper.recipe import Judgement, OutOfTime, Recipe, Result, Scale, Table, Verdict
+from hyperkron.solution import HyperkronError
+
+RESULTS = records.RESULTS / "paper"
+PAGES = records.PAGES
+
+__all__ = [
+    "Judgement",
+    "OutOfTime",
+    "Recipe",
+    "Result",
+    "Scale",
+    "Table",
+    "Verdict",
+    "recipes",
+    "report",
+    "run",
+    "run_all",
+]
+
+
+def recipes() -> dict[str, Recipe]:
+    """All recipes by name, in the order of their numbers.
+
+    Example:
+        >>> "diagnostic" in recipes()
+        True
+    """
+    from experiments.paper import (
+        amortization,
+        batch_size,
+        diagnostic,
+        encoder_cleaning,
+        frozen_head,
+        memory,
+        moving_average,
+        resnet,
+        simple_models,
+        trade_off,
+        unrolling,
+    )
+
+    modules = (
+        diagnostic,
+        batch_size,
+        amortization,
+        simple_models,
+        moving_average,
+        unrolling,
+        trade_off,
+        memory,
+        resnet,
+        encoder_cleaning,
+        frozen_head,
+    )
+    found = [recipe for module in modules for recipe in module.RECIPES]
+    return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.experiment)}
+
+
+def _recipe(name: str) -> Recipe:
+    found = recipes()
+    if name not in found:
+        raise HyperkronError(f"name={name!r} is no recipe; choose one of {', '.join(found)}.")
+    return found[name]
+
+
+def run(
+    name: str,
+    scale: Scale = "smoke",
+    seeds: int | None = None,
+    device: str | torch.device = "cpu",
+    folder: str | Path = "runs/paper",
+    *,
+    data: str | Path | None = None,
+    limit_minutes: float | None = None,
+    workers: int = 1,
+    command: str = "",
+    say: Callable[[str], None] = lambda message: None,
+) -> Result:
+    """Run one recipe, or continue an interrupted run; see :meth:`Recipe.run`."""
+    options = {"data": data, "limit_minutes": limit_minutes, "workers": workers, "command": command, "say": say}
+    return _recipe(name).run(scale, seeds, device, folder, **options)  # type: ignore[arg-type]
+
+
+def meant_for(scale: Scale, device: str | torch.device) -> list[Recipe]:
+    """The recipes to run at a scale on a device: on a GPU those that need one, else the others; at smoke scale all."""
+    on_gpu = torch.device(device).type != "cpu"
+    every = [recipe for recipe in recipes().values() if scale in recipe.scales]
+    return [recipe for recipe in every if scale == "smoke" or (scale in recipe.gpu) == on_gpu]
+
+
+def run_all(
+    scale: Scale = "smoke",
+    seeds: int | None = None,
+    device: str | torch.device = "cpu",
+    folder: str | Path = "runs/paper",
+    *,
+    data: str | Path | None = None,
+    limit_minutes: float | None = None,
+    workers: int = 1,
+    command: str = "",
+    say: Callable[[str], None] = print,
+) -> dict[str, Result]:
+    """Run the recipes of :func:`meant_for` that have no complete result in ``folder`` yet.
+
+    The time limit is for all of them together; what it cuts off is continued by the same call. ``workers`` is for those
+    recipes whose work can be shared.
+    """
+    begin, found = time.monotonic(), {}
+    for recipe in meant_for(scale, device):
+        path = Path(folder) / f"{recipe.name}-{scale}.json"
+        wanted = recipe.seeds.get(scale, 1) if seeds is None else seeds
+        if path.exists() and (done := Result.read(path)).complete and len(done.seeds) >= wanted:
+            found[recipe.name] = done
+            continue
+        left = None if limit_minutes is None else limit_minutes - (time.monotonic() - begin) / 60
+        if left is not None and left <= 0:
+            say(f"{recipe.name}: no time left; run the same command again to continue.")
+            break
+        say(f"{recipe.name}: {recipe.title}")
+        options = {"data": data, "limit_minutes": left, "command": command, "say": say}
+        options["workers"] = 1 if recipe.stages is None else workers
+        try:
+            found[recipe.name] = recipe.run(scale, seeds, device, folder, **options)  # type: ignore[arg-type]
+        except OutOfTime as error:
+            say(f"{recipe.name}: {error}")
+            break
+    return found
+
+
+def report(folder: str | Path = RESULTS, out: str | Path = PAGES) -> list[Path]:
+    """Write ``out/paper.md``, ``out/paper.html`` and their figures from the results in ``folder``.
+
+    Args:
+        folder: holds ``NAME-SCALE.json``; of each recipe the result at the largest scale is shown.
+        out: where the page goes; its figures go to ``out/figures/paper``.
+    """
+    found, known = page.results([folder]), recipes()
+    strangers = sorted(set(found) - set(known))
+    if strangers:
+        raise HyperkronError(f"folder={str(folder)!r} holds results of unknown recipes: {', '.join(strangers)}.")
+    figures = Path(out) / "figures" / "paper"
+    sections = [page.section(recipe, page.best(found.get(name)), figures) for name, recipe in known.items()]
+    sections += places.missing([recipe.place for recipe in known.values()])
+    return page.write(sorted(sections, key=lambda x: places.order(x.place)), out)

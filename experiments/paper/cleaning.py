@@ -1,0 +1,284 @@
+"""Hypercleaning: half of the training labels are drawn anew, and one weight for each example is learned.
+
+    J_in = mean(clip(λ_n) · CE) + α‖θ‖² on the noisy part ,      J_out = mean CE on the first validation part
+
+Hyperparameters are tuned on the second validation part. The test part is looked at only in the final runs, outside the
+clock; no choice depends on it: the figure that counts is its loss where the second validation loss is lowest.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.paper import networks
+from experiments.paper.datasets import Images
+from experiments.paper.methods import Method
+from experiments.paper.tuning import Clock, Setting
+from hyperkron import losses
+from hyperkron.algorithms import Draw, Examples
+from hyperkron.hyper import SampleWeights
+from hyperkron.problem import BilevelProblem
+from hyperkron.solution import HyperkronError
+from hyperkron.training import Box
+
+Part = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Standardised inputs and labels; the training labels are partly wrong, ``clean`` says which are right.
+
+    ``starts`` remembers the models of :func:`start`, which all trials on a split share.
+    """
+
+    train: Part
+    validation: Part
+    second: Part
+    test: Part
+    clean: Tensor
+    starts: dict[tuple[Case, int], nn.Module] = field(default_factory=dict, repr=False, compare=False)
+
+    def to(self, device: torch.device | str) -> Split:
+        """The same on another device."""
+        train, validation, second, test = (
+            (x.to(device), y.to(device)) for x, y in (self.train, self.validation, self.second, self.test)
+        )
+        return Split(train, validation, second, test, self.clean.to(device))
+
+
+def noisy_split(data: Images, counts: tuple[int, int, int], seed: int, noise: float = 0.5) -> Split:
+    """The training part cut at random into training, validation and second validation, with noise in the first.
+
+    A share ``noise`` of the training labels is drawn anew, uniformly; some of those keep their label by chance.
+    Inputs are standardised by the training part's mean and deviation: by pixel for vectors, by channel for images.
+    """
+    images, labels = data.train
+    if sum(counts) > len(images):
+        raise HyperkronError(f"counts={counts!r} add up to {sum(counts)}, but there are {len(images)} examples.")
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(images), generator=generator)[: sum(counts)].split(list(counts))
+    given = labels[order[0]].clone()
+    again = torch.rand(len(given), generator=generator) < noise
+    given[again] = torch.randint(10, (int(again.sum()),), generator=generator)
+    train = images[order[0]]
+    over = (0,) if train.ndim == 2 else (0, 2, 3)
+    mean, deviation = train.mean(over, keepdim=True), train.std(over, keepdim=True)
+    scale = torch.where(deviation > 0, 1 / deviation.clamp(min=1e-12), torch.zeros_like(deviation))
+
+    def standard(x: Tensor) -> Tensor:
+        return ((x - mean) * scale).clamp(-10, 10)
+
+    parts = [(standard(images[i]), labels[i]) for i in order]
+    test = (standard(data.test[0]), data.test[1])
+    return Split((parts[0][0], given), parts[1], parts[2], test, given == labels[order[0]])
+
+
+def made_up(shape: tuple[int, ...], train: int, test: int, seed: int = 0) -> Images:
+    """Ten noisy prototypes, for runs without data: enough to see that everything works, and nothing more."""
+    generator = torch.Generator().manual_seed(seed)
+    prototypes = torch.randn(10, *shape, generator=generator)
+
+    def part(count: int) -> Part:
+        y = torch.randint(10, (count,), generator=generator)
+        return prototypes[y] + 1.5 * torch.randn(count, *shape, generator=generator), y
+
+    return Images(part(train), part(test))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is cleaned with what.
+
+    Attributes:
+        network, width: the inner model; see :func:`experiments.paper.networks.make`.
+        decay: α; its curvature 2α joins the damping of every method.
+        batch: of both levels; at most the whole part.
+        passes: passes over noisy training and validation data that θ starts from (0: from its initial weights).
+    """
+
+    network: networks.Network = "linear"
+    batch: int = 1000
+    decay: float = 1e-3
+    passes: int = 2
+    width: int | None = None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a run goes on: so many seconds of its clock, and at most so many outer steps."""
+
+    seconds: float
+    steps: int = 1_000_000
+    looks: int = 10
+
+    def share(self, part: float) -> Budget:
+        """A part of it."""
+        return Budget(self.seconds * part, max(1, math.ceil(self.steps * part)), max(2, math.ceil(self.looks * part)))
+
+
+def problem(decay: float) -> BilevelProblem:
+    """The two objectives."""
+
+    def inner(model: nn.Module, weights: nn.Module, batch: Any) -> losses.Loss:
+        x, y, index = batch
+        fit = losses.cross_entropy(model(x), y, weight=weights(index))
+        return fit + losses.l2(model, decay) if decay else fit
+
+    def outer(model: nn.Module, weights: nn.Module, batch: Any) -> losses.Loss:
+        return losses.cross_entropy(model(batch[0]), batch[1])
+
+    return BilevelProblem(inner, outer)
+
+
+def loss_and_error(model: nn.Module, part: Part, chunk: int = 2500) -> tuple[float, float]:
+    """Mean cross entropy and share of wrong predictions, the model in evaluation mode and left as it was."""
+    was = model.training
+    model.eval()
+    total, wrong = 0.0, 0
+    with torch.no_grad():
+        for x, y in zip(part[0].split(chunk), part[1].split(chunk), strict=True):
+            output = model(x)
+            total += float(nn.functional.cross_entropy(output, y, reduction="sum"))
+            wrong += int((output.argmax(1) != y).sum())
+    model.train(was)
+    return total / len(part[1]), wrong / len(part[1])
+
+
+def start(case: Case, split: Split, seed: int) -> nn.Module:
+    """The model that every method starts from: a copy of one that is trained once for a split, case and seed."""
+    if (case, seed) not in split.starts:
+        split.starts[case, seed] = _trained(case, split, seed)
+    return copy.deepcopy(split.starts[case, seed])
+
+
+def _trained(case: Case, split: Split, seed: int) -> nn.Module:
+    """A model after ``case.passes`` over noisy training and validation data."""
+    device = split.train[0].device
+    model = networks.make(case.network, split.train[0].shape[1], seed, case.width).to(device)
+    if not case.passes:
+        return model
+    x, y = (torch.cat(pair) for pair in zip(split.train, split.validation, strict=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(device)
+    for i in order.split(min(case.batch, 1000)) * case.passes:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[i]), y[i]).backward()
+        optimizer.step()
+    return model
+
+
+class Trial:
+    """One run of one method, with its own clock."""
+
+    def __init__(self, case: Case, split: Split, method: Method, setting: Setting, seed: int) -> None:
+        x, y = split.train
+        device = x.device
+        self.split, self.name = split, method.name
+        self.model = start(case, split, seed)
+        self.weights = SampleWeights(len(x)).to(device)
+        self.algorithm = method.algorithm(setting, seed)
+        momentum = setting.get("momentum", 0.0)
+        falling = method.name.startswith("MRBO")  # has its own rates, which fall
+        self.state = self.algorithm.init(
+            problem(case.decay),
+            self.model,
+            self.weights,
+            inner=None if falling else torch.optim.SGD(self.model.parameters(), lr=setting["inner"], momentum=momentum),
+            outer=None if falling else torch.optim.SGD(self.weights.parameters(), lr=setting["outer"]),
+            project=Box(0.0, 1.0),
+        )
+        count = min(case.batch, len(x))
+        inner = Examples(x, y, torch.arange(len(x), device=device), batch_size=count, seed=seed)
+        outer_count = min(case.batch, len(split.validation[0]))
+        self.draw = Draw(inner, Examples(*split.validation, batch_size=outer_count, seed=seed + 1))
+        self.clock = Clock(device)
+        self.failed = False
+        self.rows: list[dict[str, float]] = []
+
+    def advance(self, seconds: float, steps: int) -> None:
+        """Go on until the clock shows ``seconds`` or ``steps`` are done."""
+        while not self.failed and self.clock.seconds < seconds and self.state.step < steps:
+            try:
+                with self.clock:
+                    self.algorithm.step(self.state, self.draw)
+            except HyperkronError:
+                self.failed = True
+
+    def look(self, test: bool) -> None:
+        """Add a row to the curve, off the clock."""
+        row: dict[str, float] = {"step": self.state.step, "seconds": self.clock.seconds, "wall": self.clock.wall}
+        for name, part in (("second", self.split.second), *((("test", self.split.test),) if test else ())):
+            loss, error = (math.inf, 1.0) if self.failed else loss_and_error(self.model, part)
+            row[f"{name}_loss"], row[f"{name}_error"] = loss if math.isfinite(loss) else math.inf, error
+        self.rows.append(row)
+
+    def run(self, budget: Budget, test: bool) -> None:
+        """The whole run, with a look at the beginning, at equal distances, and at the end."""
+        self.look(test)
+        for i in range(budget.looks):
+            share = (i + 1) / budget.looks
+            self.advance(budget.seconds * share, math.ceil(budget.steps * share) if budget.steps < 1e6 else 10**9)
+            if self.rows[-1]["step"] != self.state.step or self.failed:
+                self.look(test)
+            if self.failed or self.state.step >= budget.steps:
+                break
+
+    def f1(self) -> float:
+        """How well weights above ½ find the right labels."""
+        kept, clean = self.weights.weight.detach() > 0.5, self.split.clean
+        right = int((kept & clean).sum())
+        return 2 * right / max(1, int(kept.sum()) + int(clean.sum()))
+
+
+def warm_up(case: Case, split: Split, method: Method, setting: Setting, kind: type[Trial] = Trial) -> None:
+    """One uncounted step on a GPU, so that the first method does not pay for the libraries' start."""
+    if split.train[0].device.type == "cuda":
+        kind(case, split, method, setting, 0).advance(1e-9, 1)
+
+
+def tuning_loss(
+    case: Case,
+    split: Split,
+    method: Method,
+    setting: Setting,
+    budget: Budget,
+    seed: int = 0,
+    kind: type[Trial] = Trial,
+) -> float:
+    """The lowest loss on the second validation part; the test part is not touched."""
+    trial = kind(case, split, method, setting, seed)
+    trial.run(budget, test=False)
+    return min(row["second_loss"] for row in trial.rows)
+
+
+def final(
+    case: Case,
+    split: Split,
+    method: Method,
+    setting: Setting,
+    budget: Budget,
+    seed: int,
+    kind: type[Trial] = Trial,
+) -> dict[str, Any]:
+    """A run with the chosen setting: its curve, and the test figures where the second validation loss is lowest."""
+    warm_up(case, split, method, setting, kind)
+    trial = kind(case, split, method, setting, seed)
+    trial.run(budget, test=True)
+    best = min(trial.rows, key=lambda row: row["second_loss"])
+    first, last = (trial.rows[1] if len(trial.rows) > 2 else trial.rows[0]), trial.rows[-1]
+    steps = max(1.0, last["step"] - first["step"])
+    return {
+        "failed": trial.failed,
+        "best": best,
+        "lowest_test_loss": min(row["test_loss"] for row in trial.rows),
+        "steps": last["step"],
+        "step_seconds": (last["seconds"] - first["seconds"]) / steps,
+        "f1": trial.f1(),
+        "curve": {key: [float(f"{row[key]:.5g}") for row in trial.rows] for key in trial.rows[0]},
+    }

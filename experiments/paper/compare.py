@@ -1,0 +1,181 @@
+"""A fair comparison of methods on a cleaning problem: tuned alike, run alike, with the reference lines."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from experiments.paper import cleaning, datasets
+from experiments.paper.cleaning import Budget, Case, Split
+from experiments.paper.methods import Method, Rates
+from experiments.paper.recipe import Job
+from experiments.paper.tuning import Difference, Search, Setting, at_edge, tune
+
+Source = Literal["mnist", "cifar10", "vectors", "images"]
+"""Real data by name, or made-up vectors (20) or images (3 × 8 × 8)."""
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What all methods of a comparison share.
+
+    Attributes:
+        source: the data.
+        counts: training, validation and second validation examples.
+        case: network, batch, decay and start.
+        rates: what the grids are made of.
+        search: trials of every method.
+        budget: of every run.
+    """
+
+    source: Source
+    counts: tuple[int, int, int]
+    case: Case
+    rates: Rates
+    search: Search
+    budget: Budget
+
+    def with_batch(self, batch: int) -> Contest:
+        """The same with another batch size, and the steps of λ in proportion to it.
+
+        The hypergradient of an example's weight is that of a mean over the batch: it falls as 1/batch.
+        """
+        outer = tuple(rate * batch / self.case.batch for rate in self.rates.outer)
+        return replace(self, case=replace(self.case, batch=batch), rates=replace(self.rates, outer=outer))
+
+
+class Splits(Mapping[int, Split]):
+    """The split of every seed, made when it is first asked for, so that a run from the cache needs no data."""
+
+    def __init__(self, job: Job, contest: Contest) -> None:
+        self.job, self.contest = job, contest
+        self._data: datasets.Images | None = None
+        self._made: dict[int, Split] = {}
+
+    def _load(self) -> datasets.Images:
+        source, count = self.contest.source, sum(self.contest.counts)
+        if source == "mnist":
+            return datasets.mnist(self.job.data)
+        if source == "cifar10":
+            return datasets.cifar10(self.job.data)
+        return cleaning.made_up((20,) if source == "vectors" else (3, 8, 8), count, max(100, count // 4))
+
+    def __getitem__(self, seed: int) -> Split:
+        if seed not in self._made:
+            if self._data is None:
+                self._data = self._load()
+            self._made[seed] = cleaning.noisy_split(self._data, self.contest.counts, seed).to(self.job.device)
+        return self._made[seed]
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter((0, *self.job.seeds))
+
+    def __len__(self) -> int:
+        return 1 + len(self.job.seeds)
+
+
+def tuned(
+    job: Job,
+    key: Sequence[Any],
+    contest: Contest,
+    splits: Splits,
+    method: Method,
+    kind: type[cleaning.Trial] = cleaning.Trial,
+) -> dict[str, Any]:
+    """The setting of a method with the lowest second validation loss on the split of seed 0."""
+
+    warm = False
+
+    def score(setting: Setting, share: float) -> float:
+        nonlocal warm
+        if not warm:
+            cleaning.warm_up(contest.case, splits[0], method, setting, kind)
+            warm = True
+        return cleaning.tuning_loss(contest.case, splits[0], method, setting, contest.budget.share(share), kind=kind)
+
+    found = tune(job, [*key, method.name], method.grid, contest.search, score)
+    return {"setting": found.setting, "second_loss": found.loss, "edge": at_edge(found.setting, method.grid)}
+
+
+def runs(
+    job: Job,
+    key: Sequence[Any],
+    contest: Contest,
+    splits: Splits,
+    method: Method,
+    setting: Setting,
+    kind: type[cleaning.Trial] = cleaning.Trial,
+) -> list[dict[str, Any]]:
+    """The final run of every seed, with the test part looked at."""
+    return [
+        job.cell(
+            [*key, method.name, seed],
+            lambda s=seed: cleaning.final(contest.case, splits[s], method, setting, contest.budget, s, kind),  # type: ignore[misc]
+        )
+        for seed in job.seeds
+    ]
+
+
+def compete(
+    job: Job, key: Sequence[Any], contest: Contest, splits: Splits, methods: Sequence[Method]
+) -> dict[str, dict[str, Any]]:
+    """Every method tuned and run."""
+    choices = {method.name: tuned(job, key, contest, splits, method) for method in methods}
+    return {
+        method.name: choices[method.name]
+        | summary(runs(job, key, contest, splits, method, choices[method.name]["setting"]))
+        for method in methods
+    }
+
+
+def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of a method's seeds side by side; a run that failed at once has no test loss."""
+    return {
+        "test_loss": [run["best"]["test_loss"] for run in found],
+        "test_error": [run["best"]["test_error"] for run in found],
+        "lowest_test_loss": [run["lowest_test_loss"] for run in found],
+        "seconds_to_best": [run["best"]["seconds"] for run in found],
+        "steps": [run["steps"] for run in found],
+        "step_seconds": [run["step_seconds"] for run in found],
+        "f1": [run["f1"] for run in found],
+        "failed": [run["failed"] for run in found],
+        "curve": found[0]["curve"],
+    }
+
+
+def known(values: Sequence[float | None]) -> list[float]:
+    """The values that are numbers."""
+    return [float(x) for x in values if x is not None]
+
+
+def mean(values: Sequence[float | None]) -> float:
+    """Their mean; infinite where a run failed and has none."""
+    numbers = known(values)
+    return statistics.fmean(numbers) if numbers and len(numbers) == len(values) else float("inf")
+
+
+def clearly_below(a: Sequence[float | None], b: Sequence[float | None]) -> bool:
+    """Whether a's values are lower than b's, seed by seed: the 95 % interval of the mean difference is below zero.
+
+    One seed decides nothing. A run that failed, and so has no value, is above all that did not.
+
+    Example:
+        >>> clearly_below([1.0, 2.0, 3.0], [1.5, 2.4, 3.6]), clearly_below([1.0, 2.0, 3.0], [1.5, 1.9, 3.6])
+        (True, False)
+    """
+    if None in a or None in b:
+        return None not in a
+    difference = Difference.of(b, a)
+    return difference is not None and difference.sign < 0
+
+
+def setting_text(setting: Mapping[str, float]) -> str:
+    """A setting in a table.
+
+    Example:
+        >>> setting_text({"inner": 0.1, "outer": 100.0})
+        'inner 0.1, outer 100'
+    """
+    return ", ".join(f"{name} {value:g}" for name, value in setting.items())

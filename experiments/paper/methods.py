@@ -1,0 +1,111 @@
+"""The methods that are compared, each with its own grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from experiments.paper.tuning import Grid, Setting
+from hyperkron.algorithms import AID, BOME, BSG1, MRBO, AmIGO, Rate, StocBiO, StochasticNeumann
+from hyperkron.algorithms.base import Algorithm
+from hyperkron.curvature import GGN
+from hyperkron.hypergradient import Hypergradient, cg, ekfac, identity, kfac, neumann
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method: its name in the paper, its grid, and how a setting of the grid becomes an algorithm.
+
+    The names ``inner``, ``outer`` and ``momentum`` of a setting are the step sizes of θ and λ and θ's momentum.
+    """
+
+    name: str
+    grid: Grid
+    algorithm: Callable[[Setting, int], Algorithm]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The values that grids are made of.
+
+    Attributes:
+        inner, outer, momentum: of every method (MRBO, which has its own momentum, and BOME have none).
+        damping: of methods that solve a damped system.
+        step: of methods that iterate: of the Neumann series, or of AmIGO's v.
+        own: BOME's η and BSG-1's ϵ.
+    """
+
+    inner: tuple[float, ...] = (0.1, 0.01, 0.001)
+    outer: tuple[float, ...] = (0.1, 1.0, 10.0, 100.0, 500.0, 1000.0)
+    momentum: tuple[float, ...] = (0.0, 0.9)
+    damping: tuple[float, ...] = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+    step: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
+    own: tuple[float, ...] = (0.001, 0.01, 0.1, 1.0)
+
+
+def methods(rates: Rates, *, inner_steps: int = 10, refresh: int = 1, ema: float = 0.0) -> dict[str, Method]:
+    """Every method of the cleaning experiments, by name.
+
+    Args:
+        rates: what the grids are made of.
+        inner_steps: T, of the double-loop methods.
+        refresh: how many outer steps a curvature of KFAC and EKFAC serves.
+        ema: the decay of KFAC's moving averages.
+    """
+    plain: Grid = {"inner": rates.inner, "outer": rates.outer}
+    moving: Grid = {**plain, "momentum": rates.momentum}
+    damped: Grid = {**moving, "damping": rates.damping}
+    stepped: Grid = {**moving, "step": rates.step}
+
+    def kronecker(x: Setting, seed: int) -> Hypergradient:
+        return kfac(x["damping"], refresh_every=refresh, ema=ema, seed=seed)
+
+    def empirical(x: Setting, seed: int) -> Hypergradient:
+        return kfac(x["damping"], fisher="empirical", refresh_every=refresh, ema=ema, seed=seed)
+
+    def corrected(x: Setting, seed: int) -> Hypergradient:
+        return ekfac(x["damping"], refresh_every=refresh, ema=ema, seed=seed)
+
+    def aid(name: str, grid: Grid, make: Callable[[Setting, int], Hypergradient]) -> Method:
+        return Method(name, grid, lambda x, seed: AID(make(x, seed), inner_steps, seed=seed))
+
+    def mrbo(name: str, grid: Grid, make: Callable[[Setting, int], Hypergradient]) -> Method:
+        def algorithm(x: Setting, seed: int) -> Algorithm:
+            inner, outer = Rate(x["inner"], 1 / 3), Rate(x["outer"], 1 / 3)
+            return MRBO(make(x, seed), inner_rate=inner, outer_rate=outer, seed=seed)
+
+        return Method(name, grid, algorithm)
+
+    found = [
+        aid("AID-KFAC", damped, kronecker),
+        aid("AID-KFAC-EMP", damped, empirical),
+        aid("AID-EKFAC", damped, corrected),
+        aid("AID-identity", moving, lambda x, seed: identity()),
+        Method(
+            "AmIGO",
+            stepped,
+            lambda x, seed: AmIGO(inner_steps=inner_steps, linear_rate=x["step"], seed=seed),
+        ),
+        Method(
+            "AmIGO-KFAC",
+            damped,
+            lambda x, seed: AmIGO(inner_steps=inner_steps, hypergradient=kronecker(x, seed), seed=seed),
+        ),
+        mrbo("MRBO", {**plain, "step": rates.step}, lambda x, seed: StochasticNeumann(10, x["step"], seed=seed)),
+        mrbo("MRBO-KFAC", {**plain, "damping": rates.damping}, kronecker),
+        Method("stocBiO", stepped, lambda x, seed: StocBiO(inner_steps=inner_steps, step_size=x["step"], seed=seed)),
+        Method("BOME", {**plain, "eta": rates.own}, lambda x, seed: BOME(inner_steps, x["eta"], seed=seed)),
+        Method("BSG-1", {**moving, "epsilon": rates.own}, lambda x, seed: BSG1(inner_steps, x["epsilon"], seed=seed)),
+    ]
+    for count in (1, 3, 5, 10, 20):
+        found += [
+            aid(f"AID-CG-{count}", damped, lambda x, seed, k=count: cg(k, x["damping"])),  # type: ignore[misc]
+            aid(f"AID-GGN-CG-{count}", damped, lambda x, seed, k=count: cg(k, curvature=GGN(x["damping"]))),  # type: ignore[misc]
+            aid(f"AID-Neumann-{count}", stepped, lambda x, seed, k=count: neumann(k, step=x["step"])),  # type: ignore[misc]
+            aid(
+                f"AID-GGN-Neumann-{count}",
+                stepped,
+                lambda x, seed, k=count: neumann(k, step=x["step"], curvature=GGN(0.0)),  # type: ignore[misc]
+            ),
+        ]
+    return {method.name: method for method in found}

@@ -1,0 +1,102 @@
+"""The lines to beat: what plain training reaches on the trusted rows, and with the noisy or the right ones added."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from experiments.paper import cleaning
+from experiments.paper.cleaning import Budget, Case, Part, Split
+from experiments.paper.recipe import Job
+from experiments.paper.tuning import Clock, Grid, Search, Setting, settings_of, tune
+from hyperkron.solution import HyperkronError
+
+Kind = Literal["trusted only", "trusted + noisy", "trusted + correct"]
+"""Validation part alone; with all training rows as labelled; with exactly the training rows whose label is right."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def rows_of(split: Split, kind: Kind) -> Part:
+    """The examples that a reference trains on.
+
+    Example:
+        >>> part = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
+        >>> split = Split(part, part, part, part, torch.tensor([True, False]))
+        >>> [len(rows_of(split, kind)[0]) for kind in KINDS]
+        [2, 4, 3]
+    """
+    if kind == "trusted only":
+        return split.validation
+    if kind not in KINDS:
+        raise HyperkronError(f"kind={kind!r} is unknown; choose one of {', '.join(KINDS)}.")
+    chosen = torch.ones_like(split.clean) if kind == "trusted + noisy" else split.clean
+    x, y = (torch.cat((a, b[chosen])) for a, b in zip(split.validation, split.train, strict=True))
+    return x, y
+
+
+def train(
+    case: Case, split: Split, kind: Kind, setting: Setting, budget: Budget, seed: int, test: bool
+) -> list[dict[str, float]]:
+    """Plain SGD with the decay of the inner problem, looked at as the methods are."""
+    x, y = rows_of(split, kind)
+    model = cleaning.start(Case(case.network, case.batch, case.decay, 0, case.width), split, seed)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=setting["inner"], momentum=setting["momentum"], weight_decay=2 * case.decay
+    )
+    generator, clock = torch.Generator().manual_seed(seed), Clock(x.device)
+    step, looks, rows = 0, 0, []
+    steps = budget.steps * 10  # an outer step holds ten inner ones
+    while clock.seconds < budget.seconds and step < steps:
+        for i in torch.randperm(len(x), generator=generator).to(x.device).split(case.batch):
+            with clock:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x[i]), y[i]).backward()
+                optimizer.step()
+            step += 1
+            due = max(clock.seconds / budget.seconds, step / steps) * budget.looks
+            if due >= looks + 1 or due >= budget.looks:
+                looks = math.floor(due)
+                row = {"step": float(step), "seconds": clock.seconds}
+                for name, part in (("second", split.second), *((("test", split.test),) if test else ())):
+                    row[f"{name}_loss"], row[f"{name}_error"] = cleaning.loss_and_error(model, part)
+                rows.append(row)
+            if due >= budget.looks:
+                break
+    return [{key: v if math.isfinite(v) else math.inf for key, v in row.items()} for row in rows]
+
+
+def references(
+    job: Job, case: Case, splits: Mapping[int, Split], grid: Grid, search: Search, budget: Budget
+) -> dict[str, list[dict[str, Any]]]:
+    """For each kind the test figures of every seed, where its second validation loss is lowest.
+
+    The step size and momentum of each are tuned as those of the methods are, with at most as many trials.
+
+    Args:
+        job: its seeds are run.
+        splits: by seed; that of seed 0 is for tuning.
+        grid: with ``inner`` and ``momentum``.
+    """
+    count = math.prod(len(values) for values in grid.values())
+    trials = Search(min(search.trials, count), min(search.kept, count), search.short)
+    settings_of(grid, trials.trials)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for kind in KINDS:
+
+        def score(setting: Setting, share: float, kind: Kind = kind) -> float:
+            rows = train(case, splits[0], kind, setting, budget.share(share), 0, test=False)
+            return min(row["second_loss"] for row in rows)
+
+        setting = tune(job, ["reference", kind], grid, trials, score).setting
+
+        def one(seed: int, kind: Kind = kind, setting: Setting = setting) -> dict[str, Any]:
+            rows = train(case, splits[seed], kind, setting, budget, seed, test=True)
+            return {"best": min(rows, key=lambda row: row["second_loss"])}
+
+        found[kind] = [job.cell(["reference", kind, seed], lambda s=seed: one(s)) for seed in job.seeds]  # type: ignore[misc]
+    return found

@@ -1,0 +1,215 @@
+"""A fair search: the same number of trials for every method, each over its own grid, judged on the second validation.
+
+Test data are not seen here. A trial gets its place in the cell cache, so that an interrupted search continues.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from experiments.paper.recipe import Job
+from hyperkron.solution import HyperkronError
+
+Setting = dict[str, float]
+"""What is tuned: a number for each name of the grid."""
+
+Grid = Mapping[str, Sequence[float]]
+"""The values of each name; a setting takes one of each."""
+
+
+class Clock:
+    """Time spent inside ``with clock:``, the device synchronised before every reading.
+
+    ``seconds`` is what budgets count: wall-clock time on a GPU; on a CPU the process's own time, which with one thread
+    is what wall-clock time would be on a machine that nobody else uses. ``wall`` is wall-clock time on both.
+
+    Example:
+        >>> clock = Clock("cpu")
+        >>> with clock:
+        ...     _ = sum(range(1000))
+        >>> clock.seconds > 0 and clock.wall > 0
+        True
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.seconds = self.wall = 0.0
+        self._begin = (0.0, 0.0)
+
+    def _read(self) -> tuple[float, float]:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            now = time.perf_counter()
+            return now, now
+        return time.process_time(), time.perf_counter()
+
+    def __enter__(self) -> Clock:
+        self._begin = self._read()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        seconds, wall = self._read()
+        self.seconds += seconds - self._begin[0]
+        self.wall += wall - self._begin[1]
+
+
+def settings_of(grid: Grid, trials: int, seed: int = 0) -> list[Setting]:
+    """``trials`` different settings of a grid, drawn at random where the grid holds more.
+
+    Example:
+        >>> settings_of({"inner": (0.1, 0.01), "outer": (1.0,)}, 2, seed=1)
+        [{'inner': 0.1, 'outer': 1.0}, {'inner': 0.01, 'outer': 1.0}]
+    """
+    everything = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    if trials < 1 or len(everything) < trials:
+        raise HyperkronError(
+            f"trials={trials!r} cannot be had from a grid of {len(everything)} settings ({dict(grid)!r:.200}); every "
+            "method must have the same number, so extend this grid or lower trials."
+        )
+    order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(seed))[:trials]
+    return [everything[i] for i in sorted(order.tolist())]
+
+
+@dataclass(frozen=True)
+class Search:
+    """How much tuning every method gets.
+
+    Attributes:
+        trials: settings tried in the first, short round.
+        kept: the best of them run again for the full budget; the best of those is chosen. With one, which decides
+            nothing, the second round is left out.
+        short: the budget of the first round as a share of the full one.
+    """
+
+    trials: int = 8
+    kept: int = 2
+    short: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.kept <= self.trials and 0 < self.short <= 1):
+            raise HyperkronError(f"{self!r} needs 1 ≤ kept ≤ trials and 0 < short ≤ 1.")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The chosen setting, its loss on the second validation part, and all trials that led to it."""
+
+    setting: Setting
+    loss: float
+    trials: list[dict[str, Any]]
+
+
+def trial_key(key: Sequence[Any], setting: Setting, share: float) -> list[Any]:
+    """The place of a trial in the cell cache."""
+    return ["tune", *key, setting, share]
+
+
+def tune(job: Job, key: Sequence[Any], grid: Grid, search: Search, score: Callable[[Setting, float], float]) -> Tuned:
+    """The setting of a grid with the lowest score.
+
+    Args:
+        job: whose cell cache remembers the trials.
+        key: names the method (and the case) being tuned.
+        grid: of this method.
+        search: the same for every method that is compared.
+        score: ``score(setting, share)`` runs the setting for this share of the full budget and returns its lowest
+            loss on the *second* validation part; not finite where the run failed.
+    """
+
+    def trial(setting: Setting, share: float) -> float:
+        found = job.cell(trial_key(key, setting, share), lambda: {"loss": score(setting, share)})["loss"]
+        return math.inf if found is None else float(found)
+
+    candidates = settings_of(grid, search.trials)
+    first = sorted(((trial(x, search.short), i) for i, x in enumerate(candidates)), key=lambda pair: pair)
+    rows = [{**candidates[i], "share": search.short, "loss": loss} for loss, i in first]
+    if search.kept > 1:
+        first = sorted((trial(candidates[i], 1.0), i) for _, i in first[: search.kept])
+        rows += [{**candidates[i], "share": 1.0, "loss": loss} for loss, i in first]
+    best, index = first[0]
+    if not math.isfinite(best):
+        raise HyperkronError(f"every trial of {list(key)} failed; widen its grid ({dict(grid)!r:.200}).")
+    return Tuned(candidates[index], best, rows)
+
+
+def at_edge(setting: Setting, grid: Grid) -> list[str]:
+    """The names whose chosen value is the least or greatest of its grid, where a wider grid might do better."""
+    return [name for name, values in grid.items() if len(values) > 1 and setting[name] in (min(values), max(values))]
+
+
+# 97.5 % points of Student's t by degrees of freedom
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and half the width of its 95 % interval (Student's t); the half-width of a single value is NaN.
+
+    Example:
+        >>> tuple(round(x, 3) for x in interval([1.0, 2.0, 3.0]))
+        (2.0, 2.484)
+    """
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, math.nan
+    t = _STUDENT[len(values) - 2] if len(values) - 2 < len(_STUDENT) else 1.96
+    return mean, t * statistics.stdev(values) / math.sqrt(len(values))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A figure less another, seed by seed: the mean, half of its 95 % interval, and the number of seeds.
+
+    Example:
+        >>> str(Difference.of([60.0, 61.0], [61.0, 62.5])), f"{Difference.of([60.0], [61.0]):.2f}"
+        ('+1.2 ± 3.2 (2 seeds)', '+1.00 (1 seed)')
+    """
+
+    mean: float
+    half: float
+    seeds: int
+
+    @staticmethod
+    def of(before: Sequence[float | None], after: Sequence[float | None]) -> Difference | None:
+        """``after`` less ``before``, over the seeds that both have; ``None`` where there is none."""
+        values = [b - a for a, b in zip(before, after, strict=False) if a is not None and b is not None]
+        return Difference(*interval(values), len(values)) if values else None
+
+    @property
+    def sign(self) -> int:
+        """1 or −1 where the whole interval is above or below zero, else 0; one seed decides nothing."""
+        if math.isnan(self.half) or abs(self.mean) <= self.half:
+            return 0
+        return 1 if self.mean > 0 else -1
+
+    def __format__(self, spec: str) -> str:
+        """Its numbers formatted by ``spec``, one digit where there is none."""
+        spec = spec or ".1f"
+        half = "" if math.isnan(self.half) else f" ± {self.half:{spec}}"
+        return f"{self.mean:+{spec}}{half} ({self.seeds} seed{'s' * (self.seeds > 1)})"
+
+    def __str__(self) -> str:
+        return format(self)
+
+
+def shown(values: Sequence[float], digits: int = 3) -> str:
+    """Mean ± half-width as text, or the value alone where there is one.
+
+    Example:
+        >>> shown([1.0, 2.0, 3.0]), shown([0.5])
+        ('2.000 ± 2.484', '0.500')
+    """
+    if not values:
+        return "–"
+    mean, half = interval(values)
+    return f"{mean:.{digits}f}" if math.isnan(half) else f"{mean:.{digits}f} ± {half:.{digits}f}"

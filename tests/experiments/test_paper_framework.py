@@ -1,0 +1,383 @@
+"""The framework of the paper's recipes: cells, time limits, results, tuning, clocks, data and the page."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments import paper, records
+from experiments.paper import datasets, page, places
+from experiments.paper.__main__ import main
+from experiments.paper.printed import printed
+from experiments.paper.recipe import Cells, Job, Judgement, OutOfTime, Recipe, Result, Table, Verdict
+from experiments.paper.tuning import Clock, Search, at_edge, interval, settings_of, shown, tune
+from hyperkron.solution import HyperkronError
+
+
+@dataclass(frozen=True)
+class Settings:
+    factor: int = 2
+
+
+class Counted:
+    """A recipe whose cells count how often they are computed, and can be slow or fail."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.done: list[int] = []
+        self.fail_at: int | None = None
+        self.seconds = 0.0
+        self.recipe = replace(
+            Recipe(
+                name="counted",
+                title="Counting | twice",
+                place="Table 1",
+                experiment=1,
+                settings={"smoke": Settings(), "small": Settings(3)},
+                work=self.work,
+                verdict=self.verdict,
+                tables=lambda result: [
+                    Table("Sums", ["what", "ours"], [["sum", str(result and result.figures["sum"])]])
+                ],
+            ),
+            **changes,
+        )
+
+    def work(self, job: Job) -> dict[str, Any]:
+        return {"sum": sum(job.cell([seed], lambda s=seed: self.one(job, s))["value"] for seed in job.seeds)}
+
+    def one(self, job: Job, seed: int) -> dict[str, Any]:
+        if seed == self.fail_at:
+            raise KeyboardInterrupt
+        time.sleep(self.seconds)
+        self.done.append(seed)
+        return {"value": job.settings.factor * seed, "nothing": math.inf}
+
+    def verdict(self, result: Result) -> Judgement:
+        """Always reproduced."""
+        return Judgement(Verdict.REPRODUCED, "It adds up.")
+
+
+# --- cells and runs ----------------------------------------------------------------------------------------
+
+
+def test_a_run_writes_what_is_needed_to_make_it_again(tmp_path: Path) -> None:
+    result = Counted().recipe.run("small", 2, "cpu", tmp_path, command="python -m x")
+    written = json.loads((tmp_path / "counted-small.json").read_text("utf-8"))
+    assert written["figures"] == {"sum": 9} and written["seeds"] == [1, 2] and written["command"] == "python -m x"
+    assert written["settings"] == {"factor": 3} and written["versions"]["torch"] == torch.__version__
+    assert {"cpu", "threads", "cores"} <= set(written["hardware"]) and written["complete"] is True
+    again = Result.read(tmp_path / "counted-small.json")
+    assert again.figures == result.figures and again.seeds == (1, 2)
+
+
+def test_an_interrupted_run_continues_with_the_missing_cells(tmp_path: Path) -> None:
+    counted = Counted()
+    counted.fail_at = 3
+    with pytest.raises(KeyboardInterrupt):
+        counted.recipe.run("smoke", 4, "cpu", tmp_path)
+    assert counted.done == [1, 2] and not (tmp_path / "counted-smoke.json").exists()
+    with (tmp_path / "counted-smoke.cells.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"key": [3], "settings": "')  # a crash in the middle of a line
+    counted.fail_at = None
+    assert counted.recipe.run("smoke", 4, "cpu", tmp_path).figures == {"sum": 20}
+    assert counted.done == [1, 2, 3, 4]
+    assert counted.recipe.run("smoke", 4, "cpu", tmp_path).figures == {"sum": 20}
+    assert counted.done == [1, 2, 3, 4]
+
+
+def test_cells_of_other_settings_are_not_used(tmp_path: Path) -> None:
+    counted = Counted()
+    counted.recipe.run("smoke", 1, "cpu", tmp_path)
+    other = Counted(settings={"smoke": Settings(5)})
+    assert other.recipe.run("smoke", 1, "cpu", tmp_path).figures == {"sum": 5}
+    assert other.done == [1]
+
+
+def test_a_value_is_the_same_fresh_and_from_the_cache(tmp_path: Path) -> None:
+    cells = Cells(tmp_path / "x.jsonl", {})
+    fresh = cells.put(["a", {"b": 0.1}], {"x": (1, math.nan)}, 0.5)
+    assert fresh == {"x": [1, None]} == Cells(tmp_path / "x.jsonl", {}).get(["a", {"b": 0.1}])
+    assert Cells(tmp_path / "x.jsonl", {}).seconds() == 0.5
+
+
+def test_processor_time_is_recorded_beside_the_clock(tmp_path: Path) -> None:
+    counted = Counted()
+    counted.seconds = 0.05  # asleep
+    result = counted.recipe.run("smoke", 2, "cpu", tmp_path)
+    assert result.busy is not None and 0 <= result.busy < result.seconds and result.seconds >= 0.1
+    cells = Cells(tmp_path / "x.jsonl", {})
+    cells.put(["a"], {}, 2.0, 1.5)
+    assert (cells.seconds(), cells.busy()) == (2.0, 1.5)
+    cells.put(["b"], {}, 2.0)  # by an earlier version
+    assert (cells.seconds(), cells.busy()) == (4.0, None)
+    one, two = ({"cpu": "C", "threads": threads} for threads in (1, 2))
+    made = [
+        page.section(counted.recipe, Result("counted", "small", (1,), {"sum": 1}, {}, "", 9.0, 7.0, True, of), tmp_path)
+        for of in (one, two, one | {"gpu": "G"})
+    ]
+    assert ["9 s, 7 s of them computing;" in section.made for section in made] == [True, False, False]
+
+
+def test_the_time_limit_keeps_complete_seeds(tmp_path: Path) -> None:
+    counted = Counted()
+    counted.seconds = 0.05
+    result = counted.recipe.run("smoke", 50, "cpu", tmp_path, limit_minutes=0.3 / 60)
+    assert not result.complete and 1 <= len(result.seeds) < 50
+    assert result.figures["sum"] == 2 * sum(result.seeds)
+    assert json.loads((tmp_path / "counted-smoke.json").read_text("utf-8"))["complete"] is False
+
+
+def test_the_time_limit_raises_where_no_seed_is_complete(tmp_path: Path) -> None:
+    with pytest.raises(OutOfTime, match="run the same command again"):
+        Counted().recipe.run("smoke", 2, "cpu", tmp_path, limit_minutes=-1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scale": "paper"}, "scale='paper' is not among smoke, small"),
+        ({"scale": "smoke", "seeds": 0}, "seeds=0 must be a whole number"),
+        ({"scale": "small"}, "device='cpu' is too slow"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(HyperkronError, match=message):
+        Counted(gpu=("small",)).recipe.run(folder=tmp_path, **arguments)
+
+
+def test_results_hold_plain_values_only() -> None:
+    assert records.plain({"a": torch.ones(2), "b": (1, math.inf)}) == {"a": [1.0, 1.0], "b": [1, None]}
+    with pytest.raises(TypeError, match="a result cannot hold"):
+        records.plain({"a": object()})
+
+
+def test_readable_json_is_json() -> None:
+    value = {"a": list(range(100)), "b": {"c": "x" * 200, "d": []}, "e": {}}
+    assert json.loads(records.dumps(value)) == value
+
+
+def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}", "utf-8")
+    with pytest.raises(HyperkronError, match=r"x\.json' is no result"):
+        Result.read(tmp_path / "x.json")
+
+
+# --- tuning ------------------------------------------------------------------------------------------------
+
+
+def _job(tmp_path: Path) -> Job:
+    return Job("smoke", Settings(), (1,), torch.device("cpu"), Cells(tmp_path / "cells.jsonl", {}))
+
+
+def test_every_method_gets_the_same_number_of_trials() -> None:
+    small, large = {"a": (1.0, 2.0), "b": (3.0, 4.0)}, {"a": (1.0, 2.0, 3.0), "b": (1.0, 2.0, 3.0), "c": (0.0, 1.0)}
+    for grid in (small, large):
+        found = settings_of(grid, 4)
+        assert len(found) == 4 == len({tuple(x.items()) for x in found})
+        assert all(x[name] in grid[name] for x in found for name in grid)
+    with pytest.raises(HyperkronError, match="trials=5 cannot be had from a grid of 4 settings"):
+        settings_of(small, 5)
+
+
+def test_tuning_takes_the_best_of_the_second_round_and_remembers(tmp_path: Path) -> None:
+    asked: list[tuple[float, float]] = []
+
+    def score(setting: dict[str, float], share: float) -> float:
+        asked.append((setting["a"], share))
+        if setting["a"] == 4.0:
+            return math.inf
+        return abs(setting["a"] - 1) if share < 1 else abs(setting["a"] - 3)  # the long run prefers another
+
+    grid = {"a": (1.0, 2.0, 3.0, 4.0)}
+    found = tune(_job(tmp_path), ["m"], grid, Search(4, 2, 0.25), score)
+    assert found.setting == {"a": 2.0} and found.loss == 1.0  # of the two kept, 2 and 1, in the long run
+    assert [share for _, share in asked] == [0.25] * 4 + [1.0] * 2 and len(found.trials) == 6
+    count = len(asked)
+    assert tune(_job(tmp_path), ["m"], grid, Search(4, 2, 0.25), score).setting == found.setting
+    assert len(asked) == count  # all from the cache
+
+
+def test_tuning_says_when_everything_failed(tmp_path: Path) -> None:
+    with pytest.raises(HyperkronError, match="every trial of"):
+        tune(_job(tmp_path), ["m"], {"a": (1.0, 2.0)}, Search(2, 1), lambda setting, share: math.nan)
+    shares: list[float] = []
+    tune(
+        _job(tmp_path),
+        ["one"],
+        {"a": (1.0, 2.0)},
+        Search(2, 1, 0.5),
+        lambda setting, share: shares.append(share) or 1.0,
+    )
+    assert shares == [0.5, 0.5]  # a second round of one decides nothing
+
+
+def test_the_edge_of_a_grid_is_named() -> None:
+    grid = {"a": (1.0, 2.0, 3.0), "b": (1.0,), "c": (1.0, 2.0, 3.0)}
+    assert at_edge({"a": 3.0, "b": 1.0, "c": 2.0}, grid) == ["a"]
+
+
+def test_interval_against_a_table() -> None:
+    mean, half = interval([1.0, 2.0, 3.0, 4.0])
+    assert mean == 2.5 and half == pytest.approx(3.182 * 1.2909944 / 2, rel=1e-6)
+    assert math.isnan(interval([1.0])[1]) and shown([]) == "–"
+
+
+def test_the_clock_counts_only_what_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([1.0, 10.0, 2.5, 12.0, 5.0, 20.0, 5.5, 21.0])
+    monkeypatch.setattr(time, "process_time", lambda: next(now))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    clock = Clock("cpu")
+    for _ in range(2):
+        with clock:
+            pass
+    assert (clock.seconds, clock.wall) == (2.0, 3.0)
+
+
+def test_the_clock_waits_for_a_gpu_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    with Clock("cuda") as clock:
+        assert len(waits) == 1
+    assert len(waits) == 2 and clock.seconds == clock.wall
+
+
+# --- data --------------------------------------------------------------------------------------------------
+
+
+def test_data_are_found_by_argument_variable_and_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for root in ("given", "named", "data"):
+        (tmp_path / root / "mnist").mkdir(parents=True)
+    monkeypatch.setenv("HYPERKRON_DATA", str(tmp_path / "named"))
+    assert datasets.find("mnist", "given") == Path("given/mnist")
+    assert datasets.find("mnist") == tmp_path / "named" / "mnist"
+    monkeypatch.delenv("HYPERKRON_DATA")
+    assert datasets.find("mnist") == Path("data/mnist")
+    with pytest.raises(HyperkronError, match=r"'cifar10' were not found \(looked at data"):
+        datasets.find("cifar10")
+
+
+def test_cifar_sheets_are_cut_into_tiles_in_order(tmp_path: Path) -> None:
+    np, image = pytest.importorskip("numpy"), pytest.importorskip("PIL.Image")
+    folder = tmp_path / "cifar10"
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (6, 10_000, 2, 2, 3), dtype=np.uint8)  # sheet, tile, row, column, channel
+    for name, tiles in zip([*(f"train_{i}" for i in range(5)), "test"], pixels, strict=True):
+        sheet = tiles.reshape(100, 100, 2, 2, 3).transpose(0, 2, 1, 3, 4).reshape(200, 200, 3)
+        image.fromarray(sheet).save(folder / f"{name}.webp", lossless=True, exact=True)
+    np.savez(folder / "labels.npz", train=np.arange(50_000) % 10, test=np.arange(10_000) % 7)
+    found = datasets.cifar10(tmp_path)
+    expected = torch.from_numpy(pixels).permute(0, 1, 4, 2, 3).float() / 255
+    torch.testing.assert_close(found.train[0], expected[:5].flatten(0, 1))
+    torch.testing.assert_close(found.test[0], expected[5])
+    assert found.train[1].tolist() == [i % 10 for i in range(50_000)]
+    assert found.test[1].tolist() == [i % 7 for i in range(10_000)]
+
+
+# --- the page ----------------------------------------------------------------------------------------------
+
+
+def test_printed_numbers_ship_with_the_package() -> None:
+    assert printed("table_amortization_resnet18")["rows"][0] == [1, 1.24, 1.21, 0.69, 1.83]
+    assert printed("table_bert_hypercleaning")["1_layer"]["KFAC"][0] == [77.62, 1.28, 772.8, 3.4]
+    with pytest.raises(HyperkronError, match="table='x' is unknown"):
+        printed("x")
+
+
+def test_a_result_of_a_scale_that_is_not_judged_counts_as_not_run() -> None:
+    recipe = Counted().recipe
+    assert recipe.judge(None).verdict is Verdict.NOT_RUN
+    assert recipe.judge(Result("counted", "smoke", (1,), {})).verdict is Verdict.NOT_RUN
+    assert recipe.judge(Result("counted", "small", (1,), {})).verdict is Verdict.REPRODUCED
+
+
+def test_a_result_that_was_cut_short_counts_as_trend_at_most() -> None:
+    for given, expected in ((Verdict.REPRODUCED, Verdict.TREND), (Verdict.FAILED, Verdict.FAILED)):
+        recipe = replace(Counted().recipe, verdict=lambda result, v=given: Judgement(v, "So it is."))
+        whole = Result("counted", "small", (1,), {"sum": 3})
+        assert recipe.judge(whole) == Judgement(given, "So it is.")
+        assert recipe.judge(replace(whole, complete=False)).verdict is expected
+
+
+def test_the_page_shows_verdict_rule_table_and_origin(tmp_path: Path) -> None:
+    recipe = Counted().recipe
+    result = Result(
+        "counted", "small", (1, 2), {"sum": 7}, command="python -m y", hardware={"gpu": "G"}, complete=False
+    )
+    section = page.section(recipe, result, tmp_path)
+    text, web = page.markdown([section]), page.html([section])
+    for words in (
+        "**Reproduced in trend.** It adds up. The run was cut short",
+        "| sum | 7 |",
+        "*Rule:* Always reproduced.",
+        "`python -m y`; G",
+        "cut short",
+    ):
+        assert words in text
+    assert "Counting \\| twice" in text.splitlines()[6]  # in the overview's table
+    assert "<td>sum</td><td>7</td>" in web and "Reproduced" in web and "Always reproduced." in web
+
+
+def test_the_page_escapes_what_is_not_html() -> None:
+    section = page.Section("a < b", "Table 9", Judgement(Verdict.FAILED, "x < y & z"))
+    assert "x &lt; y &amp; z" in page.html([section]) and "a < b" not in page.html([section])
+
+
+def test_the_largest_scale_is_shown() -> None:
+    of = {scale: Result("x", scale, (1,), {}) for scale in ("smoke", "small")}  # type: ignore[arg-type]
+    assert page.best(of) is of["small"] and page.best({}) is None
+
+
+def test_the_page_of_no_results_names_every_table_and_figure(tmp_path: Path) -> None:
+    written = paper.report(tmp_path / "none", tmp_path / "out")
+    text = written[0].read_text("utf-8")
+    assert [path.name for path in written] == ["paper.md", "paper.html"]
+    for place in places.PLACES:
+        assert place.name in text
+    for number in ("7.62e-03", "1.83", "88.4", "85.04 ± 0.23", "5.4", "42.33"):  # tables 1 to 6
+        assert number in text
+    assert "reproduced in trend" not in text.split("##")[0]
+
+
+def test_results_of_unknown_recipes_are_refused(tmp_path: Path) -> None:
+    Result("stranger", "small", (1,), {}).write(tmp_path)
+    with pytest.raises(HyperkronError, match="unknown recipes: stranger"):
+        paper.report(tmp_path, tmp_path / "out")
+
+
+# --- the commands ------------------------------------------------------------------------------------------
+
+
+def test_list_names_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(paper.recipes())
+
+
+def test_a_mistake_is_said_and_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["run", "nothing", "--folder", str(tmp_path)]) == 1
+    assert "name='nothing' is no recipe" in capsys.readouterr().err
+
+
+def test_run_all_takes_what_the_device_is_meant_for_and_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_cpu, on_gpu = Counted(), Counted(name="other", gpu=("small",))
+    monkeypatch.setattr(paper, "recipes", lambda: {"counted": on_cpu.recipe, "other": on_gpu.recipe})
+    arguments = ["run", "all", "--scale", "small", "--seeds", "2", "--folder", str(tmp_path)]
+    assert main([*arguments, "--limit-minutes", "-1"]) == 3 and on_cpu.done == []
+    assert "no time left" in capsys.readouterr().err
+    assert main(arguments) == 0
+    assert on_cpu.done == [1, 2] and on_gpu.done == []
+    (tmp_path / "counted-small.cells.jsonl").unlink()
+    assert main(arguments) == 0 and on_cpu.done == [1, 2]  # the result is complete
+    assert main(["run", "all", "--seeds", "1", "--folder", str(tmp_path)]) == 0  # at smoke scale neither needs a GPU
+    assert on_gpu.done == [1]
