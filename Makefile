@@ -4,6 +4,7 @@
 #   make test     lint, types, doctests and tests
 #   make bench    speed and memory against peers
 #   make faults   kill, signal and damage runs, and count those that survive
+#   make grid     every model × λ × hypergradient against an oracle, and count those silently wrong
 #   make audit    known vulnerabilities of the pinned versions, where the database can be reached
 #   make soak     ten thousand steps: memory, hooks and file handles
 #   make format   let ruff rewrite the code in the house style
@@ -33,7 +34,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint types unit bench faults audit soak format clean distclean stale
+.PHONY: help venv demo test lint types unit bench faults grid audit soak format clean distclean stale
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -76,6 +77,10 @@ bench: $(STAMP)
 faults: export OMP_NUM_THREADS := 1
 faults: $(STAMP)
 	$(PY) benchmarks/faults.py
+
+grid: export OMP_NUM_THREADS := 1
+grid: $(STAMP)
+	$(PY) benchmarks/correctness_grid.py
 
 audit: $(STAMP)
 	$(PY) requirements/audit.py
