@@ -350,3 +350,11 @@ def test_settings_are_compared_by_value() -> None:
     recorded.refuse_other_settings(kept, {"features": ("a", "b"), "compare": ["noisy"], "train": "/a", "budget": 500})
     with pytest.raises(HyperkronError, match=r"features=\['a'\], but the run began with features \['a', 'b'\]"):
         recorded.refuse_other_settings(kept, {"features": ["a"]})
+
+
+@pytest.mark.parametrize("encoder", [5, [1], "name", {"name": 7, "sha256": None}, {"name": "x"}])
+def test_an_odd_record_of_the_encoder(encoder: Any) -> None:
+    kept = {"encoder": encoder, "config": {"encoder": None}}
+    with pytest.raises(HyperkronError, match=r"config\.json: encoder=.* is not what a run writes; restore the file"):
+        recorded.encoder_to_load(kept, {})
+    assert recorded.environment_notes(encoder, recorded.environment(CPU))

@@ -105,7 +105,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert json.loads(out)["type"] == "Interrupted"
     fake.during = lambda: None
     assert main(["resume", "runs/mine"]) == 0
-    assert fake.calls[-1] == {"out": OUT, "model": None}
+    assert fake.calls[-1] == {"out": OUT, "model": None, "expected": {}}
     assert "held-out accuracy" in capsys.readouterr().out and (OUT / "report.html").exists()
 
 

@@ -78,9 +78,21 @@ def encoder_to_load(kept: Mapping[str, Any], expected: Mapping[str, Any]) -> str
     named = expected.get("encoder")
     if named is None and kept["config"]["encoder"] is None:
         named = os.environ.get(VARIABLE) or None
-    if named is None and kept.get("encoder") is not None:
-        named = kept["encoder"]["name"]
+    if named is None and (began := recorded_encoder(kept)) is not None:
+        named = began["name"]
     return named if named is not None else kept["config"]["encoder"]
+
+
+def recorded_encoder(kept: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The encoder that a run began with, as :func:`encoder_identity` gives it; None where none is recorded yet."""
+    found = kept.get("encoder")
+    if found is None:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or "sha256" not in found:
+        raise HyperkronError(
+            f"config.json: encoder={found!r:.80} is not what a run writes; restore the file, or begin the run anew."
+        )
+    return found
 
 
 # --- what is used ------------------------------------------------------------------------------------------
@@ -130,9 +142,10 @@ def environment(device: torch.device) -> dict[str, str]:
     return found
 
 
-def environment_notes(began: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def environment_notes(began: Any, now: Mapping[str, str]) -> list[str]:
     """What to say where a run goes on with other versions, or on another kind of device."""
-    changed = [f"{name} {began[name]} (now {now[name]})" for name in now if name in began and began[name] != now[name]]
+    began = began if isinstance(began, dict) else {}
+    changed = [f"{name} {began.get(name)} (now {value})" for name, value in now.items() if began.get(name) != value]
     if not changed:
         return []
     return [
@@ -151,21 +164,21 @@ def refuse_other_encoder(began: Mapping[str, Any], found: Mapping[str, Any]) -> 
     )
 
 
-def refuse_other_network(began: str, found: str) -> None:
+def refuse_other_network(began: Any, found: str) -> None:
     """Meet a network of another structure."""
     if began != found:
         raise HyperkronError(
             f"model: the network that is built now (SHA-256 {found[:12]}… of its structure and code) is not the one "
-            f"that the run began with ({began[:12]}…); restore that one, or begin a new run."
+            f"that the run began with ({str(began)[:12]}…); restore that one, or begin a new run."
         )
 
 
 def digest(kept: Mapping[str, Any]) -> str:
     """The SHA-256 of all that a stage of a run depends on."""
-    encoder = kept.get("encoder") or {}
+    encoder = recorded_encoder(kept) or {}
     told = [kept["config"], kept["data"], kept["model"], kept.get("network"), encoder.get("sha256")]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _short(identity: Mapping[str, Any]) -> str:
-    return "no encoder" if identity["sha256"] is None else f"SHA-256 {identity['sha256'][:12]}…"
+    return "no encoder" if identity["sha256"] is None else f"SHA-256 {str(identity['sha256'])[:12]}…"

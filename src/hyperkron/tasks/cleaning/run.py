@@ -116,8 +116,8 @@ class Run:
             else:
                 encoder, notes = load_encoder(self.encoder, device=self.device)
         except EncoderUnavailable as error:
-            began = {} if self.folder is None else self.folder.read_config().get("encoder")
-            if not began:
+            began = None if self.folder is None else recorded.recorded_encoder(self.folder.read_config())
+            if began is None:
                 raise
             raise EncoderUnavailable(f"The run began with the encoder {began['name']!r}. {error}") from error
         identity = recorded.encoder_identity(encoder)
