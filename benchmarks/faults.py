@@ -36,6 +36,7 @@ import torch._dynamo  # optimizers import it at their first step: once here, not
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
+import faults_clean
 import faults_files
 import hostile
 from common import write_result
@@ -363,6 +364,7 @@ def main() -> int:
         ]
         faults += faults_files.faults(Child, written, scratch)
         if not options.no_cases:
+            faults += faults_clean.faults(written, scratch)
             faults.append(lambda: hostile.malicious(written, scratch))
             faults += [lambda name=name: hostile.numbers(name, written, scratch) for name in numerics.CASES]
         for fault in faults:

@@ -108,9 +108,11 @@ class Run:
 
     def _load_encoder(self) -> TextEncoder | None:
         """The encoder of the run, recorded before it is used; None for hashed n-grams."""
+        encoder: TextEncoder | None
+        notes: tuple[str, ...] = ()
         try:
             if self.config.layers:  # which cannot do without
-                encoder, notes = TextEncoder(self.encoder, device=self.device), ()
+                encoder = TextEncoder(self.encoder, device=self.device)
             else:
                 encoder, notes = load_encoder(self.encoder, device=self.device)
         except EncoderUnavailable as error:
