@@ -312,7 +312,7 @@ def _full_disk() -> dict[str, Callable[[Path], str]]:
     clean = ("clean", "train.csv", "--trusted-column", "n", "--epochs", "1", "--compare", "none", "--out", "new")
     commands = {
         "report": (("report", "run"), (0, 100, 4000)),
-        "export": ((*ARGUMENTS["export"], "--overwrite"), (0, 100, 2000)),
+        "export": ((*ARGUMENTS["export"], "--overwrite"), (0, 100, 500)),
         "clean": ((*clean, "--features", "x"), (0, 100, 600, 3000)),
     }
 

@@ -205,7 +205,7 @@ def test_what_cannot_be_resumed_says_why(files: Files, tmp_path: Path) -> None:
         resume(tmp_path / "own")
     for text in ("{", '{"format": 99}', "[]"):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(HyperkronError, match="begin the run anew"):
+        with pytest.raises(HyperkronError, match="begin a new run"):
             resume(tmp_path)
 
 

@@ -52,7 +52,7 @@ _EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
     "stage": {"name": (str,), "steps": (int,)},
     "part": {"name": (str,), "seconds": (int, float)},
     "candidate": {"name": (str,), "seconds": (int, float)},
-    "plan": {"epochs": (int,), "least": (int,), "compare": (list,), "messages": (list,)},
+    "plan": {"epochs": (int, float), "least": (int,), "compare": (list,), "messages": (list,)},
 }
 """What a line of log.jsonl holds, by its event."""
 
