@@ -60,9 +60,6 @@ class Program:
         known: lines that are recorded elsewhere and left out here.
 
     Example:
-        >>> rate = 0.1
-        >>> Program({"inner": lambda x: rate * x}, []).lines()["inner"].startswith("<lambda>, code ")
-        True
         >>> Program({"model": nn.Sequential(nn.Tanh(), nn.Dropout(0.5))}, []).lines()["model.1"]
         'Dropout(inplace=False, p=0.5)'
     """
