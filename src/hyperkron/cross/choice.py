@@ -331,7 +331,7 @@ def _allowed(point: Point, spread: float) -> float:
     elif point.dtype != torch.float32 or point.autocast is not None:
         floor = 0.25
     else:
-        floor = 0.05 if _tf32(point) else 5e-3
+        floor = 0.06 if _tf32(point) else 0.03
     return max(5 * spread, floor)
 
 
