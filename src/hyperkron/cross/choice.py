@@ -101,6 +101,14 @@ class Cross:
                 state.mode = ""
         return self._decide(point, v, state)
 
+    def accepts(self, state: CrossState) -> bool:
+        """Whether a saved decision is one that this configuration could have made."""
+        if self.mode in ("auto", "reverse"):
+            return self.mode == "auto" or state.mode == "reverse"
+        if self.mode == "difference" and state.mode == "difference":
+            return self.radius in (None, state.radius)
+        return state.mode in (self.mode, "reverse")
+
     def _radii(self, point: Point, full: bool = False) -> tuple[float, ...]:
         if self.radius is not None:
             return (self.radius, self.radius / 3)

@@ -213,6 +213,8 @@ class Implicit(Hypergradient):
         fresh.curvature.load_state_dict(state["curvature"])
         fresh.preconditioner.load_state_dict(state["preconditioner"])
         fresh.cross.load_state_dict(state["cross"])
+        if not self.cross.accepts(fresh.cross):
+            fresh.cross = CrossState()
         fresh.start, fresh.calls, fresh.plain = state["start"], state["calls"], state.get("plain", False)
         self.state = fresh
         self._replays = Replays()  # they draw from the generator, and write the inverses, of the state that was
