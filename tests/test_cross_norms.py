@@ -105,7 +105,7 @@ def test_weight_norm_in_micro_batches_and_in_hyper_is_right() -> None:
     model, hyper = normalised(False, "weight_norm"), hk.SampleWeights(5).to(DOUBLE)
     problem = hk.BilevelProblem(
         lambda m, h, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=h(b[2])),
-        lambda m, h, b: hk.losses.cross_entropy(m(b[0]), b[1].flip(0)),
+        lambda m, h, b: hk.losses.cross_entropy(m(b[0]), (b[1] + 1) % 3),
     )
     batch = X, Y, torch.arange(5)
     made = [
@@ -118,5 +118,6 @@ def test_weight_norm_in_micro_batches_and_in_hyper_is_right() -> None:
     problem = hk.BilevelProblem(
         lambda m, h, b: hk.losses.cross_entropy(m(X + h(X)), Y), lambda m, h, b: hk.losses.cross_entropy(m(X), Y)
     )
-    found, wanted = (hk.identity(cross=c).compute(problem, model, net, None, None).grads for c in ("reverse", "auto"))  # type: ignore[arg-type]
-    assert oracles.relative(found, wanted) < 1e-12
+    found = hk.identity(cross="reverse").compute(problem, model, net, None, None).grads
+    wanted = hk.identity(cross="difference").compute(problem, model, net, None, None).grads
+    assert oracles.relative(found, wanted) < 1e-6
