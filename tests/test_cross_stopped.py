@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import hyperkron as hk
 import oracles
 from cases import DOUBLE, mlp
-from crossing import X, Y, dense_cross, perturbation, setting, weights
+from crossing import Lambda, X, Y, dense_cross, perturbation, setting, weights
 from hyperkron import solution
-from hyperkron.cross import Cross, CrossState, forward, reverse
+from hyperkron.cross import Cross, CrossState, reverse
 from test_cross_models import Once, bent
 
 METHODS: dict[str, Callable[..., hk.Implicit]] = {
@@ -290,6 +290,17 @@ def test_the_choice_holds_for_250_calls_of_training_and_after_a_resume() -> None
     assert seen == {("difference", "w")}
 
 
+@pytest.mark.parametrize("cross", ["reverse", "forward", "difference"])
+def test_a_resumed_run_keeps_to_what_it_is_configured_for(cross: Any) -> None:
+    problem, model, hyper = hk.BilevelProblem(LAMBDAS["SampleWeights"][1], outer), mlp(3, 4, 3), hk.SampleWeights(5)
+    hyper = hyper.to(DOUBLE)
+    for earlier in ("forward", "difference"):
+        first, second = hk.identity(cross=earlier), hk.identity(cross=cross)  # type: ignore[arg-type]
+        first.compute(problem, model, hyper, None, None)
+        second.load_state_dict(first.state_dict())
+        assert second.compute(problem, model, hyper, None, None).stats["cross"] == cross
+
+
 def test_another_structure_of_the_same_code_is_noticed() -> None:
     def make(detach: bool) -> Any:
         def inner(m: nn.Module, h: Any, b: Any) -> hk.losses.Loss:
@@ -351,92 +362,9 @@ def test_a_value_that_its_terms_do_not_make_is_not_taken_apart() -> None:
         loss = weights(m, h, b)
         return hk.losses.Loss(loss.value.square(), loss.terms)
 
-    from crossing import Lambda
-
     model, hyper, state = mlp(3, 4, 3), Lambda(a=torch.randn(5)), CrossState()
     point, v = setting(inner, hyper, model)
     with point:
         found, wanted = Cross().term(point, v, None, state), reverse(point, v)
     assert state.mode == "reverse"
     assert oracles.relative(found, wanted) < 1e-12
-
-
-# --- weight norm and spectral norm -------------------------------------------------------------------------
-
-
-def normalised(old: bool, norm: str) -> nn.Module:
-    torch.manual_seed(2)
-    make = getattr(nn.utils if old else nn.utils.parametrizations, norm)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        first = make(nn.Linear(3, 4).to(DOUBLE))
-    model = nn.Sequential(first, nn.Tanh(), nn.Linear(4, 3).to(DOUBLE))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    return model
-
-
-def elementary(model: nn.Module, x: Tensor) -> Tensor:
-    """The same function of the same parameters, without torch's weight norm."""
-    g, v = sorted((p for n, p in model[0].named_parameters() if n != "bias"), key=lambda p: p.shape[1])  # type: ignore[operator, index]
-    return model[2](torch.tanh(F.linear(x, v * (g / v.norm(dim=1, keepdim=True)), model[0].bias)))  # type: ignore[index, operator, no-any-return]
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_hessian_products_through_weight_norm_are_right(old: bool) -> None:
-    model, hyper = normalised(old, "weight_norm"), hk.SampleWeights(5).to(DOUBLE)
-    index = torch.arange(5)
-    problem = hk.BilevelProblem(
-        lambda m, h, b: hk.losses.cross_entropy(m(X), Y, weight=h(index)),
-        lambda m, h, b: hk.losses.cross_entropy(m(X), Y.flip(0)),
-    )
-    params = list(oracles.trainable(model).values())
-    hessian = oracles.hessian(
-        lambda: hk.losses.cross_entropy(elementary(model, X), Y, weight=hyper(index)).value, params, params
-    )
-    damping = 1.0 - float(torch.linalg.eigvalsh(hessian)[0])
-    for made in (hk.cg(200, damping, tolerance=1e-13), hk.identity(cross="reverse"), hk.identity(cross="forward")):
-        result = made.compute(problem, model, hyper, None, None)
-        assert result.solution is not None
-        v = oracles.flat(result.solution.value)
-        b = oracles.gradient(hk.losses.cross_entropy(elementary(model, X), Y.flip(0)).value, params)
-        if isinstance(made.curvature, hk.Hessian):
-            assert float((hessian @ v + damping * v - b).norm() / b.norm()) < 1e-10
-        mixed = oracles.hessian(
-            lambda: hk.losses.cross_entropy(elementary(model, X), Y, weight=hyper(index)).value, params, [hyper.weight]
-        )
-        assert float((result.grads["weight"] + mixed.T @ v).norm() / (mixed.T @ v).norm()) < 1e-10
-
-
-def test_weight_norm_by_hand_is_refused_by_name() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.v, self.g = nn.Parameter(torch.randn(3, 3).to(DOUBLE)), nn.Parameter(torch.ones(3, 1).to(DOUBLE))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, torch._weight_norm(self.v, self.g, 0))
-
-    hyper, problem = hk.SampleWeights(5).to(DOUBLE), hk.BilevelProblem(LAMBDAS["SampleWeights"][1], outer)
-    for made in (hk.cg(3, 1.0), hk.identity(cross="reverse"), hk.pcg(3, 1.0)):
-        with pytest.raises(hk.HyperkronError, match=r"torch\._weight_norm is wrong"):
-            made.compute(problem, Layer(), hyper, None, None)
-    assert hk.kfac().compute(problem, Layer(), hyper, None, None).stats["cross"] == "difference"
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_forward_through_spectral_norm_is_refused_with_a_remedy(old: bool) -> None:
-    model, hyper = normalised(old, "spectral_norm"), hk.SampleWeights(5).to(DOUBLE)
-    problem = hk.BilevelProblem(LAMBDAS["SampleWeights"][1], outer)
-    with pytest.raises(
-        hk.HyperkronError, match=r"cross='forward' does not pass .* use cross='reverse' or cross='auto'"
-    ):
-        hk.identity(cross="forward").compute(problem, model, hyper, None, None)
-    model.eval()
-    found = hk.identity(cross="forward").compute(problem, model, hyper, None, None).grads
-    wanted = hk.identity(cross="reverse").compute(problem, model, hyper, None, None).grads
-    assert oracles.relative(found, wanted) < 1e-12
-    point, v = setting(LAMBDAS["SampleWeights"][1], hyper, model)
-    with point:
-        assert oracles.relative(forward(point, v), reverse(point, v)) < 1e-12

@@ -20,6 +20,7 @@ class SAMA(Algorithm):
         v = lr·D ⊙ ∂_θ f ,     D = [(1−β₁)β₂ s⁻ − β₁(1−β₂) g m⁻] / (√s + ϵ)³ for Adam, 1 for SGD
         X(v) ≈ [∂_λ g(θ + εv) − ∂_λ g(θ − εv)] / 2ε ,     ε = alpha/‖v‖
 
+    Where λ only weights examples, it is their losses that are differenced (:func:`hyperkron.sama`).
     D is the Jacobian of the inner optimizer's step, read from its state after the last inner step. With ``nudge`` θ
     is left at θ − εv after the difference, as the reference implementation does, which lets the outer loss reach θ.
 

@@ -101,6 +101,14 @@ class Cross:
                 state.mode = ""
         return self._decide(point, v, state)
 
+    def accepts(self, state: CrossState) -> bool:
+        """Whether a saved decision is one that this configuration could have made."""
+        if self.mode in ("auto", "reverse"):
+            return self.mode == "auto" or state.mode == "reverse"
+        if self.mode == "difference" and state.mode == "difference":
+            return self.radius in (None, state.radius)
+        return state.mode in (self.mode, "reverse")
+
     def _radii(self, point: Point, full: bool = False) -> tuple[float, ...]:
         if self.radius is not None:
             return (self.radius, self.radius / 3)
@@ -113,13 +121,17 @@ class Cross:
             return found
         if float(trees.norm(v)) == 0:
             found = difference(point, v, 1.0)
-            state.settle(state.mode or "difference", state.weights, self._radii(point)[0], state.full)
+            mode = state.mode or ("forward" if self.mode == "forward" else "difference")
+            state.settle(mode, state.weights, self._radii(point)[0], state.full)
             state.calls = 0  # zero tells nothing: the next call decides
             return found
         loss = point.inner()
         form = weighting.structure(point, loss)
-        if self.mode == "auto":
+        if self.mode == "auto" and form:
             return self._auto(point, v, state, loss, form)
+        if self.mode == "auto":
+            del loss  # and its graph
+            return self._general(point, v, state)
         if self.mode == "forward":
             return self._forward(point, v, state, loss, form)
         return self._difference(point, v, state, loss, form)
@@ -127,18 +139,18 @@ class Cross:
     # --- auto ------------------------------------------------------------------------------------------------------
 
     def _auto(self, point: Point, v: Tree, state: CrossState, loss: Loss, form: str) -> Tree:
-        if not form:
-            del loss
-            return self._general(point, v, state)
-        best: _Found | None = None
+        """Where λ only weights: the cheapest way that is exact enough."""
+        best: tuple[_Found, str, bool] | None = None
         tolerance, stopped, reasons = self._tolerance(point), False, []
         for mode, full in _rungs(point, state):
             try:
                 found = self._weighted(point, v, form, mode, full)
-            except UndifferentiableError as failure:
+            except (UndifferentiableError, RuntimeError) as failure:
+                if mode != "forward" or isinstance(failure, torch.OutOfMemoryError):
+                    raise
                 reasons.append(f"forward: {_first_line(failure)}")
                 continue
-            best = found if best is None or found.error < best.error else best
+            best = (found, mode, full) if best is None or found.error < best[0].error else best
             if found.error > tolerance:
                 continue
             assert found.changes is not None
@@ -147,14 +159,15 @@ class Cross:
                 break
             state.settle(mode, form, found.radius, full, found.error)
             return found.cross
-        del loss
         exact = _reversed(point, v, state, reasons)
         if exact is not None:
             return exact
-        assert best is not None
-        _warn_stopped(reasons) if stopped else _warn_inexact(best.error, reasons)
-        state.settle("difference", form, best.radius, False, best.error)
-        return best.cross
+        if best is None:
+            raise UndifferentiableError("; ".join(reasons))
+        found, mode, full = best
+        _warn_stopped(reasons) if stopped else _warn_inexact(found.error, reasons)
+        state.settle(mode, form, found.radius, full, found.error)
+        return found.cross
 
     def _general(self, point: Point, v: Tree, state: CrossState) -> Tree:
         """Where λ does more than weight: an exact way if there is one."""
@@ -331,7 +344,7 @@ def _allowed(point: Point, spread: float) -> float:
     elif point.dtype != torch.float32 or point.autocast is not None:
         floor = 0.25
     else:
-        floor = 0.05 if _tf32(point) else 5e-3
+        floor = 0.06 if _tf32(point) else 0.03
     return max(5 * spread, floor)
 
 

@@ -99,7 +99,7 @@ def forward(point: Point, v: Tree, form: str) -> Weighted:
 
 
 def disagreement(point: Point, loss: Loss, v: Tree, form: str, changes: Tensor) -> float:
-    """By how much ``changes`` differ from dc/dθ · v as a backward pass has it, relative to their size.
+    """By how much ``changes`` differ from dc/dθ · v as a backward pass has it, beyond rounding, relative to their size.
 
     They do where gradients are stopped inside the model, or estimated. The largest of three directions r of
     |⟨r, c'⟩ − ⟨∂_θ ⟨r, c⟩, v⟩|: that of c', and two of random signs, the same ones every time. ``loss`` is the inner
@@ -110,12 +110,14 @@ def disagreement(point: Point, loss: Loss, v: Tree, form: str, changes: Tensor) 
         return 0.0
     terms = [t for t, letter in zip(loss.terms, form, strict=False) if letter == "w"]
     rows = torch.cat([t.row_losses.reshape(-1) for t in terms])
+    rounding = 100 * torch.finfo(point.dtype).eps * float(trees.norm(v))
     generator = torch.Generator().manual_seed(0)
     signs = [torch.randint(2, (len(rows),), generator=generator).to(rows) * 2 - 1 for _ in range(2)]
     gaps = []
     for r in (changes.to(rows) / size, *signs):
-        told, _ = slope_of(point, (rows * r).sum(), v, retain_graph=True)
-        gaps.append(abs(float(told.double() - (changes.double() * r.double()).sum())) / size)
+        told, steep = slope_of(point, (rows * r).sum(), v, retain_graph=True)
+        gap = abs(float(told.double() - (changes.double() * r.double()).sum()))
+        gaps.append(max(0.0, gap - rounding * float(steep)) / size)
     return max(gaps)
 
 

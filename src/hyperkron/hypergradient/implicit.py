@@ -229,6 +229,8 @@ class Implicit(Hypergradient):
         loaded.curvature.load_state_dict(state["curvature"])
         loaded.preconditioner.load_state_dict(state["preconditioner"])
         loaded.cross.load_state_dict(state["cross"])
+        if not self.cross.accepts(loaded.cross):
+            loaded.cross = CrossState()
         loaded.start, loaded.calls, loaded.plain = state["start"], state["calls"], state.get("plain", False)
         self.state = loaded
         self._replays = Replays()  # they draw from the generator, and write the inverses, of the state that was

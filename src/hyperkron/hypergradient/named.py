@@ -237,6 +237,10 @@ def sama(optimizer: torch.optim.Optimizer | None = None, *, alpha: float = 0.1, 
 
         v = lr·D ⊙ ∂_θ J_out ,    ε = alpha/‖v‖
 
+    Where λ only weights examples or penalties, the losses are differenced and not ∂_λ J_in, so that weights made of
+    stopped losses (``MetaWeightNet``) stay constant. Where a difference would be wrong because gradients are stopped
+    elsewhere, double backward takes its place, with a warning.
+
     Args:
         optimizer: the inner optimizer; D is the diagonal of an Adam step, or 1 for other optimizers. ``None``: v = b.
         alpha: radius of the finite difference.

@@ -33,9 +33,7 @@ class L2:
 
     def scale(self, factor: float | Tensor) -> L2:
         """The same penalty times ``factor``."""
-        return replace(
-            self, coefficient=self.coefficient * _detached(factor), factors=_extended(self.factors, factor)
-        )
+        return replace(self, coefficient=self.coefficient * _detached(factor), factors=_extended(self.factors, factor))
 
 
 @dataclass(frozen=True, eq=False)

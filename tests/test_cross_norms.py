@@ -1,0 +1,123 @@
+"""Second derivatives and forward mode through weight norm and spectral norm."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hyperkron as hk
+import oracles
+from cases import DOUBLE
+from crossing import X, Y, setting
+from hyperkron.cross import forward, reverse
+
+
+def weighted(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+    return hk.losses.cross_entropy(model(X), Y, weight=hyper(torch.arange(5)))
+
+
+def outer(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+    return hk.losses.cross_entropy(model(X), Y.flip(0))
+
+
+def normalised(old: bool, norm: str) -> nn.Module:
+    torch.manual_seed(2)
+    make = getattr(nn.utils if old else nn.utils.parametrizations, norm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = make(nn.Linear(3, 4).to(DOUBLE))
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(4, 3).to(DOUBLE))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return model
+
+
+def elementary(model: nn.Module, x: Tensor) -> Tensor:
+    """The same function of the same parameters, without torch's weight norm."""
+    g, v = sorted((p for n, p in model[0].named_parameters() if n != "bias"), key=lambda p: p.shape[1])  # type: ignore[operator, index]
+    return model[2](torch.tanh(F.linear(x, v * (g / v.norm(dim=1, keepdim=True)), model[0].bias)))  # type: ignore[index, operator, no-any-return]
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_hessian_products_through_weight_norm_are_right(old: bool) -> None:
+    model, hyper = normalised(old, "weight_norm"), hk.SampleWeights(5).to(DOUBLE)
+    index = torch.arange(5)
+    problem = hk.BilevelProblem(weighted, outer)
+    params = list(oracles.trainable(model).values())
+    hessian = oracles.hessian(
+        lambda: hk.losses.cross_entropy(elementary(model, X), Y, weight=hyper(index)).value, params, params
+    )
+    damping = 1.0 - float(torch.linalg.eigvalsh(hessian)[0])
+    for made in (hk.cg(200, damping, tolerance=1e-13), hk.identity(cross="reverse"), hk.identity(cross="forward")):
+        result = made.compute(problem, model, hyper, None, None)
+        assert result.solution is not None
+        v = oracles.flat(result.solution.value)
+        b = oracles.gradient(hk.losses.cross_entropy(elementary(model, X), Y.flip(0)).value, params)
+        if isinstance(made.curvature, hk.Hessian):
+            assert float((hessian @ v + damping * v - b).norm() / b.norm()) < 1e-10
+        mixed = oracles.hessian(
+            lambda: hk.losses.cross_entropy(elementary(model, X), Y, weight=hyper(index)).value, params, [hyper.weight]
+        )
+        assert float((result.grads["weight"] + mixed.T @ v).norm() / (mixed.T @ v).norm()) < 1e-10
+
+
+def test_weight_norm_by_hand_is_refused_by_name() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v, self.g = nn.Parameter(torch.randn(3, 3).to(DOUBLE)), nn.Parameter(torch.ones(3, 1).to(DOUBLE))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, torch._weight_norm(self.v, self.g, 0))
+
+    hyper, problem = hk.SampleWeights(5).to(DOUBLE), hk.BilevelProblem(weighted, outer)
+    for made in (hk.cg(3, 1.0), hk.identity(cross="reverse"), hk.pcg(3, 1.0)):
+        with pytest.raises(hk.HyperkronError, match=r"torch\._weight_norm is wrong"):
+            made.compute(problem, Layer(), hyper, None, None)
+    assert hk.kfac().compute(problem, Layer(), hyper, None, None).stats["cross"] == "difference"
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_forward_through_spectral_norm_is_refused_with_a_remedy(old: bool) -> None:
+    model, hyper = normalised(old, "spectral_norm"), hk.SampleWeights(5).to(DOUBLE)
+    problem = hk.BilevelProblem(weighted, outer)
+    with pytest.raises(
+        hk.HyperkronError, match=r"cross='forward' does not pass .* use cross='reverse' or cross='auto'"
+    ):
+        hk.identity(cross="forward").compute(problem, model, hyper, None, None)
+    model.eval()
+    found = hk.identity(cross="forward").compute(problem, model, hyper, None, None).grads
+    wanted = hk.identity(cross="reverse").compute(problem, model, hyper, None, None).grads
+    assert oracles.relative(found, wanted) < 1e-12
+    point, v = setting(weighted, hyper, model)
+    with point:
+        assert oracles.relative(forward(point, v), reverse(point, v)) < 1e-12
+
+
+def test_weight_norm_in_micro_batches_and_in_hyper_is_right() -> None:
+    """Pieces are differentiated after the objective has returned; λ may be a normalised network too."""
+    model, hyper = normalised(False, "weight_norm"), hk.SampleWeights(5).to(DOUBLE)
+    problem = hk.BilevelProblem(
+        lambda m, h, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=h(b[2])),
+        lambda m, h, b: hk.losses.cross_entropy(m(b[0]), (b[1] + 1) % 3),
+    )
+    batch = X, Y, torch.arange(5)
+    made = [
+        hk.cg(30, 3.0, tolerance=1e-13).compute(p, model, hyper, batch, batch).grads
+        for p in (problem, hk.Accumulated(problem, 2))
+    ]
+    assert oracles.relative(made[1], made[0]) < 1e-8
+
+    net = normalised(False, "weight_norm")
+    problem = hk.BilevelProblem(
+        lambda m, h, b: hk.losses.cross_entropy(m(X + h(X)), Y), lambda m, h, b: hk.losses.cross_entropy(m(X), Y)
+    )
+    found = hk.identity(cross="reverse").compute(problem, model, net, None, None).grads
+    wanted = hk.identity(cross="difference").compute(problem, model, net, None, None).grads
+    assert oracles.relative(found, wanted) < 1e-6
