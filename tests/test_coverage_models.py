@@ -104,7 +104,7 @@ def test_conv1d_is_a_linear_layer_with_its_weight_transposed(shape: tuple[int, .
 
 
 def test_gpt2_is_covered_and_nearer_the_exact_answer_than_the_identity() -> None:
-    """A GPT-2 that has learnt to count. With all but its embeddings left to the fallback KFAC was as far as identity."""
+    """A GPT-2 that has learnt to count. Were it left to the fallback, KFAC would be as far as identity."""
     cosines: dict[str, list[float]] = {"kfac": [], "ekfac": [], "identity": []}
     for seed in range(2):
         torch.manual_seed(seed)

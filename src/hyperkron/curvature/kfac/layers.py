@@ -248,7 +248,7 @@ def kronecker_layer(module: nn.Module) -> Layer | None:
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return LinearLayer(module.in_features, module.out_features)
     if is_transposed(module):
-        return TransposedLayer(*module.weight.shape)  # type: ignore[misc, arg-type]
+        return TransposedLayer(*module.weight.shape)  # type: ignore[misc]
     for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         if isinstance(module, kind) and type(module).forward is kind.forward:
             return ConvLayer(module)

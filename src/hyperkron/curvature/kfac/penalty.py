@@ -60,7 +60,7 @@ def _even(values: list[Tensor | float]) -> bool:
     tensors = [value for value in values if isinstance(value, Tensor)]
     if any(value.numel() > 1 for value in tensors):
         return False
-    return len(values) == 1 or (not tensors and len(numbers) == 1)
+    return len(numbers) + len({id(value) for value in tensors}) == 1
 
 
 def _columns(plan: Plan, block: Block, penalties: Penalties, like: Tensor) -> Tensor:
