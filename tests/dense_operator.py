@@ -59,7 +59,8 @@ class DenseOperator(Operator):
 
     def matvec(self, v: Tree) -> Tree:
         self.products += 1
-        return unflatten(self.matrix @ flatten(v))
+        vector = flatten(v)  # in float32 also where the matrix, as a model might be, is in half precision
+        return unflatten((self.matrix @ vector.to(self.matrix.dtype)).to(vector.dtype))
 
 
 class DenseInvertible(DenseOperator, Invertible):

@@ -150,6 +150,15 @@ def test_scales_are_part_of_the_state(split: Any) -> None:
     assert torch.equal(found.grads["weight"], wanted.grads["weight"])
 
 
+@pytest.mark.parametrize("alpha", [0.3, torch.tensor(0.3, dtype=DOUBLE)], ids=["number", "tensor"])
+def test_one_coefficient_for_all_needs_no_scales(alpha: float | Tensor) -> None:
+    case = make(mlp(4, 3, 2), (4,), count=6)
+    inner = lambda m, h, b: hk.losses.mse(m(b[0]), b[1], weight=h()) + hk.losses.l2(m, alpha)  # noqa: E731
+    method = hk.kfac(DAMPING)
+    method.compute(hk.BilevelProblem(inner, case.outer), *case.arguments[1:])
+    assert method.state_dict()["curvature"]["inverses"]["scales"] == {}
+
+
 def test_coefficients_of_single_rows_are_averaged_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solution, "_warned", set())
     alpha = torch.tensor([[0.1], [0.3]], dtype=DOUBLE)

@@ -51,7 +51,7 @@ def padded(lengths: list[int]) -> tuple[Case, Tensor]:
 def test_padding_is_in_no_factor(sharing: Any, low_rank: bool) -> None:
     """A equals the mean over the tokens that are there, by loops, whatever the padding holds."""
     case, seen = padded([5, 2, 3, 1])
-    x, y = case.inner_batch
+    x, _ = case.inner_batch
     x[~seen] = 7.0
     curvature = hk.KFAC(0.1, fisher="type-2", sharing=sharing)
     inputs: dict[str, Tensor] = {}

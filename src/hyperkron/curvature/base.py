@@ -131,6 +131,7 @@ def l2_curvature(loss: Loss, params: Tree) -> dict[str, Tensor | float]:
     """2α for each parameter under a penalty α‖p‖² of the inner loss, by name (summed where there are several)."""
     names = {id(p): name for name, p in params.items()}
     found: dict[str, Tensor | float] = {}
+    doubled: dict[tuple[object, ...], Tensor] = {}  # one coefficient of many parameters stays one tensor
     for penalty in loss.l2:
         name = names.get(id(penalty.parameter))
         if name is None and penalty.parameter.grad_fn is not None:
@@ -141,6 +142,13 @@ def l2_curvature(loss: Loss, params: Tree) -> dict[str, Tensor | float]:
             )
         if name is not None:
             coefficient = penalty.coefficient
-            value = 2 * (coefficient.detach() if isinstance(coefficient, Tensor) else coefficient)
+            value: Tensor | float
+            if isinstance(coefficient, Tensor):
+                key = (coefficient.data_ptr(), coefficient.device, coefficient.dtype, coefficient.shape)
+                if key not in doubled:
+                    doubled[key] = 2 * coefficient.detach()
+                value = doubled[key]
+            else:
+                value = 2 * coefficient
             found[name] = found[name] + value if name in found else value
     return found

@@ -212,6 +212,8 @@ class Implicit(Hypergradient):
                 stats["curvature_age"] = memory.age
                 stats["curvature_refreshes"] = memory.refreshes
                 stats["curvature_strategy"] = memory.strategy
+                if memory.coverage is not None:
+                    stats["coverage"] = memory.coverage.covered
         return stats
 
     def state_dict(self) -> dict[str, Any]:

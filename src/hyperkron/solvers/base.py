@@ -56,7 +56,8 @@ class Solver(ABC):
 
         Returns:
             The solution with its status; for a ``b`` in half precision all arithmetic but the model's own is float32,
-            and the value is rounded to the dtype of ``b`` at the end. A right-hand side of zeros has the solution zero, at no cost.
+            and the value is rounded to the dtype of ``b`` at the end. A right-hand side of zeros has the solution
+            zero, at no cost.
 
         Raises:
             HyperkronError: for an argument that this solver cannot use.

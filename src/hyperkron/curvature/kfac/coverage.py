@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -10,8 +11,12 @@ from torch import Tensor, nn
 
 from hyperkron.curvature.kfac.layers import Layer, has_diagonal, kronecker_layer
 from hyperkron.point import trainable
+from hyperkron.solution import warn_once
 
 Fallback = Literal["diagonal", "identity", "zero"]
+
+LEAST_COVERED = 0.5
+"""Where a smaller share of the parameters lies in Kronecker blocks, a warning says so."""
 
 KRONECKER = "kronecker"
 DIAGONAL = "diagonal"
@@ -65,6 +70,19 @@ class Coverage:
         """The rows outside Kronecker blocks."""
         return tuple(row for row in self.rows if row.curvature != KRONECKER)
 
+    def warn(self) -> None:
+        """Say once where less than :data:`LEAST_COVERED` lies in Kronecker blocks: what, and what to do."""
+        if self.covered >= LEAST_COVERED:
+            return
+        largest = sorted(self.uncovered, key=lambda row: -row.count)[:3]
+        listed = ", ".join(f"{row.parameter} {row.shape} ({row.reason})" for row in largest)
+        warn_once(
+            "coverage",
+            f"only {100 * self.covered:.1f} % of the parameters lie in Kronecker blocks, the others get a fallback; "
+            f"the largest of these: {listed}. The hypergradient may be little better than identity's: use "
+            "cg(curvature=GGN(...)) or pcg(), or layers that KFAC covers; print(KFAC().coverage(model)) lists all.",
+        )
+
     def __str__(self) -> str:
         table = [("parameter", "shape", "curvature", "why")]
         table += [(row.parameter, str(row.shape), row.curvature, row.reason) for row in self.rows]
@@ -103,7 +121,7 @@ class Block:
         found: dict[str, Tensor] = {}
         if self.weight is not None:
             columns = matrix if self.bias is None else matrix[..., : self.layer.d_in]
-            found[self.weight] = columns.reshape(like[self.weight].shape)
+            found[self.weight] = self.layer.to_weight(columns, like[self.weight].shape)
         if self.bias is not None:
             found[self.bias] = matrix[..., -1].reshape(like[self.bias].shape)
         return found
@@ -127,9 +145,13 @@ class Plan:
         """Whether the rest is measured at all, or has a constant for its curvature."""
         return self.fallback == "diagonal"
 
-    def coverage(self) -> Coverage:
-        """The plan as a table, in the model's order."""
-        return Coverage(tuple(self.rows.values()))
+    def coverage(self, uncalled: Collection[str] = ()) -> Coverage:
+        """The plan as a table, in the model's order; layers that were not called get the fallback after all."""
+        if not uncalled:
+            return Coverage(tuple(self.rows.values()))
+        other = SCALAR if self.fallback == "diagonal" else self.fallback
+        changed = {n: replace(self.rows[n], curvature=other, reason="its layer was not called") for n in uncalled}
+        return Coverage(tuple(changed.get(name, row) for name, row in self.rows.items()))
 
 
 _UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
@@ -184,9 +206,11 @@ class _Planner:
     def block(self, name: str) -> bool:
         """A Kronecker block of the parameter and its mate (the bias of a weight, the weight of a bias), if it has one.
 
-        A parameter tied over several modules has one if they all use it, and the mate, in the same way.
+        A parameter tied over several modules has one if they all use it, and the mate, in the same way. The output
+        layer of a language model may share its weight with embeddings, whose use is measured apart.
         """
-        uses = self.uses[name]
+        uses = [use for use in self.uses[name] if type(use.module) is not nn.Embedding]
+        looked_up = [use for use in self.uses[name] if type(use.module) is nn.Embedding]
         layers = [None if isinstance(use.module, _UNCALLED) else kronecker_layer(use.module) for use in uses]
         layer = layers[0] if layers else None
         if layer is None or None in layers or uses[0].local not in ("weight", "bias"):
@@ -202,6 +226,10 @@ class _Planner:
         self.plan.blocks[block.name] = block
         self.plan.feeds += [(use.module, block.name) for use in uses]
         tied = f", tied over {len(uses)} modules" if len(uses) > 1 else ""
+        if looked_up:
+            tied += f", tied to {' and '.join(use.module_name for use in looked_up)} (Embedding)"
+            if self.plan.fallback == "diagonal":
+                self.plan.diagonal += [(use.module, {use.local: name}) for use in looked_up]
         for part, with_ in ((weight, "bias"), (bias, "weight")):
             if part is not None:
                 joint = f", with {with_}" if len(block.names) == 2 else ""

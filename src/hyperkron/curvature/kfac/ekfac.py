@@ -110,7 +110,7 @@ class EKFAC(Kronecker):
         self._let_go(state)
         try:
             measured = self._measure(point, state, made, basis, checked=not point.recording)
-            self._check(point, made, measured)
+            self._check(point, state, made, measured)
             if set(measured.reached) != basis.keys():  # layers that some batches do not use
                 return False
             if measured.diagonal:

@@ -88,6 +88,7 @@ class Kronecker(Curvature):
             state.let_go()
         if not self.due(state):
             state.age += 1
+            state.covers(made.coverage(state.uncalled))
             return KroneckerOperator(made.blocks, state, self.damping)
         finish = self._refresh(point, state, made)
         if point.queues:  # let what follows be queued before waiting for the factorisation
@@ -111,7 +112,7 @@ class Kronecker(Curvature):
         before = None if point.recording else generator.get_state()
         try:
             measured = self._measure(point, state, made, checked=not (point.queues and self.deferred))
-            self._check(point, made, measured)
+            self._check(point, state, made, measured)
             factors = self._average(point, state, measured)
             averages = {name: (dense(a), dense(b)) for name, (a, b) in factors.items()} if self.ema > 0 else {}
             factors = _scaled(factors, measured)
@@ -218,9 +219,11 @@ class Kronecker(Curvature):
         """Whether factors may be kept as rows; averages need matrices."""
         return False
 
-    def _check(self, point: Point, made: Plan, measured: Measured) -> None:
+    def _check(self, point: Point, state: KroneckerState, made: Plan, measured: Measured) -> None:
         """Refuse an inner loss that does not depend on the model, or whose penalty makes the curvature negative, and,
         with ``strict``, layers that were never called as modules."""
+        state.uncalled = measured.uncalled
+        state.covers(made.coverage(measured.uncalled))
         if self.strict and measured.uncalled:
             raise CoverageError(
                 f"strict=True, but {', '.join(measured.uncalled)} belong to layers that were never called as "
@@ -260,8 +263,15 @@ class Kronecker(Curvature):
         raise NonFiniteError(f"the factors of {bad} are not finite; {remedy}.")
 
     def _block_damping(self, made: Plan, measured: Measured, name: str) -> Tensor | float:
-        """δ + 2α: the curvature of L2 penalties joins the damping, here its mean; ``measured.scales`` has the rest."""
-        return mean_damping(made, made.blocks[name], measured.l2, self.damping)
+        """δ + 2α: the curvature of L2 penalties joins the damping, here its mean; ``measured.scales`` has the rest.
+
+        So does the mean of the diagonal that a weight has by its other use, as an embedding.
+        """
+        block = made.blocks[name]
+        damping = mean_damping(made, block, measured.l2, self.damping)
+        for tied in (measured.diagonal[n] for n in block.names if n in measured.diagonal):
+            damping = damping + tied.mean()
+        return damping
 
     def _diagonal(self, made: Plan, measured: Measured) -> dict[str, Tensor]:
         """The damped diagonal of every parameter outside the blocks that the inner loss depends on."""

@@ -74,6 +74,10 @@ class Layer(ABC):
         """The weight as (groups, d_out, d_in)."""
         return weight.reshape(self.groups, self.d_out, self.d_in)
 
+    def to_weight(self, matrix: Tensor, shape: torch.Size) -> Tensor:
+        """The inverse of :meth:`to_matrix`: (groups, d_out, d_in) as a weight of ``shape``."""
+        return matrix.reshape(shape)
+
 
 @dataclass(frozen=True)
 class LinearLayer(Layer):
@@ -96,6 +100,17 @@ class LinearLayer(Layer):
     def positions(self, x: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         count = x.shape[0] if x.dim() > 1 else 1
         yield x.reshape(count, 1, -1, x.shape[-1]), g.reshape(count, 1, -1, g.shape[-1])
+
+
+@dataclass(frozen=True)
+class TransposedLayer(LinearLayer):
+    """Hugging Face's ``Conv1D`` (GPT-2): a linear layer whose weight is (d_in, d_out)."""
+
+    def to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.mT[None]
+
+    def to_weight(self, matrix: Tensor, shape: torch.Size) -> Tensor:
+        return matrix[0].mT
 
 
 @dataclass(frozen=True)
@@ -221,10 +236,19 @@ def _parts(x: Tensor, size: int) -> tuple[Tensor, ...]:
     return (x,) if len(x) <= size else x.split(size)
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Whether ``module`` is the ``Conv1D`` of transformers, known by its name, for it is not imported here."""
+    kind, weight = type(module), module._parameters.get("weight")
+    named = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    return named and weight is not None and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
+
+
 def kronecker_layer(module: nn.Module) -> Layer | None:
     """The Kronecker view of ``module``, or ``None`` where KFAC has none."""
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return LinearLayer(module.in_features, module.out_features)
+    if is_transposed(module):
+        return TransposedLayer(*module.weight.shape)  # type: ignore[misc]
     for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         if isinstance(module, kind) and type(module).forward is kind.forward:
             return ConvLayer(module)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.factors import Factor, LowRank
+from hyperkron.curvature.kfac.layers import TransposedLayer
 from hyperkron.solution import warn_once
 
 Penalties = Mapping[str, Tensor | float]
@@ -59,7 +60,7 @@ def _even(values: list[Tensor | float]) -> bool:
     tensors = [value for value in values if isinstance(value, Tensor)]
     if any(value.numel() > 1 for value in tensors):
         return False
-    return len(values) == 1 or (not tensors and len(numbers) == 1)
+    return len(numbers) + len({id(value) for value in tensors}) == 1
 
 
 def _columns(plan: Plan, block: Block, penalties: Penalties, like: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ def _columns(plan: Plan, block: Block, penalties: Penalties, like: Tensor) -> Te
         value = penalties.get(name, 0.0)
         if isinstance(value, Tensor) and value.numel() > 1:
             shape = plan.rows[name].shape
-            if value.dim() == len(shape) and value.shape[0] > 1:
+            if value.dim() == len(shape) and value.shape[-1 if isinstance(layer, TransposedLayer) else 0] > 1:
                 warn_once(
                     "l2-rows",
                     f"the l2 penalty of {name} has coefficients of its own for the rows of a layer; KFAC and EKFAC "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hyperkron import trees
 from hyperkron.curvature.base import CurvatureState, Invertible
-from hyperkron.curvature.kfac.coverage import Block, Fallback, Plan, plan
+from hyperkron.curvature.kfac.coverage import Block, Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.inverse import BlockInverses, load_inverses
 from hyperkron.solution import Status
 from hyperkron.trees import Tree
@@ -26,6 +26,7 @@ class KroneckerState(CurvatureState):
         failures: refreshes in a row that failed and kept the previous inverse.
         status: how the inverse in use was obtained.
         strategy: how its blocks are inverted, in words.
+        coverage: which curvature every parameter has, as the last call found.
     """
 
     def __init__(self, seed: int) -> None:
@@ -41,6 +42,8 @@ class KroneckerState(CurvatureState):
         self.inverses: BlockInverses | None = None
         self.diagonal: dict[str, Tensor] = {}
         self.parameters: list[str] = []  # those that were trained when the inverse was made
+        self.uncalled: list[str] = []  # those of layers that were not called at the last refresh
+        self.coverage: Coverage | None = None
         self._planned: tuple[nn.Module, list[Tensor], Plan] | None = None
 
     def plan(self, model: nn.Module, params: Tree, fallback: Fallback) -> Plan:
@@ -72,6 +75,10 @@ class KroneckerState(CurvatureState):
         self.age, self.failures, self.refreshes, self.basis_age = 0, 0, self.refreshes + 1, basis_age
         self.strategy = inverses.strategies()
 
+    def covers(self, coverage: Coverage) -> None:
+        """What the call in progress has found about the model's layers."""
+        self.coverage = coverage
+
     def let_go(self) -> None:
         """Forget the inverses; the next call makes new ones."""
         self.inverses, self.diagonal = None, {}
@@ -99,6 +106,7 @@ class KroneckerState(CurvatureState):
             "inverses": None if self.inverses is None else self.inverses.state_dict(),
             "diagonal": dict(self.diagonal),
             "parameters": list(self.parameters),
+            "uncalled": list(self.uncalled),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -114,6 +122,7 @@ class KroneckerState(CurvatureState):
         self.strategy = "" if self.inverses is None else self.inverses.strategies()
         self.diagonal = dict(state["diagonal"])
         self.parameters = list(state["parameters"])
+        self.uncalled = list(state.get("uncalled", []))
 
 
 class KroneckerOperator(Invertible):
@@ -165,6 +174,8 @@ class KroneckerOperator(Invertible):
         return self._apply(v, self.inverses.matvec, torch._foreach_mul)
 
     def solve(self, b: Tree) -> Tree:
+        if not self._elsewhere and self._state.coverage is not None:  # a preconditioner may cover what it likes
+            self._state.coverage.warn()
         if self._pending is not None:
             self.settle()
         return self._apply(b, self.inverses.solve, torch._foreach_div)
