@@ -1,6 +1,6 @@
 """A sample of the grid of models × λ × hypergradients × cross modes, and a check that the grid sees what is wrong.
 
-The whole grid: ``make grid``. What is right, and to which tolerance: ``grid/cells.py``.
+The whole grid: ``make grid``. What is right, and to which tolerance: ``support/grid/cells.py``.
 """
 
 from __future__ import annotations
