@@ -5,6 +5,7 @@
 #   make bench    speed and memory against peers
 #   make faults   kill, signal and damage runs, and count those that survive
 #   make grid     every model × λ × hypergradient against an oracle, and count those silently wrong
+#   make audit    known vulnerabilities of the pinned versions, where the database can be reached
 #   make soak     ten thousand steps: memory, hooks and file handles
 #   make format   let ruff rewrite the code in the house style
 #   make clean    remove caches and builds (make distclean: the environment too)
@@ -20,6 +21,7 @@ PIP_FLAGS   ?=
 
 PY    := .venv/bin/python
 PIP   := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+HASHED := $(PY) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary :all: $(PIP_FLAGS)
 STAMP := .venv/.installed
 CODE  := $(wildcard src tests support examples benchmarks experiments docs)
 BENCHMARKS ?= $(sort $(wildcard benchmarks/bench_*.py))
@@ -32,23 +34,23 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint types unit bench faults grid soak format clean distclean stale
+.PHONY: help venv demo test lint types unit bench faults grid audit soak format clean distclean stale
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt requirements/peers.txt $(STALE)
+$(STAMP): pyproject.toml constraints.txt requirements/lock.txt $(STALE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "hyperkron needs Python >= 3.10, but '$(PYTHON)' is `command -v $(PYTHON) >/dev/null && $(PYTHON) --version 2>&1 || echo missing`."; \
 	  echo "Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "Making .venv with `$(PYTHON) --version`"; $(PYTHON) -m venv --clear .venv; }
 	@echo "Installing the pinned environment into .venv (the first time takes a few minutes: torch is large)"
-	@$(PIP) hatchling
-	@$(PIP) --no-build-isolation -e '.[dev]'
-	@$(PIP) --no-deps -r requirements/peers.txt
+	@$(HASHED) -r requirements/lock.txt
+	@$(PIP) torch
+	@$(PIP) --no-build-isolation --no-deps -e .
 	@printf '%s\n' "$(CURDIR)" > $@
 
 demo: $(STAMP)
@@ -79,6 +81,9 @@ faults: $(STAMP)
 grid: export OMP_NUM_THREADS := 1
 grid: $(STAMP)
 	$(PY) benchmarks/correctness_grid.py
+
+audit: $(STAMP)
+	$(PY) requirements/audit.py
 
 soak: export OMP_NUM_THREADS := 1
 soak: $(STAMP)

@@ -1,6 +1,6 @@
 """Runs are killed, signalled, fed hostile files and bad numbers; one table says how many survived.
 
-    python benchmarks/faults.py [--kills 200 --mutations 500 --signals 50 --steps 40 --full 20]
+    python benchmarks/faults.py [--kills 200 --mutations 500 --signals 50 --steps 40 --full 20 --races 20]
 
 Every run is a process of its own, forked from this one, which has imported torch and never computes. A run *survives*
 if the one that resumes it ends bit for bit where the uninterrupted one does: θ, λ, both optimizers and schedules,
@@ -36,6 +36,9 @@ import torch._dynamo  # optimizers import it at their first step: once here, not
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 
+import faults_clean
+import faults_files
+import faults_runtime
 import hostile
 from common import write_result
 
@@ -341,6 +344,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("kills", 200), ("mutations", 500), ("signals", 50), ("steps", 40), ("full", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--races", type=int, default=20)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="killed within each step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-cases", action="store_true", help="leave out hostile files and bad numbers")
@@ -360,7 +364,10 @@ def main() -> int:
             lambda: signals(options.signals, scratch, chance),
             *(lambda method=method: consecutive(method, options.steps, scratch) for method in options.methods),
         ]
+        faults += faults_files.faults(Child, written, scratch)
+        faults += faults_runtime.faults(Child, written, scratch, options.races)
         if not options.no_cases:
+            faults += faults_clean.faults(written, scratch)
             faults.append(lambda: hostile.malicious(written, scratch))
             faults += [lambda name=name: hostile.numbers(name, written, scratch) for name in numerics.CASES]
         for fault in faults:

@@ -28,7 +28,7 @@ from workloads import INNER_STEPS, Workload, _batches
 
 import hyperkron as hk
 from hyperkron import cross, linalg, point, snapshot, trees
-from hyperkron.curvature.kfac import capture, factors, grams, inverse, kronecker, layers
+from hyperkron.curvature.kfac import factors, grams, inverse, kronecker, layers, recorder
 from hyperkron.hypergradient import implicit
 from hyperkron.losses import classification
 from hyperkron.models import resnet18
@@ -48,11 +48,11 @@ STAGES: dict[str, list[Place]] = {
     "outer gradient": [(implicit, "outer_gradients")],
     "passes of the factors": [(kronecker, "measure")],
     "Gram matrices": [
-        (capture._Recorder, "_input_gram"),
-        (capture._Recorder, "_on_gradient"),
-        (capture._Recorder, "finish"),
+        (recorder.Recorder, "_input_gram"),
+        (recorder.Recorder, "_on_gradient"),
+        (recorder.Recorder, "finish"),
     ],
-    "diagonals": [(capture, "squared_gradients"), (hk.KFAC, "_diagonal")],
+    "diagonals": [(recorder, "squared_gradients"), (hk.KFAC, "_diagonal")],
     "damping": [(inverse._Systems, "shifts")],
     "factorisation": [(hk.KFAC, "_invert"), (hk.KFAC, "_complete")],
     "solve": [(Direct, "solve")],
@@ -157,7 +157,7 @@ def as_on_gpu(shrink: int = SHRINK) -> Iterator[None]:
         (layers.ConvLayer, "_examples_per_chunk", examples),
         (layers.ConvLayer, "input_gram", lambda self, x: None),
         (inverse, "_common_sizes", lambda sizes, *_: {n: n + 1 if n + 1 in sizes else n for n in sizes}),  # 2 %
-        (capture, "WAITING", capture.WAITING // shrink**2),
+        (recorder, "WAITING", recorder.WAITING // shrink**2),
         (layers, "_batch_norm_statistics", statistics),
         (inverse, "factorize", factorize),
         (inverse, "_alone", lambda factor: False),
@@ -197,7 +197,7 @@ def few_examples(work: Workload) -> Iterator[None]:
     plain, left_out = factors.few_rows, len(work.outer_batch[1]) // TIMED
     *inner, outer = [(x[:TIMED], y[:TIMED], index[:TIMED]) for x, y, index in (*work.batches, work.outer_batch)]
     with ExitStack() as patches:
-        for module in (capture, factors, grams):
+        for module in (recorder, factors, grams):
             patches.enter_context(patch.object(module, "few_rows", lambda rows, d: plain(rows * left_out, d)))
         patches.enter_context(patch.object(work, "batches", inner))
         patches.enter_context(patch.object(work, "outer_batch", outer))

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 import oracles
-from hyperkron.curvature.kfac.capture import Measured, measure
+from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
+from hyperkron.curvature.kfac.recorder import Measured
 from hyperkron.point import Point
 
 DOUBLE = torch.float64

@@ -110,7 +110,7 @@ METHODS = {
     "neumann": lambda: hk.neumann(5, step=0.1),
     "pcg": lambda: hk.Implicit(hk.GGN(0.1), hk.CG(60), preconditioner=hk.KFAC(0.1), cross="reverse"),
     "unrolled": lambda: hk.unrolled(3),
-    "identity": lambda: hk.identity(),
+    "identity": lambda: hk.identity(cross="reverse"),
 }
 
 

@@ -42,14 +42,16 @@ def auroc(scores: Tensor, wrong: Tensor) -> float:
 
 
 def same(a: CleanResult, b: CleanResult) -> bool:
-    """Bit by bit."""
+    """Bit by bit, on the rows that were used."""
     weights = zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True)
-    return (
-        torch.equal(a.weights, b.weights)
-        and torch.equal(a.error_probability, b.error_probability)
-        and torch.equal(a.suggested, b.suggested)
-        and all(torch.equal(v, w) for v, w in weights)
-    )
+    scores = [
+        [
+            torch.as_tensor(found[torch.as_tensor(r.used).numpy()])
+            for found in (r.weights, r.error_probability, r.suggested)
+        ]
+        for r in (a, b)
+    ]
+    return all(torch.equal(v, w) for v, w in [*zip(*scores, strict=True), *weights])
 
 
 # --- what it finds ------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import run_folder
 from fake_cleaning import write_table
 from hyperkron.cli import doctor as doctor_command
 from hyperkron.cli import main
+from hyperkron.cli.cleaning import HASHES
+from hyperkron.data import row_hashes
 
 Captured = pytest.CaptureFixture[str]
 RUN = Path("runs/mine")
@@ -28,7 +30,16 @@ def rows() -> list[dict[str, Any]]:
     """A finished run and its training rows; the lines of its rows.csv."""
     run_folder.write_run_folder(RUN, rows=40)
     write_table(Path("train.csv"))
+    record_rows()
     return run_folder.make_rows(run_folder.CLASSES, 40, 0.4)
+
+
+def record_rows(**config: Any) -> None:
+    """Let the run say, as `clean` does, which rows train.csv holds now."""
+    hashes = row_hashes("train.csv")
+    (RUN / HASHES).write_bytes(hashes.each)
+    kept = json.loads((RUN / "config.json").read_text()) | config
+    run_folder.write_json(RUN / "config.json", kept | {"rows": {"count": len(hashes), "sha256": hashes.sha256}})
 
 
 # --- report ------------------------------------------------------------------------------------------------
@@ -65,7 +76,7 @@ def test_relabelling_suspects(rows: list[dict[str, Any]], capsys: Captured) -> N
         found = [line["label"] for line in csv.DictReader(file)]
     assert found == [row["suggested" if row["suspect"] else "given"] for row in rows]
     count = sum(row["suspect"] for row in rows)
-    wanted = {"file": "clean.csv", "rows": 40, "trusted": 0, "relabelled": count}
+    wanted = {"file": "clean.csv", "rows": 40, "trusted": 0, "relabelled": count, "warnings": []}
     assert json.loads(capsys.readouterr().out) == wanted
 
 
@@ -73,7 +84,7 @@ def test_the_label_column_of_the_run_is_the_one_relabelled(rows: list[dict[str, 
     lines = [line.split(",") for line in Path("train.csv").read_text().splitlines()]
     decoy = [f"{text},x,{mine}" for text, mine, _ in lines[1:]]
     Path("train.csv").write_text("\n".join(["text,label,mine", *decoy]) + "\n")
-    run_folder.write_json(RUN / "config.json", {"source": {"train": "train.csv", "reading": {"label": "mine"}}})
+    record_rows(source={"train": "train.csv", "reading": {"label": "mine"}})
     assert main(["export", "runs/mine", "--relabel", "suspects", "-o", "clean.csv"]) == 0
     wanted = [f"x,{row['suggested' if row['suspect'] else 'given']}" for row in rows]
     assert [line.partition(",")[2] for line in Path("clean.csv").read_text().splitlines()[1:]] == wanted
@@ -100,7 +111,7 @@ def test_trusted_rows_of_the_same_file_belong_to_the_clean_one(rows: list[dict[s
     more = [f"checked {i},{name},yes" for i, name in enumerate(run_folder.CLASSES)]
     Path("train.csv").write_text("\n".join([*lines, *more]) + "\n")
     reading = {"text": "text", "label": "label", "image": None, "trusted_column": "checked"}
-    run_folder.write_json(RUN / "config.json", {"source": {"train": "train.csv", "reading": reading}})
+    record_rows(source={"train": "train.csv", "reading": reading})
     assert main(["export", "runs/mine", "--drop", "suspects", "-o", "clean.csv"]) == 0
     written = Path("clean.csv").read_text().splitlines()
     assert written[-6:] == more and len(written) == 1 + 6 + sum(not row["suspect"] for row in rows)
@@ -130,6 +141,66 @@ def test_export_of_a_damaged_run(damage: Any, message: str, rows: list[dict[str,
     assert main(["export", "runs/mine", "--drop", "suspects", "-o", "clean.csv"]) == 1
     err = capsys.readouterr().err
     assert message in err and "Traceback" not in err and not Path("clean.csv").exists()
+
+
+def _shuffled(lines: list[str]) -> list[str]:
+    return [lines[0], *lines[:20:-1], *lines[1:21]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_shuffled, "the same 40 rows stand in another order"),
+        (lambda lines: [*lines[:8], "other,x,no\n", *lines[9:]], "1 row of 40 differ: rows 7"),
+        (lambda lines: [*lines, "more,x,no\n"], "there were 40 rows and are 41 now, 40 of them the same"),
+        (lambda lines: lines[:-3], "there were 40 rows and are 37 now, 37 of them the same"),
+        (lambda lines: [lines[0].replace("text", "words"), *lines[1:]], "the names of the columns"),
+    ],
+)
+def test_rows_that_are_not_those_of_the_run_are_refused(
+    change: Any, message: str, rows: list[dict[str, Any]], capsys: Captured
+) -> None:
+    """A file that was sorted after the run would lose rows that are no suspects, and keep those that are."""
+    file = Path("train.csv")
+    before = file.read_text()
+    file.write_text("".join(change(before.splitlines(keepends=True))))
+    for what in ("--drop", "--relabel"):
+        assert main(["export", "runs/mine", what, "suspects", "-o", "clean.csv"]) == 1
+        err = capsys.readouterr().err
+        assert message in err and "hyperkron clean" in err and not Path("clean.csv").exists()
+    (RUN / HASHES).unlink()
+    assert main(["export", "runs/mine", "--drop", "suspects", "-o", "clean.csv"]) == 1
+    file.write_text(before.replace("\n", "\r\n"))  # the same rows, written otherwise
+    assert main(["export", "runs/mine", "--drop", "suspects", "-o", "clean.csv"]) == 0
+
+
+def test_a_run_that_did_not_record_its_rows_is_exported_with_a_warning(
+    rows: list[dict[str, Any]], capsys: Captured
+) -> None:
+    config = json.loads((RUN / "config.json").read_text())
+    run_folder.write_json(RUN / "config.json", {key: config[key] for key in config if key != "rows"})
+    assert main(["export", "runs/mine", "--drop", "suspects", "-o", "clean.csv", "--quiet"]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("warning: the run in runs/mine was made before") and "it cannot be checked" in err
+
+
+@pytest.mark.parametrize("what", ["keep", "escape", "refuse"])
+def test_formulas(what: str, rows: list[dict[str, Any]], capsys: Captured) -> None:
+    kept = next(row["row"] for row in rows if not row["suspect"])
+    lines = Path("train.csv").read_text().splitlines(keepends=True)
+    rest = lines[1 + kept].partition(",")[2]
+    lines[1 + kept] = "=1+1," + rest
+    Path("train.csv").write_text("".join(lines))
+    record_rows()
+    command = ["export", "runs/mine", "--drop", "suspects", "-o", "clean.csv", "--formulas", what, "--json"]
+    assert main(command) == (1 if what == "refuse" else 0)
+    out, err = capsys.readouterr()
+    assert f"1 cell that a spreadsheet takes for a formula, such as '=1+1' in row {kept}, column 'text'" in err
+    if what == "refuse":
+        assert "--formulas='escape'" in err and not Path("clean.csv").exists()
+        return
+    assert len(json.loads(out)["warnings"]) == 1
+    assert (("'=1+1," if what == "escape" else "=1+1,") + rest) in Path("clean.csv").read_text().splitlines(True)
 
 
 # --- doctor ------------------------------------------------------------------------------------------------

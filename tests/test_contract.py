@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import hyperkron as hk
-from hyperkron import cross, trees
+from hyperkron import trees
+from hyperkron.cross import choice, weighting
 from hyperkron.hypergradient.steps import Adam
 from hyperkron.solvers.base import Solver
 from photographs import FUSE, METHODS, Boom, Case, inner, method_names, outer
@@ -112,10 +113,10 @@ def test_an_exception_anywhere_leaves_everything(name: str) -> None:
         ("ekfac/auto", torch.linalg, "eigh"),
         ("pcg/auto", hk.KFAC, "operator"),
         ("cg-ggn/auto", hk.GGN, "operator"),
-        ("kfac-mc/auto", cross.Cross, "term"),
-        ("kfac-mc/difference", cross, "difference"),
-        ("kfac-mc/forward", cross, "forward"),
-        ("kfac-mc/reverse", cross, "reverse"),
+        ("kfac-mc/auto", choice.Cross, "term"),
+        ("kfac-mc/difference", weighting, "difference"),
+        ("kfac-mc/forward", weighting, "forward"),
+        ("kfac-mc/reverse", choice, "reverse"),
         ("kfac-mc/auto", trees, "add"),
         ("unrolled", Adam, "step"),
     ],

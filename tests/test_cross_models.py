@@ -46,6 +46,28 @@ class Opaque(torch.autograd.Function):
         return torch.from_numpy(g.detach().numpy() * x.detach().cos().numpy())
 
 
+class Tangent(torch.autograd.Function):
+    """sin with forward mode, whose backward pass cannot be differentiated."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # type: ignore[override]
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g * ctx.saved_tensors[0].cos()
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
+        return dx * ctx.saved_tensors[0].cos()
+
+
 class Apply(nn.Module):
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         super().__init__()
@@ -65,8 +87,14 @@ COARSE = Cross(radius=0.5)
 
 @pytest.mark.parametrize(
     ("middle", "mode"),
-    [(nn.Tanh(), "forward"), (Apply(Cube), "reverse"), (Once(), "difference"), (Apply(Opaque), "difference")],
-    ids=["smooth", "no forward mode", "once differentiable", "opaque backward"],
+    [
+        (nn.Tanh(), "reverse"),
+        (Apply(Cube), "reverse"),
+        (Apply(Tangent), "forward"),
+        (Once(), "difference"),
+        (Apply(Opaque), "difference"),
+    ],
+    ids=["smooth", "no forward mode", "no second backward", "once differentiable", "opaque backward"],
 )
 def test_auto_takes_the_first_way_that_works(middle: nn.Module, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solution, "_warned", set())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -57,6 +59,73 @@ def test_images_are_decoded_within_our_limits(hub: Callable[[Any], list[Any]]) -
     hub({"train": datasets.Dataset.from_dict({"image": pictures, "label": [0, 1, 1, 0]}, features=features)})
     found = read("hf:pictures")
     assert found.inputs.shape == (2, 1, 2, 3) and found.rows.tolist() == [0, 2] and found.labels.tolist() == [0, 1]
+
+
+class Local:
+    """A dataset in a folder, whose rows name pictures by path or hold them as bytes; a secret lies beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.secret = folder / "dataset", folder / "secret.png"
+        self.folder.mkdir()
+        Image.new("L", (3, 2), 9).save(self.secret)
+        Image.new("L", (3, 2), 5).save(self.folder / "own.png")
+        (self.folder / "link.png").symlink_to(self.secret)
+        (self.folder / "up").symlink_to(folder)
+        Image.new("L", (3, 2), 7).save(buffer := io.BytesIO(), "PNG")
+        self.bytes = buffer.getvalue()
+
+    def write(self, path: str) -> str:
+        """The source, with one row that names a path among three that hold bytes."""
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+        rows = [{"bytes": None, "path": path}] + 3 * [{"bytes": self.bytes, "path": "/etc/passwd"}]
+        table = pa.table({"image": pa.array(rows, features["image"].pa_type), "label": [0, 1, 0, 1]})
+        about = {"huggingface": json.dumps({"info": {"features": features.to_dict()}})}
+        pq.write_table(table.replace_schema_metadata(about), self.folder / "train.parquet")
+        return f"hf:{self.folder}"
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Local:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return Local(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "path", ["{secret}", "../secret.png", "link.png", "up/secret.png", "{folder}/../secret.png", "/proc/self/fd/0"]
+)
+def test_pictures_outside_the_dataset_are_refused(local: Local, path: str) -> None:
+    name = path.format(secret=local.secret, folder=local.folder)
+    with pytest.raises(HyperkronError, match=r"image='image': .* leads out of the folder .*dataset"):
+        read(local.write(name))
+
+
+@pytest.mark.parametrize("path", ["own.png", "{folder}/own.png", "./own.png"])
+def test_pictures_inside_the_dataset_are_read(local: Local, path: str) -> None:
+    found = read(local.write(path.format(folder=local.folder)))
+    assert found.inputs[:, 0, 0, 0].tolist() == [5, 7, 7, 7]
+
+
+def test_a_dataset_of_the_hub_may_name_what_was_fetched_with_it(
+    hub: Callable[[Any], list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    (blobs := tmp_path / "datasets--org--photos" / "blobs").mkdir(parents=True)
+    (snapshot := tmp_path / "datasets--org--photos" / "snapshots" / "main").mkdir(parents=True)
+    Image.new("L", (3, 2), 5).save(blobs / "0123", "PNG")
+    (snapshot / "a.png").symlink_to("../../blobs/0123")
+    Image.new("L", (3, 2), 9).save(tmp_path / "private.png")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+
+    def rows(path: Path) -> Any:
+        pictures = [{"bytes": None, "path": str(path)}] * 2
+        return datasets.Dataset.from_dict({"image": pictures, "label": [0, 1]}, features=features)
+
+    hub({"train": rows(snapshot / "a.png"), "test": rows(tmp_path / "private.png")})
+    assert read("hf:org/photos").inputs[:, 0, 0, 0].tolist() == [5, 5]
+    with pytest.raises(HyperkronError, match=r"leads out of the folder .*datasets--org--photos"):
+        read("hf:org/photos:test")
 
 
 @pytest.mark.parametrize(

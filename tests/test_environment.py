@@ -98,6 +98,35 @@ def test_installed_versions_are_the_pinned_ones() -> None:
     assert not wrong, f"run `make venv`: {wrong}"
 
 
+def _pinned(path: Path) -> dict[tuple[str, str], str]:
+    """The version of every (name, marker) of a file of pins; hashes are left out."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    lines = path.read_text("utf-8").replace("\\\n", " ").splitlines()
+    pins = [Requirement(line.split("--hash")[0].strip()) for line in lines if line.strip() and line[0] != "#"]
+    return {(canonicalize_name(pin.name), str(pin.marker)): str(pin.specifier) for pin in pins}
+
+
+def test_everything_that_is_installed_but_torch_is_locked_with_hashes() -> None:
+    """lock.txt has the versions of constraints.txt, a hash for each, and all that ``hyperkron[dev]`` needs here."""
+    lock = ROOT / "requirements" / "lock.txt"
+    entries = [line for line in lock.read_text("utf-8").replace("\\\n", " ").splitlines() if line[0] != "#"]
+    assert len(entries) > 80 and all(re.search(r"--hash=sha256:[0-9a-f]{64}\b", entry) for entry in entries)
+    pins, locked = _pinned(ROOT / "constraints.txt"), _pinned(lock)
+    assert {key: pins.get(key) for key in locked} == locked, "run requirements/lock.py"
+    names, missing = {name for name, _ in locked}, []
+    spec = importlib.util.spec_from_file_location("lock", ROOT / "requirements" / "lock.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in module.needed("hyperkron[dev]") - {"hyperkron"}:
+        if name not in names and not module.UNHASHED.fullmatch(name):
+            missing.append(name)
+    assert missing == [], "add them to constraints.txt and run requirements/lock.py"
+    assert {name for name, _ in _pinned(ROOT / "requirements" / "peers.txt")} <= names
+
+
 # --- the package -------------------------------------------------------------------------------------------
 
 

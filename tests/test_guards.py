@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import hyperkron as hk
 from guarding import Poison, memory, network, prepare
 from hyperkron.solution import Status
+from hyperkron.training import guards
 from hyperkron.training.guards import effective_sample_size
 from resuming import ALGORITHMS, CLASSES, EXAMPLES, FEATURES, digest, inner, outer, start
 
@@ -56,7 +58,7 @@ def test_finite_sums_are_undone_too(tmp_path: Path) -> None:
     run.advance(1)
     assert digest(memory(run), tmp_path) == before and run.history[-1]["status"] == "SKIPPED"
     (path,) = tmp_path.glob("failed-*.json")
-    described = json.loads(path.read_text())["steps"][0]["batches"][0]
+    described = json.loads(path.read_text())["batches"][0]
     first, last = described["examples"]
     assert described["tensors"][2]["values"] == list(range(first, last + 1))
 
@@ -87,9 +89,10 @@ def test_the_run_ends_after_n_in_a_row_and_names_the_file_with_the_batches(tmp_p
     after_first = digest(memory(run), tmp_path)
     with pytest.raises(hk.NonFiniteError, match="step 2 in a row that failed") as caught:
         run.advance(10)
-    (path,) = (tmp_path / "notes").glob("failed-rank00000-step-*.json")
-    assert str(path) in str(caught.value)
-    noted = json.loads(path.read_text())["steps"]
+    paths = sorted((tmp_path / "notes").iterdir())
+    assert [path.name for path in paths] == [f"failed-rank00000-step-0000000{step}.json" for step in (1, 2)]
+    assert str(paths[-1]) in str(caught.value) and guard.path == paths[-1]
+    noted = [json.loads(path.read_text()) for path in paths]
     assert [entry["step"] for entry in noted] == [1, 2]
     batches = noted[0]["batches"]
     assert [batch["level"] for batch in batches][:2] == ["inner", "inner"]
@@ -106,6 +109,32 @@ def test_a_good_step_in_between_starts_the_count_anew(tmp_path: Path) -> None:
     assert guard.skipped == 3 and guard.streak == 0
     assert run.history.column("status").count("SKIPPED") == 3
     assert len(list(tmp_path.glob("failed-*.json"))) == 3
+
+
+def test_every_skipped_step_has_its_own_file_named_after_it(tmp_path: Path) -> None:
+    """Five in a row, from step 0, then a good one and another bad one: six files, each of the step it names."""
+    bad = Poison({*range(10), 12})
+    guard = hk.SkipFailures(limit=6, folder=tmp_path)
+    run = prepare(hk.AID(hk.identity(), inner_steps=1), bad, Poison(set(), 2), [guard], steps=8)
+    skipped = [row["step"] for row in run.history if row.get("status") == "SKIPPED"]
+    files = {int(path.stem[-8:]): json.loads(path.read_text()) for path in tmp_path.glob("failed-*.json")}
+    assert sorted(files) == skipped == [0, 1, 2, 3, 4, 6]
+    assert all(content["step"] == step for step, content in files.items())
+    for step, content in files.items():  # two draws of J_in a step
+        (drawn,) = (t["values"] for t in content["batches"][0]["tensors"] if t["where"] == "batch[2]")
+        assert drawn == [(i + 5 * 2 * step) % EXAMPLES for i in range(8)]
+
+
+def test_files_of_skipped_steps_are_bounded_and_share_a_folder(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(guards, "MAX_DUMPS", 3)
+    guard = hk.SkipFailures(limit=9)
+    prepare(hk.AID(hk.identity(), inner_steps=1), Poison(set(range(12))), Poison(set(), 2), [guard], steps=5)
+    assert guard.skipped == 5 and guard.path is None
+    assert sum("further ones get none" in str(w.message) for w in recwarn) == 1
+    assert guard._dumps is not None and len(list(guard._dumps.iterdir())) == 3
+    shutil.rmtree(guard._dumps)
 
 
 def test_without_the_guard_a_nan_is_an_error() -> None:

@@ -134,14 +134,6 @@ def test_l2_penalty_of_one_layer_stays_in_its_block() -> None:
     assert oracles.relative(result.grads, oracles.implicit(case, blocks, damping=0.05)) < 1e-8
 
 
-def test_l2_penalty_on_the_weight_alone_is_spread_over_the_block() -> None:
-    """Declared: within a block of weight and bias the penalty is averaged over its numbers."""
-    case = make(nn.Sequential(nn.Linear(3, 2)), (3,), decay={"0.weight": 0.4})
-    result = method(case).compute(*case.arguments)
-    averaged = case.hessian() - case.l2() + 2 * 0.4 * 6 / 8 * torch.eye(8, dtype=DOUBLE)
-    assert oracles.relative(result.grads, oracles.implicit(case, averaged, damping=0.05)) < 1e-8
-
-
 # --- Monte-Carlo ---------------------------------------------------------------------------------------------------
 
 

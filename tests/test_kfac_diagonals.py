@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 import oracles
 from cases import Case, Mean, make, random_weights
-from hyperkron.curvature.kfac import capture, layers
+from hyperkron.curvature.kfac import layers, recorder
 
 Build = Callable[[], nn.Module]
 
@@ -117,9 +117,9 @@ def test_batch_norms_need_not_wait_for_each_other(waiting: int, monkeypatch: pyt
     case = make(build(), shape, loss="cross_entropy", hyper=random_weights(5))
     together = case.measured("mc", samples=2).diagonal
     treated: list[int] = []
-    whole = capture.batch_norm_squares
-    monkeypatch.setattr(capture, "batch_norm_squares", lambda sums: treated.append(len(sums)) or whole(sums))
-    monkeypatch.setattr(capture, "WAITING", waiting)
+    whole = recorder.batch_norm_squares
+    monkeypatch.setattr(recorder, "batch_norm_squares", lambda sums: treated.append(len(sums)) or whole(sums))
+    monkeypatch.setattr(recorder, "WAITING", waiting)
     alone = case.measured("mc", samples=2).diagonal
     assert treated == ([1, 1, 1, 1] if waiting == 0 else [2, 2])  # for each of two samples
     assert set(alone) == set(together)

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 from hyperkron.curvature.kfac import grams
-from hyperkron.curvature.kfac.capture import Measured, measure
+from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.factors import dense
+from hyperkron.curvature.kfac.recorder import Measured
 from hyperkron.point import Point
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 import oracles
 from cases import DOUBLE, Mean, make, mlp, random_weights
-from hyperkron.curvature.kfac import capture
+from hyperkron.curvature.kfac import recorder
 from hyperkron.curvature.kfac.factors import dense as as_matrix
 from hyperkron.curvature.kfac.grams import summed
 from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS
@@ -89,13 +89,13 @@ def test_factors_larger_than_their_input_wait_until_activations_are_gone(monkeyp
     case = make(nn.Sequential(wide, nn.Tanh(), nn.AdaptiveAvgPool2d(2), deep, last, Mean(True)), (2, 9, 9))
     expected, order = case.slow_factors(), []
     for name in ("_on_input", "_on_gradient"):
-        true = getattr(capture._Recorder, name)
+        true = getattr(recorder.Recorder, name)
 
         def noted(*args: Any, name: str = name, true: Any = true) -> None:
             order.append((name, args[1].name))
             true(*args)
 
-        monkeypatch.setattr(capture._Recorder, name, noted)
+        monkeypatch.setattr(recorder.Recorder, name, noted)
     found = case.measured(fisher="empirical").a
     backward = [("_on_gradient", name) for name in ("4", "3", "0")]
     assert order == [("_on_input", "0"), *backward, ("_on_input", "3"), ("_on_input", "4")]

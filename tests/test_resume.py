@@ -172,11 +172,29 @@ def test_other_callbacks_are_a_change_that_can_be_allowed(tmp_path: Path) -> Non
 
 
 def test_another_torch_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = {**checkpoint._versions(), "torch": "1.0.0"}
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_versions", lambda: {"torch": "1.0.0"})
+        patch.setattr(checkpoint, "_versions", lambda: other)
         quadratic(1).save(tmp_path)
-    with pytest.warns(hk.HyperkronWarning, match=r"written with torch 1\.0\.0"):
+    with pytest.warns(hk.HyperkronWarning, match=rf"with torch 1\.0\.0 and is read with torch {torch.__version__[:4]}"):
         quadratic(0).resume(tmp_path)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Another run goes on, saves a newer one and deletes the one that is being read."""
+    run = quadratic(1, callbacks=[hk.Checkpoint(tmp_path, keep=1)])
+    read = files.read_json
+
+    def overtaken(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(files, "read_json", read)
+        run.advance(1)
+        return read(*args, **options)
+
+    monkeypatch.setattr(files, "read_json", overtaken)
+    assert checkpoint.newest(tmp_path).step == 2
+    assert [str(w.message) for w in recwarn] == []
 
 
 # --- the callback ------------------------------------------------------------------------------------------
@@ -286,7 +304,7 @@ def test_another_thread_can_run_too(tmp_path: Path) -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, signals and /proc")
 def test_a_few_of_every_fault_are_survived() -> None:
     """The benchmark in small: exit code 0 says that every row survived all its tries."""
-    counts = ["--kills", "2", "--mutations", "24", "--signals", "2", "--steps", "1", "--full", "1"]
+    counts = ["--kills", "2", "--mutations", "24", "--signals", "2", "--steps", "1", "--full", "1", "--races", "2"]
     command = [
         sys.executable,
         "benchmarks/faults.py",

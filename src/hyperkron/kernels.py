@@ -1,7 +1,8 @@
 """By which kernels a model is computed while a hypergradient evaluates it.
 
-What is differentiated twice takes attention that can be. On a GPU there are two more things, which torch could do
-faster, with the same results up to rounding:
+What is differentiated twice, or carries tangents, takes attention that can be, and weight norm without torch's fused
+kernel, whose second derivative is wrong and which has no tangent. On a GPU there are two more things, which torch could
+do faster, with the same results up to rounding:
 
 - *Second derivatives* of convolutions and batch norm in closed form (``second_order.py``).
 - *Layout.* In TF32 and half precision, tensor cores take channels last; of images laid out channels first the library
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -23,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from hyperkron.second_order import batch_norm, convolution, plain
@@ -100,6 +103,24 @@ class Kernels(TorchFunctionMode):
         return convolution(input, weight, bias, (steps, pads, gaps, groups))
 
 
+class PlainWeightNorm(TorchFunctionMode):
+    """``torch._weight_norm`` by elementary operations: v · g/‖v‖.
+
+    The second derivative of torch's fused kernel takes ‖v‖ for a constant.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch._weight_norm:
+            return _weight_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
 class WithoutAutocast(TorchFunctionMode):
     """Every function of torch runs without autocast on a kind of device, whatever a model enables around it.
 
@@ -139,9 +160,15 @@ class WithoutAutocast(TorchFunctionMode):
 
 @contextmanager
 def chosen(
-    model: nn.Module, device: torch.device, size: int, *, differentiable: bool, recording: bool
+    model: nn.Module,
+    device: torch.device,
+    size: int,
+    *,
+    differentiable: bool,
+    recording: bool,
+    hyper: nn.Module | None = None,
 ) -> Iterator[Kernels | None]:
-    """What an evaluation of ``model`` on a batch of so many numbers runs under.
+    """What an evaluation of ``model``, and of ``hyper`` with it, on a batch of so many numbers runs under.
 
     It will be ``differentiable`` twice, or it is ``recording`` a CUDA graph.
     """
@@ -149,7 +176,7 @@ def chosen(
     once = not (differentiable or recording)
     with ExitStack() as stack:
         if differentiable:
-            stack.enter_context(_plain_attention())
+            stack.enter_context(twice_differentiable(model, *([] if hyper is None else [hyper])))
         if device.type == "cuda" and not (once and idle in _IDLE.get(model, ())) and _takes_part(model):
             allowed = model not in _CONTIGUOUS_ONLY
             mode = Kernels(second_order=differentiable, channels_last=allowed, always=recording)
@@ -170,10 +197,11 @@ def _conditions(device: torch.device, size: int) -> Hashable:
 
 
 @contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Attention through kernels that have second derivatives and forward mode."""
+def twice_differentiable(*modules: nn.Module) -> Iterator[None]:
+    """Attention and weight norm of ``modules`` through kernels that have right second derivatives and forward mode."""
     fast = torch.backends.mha.get_fastpath_enabled()
-    with sdpa_kernel(SDPBackend.MATH):
+    normalised = any(map(_has_weight_norm, modules))
+    with sdpa_kernel(SDPBackend.MATH), PlainWeightNorm() if normalised else nullcontext():
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
@@ -189,14 +217,15 @@ def evaluate(
     *,
     differentiable: bool,
     recording: bool,
+    hyper: nn.Module | None = None,
 ) -> T:
-    """``function()``, which calls the model on a batch of so many numbers, under the kernels chosen for it.
+    """``function()``, which calls the model, and ``hyper``, on a batch of so many numbers, under the kernels chosen.
 
     Raises:
         LayoutError: it failed after a layout was changed. That is not done again, so another try will tell; if that
             fails, too, the layout was not to blame.
     """
-    with chosen(model, device, size, differentiable=differentiable, recording=recording) as mode:
+    with chosen(model, device, size, differentiable=differentiable, recording=recording, hyper=hyper) as mode:
         try:
             return function()
         except RuntimeError as error:
@@ -211,6 +240,15 @@ def _takes_part(model: nn.Module) -> bool:
     """Whether ``model`` has such layers."""
     kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)
     return any(isinstance(module, kinds) for module in model.modules())
+
+
+def _has_weight_norm(model: nn.Module) -> bool:
+    """Whether a part of ``model`` is normalised by ``weight_norm``, as a parametrization or as a hook."""
+    return any(
+        isinstance(module, _WeightNorm)
+        or any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values())
+        for module in model.modules()
+    )
 
 
 def _is_channels_last(x: Tensor) -> bool:

@@ -193,7 +193,13 @@ class Point:
 
         with self.autocast or nullcontext():
             return evaluate(
-                call, self.model, self.device, _size(batch), differentiable=differentiable, recording=self.recording
+                call,
+                self.model,
+                self.device,
+                _size(batch),
+                differentiable=differentiable,
+                recording=self.recording,
+                hyper=self.hyper,
             )
 
     @property

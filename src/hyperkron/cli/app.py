@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import shlex
 import signal
 import sys
@@ -33,7 +33,8 @@ class _Stopped(SystemExit):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 well, 1 an error, 2 a mistake in the command.
 
-    Ctrl-C gives 130 and SIGTERM 143.
+    Ctrl-C gives 130 and SIGTERM 143. Where stdout was closed before the start, nothing is printed; where its reader
+    left, the code is 1. Messages that stderr does not take are lost, and the command goes on.
 
     Args:
         arguments: those of the command line by default.
@@ -43,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hyperkron ...
         0
     """
+    from hyperkron.cli.output import ensure_streams, silence
+
+    ensure_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     wanted: Any = None
     try:
@@ -59,13 +63,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _interrupted(wanted, 128 + signal.SIGINT)
     except BrokenPipeError:  # whoever read our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         return ERROR
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else OK if error.code is None else ERROR
         return _interrupted(wanted, code) if code in (128 + signal.SIGINT, 128 + signal.SIGTERM) else code
     except Exception as error:
-        return _failed(error, wanted)
+        code = _failed(error, wanted)
+        try:
+            sys.stdout.flush()
+        except OSError:  # what could not be written (a full disk) would be tried again, and told of, at the exit
+            silence(sys.stdout)
+        return code
 
 
 def _parsed(given: list[str], defaults: Mapping[str, Any] | None = None) -> Any:
@@ -102,16 +111,25 @@ def _failed(error: Exception, options: Any) -> int:
     usage, debug = isinstance(error, UsageError), bool(getattr(options, "debug", False))
     if debug or not (usage or _expected(error)):
         traceback.print_exception(error)
-    text = str(error) or type(error).__name__
-    if isinstance(error, _ours()):
-        from hyperkron.cli.options import as_options
-
-        text = as_options(text)
+    text = _in_words(error, options)
     prog = f"hyperkron {options.command}" if options is not None else "hyperkron"
     say(f"{prog}: error: {text}" + (f"\nSee `{prog} --help`." if usage else ""))
     if getattr(options, "json", False):
         say_json({"error": text, "type": type(error).__name__})
     return USAGE if usage else ERROR
+
+
+def _in_words(error: Exception, options: Any) -> str:
+    """What an error says, in terms of the command line; a full disk with what to do about it."""
+    if isinstance(error, _ours()):
+        from hyperkron.cli.options import as_options
+
+        return as_options(str(error))
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        folder = getattr(options, "run", None) or getattr(options, "out", None)
+        where = error.filename or (f"a file in {folder}" if folder else "the output")
+        return f"the disk is full ({error.strerror}): {where} cannot be written. Free some space, then try again."
+    return str(error) or type(error).__name__
 
 
 def _expected(error: Exception) -> bool:

@@ -32,15 +32,16 @@ def write_board(folder: Path) -> Path:
         seen: Counter[str] = Counter()
         for row in read_log(folder / "log.jsonl") if (folder / "log.jsonl").exists() else []:
             event = str(row.get("event", "log"))
-            step = row["step"] if type(row.get("step")) is int else seen[event]
+            step = row["step"] if type(row.get("step")) is int and abs(row["step"]) < 2**62 else seen[event]
             seen[event] += 1
             for name, value in row.items():
-                if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
+                number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                if name != "step" and number and abs(value) < 1e300:
                     writer.add_scalar(f"{event}/{name}", value, step)
         for curve in read_run(folder).curves:
             for i, (x, y) in enumerate(zip(curve.x, curve.y, strict=False)):
                 if y is not None and math.isfinite(y):
-                    writer.add_scalar(f"curves/{curve.name}", y, i if x is None else round(x))
+                    writer.add_scalar(f"curves/{curve.name}", y, i if x is None or abs(x) > 2**62 else round(x))
     finally:
         writer.close()
     return target

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyperkron.cli.config import print_config, seconds
+from hyperkron.cli.options import ALTERNATIVES
 from hyperkron.cli.output import UsageError, progress, say, say_json
 
 if TYPE_CHECKING:
@@ -23,8 +24,19 @@ READING = ("text", "label", "image", "features", "trusted_column")
 """Options that say how the data is to be read."""
 SETTINGS = ("seed", "epochs", "device", "encoder", "layers")
 """Options that are settings of the same name."""
-FILES = ("config.json", "log.jsonl", "result.json", "rows.csv", "suspects.jsonl", "model.safetensors", "report.html")
+FILES = (
+    "config.json",
+    "log.jsonl",
+    "result.json",
+    "rows.csv",
+    "left_out.csv",
+    "suspects.jsonl",
+    "model.safetensors",
+    "report.html",
+)
 """The files of a run."""
+HASHES = "rows.hashes"
+"""A hash of every row of the source, by which `export` knows whether it still holds the rows of the run."""
 FOLDERS = ("stages", "embeddings", "tensorboard")
 """The folders of a run."""
 
@@ -50,9 +62,7 @@ def clean(options: Any, given: list[str]) -> int:
     if compare is not None:
         settings["compare"] = compare
     config = cleaning.CleanConfig(budget=budget, **settings)
-    reading = {name: getattr(options, name) for name in READING if getattr(options, name) is not None}
-    if "features" in reading and len(reading["features"]) == 1:
-        reading["features"] = reading["features"][0].split(",")
+    reading = _reading(options)
     shown = progress(options.quiet)
     try:
         with _replacing(out, options.overwrite):
@@ -85,10 +95,27 @@ def resume(options: Any, given: list[str]) -> int:
 
     shown = progress(options.quiet)
     try:
-        cleaning.resume(out, model=_model(options.model), progress=shown)
+        cleaning.resume(out, model=_model(options.model), expected=_expected(options), progress=shown)
     finally:
         shown.stop()
     return _finish(options, out)
+
+
+def _reading(options: Any) -> dict[str, Any]:
+    """The options that say how the data is to be read, where they are given."""
+    reading = {name: getattr(options, name) for name in READING if getattr(options, name) is not None}
+    if "features" in reading and len(reading["features"]) == 1:
+        reading["features"] = reading["features"][0].split(",")
+    return reading
+
+
+def _expected(options: Any) -> dict[str, Any]:
+    """What is given to `resume` of that which the run began with."""
+    found = {name: getattr(options, name) for name in ("trusted", "test", *SETTINGS)} | _reading(options)
+    found["budget"] = None if options.budget is None else seconds(options.budget)
+    if options.compare is not None:
+        found["compare"] = ALTERNATIVES if options.compare == "all" else _names(options.compare)
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -168,7 +195,7 @@ def _replacing(out: Path, overwrite: bool) -> Iterator[None]:
 
 def _remove(folder: Path) -> None:
     """Take away what a run has written; whatever else somebody put there stays."""
-    for name in FILES:
+    for name in (*FILES, HASHES):
         (folder / name).unlink(missing_ok=True)
         (folder / f"{name}.part").unlink(missing_ok=True)
     for name in FOLDERS:

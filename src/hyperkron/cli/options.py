@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Kind = Literal["text", "whole", "number", "flag", "texts", "duration", "names"]
@@ -107,7 +107,14 @@ CLEAN = (
     Option("--print-config", "flag", "print the options as such a file, and stop", group=_OUTPUT, config=False),
 )
 REPORT = (RUN, JSON, *SPEAKING)
-RESUME = (RUN, MODEL, NO_REPORT, TENSORBOARD, JSON, *SPEAKING)
+_BEGAN = "what the run began with; anything else is refused"
+RECORDED = tuple(
+    replace(option, default=None, group=_BEGAN)
+    for option in CLEAN
+    if option.group in (_DATA, _TRAINING) and option is not MODEL
+)
+"""Options of `clean` that `resume` compares with the record of the run."""
+RESUME = (RUN, MODEL, *RECORDED, NO_REPORT, TENSORBOARD, JSON, *SPEAKING)
 EXPORT = (
     RUN,
     Option("--drop", "text", "leave these rows out", choices=("suspects",)),
@@ -115,6 +122,14 @@ EXPORT = (
     Option("--threshold", "number", "suspects are rows with at least this probability of an error", "P"),
     Option("--out", "text", "the file to write, in the format of the training rows", "FILE", short="-o", required=True),
     Option("--overwrite", "flag", "replace that file"),
+    Option(
+        "--formulas",
+        "text",
+        "CSV cells that a spreadsheet would run (=1+1): keep them with a warning, escape them by an apostrophe, or "
+        "refuse to write; JSON and Parquet have no such cells",
+        default="keep",
+        choices=("keep", "escape", "refuse"),
+    ),
     JSON,
     *SPEAKING,
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -49,10 +51,37 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print a line, on stderr unless told otherwise, at once."""
+    aside = stream is None or stream is sys.stderr
     stream = sys.stderr if stream is None else stream
     shown = printable(text)
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    print(shown.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+    try:
+        print(shown.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+    except OSError:
+        if not aside:
+            raise
+        silence(sys.stderr)  # nobody reads what is said on the way; the work goes on
+
+
+def silence(stream: TextIO) -> None:
+    """Let what is written to stdout or stderr from now on go nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
+
+
+def ensure_streams() -> None:
+    """Where a stream was closed before the start (``2>&-``), give it the null device.
+
+    Otherwise the next file to be opened would get its number, and whatever is printed would go into that file.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which is the one that was closed
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
 
 def say_json(value: Any) -> None:

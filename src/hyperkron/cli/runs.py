@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hyperkron.cli.cleaning import READING
+from hyperkron.cli.cleaning import HASHES, READING
+from hyperkron.cli.options import as_options
 from hyperkron.cli.output import UsageError, say, say_json
 
 
@@ -41,32 +45,73 @@ def export(options: Any, given: list[str]) -> int:
     if options.threshold is not None and not 0 <= options.threshold <= 1:
         raise UsageError(f"--threshold={options.threshold!r} must lie between 0 and 1.")
     from hyperkron.data import export_rows
+    from hyperkron.solution import HyperkronWarning
 
     folder = Path(options.run)
     train, reading = _source(folder)
     rows = _rows(folder, options.threshold)
+    notes = [note for note in [_check_rows(folder, train)] if note]
     suspects = sum(row.suspect for row in rows)
     kept = [row for row in rows if options.drop is None or not row.suspect]
     keep = [row.row for row in kept]
     labels: list[str | None] = [row.suggested if options.relabel and row.suspect else None for row in kept]
     trusted = _flagged(train, reading)
-    written = export_rows(
-        train,
-        keep + trusted,
-        options.out,
-        labels + [None] * len(trusted) if options.relabel else None,
-        label=reading.get("label"),
-        overwrite=options.overwrite,
-    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HyperkronWarning)
+        written = export_rows(
+            train,
+            keep + trusted,
+            options.out,
+            labels + [None] * len(trusted) if options.relabel else None,
+            label=reading.get("label"),
+            overwrite=options.overwrite,
+            formulas=options.formulas,
+        )
+    notes += [as_options(str(warning.message)) for warning in caught]
+    for note in notes:
+        say(f"warning: {note}")
     done = "dropped" if options.drop else "relabelled"
     if options.json:
-        say_json({"file": str(written), "rows": len(keep) + len(trusted), "trusted": len(trusted), done: suspects})
+        count = len(keep) + len(trusted)
+        found = {"file": str(written), "rows": count, "trusted": len(trusted), done: suspects, "warnings": notes}
+        say_json(found)
     elif not options.quiet:
         also = f", {len(trusted)} of them trusted" if trusted else ""
         say(f"{len(keep) + len(trusted)} rows written{also}; {suspects} suspects {done}.")
         say("Rows that were left out when the data was read are not among them.")
         print(written)
     return 0
+
+
+def _check_rows(folder: Path, train: str) -> str | None:
+    """Refuse a source that does not hold the rows of the run any more; what to say where that is not known."""
+    from hyperkron.data import RowHashes, row_hashes
+    from hyperkron.report.fields import parse, read_text
+    from hyperkron.solution import HyperkronError
+    from hyperkron.training.writing import read_plain
+
+    record = parse(read_text(folder / "config.json") or "{}", folder / "config.json").child("rows")
+    if not record.raw:
+        return (
+            f"the run in {folder} was made before hyperkron recorded its rows, so it cannot be checked that {train} "
+            "still holds them. If it was changed or sorted since, other rows are exported than those that were found: "
+            "make the run again with `hyperkron clean`."
+        )
+    now = row_hashes(train)
+    if now.sha256 == record.text("sha256"):
+        return None
+    with contextlib.suppress(OSError):
+        before = RowHashes(record.text("sha256"), read_plain(folder / HASHES))
+        if len(before) == record.count("count"):
+            raise HyperkronError(_changed(folder, train, before.difference(now)))
+    raise HyperkronError(_changed(folder, train, f"there were {record.count('count')} rows and are {len(now)} now"))
+
+
+def _changed(folder: Path, train: str, what: str) -> str:
+    return (
+        f"{train!r} does not hold the rows of the run in {str(folder)!r} any more: {what}. Nothing was written. "
+        "Put back the file as it was, or make the run again with `hyperkron clean`."
+    )
 
 
 def _source(folder: Path) -> tuple[str, dict[str, Any]]:
@@ -88,30 +133,32 @@ def _source(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _rows(folder: Path, threshold: float | None) -> list[Row]:
+    from hyperkron.report.fields import REMEDY, read_text
     from hyperkron.solution import HyperkronError
 
     file = folder / "rows.csv"
-    if not file.is_file():
+    if not file.exists():
         raise HyperkronError(
             f"run={str(folder)!r} has no rows.csv: it has not finished; go on with `hyperkron resume {folder}`."
         )
     found: list[Row] = []
-    with file.open(encoding="utf-8", newline="") as lines:
-        for number, line in enumerate(csv.DictReader(lines), 2):
-            try:
-                probability = float(line["error_probability"])
-                suspect = {"true": True, "false": False}[line["suspect"]]
-                if threshold is not None:
-                    suspect = probability >= threshold
-                found.append(Row(int(line["row"]), line["given"], line["suggested"], suspect))
-                if math.isnan(probability) or line["suggested"] is None:
-                    raise ValueError
-            except (KeyError, TypeError, ValueError) as error:
-                raise HyperkronError(
-                    f"{file}:{number} is no line of a run; restore the file or make the run again with "
-                    "`hyperkron clean`."
-                ) from error
+    text = read_text(file) or ""
+    lines = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        found += (_row(line, threshold) for line in lines)
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise HyperkronError(f"{file}:{lines.line_num} is no line of a run; {REMEDY}.") from error
     return found
+
+
+def _row(line: dict[str, Any], threshold: float | None) -> Row:
+    probability = float(line["error_probability"])
+    suspect = {"true": True, "false": False}[line["suspect"]]
+    if threshold is not None:
+        suspect = probability >= threshold
+    if math.isnan(probability) or line["suggested"] is None or not 0 <= int(line["row"]) < 2**62:
+        raise ValueError
+    return Row(int(line["row"]), line["given"], line["suggested"], suspect)
 
 
 def _flagged(train: str, reading: dict[str, Any]) -> list[int]:

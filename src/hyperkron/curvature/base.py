@@ -27,13 +27,16 @@ class Operator(ABC):
 
     Attributes:
         products: how many matrix-vector products have been computed; every :meth:`matvec` adds one.
+        roundoff: the unit roundoff of products where it is coarser than that of the vectors, for a model in half
+            precision is; else 0.
     """
 
     products: int = 0
+    roundoff: float = 0.0
 
     @abstractmethod
     def matvec(self, v: Tree) -> Tree:
-        """(A + δI) v as a new tree with the names of ``v``, which is not changed; adds 1 to ``products``."""
+        """(A + δI) v as a new tree with the names and dtypes of ``v``, which is not changed; adds 1 to ``products``."""
 
     def release(self) -> None:  # noqa: B027 (most have nothing to let go of)
         """The solve is done: let go of memory that no later call needs."""

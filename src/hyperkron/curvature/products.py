@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +30,7 @@ class HessianOperator(Operator):
 
     def __init__(self, point: Point, damping: float) -> None:
         self.point, self.params, self.damping = point, point.params, damping
-        self.products = 0
+        self.products, self.roundoff = 0, coarseness(point)
         self._live: list[Tensor] | None = None
         self._names: list[str] = []
         self._gradients: Tree = {}
@@ -59,8 +61,9 @@ class HessianOperator(Operator):
             self._build()
         if not self._live:  # J_in is linear in θ
             return trees.scale(v, self.damping)
-        found = gradients_of(self._live, list(self.params.values()), [v[n] for n in self._names], retain_graph=True)
-        return _damped(self.params, found, v, self.damping)
+        low, unit = lowered(v, self.params)
+        found = gradients_of(self._live, list(self.params.values()), [low[n] for n in self._names], retain_graph=True)
+        return _damped(self.params, found, v, self.damping, unit)
 
     def cross(self, v: Tree, hypers: Tree) -> dict[str, Tensor | None]:
         """∂²_λθ J_in · v from the same graph; only where the curvature batch is the inner batch."""
@@ -68,7 +71,8 @@ class HessianOperator(Operator):
             self._build()
         if not self._live:
             return dict.fromkeys(hypers)
-        found = gradients_of(self._live, list(hypers.values()), [v[n] for n in self._names], retain_graph=True)
+        low = trees.cast(v, self.params)
+        found = gradients_of(self._live, list(hypers.values()), [low[n] for n in self._names], retain_graph=True)
         return dict(zip(hypers, found, strict=True))
 
 
@@ -77,7 +81,7 @@ class GGNOperator(Operator):
 
     def __init__(self, point: Point, damping: float) -> None:
         self.point, self.params, self.damping = point, point.params, damping
-        self.products = 0
+        self.products, self.roundoff = 0, coarseness(point)
         self._built = False
 
     def _build(self) -> None:
@@ -106,14 +110,15 @@ class GGNOperator(Operator):
         self.products += 1
         if not self._built:
             self._build()
-        pushed = gradients_of(self._pulled, self._seeds, [v[n] for n in self._names], retain_graph=True)
+        low, unit = lowered(v, self.params)
+        pushed = gradients_of(self._pulled, self._seeds, [low[n] for n in self._names], retain_graph=True)
         bent = [
             t.hessian_product(torch.zeros_like(t.output) if j is None else j)
             for t, j in zip(self.terms, pushed, strict=True)
         ]
         outputs = [t.output for t in self.terms]
         found = gradients_of(outputs, list(self.params.values()), bent, retain_graph=True)
-        out = _damped(self.params, found, v, self.damping)
+        out = _damped(self.params, found, v, self.damping, unit)
         for name, penalty in self.l2.items():
             out[name] = out[name] + penalty * v[name]
         return out
@@ -124,7 +129,7 @@ class PartedGGNOperator(Operator):
 
     def __init__(self, point: Point, damping: float) -> None:
         self.point, self.damping = point, damping
-        self.products = 0
+        self.products, self.roundoff = 0, coarseness(point)
 
     def matvec(self, v: Tree) -> Tree:
         self.products += 1
@@ -212,12 +217,16 @@ def gradients_of(
     create_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` for first and second derivatives, with a named refusal where there is no second one."""
+    watched: AbstractContextManager[None] = nullcontext()
     if create_graph:
-        _refuse_third_of_batch_norm([outputs] if isinstance(outputs, Tensor) else outputs)
+        nodes = list(graph_nodes([outputs] if isinstance(outputs, Tensor) else outputs))
+        _refuse_wrong_derivatives(nodes)
+        watched = _refusing_lost_graphs(nodes)
     try:
-        found = torch.autograd.grad(
-            outputs, inputs, vectors, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
-        )
+        with watched:
+            found = torch.autograd.grad(
+                outputs, inputs, vectors, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+            )
     except RuntimeError as error:
         if any(words in str(error) for words in ("not implemented", "not differentiable", "double backward")):
             raise UndifferentiableError(str(error).splitlines()[0]) from error
@@ -237,16 +246,45 @@ def _refuse_dead_ends(gradients: tuple[Tensor | None, ...]) -> None:
         raise UndifferentiableError("a function is marked once_differentiable")
 
 
-def _refuse_third_of_batch_norm(outputs: list[Tensor]) -> None:
-    """Refuse a second derivative of what holds gradients through batch norm, as a penalty on gradients does.
+@contextmanager
+def _refusing_lost_graphs(nodes: list[torch.autograd.graph.Node]) -> Iterator[None]:
+    """Refuse a custom function whose backward pass runs outside autograd: its terms would be lost in silence.
 
-    It needs the third derivative of batch norm, in which torch takes the statistics of the batch for constants; in
-    evaluation mode they are.
+    Its gradients are linear in those it is given, so where these have a graph, its own must have one.
     """
-    for node in graph_nodes(outputs):
+    lost: list[str] = []
+
+    def watch(name: str, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
+        graphs = [g.requires_grad for g in made if g is not None]
+        if graphs and not any(graphs) and any(g is not None and g.requires_grad for g in given):
+            lost.append(name)
+
+    custom = [node for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction)]
+    handles = [node.register_hook(functools.partial(watch, node.name())) for node in custom]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if lost:
+        raise UndifferentiableError(f"the backward pass of {lost[0].removesuffix('Backward')} records no graph")
+
+
+def _refuse_wrong_derivatives(nodes: list[torch.autograd.graph.Node]) -> None:
+    """Refuse the two derivatives that torch computes wrongly and in silence.
+
+    The third derivative of batch norm, which the second one of a penalty on gradients needs, takes the statistics of
+    the batch for constants (in evaluation mode they are); the second derivative of the fused weight norm takes the norm
+    for one. Models with weight norm are evaluated without the fused kernel (``kernels.py``).
+    """
+    for node in nodes:
         if "BatchNormBackwardBackward" in node.name() and getattr(node, "_saved_train", True):
             raise UndifferentiableError(
                 "the loss holds gradients through batch norm, and torch's third derivative of that is wrong"
+            )
+        if "WeightNormInterfaceBackward" in node.name():
+            raise UndifferentiableError(
+                "torch's second derivative of torch._weight_norm is wrong; compute v * (g / norm) instead"
             )
 
 
@@ -263,9 +301,26 @@ def graph_nodes(tensors: list[Tensor]) -> Iterator[torch.autograd.graph.Node]:
                 waiting.append(further)
 
 
-def _damped(params: Tree, products: tuple[Tensor | None, ...], v: Tree, damping: float) -> Tree:
+def coarseness(point: Point) -> float:
+    """The unit roundoff of a model in half precision, whose products with float32 vectors have it; else 0."""
+    return float(torch.finfo(point.dtype).eps) if point.dtype in (torch.float16, torch.bfloat16) else 0.0
+
+
+def lowered(v: Tree, params: Tree) -> tuple[Tree, Tensor | None]:
+    """(v/c, c) in the dtypes of the parameters; c, which keeps v within the narrow range of float16, or ``None``."""
+    narrow = any(p.dtype == torch.float16 and v[name].dtype != p.dtype for name, p in params.items())
+    unit = trees.largest(v).clamp_min(1e-30) if narrow else None
+    return trees.cast(v if unit is None else trees.scale(v, 1.0 / unit), params), unit
+
+
+def _damped(
+    params: Tree, products: tuple[Tensor | None, ...], v: Tree, damping: float, unit: Tensor | None = None
+) -> Tree:
     whole = {
         name: torch.zeros_like(p) if x is None else x.detach().contiguous()
         for (name, p), x in zip(params.items(), products, strict=True)
     }
+    whole = trees.cast(whole, v)
+    if unit is not None:
+        whole = trees.scale(whole, unit)
     return trees.add(whole, v, alpha=damping) if damping else whole

@@ -24,7 +24,7 @@ class DiagonalOperator(Invertible):
 
     def matvec(self, v: Tree) -> Tree:
         self.products += 1
-        return {name: x / self.inverse[name] for name, x in v.items()}
+        return {name: (x / self.inverse[name]).to(x.dtype) for name, x in v.items()}
 
     def solve(self, b: Tree) -> Tree:
         found: Tree = {}
@@ -33,7 +33,7 @@ class DiagonalOperator(Invertible):
             if names:
                 factors: Any = [self.inverse[name] for name in names]
                 found.update(zip(names, torch._foreach_mul([b[name] for name in names], factors), strict=True))
-        return {name: found[name] for name in b}
+        return {name: found[name].to(x.dtype) for name, x in b.items()}
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,11 @@ class AdamDiagonal(Curvature):
         return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
 
 
+def _wide(x: Tensor) -> Tensor:
+    """Numbers in half precision as float32: the difference in D would be all rounding."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def _adam_jacobian(members: list[Tensor], memory: list[dict[str, Tensor]], group: dict[str, Any]) -> list[Tensor]:
     """lr·D for the parameters of one group, a few launches for all of them.
 
@@ -120,8 +125,8 @@ def _adam_jacobian(members: list[Tensor], memory: list[dict[str, Tensor]], group
     (1−β₁)s − (1−β₂)g·m.
     """
     (beta1, beta2), rate = group["betas"], float(group["lr"])
-    gradients = [p.grad for p in members if p.grad is not None]
-    first, second = [x["exp_avg"] for x in memory], [x["exp_avg_sq"] for x in memory]
+    gradients = [_wide(p.grad) for p in members if p.grad is not None]
+    first, second = [_wide(x["exp_avg"]) for x in memory], [_wide(x["exp_avg_sq"]) for x in memory]
     top = torch._foreach_mul(second, rate * (1 - beta1))
     torch._foreach_addcmul_(top, gradients, first, value=-rate * (1 - beta2))
     bottom = torch._foreach_sqrt(second)

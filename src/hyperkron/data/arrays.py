@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hyperkron.data.files import listing, need, read_bounded
+from hyperkron.data.files import listing, need, read_bounded, refuse_cells, refuse_growth, refuse_wide, stored_bytes
 from hyperkron.data.idx import find_idx, read_idx
 from hyperkron.data.labelled import Raw, ReadOptions
 from hyperkron.data.values import label_names
 from hyperkron.solution import HyperkronError
+from hyperkron.training.writing import open_plain
 
 if TYPE_CHECKING:
     from hyperkron.data.labelled import Array
@@ -25,16 +26,11 @@ _PIXELS = 32 * 32 * 3
 
 def read_npz(path: Path, options: ReadOptions) -> dict[str, Array]:
     """Every array of a ``.npz`` file; pickled ones, and sizes that do not add up, are refused."""
-    limit = options.max_bytes
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_plain(path) as stored, zipfile.ZipFile(stored) as archive:
             entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
             size = sum(entry.file_size for entry in entries)
-            if size > limit:
-                raise HyperkronError(
-                    f"{str(path)!r} holds {size} bytes once decompressed, more than max_bytes={limit}; if you trust "
-                    "the file, read it with ReadOptions(max_bytes=...)."
-                )
+            refuse_growth(path, stored_bytes(path), size, options.max_bytes)
             if not entries:
                 raise HyperkronError(f"{str(path)!r} is empty: it holds no array.")
             return {entry.filename.removesuffix(".npy"): _member(archive, entry, path) for entry in entries}
@@ -88,7 +84,12 @@ def read_npz_rows(path: Path, part: str | None, options: ReadOptions) -> Raw:
     x, y = npz_keys(arrays, part, path.name)
     names = arrays.get("classes")
     classes = tuple(str(name) for name in names.tolist()) if names is not None and names.ndim == 1 else ()
-    return array_rows(arrays[x], arrays[y], f"{path.name}:{part}" if part else path.name, classes)
+    name = f"{path.name}:{part}" if part else path.name
+    if arrays[x].ndim <= 2:
+        width = arrays[x].shape[1] if arrays[x].ndim == 2 else 1
+        refuse_wide(name, width, options.max_columns)
+        refuse_cells(name, len(arrays[y].reshape(-1)) * (width + 1), options.max_cells, stored_bytes(path))
+    return array_rows(arrays[x], arrays[y], name, classes)
 
 
 def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:

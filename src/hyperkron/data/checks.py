@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hyperkron.data.encoding import TableEncoding
+from hyperkron.data.encoding import Number, TableEncoding
 from hyperkron.data.files import listing, need, several
 from hyperkron.data.labelled import Labelled, Raw
-from hyperkron.data.values import category, is_missing, numbers, ordered
+from hyperkron.data.values import LARGEST, category, exact_numbers, extremes, gaps, numbers, ordered
 from hyperkron.solution import HyperkronError
 
 if TYPE_CHECKING:
-    from hyperkron.data.labelled import Array
+    from hyperkron.data.labelled import Array, Columns
 
 
 # --- rows that cannot be used ------------------------------------------------------------------------------
@@ -31,10 +31,9 @@ def usable(raw: Raw) -> Raw:
             count = int(mask.sum())
             verb = "was" if count == 1 else "were"
             raw = raw.noting(f"{raw.name}: {several(count, 'row')} without a {what} {verb} left out: rows {where}.")
-    kept = np.flatnonzero(~(unlabelled | blank))
-    if not len(kept):
+    if (unlabelled | blank).all():
         raise HyperkronError(f"{raw.name} has no usable row left: {' '.join(raw.messages) or 'it is empty.'}")
-    return raw if len(kept) == len(raw) else raw.take(kept)
+    return raw.without(unlabelled, "no label").without((blank & ~unlabelled)[~unlabelled], "no input")
 
 
 def _blank(raw: Raw) -> Array:
@@ -45,16 +44,9 @@ def _blank(raw: Raw) -> Array:
     if isinstance(raw.inputs, Mapping):
         blank = np.ones(len(raw), dtype=bool)
         for values in raw.inputs.values():
-            blank &= _gaps(values)
+            blank &= gaps(values)
         return blank
     return np.zeros(len(raw), dtype=bool)
-
-
-def _gaps(values: list[Any] | Array) -> Array:
-    np = need("numpy")
-    if isinstance(values, list):
-        return np.array([is_missing(value) for value in values], dtype=bool)
-    return np.isnan(values) if values.dtype.kind == "f" else np.zeros(len(values), dtype=bool)
 
 
 # --- the same input more than once -------------------------------------------------------------------------
@@ -72,7 +64,7 @@ def keys(raw: Raw, numeric: frozenset[str] = frozenset()) -> list[Hashable]:
         return [" ".join(text.split()) for text in raw.inputs]
     if not isinstance(raw.inputs, Mapping):
         return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in raw.inputs]
-    as_numbers = [numbers(values)[0] + 0.0 for name, values in raw.inputs.items() if name in numeric]
+    as_numbers = [exact_numbers(values)[0] + 0.0 for name, values in raw.inputs.items() if name in numeric]
     block = np.stack(as_numbers, axis=1) if as_numbers else np.zeros((len(raw), 0))
     block = np.where(np.isnan(block), np.nan, block)  # one NaN of the many there are
     texts = [[category(value) for value in values] for name, values in raw.inputs.items() if name not in numeric]
@@ -132,7 +124,8 @@ def without_overlap(
         )
     kept = np.flatnonzero(~shared)
     verb = "was" if count == 1 else "were"
-    return train.take(kept).noting(f"{train.name}: {about} {verb} removed from training: rows {where}."), kept
+    rest = train.without(shared, "also in the trusted set")
+    return rest.noting(f"{train.name}: {about} {verb} removed from training: rows {where}."), kept
 
 
 # --- classes -----------------------------------------------------------------------------------------------
@@ -196,13 +189,25 @@ def missing_notes(raw: Raw) -> list[str]:
     """What to say about the gaps of a table."""
     if not isinstance(raw.inputs, Mapping):
         return []
-    counts = {name: int(_gaps(values).sum()) for name, values in raw.inputs.items()}
+    counts = {name: int(gaps(values).sum()) for name, values in raw.inputs.items()}
     gappy = [f"{name!r} ({count})" for name, count in counts.items() if count]
     if not gappy:
         return []
     return [
         f"{raw.name}: missing values in {several(len(gappy), 'column')}: {listing(gappy, 8)}. Numbers get the training "
         "mean and a flag, categories an input of their own."
+    ]
+
+
+def _extreme_notes(name: str, columns: Columns, encoding: TableEncoding) -> list[str]:
+    """What to say about numbers that float32 cannot hold."""
+    found = {c.name: extremes(columns[c.name]) for c in encoding.columns if isinstance(c, Number)}
+    shown = [f"{column!r} ({len(values)}, such as {values[0]:g})" for column, values in found.items() if len(values)]
+    if not shown:
+        return []
+    return [
+        f"{name}: extreme values in {several(len(shown), 'column')}, taken as missing: {listing(shown, 8)}. Numbers "
+        f"must lie between -{LARGEST:g} and {LARGEST:g}; correct these, or rescale the column."
     ]
 
 
@@ -214,6 +219,7 @@ def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None,
     if isinstance(raw.inputs, Mapping):
         assert encoding is not None
         inputs = encoding.matrix(raw.inputs)
+        notes = notes + _extreme_notes(raw.name, raw.inputs, encoding)
     gold = None
     if raw.gold is not None:
         gold = np.array([place.get(name, -1) for name in raw.gold], dtype=np.int64)
@@ -228,4 +234,5 @@ def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None,
         gold=gold,
         encoding=encoding,
         source=raw.name,
+        left_out={why: rows.astype(np.int64) for why, rows in raw.left_out.items()},
     )

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hyperkron.data.files import listing, need, several
-from hyperkron.data.values import category, numbers
+from hyperkron.data.values import LARGEST, category, extremes, numbers
 from hyperkron.solution import HyperkronError
 
 if TYPE_CHECKING:
@@ -135,7 +135,15 @@ class TableEncoding:
                 mean[at[column.name]], scale[at[column.name]] = column.mean, column.scale
                 flagged += [at[column.name]] if column.flagged else []
         missing = np.isnan(matrix)
-        scaled = (np.where(missing, mean, matrix) - mean) / scale
+        with np.errstate(over="ignore"):  # met below
+            scaled = ((np.where(missing, mean, matrix) - mean) / scale).astype(np.float32)
+        if not np.isfinite(scaled).all():
+            row, j = (int(i) for i in np.argwhere(~np.isfinite(scaled))[0])
+            raise HyperkronError(
+                f"column {self.names[j]!r} holds {matrix[row, j]:g} in row {row}, which is too extreme beside the "
+                f"training rows (mean {mean[j]:g}, standard deviation {scale[j]:g}); correct it or leave it empty, or "
+                "rescale the column in all parts."
+            )
         return np.concatenate([scaled, missing[:, flagged]], axis=1).astype(np.float32)
 
     def encode(self, columns: Columns) -> Array:
@@ -174,6 +182,12 @@ def _fit_column(name: str, values: list[Any] | Array, cap: int) -> tuple[Column 
     found, strange = numbers(values)
     here = found[~np.isnan(found)]
     if len(here) + len(strange) == 0:
+        if len(extreme := extremes(values)):
+            raise HyperkronError(
+                f"column {name!r} holds no number between -{LARGEST:g} and {LARGEST:g}, which is what a model can "
+                f"take, but {several(len(extreme), 'value')} such as {extreme[0]:g}; rescale the column (divide it, "
+                "or take logarithms), or leave it out."
+            )
         return None, f"column {name!r} has no values and is left out."
     if len(strange) > _STRANGE * (len(here) + len(strange)):
         return _fit_category(name, values, cap)

@@ -7,19 +7,22 @@ import gzip
 import io
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from hyperkron.data import arrays, images, wrench
-from hyperkron.data.files import existing, listing, need, read_bounded, whole_file
+from hyperkron.data.files import existing, listing, need, read_bounded
+from hyperkron.data.formulas import FormulaCells, Formulas
 from hyperkron.data.hub import PREFIX, load_hub
 from hyperkron.data.labelled import Raw, ReadOptions
 from hyperkron.data.roles import Roles, label_column
 from hyperkron.data.sources import form_of, split_source
 from hyperkron.data.tables import parquet_table, read_csv_file, read_json, read_json_lines
 from hyperkron.data.values import is_missing
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, HyperkronWarning
+from hyperkron.training.writing import in_words, whole_file
 
 if TYPE_CHECKING:
     from hyperkron.data.labelled import Array
@@ -35,6 +38,7 @@ def export_rows(
     *,
     label: str | None = None,
     overwrite: bool = False,
+    formulas: Formulas = "keep",
     options: ReadOptions | None = None,
 ) -> Path:
     """Write the kept rows of a source, in the order of the source and in its format.
@@ -50,6 +54,8 @@ def export_rows(
         labels: class names for the rows of ``keep``, None where a row keeps its own; None to keep all.
         label: the column of the labels; inferred as by ``read`` when None.
         overwrite: replace ``out`` if it is there.
+        formulas: what becomes of CSV cells that a spreadsheet would run, such as ``=1+1``: ``keep`` them with a
+            warning, ``escape`` them by an apostrophe, or ``refuse`` to write. Other formats have no such cells.
         options: how to read the source.
 
     Returns:
@@ -65,6 +71,8 @@ def export_rows(
     options, out = options or ReadOptions(), Path(out)
     text = os.fspath(source)
     rows, changes = _wanted(keep, labels)
+    if formulas not in get_args(Formulas):
+        raise HyperkronError(f"formulas={formulas!r} must be 'keep', 'escape' or 'refuse'.")
     if text.startswith(PREFIX):
         dataset = load_hub(text)
         table = dataset.with_format("arrow")[:]
@@ -77,26 +85,37 @@ def export_rows(
     existing(path, "source")
     if out.exists() and out.resolve() == path.resolve():
         raise HyperkronError(f"out={str(out)!r} is the source itself; choose another name.")
-    writer = _writer(path, part, rows, changes, out, label, options)
+    writer = _writer(path, part, rows, changes, out, label, options, formulas)
     _write(out, overwrite, writer)
     return out
 
 
 def _write(out: Path, overwrite: bool, writer: Callable[[Path], None]) -> None:
-    try:
-        with whole_file(out, overwrite) as temporary:
+    if out.is_dir():
+        raise HyperkronError(f"out={str(out)!r} is a folder; name a file.")
+    if out.exists() and not overwrite:
+        raise HyperkronError(f"out={str(out)!r} exists already; choose another name, or pass overwrite=True.")
+    with in_words(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(out) as temporary:
             writer(temporary)
-    except OSError as error:
-        raise HyperkronError(f"out={str(out)!r} cannot be written ({error.strerror or error}).") from error
 
 
 def _writer(
-    path: Path, part: str | None, rows: list[int], changes: Changes, out: Path, label: str | None, options: ReadOptions
+    path: Path,
+    part: str | None,
+    rows: list[int],
+    changes: Changes,
+    out: Path,
+    label: str | None,
+    options: ReadOptions,
+    formulas: Formulas,
 ) -> Callable[[Path], None]:
     form = form_of(path)
     if form == "csv":
         _require_suffix(out, (".csv", ".tsv", ".tab", ".csv.gz", ".tsv.gz"), path.name)
-        return lambda to: _bytes(to, out, _csv(path, rows, changes, label, options).encode(_charset(path, options)))
+        charset = _charset(path, options)
+        return lambda to: _bytes(to, out, _csv(path, rows, changes, label, options, formulas).encode(charset))
     if form == "jsonl":
         _require_suffix(out, (".jsonl", ".ndjson", ".jsonl.gz"), path.name)
         return lambda to: _bytes(to, out, _jsonl(path, rows, changes, label, options))
@@ -111,7 +130,7 @@ def _writer(
     if form == "wrench":
         return _wrench(path, part, rows, changes, out, options)
     if form == "folder" and out.suffix.lower() == ".csv":
-        return lambda to: _bytes(to, out, _list(path, part, rows, changes).encode())
+        return lambda to: _bytes(to, out, _list(path, part, rows, changes, formulas).encode())
     _require_suffix(out, (".csv", ".npz") if form == "folder" else (".npz",), path.name)
     if form == "npz":
         return lambda to: _npz(path, part, rows, changes, to, options)
@@ -183,24 +202,41 @@ def _charset(path: Path, options: ReadOptions) -> str:
 
 
 def _bytes(path: Path, out: Path, content: bytes) -> None:
-    path.write_bytes(gzip.compress(content, mtime=0) if out.name.lower().endswith(".gz") else content)
+    content = gzip.compress(content, mtime=0) if out.name.lower().endswith(".gz") else content
+    with in_words(out, len(content)):
+        path.write_bytes(content)
 
 
-def _csv(path: Path, rows: list[int], changes: Changes, label: str | None, options: ReadOptions) -> str:
+def _csv(
+    path: Path, rows: list[int], changes: Changes, label: str | None, options: ReadOptions, formulas: Formulas
+) -> str:
     file = read_csv_file(path, options)
     _refuse_outside(rows, len(file.records), path.name)
     end = "\r\n" if file.head.endswith("\r\n") else "\n"
     at = file.header.index(label_column(path.name, file.header, Roles(label=label))) if changes else -1
-    parts = [file.head]
+    cells = FormulaCells(formulas, file.header)
+
+    def written(fields: list[str]) -> str:
+        line = io.StringIO(newline="")
+        csv.writer(line, delimiter=file.delimiter, lineterminator=end).writerow(fields)
+        return line.getvalue()
+
+    escaped = cells.row(file.header)
+    parts = [file.head if escaped is None else written(escaped)]
     for row in rows:
         fields, text = file.records[row]
         if row in changes and fields[at] != changes[row]:
-            line = io.StringIO(newline="")
             fields = [*fields[:at], changes[row], *fields[at + 1 :]]
-            csv.writer(line, delimiter=file.delimiter, lineterminator=end).writerow(fields)
-            text = line.getvalue()
-        parts.append(text)
+            text = written(fields)
+        escaped = cells.row(fields, row)
+        parts.append(text if escaped is None else written(escaped))
+    _tell(cells.message(path.name))
     return "".join(part if part.endswith(("\n", "\r")) else part + end for part in parts)
+
+
+def _tell(message: str | None) -> None:
+    if message is not None:
+        warnings.warn(message, HyperkronWarning, stacklevel=2)
 
 
 def _jsonl(path: Path, rows: list[int], changes: Changes, label: str | None, options: ReadOptions) -> bytes:
@@ -281,13 +317,18 @@ def _wrench(
 # --- arrays and images -------------------------------------------------------------------------------------
 
 
-def _list(folder: Path, part: str | None, rows: list[int], changes: Changes) -> str:
+def _list(folder: Path, part: str | None, rows: list[int], changes: Changes, formulas: Formulas) -> str:
     files = images.class_files(folder, part)
     _refuse_outside(rows, len(files), folder.name)
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["image", "label"])
-    writer.writerows([files[row][0], changes.get(row, files[row][1])] for row in rows)
+    header = ["image", "label"]
+    writer.writerow(header)
+    cells = FormulaCells(formulas, header)
+    for row in rows:
+        fields = [files[row][0], changes.get(row, files[row][1])]
+        writer.writerow(cells.row(fields, row) or fields)
+    _tell(cells.message(folder.name))
     return text.getvalue()
 
 

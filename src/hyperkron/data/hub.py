@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 from typing import Any
 
 from hyperkron.data.files import listing, need
@@ -65,4 +66,20 @@ def read_hub(source: str) -> tuple[Frame, dict[str, tuple[str, ...]]]:
     columns = arrow_columns(dataset.with_format("arrow")[:])  # pictures as bytes: decoded later, within our limits
     if not columns or not len(dataset):
         raise HyperkronError(f"source={source!r} is empty: it has {listing(columns) or 'no columns'} and no rows.")
-    return Frame(source, columns, len(dataset)), names
+    return Frame(source, columns, len(dataset), own_folder(source)), names
+
+
+def own_folder(source: str) -> Path:
+    """Where the files of a dataset lie: its folder, or what the client keeps of it; images elsewhere are not its own.
+
+    Example:
+        >>> own_folder("hf:org/photos:test").name
+        'datasets--org--photos'
+    """
+    match = _SOURCE.match(source)
+    assert match is not None
+    folder = Path(match["name"])
+    if folder.is_dir():  # as the client does, before it asks the Hub
+        return folder
+    cache: str = need("huggingface_hub.constants").HF_HUB_CACHE
+    return Path(cache) / f"datasets--{match['name'].replace('/', '--')}"

@@ -52,11 +52,13 @@ def _open(value: Any, folder: Path | None, where: str, max_pixels: int) -> Any:
     if isinstance(value, bytes):
         source: Any = io.BytesIO(value)
     elif isinstance(value, str):
-        source = value
-        if folder is not None:
-            source = inside(folder, value, where)
-            if not source.is_file():
-                raise _Unreadable("there is no such file")
+        source = Path(value) if folder is None else inside(folder, value, where)
+        try:
+            there = source.is_file()  # a pipe or a device is none, and would never end
+        except (OSError, ValueError) as error:  # a name too long, or with a zero byte in it
+            raise _Unreadable(str(error)[:80]) from error
+        if not there:
+            raise _Unreadable("there is no such file")
     else:
         raise _Unreadable(f"it is a {type(value).__name__}")
     with warnings.catch_warnings():
@@ -105,7 +107,7 @@ def load_images(
 
     Args:
         values: paths relative to ``folder``, or bytes.
-        folder: that no path may leave; None when paths are not from a file.
+        folder: that no path may leave; None for paths of the caller's own, which may lead anywhere.
         where: what messages call the source.
         options: size and limits.
         shape: (C, H, W) to come to; None to choose by what is there.
@@ -216,7 +218,9 @@ def read_class_folder(
     name = f"{folder.name}:{part}" if part else folder.name
     pictures, kept, notes = load_images([path for path, _ in files], folder, name, options, shape)
     labels: list[str | None] = [files[i][1] for i in kept]
-    return Raw(name, "image", pictures, labels, np.asarray(kept), tuple(notes))
+    broken = np.setdiff1d(np.arange(len(files)), kept)
+    gone = {"unreadable image": broken} if len(broken) else {}
+    return Raw(name, "image", pictures, labels, np.asarray(kept), tuple(notes), left_out=gone)
 
 
 # --- sheets of tiles ---------------------------------------------------------------------------------------
@@ -248,7 +252,8 @@ def read_sheets(folder: Path, part: str | None, options: ReadOptions) -> Raw:
     absent = [name for i, name in enumerate(names) if i not in there]
     notes = (f"{listing(absent)} absent: left out, with {each * len(absent)} images.",) if absent else ()
     given: list[str | None] = [CIFAR10[label] for label in known[rows]]
-    return Raw(f"{folder.name}:{part}", "image", pictures, given, rows, notes, classes=CIFAR10)
+    gone = {"absent sheet": np.setdiff1d(np.arange(len(known)), rows)} if absent else {}
+    return Raw(f"{folder.name}:{part}", "image", pictures, given, rows, notes, classes=CIFAR10, left_out=gone)
 
 
 def _tiles(folder: Path, name: str, options: ReadOptions) -> Array:

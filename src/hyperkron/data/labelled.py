@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from hyperkron.data.files import MAX_BYTES, need
+from hyperkron.data.files import MAX_BYTES, MAX_CELLS, MAX_COLUMNS, MAX_FIELD, need
 from hyperkron.solution import HyperkronError
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ class ReadOptions:
         max_categories: values of a categorical column that get an input of their own; the rest share one.
         max_bytes: of a file once decompressed, and of all pictures together.
         max_pixels: of one picture.
+        max_columns: of a table.
+        max_cells: of a table, rows times columns.
+        max_field: characters or bytes of one field of a table.
         abstain: rows without any vote of a weak labelling go to the first class, or are left out.
         keep_overlap: keep training rows whose input is also in the trusted set.
     """
@@ -39,11 +42,15 @@ class ReadOptions:
     max_categories: int = 50
     max_bytes: int = MAX_BYTES
     max_pixels: int = 2**26
+    max_columns: int = MAX_COLUMNS
+    max_cells: int = MAX_CELLS
+    max_field: int = MAX_FIELD
     abstain: Literal["first", "drop"] = "first"
     keep_overlap: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "max_categories", "max_bytes", "max_pixels"):
+        limits = ("max_bytes", "max_pixels", "max_columns", "max_cells", "max_field")
+        for name in ("image_size", "max_categories", *limits):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise HyperkronError(f"{name}={value!r} must be a whole number of at least 1.")
@@ -66,6 +73,7 @@ class Labelled:
         gold: int64 (N,), true labels known for evaluation only; None where there are none.
         encoding: how a table became numbers; None for texts and images.
         source: what was read.
+        left_out: for each reason, the positions in the source of the rows that are not here.
 
     Example:
         >>> from hyperkron.data import read_pair
@@ -85,6 +93,7 @@ class Labelled:
     gold: npt.NDArray[np.int64] | None = None
     encoding: TableEncoding | None = None
     source: str = ""
+    left_out: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -126,6 +135,7 @@ class Raw:
         labels: names; None where there is none.
         trusted: which rows a column flags as trusted.
         classes: names in the order of the source, where it has one.
+        left_out: for each reason, the positions in the source of the rows that are not here.
     """
 
     name: str
@@ -138,6 +148,7 @@ class Raw:
     weak: npt.NDArray[np.int64] | None = None
     gold: list[str | None] | None = None
     classes: tuple[str, ...] = field(default=())
+    left_out: Mapping[str, Array] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -150,7 +161,7 @@ class Raw:
             inputs = [self.inputs[i] for i in at]
         elif isinstance(self.inputs, Mapping):
             inputs = {
-                name: [values[i] for i in at] if isinstance(values, list) else values[positions]
+                name: type(values)(values[i] for i in at) if isinstance(values, list) else values[positions]
                 for name, values in self.inputs.items()
             }
         else:
@@ -164,6 +175,14 @@ class Raw:
             weak=None if self.weak is None else self.weak[positions],
             gold=None if self.gold is None else [self.gold[i] for i in at],
         )
+
+    def without(self, mask: Array, why: str) -> Raw:
+        """The rows outside a mask; those in it are remembered with the reason."""
+        np = need("numpy")
+        if not mask.any():
+            return self
+        gone = np.concatenate([self.left_out.get(why, np.zeros(0, np.int64)), self.rows[mask]])
+        return replace(self.take(np.flatnonzero(~mask)), left_out={**self.left_out, why: gone})
 
     def noting(self, *messages: str) -> Raw:
         """The same with more messages."""

@@ -84,7 +84,7 @@ def _is_arrays(source: Mapping[str, Any]) -> bool:
 def _open_json(path: Path, part: str | None, want: _Want) -> tuple[Frame, dict[str, tuple[str, ...]]]:
     content = read_json(path, want.options)
     if isinstance(content, list) and all(isinstance(entry, dict) for entry in content) and part is None:
-        return objects_frame(path, content), {}
+        return objects_frame(path, content, want.options), {}
     raise HyperkronError(
         f"{want.argument}={str(path)!r} is no list of JSON objects. For WRENCH, name the folder that holds train.json "
         f"and label.json ({str(path.parent)!r})."
@@ -286,4 +286,4 @@ def _by_flag(raw: Raw, column: str) -> tuple[Raw, Raw]:
         what = "none" if count == 0 else "every one"
         raise HyperkronError(f"trusted_column={column!r} flags {what} of the {len(raw)} rows of {raw.name}; flag some.")
     chosen = raw.take(np.flatnonzero(raw.trusted))
-    return raw.take(np.flatnonzero(~raw.trusted)), replace(chosen, name=f"{raw.name}[{column}]", messages=())
+    return raw.without(raw.trusted, "trusted"), replace(chosen, name=f"{raw.name}[{column}]", messages=())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -94,9 +94,9 @@ def label_column(source: str, columns: Sequence[str], asked: Roles) -> str:
     return found
 
 
-def _require(source: str, columns: Iterable[str], argument: str, name: str) -> None:
-    names = list(columns)
-    if name not in names:
+def _require(source: str, columns: Collection[str], argument: str, name: str) -> None:
+    if name not in columns:
+        names = list(columns)
         hint = nearest(name, names)
         raise HyperkronError(f"{argument}={name!r} is no column of {source}.{hint} Columns: {_names(names)}.")
 
@@ -156,6 +156,8 @@ def _holds_numbers(values: list[Any] | Array) -> bool:
 
 def _holds_prose(values: list[Any] | Array) -> bool:
     """Mostly different values of several words."""
+    if not isinstance(values, list) or not any(isinstance(value, str) and value.count(" ") > 1 for value in values):
+        return False
     seen = [value for value in _sample(values) if isinstance(value, str)]
     several_words = [value for value in seen if len(value.split()) >= 3]
     return bool(seen) and 2 * len(several_words) > len(seen) and 2 * len(set(seen)) > len(seen)
@@ -210,7 +212,8 @@ def frame_rows(
     pictures, kept, notes = load_images(
         list(values), frame.folder, f"{frame.name}: image={found.image!r}", options, shape
     )
-    rest = Raw(frame.name, "text", [""] * frame.count, labels, every, (*frame.messages, *notes), trusted).take(kept)
+    rest = Raw(frame.name, "text", [""] * frame.count, labels, every, (*frame.messages, *notes), trusted)
+    rest = rest.without(~np.isin(every, kept), "unreadable image")
     return replace(rest, kind="image", inputs=pictures, classes=classes)
 
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "<na>", "#n/a"})
 """Texts that mean that there is no value, in any case; a class may be called "none" or "?"."""
 
+LARGEST = 3e38
+"""Numbers of a table must be smaller than this: float32, in which models compute, holds up to 3.4e38."""
+
 _TRUE = frozenset({"1", "true", "t", "yes", "y", "trusted", "clean", "gold"})
 _FALSE = frozenset({"0", "false", "f", "no", "n", "untrusted", "noisy"}) | MISSING
 _WHOLE = re.compile(r"([+-]?\d+)\.0+\Z")
@@ -30,38 +33,101 @@ def is_missing(value: Any) -> bool:
 
 
 def as_number(value: Any) -> float | None:
-    """The finite number a cell holds; NaN where it holds none; None where it holds something else.
+    """The number a cell holds; NaN where it holds none; None where it holds something else.
 
     Example:
-        >>> as_number("1e3"), as_number(True), as_number("n/a"), as_number("1_000")
-        (1000.0, 1.0, nan, None)
+        >>> as_number("1e3"), as_number(True), as_number("n/a"), as_number("1_000"), as_number(-(10**400))
+        (1000.0, 1.0, nan, None, -inf)
     """
+    if isinstance(value, str):
+        return _text_number(value)
     if is_missing(value):
         return float("nan")
-    if isinstance(value, str):
-        lowered = value.strip().lower()
-        if lowered in ("true", "false"):
-            return float(lowered == "true")
-        if "_" in lowered:
-            return None
     try:
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError):
         return None
-    except OverflowError:
-        return float("nan")
-    return number if abs(number) < 3e38 else float("nan")  # what float32 can hold
+    except OverflowError:  # a whole number with more digits than a float can have
+        return float("inf") if value > 0 else float("-inf")
 
 
-def numbers(values: list[Any] | Array) -> tuple[Array, list[Any]]:
-    """The column as float64 with NaN where there is no finite number, and the values that are no numbers."""
+def _text_number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        lowered = text.strip().lower()
+        if lowered in MISSING:
+            return float("nan")
+        return float(lowered == "true") if lowered in ("true", "false") else None
+    return None if "_" in text else number
+
+
+class Cells(list[Any]):
+    """A column of a table that is parsed once, however often its numbers are asked for."""
+
+    __slots__ = ("_floats",)
+
+    def floats(self) -> Array | None:
+        """The numbers of a column of texts that are numbers, every one of them; None for any other."""
+        if not hasattr(self, "_floats"):
+            self._floats = _parse(self)
+        return self._floats
+
+
+def _parse(values: list[Any]) -> Array | None:
+    np = need("numpy")
+    try:
+        if "_" in "".join(values):
+            return None
+        found: Array = np.fromiter(map(float, values), dtype=np.float64, count=len(values))
+    except (TypeError, ValueError):
+        return None
+    return found
+
+
+def _floats(values: list[Any]) -> Array | None:
+    return values.floats() if isinstance(values, Cells) else _parse(values)
+
+
+def gaps(values: list[Any] | Array) -> Array:
+    """Which cells of a column hold no value."""
+    np = need("numpy")
+    found = _floats(values) if isinstance(values, list) else values
+    if found is None:
+        return np.array([is_missing(value) for value in values], dtype=bool)
+    return np.isnan(found) if found.dtype.kind == "f" else np.zeros(len(found), dtype=bool)
+
+
+def exact_numbers(values: list[Any] | Array) -> tuple[Array, list[Any]]:
+    """The column as float64 with NaN where there is no number, and the values that are no numbers."""
     np = need("numpy")
     if not isinstance(values, list):
-        found = np.asarray(values, dtype=np.float64)
-        return np.where(np.abs(found) < 3e38, found, np.nan), []
+        return np.asarray(values, dtype=np.float64), []
+    plain = _floats(values)
+    if plain is not None:
+        return plain, []
     parsed = [as_number(value) for value in values]
     strange = [value for value, number in zip(values, parsed, strict=True) if number is None]
     return np.array([np.nan if number is None else number for number in parsed], dtype=np.float64), strange
+
+
+def numbers(values: list[Any] | Array) -> tuple[Array, list[Any]]:
+    """The same with NaN also where a number is extreme: infinite, or beyond ±``LARGEST``."""
+    np = need("numpy")
+    found, strange = exact_numbers(values)
+    return np.where(np.abs(found) < LARGEST, found, np.nan), strange
+
+
+def extremes(values: list[Any] | Array) -> Array:
+    """The numbers of a column that are infinite or beyond ±``LARGEST``.
+
+    Example:
+        >>> extremes(["1e300", 2, "-inf", None]).tolist()
+        [1e+300, -inf]
+    """
+    np = need("numpy")
+    found = exact_numbers(values)[0]
+    return found[np.abs(found) >= LARGEST]
 
 
 def category(value: Any) -> str | None:

@@ -121,7 +121,7 @@ def read_wrench(folder: Path, part: str | None, options: ReadOptions, gold: bool
             f"{name}: {several(len(silent), 'row')} without any vote {fate}; abstain='first' or 'drop' sets this.",
         )
     raw = Raw(name, "text", texts, labels, np.arange(len(texts)), notes, weak=votes, gold=true, classes=classes)
-    return raw if options.abstain == "first" else raw.take(np.setdiff1d(np.arange(len(texts)), silent))
+    return raw if options.abstain == "first" else raw.without(np.isin(np.arange(len(texts)), silent), "no vote")
 
 
 def _marked(entry: dict[str, Any]) -> str:

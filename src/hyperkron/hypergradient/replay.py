@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import trees
-from hyperkron.cross import RECHECK, CrossState
+from hyperkron.cross.state import CrossState, inner_key
 from hyperkron.curvature import KFAC, Curvature, CurvatureState, KroneckerState
 from hyperkron.curvature.kfac.kronecker import Kronecker
 from hyperkron.graphs import Recording, StaticBatch, places
@@ -136,7 +136,7 @@ class Replays:
         """One step by its recording, which is made first where there is none; ``None``: do it the ordinary way."""
         if wanted.autocast is not None and torch.is_autocast_cache_enabled() and not self._given_up:
             self._give_up("autocast keeps casts of earlier weights; use torch.autocast(..., cache_enabled=False)")
-        decided = wanted.cross.mode and wanted.cross.calls % RECHECK
+        decided = wanted.cross.decided(inner_key(wanted.problem, wanted.model, wanted.hyper))
         recordable = wanted.method.constants(wanted.curvature) is not None
         if self._given_up or not self._possible or not decided or not recordable or not self._fits(wanted):
             return None

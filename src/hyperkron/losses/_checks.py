@@ -79,16 +79,20 @@ def row_weights(weight: Tensor | float | None, output: Tensor, rows: torch.Size,
     raise HyperkronError(f"weight has shape {tuple(weight.shape)} but must have shape {wanted}; {remedy}.")
 
 
-def reduce_rows(row_losses: Tensor, weights: Tensor | None, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The value (1/R) Σ_r σ_r c_r over the R valid rows, and the detached coefficients σ_r·valid_r/R.
+def reduce_rows(
+    row_losses: Tensor, weights: Tensor | None, valid: Tensor | None
+) -> tuple[Tensor, Tensor, tuple[Tensor | float, ...]]:
+    """The value (1/R) Σ_r σ_r c_r over the R valid rows, the detached coefficients σ_r·valid_r/R, and their factors.
 
-    With no valid row on a device other than the CPU both are nan: asking would stall the device.
+    With no valid row on a device other than the CPU all are nan: asking would stall the device.
     """
     total = (row_losses if weights is None else row_losses * weights).sum()
     if valid is None:
         share = 1.0 / row_losses.numel()
         ones = torch.ones_like(row_losses.detach()) if weights is None else weights.detach()
-        return total * share, ones * share
+        return total * share, ones * share, (share,) if weights is None else (weights, share)
     count = valid.sum()
-    mask = valid.to(row_losses.dtype)
-    return total / count, (mask if weights is None else mask * weights.detach()) / count
+    shares = valid.to(row_losses.dtype) / count
+    if weights is None:
+        return total / count, shares, (shares,)
+    return total / count, shares * weights.detach(), (weights, shares)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -24,14 +24,18 @@ class L2:
     Attributes:
         parameter: p itself (compare with ``is``).
         coefficient: α, detached; a number, or a tensor that broadcasts to p.
+        factors: what α is the product of, attached to the graph; empty if that is not known.
     """
 
     parameter: Tensor
     coefficient: Tensor | float
+    factors: tuple[Tensor | float, ...] = ()
 
     def scale(self, factor: float | Tensor) -> L2:
         """The same penalty times ``factor``."""
-        return replace(self, coefficient=self.coefficient * _detached(factor))
+        return replace(
+            self, coefficient=self.coefficient * _detached(factor), factors=_extended(self.factors, factor)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +50,15 @@ class Term(ABC):
         coefficients: w_r = σ_r · mask_r · scale / (number of valid rows), detached, one per row.
         row_losses: c_r, unweighted and attached to the graph, 0 where masked.
         valid: which rows are not masked; ``None`` if all are valid.
+        factors: what w_r is the product of, attached to the graph, each one number or one per row; empty if that is
+            not known. They tell which part of J reaches λ through the weights of examples.
     """
 
     output: Tensor
     coefficients: Tensor
     row_losses: Tensor
     valid: Tensor | None
+    factors: tuple[Tensor | float, ...] = field(default=(), kw_only=True)
 
     @property
     def per_example(self) -> Tensor:
@@ -120,7 +127,9 @@ class Term(ABC):
 
     def scale(self, factor: float | Tensor) -> Term:
         """The same term times ``factor``."""
-        return replace(self, coefficients=self.coefficients * _detached(factor))
+        return replace(
+            self, coefficients=self.coefficients * _detached(factor), factors=_extended(self.factors, factor)
+        )
 
     @property
     def point(self) -> Tensor:
@@ -301,6 +310,11 @@ def _check_generator(generator: Any, output: Tensor) -> None:
         raise HyperkronError(
             f"generator is on {mine} but the output is on {theirs}; use torch.Generator(device={str(theirs)!r})."
         )
+
+
+def _extended(factors: tuple[Tensor | float, ...], factor: float | Tensor) -> tuple[Tensor | float, ...]:
+    """The factors of a scaled coefficient; unknown ones stay unknown."""
+    return (*factors, factor) if factors else ()
 
 
 def _detached(factor: float | Tensor) -> float | Tensor:

@@ -76,8 +76,8 @@ def cross_entropy(
         row_losses = row_losses.masked_fill(wrong, float("nan"))
     if valid is not None:
         row_losses = row_losses.masked_fill(~valid, 0.0)
-    value, coefficients = reduce_rows(row_losses, weights, valid)
-    term = SoftmaxTerm(output, coefficients, row_losses, valid, target.detach(), label_smoothing)
+    value, coefficients, factors = reduce_rows(row_losses, weights, valid)
+    term = SoftmaxTerm(output, coefficients, row_losses, valid, target.detach(), label_smoothing, factors=factors)
     return Loss(value, (term,))
 
 

@@ -88,8 +88,8 @@ def _elementwise(
     """The loss whose examples' losses are the sums of their entries."""
     row_losses = entries.reshape(len(entries), -1).sum(1)
     weights = row_weights(weight, output, row_losses.shape, entries.dtype)
-    value, coefficients = reduce_rows(row_losses, weights, None)
-    return Loss(value, (kind(output, coefficients, row_losses, None, target.detach()),))
+    value, coefficients, factors = reduce_rows(row_losses, weights, None)
+    return Loss(value, (kind(output, coefficients, row_losses, None, target.detach(), factors=factors),))
 
 
 @dataclass(frozen=True, eq=False)

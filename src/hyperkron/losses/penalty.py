@@ -48,7 +48,7 @@ def l2(parameters: nn.Module | Tensor | Iterable[Tensor], coefficient: Coefficie
             values.append((alpha * squares).sum())
         else:
             values.append(alpha * squares.sum())
-        records.append(L2(parameter, alpha.detach() if isinstance(alpha, Tensor) else float(alpha)))
+        records.append(L2(parameter, alpha.detach() if isinstance(alpha, Tensor) else float(alpha), (alpha,)))
     return Loss(torch.stack(values).sum(), l2=tuple(records))
 
 

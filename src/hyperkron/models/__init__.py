@@ -5,7 +5,14 @@ from hyperkron.models.encoder import EncoderUnavailable, TextEncoder, choose_enc
 from hyperkron.models.encoder_head import EncoderHead, Hidden
 from hyperkron.models.resnet import ResNet, resnet18
 from hyperkron.models.small import linear, mlp, small_cnn
-from hyperkron.models.text_features import TextFeatures, hashed_ngrams, text_features
+from hyperkron.models.text_features import (
+    HASHED,
+    HashedNgrams,
+    TextFeatures,
+    hashed_ngrams,
+    load_encoder,
+    text_features,
+)
 from hyperkron.models.transformer import TransformerClassifier
 
 __all__ = [
@@ -22,6 +29,9 @@ __all__ = [
     "choose_encoder",
     "TextFeatures",
     "text_features",
+    "load_encoder",
+    "HASHED",
+    "HashedNgrams",
     "hashed_ngrams",
     "default_model",
     "load_callable",

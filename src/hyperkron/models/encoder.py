@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -89,7 +90,29 @@ class TextEncoder:
         self._model.requires_grad_(False).eval().to(self.device)
         self.dim = int(self._model.config.hidden_size)
         self.layers = int(self._model.config.num_hidden_layers)
-        self._sum: str | None = None
+
+    def to(self, device: torch.device | str) -> TextEncoder:
+        """Compute there from now on."""
+        self.device = torch.device(device)
+        self._model.to(self.device)
+        return self
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """The SHA-256 of what it computes with: its configuration, weights and tokenizer, wherever they lie."""
+        config = self._model.config.to_dict()
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        tokenizer = json.loads(backend.to_str()) if backend is not None else {"vocab": self._tokenizer.get_vocab()}
+        for name in ("_name_or_path", "transformers_version"):
+            config.pop(name, None)
+        for name in ("truncation", "padding"):  # of the last call
+            tokenizer.pop(name, None)
+        settings = [config, tokenizer, self._tokenizer.model_max_length]
+        found = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+        for name, x in sorted(self._model.state_dict().items()):
+            found.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+            found.update(x.detach().cpu().contiguous().numpy().tobytes())
+        return found.hexdigest()
 
     def embed(
         self,
@@ -245,13 +268,7 @@ class TextEncoder:
 
     def _key(self, tokens: list[list[int]]) -> str:
         """The SHA-256 of everything an embedding depends on."""
-        if self._sum is None:
-            found = hashlib.sha256(self._model.config.to_json_string(use_diff=False).encode())
-            for name, x in sorted(self._model.state_dict().items()):
-                found.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
-                found.update(x.detach().cpu().contiguous().numpy().tobytes())
-            self._sum = found.hexdigest()
-        return hashlib.sha256(json.dumps(["mean", 1, self._sum, tokens]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(["mean", 1, self.fingerprint, tokens]).encode()).hexdigest()
 
     def _check_layers(self, layers: int) -> None:
         if not 0 <= layers <= self.layers:

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hyperkron.solution import HyperkronError
+from hyperkron.training.writing import read_plain
 
 REMEDY = "restore the file or make the run again with `hyperkron clean`"
 """What helps against a damaged file."""
+MAX_DEPTH = 50
+"""How deep the values of a file may be nested; those of a run are at most five deep."""
 
 
 class Fields:
@@ -115,17 +118,31 @@ def parse(text: str, file: Path, where: str = "") -> Fields:
     """The JSON object that a text holds."""
     try:
         value = json.loads(text)
+        if _deep(value):
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     except (ValueError, RecursionError) as error:
         place = f"{file}, {where}," if where else f"{file}"
         raise HyperkronError(f"{place} is no JSON ({str(error)[:100]}): {text[:40]!r}; {REMEDY}.") from error
     return Fields(value, file, where)
 
 
+def _deep(value: Any) -> bool:
+    """Whether a JSON value is nested deeper than ``MAX_DEPTH``."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list))
+        level = [x for values in inner for x in values]
+        if not level:
+            return False
+    return True
+
+
 def read_text(file: Path) -> str | None:
-    """The text of a file; None where there is no such file."""
+    """The text of an ordinary file; None where there is no such file."""
     try:
-        return file.read_text("utf-8")
+        return read_plain(file).decode("utf-8")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise HyperkronError(f"{file} cannot be read as UTF-8 ({error}); {REMEDY}.") from error
+        reason = getattr(error, "strerror", None) or error
+        raise HyperkronError(f"{file} cannot be read as UTF-8 ({reason}); {REMEDY}.") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import csv
+import io
 import re
 from array import array
 from collections.abc import Iterator
@@ -220,15 +221,14 @@ def _picture(address: str) -> str | None:
 
 def _read_rows(file: Path) -> Rows | None:
     """What rows.csv says; None where there is no such file."""
-    rows = Rows()
-    try:
-        with file.open(encoding="utf-8", newline="") as text:
-            for weight, suspect in _cells(csv.reader(text, strict=True), file):
-                (rows.suspect if suspect else rows.kept).append(weight)
-    except FileNotFoundError:
+    rows, text = Rows(), read_text(file)
+    if text is None:
         return None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise HyperkronError(f"{file} cannot be read as CSV in UTF-8 ({error}); {REMEDY}.") from error
+    try:
+        for weight, suspect in _cells(csv.reader(io.StringIO(text, newline=""), strict=True), file):
+            (rows.suspect if suspect else rows.kept).append(weight)
+    except csv.Error as error:
+        raise HyperkronError(f"{file} cannot be read as CSV ({error}); {REMEDY}.") from error
     return rows
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 import math
-import os
-import secrets
 from importlib.resources import files
 from itertools import chain, pairwise
 from pathlib import Path
@@ -18,7 +15,7 @@ from hyperkron.report import plots, wording
 from hyperkron.report.folder import MAX_SUSPECTS, Run, Suspect, read_run
 from hyperkron.report.matrix import noise_table
 from hyperkron.solution import HyperkronError
-from hyperkron.training.files import write_bytes
+from hyperkron.training.writing import in_words, remove_stale, whole_file
 
 PAGE_SIZE = 50
 """Suspects on one page of the table."""
@@ -52,17 +49,10 @@ def write_report(run_folder: str | Path) -> Path:
     """
     folder = Path(run_folder)
     page = render(read_run(folder)).encode("utf-8", "replace")
-    target, temporary = folder / "report.html", folder / f".report-{secrets.token_hex(4)}.html"
-    try:
-        write_bytes(temporary, page)
-        os.replace(temporary, target)
-    except OSError as error:
-        raise HyperkronError(
-            f"{target} cannot be written ({error.strerror}); free some space or make the folder writable."
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    target = folder / "report.html"
+    remove_stale(target, ".report-????????.html")  # the names of earlier versions
+    with in_words(target, len(page)), whole_file(target) as temporary:
+        temporary.write_bytes(page)
     return target
 
 

@@ -55,7 +55,8 @@ class Solver(ABC):
             watch: one of its own for this solve, by which it is recorded or not; ``None``: it is not.
 
         Returns:
-            The solution with its status. A right-hand side of zeros has the solution zero, at no cost.
+            The solution with its status; for a ``b`` in half precision all arithmetic but the model's own is float32,
+            and the value is rounded to the dtype of ``b`` at the end. A right-hand side of zeros has the solution zero, at no cost.
 
         Raises:
             HyperkronError: for an argument that this solver cannot use.
@@ -63,23 +64,23 @@ class Solver(ABC):
         """
         self._check(operator, start, preconditioner)
         watch = Watch() if watch is None else watch
-        b = trees.map(torch.Tensor.detach, b)
+        given, b = b, trees.widened(trees.map(torch.Tensor.detach, b))
         (peak,) = watch.look(trees.largest(b))
         extreme = watch.refuses(strange(peak) | (peak < _SAFE_RANGE[0]) | (peak > _SAFE_RANGE[1]))
         if extreme and not math.isfinite(peak):
             raise NonFiniteError(_non_finite("b", b, "the outer loss and its batch"))
         if start is not None:
-            start = trees.map(torch.Tensor.detach, start)
+            start = trees.widened(trees.map(torch.Tensor.detach, start))
             if watch.refuses(strange(*watch.look(trees.largest(start)))):
                 raise NonFiniteError(_non_finite("start", start, "the previous solve, or pass start=None"))
         if not extreme:
-            return self._solve(operator, b, start, preconditioner, watch)
+            return _in_dtype_of(given, self._solve(operator, b, start, preconditioner, watch))
         if peak == 0.0:
-            return Solution(trees.zeros_like(b), Status.CONVERGED, residual=0.0)
+            return Solution(trees.zeros_like(given), Status.CONVERGED, residual=0.0)
         unit = 2.0 ** math.frexp(peak)[1]  # a power of two, so that scaling does not round
         start = None if start is None else trees.scale(start, 1.0 / unit)
         solution = self._solve(operator, trees.scale(b, 1.0 / unit), start, preconditioner, watch)
-        return dataclasses.replace(solution, value=trees.scale(solution.value, unit))
+        return _in_dtype_of(given, dataclasses.replace(solution, value=trees.scale(solution.value, unit)))
 
     @abstractmethod
     def _solve(
@@ -123,9 +124,14 @@ def _non_finite(argument: str, tree: Tree, look: str) -> str:
     return f"{argument} holds NaN or infinity in {names}; check {look}"
 
 
-def epsilon(tree: Tree) -> float:
-    """The unit roundoff of the coarsest dtype in ``tree``."""
-    return max(torch.finfo(x.dtype).eps for x in tree.values())
+def _in_dtype_of(b: Tree, solution: Solution) -> Solution:
+    value = trees.cast(solution.value, b)
+    return solution if value is solution.value else dataclasses.replace(solution, value=value)
+
+
+def epsilon(tree: Tree, operator: Operator) -> float:
+    """The unit roundoff of products with ``operator``: of the coarsest dtype in ``tree``, or of the model's."""
+    return max(operator.roundoff, *(torch.finfo(x.dtype).eps for x in tree.values()))
 
 
 def check_count(name: str, value: int, least: int) -> None:

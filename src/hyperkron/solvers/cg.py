@@ -81,7 +81,7 @@ class CG(Solver):
         if start is not None:
             v, r, products = start, trees.add(b, operator.matvec(start), alpha=-1.0), 1
             sizes.append(trees.norm(r))
-        course = _Course(watch.look(*sizes), epsilon(b), self.tolerance)
+        course = _Course(watch.look(*sizes), epsilon(b, operator), self.tolerance)
         if watch.ends(course):
             return watch.solution(v, products)
         p = z = r if preconditioner is None else preconditioner.solve(r)

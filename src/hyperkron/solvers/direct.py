@@ -40,8 +40,8 @@ class Direct(Solver):
         """As for every solver; on a GPU nothing is read back, and a non-finite value is left for the caller to find."""
         if next(iter(b.values())).is_cuda and isinstance(operator, Invertible):
             self._check(operator, start, preconditioner)
-            value = operator.solve({name: x.detach() if x.requires_grad else x for name, x in b.items()})
-            return Solution(value, operator.status)
+            detached = {name: x.detach() if x.requires_grad else x for name, x in b.items()}
+            return Solution(trees.cast(operator.solve(trees.widened(detached)), b), operator.status)
         return super().solve(operator, b, start=start, preconditioner=preconditioner, watch=watch)
 
     def check_graph(self) -> None:

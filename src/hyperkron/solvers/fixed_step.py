@@ -53,7 +53,7 @@ def fixed_step(
         if not math.isfinite(spectrum.largest):
             return Solution(trees.zeros_like(b) if start is None else start, Status.NON_FINITE, 0, spent)
         step = spectrum.safe_step if spectrum.largest > 0.0 else 1.0
-        if spectrum.largest == 0.0 or spectrum.rayleigh < -epsilon(b) * spectrum.largest:
+        if spectrum.largest == 0.0 or spectrum.rayleigh < -epsilon(b, operator) * spectrum.largest:
             value = trees.scale(b, step) if start is None else start
             return Solution(value, Status.NONPOSITIVE_CURVATURE, 0, spent)
     return _iterate(operator, b, start, updates, step, spent, watch, preconditioner)
@@ -77,7 +77,7 @@ def _iterate(
         r, products = trees.add(b, operator.matvec(start), alpha=-1.0), products + 1
         z = invert(r)
         sizes.append(_size(r, z))
-    course = _Course(watch.look(*sizes), epsilon(b), plain)
+    course = _Course(watch.look(*sizes), epsilon(b, operator), plain)
     if start is None and not plain:
         z = watch.choose(course.unfit, b, z)  # the identity in place of an M that is at fault
     v = trees.scale(z, step) if start is None else trees.add(start, z, alpha=step)

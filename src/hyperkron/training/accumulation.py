@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from hyperkron.curvature.products import gradients_of
 from hyperkron.inputs import tensors_of
-from hyperkron.kernels import WithoutAutocast
+from hyperkron.kernels import WithoutAutocast, twice_differentiable
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Objective, rows, shares
 from hyperkron.solution import HyperkronError
@@ -227,10 +228,10 @@ class _Work:
         """Σ_k R_k ∂⟨∂J_k, v⟩ / Σ_k R_k: Hessian products and cross terms, with the draws of the gradient."""
         leaves = tuple(x.detach().requires_grad_() for x in inputs)
         sums, total = _Sums(len(inputs)), 0.0
-        with _rewound(self.random), torch.enable_grad():
+        with _rewound(self.random), torch.enable_grad(), twice_differentiable(self.both):
             for loss, count in self._losses(leaves):
                 total += count[0]
-                first = torch.autograd.grad(loss.value, [leaves[i] for i in used], create_graph=True, allow_unused=True)
+                first = gradients_of(loss.value, [leaves[i] for i in used], create_graph=True)
                 pairs = [(g, v) for g, v in zip(first, vectors, strict=True) if g is not None and g.requires_grad]
                 if pairs:
                     live, along = [g for g, _ in pairs], [v for _, v in pairs]

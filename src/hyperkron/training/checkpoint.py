@@ -28,6 +28,7 @@ import torch
 from hyperkron.solution import HyperkronWarning, warn_once
 from hyperkron.training import files, fingerprint
 from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, join, split
+from hyperkron.training.program import comparable
 
 FORMAT = 1
 """The format this version writes."""
@@ -49,6 +50,7 @@ class About:
     Attributes:
         model, hyper: dtype and shape of every parameter and buffer.
         config: the settings of the run, a line each.
+        program: what the run computes, a line each (:mod:`hyperkron.training.program`); ``None`` if not recorded.
         world_size: over how many processes it is spread.
     """
 
@@ -56,12 +58,15 @@ class About:
     hyper: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
     world_size: int = 1
+    program: Mapping[str, str] | None = None
 
     def differences(self, now: About) -> list[str]:
         """What is not the same in ``now``, a line each."""
         lines = fingerprint.differences("model", self.model, now.model)
         lines += fingerprint.differences("hyper", self.hyper, now.hyper)
         lines += fingerprint.differences("config", self.config, now.config)
+        if self.program is not None and now.program is not None:
+            lines += fingerprint.differences("program", *comparable(self.program, now.program))
         if self.world_size != now.world_size:
             lines.append(f"world size: {self.world_size} in the checkpoint, {now.world_size} in this run")
         return lines
@@ -132,6 +137,8 @@ def _manifest(step: int, about: About, records: Mapping[str, Any]) -> bytes:
         "hyper": dict(about.hyper),
         "config": dict(about.config),
     }
+    if about.program is not None:
+        content["program"] = dict(about.program)
     return _sealed(content)
 
 
@@ -246,7 +253,9 @@ def read(path: str | Path, device: torch.device | str | None = None, rank: int =
         if old not in MIGRATIONS:
             raise CheckpointError(f"{path} has format {form}, from which there is no way to format {FORMAT}.")
         state = MIGRATIONS[old](state)
-    about = About(manifest["model"], manifest["hyper"], manifest["config"], manifest["world_size"])
+    about = About(
+        manifest["model"], manifest["hyper"], manifest["config"], manifest["world_size"], manifest.get("program")
+    )
     return Saved(path, manifest["step"], state, about, manifest["versions"])
 
 
@@ -258,12 +267,17 @@ def newest(folder: str | Path, step: int | None = None, device: torch.device | s
         step: take this one; then a damaged one is an error.
         device: see :func:`read`.
     """
-    found = [path for path in candidates(folder) if step is None or _step(path) == step]
     wrong: list[str] = []
-    for path in found:
+    waiting = [path for path in candidates(folder) if step is None or _step(path) == step]
+    while waiting:
+        path = waiting.pop(0)
         try:
             saved = read(path, device)
         except DamagedCheckpoint as error:
+            if not path.exists():  # a run that goes on has replaced it by a newer one
+                waiting = [p for p in candidates(folder) if p != path and (step is None or _step(p) == step)]
+                wrong = []
+                continue
             wrong.append(f"{path.name}: {error}")
             continue
         if wrong:
@@ -297,7 +311,7 @@ def _read_manifest(path: Path, rank: int) -> dict[str, Any]:
         for record in manifest["files"].values():
             if type(record["size"]) is not int or type(record["sha256"]) is not str:
                 raise TypeError("a size or hash is missing")
-        for part in ("model", "hyper", "config", "versions"):
+        for part in ("model", "hyper", "config", "versions", *({"program"} & set(manifest))):
             if not all(type(x) is str for x in manifest[part].values()):
                 raise TypeError(f"{part} must hold strings")
     except (AttributeError, KeyError, TypeError) as error:
@@ -326,6 +340,22 @@ def _step(path: Path) -> int:
 
 def _file_names(rank: int) -> tuple[str, str]:
     return f"tensors-rank{rank:05d}.safetensors", f"state-rank{rank:05d}.json"
+
+
+def changed_versions(saved: Mapping[str, str]) -> str:
+    """What a checkpoint was written with and what reads it, where that differs; else empty."""
+    now = _versions()
+    then = {name: saved.get(name, "of an unknown version") for name in now}
+    names = [name for name in now if _release(name, then[name]) != _release(name, now[name])]
+    if not names:
+        return ""
+    told = [", ".join(f"{name} {versions[name]}" for name in names) for versions in (then, now)]
+    return f"was written with {told[0]} and is read with {told[1]}"
+
+
+def _release(name: str, text: str) -> str:
+    """The part of a version that counts: of Python, the minor version."""
+    return ".".join(text.split(".")[:2]) if name == "python" else text
 
 
 def _versions() -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from tqdm.auto import tqdm
 from hyperkron.algorithms import Algorithm, Draw, State, StepReport, Updates, oracles
 from hyperkron.algorithms.movers import Mover, Project
 from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HyperkronError, Status, warn_once
+from hyperkron.solution import HyperkronError, HyperkronWarning, Status
 from hyperkron.training import checkpoint, fingerprint
-from hyperkron.training.callbacks import Callback, Verdict
+from hyperkron.training.callbacks import Callback, Checkpoint, Verdict
 from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import History, Value
 from hyperkron.training.jsonl import JSONLog
+from hyperkron.training.locks import FolderLock
+from hyperkron.training.program import Program
 from hyperkron.training.randomness import random_state, seed_all, set_random_state
 from hyperkron.training.recording import RecordedDraw
 from hyperkron.training.rollback import Snapshot, refuse_non_finite
@@ -50,16 +53,18 @@ class Run:
         self.stopped: str | None = None
         self.goal = state.step
         self._log: JSONLog | None = None
-        self._config = fingerprint.describe(
-            {
-                "algorithm": algorithm,
-                **{level: _settings(getattr(state, level)) for level in ("inner", "outer")},
-                "inner_data": draw.inner_source,
-                "outer_data": draw.outer_source,
-                **({} if draw.curvature_source is None else {"curvature_data": draw.curvature_source}),
-                "callbacks": [type(callback) for callback in self.callbacks],
-            }
-        )
+        self._locks: dict[Path, FolderLock] = {}
+        parts = {
+            "algorithm": algorithm,
+            **{level: _settings(getattr(state, level)) for level in ("inner", "outer")},
+            "inner_data": draw.inner_source,
+            "outer_data": draw.outer_source,
+            **({} if draw.curvature_source is None else {"curvature_data": draw.curvature_source}),
+        }
+        kinds = [type(callback) for callback in self.callbacks]
+        self._config = fingerprint.describe({**parts, "callbacks": kinds})
+        parts |= {"problem": state.problem, "model": state.model, "hyper": state.hyper}
+        self._program = Program(parts, [state.model, state.hyper], self._config)
 
     def stop(self, reason: str) -> None:
         """End the run after this step."""
@@ -69,7 +74,8 @@ class Run:
         """Do ``steps`` more steps, or fewer if a callback stops the run.
 
         With a :class:`Checkpoint` among the callbacks SIGTERM and SIGINT end the run after the current step: it is
-        saved and :class:`Interrupted` leaves the process with 143 or 130.
+        saved and :class:`Interrupted` leaves the process with 143 or 130. Meanwhile no other run can write into its
+        folders.
         """
         self.stopped, self.goal = None, self.state.step + steps
         catches = any(callback.catches_signals for callback in self.callbacks)
@@ -77,6 +83,7 @@ class Run:
         with ExitStack() as stack:
             signals = stack.enter_context(Signals(catches))
             stack.enter_context(bar)
+            stack.enter_context(self._writing())
             for callback in self.callbacks:
                 stack.callback(callback.on_exit, self)
             self._start()
@@ -100,6 +107,20 @@ class Run:
         """Where the run's files go: the folder of its first callback that has one, such as a :class:`Checkpoint`."""
         folders = (getattr(callback, "folder", None) for callback in self.callbacks)
         return next((Path(folder) for folder in folders if folder is not None), None)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold the folders of the log and the checkpoints: no other run writes there meanwhile."""
+        saved = [callback.folder for callback in self.callbacks if isinstance(callback, Checkpoint)]
+        with ExitStack() as stack:
+            for folder in saved if self.folder is None else [self.folder, *saved]:
+                stack.enter_context(self._lock(folder))
+            yield
+
+    def _lock(self, folder: str | Path) -> FolderLock:
+        """This run's lock of a folder, which it may hold already."""
+        folder = Path(folder).resolve()
+        return self._locks.setdefault(folder, FolderLock(folder))
 
     def _start(self) -> None:
         for callback in self.callbacks:
@@ -196,14 +217,15 @@ class Run:
     def about(self) -> checkpoint.About:
         """What this run is made of; a checkpoint is resumed only where it is the same."""
         model, hyper = fingerprint.tensors(self.state.model), fingerprint.tensors(self.state.hyper)
-        return checkpoint.About(model, hyper, self._config)
+        return checkpoint.About(model, hyper, self._config, program=self._program.lines())
 
     def save(self, folder: str | Path) -> Path:
         """Write everything the rest of the run depends on to ``folder/step-…``, and return that path.
 
         It is complete or absent, whatever happens meanwhile; see ``docs/checkpoints.md``.
         """
-        return checkpoint.write(folder, self.state.step, self.state_dict(), self.about())
+        with self._lock(folder):
+            return checkpoint.write(folder, self.state.step, self.state_dict(), self.about())
 
     def resume(self, folder: str | Path, *, step: int | None = None, allow_changes: bool = False) -> Run:
         """Continue from the newest intact checkpoint in ``folder``, bit for bit (on the CPU).
@@ -211,23 +233,20 @@ class Run:
         Args:
             folder: where :meth:`save` or :class:`Checkpoint` has written.
             step: take the checkpoint of this step.
-            allow_changes: go on although the model, the configuration or the number of processes differ, instead of
-                raising an error that lists the differences. What does not fit is still an error, after which this
-                run is as it was. Settings of optimizers and schedulers come from the checkpoint in any case.
+            allow_changes: go on although the model, the configuration, the code, the data or the number of processes
+                differ, instead of raising an error that lists the differences. What does not fit is still an error,
+                after which this run is as it was. Settings of optimizers and schedulers come from the checkpoint in
+                any case.
         """
         saved = checkpoint.newest(folder, step)
         lines = saved.about.differences(self.about())
         if lines and not allow_changes:
             raise CheckpointError(
                 f"{saved.path} belongs to another run:{fingerprint.listed(lines)}\n"
-                "Make this run as that one was made, or pass allow_changes=True."
+                "Make this run as that one was made, choose another folder, or continue with these changes by "
+                "fit(…, allow_changes=True) or run.resume(folder, allow_changes=True)."
             )
-        if saved.versions.get("torch") != str(torch.__version__):
-            warn_once(
-                f"checkpoint-torch-{saved.versions.get('torch')}",
-                f"{saved.path} was written with torch {saved.versions.get('torch')} and is read with "
-                f"{torch.__version__}: the run continues, but perhaps not bit for bit.",
-            )
+        _warn_of_changes(saved)
         if not lines:
             try:
                 self.load_state_dict(saved.state)
@@ -266,6 +285,7 @@ def fit(
     callbacks: Sequence[Callback] = (),
     seed: int | None = 0,
     resume: str | Path | None = None,
+    allow_changes: bool = False,
     progress: bool = False,
 ) -> Run:
     """Learn λ (and θ with it): ``steps`` steps of ``algorithm``.
@@ -288,6 +308,7 @@ def fit(
         seed: of torch, numpy and ``random``, set before the first step; ``None`` leaves them.
         resume: a folder of checkpoints: where there is one the run continues from the newest intact one, and ``steps``
             counts from the very beginning. Usually the folder of a :class:`Checkpoint` among the callbacks.
+        allow_changes: continue it although the run differs from the one that was saved; see :meth:`Run.resume`.
         progress: show a bar with the time left.
 
     Returns:
@@ -318,10 +339,22 @@ def fit(
         seed_all(seed)
     state = algorithm.init(problem, model, hyper, inner=inner_optimizer, outer=outer_optimizer, project=projection)
     run = Run(algorithm, state, Draw(inner_data, outer_data, curvature_data), callbacks)
-    if resume is not None and checkpoint.candidates(resume):
-        run.resume(resume)
-        steps = max(0, steps - run.state.step)
-    return run.advance(steps, progress) if steps else run
+    with run._writing() if steps else nullcontext():  # what is read here is not overtaken by another run
+        if resume is not None and checkpoint.candidates(resume):
+            run.resume(resume, allow_changes=allow_changes)
+            steps = max(0, steps - run.state.step)
+        return run.advance(steps, progress) if steps else run
+
+
+def _warn_of_changes(saved: checkpoint.Saved) -> None:
+    """Say that versions differ, or that the checkpoint does not record what its run computed."""
+    versions = checkpoint.changed_versions(saved.versions)
+    if versions:
+        text = f"{saved.path} {versions}: the run continues, but perhaps not bit for bit."
+        warnings.warn(text, HyperkronWarning, stacklevel=3)
+    if saved.about.program is None:
+        text = f"{saved.path} does not record code and data of its run: whether they are the same is not known."
+        warnings.warn(text, HyperkronWarning, stacklevel=3)
 
 
 def _settings(mover: Mover) -> dict[str, Any]:

@@ -48,9 +48,10 @@ class SkipFailures(Callback):
     """Undoes a step that ends in a NaN, an infinity or a failed factorisation, and goes on with the next batches.
 
     θ, λ, optimizers and memories are put back; the step counts, with the status ``SKIPPED`` in the history. Its batches
-    are described in ``folder/failed-rank00000-step-….json``: whole numbers such as indices and labels in full, and the
-    rows that are not finite. After ``limit`` such steps in a row the run stops with the step's error, which names the
-    file. It costs a copy of θ, λ and their optimizers' memory, and one look at all of them a step.
+    are described in ``folder/failed-rank00000-step-….json``, one file for every such step and named after it: whole
+    numbers such as indices and labels in full, and the rows that are not finite. A run writes at most 100 of them.
+    After ``limit`` such steps in a row the run stops with the step's error, which names the last file. It costs a copy
+    of θ, λ and their optimizers' memory, and one look at all of them a step.
 
     Args:
         limit: skipped steps in a row that end the run.
@@ -60,7 +61,7 @@ class SkipFailures(Callback):
     Attributes:
         skipped: how many steps were skipped so far.
         streak: how many of them in a row, up to now.
-        path: the last file written, or ``None``.
+        path: the file of the last skipped step, or ``None`` where none was written.
 
     Example:
         >>> SkipFailures(limit=3, statuses={Status.DIVERGED, Status.NONPOSITIVE_CURVATURE}).limit
@@ -79,7 +80,6 @@ class SkipFailures(Callback):
         self._dumps = None if folder is None else Path(folder)
         self.skipped = self.streak = self._files = 0
         self.path: Path | None = None
-        self._steps: list[dict[str, Any]] = []
         self._reason = ""
 
     def on_report(self, run: Run, report: StepReport) -> None:
@@ -94,11 +94,8 @@ class SkipFailures(Callback):
         if not isinstance(error, (NonFiniteError, FactorizationError)):
             return None
         self.streak, self.skipped = self.streak + 1, self.skipped + 1
-        if self.streak == 1:
-            self._steps, self.path = [], None
         self._reason = str(error)
-        self._steps.append({"step": run.state.step, "error": self._reason, "batches": describe(run.draw)})
-        self._dump(run)
+        self.path = self._dump(run)
         if self.streak >= self.limit:
             where = f"its batches are described in {self.path}" if self.path else "its batches could not be written"
             raise type(error)(f"{error} It was step {self.streak} in a row that failed; {where}.") from error
@@ -107,25 +104,32 @@ class SkipFailures(Callback):
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
         """How many so far, in the rows of skipped steps."""
         if report.status is not Status.SKIPPED:
-            self.streak, self._steps = 0, []
+            self.streak = 0
             return None
         return {"skipped": self.skipped, "reason": self._reason[:300]}
 
-    def _dump(self, run: Run) -> None:
-        if self.streak == 1:
+    def _dump(self, run: Run) -> Path | None:
+        """Write the file of the failed step; its path, or ``None`` where that is not possible or allowed."""
+        if self._files >= MAX_DUMPS:
+            if self._files == MAX_DUMPS:
+                text = f"{MAX_DUMPS} files describe skipped steps; further ones get none."
+                warnings.warn(text, HyperkronWarning, stacklevel=2)
             self._files += 1
-        if self._files > MAX_DUMPS:
-            return
-        folder = self._dumps or run.folder or Path(tempfile.mkdtemp(prefix="hyperkron-"))
-        path = self.path or folder / f"failed-rank{run.rank:05d}-step-{run.state.step:08d}.json"
+            return None
+        if self._dumps is None:
+            self._dumps = run.folder or Path(tempfile.mkdtemp(prefix="hyperkron-"))
+        path = self._dumps / f"failed-rank{run.rank:05d}-step-{run.state.step:08d}.json"
         temporary = path.with_name(f".{path.name}.tmp")
+        content = {"step": run.state.step, "error": self._reason, "batches": describe(run.draw)}
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"steps": self._steps}, indent=1), "utf-8")
+            self._dumps.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(content, indent=1), "utf-8")
             os.replace(temporary, path)
-            self.path = path
         except OSError as error:
             warnings.warn(f"{path} could not be written: {error}", HyperkronWarning, stacklevel=2)
+            return None
+        self._files += 1
+        return path
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped": self.skipped, "streak": self.streak, "files": self._files}

@@ -11,6 +11,7 @@ from typing import Any
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.training.history import History
 from hyperkron.training.recording import plain
+from hyperkron.training.writing import open_plain
 
 MAX_LINE = 2**20
 """Bytes of a line; a longer one is not of this library."""
@@ -42,7 +43,7 @@ class JSONLog:
         """Append the rows that are not in the file yet."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(_open(self.path), "r+b") as file:
+            with os.fdopen(open_log(self.path), "r+b") as file:
                 if self._written is None:
                     self._written = _agreeing(file, history)
                     file.truncate()
@@ -72,19 +73,31 @@ def read_log(path: str | Path) -> list[dict[str, Any]]:
         path: the file.
     """
     rows: list[dict[str, Any]] = []
-    with Path(path).open("rb") as file:
-        for text in iter(lambda: file.readline(MAX_LINE), b""):
-            if not text.endswith(b"\n"):
-                break
-            row = json.loads(text)
-            if not isinstance(row, dict):
-                raise HyperkronError(f"path={str(path)!r} holds the line {text[:60]!r}, which is no row of a run.")
-            rows.append(row)
+    try:
+        with open_plain(Path(path)) as file:
+            for text in iter(lambda: file.readline(MAX_LINE), b""):
+                if not text.endswith(b"\n"):
+                    break
+                rows.append(_row(text, path))
+    except OSError as error:
+        raise HyperkronError(f"path={str(path)!r} cannot be read ({error.strerror or error}).") from error
     return rows
 
 
-def _open(path: Path) -> int:
-    """An ordinary file, made if it is not there, never through a link and never waiting for a pipe."""
+def _row(text: bytes, path: str | Path) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise HyperkronError(
+            f"path={str(path)!r} holds the line {text[:60]!r}, which is no JSON ({str(error)[:80]}); remove the line."
+        ) from error
+    if not isinstance(row, dict):
+        raise HyperkronError(f"path={str(path)!r} holds the line {text[:60]!r}, which is no row of a run.")
+    return row
+
+
+def open_log(path: Path) -> int:
+    """An ordinary file, made if it is not there, never through a link and never waiting for a pipe; its descriptor."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

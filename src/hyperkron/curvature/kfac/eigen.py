@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperkron.curvature.kfac.factors import Factor, LowRank, stored
+from hyperkron.curvature.kfac.factors import Factor, LowRank, dense, stored
 from hyperkron.linalg import full_precision, side_by_side
 from hyperkron.point import Point
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
@@ -44,15 +44,25 @@ been tried.
 class EigenBlock:
     """Q_A (groups, d_in, r), Q_B (groups, d_out, s), the damped spectrum S + δ between them (groups, s, r), and δ.
 
-    δ is ``outside``: what the block is where a thin basis does not reach; ``None`` where both bases are complete.
+    δ is ``outside``: what the block is where a thin basis does not reach; ``None`` where both bases are complete. All
+    of it holds after scaling the columns by ``scale``, where a penalty falls on them unevenly.
     """
 
     a: Tensor
     b: Tensor
     spectrum: Tensor
     outside: Tensor | None = None
+    scale: Tensor | None = None
 
     def solve(self, v: Tensor) -> Tensor:
+        """The damped inverse; of E M E with M between the bases, where there is a ``scale`` E of the columns."""
+        return self._solve(v) if self.scale is None else self._solve(v / self.scale) / self.scale
+
+    def matvec(self, v: Tensor) -> Tensor:
+        """The damped block itself."""
+        return self._matvec(v) if self.scale is None else self._matvec(v * self.scale) * self.scale
+
+    def _solve(self, v: Tensor) -> Tensor:
         """The damped inverse.
 
         What a thin basis does not reach, V − P_B V P_A with P = QQᵀ, is divided by δ, and so is whatever rounding
@@ -68,7 +78,7 @@ class EigenBlock:
             left = self._projected(rest @ self.a) / self.outside
             return rest / self.outside + (inside - left) @ self.a.mT
 
-    def matvec(self, v: Tensor) -> Tensor:
+    def _matvec(self, v: Tensor) -> Tensor:
         """The damped block itself."""
         if self.outside is None:
             return self.b @ ((self.b.mT @ v @ self.a) * self.spectrum) @ self.a.mT
@@ -81,8 +91,9 @@ class EigenBlock:
 
     def state_dict(self) -> dict[str, Any]:
         """Its tensors, by name."""
-        thin = {} if self.outside is None else {"outside": self.outside}
-        return {"a": self.a, "b": self.b, "spectrum": self.spectrum, **thin}
+        optional = {"outside": self.outside, "scale": self.scale}
+        given = {name: x for name, x in optional.items() if x is not None}
+        return {"a": self.a, "b": self.b, "spectrum": self.spectrum, **given}
 
 
 @dataclass(frozen=True)
@@ -114,12 +125,12 @@ class EigenInverses:
         return {"kind": "eigen", "blocks": {name: block.state_dict() for name, block in self.blocks.items()}}
 
 
-def damped(a: Tensor, b: Tensor, spectrum: Tensor, damping: Tensor | float) -> EigenBlock:
-    """The block with eigenvectors ``a`` and ``b``, the spectrum S between them, and δ everywhere."""
+def damped(a: Tensor, b: Tensor, spectrum: Tensor, damping: Tensor | float, scale: Tensor | None = None) -> EigenBlock:
+    """The block with eigenvectors ``a`` and ``b``, the spectrum S between them, and δ everywhere; columns scaled."""
     if all(q.shape[-1] == q.shape[-2] for q in (a, b)):
-        return EigenBlock(a, b, spectrum + damping)
+        return EigenBlock(a, b, spectrum + damping, scale=scale)
     outside = damping.to(spectrum) if isinstance(damping, Tensor) else spectrum.new_full((), damping)
-    return EigenBlock(a, b, spectrum + outside, outside)
+    return EigenBlock(a, b, spectrum + outside, outside, scale)
 
 
 def checked(point: Point, inverses: EigenInverses) -> EigenInverses:
@@ -170,6 +181,32 @@ def eigen_bases(
         found[name] = (values_a.clamp_min(0), q_a, values_b.clamp_min(0), q_b)
         status = status if direct_a and direct_b else Status.MORE_DAMPING
     return found, status
+
+
+def completed(bases: Bases, wide: tuple[dict[str, Factor], dict[str, Factor]], scales: Matrices) -> Bases:
+    """The bases with the eigenvectors to eigenvalues of zero, which are arbitrary, replaced by those of ``wide``.
+
+    With N the null space of a factor M and W its counterpart over all positions: N ← N U, NᵀWN = U Λ Uᵀ. So the basis
+    of a factor of low rank is the limit of that of M + εW for ε → 0, the same whatever routine computed it.
+    """
+    found: Bases = {}
+    with full_precision():
+        for name, (values_a, q_a, values_b, q_b) in bases.items():
+            a, b = (dense(factors[name]) for factors in wide)
+            if name in scales:
+                a = a / scales[name] / scales[name].mT
+            found[name] = (values_a, _completed(values_a, q_a, a), values_b, _completed(values_b, q_b, b))
+    return found
+
+
+def _completed(values: Tensor, q: Tensor, wide: Tensor) -> Tensor:
+    rounding = torch.finfo(values.dtype).eps * values.shape[-1] * values.amax(-1, keepdim=True)
+    made = q.clone()
+    for group, count in enumerate((values <= rounding).sum(-1).tolist()):  # eigenvalues ascend
+        if count > 1:
+            null = q[group, :, :count]
+            made[group, :, :count] = null @ _eigh((null.mT @ wide[group] @ null)[None])[1][0]
+    return made
 
 
 def _decomposed(factor: Factor, thin: bool) -> tuple[Tensor, Tensor, bool]:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from hyperkron.curvature.base import CurvatureState, checked_count
-from hyperkron.curvature.kfac.capture import Basis, Measured, accumulation_dtype
+from hyperkron.curvature.kfac.capture import accumulation_dtype
 from hyperkron.curvature.kfac.coverage import Plan
-from hyperkron.curvature.kfac.eigen import EigenInverses, checked, damped, eigen_bases
+from hyperkron.curvature.kfac.eigen import EigenInverses, checked, completed, damped, eigen_bases
 from hyperkron.curvature.kfac.factors import Factor
 from hyperkron.curvature.kfac.inverse import BlockInverses
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
+from hyperkron.curvature.kfac.recorder import Basis, Measured
 from hyperkron.curvature.kfac.state import KroneckerState
 from hyperkron.point import Point
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
@@ -26,7 +27,9 @@ class EKFAC(Kronecker):
     with G_n the gradient of one example in the layer's weight (calls of one module count as separate examples). S
     minimises ‖G − Q diag(S) Qᵀ‖_F over all diagonals. It costs a second pass over the batch and an eigendecomposition;
     damping is exact (δ is added to the spectrum). Where a layer has few rows for its size only the basis of their span
-    is computed, for outside it S is zero (see :mod:`~hyperkron.curvature.kfac.eigen`); the answer is the same.
+    is computed, for outside it S is zero (see :mod:`~hyperkron.curvature.kfac.eigen`); the answer is the same. With
+    ``sharing="reduce"`` S is not zero outside the span of the factors; there the basis is that of the factors which
+    ``expand`` would make.
 
     S is the best diagonal in whatever basis, so a basis may serve longer than its spectrum: with ``basis_every`` above
     1 most refreshes are one pass over the batch, without factors or eigendecompositions (George et al., algorithm 2).
@@ -54,6 +57,11 @@ class EKFAC(Kronecker):
     @property
     def _low_rank(self) -> bool:
         return self.ema == 0 and (self.basis_every > 1 or self._thin)
+
+    @property
+    def _wide(self) -> bool:
+        """Gradients of single positions leave the span of reduced factors; there the wide ones give the basis."""
+        return self.sharing == "reduce"
 
     @property
     def _thin(self) -> bool:
@@ -126,6 +134,8 @@ class EKFAC(Kronecker):
         self._finite(point, measured, bool(finite(measured)))
         # S is measured with Monte-Carlo vectors of its own, which leave the span of those that B is made of
         bases, found_how = eigen_bases(factors, thin=(self._thin, self._thin and self.fisher != "mc"))
+        if self._wide:
+            bases = completed(bases, measured.wide, measured.scales)
         if self.ema == 0:
             measured.release()
             factors.clear()
@@ -139,7 +149,13 @@ class EKFAC(Kronecker):
     ) -> EigenInverses:
         """The inverses with S from ``corrected`` and the penalties' curvature from ``measured``."""
         blocks = {
-            name: damped(q_a, q_b, corrected.corrected[name], self._block_damping(made, measured, name))
+            name: damped(
+                q_a,
+                q_b,
+                corrected.corrected[name],
+                self._block_damping(made, measured, name),
+                corrected.scales.get(name),
+            )
             for name, (q_a, q_b) in basis.items()
         }
         return checked(point, EigenInverses(blocks))

@@ -56,7 +56,7 @@ def dimension(factor: Factor) -> int:
     return factor.rows.shape[2] if isinstance(factor, LowRank) else factor.shape[-1]
 
 
-def scaled(factor: Factor, c: float) -> Factor:
+def scaled(factor: Factor, c: float | Tensor) -> Factor:
     """c·M for c ≥ 0."""
     return LowRank(factor.rows * c**0.5) if isinstance(factor, LowRank) else factor * c
 

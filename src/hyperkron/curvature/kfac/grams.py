@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hyperkron.curvature.kfac.coverage import Block
 from hyperkron.curvature.kfac.factors import Factor, LowRank, few_rows
+from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.linalg import gram, in_blocks, tf32_products
 
 HALF = (torch.float16, torch.bfloat16)
@@ -74,6 +75,28 @@ def summed(
         assert total is not None
         return total, count
     return bordered(total, sums if layer is None else layer.ordered(sums), count), count
+
+
+def masked_gram(
+    block: Block, x: Tensor, mask: Tensor, sharing: WeightSharing, dtype: torch.dtype, low_rank: bool
+) -> tuple[Factor, Tensor]:
+    """Σ a aᵀ over the rows of a Linear layer's input that ``mask`` has, and how many these are, not read yet.
+
+    With ``reduce`` the rows are the examples that have any, and each is the mean over its own.
+    """
+    share = mask.to(dtype)[..., None]
+    y = x.to(dtype) * share
+    if sharing == "reduce":
+        count = share.flatten(1, -2).sum(1)
+        y, share = y.flatten(1, -2).sum(1) / count.clamp_min(1), count.clamp_max(1)
+    y, ones = y.reshape(1, -1, y.shape[-1]), share.reshape(1, -1, 1)
+    narrow, scale = (y, None) if low_rank and few_rows(*y.shape[1:]) else narrowed(y, *y.shape[1:])
+    total, _ = summed(iter([narrow]), dtype, block, low_rank, scale)
+    if block.bias is not None and isinstance(total, LowRank):
+        total.rows[..., -1:].mul_(ones)
+    elif block.bias is not None:
+        total[:, -1, -1] = ones.sum()  # type: ignore[index]
+    return total, ones.sum().clamp_min(1)
 
 
 def _plus_gram(total: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ Martens & Grosse (2015) split δ as δ_A = π√δ, δ_B = √δ/π with π = �
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -71,9 +71,13 @@ class ShapeClass:
 
 @dataclass(frozen=True)
 class FactoredInverses:
-    """(B + δ_B I)⁻¹ ⊗ (A + δ_A I)⁻¹ of all blocks; those of one shape are solved together."""
+    """(B + δ_B I)⁻¹ ⊗ (A + δ_A I)⁻¹ of all blocks; those of one shape are solved together.
+
+    ``scales`` has E of blocks that a penalty falls on unevenly: there A is E⁻¹AE⁻¹, and the inverse E⁻¹(…)E⁻¹.
+    """
 
     classes: tuple[ShapeClass, ...]
+    scales: Matrices = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,11 +86,15 @@ class FactoredInverses:
 
     def solve(self, v: Matrices) -> Matrices:
         """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for every block."""
-        return self._apart(c.solve(v) for c in self.classes)
+        scaled = v | {name: v[name] / e for name, e in self.scales.items()}
+        found = self._apart(c.solve(scaled) for c in self.classes)
+        return found | {name: found[name] / e for name, e in self.scales.items()}
 
     def matvec(self, v: Matrices) -> Matrices:
         """(B + δ_B I) V (A + δ_A I) for every block."""
-        return self._apart(c.matvec(v) for c in self.classes)
+        scaled = v | {name: v[name] * e for name, e in self.scales.items()}
+        found = self._apart(c.matvec(scaled) for c in self.classes)
+        return found | {name: found[name] * e for name, e in self.scales.items()}
 
     def _apart(self, stacks: Iterable[Tensor]) -> Matrices:
         """The matrix of every block, from a stack of them for each shape."""
@@ -106,6 +114,7 @@ class FactoredInverses:
         """Nested dictionaries of tensors, numbers and strings."""
         return {
             "kind": "factored",
+            "scales": dict(self.scales),
             "classes": {
                 str(i): {
                     "names": list(c.names),
@@ -129,7 +138,7 @@ def load_inverses(state: dict[str, Any]) -> BlockInverses:
         ShapeClass(tuple(c["names"]), tuple(c["groups"]), load_factor_inverse(c["a"]), load_factor_inverse(c["b"]))
         for c in state["classes"].values()
     )
-    return FactoredInverses(tuple(classes))
+    return FactoredInverses(tuple(classes), dict(state.get("scales", {})))
 
 
 def split_damping(mean_a: Tensor, mean_b: Tensor, damping: Tensor, split: str) -> tuple[Tensor, Tensor]:
@@ -168,6 +177,7 @@ def factored_inverses(
     release: Callable[[], None] = lambda: None,
     read: Callable[[Tensor], list[Any]] = Tensor.tolist,
     lean: bool = False,
+    scales: Matrices | None = None,
 ) -> Outcome:
     """Begin the damped inverses of all blocks; the function returned waits for them and says how it went.
 
@@ -179,7 +189,7 @@ def factored_inverses(
     There, too, small factors cost launches rather than operations, so blocks are sorted by shape, all systems of one
     size are factorised in one batch, and each shape gets its stretch of the batch. ``release`` is called when the
     systems are made, so that the caller can let go of the factors; those of :data:`ALONE` are then freed one by one.
-    ``read`` copies numbers to the host. ``lean`` prefers memory to launches.
+    ``read`` copies numbers to the host. ``lean`` prefers memory to launches. ``scales``: see :class:`FactoredInverses`.
     """
     by_shape = _by_shape(factors)
     names = [name for members in by_shape for name in members]
@@ -198,7 +208,7 @@ def factored_inverses(
             a, b = (systems.inverse(first + skip, last + skip, shifts) for skip in (0, len(names)))
             classes.append(ShapeClass(tuple(members), tuple(systems.groups[first:last]), a, b))
             first = last
-        return FactoredInverses(tuple(classes)), status, good
+        return FactoredInverses(tuple(classes), scales or {}), status, good
 
     return outcome
 

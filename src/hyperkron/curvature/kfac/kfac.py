@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hyperkron.curvature.base import CurvatureState
-from hyperkron.curvature.kfac.capture import Measured
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.eigen import EigenInverses, checked, damped, eigen_bases
 from hyperkron.curvature.kfac.factors import Factor
 from hyperkron.curvature.kfac.inverse import BlockInverses, Split, factored_inverses
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
+from hyperkron.curvature.kfac.recorder import Measured
 from hyperkron.curvature.kfac.state import KroneckerState
 from hyperkron.point import Point
 from hyperkron.solution import HyperkronError, Status
@@ -29,7 +29,8 @@ class KFAC(Kronecker):
         A = mean_n a_n a_nᵀ ,   B = Σ_n (σ_n/N) g_n g_nᵀ ,   (B ⊗ A + damping)⁻¹ vec V
 
     with a_n the layer's input (and a 1 for its bias) and g_n = (∂z_n f)ᵀ s_n the output gradient of a vector s_n whose
-    second moment is the loss's output Hessian. The L2 penalties of the inner loss join the damping.
+    second moment is the loss's output Hessian. The L2 penalties of the inner loss join the damping: 2α on
+    the columns of weight and bias each, exactly with ``split="exact"``, in δ's place on A's side with the others.
 
     Args:
         damping: δ.
@@ -109,7 +110,10 @@ class KFAC(Kronecker):
                     factors.clear()
 
             kept = keep or not point.queues
-            outcome = factored_inverses(factors, damping, self.split, good, kept, release, point.read, self.lean)
+            scales = {name: e for name, e in measured.scales.items() if name in factors}
+            outcome = factored_inverses(
+                factors, damping, self.split, good, kept, release, point.read, self.lean, scales
+            )
 
             def finish() -> tuple[BlockInverses, Status]:
                 inverses, status, good = outcome()
@@ -120,7 +124,9 @@ class KFAC(Kronecker):
         self._finite(point, measured, bool(finite(measured)))
         bases, found_how = eigen_bases(factors, thin=(True, True))
         blocks = {
-            name: damped(q_a, q_b, values_b[..., :, None] * values_a[..., None, :], damping[name])
+            name: damped(
+                q_a, q_b, values_b[..., :, None] * values_a[..., None, :], damping[name], measured.scales.get(name)
+            )
             for name, (values_a, q_a, values_b, q_b) in bases.items()
         }
         inverses = checked(point, EigenInverses(blocks))

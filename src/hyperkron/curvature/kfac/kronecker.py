@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.curvature.base import Curvature, CurvatureState, checked_count, checked_damping
-from hyperkron.curvature.kfac.capture import Basis, Measured, measure
+from hyperkron.curvature.kfac.capture import accumulation_dtype, measure
 from hyperkron.curvature.kfac.coverage import Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.factors import Factor, dense, stored
 from hyperkron.curvature.kfac.inverse import BlockInverses, FactorsNeeded
 from hyperkron.curvature.kfac.layers import WeightSharing
+from hyperkron.curvature.kfac.penalty import column_scales, mean_damping, scaled_factor
+from hyperkron.curvature.kfac.recorder import Basis, Measured
 from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState
 from hyperkron.losses import Fisher
 from hyperkron.point import Point, independent
@@ -111,18 +113,20 @@ class Kronecker(Curvature):
             measured = self._measure(point, state, made, checked=not (point.queues and self.deferred))
             self._check(point, made, measured)
             factors = self._average(point, state, measured)
+            averages = {name: (dense(a), dense(b)) for name, (a, b) in factors.items()} if self.ema > 0 else {}
+            factors = _scaled(factors, measured)
             begun = self._invert(point, state, made, measured, factors)
         except (FactorizationError, NonFiniteError) as error:
             self._keep(point, state, error)
             return lambda: None
-        averages = {name: (dense(a), dense(b)) for name, (a, b) in factors.items()} if self.ema > 0 else {}
 
         def again() -> tuple[BlockInverses, Status]:
             """The same draws once more, this time keeping the factors until it is known how it went."""
             assert before is not None
             generator.set_state(before)
             repeated = self._measure(point, state, made)
-            return self._invert(point, state, made, repeated, self._average(point, state, repeated), keep=True)()
+            averaged = _scaled(self._average(point, state, repeated), repeated)
+            return self._invert(point, state, made, repeated, averaged, keep=True)()
 
         return lambda: self._complete(point, state, made, measured, averages, begun, again)
 
@@ -183,6 +187,7 @@ class Kronecker(Curvature):
         checked: bool = True,
         diagonal: bool = True,
     ) -> Measured:
+        like = torch.empty((), device=point.device, dtype=accumulation_dtype(point.dtype))
         return measure(
             point,
             made,
@@ -194,11 +199,18 @@ class Kronecker(Curvature):
             low_rank=self._low_rank,
             checked=checked,
             diagonal=diagonal,
+            wide=basis is None and self._wide,
+            scales=lambda l2: column_scales(made, l2, self.damping, like),
         )
 
     @property
     def deferred(self) -> bool:
         """Whether a refresh never waits for the device before its inverses are used."""
+        return False
+
+    @property
+    def _wide(self) -> bool:
+        """Whether factors over all positions are measured besides the reduced ones."""
         return False
 
     @property
@@ -248,10 +260,8 @@ class Kronecker(Curvature):
         raise NonFiniteError(f"the factors of {bad} are not finite; {remedy}.")
 
     def _block_damping(self, made: Plan, measured: Measured, name: str) -> Tensor | float:
-        """δ + 2α: the curvature of L2 penalties joins the damping, averaged over the parameters of a block."""
-        parts = [(made.rows[n].count, measured.l2.get(n, 0.0)) for n in made.blocks[name].names]
-        total = sum(count for count, _ in parts)
-        return self.damping + sum(count / total * (p.mean() if isinstance(p, Tensor) else p) for count, p in parts)
+        """δ + 2α: the curvature of L2 penalties joins the damping, here its mean; ``measured.scales`` has the rest."""
+        return mean_damping(made, made.blocks[name], measured.l2, self.damping)
 
     def _diagonal(self, made: Plan, measured: Measured) -> dict[str, Tensor]:
         """The damped diagonal of every parameter outside the blocks that the inner loss depends on."""
@@ -295,6 +305,11 @@ class Kronecker(Curvature):
         keep: bool = False,
     ) -> Callable[[], tuple[BlockInverses, Status]]:
         """Begin the damped inverses of all blocks; the function returned gives them and how they were obtained."""
+
+
+def _scaled(factors: dict[str, tuple[Factor, Factor]], measured: Measured) -> dict[str, tuple[Factor, Factor]]:
+    """The factors with A as it is after scaling the columns of blocks that are penalised unevenly."""
+    return {name: (scaled_factor(a, measured.scales.get(name)), b) for name, (a, b) in factors.items()}
 
 
 def finite(measured: Measured, block: str | None = None) -> Tensor:

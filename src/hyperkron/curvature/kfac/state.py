@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hyperkron import trees
 from hyperkron.curvature.base import CurvatureState, Invertible
 from hyperkron.curvature.kfac.coverage import Block, Fallback, Plan, plan
 from hyperkron.curvature.kfac.inverse import BlockInverses, load_inverses
@@ -175,6 +176,7 @@ class KroneckerOperator(Invertible):
         on_diagonal: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]],
     ) -> Tree:
         found: Tree = {}
+        given, v = v, trees.widened(v)
         for name, matrix in on_blocks({name: block.join(v) for name, block in self.blocks.items()}).items():
             found.update(self.blocks[name].part(matrix, v))
         shaped = {n: d for n, d in self.diagonal.items() if d.shape == v[n].shape and d.device == v[n].device}
@@ -188,4 +190,4 @@ class KroneckerOperator(Invertible):
         for name in v.keys() - found.keys():
             found[name] = torch.zeros_like(v[name])
         # views of a stack of blocks would hold all of it, and every dual number and sum would copy them
-        return {name: found[name].to(x.dtype).contiguous() for name, x in v.items()}
+        return {name: found[name].to(x.dtype).contiguous() for name, x in given.items()}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from hyperkron.data import row_hashes
 from hyperkron.solution import HyperkronError
 from hyperkron.tasks.cleaning.config import CleanConfig, Progress, Silent
 from hyperkron.tasks.cleaning.folder import FORMAT, RunFolder, fingerprint
+from hyperkron.tasks.cleaning.given import Given
 from hyperkron.tasks.cleaning.prepare import refuse_early
+from hyperkron.tasks.cleaning.recorded import encoder_to_load, refuse_other_model, refuse_other_settings
 from hyperkron.tasks.cleaning.result import CleanResult
 from hyperkron.tasks.cleaning.run import Run
 from hyperkron.tasks.cleaning.sources import model_name, plain_sources, read_parts
@@ -55,30 +58,43 @@ def clean(
         (160, 'hyperkron')
     """
     config = config or CleanConfig()
+    sources = {"train": train, "trusted": trusted, "test": test, "reading": reading}
+    plain = None if out is None else plain_sources(sources)
+    hashes = None if plain is None else row_hashes(plain["train"])  # before they are read, so never of later ones
     parts = read_parts(train, trusted, test, reading)
     refuse_early(parts, config, model)
-    sources = {"train": train, "trusted": trusted, "test": test, "reading": reading}
     folder = None if out is None else RunFolder(out, new=True)
     if folder is not None:
         about = {
-            "source": plain_sources(sources),
+            "source": plain,
+            "rows": None if hashes is None else folder.write_hashes(hashes),
             "model": None if model is None else model_name(model),
             "command": command,
         }
         folder.write_json(
             "config.json", {"format": FORMAT, **about, "config": asdict(config), "data": fingerprint(parts)}
         )
-    return Run(parts, config, folder, model, progress or Silent(), command).result()
+    given = Given.of(train, parts[0])
+    return Run(parts, config, folder, model, progress or Silent(), command, given, config.encoder).result()
 
 
 def resume(
-    out: str | Path, *, model: Callable[[], nn.Module] | None = None, progress: Progress | None = None
+    out: str | Path,
+    *,
+    model: Callable[[], nn.Module] | None = None,
+    expected: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> CleanResult:
     """Go on with a run that was interrupted, after the last stage it finished; a finished one is read again.
+
+    Data, settings, network and encoder must be those that the run began with; anything else is refused. Another
+    version of torch or hyperkron, or another kind of device, is said in the messages of the result.
 
     Args:
         out: its folder.
         model: the same builder as before, where one was given.
+        expected: arguments of :func:`clean` and settings of ``CleanConfig`` by name, such as ``{"seed": 1}``, that are
+            refused where the run began with others. A folder given as ``encoder`` is used if it holds the same encoder.
         progress: shown what happens.
     """
     folder = RunFolder(out, new=False)
@@ -88,12 +104,14 @@ def resume(
         raise HyperkronError(
             f"out={str(out)!r} was made from data in memory, which is not kept; call clean() again with it."
         )
-    if kept["model"] is not None and model is None:
-        raise HyperkronError(f"the run used a model of yours ({kept['model']}); give it again as model=.")
+    expected = {name: value for name, value in (expected or {}).items() if value is not None}
+    refuse_other_settings(kept, expected)
+    refuse_other_model(kept, model)
     parts = read_parts(source["train"], source["trusted"], source["test"], source["reading"])
     if fingerprint(parts) != kept["data"]:
         raise HyperkronError(
             f"the data in {source['train']!r} is not what the run in {str(out)!r} began with; begin a new run."
         )
-    settings = {**kept["config"], "compare": tuple(kept["config"]["compare"])}
-    return Run(parts, CleanConfig(**settings), folder, model, progress or Silent(), kept["command"]).result()
+    config = CleanConfig(**{**kept["config"], "compare": tuple(kept["config"]["compare"])})
+    given, encoder = Given.of(source["train"], parts[0]), encoder_to_load(kept, expected)
+    return Run(parts, config, folder, model, progress or Silent(), kept["command"], given, encoder).result()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.data import Labelled
-from hyperkron.models import Hidden, TextEncoder, default_model, text_features
+from hyperkron.models import HASHED, Hidden, TextEncoder, TextFeatures, default_model, text_features
 from hyperkron.solution import HyperkronError
 from hyperkron.tasks.cleaning.config import CleanConfig
 from hyperkron.tasks.cleaning.trainer import Dense, Inputs
@@ -47,14 +47,12 @@ class Prepared:
         test: of the test rows, if there are some.
         build: makes a fresh network.
         transform: makes inputs of further rows, given in the form of ``Labelled.inputs``.
-        messages: what a person should know.
     """
 
     inputs: Inputs
     test: Inputs | None
     build: Callable[[], nn.Module]
     transform: Callable[[Any], Inputs]
-    messages: tuple[str, ...] = ()
 
 
 def pick_device(name: str) -> torch.device:
@@ -85,23 +83,34 @@ def prepare(
     config: CleanConfig,
     device: torch.device,
     *,
+    encoder: TextEncoder | None = None,
     model: Callable[[], nn.Module] | None = None,
     cache: Path | None = None,
     progress: TokenProgress | None = None,
 ) -> Prepared:
-    """Inputs of [training, trusted] or [training, trusted, test] rows, all made in the same way."""
+    """Inputs of [training, trusted] or [training, trusted, test] rows, all made in the same way.
+
+    Args:
+        parts: the rows.
+        config: settings.
+        device: where to compute.
+        encoder: of texts; None takes hashed n-grams.
+        model: makes a fresh network; None takes the default.
+        cache: a folder that keeps embeddings.
+        progress: of embedding.
+    """
     refuse_early(parts, config, model)
     kind, classes = parts[0].kind, len(parts[0].classes)
     if kind == "text" and config.layers:
-        return _trained_encoder(parts, config, device, progress)
-    messages: tuple[str, ...] = ()
+        assert encoder is not None
+        return _trained_encoder(parts, config, encoder, device, progress)
     raw: Callable[[Any], Tensor] = _floats
     if kind == "text":
-        found = text_features(
-            [list(part.inputs) for part in parts], config.encoder, cache=cache, device=device, progress=progress
-        )
-        values, messages = list(found.parts), found.messages
-        raw = partial(_embedded, encoder=config.encoder, device=device)
+        texts = [list(part.inputs) for part in parts]
+        found = text_features(texts, encoder or HASHED, cache=cache, device=device, progress=progress)
+        values, raw = list(found.parts), partial(_embedded, found, encoder, device)
+        if encoder is not None:
+            encoder.to("cpu")  # it waits there for further rows, out of the way of training
     elif kind == "image":
         values = [_floats(part.inputs) for part in parts]
     else:
@@ -114,7 +123,7 @@ def prepare(
     inputs = Dense(scale(torch.cat(values[:2])).to(device))
     test = Dense(scale(values[2]).to(device)) if len(values) > 2 else None
     _refuse_misfit(build, inputs, classes, device)
-    return Prepared(inputs, test, build, lambda rows: Dense(scale(raw(rows)).to(device)), messages)
+    return Prepared(inputs, test, build, lambda rows: Dense(scale(raw(rows)).to(device)))
 
 
 @dataclass(frozen=True)
@@ -144,8 +153,16 @@ def _encoded(encoding: Any, rows: Any) -> Tensor:
     return _floats(encoding.standardise(rows))
 
 
-def _embedded(rows: Any, encoder: str | None, device: torch.device) -> Tensor:
-    return text_features([list(rows)], encoder, device=device).parts[0].cpu()
+def _embedded(found: TextFeatures, encoder: TextEncoder | None, device: torch.device, rows: Any) -> Tensor:
+    """Further texts, by the encoder or the n-grams that the training texts went through."""
+    assert found.embed is not None
+    if encoder is None:
+        return found.embed(list(rows))
+    encoder.to(device)
+    try:
+        return found.embed(list(rows)).cpu()
+    finally:
+        encoder.to("cpu")
 
 
 def _refuse_misfit(build: Callable[[], nn.Module], inputs: Inputs, classes: int, device: torch.device) -> None:
@@ -168,10 +185,10 @@ def _refuse_misfit(build: Callable[[], nn.Module], inputs: Inputs, classes: int,
 def _trained_encoder(
     parts: list[Labelled],
     config: CleanConfig,
+    encoder: TextEncoder,
     device: torch.device,
     progress: TokenProgress | None,
 ) -> Prepared:
-    encoder = TextEncoder(config.encoder, device=device)
     both = [str(text) for part in parts[:2] for text in part.inputs]
     inputs = States(encoder.prefix(both, config.layers, progress=progress), device)
     test = None

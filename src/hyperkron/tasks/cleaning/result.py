@@ -20,6 +20,7 @@ from hyperkron.solution import HyperkronError
 from hyperkron.tasks.cleaning.config import CleanConfig
 from hyperkron.tasks.cleaning.evidence import Evidence
 from hyperkron.tasks.cleaning.folder import FORMAT
+from hyperkron.tasks.cleaning.given import USED
 from hyperkron.tasks.cleaning.method import Outcome, Work
 from hyperkron.tasks.cleaning.trainer import Inputs, Plan, predict
 
@@ -31,11 +32,17 @@ CUT = 0.5
 class CleanResult:
     """What ``clean`` found.
 
+    N is the number of training rows as they were given, and positions are those of the given rows, also where some
+    rows were left out (no label, no input, also in the trusted set, flagged as trusted). Arrays of N numbers are
+    tensors, or pandas Series with the index of the rows where these came with one.
+
     Attributes:
         weights: how far each given label is believed, 1 − error_probability; for a weighted training of your own (N,).
-        error_probability: of each training label (N,).
+            NaN for rows left out.
+        error_probability: of each training label (N,); NaN for rows left out.
         suspects: positions of the rows whose label is more likely wrong than right, most suspicious first.
-        suggested: the most likely class of each training row (N,).
+        suggested: the most likely class of each training row (N,), a position in ``classes``; −1 for rows left out.
+        status: ``"used"``, or why a row was left out (N,).
         model: the network that won, in evaluation mode.
         candidates: every candidate on trusted rows it had not seen.
         chosen: the name of the winner.
@@ -45,10 +52,11 @@ class CleanResult:
         folder: where the run lies, or None.
     """
 
-    weights: Tensor
-    error_probability: Tensor
+    weights: Any
+    error_probability: Any
     suspects: Tensor
-    suggested: Tensor
+    suggested: Any
+    status: Any
     model: nn.Module
     candidates: list[dict[str, Any]]
     chosen: str
@@ -57,6 +65,18 @@ class CleanResult:
     summary: dict[str, Any] = field(repr=False, default_factory=dict)
     folder: Path | None = None
     transform: Callable[[Any], Inputs] | None = field(repr=False, default=None)
+
+    @property
+    def used(self) -> Any:
+        """Which of the given rows were used: a mask (N,)."""
+        mask = self.status == USED
+        return mask if hasattr(mask, "iloc") else torch.from_numpy(mask)
+
+    @property
+    def suspect_labels(self) -> Any:
+        """The labels of the suspects in the pandas index of the given rows; None where these have none."""
+        index = getattr(self.weights, "index", None)
+        return None if isinstance(self.weights, Tensor) or index is None else index[self.suspects.numpy()]
 
     def predict(self, rows: Any) -> Tensor:
         """Class probabilities (n, C) of further rows.
@@ -87,6 +107,7 @@ def about_run(
         "data": {
             "kind": train.kind,
             "train_rows": len(train),
+            "left_out": {why: len(rows) for why, rows in train.left_out.items()},
             "trusted_rows": len(trusted),
             "classes": list(train.classes),
             "trusted_per_class": trusted.counts(),

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from hyperkron.data import Labelled
-from hyperkron.models import choose_encoder
+from hyperkron.models import EncoderUnavailable, TextEncoder, load_encoder
+from hyperkron.tasks.cleaning import recorded
 from hyperkron.tasks.cleaning.alternatives import DESCRIPTIONS, available, judged, lesson
 from hyperkron.tasks.cleaning.budget import READY, steps_of, within
 from hyperkron.tasks.cleaning.choice import Judged, choose, judge, verdict
 from hyperkron.tasks.cleaning.config import OURS, CleanConfig, Progress
 from hyperkron.tasks.cleaning.folder import RunFolder
+from hyperkron.tasks.cleaning.given import Given
 from hyperkron.tasks.cleaning.method import Outcome, Work, clean_labels, folds, train_on
 from hyperkron.tasks.cleaning.prepare import Prepared, pick_device, prepare
 from hyperkron.tasks.cleaning.result import CUT, CleanResult, about_run, history, scores_summary
@@ -37,9 +39,12 @@ class Run:
         model: Callable[[], nn.Module] | None,
         progress: Progress,
         command: str | None,
+        given: Given,
+        encoder: str | None = None,
     ) -> None:
         self.parts, self.config, self.folder = parts, config, folder
         self.model, self.progress, self.command = model, progress, command
+        self.given, self.encoder = given, encoder
         self.device = pick_device(config.device)
         self.messages: list[str] = []
         self.seconds: dict[str, float] = {}
@@ -56,6 +61,8 @@ class Run:
                 self.progress.stop()
 
     def _everything(self) -> CleanResult:
+        now = recorded.environment(self.device)
+        self._record("environment", now, lambda began: self._say(recorded.environment_notes(began, now)))
         prepared = self._prepare()
         with _threads_for(prepared, self.device):
             return self._train(prepared)
@@ -88,15 +95,47 @@ class Run:
         self.progress.message(f"{len(self.parts[0])} training rows, {len(self.parts[1])} trusted rows")
         self._say([message for part in self.parts for message in part.messages])
         cache = None if self.folder is None else self.folder.path / "embeddings"
-        if self.parts[0].kind == "text":
-            count = sum(len(part) for part in self.parts)
-            self.progress.message(f"Embedding {count} texts by {choose_encoder(self.config.encoder).name}")
+        encoder = self._load_encoder() if self.parts[0].kind == "text" else None
         bar = _Embedding(self.progress, self._check_signals)
         with self._timed("preparation"):
-            found = prepare(self.parts, self.config, self.device, model=self.model, cache=cache, progress=bar)
+            found = prepare(
+                self.parts, self.config, self.device, encoder=encoder, model=self.model, cache=cache, progress=bar
+            )
         bar.stop()
-        self._say(list(found.messages))
+        network = recorded.network_identity(found.build, self.device)
+        self._record("network", network, lambda began: recorded.refuse_other_network(began, network))
         return found
+
+    def _load_encoder(self) -> TextEncoder | None:
+        """The encoder of the run, recorded before it is used; None for hashed n-grams."""
+        encoder: TextEncoder | None
+        notes: tuple[str, ...] = ()
+        try:
+            if self.config.layers:  # which cannot do without
+                encoder = TextEncoder(self.encoder, device=self.device)
+            else:
+                encoder, notes = load_encoder(self.encoder, device=self.device)
+        except EncoderUnavailable as error:
+            began = {} if self.folder is None else self.folder.read_config().get("encoder")
+            if not began:
+                raise
+            raise EncoderUnavailable(f"The run began with the encoder {began['name']!r}. {error}") from error
+        identity = recorded.encoder_identity(encoder)
+        self._record("encoder", identity, lambda began: recorded.refuse_other_encoder(began, identity))
+        self._say(list(notes))
+        count = sum(len(part) for part in self.parts)
+        self.progress.message(f"Embedding {count} texts by {identity['name']}")
+        return encoder
+
+    def _record(self, name: str, found: Any, check: Callable[[Any], None]) -> None:
+        """Put into config.json what the run works with; what is there already is checked."""
+        if self.folder is None:
+            return
+        kept = self.folder.read_config()
+        if name in kept:
+            check(kept[name])
+        else:
+            self.folder.write_json("config.json", {**kept, name: found})
 
     def _work(self, prepared: Prepared) -> tuple[Work, list[str]]:
         labels = [torch.as_tensor(part.labels) for part in self.parts[:2]]
@@ -115,7 +154,7 @@ class Run:
             prepared.build,
             plan,
             self.config,
-            Stages(None if self.folder is None else self.folder.stages),
+            self._stages(),
             self._tick,
         )
         if self.config.budget is not None:
@@ -123,6 +162,11 @@ class Run:
             work, notes = replace(work, plan=plan), notes + more
         self._say(notes)
         return work, names
+
+    def _stages(self) -> Stages:
+        if self.folder is None:
+            return Stages(None)
+        return Stages(self.folder.stages, recorded.digest(self.folder.read_config()))
 
     def _say(self, notes: list[str]) -> None:
         """To the user now, and in the result."""
@@ -206,11 +250,13 @@ class Run:
             self.folder.write_rows(self.parts[0], scores, CUT)
             self.folder.write_model(networks[chosen])
             self.folder.write_json("result.json", summary)
+        spread = self.given.spread
         return CleanResult(
-            scores["weight"],
-            scores["error_probability"],
-            suspects,
-            scores["suggested"],
+            spread(scores["weight"], float("nan"), "weight"),
+            spread(scores["error_probability"], float("nan"), "error_probability"),
+            self.given.rows[suspects],
+            spread(scores["suggested"], -1, "suggested"),
+            self.given.status(),
             networks[chosen],
             candidates,
             chosen,

@@ -77,11 +77,12 @@ def plain_sources(sources: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if not all(isinstance(value, plain) for value in sources["reading"].values()):
         return None
-    found = {key: None if sources[key] is None else _absolute(sources[key]) for key in ("train", "trusted", "test")}
+    found = {key: None if sources[key] is None else absolute(sources[key]) for key in ("train", "trusted", "test")}
     return {**found, "reading": sources["reading"]}
 
 
-def _absolute(name: Any) -> str:
+def absolute(name: Any) -> str:
+    """A path as the record has it, or the name of a dataset of the Hub."""
     text = os.fspath(name)
     return text if text.startswith("hf:") else str(Path(text).absolute())
 

@@ -1,0 +1,11 @@
+"""The cross term ∂²_λθ J_in · v: how the inner gradient along v changes with λ.
+
+:mod:`~hyperkron.cross.ways` computes it for any inner loss, :mod:`~hyperkron.cross.weighting` for one in which λ only
+weights examples and penalties, and :mod:`~hyperkron.cross.choice` decides which of them is right, and cheapest.
+"""
+
+from hyperkron.cross.choice import Cross, Mode
+from hyperkron.cross.state import RECHECK, CrossState
+from hyperkron.cross.ways import difference, forward, reverse
+
+__all__ = ["RECHECK", "Cross", "CrossState", "Mode", "difference", "forward", "reverse"]

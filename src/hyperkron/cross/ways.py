@@ -1,0 +1,203 @@
+"""Three ways to the cross term X(v) = ∂_λ ⟨∂_θ J_in(λ, θ), v⟩ of any inner loss.
+
+- ``reverse``: differentiate the gradient's graph again; exact, the most memory;
+- ``forward``: one forward pass with tangent v on θ, then ∂_λ of the tangent; exact but for what ``no_grad`` stops;
+- ``difference``: [∂_λ J_in(θ + εv) − ∂_λ J_in(θ − εv)] / 2ε with ε = radius/‖v‖ and θ detached. Works with every
+  model; its error is O(radius²) plus rounding/radius, and it moves what the inner loss holds constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+
+from hyperkron import trees
+from hyperkron.curvature.products import UndifferentiableError, gradients_of, graph_nodes
+from hyperkron.linalg import full_precision
+from hyperkron.losses import Loss
+from hyperkron.point import Point
+from hyperkron.solution import HyperkronError
+from hyperkron.trees import Tree
+
+T = TypeVar("T")
+
+
+class NoForwardModeError(UndifferentiableError):
+    """An operation of the model has no forward mode."""
+
+    def __init__(self, why: str) -> None:
+        HyperkronError.__init__(
+            self, f"cross='forward' does not pass through this model ({why}); use cross='reverse' or cross='auto'."
+        )
+
+
+def reverse(point: Point, v: Tree) -> Tree:
+    """X(v) by double backward: ∂_λ of ⟨∂_θ J_in, v⟩ with the gradient's graph kept."""
+    loss = point.inner(differentiable=True)
+    gradients = gradients_of(loss.value, list(point.params.values()), create_graph=True)
+    pairs = [(g, v[n]) for n, g in zip(point.params, gradients, strict=True) if g is not None and g.requires_grad]
+    if not pairs:
+        return filled(point, dict.fromkeys(point.hypers))
+    live, vectors = [g for g, _ in pairs], [x for _, x in pairs]
+    found = gradients_of(live, list(point.hypers.values()), vectors)
+    return filled(point, dict(zip(point.hypers, found, strict=True)))
+
+
+def forward(point: Point, v: Tree) -> Tree:
+    """X(v) by forward mode: J_in's tangent along v, then its gradient in λ."""
+    return forward_and_slope(point, v)[0]
+
+
+def forward_and_slope(point: Point, v: Tree) -> tuple[Tree, Tensor]:
+    """X(v) by forward mode, and J_in's tangent along v.
+
+    Dual numbers of ``torch.autograd`` cost less Python than ``torch.func.jvp``, and take the kernels chosen for the
+    model. But the tangents of some functions (softmax) are computed in place, and where λ is inside the model autograd
+    then refuses their gradient; ``torch.func`` computes them out of place.
+    """
+    with forward_mode():
+        try:
+            with dual_level():
+                loss, _ = along(point, v)
+                return _gradient_of_tangent(point, unpack_dual(loss.value).tangent)
+        except RuntimeError as failure:
+            if "inplace operation" not in str(failure):
+                raise
+        params = trees.map(Tensor.detach, point.params)
+        return _gradient_of_tangent(point, torch.func.jvp(lambda p: _inner_at(point, p).value, (params,), (v,))[1])
+
+
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """Refuses by name what torch cannot do in forward mode."""
+    try:
+        yield
+    except RuntimeError as failure:
+        if not any(words in str(failure) for words in ("forward AD", "forward mode", "jvp")):
+            raise
+        raise NoForwardModeError(str(failure).strip().splitlines()[0]) from failure
+
+
+def along(point: Point, v: Tree) -> tuple[Loss, Tree]:
+    """J_in with tangents along v, and the dual parameters; inside a ``dual_level``."""
+    params = {name: make_dual(p.detach(), v[name]) for name, p in point.params.items()}
+    return _inner_at(point, params), params
+
+
+def _inner_at(point: Point, params: Tree) -> Loss:
+    return point.substituted("inner", params, point.inner_batch, draw=0, differentiable=True, where="along v")
+
+
+def _gradient_of_tangent(point: Point, tangent: Tensor | None) -> tuple[Tree, Tensor]:
+    """Of J_in's tangent, in λ; and the tangent."""
+    if tangent is None or not tangent.requires_grad:
+        return filled(point, dict.fromkeys(point.hypers)), torch.zeros((), device=point.device)
+    _refuse_normalisation(tangent)
+    found = gradients_of(tangent, list(point.hypers.values()))
+    return filled(point, dict(zip(point.hypers, found, strict=True))), tangent.detach()
+
+
+def _refuse_normalisation(tangent: Tensor) -> None:
+    """Refuse a tangent whose gradient in λ passes through the statistics of a norm layer.
+
+    torch computes the tangents of layer norm, and of batch norm in training mode, from saved statistics that it takes
+    for constants: differentiated once more, in λ inside the model, they would be wrong in silence.
+    """
+    for node in graph_nodes([tangent]):
+        kind = node.name()
+        if "LayerNormBackward" in kind or ("BatchNormBackward" in kind and getattr(node, "_saved_training", True)):
+            raise UndifferentiableError(f"forward mode and then λ, through {kind.removesuffix('Backward0')}")
+
+
+def step_of(v: Tree, radius: float) -> Tensor:
+    """ε = radius/‖v‖, or 1 where v is zero."""
+    length = trees.norm(v)
+    return torch.where(length > 0, radius / length, torch.ones_like(length))
+
+
+def sides(point: Point, v: Tree, epsilon: Tensor, full: bool, read: Callable[[Loss], T]) -> tuple[T, T]:
+    """What ``read`` makes of J_in at θ + εv and at θ − εv, with θ detached.
+
+    With ``full``, a model that runs in TF32 runs in float32 here: TF32 keeps so few digits of a weight that a small
+    step is lost.
+    """
+    found = []
+    for sign in (1.0, -1.0):
+        with torch.no_grad():
+            moved = trees.add(point.params, v, alpha=(sign * epsilon).to(point.dtype))
+        with point.moved(moved), full_precision() if full else nullcontext():
+            del moved  # the parameters hold it now, and let go of it before the other side is made
+            found.append(read(point.inner()))
+    return found[0], found[1]
+
+
+def difference(point: Point, v: Tree, radius: float, full: bool = False) -> Tree:
+    """X(v) by a central difference of ∂_λ J_in along v; the graph reaches λ only, never θ."""
+    epsilon, hypers = step_of(v, radius), list(point.hypers.values())
+
+    def read(loss: Loss) -> tuple[Tensor | None, ...]:
+        if not loss.value.requires_grad:
+            return (None,) * len(hypers)
+        return torch.autograd.grad(loss.value, hypers, allow_unused=True)
+
+    pairs = zip(point.hypers, *sides(point, v, epsilon, full, read), strict=True)
+    found = {
+        name: None if up is None or down is None else (up - down) / (2 * epsilon).to(up.dtype)
+        for name, up, down in pairs
+    }
+    return filled(point, found)
+
+
+def slope(point: Point, v: Tree) -> tuple[Tensor, Tensor, Tensor]:
+    """⟨∂_θ J_in, v⟩ and ‖∂_θ J_in‖ by one backward pass, and J_in."""
+    value = point.inner().value
+    return *slope_of(point, value, v), value.detach()
+
+
+def slope_of(point: Point, value: Tensor, v: Tree, *, retain_graph: bool = False) -> tuple[Tensor, Tensor]:
+    """⟨∂_θ value, v⟩ and ‖∂_θ value‖ by one backward pass."""
+    params = list(point.params.values())
+    found = torch.autograd.grad(value, params, allow_unused=True, retain_graph=retain_graph)
+    pairs = zip(point.params, found, strict=True)
+    live = {name: g.to_dense() if g.is_sparse else g for name, g in pairs if g is not None}
+    if not live:
+        zero = torch.zeros((), device=point.device)
+        return zero, zero
+    return trees.dot(live, {name: v[name] for name in live}), trees.norm(live)
+
+
+def moves_as_its_gradient(point: Point, v: Tree, radius: float) -> bool:
+    """Whether J_in changes along v as its gradient says, as far as finite differences at three radii can tell.
+
+    It does not where the slopes miss ⟨∂_θ J_in, v⟩ by more than they differ among themselves and a hundredth of their
+    size, or where its value depends on whether θ requires a gradient.
+    """
+    length = float(trees.norm(v))
+    if length == 0:
+        return True
+    told, _, value = slope(point, v)
+    params = trees.map(Tensor.detach, point.params)
+    values, radii = [value, told / length], (radius, radius / 4, radius / 16)
+    for step in (0.0, *(sign * r for r in radii for sign in (1, -1))):
+        with point.moved(trees.add(params, v, alpha=step / length)):
+            values.append(point.inner().value.detach())
+    at, expected, still, *moved = torch.stack([x.double() for x in values]).tolist()
+    seen = [(up - down) / (2 * r) for r, up, down in zip(radii, moved[::2], moved[1::2], strict=True)]
+    rounding = 10 * torch.finfo(point.dtype).eps * abs(at)
+    allowed = 0.01 * max(map(abs, seen)) + 3 * (max(seen) - min(seen)) + rounding / radii[-1]
+    return abs(still - at) <= 100 * rounding and min(abs(x - expected) for x in seen) <= allowed
+
+
+def filled(point: Point, found: dict[str, Tensor | None]) -> Tree:
+    """Zeros for the parameters of λ that J_in does not see; an error when it sees none of them."""
+    if all(x is None for x in found.values()):
+        raise HyperkronError(
+            f"hyper does not influence the inner loss: none of {', '.join(list(found)[:5])} reaches it; "
+            "use hyper inside inner(model, hyper, batch), without detach()."
+        )
+    return {n: torch.zeros_like(point.hypers[n]) if x is None else x.detach() for n, x in found.items()}

@@ -1,0 +1,215 @@
+"""The cross term where λ only weights: J_in = Σ_r w_r(λ) c_r(θ) + Σ_p α_p(λ) ‖p‖² + what λ does not reach.
+
+Then, with c' = dc/dθ · v the change of the row losses along v,
+
+    X(v) = ∂_λ [ Σ_r w_r c'_r + Σ_p 2 α_p ⟨p, v_p⟩ ] .
+
+Only c is moved along v. What the weights are made of stays where it is, also if it is a function of θ that was stopped,
+as the losses in a Meta-Weight-Net are: a difference of ∂_λ J_in would move it too. It costs two plain forward passes;
+the weights are those of both sides, averaged, which is their value in the middle up to O(radius²).
+
+Whether a loss has this form is read from its record (``Term.factors``, ``L2.factors``) and its autograd graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import dual_level, unpack_dual
+from torch.autograd.graph import Node, get_gradient_edge
+
+from hyperkron import trees
+from hyperkron.cross.ways import along, filled, forward_mode, sides, slope_of, step_of
+from hyperkron.losses import Loss
+from hyperkron.point import Point
+from hyperkron.trees import Tree
+
+Factors = tuple[Tensor | float, ...]
+
+
+class ChangedError(RuntimeError):
+    """The inner loss is no longer made as it was when its cross term was decided."""
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """X(v) and c', the changes of the row losses that it was made of, by criterion."""
+
+    cross: Tree
+    parts: list[Tensor]
+
+    @property
+    def changes(self) -> Tensor:
+        """c' in one vector, empty where λ weights penalties only."""
+        return torch.cat([c.reshape(-1) for c in self.parts]) if self.parts else torch.zeros(0)
+
+
+def structure(point: Point, loss: Loss) -> str:
+    """Which weights of ``loss``, evaluated at θ with its graph, λ reaches; empty where it does more than weight.
+
+    A letter for each criterion, ``w`` where λ weights it, and ``p`` at the end where it weights penalties.
+    """
+    hypers, params = _ids(point.hypers), _ids(point.params)
+    sources: list[Tensor] = []
+    letters = ""
+    for term in loss.terms:
+        reached = _leaves([term.row_losses])
+        weighted = _weighted(term.factors, hypers, params)
+        if reached & hypers or weighted is None:
+            return ""
+        letters += "w" if weighted else "-"
+        sources += weighted
+    penalised = False
+    for penalty in loss.l2:
+        weighted = _weighted(penalty.factors, hypers, params)
+        if weighted is None or (weighted and penalty.parameter.requires_grad and id(penalty.parameter) not in params):
+            return ""
+        penalised = penalised or bool(weighted)
+        sources += weighted
+    letters += "p" * penalised
+    beside = _leaves([loss.value], {get_gradient_edge(x).node for x in sources}) & hypers
+    return letters if sources and not beside and _adds_up(point, loss) else ""
+
+
+def difference(point: Point, v: Tree, radius: float, form: str, full: bool = False) -> Weighted:
+    """X(v) from a central difference of the row losses; ``form`` is the :func:`structure` of the loss."""
+    epsilon = step_of(v, radius)
+    names = _ids_to_names(point.params)
+    up, down = sides(point, v, epsilon, full, lambda loss: _Read.of(loss, form, names))
+    changes = [(a - b) / (2 * epsilon).to(a.dtype) for a, b in zip(up.losses, down.losses, strict=True)]
+    weights = [0.5 * (a + b) for a, b in zip(up.weights, down.weights, strict=True)]
+    decays = {name: 0.5 * (alpha + down.decays[name]) for name, alpha in up.decays.items()}
+    return _weighted_sum(point, v, weights, changes, decays)
+
+
+def forward(point: Point, v: Tree, form: str) -> Weighted:
+    """X(v) from the tangents of the row losses."""
+    with forward_mode(), dual_level():
+        loss, params = along(point, v)
+        read = _Read.of(loss, form, _ids_to_names(params))
+        terms = [t for t, letter in zip(loss.terms, form, strict=False) if letter == "w"]
+        tangents = [unpack_dual(t.row_losses).tangent for t in terms]
+        changes = [torch.zeros_like(c) if t is None else t for c, t in zip(read.losses, tangents, strict=True)]
+    return _weighted_sum(point, v, read.weights, [c.detach() for c in changes], read.decays)
+
+
+def disagreement(point: Point, loss: Loss, v: Tree, form: str, changes: Tensor) -> float:
+    """By how much ``changes`` differ from dc/dθ · v as a backward pass has it, relative to their size.
+
+    They do where gradients are stopped inside the model, or estimated. The largest of three directions r of
+    |⟨r, c'⟩ − ⟨∂_θ ⟨r, c⟩, v⟩|: that of c', and two of random signs, the same ones every time. ``loss`` is the inner
+    loss at θ with its graph, which is kept.
+    """
+    size = float(changes.norm())
+    if size == 0:
+        return 0.0
+    terms = [t for t, letter in zip(loss.terms, form, strict=False) if letter == "w"]
+    rows = torch.cat([t.row_losses.reshape(-1) for t in terms])
+    generator = torch.Generator().manual_seed(0)
+    signs = [torch.randint(2, (len(rows),), generator=generator).to(rows) * 2 - 1 for _ in range(2)]
+    gaps = []
+    for r in (changes.to(rows) / size, *signs):
+        told, _ = slope_of(point, (rows * r).sum(), v, retain_graph=True)
+        gaps.append(abs(float(told.double() - (changes.double() * r.double()).sum())) / size)
+    return max(gaps)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The weights λ reaches, attached, of criteria and of penalties by the name of their parameter; the row losses."""
+
+    weights: list[Tensor]
+    losses: list[Tensor]
+    decays: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, loss: Loss, form: str, names: dict[int, str]) -> _Read:
+        """From a loss whose θ carries no gradient; it must have the form that was decided on."""
+        found = [(_product(term.factors), term.row_losses.detach()) for term in loss.terms]
+        decays: dict[str, Tensor] = {}
+        for penalty in loss.l2:
+            alpha, name = _product(penalty.factors), names.get(id(penalty.parameter))
+            if alpha is not None and name is not None:
+                decays[name] = decays[name] + alpha if name in decays else alpha
+        now = "".join("-" if w is None else "w" for w, _ in found) + "p" * bool(decays)
+        if now != form:
+            raise ChangedError(f"the inner loss has the form {now!r}, not {form!r}")
+        live = [(w, c) for w, c in found if w is not None]
+        return cls([w for w, _ in live], [c for _, c in live], decays)
+
+
+def _weighted_sum(
+    point: Point, v: Tree, weights: list[Tensor], changes: list[Tensor], decays: dict[str, Tensor]
+) -> Weighted:
+    """∂_λ [Σ_r w_r c'_r + Σ_p 2 α_p ⟨p, v_p⟩]."""
+    parts = [(w * c).sum() for w, c in zip(weights, changes, strict=True)]
+    parts += [(alpha * (2 * point.params[n].detach() * v[n])).sum() for n, alpha in decays.items()]
+    found = torch.autograd.grad(parts, list(point.hypers.values()), allow_unused=True)
+    return Weighted(filled(point, dict(zip(point.hypers, found, strict=True))), changes)
+
+
+def _adds_up(point: Point, loss: Loss) -> bool:
+    """Whether ∂_λ J_in is what the weights and penalties of its record make of it: nobody has changed its value."""
+    parts = []
+    for term in loss.terms:
+        w = _product(term.factors)
+        if w is not None:
+            parts.append((w * term.row_losses.detach()).sum())
+    for penalty in loss.l2:
+        alpha = _product(penalty.factors)
+        if alpha is not None:
+            parts.append((alpha * penalty.parameter.detach().square()).sum())
+    hypers = list(point.hypers.values())
+    whole = torch.autograd.grad(loss.value, hypers, allow_unused=True, retain_graph=True)
+    told = torch.autograd.grad(sum(parts[1:], parts[0]), hypers, allow_unused=True, retain_graph=True)
+    seen, expected = (dict(zip(point.hypers, trees.filled(hypers, x), strict=True)) for x in (whole, told))
+    size, gap = float(trees.norm(seen)), float(trees.norm(trees.add(seen, expected, alpha=-1.0)))
+    return gap <= {torch.float64: 1e-9, torch.float32: 1e-3}.get(point.dtype, 0.03) * size
+
+
+def _weighted(factors: Factors, hypers: set[int], params: set[int]) -> list[Tensor] | None:
+    """The factors that λ reaches; ``None`` where their product also moves with θ, so that it is no weight."""
+    tensors = [x for x in factors if isinstance(x, Tensor) and x.requires_grad]
+    reached = [(x, _leaves([x])) for x in tensors]
+    found = [x for x, leaves in reached if leaves & hypers]
+    return None if found and any(leaves & params for _, leaves in reached) else found
+
+
+def _product(factors: Factors) -> Tensor | None:
+    """Their product with its graph; ``None`` where it has none. Tangents are left out."""
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in factors):
+        return None
+    first, *rest = (unpack_dual(x).primal if isinstance(x, Tensor) else x for x in factors)
+    product = functools.reduce(operator.mul, rest, first)
+    assert isinstance(product, Tensor)
+    return product
+
+
+def _leaves(tensors: Iterable[Tensor], stop: set[Node] | None = None) -> set[int]:
+    """The ids of the leaves behind ``tensors``, not looking behind the nodes in ``stop``."""
+    seen: set[Node] = set(stop or ())
+    waiting = [get_gradient_edge(x).node for x in tensors if x.requires_grad]
+    found: set[int] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.add(id(variable))
+        waiting += [further for further, _ in node.next_functions if further is not None]
+    return found
+
+
+def _ids(tree: Tree) -> set[int]:
+    return {id(x) for x in tree.values()}
+
+
+def _ids_to_names(tree: Tree) -> dict[int, str]:
+    return {id(x): name for name, x in tree.items()}

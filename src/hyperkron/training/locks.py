@@ -1,0 +1,248 @@
+"""One writer for a folder: a lock that the system gives back when its holder ends, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import socket
+import stat
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from hyperkron.training.encoding import CheckpointError
+
+NAME = ".lock"
+NAME_WITHOUT_LOCKS = ".lock-holder"
+MAX_RECORD = 4096
+"""Bytes of a lock file that are read."""
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+_TRIES = 100
+
+
+class FolderLock:
+    """The right to write into a folder, for one holder at a time; the second is refused with the name of the first.
+
+    ``folder/.lock`` is locked by the system (``flock``, on Windows ``msvcrt.locking``), so that the lock of a process
+    that was killed is free at once. Where a file system has no locks, ``folder/.lock-holder`` is the lock by being
+    there: one that another process of this computer left behind is taken over if that process is gone. The object may
+    be entered again while it is held; another object is another holder, also in the same process.
+
+    Args:
+        folder: made if it does not exist.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> with FolderLock(folder):
+        ...     FolderLock(folder).acquire()
+        Traceback (most recent call last):
+        hyperkron.training.encoding.CheckpointError: ... is being written by process ... Wait for it or end it...
+        >>> sorted(os.listdir(folder))
+        []
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder) / NAME
+        self._guard = threading.RLock()
+        self._count, self._file = 0, -1
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._count > 0
+
+    def acquire(self) -> None:
+        """Take the lock, or raise :class:`CheckpointError` that says who has it."""
+        with self._guard:
+            if self._count == 0:
+                try:
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    self._take() if self.path.name == NAME else self._take_by_name()
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{self.path.parent} could not be locked for writing ({error.strerror or error}); choose a "
+                        "folder that can be written to, or make room."
+                    ) from error
+                _HELD.add(self)
+            self._count += 1
+
+    def release(self) -> None:
+        """Give it back; the file is removed. Nothing happens where it is not held."""
+        with self._guard:
+            if self._count > 1:
+                self._count -= 1
+            elif self._count == 1:
+                self._count = 0
+                self._give_back()
+
+    def __enter__(self) -> FolderLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.release()
+
+    def _take(self) -> None:
+        """Lock the file; again where its last holder removed it in between."""
+        for _ in range(_TRIES):
+            file = _open(self.path)
+            try:
+                if not stat.S_ISREG(os.fstat(file).st_mode):
+                    raise OSError(errno.EINVAL, f"{NAME} is not an ordinary file")
+                _lock(file)
+                if not _same(file, self.path):
+                    os.close(file)
+                    continue
+                self._file = file
+                return _write_record(file)
+            except OSError as error:
+                os.close(file)
+                if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+                    raise self._refusal() from None
+                if error.errno in _NO_LOCKS:
+                    self._unlink()
+                    self.path = self.path.with_name(NAME_WITHOUT_LOCKS)
+                    return self._take_by_name()
+                raise
+        raise self._refusal()
+
+    def _take_by_name(self) -> None:
+        """Who makes the file holds the lock."""
+        for _ in range(_TRIES):
+            with contextlib.suppress(FileExistsError):
+                self._file = _open(self.path, os.O_EXCL)
+                return _write_record(self._file)
+            found = read_record(self.path)
+            if _gone(found):
+                _remove(self.path, found)
+            elif self.path.exists():
+                break
+        raise self._refusal(f" If that runs no more, delete {self.path}.")
+
+    def _refusal(self, remedy: str = "") -> CheckpointError:
+        found = read_record(self.path)
+        for _ in range(20):  # the holder may be about to write it
+            if found:
+                break
+            time.sleep(0.005)
+            found = read_record(self.path)
+        who = "another process"
+        if found:
+            who = f"process {found['pid']} on {found['host']} since {found['since']}"
+        return CheckpointError(
+            f"{self.path.parent} is being written by {who}. Wait for it or end it, or choose another folder.{remedy}"
+        )
+
+    def _give_back(self) -> None:
+        _HELD.discard(self)
+        if os.name == "posix" and _same(
+            self._file, self.path
+        ):  # while it is held, so that it is surely not the file of another holder
+            self._unlink()
+        os.close(self._file)
+        self._file = -1
+        if os.name != "posix":  # an open file cannot be removed there, nor one that another has opened since
+            self._unlink()
+
+    def _unlink(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    def _forget(self) -> None:
+        """In a forked process: the lock is its parent's, and must end with the parent."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._guard, self._count, self._file = threading.RLock(), 0, -1
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Who holds a lock: ``pid``, ``host`` and ``since``; empty where the file does not say."""
+    try:
+        file = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        try:
+            found = json.loads(os.read(file, MAX_RECORD).decode("ascii"))
+        finally:
+            os.close(file)
+        return {"pid": int(found["pid"]), "host": f"{found['host']:.100}", "since": f"{found['since']:.40}"}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+
+
+def _open(path: Path, extra: int = 0) -> int:
+    flags = os.O_RDWR | os.O_CREAT | extra | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK"))
+    return os.open(path, flags, 0o644)
+
+
+def _write_record(file: int) -> None:
+    """Say who holds it; a full disk leaves that out, not the lock."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    with contextlib.suppress(OSError):
+        os.ftruncate(file, 0)
+        os.lseek(file, 0, os.SEEK_SET)
+        os.write(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode("ascii"))
+
+
+def _same(file: int, path: Path) -> bool:
+    """Whether an open file is still the one of that name."""
+    try:
+        here, there = os.fstat(file), os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _gone(record: dict[str, Any]) -> bool:
+    """Whether the holder was a process of this computer that has ended."""
+    if record.get("host") != socket.gethostname() or os.name != "posix":
+        return False
+    try:
+        os.kill(record["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
+
+
+def _remove(path: Path, record: dict[str, Any]) -> None:
+    """Remove a dead holder's file: set aside first, and put back where it is another's by now."""
+    aside = path.with_name(f"{path.name}-{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):
+        path.rename(aside)
+        if read_record(aside) != record:
+            os.link(aside, path)
+        aside.unlink()
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(file: int) -> None:
+        os.lseek(file, MAX_RECORD, os.SEEK_SET)  # beyond the record, which others may read
+        msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+
+else:
+    import fcntl
+
+    def _lock(file: int) -> None:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+_HELD: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for lock in list(_HELD):
+        lock._forget()
+    _HELD.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

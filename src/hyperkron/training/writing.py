@@ -1,0 +1,163 @@
+"""Files put in place whole and durably, opened only where they are ordinary files, and failures said in words."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from hyperkron.solution import HyperkronError
+from hyperkron.training.files import flush_folder
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: files that a killed process left behind cannot be told from others
+    fcntl = None  # type: ignore[assignment]
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_END = ".part"
+
+
+# --- reading -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_plain(path: Path) -> Iterator[BinaryIO]:
+    """An ordinary file, opened for reading.
+
+    Raises:
+        OSError: where it is a folder, a pipe or a device; a pipe is not waited for.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    descriptor = os.open(path, flags)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            what = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+            raise OSError(errno.EINVAL, f"it is {what}, not an ordinary file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            yield file
+    finally:
+        os.close(descriptor)
+
+
+def read_plain(path: Path) -> bytes:
+    """The bytes of an ordinary file; OSError for anything else."""
+    with open_plain(path) as file:
+        return file.read()
+
+
+# --- writing -----------------------------------------------------------------------------------------------
+
+
+def unwritable(path: Path, error: OSError, needed: int | None = None, then: str = "") -> HyperkronError:
+    """What to say where a file could not be written.
+
+    Args:
+        path: the file.
+        error: what the system said.
+        needed: bytes that were to be written, where known.
+        then: what to do when there is room again, where that is more than to try again.
+
+    Example:
+        >>> str(unwritable(Path("no/such/file"), OSError(errno.EACCES, "Permission denied")))
+        "'no/such/file' cannot be written (Permission denied); choose another place, or make it writable."
+    """
+    reason = error.strerror or str(error)
+    if error.errno in _FULL:
+        room = f"; {needed} bytes are needed" if needed else ""
+        with contextlib.suppress(OSError):
+            room += f"; {shutil.disk_usage(path.parent).free} bytes are free there"
+        remedy = then or "or choose a place on another disk"
+        return HyperkronError(
+            f"{str(path)!r} cannot be written: the disk is full ({reason}{room}). Free some space there, {remedy}."
+        )
+    if error.errno == errno.EFBIG:
+        size = f" of {needed} bytes" if needed else ""
+        remedy = "raise the limit on the size of files (ulimit -f), or choose a file system without one."
+        return HyperkronError(f"{str(path)!r} cannot be written: the file{size} is too large ({reason}); {remedy}")
+    remedy = "choose another place, or make it writable."
+    return HyperkronError(f"{str(path)!r} cannot be written ({reason}); {remedy}")
+
+
+@contextlib.contextmanager
+def in_words(path: Path, needed: int | None = None, then: str = "") -> Iterator[None]:
+    """An OSError of the block becomes a HyperkronError that names the file and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error, needed, then) from error
+
+
+@contextlib.contextmanager
+def whole_file(out: Path) -> Iterator[Path]:
+    """An empty file to write to, which becomes ``out`` when the block is left without an error, and vanishes otherwise.
+
+    The content is on the disk before it gets its name, and so is the name afterwards. The file is locked while it is
+    written; those of processes that were killed are not locked any more and are removed first.
+    """
+    remove_stale(out)
+    temporary, descriptor = _locked_file(out)
+    try:
+        yield temporary
+        os.fsync(descriptor)
+        if fcntl is None:
+            os.close(descriptor)  # an open file cannot be renamed there
+            descriptor = -1
+        os.replace(temporary, out)
+        flush_folder(out.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _stem(out: Path) -> str:
+    """How the names of temporary files of ``out`` begin; short enough for any file system."""
+    return f".{out.name[:60]}."
+
+
+def _locked_file(out: Path) -> tuple[Path, int]:
+    """A new file beside ``out``, locked by this process, and its descriptor."""
+    while True:
+        temporary = out.with_name(f"{_stem(out)}{secrets.token_hex(4)}{_END}")
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        if fcntl is None:
+            return temporary, descriptor
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(temporary).st_ino == os.fstat(descriptor).st_ino:
+                return temporary, descriptor
+        os.close(descriptor)  # taken for stale, and removed, before it was locked
+
+
+def remove_stale(out: Path, pattern: str | None = None) -> None:
+    """Remove what killed processes left of writing ``out``; files that are being written are locked and stay.
+
+    Args:
+        out: the file that was to be written.
+        pattern: of names beside it; by default those of ``whole_file``.
+    """
+    if fcntl is None:
+        return
+    ours = _stem(out)
+    try:
+        names = [
+            path
+            for path in (out.parent.iterdir() if pattern is None else out.parent.glob(pattern))
+            if pattern is not None or (path.name.startswith(ours) and path.name.endswith(_END))
+        ]
+    except OSError:
+        return
+    for path in names:
+        with contextlib.suppress(OSError), open_plain(path) as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)

@@ -1,0 +1,117 @@
+"""Where tokens have no loss, A averages over those that a gradient reaches; the others change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyperkron as hk
+import oracles
+from cases import DOUBLE, Case, make, random_weights
+from hyperkron.curvature.kfac.factors import dense
+from hyperkron.point import Point
+
+PADDING = -100
+
+
+class Attend(nn.Module):
+    """Attention by hand that never looks at the padding, and a head at every token."""
+
+    def __init__(self, width: int = 4, classes: int = 3) -> None:
+        super().__init__()
+        self.qkv, self.out, self.head = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Linear(width, classes)
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.mT
+        if self.seen is not None and len(self.seen) == len(x):
+            scores = scores.masked_fill(~self.seen[:, None, :], -torch.inf)
+        return self.head(x + self.out(scores.softmax(-1) @ v).tanh())
+
+
+def padded(lengths: list[int]) -> tuple[Case, Tensor]:
+    """Sequences of these lengths, and which of their tokens are none of the padding."""
+    torch.manual_seed(0)
+    case = make(
+        Attend(), (max(lengths), 4), loss="cross_entropy", count=len(lengths), hyper=random_weights(len(lengths))
+    )
+    seen = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    x, y = case.inner_batch
+    case.inner_batch = (x, y.masked_fill(~seen, PADDING))
+    case.model.seen = seen  # type: ignore[assignment]
+    return case, seen
+
+
+@pytest.mark.parametrize("low_rank", [False, True])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_padding_is_in_no_factor(sharing: Any, low_rank: bool) -> None:
+    """A equals the mean over the tokens that are there, by loops, whatever the padding holds."""
+    case, seen = padded([5, 2, 3, 1])
+    x, y = case.inner_batch
+    x[~seen] = 7.0
+    curvature = hk.KFAC(0.1, fisher="type-2", sharing=sharing)
+    inputs: dict[str, Tensor] = {}
+    for name in ("qkv", "out", "head"):
+        layer = case.model.get_submodule(name)
+        handle = layer.register_forward_hook(lambda m, given, out, name=name: inputs.update({name: given[0].detach()}))
+        case.model(x)
+        handle.remove()
+    with case.point() as point:
+        state = curvature.init()
+        made = state.plan(point.model, point.params, "diagonal")
+        kind = type("Kept", (hk.KFAC,), {"_low_rank": low_rank})(**vars(curvature))
+        measured = kind._measure(point, state, made)
+    for name, given in inputs.items():
+        rows = torch.cat([given, torch.ones_like(given[..., :1])], -1)
+        if sharing == "reduce":
+            counted = torch.stack([row[kept].mean(0) for row, kept in zip(rows, seen, strict=True)])
+        else:
+            counted = rows[seen]
+        assert oracles.relative(dense(measured.a[name])[0], counted.T @ counted / len(counted)) < 1e-12
+
+
+def test_padding_changes_nothing() -> None:
+    """The hypergradient is that of the same batch with less padding."""
+    case, seen = padded([4, 2, 3])
+    shorter = hk.kfac(0.1, fisher="type-2").compute(*case.arguments)
+    x, y = case.inner_batch
+    case.inner_batch = (
+        torch.cat([x, torch.full((3, 2, 4), 3.0, dtype=DOUBLE)], 1),
+        torch.cat([y, torch.full((3, 2), PADDING)], 1),
+    )
+    case.model.seen = torch.cat([seen, torch.zeros(3, 2, dtype=torch.bool)], 1)  # type: ignore[assignment]
+    longer = hk.kfac(0.1, fisher="type-2").compute(*case.arguments)
+    assert oracles.relative(longer.grads, shorter.grads) < 1e-6
+
+
+def test_tokens_without_a_label_that_others_attend_to_count() -> None:
+    case, seen = padded([5, 2, 3, 1])
+    case.model.seen = None  # type: ignore[assignment]
+    measured = case.measured()
+    rows = {name: int(count) for name, count in measured.rows.items()}
+    assert rows == {"qkv": seen.numel(), "out": int(seen.sum()), "head": int(seen.sum())}
+
+
+def test_parts_of_a_batch_count_their_own_tokens() -> None:
+    case, _ = padded([5, 2, 3, 1])
+    whole = case.measured()
+    x, y = case.inner_batch
+
+    class Parted(hk.BilevelProblem):
+        def parts(self, batch: Any) -> list[Any]:
+            return [tuple(t[i : i + 2] for t in batch) for i in (0, 2)]
+
+    def inner(model: nn.Module, hyper: Any, batch: Any) -> Any:
+        model.seen = batch[1] != PADDING  # type: ignore[assignment]
+        return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+    problem = Parted(inner, case.outer)
+    with Point(problem, case.model, case.hyper, (x, y), case.outer_batch) as point:
+        state = hk.KFAC().init()
+        parted = hk.KFAC(0.1, fisher="type-2")._measure(point, state, state.plan(case.model, point.params, "diagonal"))
+    for name in whole.a:
+        assert oracles.relative(dense(parted.a[name]), dense(whole.a[name])) < 1e-12
