@@ -2,7 +2,7 @@
 
     python benchmarks/correctness_grid.py [--only TEXT ... --sample N --seed 0 --workers 2 --no-record]
 
-What is right, and to which tolerance, is written in tests/grid/cells.py. The exit code is 1 if a cell is silently
+What is right, and to which tolerance, is written in support/grid/cells.py. The exit code is 1 if a cell is silently
 wrong or ended in an exception other than a HyperkronError. ``--only`` takes cells whose name, ``model | λ | method``,
 contains every TEXT; such a run, and a sample, leave no record. The whole grid writes benchmarks/results/grid.json.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 
 from common import write_result
 

@@ -1,6 +1,6 @@
 """A sample of the grid of models × λ × hypergradients × cross modes, and a check that the grid sees what is wrong.
 
-The whole grid: ``make grid``. What is right, and to which tolerance: ``grid/cells.py``.
+The whole grid: ``make grid``. What is right, and to which tolerance: ``support/grid/cells.py``.
 """
 
 from __future__ import annotations
@@ -102,6 +102,9 @@ class Broken(hk.Hypergradient):
     @property
     def curvature(self) -> Any:
         return self.method.curvature  # type: ignore[attr-defined]
+
+    def fresh(self) -> hk.Hypergradient:
+        return Broken(self.method.fresh(), self.spoil)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -208,10 +211,10 @@ def test_exceptions_are_refusals_or_crashes() -> None:
 
 
 def test_a_cell_that_shows_nothing_is_counted_apart() -> None:
-    pair = Pair("mlp", "weights clip")
+    pair = Pair("mlp", "weights sigmoid")
     with torch.no_grad():
         for hyper in (pair.hyper, pair.truth.hyper):
-            hyper.weight.fill_(1.5)  # type: ignore[union-attr, operator]
+            hyper.weight.fill_(100.0)  # type: ignore[union-attr, operator]
     pair.truth = type(pair.truth)(
         pair.kind, pair.twin, pair.truth.hyper, pair.truth.batches["inner"], pair.truth.batches["outer"], cells.SEED
     )

@@ -133,14 +133,14 @@ class Blocks:
         return torch.linalg.solve(A + pi * root * torch.eye(len(A), dtype=A.dtype), left.T).T
 
     def ekfac(self, name: str, damping: float, fisher: str, sharing: str) -> Tensor | None:
-        """v of one layer, as [W | b]; ``None`` where the eigenbasis is not unique."""
+        """v of one layer, as [W | b]; ``None`` where the eigenbasis is not unique, or penalties are uneven."""
         order = self.order(name)
         b, alpha = self.truth.b[order], self.truth.l2()[order]
         A, B = self.factors(name, fisher, sharing)
         if float(B.trace()) <= 1e-20 * float(self.factors(name, fisher, "expand")[1].trace()):
             return None  # nothing but rounding, as of the keys of attention, whose slopes cancel over positions
         bases = [torch.linalg.eigh(x) for x in (A, B)]
-        if any(not _unique(values) for values, _ in bases):
+        if any(not _unique(values) for values, _ in bases) or float(alpha.max() - alpha.min()) > 0:
             return None
         (_, q_a), (_, q_b) = bases
         spectrum = torch.zeros_like(b)
@@ -148,9 +148,7 @@ class Blocks:
             spectrum += torch.einsum("nsi,nsj->nij", g @ q_b, a @ q_a).square().sum(0)
         if not _within(bases, spectrum):
             return None
-        q = torch.kron(q_b, q_a)
-        matrix = q @ torch.diag(spectrum.reshape(-1)) @ q.T + torch.diag(alpha.reshape(-1) + damping)
-        return torch.linalg.solve(matrix, b.reshape(-1)).reshape(b.shape)
+        return q_b @ ((q_b.T @ b @ q_a) / (spectrum + alpha + damping)) @ q_a.T
 
 
 def _within(bases: list[tuple[Tensor, Tensor]], spectrum: Tensor) -> bool:
