@@ -25,7 +25,7 @@ from workloads import INNER_STEPS, WORKLOADS, Workload, inner, outer
 
 import hyperkron as hk
 from hyperkron import trees
-from hyperkron.data import read
+from hyperkron.cleaning.data import read
 
 
 def under_autocast(function: Any, device: str) -> Any:

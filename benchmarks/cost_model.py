@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Literal
 
 from hyperkron.curvature.kfac.factors import few_rows
-from hyperkron.linalg import LEAF, WIDE
+from hyperkron.kernels.linalg import LEAF, WIDE
 
 FLOAT = 4
 INNER_STEPS = 10

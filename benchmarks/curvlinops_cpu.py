@@ -27,8 +27,8 @@ from curvlinops import KFACInverseLinearOperator, KFACLinearOperator
 from torch import Tensor, nn
 
 import hyperkron as hk
-from hyperkron.models import TransformerClassifier, resnet18
-from hyperkron.point import Point
+from hyperkron.cleaning.models import TransformerClassifier, resnet18
+from hyperkron.evaluation.point import Point
 
 SEED = 0
 DAMPING = 1e-3

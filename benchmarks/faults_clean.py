@@ -102,8 +102,8 @@ class _Stopping:
 
 def _begin(scratch: Path, rows: list[dict[str, Any]], model: Any = None, **settings: Any) -> None:
     """An interrupted run of a few dozen rows, with a finished stage."""
-    from hyperkron.tasks.cleaning import CleanConfig, clean, run
-    from hyperkron.tasks.cleaning.trainer import Plan
+    from hyperkron.cleaning import CleanConfig, clean, run
+    from hyperkron.cleaning.trainer import Plan
 
     run.Plan = partial(Plan, least=8)  # trainings of a few steps
     for name, part in (("train", rows[:-16]), ("trusted", rows[-16:])):
@@ -132,7 +132,7 @@ def _reviews() -> list[dict[str, Any]]:
 
 
 def _resume(folder: Path, model: Any = None, **expected: Any) -> None:
-    from hyperkron.tasks.cleaning import resume
+    from hyperkron.cleaning import resume
 
     resume(folder, model=model, expected=expected)
 
@@ -256,7 +256,7 @@ def _encoder(folder: Path, seed: int) -> Path:
 
 def _encoders(scratch: Path) -> dict[str, Case]:
     """Named by the environment or on the command line, or changed, replaced or gone where the run found it."""
-    from hyperkron.models import HASHED
+    from hyperkron.cleaning.models import HASHED
 
     mine, other = _encoder(scratch / "encoder", 0), _encoder(scratch / "other", 1)
     kept = shutil.copytree(mine, scratch / "kept")
@@ -341,7 +341,7 @@ def _written(folder: Path, paths: list[str]) -> dict[str, str]:
 
 
 def _read(form: str, name: str, folder: Path) -> None:
-    from hyperkron.data import read
+    from hyperkron.cleaning.data import read
 
     if form == "folder":
         read(folder / name)

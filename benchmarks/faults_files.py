@@ -27,8 +27,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from faults_tables import tables
 
+from hyperkron.cleaning.data import row_hashes
 from hyperkron.cli import main
-from hyperkron.data import row_hashes
 
 Judge = Callable[[Callable[[], str], Path], str]
 """Runs a function in a process of its own and returns what it returns; empty if the process died."""
@@ -243,7 +243,7 @@ def _damaged(judge: Judge, scratch: Path) -> dict[str, Callable[[Path], str]]:
     whole = scratch / "whole"
 
     def finish() -> str:
-        from hyperkron.tasks.cleaning import CleanConfig, clean
+        from hyperkron.cleaning import CleanConfig, clean
 
         whole.mkdir()
         lines = [f"{(i * 37 % 100) / 50 - 1},{i * 53 % 97},{'ab'[i % 3 == 0]}\n" for i in range(ROWS)]

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from common import _resident
 
-from hyperkron.data import read
+from hyperkron.cleaning.data import read
 from hyperkron.solution import HyperkronError
 
 SECONDS, BYTES = 10.0, 2**31

@@ -27,11 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workloads import INNER_STEPS, Workload, _batches
 
 import hyperkron as hk
-from hyperkron import cross, linalg, point, snapshot, trees
+from hyperkron import cross, trees
+from hyperkron.cleaning.models import resnet18
 from hyperkron.curvature.kfac import factors, grams, inverse, kronecker, layers, recorder
+from hyperkron.evaluation import point, snapshot
 from hyperkron.hypergradient import implicit
+from hyperkron.kernels import linalg
 from hyperkron.losses import classification
-from hyperkron.models import resnet18
 from hyperkron.solvers import Direct
 
 SHRINK = 16

@@ -46,12 +46,12 @@ from torch import Tensor, nn
 from workloads import Workload
 
 import hyperkron as hk
+from hyperkron.cleaning.models import TransformerClassifier
 from hyperkron.cross import difference
 from hyperkron.curvature.kfac.factors import DUAL_RATIO, Dual, Primal
+from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.implicit import outer_gradients
-from hyperkron.linalg import factorize, full_precision, gram
-from hyperkron.models import TransformerClassifier
-from hyperkron.point import Point
+from hyperkron.kernels.linalg import factorize, full_precision, gram
 from storages import Storages
 
 SEED = 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hyperkron as hk
-from hyperkron.models import TransformerClassifier, resnet18
+from hyperkron.cleaning.models import TransformerClassifier, resnet18
 
 INNER_STEPS = 10
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 from experiments import records
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 
 SEEDS = range(3)
 DAMPINGS = (1e-1, 1e-2, 1e-3)

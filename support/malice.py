@@ -29,7 +29,7 @@ def _(arena: Arena) -> Any:
     """an IDX file whose header claims 4 EiB."""
     path = arena.folder / "train-images-idx3-ubyte"
     path.write_bytes(bytes([0, 0, 0x0E, 3]) + struct.pack(">3I", 2**31, 2**31, 2**7) + bytes(100))
-    from hyperkron.data import read_idx
+    from hyperkron.cleaning.data import read_idx
 
     return read_idx(path)
 
@@ -37,7 +37,7 @@ def _(arena: Arena) -> Any:
 @case
 def _(arena: Arena) -> Any:
     """a gzip bomb as IDX file."""
-    from hyperkron.data import read_idx
+    from hyperkron.cleaning.data import read_idx
 
     path = arena.folder / "train-images-idx3-ubyte.gz"
     with gzip.open(path, "wb", compresslevel=9) as file:
@@ -52,7 +52,7 @@ def _(arena: Arena) -> Any:
     """an array of pickled objects."""
     import numpy as np
 
-    from hyperkron.data import read_pair
+    from hyperkron.cleaning.data import read_pair
 
     path = arena.folder / "a.npz"
     objects = np.array([Payload(arena.trace)] * 4, dtype=object)
@@ -65,7 +65,7 @@ def _(arena: Arena) -> Any:
     """an npz bomb."""
     import numpy as np
 
-    from hyperkron.data import ReadOptions, read_pair
+    from hyperkron.cleaning.data import ReadOptions, read_pair
 
     head = io.BytesIO()
     np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": (300 * 2**20,)})
@@ -82,7 +82,7 @@ def _(arena: Arena) -> Any:
 @case
 def _(arena: Arena) -> Any:
     """a table of images whose paths lead elsewhere."""
-    from hyperkron.data import read_pair
+    from hyperkron.cleaning.data import read_pair
 
     rows = "".join(f"../elsewhere/secret.txt,{i % 2}\n{arena.secret},{i % 2}\n" for i in range(4))
     (arena.folder / "data").mkdir()
@@ -136,7 +136,7 @@ def _(arena: Arena) -> Any:
 @case
 def _(arena: Arena) -> Any:
     """pickle in place of a finished stage of `clean`."""
-    from hyperkron.tasks.cleaning.stages import Stages
+    from hyperkron.cleaning.stages import Stages
 
     stages = Stages(arena.run)
     stages("experts", lambda: {"asked": torch.ones(2)})
@@ -148,7 +148,7 @@ def _(arena: Arena) -> Any:
 @case
 def _(arena: Arena) -> Any:
     """a stage of `clean` that is a link to a file elsewhere."""
-    from hyperkron.tasks.cleaning.stages import Stages
+    from hyperkron.cleaning.stages import Stages
 
     stages = Stages(arena.run)
     stages("experts", lambda: {"asked": torch.ones(2)})
@@ -183,7 +183,7 @@ class _Elements(html.parser.HTMLParser):
 def _(arena: Arena) -> Any:
     """HTML and script in the names, texts and classes of a report."""
     import run_folder
-    from hyperkron.report import write_report
+    from hyperkron.cleaning.report import write_report
 
     run_folder.write_run_folder(arena.run, rows=40, classes=(HOSTILE, "b", "c"), verdict=HOSTILE, command=HOSTILE)
     suspects = [json.loads(line) for line in (arena.run / "suspects.jsonl").read_text("utf-8").splitlines()]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hyperkron.tasks.cleaning import run
-from hyperkron.tasks.cleaning.trainer import Plan
+from hyperkron.cleaning import run
+from hyperkron.cleaning.trainer import Plan
 
 
 @dataclass(frozen=True)

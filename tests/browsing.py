@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hyperkron.report import write_report
+from hyperkron.cleaning.report import write_report
 from run_folder import CLASSES, make_rows, make_suspects, write_run_folder
 
 if TYPE_CHECKING:

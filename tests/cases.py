@@ -16,7 +16,7 @@ import oracles
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.recorder import Measured
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 
 DOUBLE = torch.float64
 

@@ -12,7 +12,7 @@ import hyperkron as hk
 import oracles
 from cases import DOUBLE
 from hyperkron import trees
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 
 X = torch.randn(5, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
 Y = torch.tensor([0, 2, 1, 1, 0])

@@ -1,4 +1,4 @@
-"""A stand-in for hyperkron.tasks.cleaning: remembers how it was called and writes a run folder without training."""
+"""A stand-in for hyperkron.cleaning: remembers how it was called and writes a run folder without training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FakeCleaning:
     rows: int = 40
 
     def module(self) -> ModuleType:
-        made = ModuleType("hyperkron.tasks.cleaning")
+        made = ModuleType("hyperkron.cleaning")
         made.CleanConfig = lambda **settings: settings  # type: ignore[attr-defined]
         made.clean, made.resume = self.clean, self.resume  # type: ignore[attr-defined]
         return made
@@ -60,7 +60,7 @@ def install(monkeypatch: Any, fake: FakeCleaning) -> FakeCleaning:
     from hyperkron import tasks
 
     module = fake.module()
-    monkeypatch.setitem(sys.modules, "hyperkron.tasks.cleaning", module)
+    monkeypatch.setitem(sys.modules, "hyperkron.cleaning", module)
     monkeypatch.setattr(tasks, "cleaning", module, raising=False)
     return fake
 

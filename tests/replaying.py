@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hyperkron as hk
-from hyperkron import graphs, solution
+from hyperkron import solution
 from hyperkron.curvature import KroneckerState
 from hyperkron.hypergradient import replay
+from hyperkron.kernels import graphs
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 Batch = tuple[Tensor, Tensor, Tensor]

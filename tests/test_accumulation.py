@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 from hyperkron import cross, trees
 from hyperkron.curvature.products import HessianOperator
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 from hyperkron.training.accumulation import length, split
 
 N, D, C = 13, 4, 3

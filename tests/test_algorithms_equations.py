@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 from hyperkron import trees
-from hyperkron.algorithms import oracles
-from hyperkron.algorithms.inverse import StochasticNeumann
-from hyperkron.algorithms.movers import Mover
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.mrbo import two_points
 from hyperkron.hypergradient.steps import SGD
+from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
 from hyperkron.hypergradient.unrolled import Batches
+from hyperkron.optimizers import Mover
 from quadratic import Quadratic
 
 
@@ -53,11 +53,11 @@ def test_every_product_has_its_own_batch() -> None:
     x0, x1, x2 = (source.batch(i) for i in range(3))
     found = StochasticNeumann(2, 0.3).compute(problem.problem(), model, hyper, Batches([x0, x1, x2]), outer)
     state = hk.aid_cg().init(problem.problem(), model, hyper)
-    _, b, direct = oracles.outer_parts(state, outer)
-    p1 = trees.add(b, oracles.product(state, x1, b, hk.Hessian()), -0.3)
-    p2 = trees.add(p1, oracles.product(state, x2, p1, hk.Hessian()), -0.3)
+    _, b, direct = derivatives.outer_parts(state, outer)
+    p1 = trees.add(b, derivatives.product(state, x1, b, hk.Hessian()), -0.3)
+    p2 = trees.add(p1, derivatives.product(state, x2, p1, hk.Hessian()), -0.3)
     v = {n: 0.3 * (b[n] + p1[n] + p2[n]) for n in b}
-    wanted = direct["value"] - oracles.cross_term(state, x0, v)["value"]
+    wanted = direct["value"] - derivatives.cross_term(state, x0, v)["value"]
     assert relative(found.grads["value"], wanted) < 1e-12
 
 
@@ -83,7 +83,7 @@ def test_the_misscaled_sum_is_the_published_one() -> None:
     hessian = x.T @ x / len(x) + 2 * problem.ridge * torch.eye(3, dtype=x.dtype)
     result = StochasticNeumann(3, 0.2, misscaled=True).compute(problem.problem(), model, hyper, inner, outer)
     state = hk.aid_cg().init(problem.problem(), model, hyper)
-    b = oracles.outer_parts(state, outer)[1]["weight"]
+    b = derivatives.outer_parts(state, outer)[1]["weight"]
     step = torch.eye(3, dtype=x.dtype) - 0.2 * hessian
     powers = [b @ torch.linalg.matrix_power(step, k) for k in range(4)]
     v = 0.2 * powers[3] + powers[1] + powers[2] + powers[3]
@@ -147,7 +147,7 @@ def test_mrbo_momentum_is_the_recursive_one() -> None:
     state = algorithm.init(problem.problem(), model, hyper)
 
     def directions(first: int, second: int) -> tuple[Tensor, Tensor]:
-        theta = oracles.gradients(state, "inner", source.batch(first)).theta["weight"]
+        theta = derivatives.gradients(state, "inner", source.batch(first)).theta["weight"]
         found = hk.cg(3, 0.0).compute(problem.problem(), model, hyper, source.batch(second), outer)
         return theta, found.grads["value"]
 
@@ -174,15 +174,15 @@ def test_fsla_momentum_is_the_recursive_one() -> None:
     state = algorithm.init(problem.problem(), model, hyper)
 
     def h(batch: int) -> Tensor:
-        return oracles.hypergradient_at(state, source.batch(batch), outer, state.trees["v"])[1]["value"]
+        return derivatives.hypergradient_at(state, source.batch(batch), outer, state.trees["v"])[1]["value"]
 
     algorithm.step(state, draw)
     d = state.trees["d"]["value"]
-    with oracles.placed(state.hypers, state.trees["old hyper"]):
+    with derivatives.placed(state.hypers, state.trees["old hyper"]):
         old = h(0)  # at the θ and v of before the second step, and the λ of before the first
     before = hyper().detach().clone()
     algorithm.step(state, draw)
-    with oracles.placed(state.hypers, {"value": before}):
+    with derivatives.placed(state.hypers, {"value": before}):
         new = h(0)  # at the new θ and v, and the λ of before the second step
     assert relative(hyper().detach(), before - 0.2 * (new + (1 - eta) * (d - old))) < 1e-12
 
@@ -197,7 +197,7 @@ def test_saba_reduces_the_variance_of_every_oracle_by_its_table() -> None:
     inner, outer = draw.finite("the test")
     tables = {name: [torch.zeros(())] * 3 for name in ("inner", "product", "crossed", "b", "direct")}
     for i, j in [(0, 2), (2, 1), (1, 0), (0, 0), (2, 2)]:
-        found = oracles.parts(state, inner.batch(i), outer.batch(j), state.trees["v"], hk.Hessian())
+        found = derivatives.parts(state, inner.batch(i), outer.batch(j), state.trees["v"], hk.Hessian())
         along = {}
         for name, table in tables.items():
             source, k = (inner, i) if name in ("inner", "product", "crossed") else (outer, j)
@@ -226,7 +226,7 @@ def test_vrbo_keeps_its_directions_up_by_differences() -> None:
         return hk.cg(3, 0.0).compute(problem.problem(), model, hyper, inner_batch, outer_batch).grads["value"]
 
     full, old = h(inner.full(), outer.full()), h(inner.batch(2), outer.batch(1))
-    with oracles.placed(state.hypers, {"value": -0.1 * full}):
+    with derivatives.placed(state.hypers, {"value": -0.1 * full}):
         new = h(inner.batch(2), outer.batch(1))  # λ has moved, θ not yet
     inner.order, outer.order = [2, 0], [1]  # from the end: one batch for θ's difference, one for λ's
     algorithm.step(state, draw)

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig
+from hyperkron.cleaning.choice import Judged, choose, judge, verdict, wilson
 from hyperkron.solution import HyperkronError
-from hyperkron.tasks.cleaning import ALTERNATIVES, OURS, CleanConfig
-from hyperkron.tasks.cleaning.choice import Judged, choose, judge, verdict, wilson
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 import oracles
-from hyperkron.losses import Loss
-from hyperkron.point import Point
-from hyperkron.tasks.cleaning.evidence import (
+from hyperkron.cleaning.evidence import (
     CERTAIN,
     FLOOR,
     Evidence,
@@ -30,10 +28,12 @@ from hyperkron.tasks.cleaning.evidence import (
     stack,
     too_sure,
 )
-from hyperkron.tasks.cleaning.method import folds
-from hyperkron.tasks.cleaning.students import THRIFT
-from hyperkron.tasks.cleaning.students import inner as inner_objective
-from hyperkron.tasks.cleaning.students import outer as outer_objective
+from hyperkron.cleaning.fold_models import THRIFT
+from hyperkron.cleaning.fold_models import inner as inner_objective
+from hyperkron.cleaning.fold_models import outer as outer_objective
+from hyperkron.cleaning.method import folds
+from hyperkron.evaluation.point import Point
+from hyperkron.losses import Loss
 
 DOUBLE = torch.float64
 

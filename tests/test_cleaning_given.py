@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from blobs import Blobs, blobs, quicken
-from hyperkron.data import ReadOptions, read_pair
-from hyperkron.models import HASHED
+from hyperkron.cleaning import CleanConfig, CleanResult, clean
+from hyperkron.cleaning.data import ReadOptions, read_pair
+from hyperkron.cleaning.models import HASHED
 from hyperkron.solution import HyperkronError
-from hyperkron.tasks.cleaning import CleanConfig, CleanResult, clean
 
 CONFIG = CleanConfig(epochs=1, compare=())
 ROWS, OVERLAP, UNLABELLED = 130, (0, 1, 2, 40, 41, 77, 129), (5, 60, 128)  # 10 of 130 are left out

@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blobs import blobs, quicken
-from hyperkron.models import linear
-from hyperkron.tasks.cleaning import OURS, CleanConfig, alternatives, clean
-from hyperkron.tasks.cleaning.alternatives import judged, lesson
-from hyperkron.tasks.cleaning.evidence import Evidence, Pool, frequencies, likelihood, logs, shifted
-from hyperkron.tasks.cleaning.method import Opinion, Outcome, Work, train_on
-from hyperkron.tasks.cleaning.stages import Stages
-from hyperkron.tasks.cleaning.students import Half, Learner, inner
-from hyperkron.tasks.cleaning.together import together
-from hyperkron.tasks.cleaning.trainer import Dense, Lesson, Plan, train
+from hyperkron.cleaning import OURS, CleanConfig, alternatives, clean
+from hyperkron.cleaning.alternatives import judged, lesson
+from hyperkron.cleaning.batched_training import together
+from hyperkron.cleaning.evidence import Evidence, Pool, frequencies, likelihood, logs, shifted
+from hyperkron.cleaning.fold_models import Half, Learner, inner
+from hyperkron.cleaning.method import Opinion, Outcome, Work, train_on
+from hyperkron.cleaning.models import linear
+from hyperkron.cleaning.stages import Stages
+from hyperkron.cleaning.trainer import Dense, Lesson, Plan, train
 
 NOISY = torch.arange(8)
 TRUSTED = torch.arange(8, 12)
@@ -144,7 +144,7 @@ def test_the_rate_is_higher_where_training_was_too_gentle_for_the_students(
     """Right answers m of M = 4 with confidence s, r for each other class: Σ (CE − H) = (s − m/M) M log(s/r)."""
     for name, value in (("DOUBT", doubt), ("SURE", more)):
         if value is not None:
-            monkeypatch.setattr(f"hyperkron.tasks.cleaning.method.{name}", value)
+            monkeypatch.setattr(f"hyperkron.cleaning.method.{name}", value)
     answers = GIVEN.clone()
     answers[TRUSTED[right:]] = (answers[TRUSTED[right:]] + 1) % 3
     student = torch.full((12, 3), (1 - sure) / 2).scatter_(1, answers[:, None], sure)
@@ -184,14 +184,14 @@ def test_the_network_that_comes_out_learns_at_that_rate(
     compare: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quicken(monkeypatch)
-    monkeypatch.setattr("hyperkron.tasks.cleaning.method.DOUBT", -1e9)  # always too gentle
+    monkeypatch.setattr("hyperkron.cleaning.method.DOUBT", -1e9)  # always too gentle
     data, rates = blobs(rows=120, trusted=24), []
 
     def noted(work: Work, name: str, told: Lesson, plan: Plan | None = None, seed: int = 0) -> Any:
         rates.append((name, (plan or work.plan).rate / work.plan.rate))
         return train_on(work, name, told, plan, seed)
 
-    monkeypatch.setattr("hyperkron.tasks.cleaning.run.train_on", noted)
+    monkeypatch.setattr("hyperkron.cleaning.run.train_on", noted)
     clean(data.train, data.trusted, config=CleanConfig(epochs=3, compare=compare))
     assert rates[0] == ("network-hyperkron", 3.0)
 
@@ -204,7 +204,7 @@ def test_ours_is_judged_as_it_is_trained_where_there_is_something_to_compare(mon
         judges.append(name)
         return alternatives.judged(name, *rest)
 
-    monkeypatch.setattr("hyperkron.tasks.cleaning.run.judged", watch)
+    monkeypatch.setattr("hyperkron.cleaning.run.judged", watch)
     clean(data.train, data.trusted, config=CleanConfig(epochs=3, compare=()))
     assert judges == []
     clean(data.train, data.trusted, config=CleanConfig(epochs=3, compare=("noisy",)))

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from blobs import Watch, blobs, quicken, write_csv
+from hyperkron.cleaning import CleanConfig, clean, recorded, resume
+from hyperkron.cleaning.models import HASHED, TextEncoder
 from hyperkron.cli import main
 from hyperkron.cli.options import CLEAN, RECORDED
-from hyperkron.models import HASHED, TextEncoder
 from hyperkron.solution import HyperkronError
-from hyperkron.tasks.cleaning import CleanConfig, clean, recorded, resume
 from hyperkron.training import Interrupted
 
 CONFIG = CleanConfig(epochs=1, compare=("noisy",), seed=3, budget=500.0, device="cpu")

@@ -14,11 +14,11 @@ from torch import nn
 
 from blobs import Blobs, Watch, blobs, quicken, write_csv
 from hyperkron import solution
-from hyperkron.data import read_pair
-from hyperkron.report import write_report
+from hyperkron.cleaning import OURS, CleanConfig, CleanResult, budget, clean, resume
+from hyperkron.cleaning.data import read_pair
+from hyperkron.cleaning.folder import fingerprint
+from hyperkron.cleaning.report import write_report
 from hyperkron.solution import HyperkronError, HyperkronWarning
-from hyperkron.tasks.cleaning import OURS, CleanConfig, CleanResult, budget, clean, resume
-from hyperkron.tasks.cleaning.folder import fingerprint
 from hyperkron.training import Interrupted
 
 CONFIG = CleanConfig(epochs=1, compare=("noisy", "sama"))

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from blobs import Blobs, Watch, blobs, quicken
-from hyperkron.data import read_pair
+from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig, CleanResult, budget, clean, fold_models, resume, run
+from hyperkron.cleaning.data import read_pair
+from hyperkron.cleaning.evidence import Evidence
 from hyperkron.solution import HyperkronError, Status
-from hyperkron.tasks.cleaning import ALTERNATIVES, OURS, CleanConfig, CleanResult, budget, clean, resume, run, students
-from hyperkron.tasks.cleaning.evidence import Evidence
 from hyperkron.training import Interrupted
 
 NONE = CleanConfig(epochs=1, compare=())
@@ -217,7 +217,7 @@ def test_a_budget_shortens_training_then_leaves_out_alternatives(data: Blobs, mo
 
 
 def test_evidence_that_runs_away_is_put_back_and_said(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(students, "RATE", 50.0)
+    monkeypatch.setattr(fold_models, "RATE", 50.0)
     found = clean(data.train, data.trusted, config=NONE)
     assert found.summary["collapsed"] and found.summary["evidence"] == pytest.approx(START, rel=1e-6)
     assert any("put back to where they began" in m for m in found.summary["data"]["messages"])
@@ -232,7 +232,7 @@ def test_a_hypergradient_that_is_not_finite_is_a_collapse(data: Blobs, monkeypat
 
         return SimpleNamespace(backward=backward)
 
-    monkeypatch.setattr(students, "kfac", broken)
+    monkeypatch.setattr(fold_models, "kfac", broken)
     found = clean(data.train, data.trusted, config=NONE)
     assert found.summary["collapsed"] and found.summary["evidence"] == pytest.approx(START, rel=1e-6)
 
@@ -257,7 +257,7 @@ def test_hypergradients_that_did_not_end_well_are_counted_and_said(
 
         return SimpleNamespace(backward=backward)
 
-    monkeypatch.setattr(students, "kfac", inexact)
+    monkeypatch.setattr(fold_models, "kfac", inexact)
     found = clean(data.train, data.trusted, config=NONE, progress=(watch := Watch()))
     messages = found.summary["data"]["messages"]
     steps = len(found.summary["curves"][0]["y"])
@@ -273,7 +273,7 @@ def test_given_labels_never_count_more_than_once(data: Blobs, monkeypatch: pytes
 
         return SimpleNamespace(backward=backward)
 
-    monkeypatch.setattr(students, "kfac", upwards)
+    monkeypatch.setattr(fold_models, "kfac", upwards)
     evidence = clean(data.train, data.trusted, config=NONE).summary["evidence"]
     assert evidence["experts"] > 1 and evidence["label"] == 1
     assert 0.9 < evidence["belief"] <= 1  # from 0.3; the mean over the last third of the steps

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from blobs import Watch, blobs, quicken
+from hyperkron.cleaning import CleanConfig, clean, fold_models
+from hyperkron.cleaning.batched_training import Stack, stackable, together
+from hyperkron.cleaning.evidence import certain, likelihood
+from hyperkron.cleaning.fold_models import Half, Students, learn_evidence, moves, outer_steps
+from hyperkron.cleaning.method import Work, trusted_expert
+from hyperkron.cleaning.models import linear, mlp, small_cnn
+from hyperkron.cleaning.stages import Stages
+from hyperkron.cleaning.trainer import Dense, Lesson, Plan, predict, train
 from hyperkron.hypergradient import kfac
-from hyperkron.models import linear, mlp, small_cnn
 from hyperkron.solution import NonFiniteError
-from hyperkron.tasks.cleaning import CleanConfig, clean, students
-from hyperkron.tasks.cleaning.evidence import certain, likelihood
-from hyperkron.tasks.cleaning.method import Work, trusted_expert
-from hyperkron.tasks.cleaning.stages import Stages
-from hyperkron.tasks.cleaning.students import Half, Students, learn_evidence, moves, outer_steps
-from hyperkron.tasks.cleaning.together import Stack, stackable, together
-from hyperkron.tasks.cleaning.trainer import Dense, Lesson, Plan, predict, train
 
 Build = Callable[[], nn.Module]
 PLAN = Plan(epochs=2, least=40)
@@ -226,9 +226,9 @@ def _students(monkeypatch: pytest.MonkeyPatch, stacked: bool, learn: bool) -> St
     ):
         opinion, given = (torch.randn(33, 3, generator=random).log_softmax(1) for _ in range(2))
         halves.append(Half(*(torch.tensor(list(r)) for r in (noisy, kept, judged)), opinion, given))
-    monkeypatch.setattr(students, "kfac", lambda damping, seed, **_: kfac(damping, cross="reverse", seed=seed))
+    monkeypatch.setattr(fold_models, "kfac", lambda damping, seed, **_: kfac(damping, cross="reverse", seed=seed))
     if not stacked:
-        monkeypatch.setattr(students, "stackable", lambda networks, inputs: False)
+        monkeypatch.setattr(fold_models, "stackable", lambda networks, inputs: False)
     return learn_evidence(lambda: mlp(6, 3, 9).double(), values, labels, halves, PLAN, seed=3, learn=learn)
 
 
@@ -237,7 +237,7 @@ def test_students_side_by_side_are_the_same(learn: bool, monkeypatch: pytest.Mon
     one = _students(monkeypatch, True, learn)
     other = _students(monkeypatch, False, learn)
     assert len(one.path) == len(other.path) == (len(outer_steps(40)) if learn else 0)
-    assert torch.equal(one.evidence.log_scale, students.Evidence().log_scale) is not learn
+    assert torch.equal(one.evidence.log_scale, fold_models.Evidence().log_scale) is not learn
     tolerance = 1e-6 if learn else 1e-10  # λ is in single precision
     assert torch.allclose(one.evidence.log_scale, other.evidence.log_scale, atol=tolerance)
     assert apart(one.networks, other.networks) < tolerance
@@ -270,7 +270,7 @@ def test_the_announced_steps_are_made(
     rows: int, trusted: int, hypergradient: Any, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quicken(monkeypatch)
-    monkeypatch.setattr("hyperkron.tasks.cleaning.method.MANY", 0 if many else 1e9)
+    monkeypatch.setattr("hyperkron.cleaning.method.MANY", 0 if many else 1e9)
     data, watch = blobs(rows=rows, trusted=trusted), Watch()
     config = CleanConfig(epochs=3, compare=("noisy", "small-loss"), hypergradient=hypergradient)
     found = clean(data.train, data.trusted, config=config, progress=watch)
@@ -289,7 +289,7 @@ def test_with_many_rows_the_network_of_all_trusted_rows_is_trained_longer(monkey
     monkeypatch.setattr(Work, "fit", fit)
     for many, expected in ((1e9, [(3, "brief")]), (0, [(1, "short"), (2, "brief")])):
         made.clear()
-        monkeypatch.setattr("hyperkron.tasks.cleaning.method.MANY", many)
+        monkeypatch.setattr("hyperkron.cleaning.method.MANY", many)
         rows, given = torch.arange(72), torch.arange(72) % 3
         build = partial(linear, 6, 3)
         values = Dense(torch.zeros(72, 6))

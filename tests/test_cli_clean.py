@@ -170,7 +170,7 @@ def test_a_report_that_fails_does_not_lose_the_run(
     def fail(folder: Path) -> None:
         raise HyperkronError("no page: do this")
 
-    monkeypatch.setattr("hyperkron.report.write_report", fail)
+    monkeypatch.setattr("hyperkron.cleaning.report.write_report", fail)
     assert main(CLEAN) == 0
     out, err = capsys.readouterr()
     assert "warning: no page: do this" in err and "held-out accuracy" in out

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from hyperkron.cleaning import CleanConfig, clean
 from hyperkron.cli import main
 from hyperkron.cli.cleaning import HASHES
-from hyperkron.tasks.cleaning import CleanConfig, clean
 
 Captured = pytest.CaptureFixture[str]
 Damage = Callable[[Path], None]

@@ -46,7 +46,7 @@ def test_python_dash_m_is_the_command() -> None:
 
 
 def test_help_and_mistakes_need_no_heavy_package() -> None:
-    heavy = "('torch', 'numpy', 'pandas', 'rich', 'hyperkron.tasks', 'hyperkron.data', 'hyperkron.report')"
+    heavy = "('torch', 'numpy', 'pandas', 'rich', 'hyperkron.cleaning')"
     given = ["--help", "clean --help", "clean a.csv --print-config", "--version"]
     wrong = ["", "clean --epochs x", "clean", "clean --bogus", "clean a.csv --budget soon", "export runs/x -o a.csv"]
     code = f"""
@@ -88,8 +88,8 @@ def test_a_mistake_in_the_command_is_said_and_ends_with_2(arguments: list[str], 
 
 
 def test_help_names_the_alternatives_there_are(capsys: Captured) -> None:
+    from hyperkron.cleaning import ALTERNATIVES
     from hyperkron.cli import options
-    from hyperkron.tasks.cleaning import ALTERNATIVES
 
     assert options.ALTERNATIVES == ALTERNATIVES
     assert main(["clean", "--help"]) == 0

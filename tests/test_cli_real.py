@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hyperkron import cleaning
 from hyperkron.cli import main
 from hyperkron.cli.output import Lines
-from hyperkron.tasks import cleaning
 
 Captured = pytest.CaptureFixture[str]
 

@@ -125,7 +125,7 @@ def test_an_interruption_after_the_end_does_not_speak_of_resuming(
     def stop(folder: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hyperkron.report.write_report", stop)
+    monkeypatch.setattr("hyperkron.cleaning.report.write_report", stop)
     assert main(CLEAN) == 130
     err = capsys.readouterr().err
     assert "The run in runs/mine is finished; see `hyperkron report runs/mine`" in err
@@ -145,7 +145,7 @@ package = types.ModuleType("hyperkron")
 package.__path__ = [{package!r}]
 sys.modules["hyperkron"] = package
 from pathlib import Path
-fake = types.ModuleType("hyperkron.tasks.cleaning")
+fake = types.ModuleType("hyperkron.cleaning")
 def clean(*data, out, **more):
     if {begun}:
         out.mkdir(parents=True)
@@ -153,7 +153,7 @@ def clean(*data, out, **more):
     print("ready", file=sys.stderr, flush=True)
     time.sleep(60)
 fake.clean, fake.CleanConfig = clean, dict
-sys.modules["hyperkron.tasks.cleaning"] = fake
+sys.modules["hyperkron.cleaning"] = fake
 from hyperkron.cli import main
 sys.exit(main(sys.argv[1:]))
 """

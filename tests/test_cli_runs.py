@@ -11,10 +11,10 @@ import pytest
 
 import run_folder
 from fake_cleaning import write_table
+from hyperkron.cleaning.data import row_hashes
 from hyperkron.cli import doctor as doctor_command
 from hyperkron.cli import main
 from hyperkron.cli.cleaning import HASHES
-from hyperkron.data import row_hashes
 
 Captured = pytest.CaptureFixture[str]
 RUN = Path("runs/mine")

@@ -11,7 +11,7 @@ from torch import nn
 import hyperkron as hk
 from hyperkron import trees
 from hyperkron.curvature.base import Curvature
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 from photographs import Case
 
 # Dropout

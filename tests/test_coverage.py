@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 from hyperkron.curvature.kfac.kronecker import KroneckerOperator
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 
 VOCABULARY, D, C = 7, 4, 3
 DAMPING = 0.5

@@ -16,7 +16,7 @@ from cases import make, mlp, random_weights
 from crossing import KINDS, Lambda, X, Y, dense_cross, everything, setting, weights
 from hyperkron import trees
 from hyperkron.cross import Cross, CrossState, choice, difference, forward, reverse, weighting
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hyperkron as hk
 from hyperkron.algorithms import Algorithm
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 from hyperkron.training.recording import RecordedDraw
 from quadratic import Quadratic
 from test_algorithms import ALGORITHMS

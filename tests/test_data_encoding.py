@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hyperkron.data import TableEncoding, read_pair
+from hyperkron.cleaning.data import TableEncoding, read_pair
 from hyperkron.solution import HyperkronError
 
 

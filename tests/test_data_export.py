@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from hyperkron.data import ReadOptions, export_rows, read
+from hyperkron.cleaning.data import ReadOptions, export_rows, read
 from hyperkron.solution import HyperkronError
 
 HEAD = b"id, text ,label,amount\r\n"

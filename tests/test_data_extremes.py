@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from blobs import blobs, quicken
-from hyperkron.data import read, read_pair
+from hyperkron.cleaning import CleanConfig, clean
+from hyperkron.cleaning.data import read, read_pair
 from hyperkron.solution import HyperkronError
-from hyperkron.tasks.cleaning import CleanConfig, clean
 
 LABELS, HUGE = [0, 1, 0, 1], [1e300, 2e300, 3e300, 4e300]
 TRUSTED = {"a": [5e300, 6e300], "b": [0.5, 0.7], "label": [0, 1]}

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from hyperkron.data import Labelled, ReadOptions, read, read_pair
+from hyperkron.cleaning.data import Labelled, ReadOptions, read, read_pair
 from hyperkron.solution import HyperkronError
 
 TEXTS = ["a fine day", 'she said "no, never"', "line one\nline two", "ünïcode 漢字", "007"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from hyperkron.data import export_rows
-from hyperkron.data.formulas import is_formula
+from hyperkron.cleaning.data import export_rows
+from hyperkron.cleaning.data.formulas import is_formula
 from hyperkron.solution import HyperkronError, HyperkronWarning
 
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from hyperkron.data import ReadOptions, read, read_idx
+from hyperkron.cleaning.data import ReadOptions, read, read_idx
 from hyperkron.solution import HyperkronError
 
 

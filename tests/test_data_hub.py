@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from hyperkron.data import export_rows, read, read_pair
+from hyperkron.cleaning.data import export_rows, read, read_pair
 from hyperkron.solution import HyperkronError
 
 datasets = pytest.importorskip("datasets")

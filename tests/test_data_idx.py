@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hyperkron.data import mnist, read_idx
+from hyperkron.cleaning.data import mnist, read_idx
 from hyperkron.solution import HyperkronError
 
 

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hyperkron.data import ReadOptions, export_rows, files, read
-from hyperkron.data.roles import _require
-from hyperkron.data.tables import _refuse_repeated
-from hyperkron.data.values import Cells, as_number, gaps, is_missing, numbers
+from hyperkron.cleaning.data import ReadOptions, export_rows, files, read
+from hyperkron.cleaning.data.roles import _require
+from hyperkron.cleaning.data.tables import _refuse_repeated
+from hyperkron.cleaning.data.values import Cells, as_number, gaps, is_missing, numbers
 from hyperkron.solution import HyperkronError
 
 SMALL = ReadOptions(max_columns=20, max_cells=200, max_field=1000)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hyperkron.data import ReadOptions, read, read_pair
-from hyperkron.data.files import need
+from hyperkron.cleaning.data import ReadOptions, read, read_pair
+from hyperkron.cleaning.data.files import need
 from hyperkron.solution import HyperkronError
 
 GOOD = "text,label\ngood one,a\nbad one,b\n"

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from hyperkron.data import row_hashes
+from hyperkron.cleaning.data import row_hashes
 from hyperkron.solution import HyperkronError
 
 Rows = list[tuple[str, int]]

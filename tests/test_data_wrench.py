@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyperkron.data import ReadOptions, read, read_pair
+from hyperkron.cleaning.data import ReadOptions, read, read_pair
 from hyperkron.solution import HyperkronError
 
 ROWS = [("one", 1, [1, 1, 0]), ("two", 0, [2, 0, -1]), ("three", 2, [-1, -1, -1]), ("four", 2, [2, 1, 2])]

@@ -17,7 +17,7 @@ from hyperkron.curvature.kfac import eigen
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.eigen import EigenInverses
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 from hyperkron.training.encoding import join, split
 from test_ekfac import WIDE, assert_best
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 from hyperkron.curvature.kfac import kfac
 from hyperkron.curvature.kfac.kronecker import MAX_FAILURES, KroneckerState
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 from hyperkron.solution import Status
 
 N, D, C = 6, 3, 2

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 from hyperkron import trees
 from hyperkron.curvature import products
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 
 LEAST = {torch.bfloat16: 0.99, torch.float16: 0.999}
 """The cosine to the hypergradient in float32 that is asked for."""

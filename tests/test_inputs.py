@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import hyperkron as hk
+from hyperkron.evaluation.inputs import differentiable_batch, tensors_of
 from hyperkron.hypergradient.unrolled import Batches
-from hyperkron.inputs import differentiable_batch, tensors_of
 from test_compiled import METHODS, PROBLEM, modules
 
 Pair = namedtuple("Pair", ["x", "y"])

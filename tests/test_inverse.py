@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import hyperkron as hk
-from hyperkron import linalg
 from hyperkron.curvature.kfac import inverse as inverse_module
 from hyperkron.curvature.kfac.factors import Dual, Factor, LowRank, Primal, added, dense, scaled
 from hyperkron.curvature.kfac.inverse import FactorsNeeded, _common_sizes, factored_inverses, load_inverses
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
+from hyperkron.kernels import linalg
 from hyperkron.solution import Status
 
 DOUBLE = torch.float64

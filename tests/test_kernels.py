@@ -13,9 +13,9 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 import hyperkron as hk
-from hyperkron import kernels, second_order
-from hyperkron.kernels import Kernels
-from hyperkron.second_order import batch_norm, convolution
+from hyperkron.kernels import second_order, selection
+from hyperkron.kernels.second_order import batch_norm, convolution
+from hyperkron.kernels.selection import Kernels
 
 torch.manual_seed(0)
 
@@ -175,14 +175,14 @@ def test_channels_last_changes_layout_not_values() -> None:
 
 def test_only_gpus_and_models_with_such_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     net, gpu = Net(), torch.device("cuda")
-    with kernels.chosen(net, torch.device("cpu"), 9, differentiable=True, recording=False) as mode:
+    with selection.chosen(net, torch.device("cpu"), 9, differentiable=True, recording=False) as mode:
         assert mode is None
-    with kernels.chosen(nn.Linear(2, 2), gpu, 9, differentiable=True, recording=False) as mode:
+    with selection.chosen(nn.Linear(2, 2), gpu, 9, differentiable=True, recording=False) as mode:
         assert mode is None
-    with kernels.chosen(net, gpu, 9, differentiable=True, recording=True) as mode:
+    with selection.chosen(net, gpu, 9, differentiable=True, recording=True) as mode:
         assert mode is not None and (mode.second_order, mode.channels_last, mode.always) == (True, True, True)
-    monkeypatch.setattr(kernels, "_CONTIGUOUS_ONLY", {net})
-    with kernels.chosen(net, gpu, 9, differentiable=False, recording=False) as mode:
+    monkeypatch.setattr(selection, "_CONTIGUOUS_ONLY", {net})
+    with selection.chosen(net, gpu, 9, differentiable=False, recording=False) as mode:
         assert mode is not None and (mode.second_order, mode.channels_last, mode.always) == (False, False, False)
 
 
@@ -199,14 +199,14 @@ class Flat(nn.Module):
 
 def test_a_model_that_takes_the_layout_for_granted_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: ``chosen`` is told that the CPU is one."""
-    gpu, real = torch.device("cuda"), kernels.chosen
+    gpu, real = torch.device("cuda"), selection.chosen
     tried: list[bool] = []
 
     def pretending(model: nn.Module, _: torch.device, size: int, **how: bool):  # type: ignore[no-untyped-def]
-        tried.append(model not in kernels._CONTIGUOUS_ONLY)
+        tried.append(model not in selection._CONTIGUOUS_ONLY)
         return real(model, gpu, size, **{**how, "recording": True})
 
-    monkeypatch.setattr(kernels, "chosen", pretending)
+    monkeypatch.setattr(selection, "chosen", pretending)
     model, hyper = Flat(), hk.SampleWeights(6)
     batch = (torch.randn(6, 2, 6, 6), torch.arange(6) % 3, torch.arange(6))
     problem = hk.BilevelProblem(
@@ -215,10 +215,10 @@ def test_a_model_that_takes_the_layout_for_granted_is_tried_once(monkeypatch: py
     )
     result = hk.identity().compute(problem, model, hyper, batch, batch)
     assert tried[0] and not any(tried[1:])
-    assert model in kernels._CONTIGUOUS_ONLY
+    assert model in selection._CONTIGUOUS_ONLY
     with pytest.raises(RuntimeError, match="shape"):  # of which the layout is innocent
         hk.identity().compute(problem, model, hyper, (batch[0][:, :, :5], *batch[1:]), batch)
-    assert model not in kernels._CONTIGUOUS_ONLY
+    assert model not in selection._CONTIGUOUS_ONLY
     monkeypatch.undo()
     plain = hk.identity().compute(problem, model, hyper, batch, batch)
     torch.testing.assert_close(result.grads, plain.grads)
@@ -229,14 +229,14 @@ def test_a_model_is_not_watched_where_that_was_idle(monkeypatch: pytest.MonkeyPa
     how = {"differentiable": False, "recording": False}
 
     def watched(size: int, **other: bool) -> bool:
-        with kernels.chosen(net, gpu, size, **{**how, **other}) as mode:
+        with selection.chosen(net, gpu, size, **{**how, **other}) as mode:
             net(torch.randn(2, 2, 6, 6))
         return mode is not None
 
     assert watched(10) and not watched(10)
     assert watched(11) and not watched(11)  # another size
     assert watched(10, differentiable=True) and watched(10, recording=True)  # these always pay
-    monkeypatch.setattr(kernels, "LARGE", 1)
+    monkeypatch.setattr(selection, "LARGE", 1)
     assert watched(12) and watched(12)  # it was not idle
 
 
@@ -245,8 +245,8 @@ def test_a_convolution_is_large_by_what_it_gives_or_takes(
     stride: Any, converted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stem with stride 2 gives a quarter of the positions that it takes."""
-    monkeypatch.setattr(kernels, "LARGE", 8 * 64 // 2)
-    monkeypatch.setattr(kernels, "_coarse", lambda x: True)
+    monkeypatch.setattr(selection, "LARGE", 8 * 64 // 2)
+    monkeypatch.setattr(selection, "_coarse", lambda x: True)
     x, layer = torch.randn(1, 2, 8, 8), nn.Conv2d(2, 8, 3, stride=stride, padding=1)
     with Kernels(second_order=False, channels_last=True, always=False) as mode:
         layer(x)
@@ -254,7 +254,7 @@ def test_a_convolution_is_large_by_what_it_gives_or_takes(
 
 
 def test_images_of_one_pixel_do_not_pass_for_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_coarse", lambda x: True)
+    monkeypatch.setattr(selection, "_coarse", lambda x: True)
     model = nn.Sequential(nn.Conv2d(2, 8, 3, stride=2), nn.Conv2d(8, 8, 3, padding=1))
     for size, laid_out, converted in ((3, False, False), (7, False, False), (7, True, True)):
         x = torch.randn(2, 2, size, size)

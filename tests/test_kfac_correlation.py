@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hyperkron.curvature.kfac.correlation import patch_gram, segments
 from hyperkron.curvature.kfac.layers import ConvLayer
-from hyperkron.linalg import gram
+from hyperkron.kernels.linalg import gram
 
 
 def by_patches(x: Tensor, kernel: tuple[int, int], dilation: tuple[int, int], padding: list[tuple[int, int]]) -> Tensor:

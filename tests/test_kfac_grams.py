@@ -12,7 +12,7 @@ from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.factors import dense
 from hyperkron.curvature.kfac.recorder import Measured
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 

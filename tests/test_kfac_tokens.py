@@ -12,7 +12,7 @@ import hyperkron as hk
 import oracles
 from cases import DOUBLE, Case, make, random_weights
 from hyperkron.curvature.kfac.factors import dense
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 
 PADDING = -100
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hyperkron import linalg
+from hyperkron.kernels import linalg
 
 SIZES = [1, 5, 63, 64, 65, 129, 200, 321]
 

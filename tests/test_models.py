@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from hyperkron.cleaning.models import TransformerClassifier, resnet18
 from hyperkron.curvature import KFAC
-from hyperkron.models import TransformerClassifier, resnet18
 from hyperkron.solution import HyperkronError
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hyperkron.cleaning.models import EncoderUnavailable, TextEncoder, choose_encoder, hashed_ngrams, text_features
+from hyperkron.cleaning.models.encoder import HUB_ENCODER
 from hyperkron.curvature import KFAC
-from hyperkron.models import EncoderUnavailable, TextEncoder, choose_encoder, hashed_ngrams, text_features
-from hyperkron.models.encoder import HUB_ENCODER
 from hyperkron.solution import HyperkronError, HyperkronWarning, NonFiniteError
 
 transformers = pytest.importorskip("transformers", reason="needs hyperkron[text]")

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hyperkron.cleaning.models import default_model, linear, load_callable, mlp, small_cnn
 from hyperkron.curvature import KFAC
-from hyperkron.models import default_model, linear, load_callable, mlp, small_cnn
 from hyperkron.solution import HyperkronError
 
 

@@ -42,9 +42,9 @@ assert {*hyperkron.__all__, "losses", "training", "tasks", "__version__"} <= set
 from hyperkron import KFAC, clean, losses
 from hyperkron import *
 assert set(hyperkron.__all__) <= set(globals())
-print(clean.__module__, hyperkron.report.__name__)
+print(clean.__module__, hyperkron.cleaning.report.__name__)
 """
-    assert run(program) == "hyperkron.tasks.cleaning.api hyperkron.report"
+    assert run(program) == "hyperkron.cleaning.api hyperkron.cleaning.report"
 
 
 def test_a_name_that_is_not_there() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 from hyperkron import trees
-from hyperkron.point import Point, trainable
+from hyperkron.evaluation.point import Point, trainable
 
 N, D, C = 5, 3, 2
 

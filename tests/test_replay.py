@@ -17,8 +17,8 @@ import hyperkron as hk
 import replaying
 from hyperkron import solution
 from hyperkron.curvature import KroneckerState
+from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient import replay
-from hyperkron.point import Point
 from replaying import METHOD, PROBLEM, Batch, Rerun, batch, close, inner, made, network, outer, trained
 
 device = replaying.device
@@ -99,7 +99,7 @@ def test_negative_weights_are_refused_by_name(device: str, monkeypatch: pytest.M
 
 def test_a_model_with_dropout_is_not_recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cpu":
-        monkeypatch.setattr("hyperkron.point.Point.drew", property(lambda self: True))
+        monkeypatch.setattr("hyperkron.evaluation.point.Point.drew", property(lambda self: True))
     method = made(graph=True)
     model, weights = network(device, dropout=0.5), hk.SampleWeights(40).to(device)
     with pytest.warns(hk.HyperkronWarning, match="graph=True has no effect, .* draw random numbers"):

@@ -13,8 +13,8 @@ from torch import nn
 import hyperkron as hk
 import replaying
 from hyperkron.curvature.kfac import eigen
+from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient import replay
-from hyperkron.point import Point
 from replaying import METHOD, PROBLEM, Batch, Rerun, batch, close, inner, network, outer, trained
 
 device = replaying.device

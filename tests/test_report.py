@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from hyperkron.report import page, wording, write_report
-from hyperkron.report.folder import read_run
+from hyperkron.cleaning.report import page, wording, write_report
+from hyperkron.cleaning.report.folder import read_run
 from hyperkron.solution import HyperkronError
 from run_folder import CLASSES, make_rows, picture, write_json, write_run_folder, write_suspects
 
@@ -165,7 +165,7 @@ def test_no_address_leads_outside(report: _Reader) -> None:
         for name in ("src", "href", "action", "srcset", "poster"):
             assert (attributes.get(name) or "#").startswith(("#", "data:")), (tag, attributes)
         assert "style" not in attributes and not any(name.startswith("on") for name in attributes)
-    styles = (ROOT / "src/hyperkron/report/report.css").read_text("utf-8")
+    styles = (ROOT / "src/hyperkron/cleaning/report/report.css").read_text("utf-8")
     assert "url(" not in styles and "@import" not in styles
 
 
@@ -181,7 +181,7 @@ def test_the_policy_names_the_script_and_the_style_by_hash(tmp_path: Path) -> No
 
 
 def test_the_script_uses_no_markup_of_strings() -> None:
-    script = (ROOT / "src/hyperkron/report/report.js").read_text("utf-8")
+    script = (ROOT / "src/hyperkron/cleaning/report/report.js").read_text("utf-8")
     banned = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "fetch(")
     assert not [word for word in banned if word in script] and "</script" not in script
 

@@ -11,7 +11,7 @@ import pytest
 
 import browsing
 from browsing import SUSPECTS, Opened, open_page
-from hyperkron.report import write_report
+from hyperkron.cleaning.report import write_report
 from run_folder import picture, write_json, write_run_folder, write_suspects
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 
 import browsing
 from browsing import SUSPECTS, Opened, open_page
-from hyperkron.report import write_report
+from hyperkron.cleaning.report import write_report
 from run_folder import write_run_folder, write_suspects
 
 if TYPE_CHECKING:

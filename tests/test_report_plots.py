@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hyperkron.report import matrix, plots, wording, write_report
-from hyperkron.report.folder import Candidate, Curve
+from hyperkron.cleaning.report import matrix, plots, wording, write_report
+from hyperkron.cleaning.report.folder import Candidate, Curve
 from run_folder import write_run_folder
 
 # --- the plots ---------------------------------------------------------------------------------------------

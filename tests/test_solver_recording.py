@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import hyperkron as hk
 from dense_operator import flatten, random_spd
 from hyperkron.curvature.base import Curvature
+from hyperkron.evaluation.point import Point
 from hyperkron.losses import classification
-from hyperkron.point import Point
 from hyperkron.solution import HyperkronError, NonFiniteError, Status
 from hyperkron.solvers import CG, Direct, GradientDescent, Neumann, Solver
 from recorded import START, B, N, System, alike, nothing_read, to_a_bit, unread

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import run_folder
+from hyperkron.cleaning.data import export_rows
+from hyperkron.cleaning.report import write_report
 from hyperkron.cli import main
-from hyperkron.data import export_rows
-from hyperkron.report import write_report
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import open_plain, whole_file
 
@@ -161,8 +161,8 @@ def test_a_full_disk_is_told_in_words(
 def test_a_full_disk_in_a_stage_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from hyperkron.tasks.cleaning.folder import RunFolder
-    from hyperkron.tasks.cleaning.stages import Stages
+    from hyperkron.cleaning.folder import RunFolder
+    from hyperkron.cleaning.stages import Stages
 
     folder = RunFolder(tmp_path / "run", new=True)
     stages = Stages(folder.stages)

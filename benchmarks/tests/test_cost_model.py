@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, bmm_flop
 
 import hyperkron as hk
-from hyperkron import linalg
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
+from hyperkron.kernels import linalg
 
 PRIMAL = model.Encoder(width=32, depth=2, batch=4, tokens=33, classes=5, vocab=50)
 WIDE = model.Encoder(width=128, depth=1, batch=5, tokens=60, classes=5, vocab=50)  # rows 300: dual where d is 4w

@@ -24,13 +24,13 @@ import torch
 
 from experiments import records
 from experiments.cleaning.datasets import DATA, TEXTS, Problem, Setting, load, prepare, settings
-from hyperkron.models import default_model
-from hyperkron.tasks.cleaning import ALTERNATIVES, OURS, CleanConfig
-from hyperkron.tasks.cleaning.alternatives import available, judged, lesson
-from hyperkron.tasks.cleaning.choice import choose, judge
-from hyperkron.tasks.cleaning.method import Outcome, Work, clean_labels, conclude, folds, train_on
-from hyperkron.tasks.cleaning.stages import Stages
-from hyperkron.tasks.cleaning.trainer import Dense, Lesson, Plan, predict, train
+from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig
+from hyperkron.cleaning.alternatives import available, judged, lesson
+from hyperkron.cleaning.choice import choose, judge
+from hyperkron.cleaning.method import Outcome, Work, clean_labels, conclude, folds, train_on
+from hyperkron.cleaning.models import default_model
+from hyperkron.cleaning.stages import Stages
+from hyperkron.cleaning.trainer import Dense, Lesson, Plan, predict, train
 
 RESULTS = records.RESULTS / "cleaning" / "runs.jsonl"
 TIMES = RESULTS.with_name("times.jsonl")

@@ -123,8 +123,8 @@ def _text(setting: Setting, random: torch.Generator) -> Problem:
 
 def prepare(names: tuple[str, ...] = TEXTS, *, encoder: str | None = None) -> None:
     """Embed the texts once, with the readers and the encoder that ``hyperkron clean`` uses."""
-    from hyperkron.data import ReadOptions, read, read_pair
-    from hyperkron.models import TextEncoder
+    from hyperkron.cleaning.data import ReadOptions, read, read_pair
+    from hyperkron.cleaning.models import TextEncoder
 
     model, folder = TextEncoder(encoder), DATA / "embeddings"
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,9 +19,9 @@ import hyperkron as hk
 from experiments.cleaning.compare import work_for
 from experiments.cleaning.datasets import Setting, load
 from experiments.records import write_result
-from hyperkron.tasks.cleaning.evidence import Evidence
-from hyperkron.tasks.cleaning.method import Work, halves, matrix_expert, opinion, pooled_expert, trusted_expert
-from hyperkron.tasks.cleaning.students import Half, Learner, inner
+from hyperkron.cleaning.evidence import Evidence
+from hyperkron.cleaning.fold_models import Half, Learner, inner
+from hyperkron.cleaning.method import Work, halves, matrix_expert, opinion, pooled_expert, trusted_expert
 
 STEP = 0.5
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 from experiments import records
-from hyperkron.data import mnist
+from hyperkron.cleaning.data import mnist
 
 DAMPINGS = (1e-2, 1e-1, 1.0, 10.0)
 STEPS = (0.01, 0.03, 0.1, 0.3)

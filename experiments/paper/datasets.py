@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hyperkron.data import Labelled, read
-from hyperkron.data.idx import mnist as read_mnist
+from hyperkron.cleaning.data import Labelled, read
+from hyperkron.cleaning.data.idx import mnist as read_mnist
 from hyperkron.solution import HyperkronError
 
 
@@ -50,7 +50,7 @@ def mnist(folder: str | Path | None = None, name: str = "mnist") -> Images:
 
 
 def cifar10(folder: str | Path | None = None) -> Images:
-    """CIFAR-10 (50 000 and 10 000 images) in any form that :func:`hyperkron.data.read` knows.
+    """CIFAR-10 (50 000 and 10 000 images) in any form that :func:`hyperkron.cleaning.data.read` knows.
 
     Of the form of sheets, training sheets that are absent are left out, each with its 10 000 images.
     """

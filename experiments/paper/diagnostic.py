@@ -23,8 +23,8 @@ from hyperkron.curvature import EKFAC, KFAC, Curvature, Hessian
 from hyperkron.curvature import Identity as IdentityCurvature
 from hyperkron.curvature.base import Operator
 from hyperkron.curvature.kfac.state import KroneckerOperator
+from hyperkron.evaluation.point import Point
 from hyperkron.hyper import as_hyper
-from hyperkron.point import Point
 from hyperkron.problem import BilevelProblem
 from hyperkron.solvers import CG, Direct, Neumann, Solver
 

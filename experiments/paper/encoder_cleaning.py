@@ -22,8 +22,8 @@ from experiments.paper.side_by_side import fill
 from experiments.paper.text_cleaning import TextMethod, TextTrial, text_methods
 from experiments.paper.texts import TextSplit
 from experiments.paper.tuning import Setting
-from hyperkron.models.encoder import TextEncoder
-from hyperkron.models.encoder_head import EncoderHead, Hidden
+from hyperkron.cleaning.models.encoder import TextEncoder
+from hyperkron.cleaning.models.encoder_head import EncoderHead, Hidden
 from hyperkron.solution import HyperkronError
 
 

@@ -33,7 +33,7 @@ from experiments.paper.text_cleaning import (
 from experiments.paper.texts import MADE_UP, Corpus, Rows, TextSplit
 from experiments.paper.tuning import Difference, shown
 from hyperkron import losses
-from hyperkron.models.encoder_head import Hidden, mean_pool
+from hyperkron.cleaning.models.encoder_head import Hidden, mean_pool
 from hyperkron.problem import BilevelProblem
 
 REFERENCES = ("Baseline", "trusted only", "trusted + correct")

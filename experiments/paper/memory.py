@@ -15,9 +15,9 @@ from experiments.paper.recipe import Job, Judgement, OutOfTime, Recipe, Result, 
 from hyperkron import losses
 from hyperkron.algorithms import AID, SAMA, Draw
 from hyperkron.algorithms.base import Algorithm
+from hyperkron.cleaning.models.encoder_head import EncoderHead
 from hyperkron.hyper import SampleWeights
 from hyperkron.hypergradient import cg, kfac, neumann
-from hyperkron.models.encoder_head import EncoderHead
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError
 from support.storages import Storages

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from hyperkron.models import resnet18
+from hyperkron.cleaning.models import resnet18
 from hyperkron.solution import HyperkronError
 
 Network = Literal["linear", "cnn", "resnet18", "tiny"]

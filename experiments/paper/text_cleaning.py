@@ -26,7 +26,7 @@ from experiments.paper.tuning import Clock, Grid, Setting
 from hyperkron import losses
 from hyperkron.algorithms import AID, SAMA, Draw, Updates
 from hyperkron.algorithms.base import Algorithm, State
-from hyperkron.algorithms.draw import Drawn
+from hyperkron.batches import Drawn
 from hyperkron.hyper import SampleWeights
 from hyperkron.hypergradient import cg, kfac, neumann
 from hyperkron.problem import BilevelProblem

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from experiments.paper.datasets import find
-from hyperkron.data.labelled import ReadOptions
-from hyperkron.data.wrench import read_wrench
-from hyperkron.models.encoder import TextEncoder
-from hyperkron.models.encoder_head import Hidden
+from hyperkron.cleaning.data.labelled import ReadOptions
+from hyperkron.cleaning.data.wrench import read_wrench
+from hyperkron.cleaning.models.encoder import TextEncoder
+from hyperkron.cleaning.models.encoder_head import Hidden
 from hyperkron.solution import HyperkronError
 
 MADE_UP = "made-up"

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 from experiments.mnist.problem import loss_and_error, noisy_mnist
-from hyperkron.data import mnist
+from hyperkron.cleaning.data import mnist
 
 FLOOR = 1e-16
 """What a suboptimality within rounding of zero, or below, is written as."""

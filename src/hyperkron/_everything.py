@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hyperkron import algorithms, losses
 from hyperkron.algorithms import *  # noqa: F403 - every algorithm, by its paper's name
+from hyperkron.cleaning import CleanConfig, CleanResult, clean
 from hyperkron.curvature import EKFAC, GGN, KFAC, AdamDiagonal, Coverage, Hessian, Identity
 from hyperkron.hyper import (
     Augmentation,
@@ -42,7 +43,6 @@ from hyperkron.solution import (
     Status,
 )
 from hyperkron.solvers import CG, Direct, GradientDescent, Neumann
-from hyperkron.tasks.cleaning import CleanConfig, CleanResult, clean
 from hyperkron.training import (
     Accumulated,
     Ball,

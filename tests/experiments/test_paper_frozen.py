@@ -13,8 +13,8 @@ from experiments.paper import frozen_head, texts
 from experiments.paper.frozen_head import SAME_RATE, FrozenCase, Settings, again, head
 from experiments.paper.recipe import Result, Verdict
 from hyperkron import losses
+from hyperkron.cleaning.models.encoder_head import mean_pool
 from hyperkron.hyper import SampleWeights
-from hyperkron.models.encoder_head import mean_pool
 
 CASE = FrozenCase(batch=16, inner_steps=2, tokens=16)
 SETTINGS = Settings(texts.MADE_UP, (texts.MADE_UP,), CASE, stops=(2, 4), again=60)

@@ -22,8 +22,8 @@ from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Cells, Job, OutOfTime
 from experiments.paper.text_cleaning import WARM, TextCase, TextRates, TextTrial, _rows, order_auc, text_methods
 from hyperkron.algorithms import AID
+from hyperkron.cleaning.models import TextEncoder
 from hyperkron.hypergradient import cg, kfac
-from hyperkron.models import TextEncoder
 from hyperkron.solution import HyperkronError, HyperkronWarning
 
 CPU = torch.device("cpu")

@@ -16,12 +16,9 @@ from hyperkron.algorithms.bome import BOME
 from hyperkron.algorithms.bsg import BSG1
 from hyperkron.algorithms.bvfsm import BVFSM
 from hyperkron.algorithms.darts import DARTS
-from hyperkron.algorithms.draw import Draw, Examples, Fixed, Source, as_source
 from hyperkron.algorithms.f2sa import F2SA
 from hyperkron.algorithms.fsla import FSLA
-from hyperkron.algorithms.inverse import StochasticNeumann, hia
 from hyperkron.algorithms.meha import MEHA
-from hyperkron.algorithms.movers import Rate, Updates
 from hyperkron.algorithms.mrbo import MRBO
 from hyperkron.algorithms.pbgd import PBGD
 from hyperkron.algorithms.pzobo import PZOBO
@@ -37,6 +34,9 @@ from hyperkron.algorithms.tgda import TGDA
 from hyperkron.algorithms.ttsa import BSA, TTSA
 from hyperkron.algorithms.unroll import Unroll
 from hyperkron.algorithms.vrbo import VRBO
+from hyperkron.batches import Draw, Examples, Fixed, Source, as_source
+from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann, hia
+from hyperkron.optimizers import Rate, Updates
 
 __all__ = [
     "AID",

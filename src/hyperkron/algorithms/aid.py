@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
+from hyperkron.batches import Draw
 from hyperkron.curvature import GGN
 from hyperkron.hypergradient import Hypergradient, cg, ekfac, gradient_descent, kfac, neumann
 
@@ -55,8 +55,8 @@ class AID(Algorithm):
 
     def step(self, state: State, draw: Draw) -> StepReport:
         """T inner steps, one outer step."""
-        inner_loss = oracles.descend(state, draw, self.inner_steps)
-        result = oracles.hypergradient(state, draw)
+        inner_loss = derivatives.descend(state, draw, self.inner_steps)
+        result = derivatives.hypergradient(state, draw)
         state.outer.step(result.grads)
         return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
 

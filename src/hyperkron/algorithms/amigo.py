@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hyperkron import trees
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
-from hyperkron.algorithms.movers import Rate, as_rate
+from hyperkron.batches import Draw
 from hyperkron.curvature import Curvature, Hessian
 from hyperkron.hypergradient import Hypergradient, Implicit
+from hyperkron.optimizers import Rate, as_rate
 from hyperkron.solution import HyperkronError
 from hyperkron.solvers import Direct
 
@@ -67,7 +67,7 @@ class AmIGO(Algorithm):
         super().__post_init__()
         check_counts(self, "inner_steps", "linear_steps")
         as_rate(self.linear_rate)
-        oracles.check_products(self.curvature, "AmIGO")
+        derivatives.check_products(self.curvature, "AmIGO")
         method = self.hypergradient
         if method is None:
             return
@@ -90,17 +90,17 @@ class AmIGO(Algorithm):
 
     def step(self, state: State, draw: Draw) -> StepReport:
         """T steps on θ, N on v, one on λ."""
-        inner_loss = oracles.descend(state, draw, self.inner_steps)
+        inner_loss = derivatives.descend(state, draw, self.inner_steps)
         if self.hypergradient is not None:
-            result = oracles.hypergradient(state, draw)
+            result = derivatives.hypergradient(state, draw)
             state.outer.step(result.grads)
             return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
-        outer_loss, b, direct = oracles.outer_parts(state, draw.outer())
+        outer_loss, b, direct = derivatives.outer_parts(state, draw.outer())
         v, rate = state.trees["v"], as_rate(self.linear_rate)(state.step)
         for _ in range(self.linear_steps):
-            residual = trees.add(oracles.product(state, draw.inner(), v, self.curvature), b, alpha=-1.0)
+            residual = trees.add(derivatives.product(state, draw.inner(), v, self.curvature), b, alpha=-1.0)
             v = trees.add(v, residual, alpha=-rate)
         state.trees["v"] = v
-        direction = trees.add(direct, oracles.cross_term(state, draw.inner(), v), alpha=-1.0)
+        direction = trees.add(direct, derivatives.cross_term(state, draw.inner(), v), alpha=-1.0)
         state.outer.step(direction)
         return state.finish(outer_loss, direction, inner_loss)

@@ -7,7 +7,7 @@ How to add one
 2. The docstring holds the update equations in the notation of the library (v ≈ H⁻¹b, hypergradient ∂_λ f − X(v)),
    the reference, and what published code does differently. ``facts`` feeds the table in ``docs/algorithms.md``.
 3. ``step(state, draw)`` composes: batches from ``draw.inner()`` and ``draw.outer()``; gradients, products and
-   hypergradients from :mod:`hyperkron.algorithms.oracles` (never written anew); directions handed to
+   hypergradients from :mod:`hyperkron.algorithms.derivatives` (never written anew); directions handed to
    ``state.inner.step`` (θ) and ``state.outer.step`` (λ), so that any optimizer and projection works; then
    ``return state.finish(...)``. θ lives in the model and λ in hyper; whatever else must survive a step goes into
    ``state.trees`` (vectors), ``state.numbers`` or ``state.twins`` (second points with an optimizer), set up in
@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import trees
-from hyperkron.algorithms.draw import Draw
-from hyperkron.algorithms.movers import Mover, Project, Rate, Updates, as_rate
+from hyperkron.batches import Draw
+from hyperkron.evaluation.point import trainable
 from hyperkron.hypergradient import Hypergradient
-from hyperkron.point import trainable
+from hyperkron.optimizers import Mover, Project, Rate, Updates, as_rate
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, NonFiniteError, Status
 from hyperkron.trees import Tree

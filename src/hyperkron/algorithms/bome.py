@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from hyperkron import trees
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
-from hyperkron.algorithms.movers import Rate, as_rate
+from hyperkron.batches import Draw
+from hyperkron.optimizers import Rate, as_rate
 from hyperkron.solution import HyperkronError
 
 
@@ -70,10 +70,10 @@ class BOME(Algorithm):
         if state.inner.rate is not None and self.hat_rate is not None:
             hat.set_lr(as_rate(self.hat_rate)(state.step))
         for _ in range(self.inner_steps):
-            hat.step(oracles.gradients(state, "inner", batch, theta=hat.params, hyper=False).theta)
-        f = oracles.gradients(state, "outer", outer_batch)
-        g = oracles.gradients(state, "inner", batch, live=True)
-        g_hat = oracles.gradients(state, "inner", batch, theta=hat.params)
+            hat.step(derivatives.gradients(state, "inner", batch, theta=hat.params, hyper=False).theta)
+        f = derivatives.gradients(state, "outer", outer_batch)
+        g = derivatives.gradients(state, "inner", batch, live=True)
+        g_hat = derivatives.gradients(state, "inner", batch, theta=hat.params)
         q_hyper = trees.add(g.hyper, g_hat.hyper, alpha=-1.0)
         square = trees.dot(g.theta, g.theta) + trees.dot(q_hyper, q_hyper)
         inner_product = trees.dot(f.theta, g.theta) + trees.dot(f.hyper, q_hyper)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hyperkron import trees
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
+from hyperkron.batches import Draw
 from hyperkron.solution import HyperkronError
 
 
@@ -51,9 +51,9 @@ class BSG1(Algorithm):
 
     def step(self, state: State, draw: Draw) -> StepReport:
         """T inner steps, one outer step."""
-        oracles.descend(state, draw, self.inner_steps)
-        g = oracles.gradients(state, "inner", draw.inner())
-        f = oracles.gradients(state, "outer", draw.outer())
+        derivatives.descend(state, draw, self.inner_steps)
+        g = derivatives.gradients(state, "inner", draw.inner())
+        f = derivatives.gradients(state, "outer", draw.outer())
         ratio = trees.dot(f.theta, g.theta) / (trees.dot(g.theta, g.theta) + self.epsilon)
         direction = trees.add(f.hyper, g.hyper, alpha=-ratio)
         state.outer.step(direction)

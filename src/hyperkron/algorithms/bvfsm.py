@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 
 from hyperkron import trees
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
-from hyperkron.algorithms.movers import Rate, as_rate
+from hyperkron.batches import Draw
+from hyperkron.optimizers import Rate, as_rate
 from hyperkron.solution import HyperkronError
 
 
@@ -73,20 +73,20 @@ class BVFSM(Algorithm):
         if state.inner.rate is not None and self.value_rate is not None:
             z.set_lr(as_rate(self.value_rate)(state.step))
         for _ in range(self.inner_steps):
-            g_z = oracles.gradients(state, "inner", draw.inner(), theta=z.params, hyper=False)
+            g_z = derivatives.gradients(state, "inner", draw.inner(), theta=z.params, hyper=False)
             z.step(trees.add(g_z.theta, z.values(), alpha=pull))
         batch, outer_batch = draw.inner(), draw.outer()
-        g_z = oracles.gradients(state, "inner", batch, theta=z.params)
+        g_z = derivatives.gradients(state, "inner", batch, theta=z.params)
         regular = self.weight * r * trees.dot(z.values(), z.values())
         barrier = r / (self.margin + g_z.value + regular).to(torch.float64)
         penalty = float(barrier.clamp(min=0.0))
         for _ in range(self.inner_steps):
-            f = oracles.gradients(state, "outer", outer_batch, hyper=False)
-            g = oracles.gradients(state, "inner", batch, live=True, hyper=False)
+            f = derivatives.gradients(state, "outer", outer_batch, hyper=False)
+            g = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
             theta = trees.add(f.theta, state.inner.values(), alpha=pull)
             state.inner.step(trees.add(theta, g.theta, alpha=penalty))
-        f = oracles.gradients(state, "outer", outer_batch)
-        g = oracles.gradients(state, "inner", batch)
+        f = derivatives.gradients(state, "outer", outer_batch)
+        g = derivatives.gradients(state, "inner", batch)
         direction = trees.add(f.hyper, trees.add(g.hyper, g_z.hyper, alpha=-1.0), alpha=penalty)
         state.outer.step(direction)
         return state.finish(f.value, direction, g.value, stats={"multiplier": penalty})

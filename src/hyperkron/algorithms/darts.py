@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.algorithms.draw import Draw
+from hyperkron.batches import Draw
 from hyperkron.hypergradient import one_step
 from hyperkron.solution import HyperkronError, Status
 
@@ -57,9 +57,9 @@ class DARTS(Algorithm):
             result = method.compute(state.problem, state.model, state.hyper, batch, outer_batch)
             outer_loss, direction, status = result.outer_loss, result.grads, result.status
         else:
-            found = oracles.gradients(state, "outer", outer_batch)
+            found = derivatives.gradients(state, "outer", outer_batch)
             outer_loss, direction = float(found.value), found.hyper
         state.outer.step(direction)
-        inner = oracles.gradients(state, "inner", batch, live=True, hyper=False)
+        inner = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
         state.inner.step(inner.theta)
         return state.finish(outer_loss, direction, inner.value, status=status)

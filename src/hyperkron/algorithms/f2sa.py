@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hyperkron import trees
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
-from hyperkron.algorithms.movers import Rate, as_rate
+from hyperkron.batches import Draw
+from hyperkron.optimizers import Rate, as_rate
 from hyperkron.solution import HyperkronError
 
 
@@ -69,15 +69,15 @@ class F2SA(Algorithm):
             z.set_lr(as_rate(self.second_rate)(state.step))
         for _ in range(self.inner_steps):
             batch = draw.inner()
-            f = oracles.gradients(state, "outer", draw.outer(), hyper=False)
-            g = oracles.gradients(state, "inner", batch, live=True, hyper=False)
-            g_z = oracles.gradients(state, "inner", batch, theta=z.params, hyper=False)
+            f = derivatives.gradients(state, "outer", draw.outer(), hyper=False)
+            g = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
+            g_z = derivatives.gradients(state, "inner", batch, theta=z.params, hyper=False)
             state.inner.step(trees.add(f.theta, g.theta, alpha=ell))
             z.step(g_z.theta)
         batch = draw.inner()
-        f = oracles.gradients(state, "outer", draw.outer())
-        g = oracles.gradients(state, "inner", batch)
-        g_z = oracles.gradients(state, "inner", batch, theta=z.params)
+        f = derivatives.gradients(state, "outer", draw.outer())
+        g = derivatives.gradients(state, "inner", batch)
+        g_z = derivatives.gradients(state, "inner", batch, theta=z.params)
         direction = trees.add(f.hyper, trees.add(g.hyper, g_z.hyper, alpha=-1.0), alpha=ell)
         state.outer.step(direction)
         state.numbers["multiplier"] = ell + as_rate(self.growth)(state.step)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hyperkron import trees
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.algorithms.draw import Draw
-from hyperkron.algorithms.movers import Rate, as_rate
+from hyperkron.batches import Draw
+from hyperkron.optimizers import Rate, as_rate
 from hyperkron.solution import HyperkronError
 
 
@@ -62,18 +62,18 @@ class MEHA(Algorithm):
         hat, theta = state.trees["hat"], state.inner.values()
         c = as_rate(self.multiplier)(state.step)
         batch, outer_batch = draw.inner(), draw.outer()
-        g_hat = oracles.gradients(state, "inner", batch, theta=hat, hyper=False)
+        g_hat = derivatives.gradients(state, "inner", batch, theta=hat, hyper=False)
         pull = trees.add(hat, theta, alpha=-1.0)
         along = trees.add(g_hat.theta, pull, alpha=self.proximal)
         hat = state.trees["hat"] = trees.add(hat, along, alpha=-as_rate(self.hat_rate)(state.step))
-        f = oracles.gradients(state, "outer", outer_batch, hyper=False)
-        g = oracles.gradients(state, "inner", batch, live=True, hyper=False)
+        f = derivatives.gradients(state, "outer", outer_batch, hyper=False)
+        g = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
         push = trees.add(theta, hat, alpha=-1.0)
         descent = trees.add(g.theta, f.theta, alpha=1.0 / c)
         state.inner.step(trees.add(descent, push, alpha=-self.proximal))
-        f = oracles.gradients(state, "outer", outer_batch)
-        g = oracles.gradients(state, "inner", batch)
-        g_hat = oracles.gradients(state, "inner", batch, theta=hat)
+        f = derivatives.gradients(state, "outer", outer_batch)
+        g = derivatives.gradients(state, "inner", batch)
+        g_hat = derivatives.gradients(state, "inner", batch, theta=hat)
         direction = trees.add(trees.add(g.hyper, g_hat.hyper, alpha=-1.0), f.hyper, alpha=1.0 / c)
         state.outer.step(direction)
         return state.finish(f.value, direction, g.value, stats={"multiplier": c})

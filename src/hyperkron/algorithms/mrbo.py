@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from hyperkron import trees
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.algorithms.draw import Draw
-from hyperkron.algorithms.inverse import StochasticNeumann
-from hyperkron.algorithms.movers import Rate, as_rate
+from hyperkron.batches import Draw
 from hyperkron.hypergradient import Hypergradient
+from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
+from hyperkron.optimizers import Rate, as_rate
 from hyperkron.solution import HypergradientResult
 
 
@@ -27,7 +27,7 @@ def two_points(
     assert method is not None
     other = method.fresh()
     other.load_state_dict(method.state_dict())
-    with oracles.placed(state.params, theta), oracles.placed(state.hypers, hyper):
+    with derivatives.placed(state.params, theta), derivatives.placed(state.hypers, hyper):
         there = other.compute(state.problem, state.model, state.hyper, inner_batch, outer_batch, **own)
     here = method.compute(state.problem, state.model, state.hyper, inner_batch, outer_batch, **own)
     return here, there
@@ -84,13 +84,13 @@ class MRBO(Algorithm):
         assert method is not None
         theta_batch = draw.inner()
         batches = draw.inners(method.inner_batches), draw.outer()
-        own = oracles.curvature_batch(state, draw)
-        inner = oracles.gradients(state, "inner", theta_batch, live=True, hyper=False)
+        own = derivatives.curvature_batch(state, draw)
+        inner = derivatives.gradients(state, "inner", theta_batch, live=True, hyper=False)
         memory = state.trees
         if memory:
             keep = 1.0 - min(1.0, as_rate(self.momentum)(state.step))
-            with oracles.placed(state.hypers, memory["lambda"]):
-                old = oracles.gradients(state, "inner", theta_batch, theta=memory["theta"], hyper=False)
+            with derivatives.placed(state.hypers, memory["lambda"]):
+                old = derivatives.gradients(state, "inner", theta_batch, theta=memory["theta"], hyper=False)
             result, there = two_points(state, *batches, memory["theta"], memory["lambda"], **own)
             d_theta = _corrected(inner.theta, memory["d_theta"], old.theta, keep)
             d_lambda = _corrected(result.grads, memory["d_lambda"], there.grads, keep)

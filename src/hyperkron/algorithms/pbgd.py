@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hyperkron import trees
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
+from hyperkron.batches import Draw
 from hyperkron.solution import HyperkronError
 
 
@@ -56,13 +56,13 @@ class PBGD(Algorithm):
         """T steps on ŷ, one on (θ, λ)."""
         y = state.twins["y"]
         for _ in range(self.inner_steps):
-            y.step(oracles.gradients(state, "inner", draw.inner(), theta=y.params, hyper=False).theta)
+            y.step(derivatives.gradients(state, "inner", draw.inner(), theta=y.params, hyper=False).theta)
         gamma = self.penalty * (min(1.0, state.step / self.ramp) if self.ramp else 1.0)
         scale = 1.0 if gamma <= 1.0 else 1.0 / gamma
         batch = draw.inner()
-        f = oracles.gradients(state, "outer", draw.outer())
-        g = oracles.gradients(state, "inner", batch, live=True)
-        g_y = oracles.gradients(state, "inner", batch, theta=y.params)
+        f = derivatives.gradients(state, "outer", draw.outer())
+        g = derivatives.gradients(state, "inner", batch, live=True)
+        g_y = derivatives.gradients(state, "inner", batch, theta=y.params)
         gap = trees.add(g.hyper, g_y.hyper, alpha=-1.0)
         direction = trees.scale(trees.add(f.hyper, gap, alpha=gamma), scale)
         state.inner.step(trees.scale(trees.add(f.theta, g.theta, alpha=gamma), scale))

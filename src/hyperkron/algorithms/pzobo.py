@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hyperkron import trees
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
+from hyperkron.batches import Draw
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
 
@@ -57,13 +57,13 @@ class PZOBO(Algorithm):
         draws = [trees.normal_like(hyper, state.generator) for _ in range(self.samples)]
         ends = []
         for u in draws:
-            with oracles.placed(state.hypers, trees.add(hyper, u, alpha=self.radius)):
+            with derivatives.placed(state.hypers, trees.add(hyper, u, alpha=self.radius)):
                 ends.append(self._run(state, batches))
         for batch in batches:
-            inner = oracles.gradients(state, "inner", batch, live=True, hyper=False)
+            inner = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
             state.inner.step(inner.theta)
         end = state.inner.values()
-        found = oracles.gradients(state, "outer", draw.outer())
+        found = derivatives.gradients(state, "outer", draw.outer())
         direction = found.hyper
         for u, moved in zip(draws, ends, strict=True):
             along = trees.dot(trees.add(moved, end, alpha=-1.0), found.theta) / (self.radius * self.samples)
@@ -75,5 +75,5 @@ class PZOBO(Algorithm):
         """θ_T from the current θ at the current λ; the model is left as it was."""
         twin = state.inner.twin()
         for batch in batches:
-            twin.step(oracles.gradients(state, "inner", batch, theta=twin.params, hyper=False).theta)
+            twin.step(derivatives.gradients(state, "inner", batch, theta=twin.params, hyper=False).theta)
         return twin.values()

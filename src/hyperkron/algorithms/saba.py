@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 
 from hyperkron import trees
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Facts, State, StepReport
-from hyperkron.algorithms.draw import Draw
-from hyperkron.algorithms.movers import Rate
 from hyperkron.algorithms.soba import SOBA
+from hyperkron.batches import Draw
+from hyperkron.optimizers import Rate
 from hyperkron.trees import Tree
 
 
@@ -47,7 +47,7 @@ class SABA(SOBA):
         """One joint step along variance-reduced directions."""
         inner, outer = draw.finite("SABA")
         i, j = inner.index(), outer.index()
-        found = oracles.parts(state, inner.batch(i), outer.batch(j), state.trees["v"], self.curvature)
+        found = derivatives.parts(state, inner.batch(i), outer.batch(j), state.trees["v"], self.curvature)
         of_inner, of_outer = (i, len(inner), inner.share(i)), (j, len(outer), outer.share(j))
         gradient = _reduced(state, "inner", found.inner, *of_inner)
         product = _reduced(state, "product", found.product, *of_inner)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hyperkron import trees
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
+from hyperkron.batches import Draw
 from hyperkron.hypergradient import sama
 from hyperkron.solution import HyperkronError
 
@@ -63,8 +63,8 @@ class SAMA(Algorithm):
 
     def step(self, state: State, draw: Draw) -> StepReport:
         """T inner steps, one outer step."""
-        inner_loss = oracles.descend(state, draw, self.inner_steps)
-        result = oracles.hypergradient(state, draw)
+        inner_loss = derivatives.descend(state, draw, self.inner_steps)
+        result = derivatives.hypergradient(state, draw)
         if self.nudge:
             assert result.solution is not None
             v = result.solution.value

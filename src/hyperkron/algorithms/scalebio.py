@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hyperkron import trees
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
+from hyperkron.batches import Draw
 from hyperkron.solution import HyperkronError
 
 
@@ -65,9 +65,9 @@ class ScaleBiO(Algorithm):
         u, alpha = state.twins["u"], state.numbers["penalty"]
         u.set_lr(state.inner.lr / state.inner.factor)
         batch = draw.inner()
-        f = oracles.gradients(state, "outer", draw.outer())
-        g = oracles.gradients(state, "inner", batch, live=True)
-        g_u = oracles.gradients(state, "inner", batch, theta=u.params)
+        f = derivatives.gradients(state, "outer", draw.outer())
+        g = derivatives.gradients(state, "inner", batch, live=True)
+        g_u = derivatives.gradients(state, "inner", batch, theta=u.params)
         direction = trees.add(f.hyper, trees.add(g.hyper, g_u.hyper, alpha=-1.0), alpha=alpha)
         u.step(g_u.theta)
         state.inner.step(trees.add(f.theta, g.theta, alpha=alpha))

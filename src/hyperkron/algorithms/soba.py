@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from hyperkron import trees
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.algorithms.draw import Draw
-from hyperkron.algorithms.movers import Rate, as_rate
+from hyperkron.batches import Draw
 from hyperkron.curvature import Curvature, Hessian
+from hyperkron.optimizers import Rate, as_rate
 
 _HESSIAN = Hessian()
 
@@ -48,7 +48,7 @@ class SOBA(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         as_rate(self._linear_rate())
-        oracles.check_products(self.curvature, type(self).__name__)
+        derivatives.check_products(self.curvature, type(self).__name__)
 
     def _linear_rate(self) -> Rate | float:
         return self.inner_rate if self.linear_rate is None else self.linear_rate
@@ -59,7 +59,7 @@ class SOBA(Algorithm):
 
     def move(self, state: State, theta: trees.Tree, v: trees.Tree, hyper: trees.Tree, batch: Any) -> None:
         """All three variables against their directions, found on ``batch``."""
-        oracles.advance_buffers(state, [batch])
+        derivatives.advance_buffers(state, [batch])
         rate = as_rate(self._linear_rate())(state.step)
         state.trees["v"] = trees.add(state.trees["v"], v, alpha=-rate)
         state.inner.step(theta)
@@ -68,7 +68,7 @@ class SOBA(Algorithm):
     def step(self, state: State, draw: Draw) -> StepReport:
         """One joint step."""
         batch = draw.inner()
-        found = oracles.parts(state, batch, draw.outer(), state.trees["v"], self.curvature)
+        found = derivatives.parts(state, batch, draw.outer(), state.trees["v"], self.curvature)
         direction = found.hyper()
         self.move(state, found.inner, found.system(), direction, batch)
         return state.finish(found.outer_loss, direction)

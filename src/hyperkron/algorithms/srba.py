@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hyperkron import trees
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
-from hyperkron.algorithms.movers import Rate
 from hyperkron.algorithms.soba import SOBA
+from hyperkron.batches import Draw
+from hyperkron.optimizers import Rate
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,18 @@ class SRBA(SOBA):
         memory = state.trees
         if state.step % period == 0:
             batches = inner.full(), outer.full()
-            found = oracles.parts(state, *batches, memory["v"], self.curvature)
+            found = derivatives.parts(state, *batches, memory["v"], self.curvature)
             moves = {"theta": found.inner, "v": found.system(), "hyper": found.hyper()}
         else:
             i, j = inner.index(), outer.index()
             batches = inner.batch(i), outer.batch(j)
-            found = oracles.parts(state, *batches, memory["v"], self.curvature)
+            found = derivatives.parts(state, *batches, memory["v"], self.curvature)
             with (
-                oracles.placed(state.params, memory["old theta"]),
-                oracles.placed(state.hypers, memory["old hyper"]),
+                derivatives.placed(state.params, memory["old theta"]),
+                derivatives.placed(state.hypers, memory["old hyper"]),
             ):
-                old = oracles.parts(state, *batches, memory["old v"], self.curvature)
-            change = oracles.weighted_change(found, old, inner.share(i), outer.share(j))
+                old = derivatives.parts(state, *batches, memory["old v"], self.curvature)
+            change = derivatives.weighted_change(found, old, inner.share(i), outer.share(j))
             moves = {name: trees.add(memory[f"d {name}"], x) for name, x in change.items()}
         memory.update({f"d {name}": x for name, x in moves.items()})
         memory.update({"old theta": state.inner.values(), "old hyper": state.outer.values(), "old v": memory["v"]})

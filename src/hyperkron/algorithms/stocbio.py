@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
-from hyperkron.algorithms.inverse import StochasticNeumann
+from hyperkron.batches import Draw
 from hyperkron.hypergradient import Hypergradient
+from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
 from hyperkron.solution import HyperkronError
 
 
@@ -78,7 +78,7 @@ class StocBiO(Algorithm):
 
     def step(self, state: State, draw: Draw) -> StepReport:
         """T inner steps, one outer step."""
-        inner_loss = oracles.descend(state, draw, self.inner_steps)
-        result = oracles.hypergradient(state, draw)
+        inner_loss = derivatives.descend(state, draw, self.inner_steps)
+        result = derivatives.hypergradient(state, draw)
         state.outer.step(result.grads)
         return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hyperkron.algorithms.base import Facts
-from hyperkron.algorithms.inverse import hia
 from hyperkron.algorithms.mrbo import MRBO
 from hyperkron.hypergradient import Hypergradient
+from hyperkron.hypergradient.stochastic_neumann import hia
 from hyperkron.solution import HyperkronError
 
 

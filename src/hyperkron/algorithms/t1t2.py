@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.algorithms.draw import Draw
+from hyperkron.batches import Draw
 from hyperkron.hypergradient import Implicit, identity
 
 
@@ -51,7 +51,7 @@ class T1T2(Algorithm):
         """One step on each level."""
         assert isinstance(state.hypergradient, Implicit)
         scale = state.inner.lr if self.scale is None else self.scale
-        inner_loss = oracles.descend(state, draw, 1)
+        inner_loss = derivatives.descend(state, draw, 1)
         method = identity(scale, cross=self.cross)
         method.state = state.hypergradient.state
         result = method.compute(state.problem, state.model, state.hyper, draw.inner(), draw.outer())

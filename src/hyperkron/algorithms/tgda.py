@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
-from hyperkron.algorithms.movers import Rate
+from hyperkron.batches import Draw
 from hyperkron.hypergradient import Hypergradient, cg
+from hyperkron.optimizers import Rate
 
 
 def _cg() -> Hypergradient:
@@ -51,7 +51,7 @@ class TGDA(Algorithm):
 
     def step(self, state: State, draw: Draw) -> StepReport:
         """One leader step, T follower steps."""
-        result = oracles.hypergradient(state, draw)
+        result = derivatives.hypergradient(state, draw)
         state.outer.step(result.grads)
-        inner_loss = oracles.descend(state, draw, self.inner_steps)
+        inner_loss = derivatives.descend(state, draw, self.inner_steps)
         return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)

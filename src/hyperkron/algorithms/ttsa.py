@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
-from hyperkron.algorithms.inverse import hia
-from hyperkron.algorithms.movers import Rate
+from hyperkron.batches import Draw
+from hyperkron.hypergradient.stochastic_neumann import hia
+from hyperkron.optimizers import Rate
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class TTSA(Algorithm):
 
     def step(self, state: State, draw: Draw) -> StepReport:
         """One step on each level."""
-        inner_loss = oracles.descend(state, draw, 1)
-        result = oracles.hypergradient(state, draw)
+        inner_loss = derivatives.descend(state, draw, 1)
+        result = derivatives.hypergradient(state, draw)
         state.outer.step(result.grads)
         return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
 
@@ -86,7 +86,7 @@ class BSA(TTSA):
 
     def step(self, state: State, draw: Draw) -> StepReport:
         """One outer step, T inner steps."""
-        result = oracles.hypergradient(state, draw)
+        result = derivatives.hypergradient(state, draw)
         state.outer.step(result.grads)
-        inner_loss = oracles.descend(state, draw, self.inner_steps)
+        inner_loss = derivatives.descend(state, draw, self.inner_steps)
         return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
+from hyperkron.batches import Draw
 from hyperkron.hypergradient import Unrolled
 from hyperkron.hypergradient.steps import SGD, Step
 from hyperkron.solution import HyperkronError
@@ -77,6 +77,6 @@ class Unroll(Algorithm):
             state.inner.place(state.trees["initial"])
         result = method.compute(state.problem, state.model, state.hyper, batches, outer_batch)
         state.inner.place(method.lookahead(state.problem, state.model, state.hyper, batches))
-        oracles.advance_buffers(state, batches if self.inner_steps > 1 else [batches])
+        derivatives.advance_buffers(state, batches if self.inner_steps > 1 else [batches])
         state.outer.step(result.grads)
         return state.finish(result.outer_loss, result.grads, status=result.status, stats=result.stats)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hyperkron import trees
-from hyperkron.algorithms import oracles
+from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.algorithms.draw import Draw
-from hyperkron.algorithms.inverse import StochasticNeumann
 from hyperkron.algorithms.mrbo import two_points
+from hyperkron.batches import Draw
 from hyperkron.hypergradient import Hypergradient
+from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class VRBO(Algorithm):
         inner, outer = draw.finite("VRBO")
         memory = state.trees
         if state.step % self.period == 0:
-            memory["d theta"] = oracles.gradients(state, "inner", inner.full(), hyper=False).theta
-            own = oracles.curvature_batch(state, draw)
+            memory["d theta"] = derivatives.gradients(state, "inner", inner.full(), hyper=False).theta
+            own = derivatives.curvature_batch(state, draw)
             whole = method.compute(state.problem, state.model, state.hyper, inner.full(), outer.full(), **own)
             memory["d hyper"] = whole.grads
         old_theta, old_hyper = state.inner.values(), state.outer.values()
@@ -71,10 +71,10 @@ class VRBO(Algorithm):
         for _ in range(self.inner_steps):
             i, j = inner.index(), outer.index()
             batch, share = inner.batch(i), inner.share(i)
-            new = oracles.gradients(state, "inner", batch, live=True, hyper=False)
-            with oracles.placed(state.hypers, old_hyper):
-                old = oracles.gradients(state, "inner", batch, theta=old_theta, hyper=False)
-            batches, own = (draw.inners(method.inner_batches), outer.batch(j)), oracles.curvature_batch(state, draw)
+            new = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
+            with derivatives.placed(state.hypers, old_hyper):
+                old = derivatives.gradients(state, "inner", batch, theta=old_theta, hyper=False)
+            batches, own = (draw.inners(method.inner_batches), outer.batch(j)), derivatives.curvature_batch(state, draw)
             here, there = two_points(state, *batches, old_theta, old_hyper, **own)
             old_theta, old_hyper = state.inner.values(), state.outer.values()
             memory["d theta"] = _moved(memory["d theta"], new.theta, old.theta, share)

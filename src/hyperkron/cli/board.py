@@ -19,7 +19,7 @@ def write_board(folder: Path) -> Path:
     """
     import shutil
 
-    from hyperkron.report.folder import read_run
+    from hyperkron.cleaning.report.folder import read_run
     from hyperkron.training.jsonl import read_log
     from hyperkron.training.tracking import need
 

@@ -56,7 +56,7 @@ def clean(options: Any, given: list[str]) -> int:
     _refuse_taken(out, options.overwrite)
     if not options.quiet:
         say(f"Reading {options.train}" + (f" and {options.trusted}" if options.trusted else ""))
-    from hyperkron.tasks import cleaning
+    from hyperkron import cleaning
 
     settings: dict[str, Any] = {name: getattr(options, name) for name in SETTINGS}
     if compare is not None:
@@ -91,7 +91,7 @@ def resume(options: Any, given: list[str]) -> int:
     if not options.quiet:
         done = (out / "result.json").exists()
         say(f"The run in {out} is finished; its result is put together again" if done else f"Going on with {out}")
-    from hyperkron.tasks import cleaning
+    from hyperkron import cleaning
 
     shown = progress(options.quiet)
     try:
@@ -130,7 +130,7 @@ def _names(text: str) -> tuple[str, ...]:
 def _model(name: str | None) -> Callable[[], nn.Module] | None:
     if name is None:
         return None
-    from hyperkron.models import load_callable
+    from hyperkron.cleaning.models import load_callable
 
     return load_callable(name)
 
@@ -213,7 +213,7 @@ def _finish(options: Any, out: Path) -> int:
 
     try:
         if not options.no_report:
-            from hyperkron.report import write_report
+            from hyperkron.cleaning.report import write_report
 
             write_report(out)
         if options.tensorboard:

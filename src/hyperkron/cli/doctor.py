@@ -137,7 +137,7 @@ def _disk() -> Finding:
 
 
 def _encoder() -> Finding:
-    from hyperkron.models import choose_encoder
+    from hyperkron.cleaning.models import choose_encoder
 
     name = choose_encoder().name
     if Path(name).expanduser().is_dir():

@@ -52,7 +52,7 @@ class Option:
 
 
 ALTERNATIVES = ("noisy", "trusted", "pooled", "small-loss", "trusted-confidence", "cleanlab", "sama")
-"""What `clean` can compare with; as ``hyperkron.tasks.cleaning.ALTERNATIVES``, which cannot be had without torch."""
+"""What `clean` can compare with; as ``hyperkron.cleaning.ALTERNATIVES``, which cannot be had without torch."""
 
 _DATA, _TRAINING, _OUTPUT = "the data", "the training", "the output"
 

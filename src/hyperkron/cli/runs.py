@@ -18,7 +18,7 @@ from hyperkron.cli.output import UsageError, say, say_json
 
 def report(options: Any, given: list[str]) -> int:
     """Write or refresh report.html."""
-    from hyperkron.report import write_report
+    from hyperkron.cleaning.report import write_report
 
     page = write_report(options.run)
     if options.json:
@@ -44,7 +44,7 @@ def export(options: Any, given: list[str]) -> int:
         raise UsageError("export needs one of --drop suspects and --relabel suspects.")
     if options.threshold is not None and not 0 <= options.threshold <= 1:
         raise UsageError(f"--threshold={options.threshold!r} must lie between 0 and 1.")
-    from hyperkron.data import export_rows
+    from hyperkron.cleaning.data import export_rows
     from hyperkron.solution import HyperkronWarning
 
     folder = Path(options.run)
@@ -85,8 +85,8 @@ def export(options: Any, given: list[str]) -> int:
 
 def _check_rows(folder: Path, train: str) -> str | None:
     """Refuse a source that does not hold the rows of the run any more; what to say where that is not known."""
-    from hyperkron.data import RowHashes, row_hashes
-    from hyperkron.report.fields import parse, read_text
+    from hyperkron.cleaning.data import RowHashes, row_hashes
+    from hyperkron.cleaning.report.fields import parse, read_text
     from hyperkron.solution import HyperkronError
     from hyperkron.training.writing import read_plain
 
@@ -116,7 +116,7 @@ def _changed(folder: Path, train: str, what: str) -> str:
 
 def _source(folder: Path) -> tuple[str, dict[str, Any]]:
     """Where the training rows of a run came from, and how they were read."""
-    from hyperkron.report.fields import parse, read_text
+    from hyperkron.cleaning.report.fields import parse, read_text
     from hyperkron.solution import HyperkronError
 
     file = folder / "config.json"
@@ -127,13 +127,13 @@ def _source(folder: Path) -> tuple[str, dict[str, Any]]:
     if not source.text("train"):
         raise HyperkronError(
             f"{file} does not say which file the training rows came from; data that was given in Python is exported "
-            "with hyperkron.data.export_rows, or by taking the rows that rows.csv does not call suspect."
+            "with hyperkron.cleaning.data.export_rows, or by taking the rows that rows.csv does not call suspect."
         )
     return source.text("train"), {k: v for k, v in source.child("reading").raw.items() if v is not None}
 
 
 def _rows(folder: Path, threshold: float | None) -> list[Row]:
-    from hyperkron.report.fields import REMEDY, read_text
+    from hyperkron.cleaning.report.fields import REMEDY, read_text
     from hyperkron.solution import HyperkronError
 
     file = folder / "rows.csv"
@@ -165,7 +165,7 @@ def _flagged(train: str, reading: dict[str, Any]) -> list[int]:
     """The trusted rows that stand in the same file as the others: they belong to a clean dataset."""
     if "trusted_column" not in reading:
         return []
-    from hyperkron.data import read_pair
+    from hyperkron.cleaning.data import read_pair
 
     rows: list[int] = read_pair(train, **{name: reading[name] for name in READING if name in reading})[1].rows.tolist()
     return rows

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from hyperkron.cleaning.report.folder import Candidate, Run, Suspect, read_run
 from hyperkron.cli.output import lasting
-from hyperkron.report.folder import Candidate, Run, Suspect, read_run
 
 TOP = 5
 """Suspects that are named."""

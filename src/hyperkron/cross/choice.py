@@ -30,9 +30,9 @@ from hyperkron.cross.ways import (
 from hyperkron.cross.weighting import ChangedError, Weighted
 from hyperkron.curvature.base import Operator, checked_positive
 from hyperkron.curvature.products import HessianOperator, UndifferentiableError
-from hyperkron.linalg import tf32_products
+from hyperkron.evaluation.point import Point
+from hyperkron.kernels.linalg import tf32_products
 from hyperkron.losses import Loss
-from hyperkron.point import Point
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import Tree
 

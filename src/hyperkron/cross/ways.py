@@ -18,9 +18,9 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 from hyperkron import trees
 from hyperkron.curvature.products import UndifferentiableError, gradients_of, graph_nodes
-from hyperkron.linalg import full_precision
+from hyperkron.evaluation.point import Point
+from hyperkron.kernels.linalg import full_precision
 from hyperkron.losses import Loss
-from hyperkron.point import Point
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
 

@@ -25,8 +25,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from hyperkron import trees
 from hyperkron.cross.ways import along, filled, forward_mode, sides, slope_of, step_of
+from hyperkron.evaluation.point import Point
 from hyperkron.losses import Loss
-from hyperkron.point import Point
 from hyperkron.trees import Tree
 
 Factors = tuple[Tensor | float, ...]

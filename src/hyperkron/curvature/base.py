@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hyperkron.evaluation.point import Point
 from hyperkron.losses import Loss
-from hyperkron.point import Point
 from hyperkron.solution import HyperkronError, Status, warn_once
 from hyperkron.trees import Tree
 

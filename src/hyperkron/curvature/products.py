@@ -19,7 +19,7 @@ from hyperkron.curvature.base import (
     l2_curvature,
     warn_opaque,
 )
-from hyperkron.point import Point, independent
+from hyperkron.evaluation.point import Point, independent
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree

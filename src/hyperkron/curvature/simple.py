@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.curvature.base import Curvature, CurvatureState, Invertible, checked_positive
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import Tree
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyperkron.point import trainable
+from hyperkron.evaluation.point import trainable
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyperkron import graphs, trees
+from hyperkron import trees
 from hyperkron.cross import RECHECK, Cross, CrossState, Mode
 from hyperkron.curvature import (
     EKFAC,
@@ -25,10 +25,11 @@ from hyperkron.curvature import (
     KroneckerState,
 )
 from hyperkron.curvature.kfac.state import KroneckerOperator
+from hyperkron.evaluation.point import Point, independent
 from hyperkron.hypergradient.base import Hypergradient
+from hyperkron.hypergradient.precision import too_coarse
 from hyperkron.hypergradient.replay import Answer, Replays, Request
-from hyperkron.hypergradient.rounding import too_coarse
-from hyperkron.point import Point, independent
+from hyperkron.kernels import graphs
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, NonFiniteError, Solution, Status
 from hyperkron.solvers import Solver, Watch

@@ -25,9 +25,9 @@ from hyperkron import trees
 from hyperkron.cross.state import CrossState, inner_key
 from hyperkron.curvature import KFAC, Curvature, CurvatureState, KroneckerState
 from hyperkron.curvature.kfac.kronecker import Kronecker
-from hyperkron.graphs import Recording, StaticBatch, places
-from hyperkron.kernels import LayoutError
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
+from hyperkron.kernels.graphs import Recording, StaticBatch, places
+from hyperkron.kernels.selection import LayoutError
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, Solution, warn_once
 from hyperkron.solvers import Watch

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from hyperkron import trees
 from hyperkron.curvature.products import gradients_of
+from hyperkron.evaluation.point import Point, independent
 from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.hypergradient.steps import SGD, State, Step
-from hyperkron.point import Point, independent
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, Status
 from hyperkron.trees import Tree

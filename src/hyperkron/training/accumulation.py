@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hyperkron.curvature.products import gradients_of
-from hyperkron.inputs import tensors_of
-from hyperkron.kernels import WithoutAutocast, twice_differentiable
+from hyperkron.evaluation.inputs import tensors_of
+from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Objective, rows, shares
 from hyperkron.solution import HyperkronError

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from hyperkron.algorithms import Algorithm, Draw, State, StepReport, Updates, oracles
-from hyperkron.algorithms.movers import Mover, Project
+from hyperkron.algorithms import Algorithm, Draw, State, StepReport, Updates, derivatives
+from hyperkron.optimizers import Mover, Project
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, HyperkronWarning, Status
 from hyperkron.training import checkpoint, fingerprint
@@ -45,7 +45,7 @@ class Run:
 
     def __init__(self, algorithm: Algorithm, state: State, draw: Draw, callbacks: Sequence[Callback] = ()) -> None:
         self.algorithm, self.state = algorithm, state
-        oracles.check_curvature_data(state, draw)
+        derivatives.check_curvature_data(state, draw)
         self.draw = RecordedDraw(draw.inner_source, draw.outer_source, draw.curvature_source)
         self.callbacks = list(callbacks)
         self.history = History()

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyperkron.graphs import Recording, StaticBatch, available
-from hyperkron.kernels import LayoutError, evaluate
+from hyperkron.kernels.graphs import Recording, StaticBatch, available
+from hyperkron.kernels.selection import LayoutError, evaluate
 from hyperkron.losses import as_loss
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, warn_once

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.algorithms import Draw, Examples
-from hyperkron.inputs import tensors_of
+from hyperkron.evaluation.inputs import tensors_of
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
 
 MAX_IDS = 10_000

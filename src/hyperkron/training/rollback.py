@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.algorithms import State
-from hyperkron.algorithms.movers import Mover, load_scaler
+from hyperkron.optimizers import Mover, load_scaler
 from hyperkron.solution import NonFiniteError
 from hyperkron.training.randomness import random_state, set_random_state
 

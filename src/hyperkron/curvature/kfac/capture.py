@@ -16,8 +16,8 @@ from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.factors import scaled
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.recorder import Basis, Measured, Recorder
+from hyperkron.evaluation.point import Point
 from hyperkron.losses import Fisher, Loss
-from hyperkron.point import Point
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, warn_once
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.curvature.kfac.layers import Layer, has_diagonal, kronecker_layer
-from hyperkron.point import trainable
+from hyperkron.evaluation.point import trainable
 from hyperkron.solution import warn_once
 
 Fallback = Literal["diagonal", "identity", "zero"]

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from hyperkron.curvature.kfac.factors import Factor, LowRank, dense, stored
-from hyperkron.linalg import full_precision, side_by_side
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
+from hyperkron.kernels.linalg import full_precision, side_by_side
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
 
 Matrices = dict[str, Tensor]

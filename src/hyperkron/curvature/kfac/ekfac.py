@@ -14,7 +14,7 @@ from hyperkron.curvature.kfac.inverse import BlockInverses
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
 from hyperkron.curvature.kfac.recorder import Basis, Measured
 from hyperkron.curvature.kfac.state import KroneckerState
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
 
 

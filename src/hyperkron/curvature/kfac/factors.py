@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperkron.linalg import Factorization, full_precision, load_factorization
+from hyperkron.kernels.linalg import Factorization, full_precision, load_factorization
 
 DUAL_RATIO = 0.5
 """Rows are kept where there are at most this many for each dimension."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from hyperkron.curvature.kfac.coverage import Block
 from hyperkron.curvature.kfac.factors import Factor, LowRank, few_rows
 from hyperkron.curvature.kfac.layers import WeightSharing
-from hyperkron.linalg import gram, in_blocks, tf32_products
+from hyperkron.kernels.linalg import gram, in_blocks, tf32_products
 
 HALF = (torch.float16, torch.bfloat16)
 TOP = 2.0**14

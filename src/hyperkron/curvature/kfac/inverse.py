@@ -31,7 +31,7 @@ from hyperkron.curvature.kfac.factors import (
     load_factor_inverse,
     stored,
 )
-from hyperkron.linalg import Cholesky, Factorization, factorize, full_precision, gram, stream
+from hyperkron.kernels.linalg import Cholesky, Factorization, factorize, full_precision, gram, stream
 from hyperkron.solution import FactorizationError, HyperkronError, Status
 
 SplitFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

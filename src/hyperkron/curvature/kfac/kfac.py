@@ -18,7 +18,7 @@ from hyperkron.curvature.kfac.inverse import BlockInverses, Split, factored_inve
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
 from hyperkron.curvature.kfac.recorder import Measured
 from hyperkron.curvature.kfac.state import KroneckerState
-from hyperkron.point import Point
+from hyperkron.evaluation.point import Point
 from hyperkron.solution import HyperkronError, Status
 
 

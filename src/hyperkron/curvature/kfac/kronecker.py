@@ -19,8 +19,8 @@ from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.penalty import column_scales, mean_damping, scaled_factor
 from hyperkron.curvature.kfac.recorder import Basis, Measured
 from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState
+from hyperkron.evaluation.point import Point, independent
 from hyperkron.losses import Fisher
-from hyperkron.point import Point, independent
 from hyperkron.solution import (
     CoverageError,
     FactorizationError,

@@ -1,0 +1,255 @@
+"""The oracles that steps are made of: gradients, curvature products, cross terms and hypergradients.
+
+All of them are the core's; this file only evaluates them at the current point of a state, at another point
+(``placed``), or on another batch. Steps of θ are *live*: BatchNorm statistics advance and dropout draws anew, as in
+ordinary training. Every other evaluation leaves the model's buffers as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hyperkron import cross, trees
+from hyperkron.algorithms.base import State
+from hyperkron.batches import Draw
+from hyperkron.curvature import GGN, Curvature, Hessian
+from hyperkron.curvature.products import HessianOperator
+from hyperkron.evaluation.point import Point
+from hyperkron.hypergradient.implicit import outer_gradients
+from hyperkron.kernels.selection import WithoutAutocast
+from hyperkron.losses import as_loss
+from hyperkron.solution import HypergradientResult, HyperkronError
+from hyperkron.trees import Tree
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The value and the gradients of one objective at one point."""
+
+    value: Tensor
+    theta: Tree
+    hyper: Tree
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The pieces of the implicit formula at one (θ, λ, v): ∂θ g, Hv, X(v), b = ∂θ f, ∂λ f, and f."""
+
+    inner: Tree
+    product: Tree
+    crossed: Tree
+    b: Tree
+    direct: Tree
+    outer_loss: Tensor
+
+    def system(self) -> Tree:
+        """Hv − b, the residual of the linear system."""
+        return trees.add(self.product, self.b, alpha=-1.0)
+
+    def hyper(self) -> Tree:
+        """∂λ f − X(v), the hypergradient at this v."""
+        return trees.add(self.direct, self.crossed, alpha=-1.0)
+
+
+@contextmanager
+def placed(params: Tree, values: Tree) -> Iterator[None]:
+    """``params`` look at ``values`` inside the block; their own memory is never written."""
+    own = {name: p.data for name, p in params.items()}
+    try:
+        for name, p in params.items():
+            p.data = values[name].detach()
+        yield
+    finally:
+        for name, p in params.items():
+            p.data = own[name]
+
+
+@contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    kept = [(b, b.detach().clone()) for b in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for b, value in kept:
+                b.copy_(value)
+
+
+def gradients(
+    state: State,
+    level: Literal["inner", "outer"],
+    batch: Any,
+    *,
+    theta: Tree | None = None,
+    live: bool = False,
+    hyper: bool = True,
+) -> Gradients:
+    """Value, ∂θ and ∂λ of J_in or J_out at (θ, λ), or at another ``theta``.
+
+    Args:
+        state: where.
+        level: which objective.
+        batch: on which batch.
+        theta: parameters in place of the model's own.
+        live: a real training step of θ, which advances buffers.
+        hyper: whether ∂λ is wanted; zero otherwise.
+    """
+    function = state.problem.inner if level == "inner" else state.problem.outer
+    wanted = [*state.params.values(), *(state.hypers.values() if hyper else ())]
+    with ExitStack() as stack:
+        if theta is not None:
+            stack.enter_context(placed(state.params, theta))
+        if not live:
+            stack.enter_context(_kept_buffers(state.model))
+        stack.enter_context(torch.enable_grad())
+        scaler = state.inner.scaler if live and level == "inner" else None
+        if live and level == "inner" and state.inner.autocast is not None:
+            stack.enter_context(torch.autocast(wanted[0].device.type, state.inner.autocast))
+        plain = state.problem.autocast is False and not live
+        with WithoutAutocast(wanted[0].device.type) if plain else nullcontext():
+            loss = as_loss(function(state.model, state.hyper, batch))
+        if not loss.value.requires_grad:
+            raise HyperkronError(f"{level} returned a loss that depends on neither model nor hyper; do not detach it.")
+        value = loss.value if scaler is None else scaler.scale(loss.value)
+        found = torch.autograd.grad(value, wanted, allow_unused=True)
+        if scaler is not None:
+            found = tuple(g if g is None else g / scaler.get_scale() for g in found)
+    filled = [torch.zeros_like(p) if g is None else g for p, g in zip(wanted, found, strict=True)]
+    count = len(state.params)
+    by_hyper = dict(zip(state.hypers, filled[count:], strict=True)) if hyper else trees.zeros_like(state.hypers)
+    return Gradients(loss.value.detach(), dict(zip(state.params, filled[:count], strict=True)), by_hyper)
+
+
+def descend(state: State, draw: Draw, steps: int) -> Tensor | None:
+    """``steps`` real steps of θ on J_in, each on a fresh batch; the loss before the last of them."""
+    loss = None
+    for _ in range(steps):
+        found = gradients(state, "inner", draw.inner(), live=True, hyper=False)
+        state.inner.step(found.theta)
+        loss = found.value
+    return loss
+
+
+def advance_buffers(state: State, batches: Iterable[Any]) -> None:
+    """The buffers' share of a training step (BatchNorm's statistics) where its gradient left them alone."""
+    if state.model.training and next(state.model.buffers(), None) is not None:
+        with torch.no_grad():
+            for batch in batches:
+                state.problem.inner(state.model, state.hyper, batch)
+
+
+def curvature_batch(state: State, draw: Draw) -> dict[str, Any]:
+    """A fresh batch to measure A on as the argument of ``compute``; nothing where A is measured on the inner one."""
+    if draw.curvature_source is None:
+        return {}
+    check_curvature_data(state, draw)
+    return {"curvature_batch": draw.curvature()}
+
+
+def check_curvature_data(state: State, draw: Draw) -> None:
+    """Refuse batches for a curvature that the algorithm does not measure."""
+    method = state.hypergradient
+    if draw.curvature_source is not None and not (method is not None and method.measures_curvature):
+        what = (
+            "this algorithm uses no hypergradient"
+            if method is None
+            else f"{type(method).__name__} measures no curvature here"
+        )
+        raise HyperkronError(
+            f"curvature_data={type(draw.curvature_source).__name__}(…) was given, but {what}; leave it out, or use a "
+            "hypergradient that measures curvature on data, as AID(hyperkron.kfac()) does."
+        )
+
+
+def hypergradient(state: State, draw: Draw) -> HypergradientResult:
+    """dΦ/dλ at the current point on fresh batches, by the state's hypergradient."""
+    method = state.hypergradient
+    assert method is not None
+    batch, outer_batch = draw.inners(method.inner_batches), draw.outer()
+    own = curvature_batch(state, draw)
+    return method.compute(state.problem, state.model, state.hyper, batch, outer_batch, **own)
+
+
+def product(state: State, batch: Any, v: Tree, curvature: Curvature) -> Tree:
+    """(A + δI) v on ``batch``."""
+    with Point(state.problem, state.model, state.hyper, batch, None) as point:
+        found = curvature.operator(point, curvature.init()).matvec(v)
+        point.settle()
+    return found
+
+
+def cross_term(state: State, batch: Any, v: Tree) -> Tree:
+    """X(v) = ∂λ⟨∂θ J_in, v⟩ on ``batch``."""
+    with Point(state.problem, state.model, state.hyper, batch, None) as point:
+        found = cross.reverse(point, v)
+        point.settle()
+    return found
+
+
+def outer_parts(state: State, batch: Any) -> tuple[Tensor, Tree, Tree]:
+    """J_out, b = ∂θ J_out and ∂λ J_out on ``batch``."""
+    with Point(state.problem, state.model, state.hyper, None, batch) as point:
+        found = outer_gradients(point)
+        point.settle()
+    return found
+
+
+def parts(state: State, inner_batch: Any, outer_batch: Any, v: Tree, curvature: Curvature) -> Parts:
+    """All pieces of the implicit formula at the current (θ, λ) and ``v``, on one batch of each level."""
+    with Point(state.problem, state.model, state.hyper, inner_batch, outer_batch) as point:
+        outer_loss, b, direct = outer_gradients(point)
+        operator = curvature.operator(point, curvature.init())
+        graph = operator if isinstance(operator, HessianOperator) else HessianOperator(point, 0.0)
+        along = graph.cross(v, point.hypers)
+        result = Parts(
+            _filled(graph.gradients, point.params),
+            operator.matvec(v),
+            _filled(along, point.hypers),
+            b,
+            direct,
+            outer_loss,
+        )
+        point.settle()
+    return result
+
+
+def _filled(found: Mapping[str, Tensor | None], like: Tree) -> Tree:
+    return {n: torch.zeros_like(like[n]) if x is None else x.detach() for n, x in found.items()}
+
+
+def check_products(curvature: Curvature, algorithm: str) -> None:
+    """Refuse a curvature that has an inverse where v is followed by one product a step."""
+    if not isinstance(curvature, (Hessian, GGN)):
+        raise HyperkronError(
+            f"curvature={type(curvature).__name__} makes no sense in {algorithm}, which follows v ≈ A⁻¹b by one "
+            "product with A a step: use Hessian() or GGN(); a curvature with an inverse needs no such v: use it in "
+            "AID(hyperkron.kfac(), …) or AmIGO(hypergradient=hyperkron.kfac(), …)."
+        )
+
+
+def weighted_change(new: Parts, old: Parts, inner_share: float, outer_share: float) -> dict[str, Tree]:
+    """The change of SOBA's three directions between two points on one pair of batches, each batch by its share."""
+
+    def change(part: str, share: float) -> Tree:
+        return trees.scale(trees.add(getattr(new, part), getattr(old, part), alpha=-1.0), share)
+
+    return {
+        "theta": change("inner", inner_share),
+        "v": trees.add(change("product", inner_share), change("b", outer_share), alpha=-1.0),
+        "hyper": trees.add(change("direct", outer_share), change("crossed", inner_share), alpha=-1.0),
+    }
+
+
+def hypergradient_at(state: State, inner_batch: Any, outer_batch: Any, v: Tree) -> tuple[Tensor, Tree]:
+    """J_out and ∂λ f − X(v) for a given ``v``."""
+    with Point(state.problem, state.model, state.hyper, inner_batch, outer_batch) as point:
+        outer_loss, _, direct = outer_gradients(point)
+        found = trees.add(direct, cross.reverse(point, v), alpha=-1.0)
+        point.settle()
+    return outer_loss, found

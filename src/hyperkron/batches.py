@@ -1,0 +1,271 @@
+"""Where batches come from: one source for each level, and the state to resume it.
+
+A batch is whatever the objectives take; a source gives a fresh one whenever an algorithm asks. ``as_source``
+makes one of anything that holds data: a loader, a function, a fixed batch, or :class:`Examples`, the indexable
+batches that finite-sum methods (SABA, SRBA, VRBO) need.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyperkron.evaluation.inputs import differentiable_batch
+from hyperkron.hypergradient.unrolled import Batches
+from hyperkron.solution import HyperkronError
+
+
+class Source(ABC):
+    """Gives batches for ever."""
+
+    @abstractmethod
+    def next(self) -> Any:
+        """A fresh batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the source stands, as plain values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`."""
+        if state:
+            raise HyperkronError(f"{type(self).__name__} keeps no state, but one with {sorted(state)} was given.")
+
+
+class Fixed(Source):
+    """The same batch every time: full-batch training.
+
+    Example:
+        >>> Fixed((1, 2)).next()
+        (1, 2)
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def next(self) -> Any:
+        """The batch."""
+        return self.batch
+
+
+class Drawn(Source):
+    """A function that returns a fresh batch at every call; its randomness is the caller's to seed."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+
+    def next(self) -> Any:
+        """What the function returns."""
+        return self.function()
+
+
+class Loader(Source):
+    """Epoch after epoch of an iterable such as ``torch.utils.data.DataLoader``.
+
+    To resume inside an epoch the random state at its start is remembered and the epoch replayed up to the same
+    batch, so a loader shuffled by torch's generators continues with the batches it would have given.
+    """
+
+    def __init__(self, iterable: Iterable[Any]) -> None:
+        self.iterable = iterable
+        self.served = 0
+        self._iterator: Iterator[Any] | None = None
+        self._start: dict[str, Tensor] = {}
+
+    def next(self) -> Any:
+        """The next batch, from a new epoch where the last one is exhausted."""
+        for attempt in range(2):
+            if self._iterator is None:
+                self._start = self._random()
+                self._iterator, self.served = iter(self.iterable), 0
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                if attempt == 1 or self.served == 0:
+                    break
+                self._iterator = None
+                continue
+            self.served += 1
+            return batch
+        raise HyperkronError(
+            f"{type(self.iterable).__name__} gave no batch at the start of an epoch; pass a loader that can be "
+            "iterated again (a DataLoader, not an iterator over it) and is not empty."
+        )
+
+    def _random(self) -> dict[str, Tensor]:
+        own = getattr(self.iterable, "generator", None)
+        found = {"global": torch.get_rng_state()}
+        return {**found, "own": own.get_state()} if isinstance(own, torch.Generator) else found
+
+    def _set_random(self, state: dict[str, Tensor]) -> None:
+        torch.set_rng_state(state["global"])
+        if "own" in state:
+            self.iterable.generator.set_state(state["own"])  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"served": self.served, "random": dict(self._start)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._iterator, self.served = None, 0
+        if not state["random"]:
+            return
+        now = self._random()
+        self._set_random(state["random"])
+        for _ in range(state["served"]):
+            self.next()
+        after = self._random()
+        self._set_random({**after, "global": now["global"]})
+        self._start = dict(state["random"])
+
+
+class Examples(Source):
+    """Tensors of examples cut into fixed batches that can be asked for by index, and as one full batch.
+
+    Batches come in a new random order every epoch. Finite-sum methods ask for ``batch(i)``, of which there are
+    ``len(source)``, and for ``full()``.
+
+    Args:
+        tensors: with the examples along the first dimension; a batch is the tuple of their slices.
+        batch_size: examples in a batch; the last one may be smaller.
+        seed: of the order of the batches.
+
+    Example:
+        >>> source = Examples(torch.arange(6.0), torch.arange(6), batch_size=4)
+        >>> len(source), source.batch(1)
+        (2, (tensor([4., 5.]), tensor([4, 5])))
+        >>> source.share(1)  # this batch counts 2/6 where uniform sampling counts 1/2
+        0.6666666666666666
+    """
+
+    def __init__(self, *tensors: Tensor, batch_size: int, seed: int = 0) -> None:
+        if not tensors or any(len(x) != len(tensors[0]) for x in tensors):
+            raise HyperkronError(
+                f"tensors have lengths {[len(x) for x in tensors]}; pass at least one, all of one length."
+            )
+        if batch_size < 1 or len(tensors[0]) == 0:
+            raise HyperkronError(f"batch_size={batch_size!r} with {len(tensors[0])} examples; both must be at least 1.")
+        self.tensors: tuple[Tensor, ...] = differentiable_batch(tensors)
+        self.batch_size = batch_size
+        self.generator = torch.Generator().manual_seed(seed)
+        self.order: list[int] = []
+
+    def __len__(self) -> int:
+        return -(-len(self.tensors[0]) // self.batch_size)
+
+    def batch(self, index: int) -> tuple[Tensor, ...]:
+        """Batch number ``index``."""
+        part = slice(index * self.batch_size, (index + 1) * self.batch_size)
+        return tuple(x[part] for x in self.tensors)
+
+    def full(self) -> tuple[Tensor, ...]:
+        """All examples."""
+        return self.tensors
+
+    def share(self, index: int) -> float:
+        """What a batch's mean must be scaled by so that the uniform mean over batches is the full mean."""
+        size = min(self.batch_size, len(self.tensors[0]) - index * self.batch_size)
+        return size * len(self) / len(self.tensors[0])
+
+    def index(self) -> int:
+        """The number of the next batch, in random order without repetition."""
+        if not self.order:
+            self.order = torch.randperm(len(self), generator=self.generator).tolist()
+        return self.order.pop()
+
+    def next(self) -> tuple[Tensor, ...]:
+        """The next batch."""
+        return self.batch(self.index())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state(), "order": torch.tensor(self.order, dtype=torch.int64)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.order = state["order"].tolist()
+
+
+def as_source(data: Any, argument: str = "data") -> Source:
+    """``data`` as a source: a source itself, a fixed batch (tensor, tuple, dict, None), a function, a loader.
+
+    Example:
+        >>> type(as_source(lambda: 3)).__name__, type(as_source((1, 2))).__name__
+        ('Drawn', 'Fixed')
+    """
+    if isinstance(data, Source):
+        return data
+    if data is None or isinstance(data, (Tensor, tuple, Mapping)):
+        return Fixed(data)
+    if isinstance(data, list):
+        raise HyperkronError(
+            f"{argument} is a list, which may be one batch or many: pass a tuple (or hyperkron.Fixed(batch)) for "
+            "one batch, a DataLoader or hyperkron.Examples(...) for many."
+        )
+    if isinstance(data, Iterable) and not isinstance(data, Iterator):
+        return Loader(data)
+    if callable(data):
+        return Drawn(data)
+    raise HyperkronError(
+        f"{argument} is a {type(data).__name__}; pass a DataLoader (or any re-iterable), a function () -> batch, "
+        "a batch as tensor, tuple or dict, or hyperkron.Examples(...)."
+    )
+
+
+class Draw:
+    """Fresh batches for the two levels: ``draw.inner()`` and ``draw.outer()``.
+
+    Args:
+        inner: the data of J_in, anything :func:`as_source` accepts.
+        outer: the data of J_out.
+        curvature: the data of J_in that A is measured on; ``None`` for the inner batch of the cross term.
+    """
+
+    def __init__(self, inner: Any, outer: Any, curvature: Any = None) -> None:
+        self.inner_source = as_source(inner, "inner_data")
+        self.outer_source = as_source(outer, "outer_data")
+        self.curvature_source = None if curvature is None else as_source(curvature, "curvature_data")
+
+    def inner(self) -> Any:
+        """A fresh batch of J_in."""
+        return differentiable_batch(self.inner_source.next())
+
+    def outer(self) -> Any:
+        """A fresh batch of J_out."""
+        return differentiable_batch(self.outer_source.next())
+
+    def curvature(self) -> Any:
+        """A fresh batch of J_in to measure A on, where it has data of its own."""
+        assert self.curvature_source is not None
+        return differentiable_batch(self.curvature_source.next())
+
+    def inners(self, count: int) -> Any:
+        """``count`` fresh batches of J_in; a plain batch where ``count`` is 1."""
+        return self.inner() if count == 1 else Batches([self.inner() for _ in range(count)])
+
+    def finite(self, algorithm: str) -> tuple[Examples, Examples]:
+        """Both sources as finite sums, or an error that says why ``algorithm`` needs them to be."""
+        for argument, source in (("inner_data", self.inner_source), ("outer_data", self.outer_source)):
+            if not isinstance(source, Examples):
+                raise HyperkronError(
+                    f"{algorithm} returns to batches by their index and to the full sum, which {argument} "
+                    f"({type(source).__name__}) cannot give; pass hyperkron.Examples(*tensors, batch_size=…)."
+                )
+        assert isinstance(self.inner_source, Examples)
+        assert isinstance(self.outer_source, Examples)
+        return self.inner_source, self.outer_source
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where all sources stand."""
+        found = {"inner": self.inner_source.state_dict(), "outer": self.outer_source.state_dict()}
+        own = self.curvature_source
+        return found if own is None else {**found, "curvature": own.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the batches that would have followed."""
+        self.inner_source.load_state_dict(state["inner"])
+        self.outer_source.load_state_dict(state["outer"])
+        if self.curvature_source is not None and "curvature" in state:
+            self.curvature_source.load_state_dict(state["curvature"])

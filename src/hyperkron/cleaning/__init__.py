@@ -1,0 +1,7 @@
+"""From noisy labels and a few trusted ones to clean labels and a better model."""
+
+from hyperkron.cleaning.api import clean, resume
+from hyperkron.cleaning.config import ALTERNATIVES, OURS, CleanConfig, Progress
+from hyperkron.cleaning.result import CleanResult
+
+__all__ = ["ALTERNATIVES", "OURS", "CleanConfig", "CleanResult", "Progress", "clean", "resume"]

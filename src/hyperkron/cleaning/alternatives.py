@@ -1,0 +1,142 @@
+"""What the user could have done instead: each alternative is a lesson, trained by the same plan.
+
+Every one can be asked for the whole data or for one half of the noisy rows with the trusted rows of the other half;
+the second form is how all candidates are judged, on trusted rows that neither their network nor their weights saw.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from hyperkron import losses
+from hyperkron.cleaning.config import ALTERNATIVES, OURS
+from hyperkron.cleaning.evidence import of_label
+from hyperkron.cleaning.method import Outcome, Work
+from hyperkron.cleaning.trainer import Lesson, optimizer_for, predict, schedule_for, seeded
+from hyperkron.hyper import SampleWeights
+from hyperkron.hypergradient import sama
+from hyperkron.problem import BilevelProblem
+from hyperkron.solution import HyperkronError
+
+DESCRIPTIONS = {
+    OURS: "evidence of experts and given labels, weighted by KFAC hypergradients, plus the trusted rows",
+    "noisy": "the training rows as they are, without the trusted ones",
+    "trusted": "the trusted rows alone",
+    "pooled": "training and trusted rows together, labels as they are",
+    "small-loss": "each row weighted by the confidence of a network of all rows in its label",
+    "trusted-confidence": "each row weighted by the confidence of a network of the trusted rows in its label",
+    "cleanlab": "the rows that cleanlab keeps, given the same out-of-sample predictions, plus the trusted rows",
+    "sama": "one free weight per row, learnt by SAMA without curvature, plus the trusted rows",
+}
+
+SAMA_STEPS, SAMA_ROWS, SAMA_RATE = 40, 2048, 0.05
+
+
+def available(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """The alternatives that can be trained here, and messages about the others."""
+    if "cleanlab" in names and importlib.util.find_spec("cleanlab") is None:
+        message = "cleanlab is not installed, so it is left out of the comparison: pip install 'hyperkron[compare]'."
+        return [name for name in names if name != "cleanlab"], [message]
+    return list(names), []
+
+
+def lesson(name: str, work: Work, outcome: Outcome, half: int | None = None) -> Lesson:
+    """What a candidate learns from: everything, or one half of the noisy rows and the other half's trusted rows."""
+    if name not in (OURS, *ALTERNATIVES):
+        raise HyperkronError(f"name={name!r} is no candidate; choose from {', '.join((OURS, *ALTERNATIVES))}.")
+    noisy = work.noisy if half is None else work.side(half, work.noisy)
+    trusted = work.trusted if half is None else work.side(1 - half, work.trusted)
+    rows = {"noisy": noisy, "trusted": trusted}.get(name, torch.cat([noisy, trusted]))
+    if name == OURS:
+        return outcome.lesson(work, rows, half)
+    if name in ("noisy", "trusted", "pooled"):
+        return Lesson(rows, work.known(rows))
+    if name == "cleanlab":
+        rows = torch.cat([noisy[_kept_by_cleanlab(outcome.pooled_expert[noisy], work.given[noisy])], trusted])
+        return Lesson(rows, work.known(rows))
+    if name == "sama":
+        weight = _sama_weights(work, noisy, trusted, half)
+    else:
+        alone = outcome.trusted_expert if half is None else outcome.halved
+        expert = outcome.pooled_expert if name == "small-loss" else alone
+        weight = of_label(expert[noisy], work.given[noisy])
+    return Lesson(rows, work.known(rows), torch.cat([weight, torch.ones(len(trusted), device=work.device)]))
+
+
+def judged(name: str, work: Work, outcome: Outcome) -> Tensor:
+    """Probabilities of all trusted rows (M, C), each from networks that did not see the row or its half's labels."""
+    ready = {"trusted": outcome.trusted_expert, "pooled": outcome.pooled_expert}
+    if name in ready:
+        return ready[name][work.trusted]
+
+    def compute() -> dict[str, Tensor]:
+        found = torch.zeros(len(work.given), work.classes, device=work.device)
+        lessons = [lesson(name, work, outcome, half) for half in (0, 1)]
+        plan = outcome.paced(work, work.short) if name == OURS else work.short
+        for half, network in enumerate(work.fit(lessons, plan, f"judge-{name}", seeds=[21, 22])):
+            ask = work.side(half, work.trusted)
+            found[ask] = predict(network, work.inputs, ask)
+        return {"asked": found[work.trusted]}
+
+    return work.stages(f"judged-{name}", compute)["asked"].to(work.device)
+
+
+def _kept_by_cleanlab(predicted: Tensor, given: Tensor) -> Tensor:
+    """The positions that cleanlab does not flag."""
+    from cleanlab.filter import find_label_issues
+
+    labels, probabilities = given.cpu().numpy(), predicted.double().cpu().numpy()
+    if len(set(labels.tolist())) < probabilities.shape[1]:  # it needs every class to occur
+        return torch.arange(len(given), device=given.device)
+    flagged = find_label_issues(labels, probabilities / probabilities.sum(1, keepdims=True), n_jobs=1)
+    return torch.as_tensor(~flagged, device=given.device).nonzero()[:, 0]
+
+
+def _sama_weights(work: Work, noisy: Tensor, trusted: Tensor, half: int | None) -> Tensor:
+    """One weight in [0, 1] for each noisy row, learnt by SAMA along one training run."""
+
+    def compute() -> dict[str, Tensor]:
+        with seeded(work.config.seed, work.device):
+            return {"weight": _sama_run(work, noisy, trusted)}
+
+    return work.stages(f"sama-weights-{'all' if half is None else half}", compute)["weight"].to(work.device)
+
+
+def _sama_run(work: Work, noisy: Tensor, trusted: Tensor) -> Tensor:
+    plan, device = work.short, work.device
+    weights = SampleWeights(len(noisy)).to(device)
+    random = torch.Generator(device).manual_seed(work.config.seed)
+    network = work.build().to(device).train()
+    optimizer = optimizer_for(network, plan)
+    total, size = plan.steps(len(noisy)), plan.batch_for(len(noisy))
+    schedule = schedule_for(optimizer, total)
+    problem = BilevelProblem(
+        lambda net, w, b: losses.cross_entropy(net(*b[0]), b[1], weight=w(b[2])),
+        lambda net, w, b: losses.cross_entropy(net(*b[0]), b[1]),
+    )
+    method = sama(optimizer)
+    outer = torch.optim.Adam(weights.parameters(), lr=SAMA_RATE)
+    tick, every = work.ticker("SAMA weights"), max(1, total // SAMA_STEPS)
+
+    def batch(count: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        index = torch.randint(len(noisy), (count,), generator=random, device=device)
+        return work.inputs.batch(noisy[index]), work.given[noisy[index]], index
+
+    for step in range(1, total + 1):
+        optimizer.zero_grad(set_to_none=True)
+        problem.inner(network, weights, batch(size)).backward()
+        optimizer.step()
+        schedule.step()
+        tick(1)
+        if step % every == 0 and step >= total // 5:
+            outer.zero_grad()
+            ask = trusted[torch.randint(len(trusted), (min(512, len(trusted)),), generator=random, device=device)]
+            inner_batch = batch(min(SAMA_ROWS, len(noisy)))
+            method.backward(problem, network, weights, inner_batch, (work.inputs.batch(ask), work.given[ask]))
+            outer.step()
+            with torch.no_grad():
+                weights.weight.clamp_(0, 1)
+    return weights.weight.detach().clone()

@@ -1,0 +1,117 @@
+"""``clean`` and ``resume``: the whole job, from sources to a result and a run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hyperkron.cleaning.config import CleanConfig, Progress, Silent
+from hyperkron.cleaning.data import row_hashes
+from hyperkron.cleaning.folder import FORMAT, RunFolder, fingerprint
+from hyperkron.cleaning.given import Given
+from hyperkron.cleaning.prepare import refuse_early
+from hyperkron.cleaning.recorded import encoder_to_load, refuse_other_model, refuse_other_settings
+from hyperkron.cleaning.result import CleanResult
+from hyperkron.cleaning.run import Run
+from hyperkron.cleaning.sources import model_name, plain_sources, read_parts
+from hyperkron.solution import HyperkronError
+
+
+def clean(
+    train: Any,
+    trusted: Any = None,
+    *,
+    test: Any = None,
+    out: str | Path | None = None,
+    model: Callable[[], nn.Module] | None = None,
+    config: CleanConfig | None = None,
+    progress: Progress | None = None,
+    command: str | None = None,
+    **reading: Any,
+) -> CleanResult:
+    """Find the wrong labels of a training set by means of a few trusted rows, and train the model it deserved.
+
+    Args:
+        train: the noisy rows: a path, a DataFrame, a dictionary of columns, a pair (x, y) of arrays, a torch Dataset
+            of such pairs, or :class:`hyperkron.cleaning.data.Labelled` rows.
+        trusted: rows with right labels, in the same form; None if a column (``trusted_column=``) or a part of the
+            source marks them.
+        test: rows for a last figure; never used for choosing.
+        out: folder of the run, for the report and for resuming; None writes nothing.
+        model: makes a fresh network; None takes the default for the kind of data.
+        config: settings; the defaults are meant for every dataset.
+        progress: shown what happens.
+        command: what the user typed, for the record.
+        reading: columns and options of :func:`hyperkron.cleaning.data.read_pair` (``text=``, ``label=``, ...).
+
+    Example:
+        >>> import torch
+        >>> x = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+        >>> y = (x[:, 0] > 0).long()
+        >>> noisy = torch.where(torch.arange(160) % 5 == 0, 1 - y[:160], y[:160])
+        >>> result = clean((x[:160], noisy), (x[160:], y[160:]), config=CleanConfig(epochs=1, compare=()))
+        >>> len(result.weights), result.chosen
+        (160, 'hyperkron')
+    """
+    config = config or CleanConfig()
+    sources = {"train": train, "trusted": trusted, "test": test, "reading": reading}
+    plain = None if out is None else plain_sources(sources)
+    hashes = None if plain is None else row_hashes(plain["train"])  # before they are read, so never of later ones
+    parts = read_parts(train, trusted, test, reading)
+    refuse_early(parts, config, model)
+    folder = None if out is None else RunFolder(out, new=True)
+    if folder is not None:
+        about = {
+            "source": plain,
+            "rows": None if hashes is None else folder.write_hashes(hashes),
+            "model": None if model is None else model_name(model),
+            "command": command,
+        }
+        folder.write_json(
+            "config.json", {"format": FORMAT, **about, "config": asdict(config), "data": fingerprint(parts)}
+        )
+    given = Given.of(train, parts[0])
+    return Run(parts, config, folder, model, progress or Silent(), command, given, config.encoder).result()
+
+
+def resume(
+    out: str | Path,
+    *,
+    model: Callable[[], nn.Module] | None = None,
+    expected: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> CleanResult:
+    """Go on with a run that was interrupted, after the last stage it finished; a finished one is read again.
+
+    Data, settings, network and encoder must be those that the run began with; anything else is refused. Another
+    version of torch or hyperkron, or another kind of device, is said in the messages of the result.
+
+    Args:
+        out: its folder.
+        model: the same builder as before, where one was given.
+        expected: arguments of :func:`clean` and settings of ``CleanConfig`` by name, such as ``{"seed": 1}``, that are
+            refused where the run began with others. A folder given as ``encoder`` is used if it holds the same encoder.
+        progress: shown what happens.
+    """
+    folder = RunFolder(out, new=False)
+    kept = folder.read_config()
+    source = kept["source"]
+    if source is None:
+        raise HyperkronError(
+            f"out={str(out)!r} was made from data in memory, which is not kept; call clean() again with it."
+        )
+    expected = {name: value for name, value in (expected or {}).items() if value is not None}
+    refuse_other_settings(kept, expected)
+    refuse_other_model(kept, model)
+    parts = read_parts(source["train"], source["trusted"], source["test"], source["reading"])
+    if fingerprint(parts) != kept["data"]:
+        raise HyperkronError(
+            f"the data in {source['train']!r} is not what the run in {str(out)!r} began with; begin a new run."
+        )
+    config = CleanConfig(**{**kept["config"], "compare": tuple(kept["config"]["compare"])})
+    given, encoder = Given.of(source["train"], parts[0]), encoder_to_load(kept, expected)
+    return Run(parts, config, folder, model, progress or Silent(), kept["command"], given, encoder).result()

@@ -1,0 +1,22 @@
+"""Readers of datasets: ``read_pair`` for training and trusted rows, ``read`` for one source, ``export_rows`` back."""
+
+from hyperkron.cleaning.data.encoding import TableEncoding
+from hyperkron.cleaning.data.export import export_rows
+from hyperkron.cleaning.data.idx import MNIST, mnist, read_idx
+from hyperkron.cleaning.data.labelled import Labelled, ReadOptions
+from hyperkron.cleaning.data.provenance import RowHashes, row_hashes
+from hyperkron.cleaning.data.reading import read, read_pair
+
+__all__ = [
+    "MNIST",
+    "Labelled",
+    "ReadOptions",
+    "RowHashes",
+    "TableEncoding",
+    "export_rows",
+    "mnist",
+    "read",
+    "read_idx",
+    "read_pair",
+    "row_hashes",
+]

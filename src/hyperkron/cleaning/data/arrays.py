@@ -1,0 +1,226 @@
+"""Arrays: ``.npz``, idx pairs and the binary batches of CIFAR, none of them able to run anything."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hyperkron.cleaning.data.files import (
+    listing,
+    need,
+    read_bounded,
+    refuse_cells,
+    refuse_growth,
+    refuse_wide,
+    stored_bytes,
+)
+from hyperkron.cleaning.data.idx import find_idx, read_idx
+from hyperkron.cleaning.data.labelled import Raw, ReadOptions
+from hyperkron.cleaning.data.values import label_names
+from hyperkron.solution import HyperkronError
+from hyperkron.training.writing import open_plain
+
+if TYPE_CHECKING:
+    from hyperkron.cleaning.data.labelled import Array
+
+_PIXELS = 32 * 32 * 3
+
+
+# --- npz ---------------------------------------------------------------------------------------------------
+
+
+def read_npz(path: Path, options: ReadOptions) -> dict[str, Array]:
+    """Every array of a ``.npz`` file; pickled ones, and sizes that do not add up, are refused."""
+    try:
+        with open_plain(path) as stored, zipfile.ZipFile(stored) as archive:
+            entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
+            size = sum(entry.file_size for entry in entries)
+            refuse_growth(path, stored_bytes(path), size, options.max_bytes)
+            if not entries:
+                raise HyperkronError(f"{str(path)!r} is empty: it holds no array.")
+            return {entry.filename.removesuffix(".npy"): _member(archive, entry, path) for entry in entries}
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+        if isinstance(error, HyperkronError):
+            raise
+        raise HyperkronError(f"{str(path)!r} is no readable .npz file ({str(error)[:150]}).") from error
+
+
+def _member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) -> Array:
+    """One array, whose header is checked against the bytes that are there before any memory is taken."""
+    npy = need("numpy.lib.format")
+    with archive.open(entry) as file:
+        version = npy.read_magic(file)
+        read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, _, dtype = read_header(file)
+        start = file.tell()
+    if dtype.hasobject:
+        raise HyperkronError(
+            f"{str(path)!r} holds Python objects under {entry.filename!r}, which could run code when read; save texts "
+            "with np.asarray(texts, dtype=str), and numbers as numbers."
+        )
+    count = 1
+    for length in shape:
+        count *= length
+    if count * dtype.itemsize != entry.file_size - start:
+        raise HyperkronError(
+            f"{str(path)!r}: {entry.filename!r} claims shape {shape} of {dtype} but holds {entry.file_size - start} "
+            "bytes; save it again."
+        )
+    with archive.open(entry) as file:
+        return npy.read_array(file)  # objects were refused above, and numpy refuses them too
+
+
+def npz_keys(arrays: Mapping[str, Any], part: str | None, name: str) -> tuple[str, str]:
+    """The names of the inputs and the labels: ``x`` and ``y``, or ``x_train`` and ``y_train`` and so on."""
+    by_lower = {key.lower(): key for key in arrays}
+    wanted = [f"_{part}"] if part else ["", "_train"]
+    for suffix in wanted:
+        for x in ("x", "inputs", "images", "data", "texts"):
+            for y in ("y", "labels", "targets"):
+                if x + suffix in by_lower and y + suffix in by_lower:
+                    return by_lower[x + suffix], by_lower[y + suffix]
+    needed = f"x_{part} and y_{part}" if part else "x and y, or x_train and y_train"
+    raise HyperkronError(f"{name} must hold {needed}; it holds {listing(map(repr, sorted(arrays)), 12)}.")
+
+
+def read_npz_rows(path: Path, part: str | None, options: ReadOptions) -> Raw:
+    """The inputs and labels of a ``.npz`` file."""
+    arrays = read_npz(path, options)
+    x, y = npz_keys(arrays, part, path.name)
+    names = arrays.get("classes")
+    classes = tuple(str(name) for name in names.tolist()) if names is not None and names.ndim == 1 else ()
+    name = f"{path.name}:{part}" if part else path.name
+    if arrays[x].ndim <= 2:
+        width = arrays[x].shape[1] if arrays[x].ndim == 2 else 1
+        refuse_wide(name, width, options.max_columns)
+        refuse_cells(name, len(arrays[y].reshape(-1)) * (width + 1), options.max_cells, stored_bytes(path))
+    return array_rows(arrays[x], arrays[y], name, classes)
+
+
+def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
+    """Rows of arrays in memory: texts (N,), a table (N, d), or images (N, H, W), (N, H, W, C) or (N, C, H, W).
+
+    Args:
+        x: the inputs.
+        y: the labels.
+        name: what messages call the source.
+        classes: the names that integer labels stand for.
+    """
+    np = need("numpy")
+    inputs, targets = np.asarray(x), np.asarray(y)
+    if targets.ndim == 2 and 1 in targets.shape:
+        targets = targets.reshape(-1)
+    if targets.ndim != 1:
+        raise HyperkronError(f"{name}: y has shape {targets.shape}; labels are one number or name a row.")
+    if inputs.ndim == 0 or len(inputs) != len(targets):
+        raise HyperkronError(f"{name}: x has {len(inputs) if inputs.ndim else 0} rows but y has {len(targets)}.")
+    if not len(targets):
+        raise HyperkronError(f"{name} is empty: it has no rows.")
+    labels = label_names(targets, f"{name}: y")
+    if classes and targets.dtype.kind in "iu":
+        outside = sorted({int(value) for value in targets.tolist() if not 0 <= value < len(classes)})
+        if outside:
+            raise HyperkronError(f"{name}: y holds {listing(outside)}, but there are {len(classes)} classes.")
+        labels = [classes[value] for value in targets.tolist()]
+    rows = np.arange(len(targets))
+    if inputs.dtype.kind in "UO" and inputs.ndim == 1:
+        texts = ["" if value is None or value != value else str(value) for value in inputs.tolist()]
+        return Raw(name, "text", texts, labels, rows, classes=classes)
+    if inputs.dtype.kind not in "fiub":
+        raise HyperkronError(f"{name}: x is of type {inputs.dtype}; it must hold numbers, or texts in one dimension.")
+    if inputs.ndim <= 2:
+        flat = inputs.reshape(len(inputs), -1)
+        return Raw(name, "table", {f"x{i}": flat[:, i] for i in range(flat.shape[1])}, labels, rows, classes=classes)
+    pictures, notes = _as_pictures(inputs, name)
+    return Raw(name, "image", pictures, labels, rows, notes, classes=classes)
+
+
+def _as_pictures(x: Array, name: str) -> tuple[Array, tuple[str, ...]]:
+    """uint8 (N, C, H, W) of an array of images, channels first, last or absent."""
+    np = need("numpy")
+    if x.ndim == 3:
+        x = x[:, None]
+    elif x.ndim != 4:
+        raise HyperkronError(f"{name}: x has shape {x.shape}; images are (N, H, W), (N, H, W, C) or (N, C, H, W).")
+    elif x.shape[1] not in (1, 3) and x.shape[3] in (1, 3, 4):
+        x = x.transpose(0, 3, 1, 2)[:, :3]
+    if x.shape[1] not in (1, 3) or 0 in x.shape:
+        raise HyperkronError(f"{name}: x has shape {x.shape}; images have 1 or 3 channels, first or last.")
+    if x.dtype == np.uint8:
+        return np.ascontiguousarray(x), ()
+    if not np.isfinite(x).all():
+        raise HyperkronError(f"{name}: x holds images with missing or infinite pixels; repair or remove them.")
+    low, high = float(x.min()), float(x.max())
+    if low < 0 or high > 255 or (x.dtype.kind == "f" and high > 1 and bool((x != np.round(x)).any())):
+        raise HyperkronError(
+            f"{name}: pixels of x run from {low:g} to {high:g}; images are 0 to 255, or 0 to 1. Undo the "
+            "standardisation."
+        )
+    if x.dtype.kind == "f" and high <= 1:
+        return np.round(x * 255).astype(np.uint8), (f"{name}: pixels from 0 to 1 are kept to 8 bits.",)
+    return x.astype(np.uint8), ()
+
+
+# --- idx ---------------------------------------------------------------------------------------------------
+
+
+def read_idx_rows(folder: Path, part: str | None, options: ReadOptions) -> Raw:
+    """MNIST and its relatives: ``train-images-idx3-ubyte`` with labels, or ``t10k-…`` for the part ``test``."""
+    part = part or "train"
+    if part not in ("train", "test"):
+        raise HyperkronError(f"part={part!r} is not in {str(folder)!r}; there is train and test.")
+    prefix = "train" if part == "train" else "t10k"
+    images = read_idx(find_idx(folder, f"{prefix}-images-idx3-ubyte"), options.max_bytes)
+    labels = read_idx(find_idx(folder, f"{prefix}-labels-idx1-ubyte"), options.max_bytes)
+    return array_rows(images.numpy(), labels.numpy(), f"{folder.name}:{part}")
+
+
+# --- CIFAR -------------------------------------------------------------------------------------------------
+
+
+def is_pickled_cifar(folder: Path) -> bool:
+    """Whether a folder holds the pickled version of CIFAR."""
+    return any((folder / name).is_file() for name in ("data_batch_1", "batches.meta")) or (
+        (folder / "meta").is_file() and (folder / "train").is_file()
+    )
+
+
+def read_cifar(folder: Path, part: str | None, options: ReadOptions) -> Raw:
+    """The binary version of CIFAR-10 (``data_batch_1.bin`` …) or CIFAR-100 (``train.bin``).
+
+    A record is one label byte (two for CIFAR-100: coarse and fine) and 3 × 32 × 32 pixels.
+
+    Reference: Krizhevsky, "Learning multiple layers of features from tiny images" (2009).
+    """
+    np = need("numpy")
+    part = part or "train"
+    ten = not (folder / "train.bin").is_file()
+    patterns = (
+        {"train": "data_batch_*.bin", "test": "test_batch.bin"} if ten else {"train": "train.bin", "test": "test.bin"}
+    )
+    files = sorted(folder.glob(patterns.get(part, ""))) if part in patterns else []
+    if not files:
+        raise HyperkronError(f"part={part!r} is not in {str(folder)!r}; there is train and test.")
+    ahead = 1 if ten else 2
+    records = []
+    for file in files:
+        content = np.frombuffer(read_bounded(file, options.max_bytes), dtype=np.uint8)
+        if not len(content) or len(content) % (ahead + _PIXELS):
+            raise HyperkronError(
+                f"{str(file)!r} has {len(content)} bytes, no multiple of the {ahead + _PIXELS} of a CIFAR record; "
+                "fetch it again."
+            )
+        records.append(content.reshape(-1, ahead + _PIXELS))
+    joined = np.concatenate(records)
+    classes = _cifar_names(folder / ("batches.meta.txt" if ten else "fine_label_names.txt"))
+    labels = joined[:, ahead - 1].astype(np.int64)
+    return array_rows(joined[:, ahead:].reshape(-1, 3, 32, 32), labels, f"{folder.name}:{part}", classes)
+
+
+def _cifar_names(path: Path) -> tuple[str, ...]:
+    if not path.is_file():
+        return ()
+    return tuple(line.strip() for line in re.split(r"[\r\n]+", path.read_text("utf-8")) if line.strip())

@@ -1,0 +1,245 @@
+"""How the columns of a table become the inputs of a model: learnt on the training rows, applied to all others."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from hyperkron.cleaning.data.files import listing, need, several
+from hyperkron.cleaning.data.values import LARGEST, category, extremes, numbers
+from hyperkron.solution import HyperkronError
+
+if TYPE_CHECKING:
+    from hyperkron.cleaning.data.labelled import Array, Columns
+
+FORMAT = 1
+_STRANGE = 0.05  # a column with at most this part of values that are no numbers is one of numbers
+
+
+@dataclass(frozen=True)
+class Number:
+    """A column of numbers: z = (x − mean) / scale, 0 where x is missing.
+
+    Attributes:
+        name: of the column.
+        mean, scale: mean and standard deviation over the training rows that have a value.
+        flagged: whether values were missing in training, so that an input of its own says where they are.
+    """
+
+    name: str
+    mean: float
+    scale: float
+    flagged: bool
+
+
+@dataclass(frozen=True)
+class Category:
+    """A column of names, one 0/1 input for each.
+
+    Attributes:
+        name: of the column.
+        values: that have an input of their own.
+        other: whether one more input stands for all other values.
+        flagged: whether values were missing in training, so that an input of its own says where they are.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    other: bool
+    flagged: bool
+
+
+Column: TypeAlias = "Number | Category"
+
+
+@dataclass(frozen=True)
+class TableEncoding:
+    """The columns of a table as numbers.
+
+    ``matrix`` makes one float32 column of every number, NaN where it is missing, and one 0/1 column for every value of
+    a category. ``standardise`` then imputes the mean, standardises the numbers, and appends a flag for every column
+    of numbers that had gaps in training:
+
+        z_j = (x_j − mean_j) / std_j,  z_j = 0 and flag_j = 1 where x_j is missing
+
+    Attributes:
+        columns: in the order of the inputs.
+
+    Example:
+        >>> encoding, messages = TableEncoding.fit({"age": ["20", "", "40"], "town": ["Rome", "Oslo", "Rome"]})
+        >>> encoding.names
+        ('age', 'town=Rome', 'town=Oslo')
+        >>> encoding.encode({"age": [50], "town": ["Paris"]}).tolist()
+        [[2.0, 0.0, 0.0, 0.0]]
+        >>> TableEncoding.from_json(encoding.to_json()) == encoding
+        True
+    """
+
+    columns: tuple[Column, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What each column of ``matrix`` is."""
+        found: list[str] = []
+        for column in self.columns:
+            if isinstance(column, Number):
+                found.append(column.name)
+            else:
+                found += [f"{column.name}={value}" for value in column.values]
+                found += [f"{column.name}=(other)"] * column.other + [f"{column.name}=(missing)"] * column.flagged
+        return tuple(found)
+
+    @classmethod
+    def fit(cls, columns: Columns, max_categories: int = 50) -> tuple[TableEncoding, list[str]]:
+        """The encoding of a training table, and what was noticed."""
+        kept: list[Column] = []
+        messages: list[str] = []
+        for name, values in columns.items():
+            found, message = _fit_column(name, values, max_categories)
+            kept += [found] if found is not None else []
+            messages += [message] if message else []
+        if not kept:
+            raise HyperkronError(f"no column can be used as a feature: {' '.join(messages) or 'there is none.'}")
+        return cls(tuple(kept)), messages
+
+    def matrix(self, columns: Columns) -> Array:
+        """The table as float32 (N, d), NaN where a number is missing."""
+        np = need("numpy")
+        parts = []
+        for column in self.columns:
+            if column.name not in columns:
+                raise HyperkronError(f"the table lacks the column {column.name!r} that was there in training.")
+            values = columns[column.name]
+            if isinstance(column, Number):
+                parts.append(numbers(values)[0][:, None].astype(np.float32))
+            else:
+                parts.append(_one_hot(column, values))
+        return np.concatenate(parts, axis=1)
+
+    def standardise(self, matrix: Array) -> Array:
+        """What a model takes: float32 (N, d + flags), without NaN."""
+        np = need("numpy")
+        if matrix.ndim != 2 or matrix.shape[1] != len(self.names):
+            raise HyperkronError(
+                f"matrix has shape {tuple(matrix.shape)}, but the encoding has {len(self.names)} columns."
+            )
+        mean = np.zeros(matrix.shape[1])
+        scale = np.ones(matrix.shape[1])
+        flagged = []
+        at = {name: i for i, name in enumerate(self.names)}
+        for column in self.columns:
+            if isinstance(column, Number):
+                mean[at[column.name]], scale[at[column.name]] = column.mean, column.scale
+                flagged += [at[column.name]] if column.flagged else []
+        missing = np.isnan(matrix)
+        with np.errstate(over="ignore"):  # met below
+            scaled = ((np.where(missing, mean, matrix) - mean) / scale).astype(np.float32)
+        if not np.isfinite(scaled).all():
+            row, j = (int(i) for i in np.argwhere(~np.isfinite(scaled))[0])
+            raise HyperkronError(
+                f"column {self.names[j]!r} holds {matrix[row, j]:g} in row {row}, which is too extreme beside the "
+                f"training rows (mean {mean[j]:g}, standard deviation {scale[j]:g}); correct it or leave it empty, or "
+                "rescale the column in all parts."
+            )
+        return np.concatenate([scaled, missing[:, flagged]], axis=1).astype(np.float32)
+
+    def encode(self, columns: Columns) -> Array:
+        """``standardise(matrix(columns))``."""
+        return self.standardise(self.matrix(columns))
+
+    def to_json(self) -> str:
+        """The encoding as JSON text."""
+        columns = [{"kind": type(column).__name__.lower(), **asdict(column)} for column in self.columns]
+        return json.dumps({"format": FORMAT, "columns": columns}, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> TableEncoding:
+        """The encoding that ``to_json`` wrote."""
+        try:
+            content = json.loads(text)
+            if content["format"] != FORMAT:
+                raise ValueError(f"its format is {content['format']!r}, this version reads {FORMAT}")
+            return cls(tuple(_column(entry) for entry in content["columns"]))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise HyperkronError(f"text={text[:60]!r} is no encoding of a table ({str(error)[:150]}).") from error
+
+
+def _column(entry: Mapping[str, Any]) -> Column:
+    if entry["kind"] == "number":
+        return Number(str(entry["name"]), float(entry["mean"]), float(entry["scale"]), bool(entry["flagged"]))
+    if entry["kind"] == "category":
+        values = tuple(str(value) for value in entry["values"])
+        return Category(str(entry["name"]), values, bool(entry["other"]), bool(entry["flagged"]))
+    raise ValueError(f"no kind of column is called {entry['kind']!r}")
+
+
+def _fit_column(name: str, values: list[Any] | Array, cap: int) -> tuple[Column | None, str]:
+    """How one column is encoded, None if it is left out; and what to say about it."""
+    np = need("numpy")
+    found, strange = numbers(values)
+    here = found[~np.isnan(found)]
+    if len(here) + len(strange) == 0:
+        if len(extreme := extremes(values)):
+            raise HyperkronError(
+                f"column {name!r} holds no number between -{LARGEST:g} and {LARGEST:g}, which is what a model can "
+                f"take, but {several(len(extreme), 'value')} such as {extreme[0]:g}; rescale the column (divide it, "
+                "or take logarithms), or leave it out."
+            )
+        return None, f"column {name!r} has no values and is left out."
+    if len(strange) > _STRANGE * (len(here) + len(strange)):
+        return _fit_category(name, values, cap)
+    mean, scale = float(here.mean()), float(here.std())
+    flagged = len(here) < len(found)
+    if scale <= 1e-12 * max(1.0, abs(mean)):
+        if not flagged:
+            return None, f"column {name!r} is {here[0]:g} in every training row and is left out."
+        scale = 1.0
+    message = ""
+    if strange:
+        message = (
+            f"column {name!r} holds numbers but for {several(len(strange), 'value')} taken as missing: "
+            f"{listing(repr(str(value)[:40]) for value in strange)}."
+        )
+    return Number(name, mean, scale, flagged), message
+
+
+def _fit_category(name: str, values: list[Any] | Array, cap: int) -> tuple[Category | None, str]:
+    texts = [category(value) for value in values]
+    counts = Counter(text for text in texts if text is not None)
+    flagged = None in texts
+    if len(counts) > cap and 2 * len(counts) > counts.total():
+        return None, (
+            f"column {name!r} is left out: {len(counts)} different values in {counts.total()} rows look like names or "
+            f"free text. Pass text={name!r} to learn from it as text."
+        )
+    if len(counts) == 1 and not flagged:
+        return None, f"column {name!r} is {next(iter(counts))!r} in every training row and is left out."
+    common = tuple(text for text, _ in counts.most_common(cap))
+    if len(counts) <= cap:
+        return Category(name, common, other=False, flagged=flagged), ""
+    rest = counts.total() - sum(counts[text] for text in common)
+    message = (
+        f"column {name!r} has {len(counts)} different values; the {cap} most frequent have an input each, the others "
+        f"({several(rest, 'row')}) share one. max_categories={cap} sets this."
+    )
+    return Category(name, common, other=True, flagged=flagged), message
+
+
+def _one_hot(column: Category, values: list[Any] | Array) -> Array:
+    np = need("numpy")
+    place = {value: i for i, value in enumerate(column.values)}
+    width = len(place) + column.other + column.flagged
+    at = np.full(len(values), -1)
+    for row, value in enumerate(values):
+        text = category(value)
+        if text is None:
+            at[row] = width - 1 if column.flagged else -1
+        else:
+            at[row] = place.get(text, len(place) if column.other else -1)
+    hot = np.zeros((len(values), width), dtype=np.float32)
+    chosen = np.flatnonzero(at >= 0)
+    hot[chosen, at[chosen]] = 1
+    return hot

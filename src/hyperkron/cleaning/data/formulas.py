@@ -1,0 +1,78 @@
+"""Cells of a CSV file that a spreadsheet would take for formulas, and run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from hyperkron.cleaning.data.files import several
+from hyperkron.solution import HyperkronError
+
+Formulas: TypeAlias = Literal["keep", "escape", "refuse"]
+"""What becomes of such cells: they stay, get an apostrophe before them, or the export is refused."""
+
+_MARKS = ("=", "+", "-", "@", "\t", "\r")
+_NUMBER = re.compile(r"[+-]?(\d[\d.,]*|[.,]\d+)([eE][+-]?\d+)?\s*%?\s*\Z|[+-](inf|infinity|nan)\s*\Z", re.IGNORECASE)
+
+
+def is_formula(cell: str) -> bool:
+    """Whether a spreadsheet would take a cell for a formula: it begins with = + - @, tab or return, and is no number.
+
+    Example:
+        >>> [is_formula(cell) for cell in ("=1+1", "@SUM(A1)", "-2+3", "- a list", "-5", "+3.2", "-1e-3", "plain")]
+        [True, True, True, True, False, False, False, False]
+
+    Reference: OWASP, "CSV injection".
+    """
+    return cell.startswith(_MARKS) and _NUMBER.match(cell) is None
+
+
+@dataclass
+class FormulaCells:
+    """Counts the formulas among the cells that are written, and escapes them where that is asked for.
+
+    Attributes:
+        what: becomes of them.
+        columns: the names of the columns.
+        found: how many there were.
+        first: the first one, for messages.
+    """
+
+    what: Formulas
+    columns: Sequence[str]
+    found: int = 0
+    first: str = field(default="", init=False)
+
+    def row(self, cells: Sequence[str], number: int | None = None) -> list[str] | None:
+        """The cells of a row as they are to be written; None where they stay as they are.
+
+        Args:
+            cells: of the row.
+            number: of the row in the source; None for the header.
+        """
+        places = [i for i, cell in enumerate(cells) if cell.startswith(_MARKS) and is_formula(cell)]
+        if not places:
+            return None
+        if not self.found:
+            where = "the header" if number is None else f"row {number}"
+            self.first = f"{cells[places[0]][:40]!r} in {where}, column {self.columns[places[0]]!r}"
+        self.found += len(places)
+        if self.what != "escape":
+            return None
+        return [f"'{cell}" if i in places else cell for i, cell in enumerate(cells)]
+
+    def message(self, name: str) -> str | None:
+        """What to say about them; an error where they are refused."""
+        if not self.found:
+            return None
+        text = f"{name} has {several(self.found, 'cell')} that a spreadsheet takes for a formula, such as {self.first}"
+        if self.what == "refuse":
+            raise HyperkronError(f"{text}; pass formulas='escape' for an apostrophe before each, or formulas='keep'.")
+        if self.what == "escape":
+            return f"{text}; an apostrophe was put before each."
+        return (
+            f"{text}; they are kept as they are. Do not open the file in a spreadsheet if you do not trust the data, "
+            "or pass formulas='escape'."
+        )

@@ -1,0 +1,232 @@
+"""Which column of a table is the text, the label, the image, the features or the flag of trusted rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hyperkron.cleaning.data.files import listing, nearest, need
+from hyperkron.cleaning.data.images import FORMATS, load_images
+from hyperkron.cleaning.data.labelled import Raw, ReadOptions
+from hyperkron.cleaning.data.tables import Frame
+from hyperkron.cleaning.data.values import as_number, flags, is_missing, label_names
+from hyperkron.solution import HyperkronError
+
+if TYPE_CHECKING:
+    from hyperkron.cleaning.data.labelled import Array
+
+LABELS = ("label", "labels", "target", "class", "category", "y")
+"""Names of columns taken for the label, the first that is there, when none is named."""
+TEXTS = ("text", "texts", "sentence", "content", "document", "comment", "review", "question", "message", "body")
+"""Names of columns taken for the text."""
+IMAGES = ("image", "image_path", "img", "picture", "file_name", "filename", "path", "file")
+"""Names of columns taken for the image, if they hold images or names of image files."""
+TRUSTED = ("trusted", "is_trusted")
+_IGNORED = frozenset({"", "id", "ids", "index", "idx", "row", "row_id", "uuid", "unnamed: 0", "weak_labels"})
+_LOOK = 200  # rows that are looked at to guess what a column holds
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The columns a person named; ``resolve`` fills in the rest."""
+
+    text: str | None = None
+    label: str | None = None
+    image: str | None = None
+    features: tuple[str, ...] | None = None
+    trusted: str | None = None
+
+
+def roles(
+    text: str | None,
+    label: str | None,
+    image: str | None,
+    features: Sequence[str] | None,
+    trusted_column: str | None = None,
+) -> Roles:
+    """The roles as asked for; an error where they contradict each other."""
+    kinds = {"text": text, "image": image, "features": features}
+    named = [f"{name}={value!r}" for name, value in kinds.items() if value is not None]
+    if len(named) > 1:
+        raise HyperkronError(f"{' and '.join(named)} contradict each other; name one of text, image and features.")
+    if isinstance(features, str):
+        raise HyperkronError(f"features={features!r} must be a list of names, such as [{features!r}].")
+    if features is not None and not features:
+        raise HyperkronError("features=[] names no column; leave it away to use all.")
+    return Roles(text, label, image, None if features is None else tuple(features), trusted_column)
+
+
+def resolve(frame: Frame, asked: Roles) -> tuple[Roles, tuple[str, ...]]:
+    """Every role of a frame's columns, named or inferred, and what to say about it."""
+    arguments = {"text": asked.text, "label": asked.label, "image": asked.image, "trusted_column": asked.trusted}
+    arguments |= {"features": None} | {f"features[{i}]": name for i, name in enumerate(asked.features or ())}
+    for argument, name in arguments.items():
+        if name is not None:
+            _require(frame.name, frame.columns, argument, name)
+    label = label_column(frame.name, list(frame.columns), asked)
+    found = replace(asked, label=label)
+    if label in (asked.text, asked.image, asked.trusted, *(asked.features or ())):
+        raise HyperkronError(f"label={label!r} is also named as another column's role; the label cannot be an input.")
+    if asked.text is None and asked.image is None and asked.features is None:
+        found = _infer_input(frame, found)
+    used = {found.text, found.label, found.image, found.trusted, *(found.features or ())}
+    unused = [name for name in frame.columns if name not in used]
+    messages = []
+    if unused:
+        messages.append(f"{frame.name}: columns not used: {listing(map(repr, unused), 12)}.")
+    if asked.trusted is None and any(name.lower() in TRUSTED for name in unused):
+        messages.append(f"{frame.name}: to take the trusted rows from a column, pass trusted_column=....")
+    return found, tuple(messages)
+
+
+def label_column(source: str, columns: Sequence[str], asked: Roles) -> str:
+    """The column of the labels, named or inferred."""
+    if asked.label is not None:
+        _require(source, columns, "label", asked.label)
+        return asked.label
+    found = _first_of(source, columns, LABELS)
+    if found is None:
+        raise HyperkronError(
+            f"{source} has no column called {', '.join(LABELS[:-1])} or {LABELS[-1]}; name the one that holds the "
+            f"labels with label=... Columns: {_names(columns)}."
+        )
+    return found
+
+
+def _require(source: str, columns: Collection[str], argument: str, name: str) -> None:
+    if name not in columns:
+        names = list(columns)
+        hint = nearest(name, names)
+        raise HyperkronError(f"{argument}={name!r} is no column of {source}.{hint} Columns: {_names(names)}.")
+
+
+def _names(columns: Iterable[str]) -> str:
+    return listing(map(repr, columns), 30)
+
+
+def _first_of(source: str, columns: Iterable[str], wanted: tuple[str, ...]) -> str | None:
+    by_lower: dict[str, list[str]] = {}
+    for name in columns:
+        by_lower.setdefault(name.lower(), []).append(name)
+    for name in wanted:
+        found = by_lower.get(name, [])
+        if len(found) > 1:
+            raise HyperkronError(f"{source} has columns {listing(map(repr, found))}; say which one is meant.")
+        if found:
+            return found[0]
+    return None
+
+
+def _infer_input(frame: Frame, found: Roles) -> Roles:
+    """Text, image or features, whichever the columns leave no doubt about."""
+    taken = {found.label, found.trusted}
+    free = [name for name in frame.columns if name not in taken and name.lower() not in _IGNORED | set(TRUSTED)]
+    image = _first_of(frame.name, free, IMAGES)
+    if image is not None and _holds_images(frame.columns[image]):
+        return replace(found, image=image)
+    free = [name for name in free if not _is_empty(frame.columns[name])] or free
+    texts = [name for name in free if _holds_prose(frame.columns[name])]
+    named = _first_of(frame.name, free, TEXTS)
+    if named is not None and not _holds_numbers(frame.columns[named]):
+        return replace(found, text=named)
+    if len(texts) == 1:
+        return replace(found, text=texts[0])
+    if len(texts) > 1:
+        raise HyperkronError(
+            f"{frame.name} has several columns of text ({listing(map(repr, texts))}); name one with text=..., or the "
+            f"columns of a table with features=[...]. Columns: {_names(frame.columns)}."
+        )
+    if not free:
+        raise HyperkronError(f"{frame.name} has no column beside the label {found.label!r} to learn from.")
+    return replace(found, features=tuple(free))
+
+
+def _sample(values: list[Any] | Array) -> list[Any]:
+    return [value for value in values[:: max(1, len(values) // _LOOK)] if not is_missing(value)]
+
+
+def _is_empty(values: list[Any] | Array) -> bool:
+    return all(is_missing(value) for value in values)
+
+
+def _holds_numbers(values: list[Any] | Array) -> bool:
+    return all(as_number(value) is not None for value in _sample(values))
+
+
+def _holds_prose(values: list[Any] | Array) -> bool:
+    """Mostly different values of several words."""
+    if not isinstance(values, list) or not any(isinstance(value, str) and value.count(" ") > 1 for value in values):
+        return False
+    seen = [value for value in _sample(values) if isinstance(value, str)]
+    several_words = [value for value in seen if len(value.split()) >= 3]
+    return bool(seen) and 2 * len(several_words) > len(seen) and 2 * len(set(seen)) > len(seen)
+
+
+def _holds_images(values: list[Any] | Array) -> bool:
+    suffixes = tuple(f".{suffix}" for suffix in FORMATS)
+    return all(
+        (isinstance(value, str) and value.lower().endswith(suffixes))
+        or isinstance(value, bytes)
+        or (isinstance(value, dict) and "bytes" in value)
+        for value in _sample(values)
+    )
+
+
+def frame_rows(
+    frame: Frame, found: Roles, options: ReadOptions, shape: tuple[int, ...] | None, classes: tuple[str, ...] = ()
+) -> Raw:
+    """The rows of a frame in the given roles.
+
+    Args:
+        frame: the columns.
+        found: the roles, resolved.
+        options: how to read.
+        shape: (C, H, W) that pictures must come to; None where they may choose.
+        classes: the names that integer labels stand for.
+    """
+    np = need("numpy")
+    assert found.label is not None
+    for argument, name in (("label", found.label), ("text", found.text), ("image", found.image)):
+        if name is not None:
+            _require(frame.name, frame.columns, argument, name)
+    for name in found.features or ():
+        _require(frame.name, frame.columns, "features", name)
+    labels = label_names(frame.columns[found.label], f"{frame.name}: label={found.label!r}")
+    if classes:
+        labels = [_class_name(name, classes) for name in labels]
+    trusted = None
+    if found.trusted is not None:
+        _require(frame.name, frame.columns, "trusted_column", found.trusted)
+        trusted = flags(frame.columns[found.trusted], found.trusted)
+    every = np.arange(frame.count)
+    if found.text is not None:
+        return Raw(
+            frame.name, "text", _texts(frame, found.text), labels, every, frame.messages, trusted, classes=classes
+        )
+    if found.features is not None:
+        columns = {name: frame.columns[name] for name in found.features}
+        return Raw(frame.name, "table", columns, labels, every, frame.messages, trusted, classes=classes)
+    assert found.image is not None
+    values = frame.columns[found.image]
+    pictures, kept, notes = load_images(
+        list(values), frame.folder, f"{frame.name}: image={found.image!r}", options, shape
+    )
+    rest = Raw(frame.name, "text", [""] * frame.count, labels, every, (*frame.messages, *notes), trusted)
+    rest = rest.without(~np.isin(every, kept), "unreadable image")
+    return replace(rest, kind="image", inputs=pictures, classes=classes)
+
+
+def _class_name(name: str | None, classes: tuple[str, ...]) -> str | None:
+    if name is None or name == "-1":  # how Hugging Face writes a label that is not known
+        return None
+    return classes[int(name)] if name.isdecimal() and int(name) < len(classes) else name
+
+
+def _texts(frame: Frame, column: str) -> list[str]:
+    """The texts of a column, empty where missing."""
+    values = frame.columns[column]
+    nested = next((value for value in values if isinstance(value, (list, dict, bytes))), None)
+    if nested is not None:
+        raise HyperkronError(f"text={column!r} of {frame.name} holds {type(nested).__name__}s, not texts.")
+    return ["" if value is None or value != value else str(value) for value in values]

@@ -1,0 +1,193 @@
+"""Single values of a column: which are missing, which are numbers, and what a label is called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hyperkron.cleaning.data.files import listing, need
+from hyperkron.solution import HyperkronError
+
+if TYPE_CHECKING:
+    from hyperkron.cleaning.data.labelled import Array
+
+MISSING = frozenset({"", "na", "n/a", "nan", "null", "<na>", "#n/a"})
+"""Texts that mean that there is no value, in any case; a class may be called "none" or "?"."""
+
+LARGEST = 3e38
+"""Numbers of a table must be smaller than this: float32, in which models compute, holds up to 3.4e38."""
+
+_TRUE = frozenset({"1", "true", "t", "yes", "y", "trusted", "clean", "gold"})
+_FALSE = frozenset({"0", "false", "f", "no", "n", "untrusted", "noisy"}) | MISSING
+_WHOLE = re.compile(r"([+-]?\d+)\.0+\Z")
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell holds no value: None, NaN, or one of the texts of ``MISSING``."""
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    if isinstance(value, str):
+        return value.strip().lower() in MISSING
+    return isinstance(value, float) and value != value
+
+
+def as_number(value: Any) -> float | None:
+    """The number a cell holds; NaN where it holds none; None where it holds something else.
+
+    Example:
+        >>> as_number("1e3"), as_number(True), as_number("n/a"), as_number("1_000"), as_number(-(10**400))
+        (1000.0, 1.0, nan, None, -inf)
+    """
+    if isinstance(value, str):
+        return _text_number(value)
+    if is_missing(value):
+        return float("nan")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+    except OverflowError:  # a whole number with more digits than a float can have
+        return float("inf") if value > 0 else float("-inf")
+
+
+def _text_number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        lowered = text.strip().lower()
+        if lowered in MISSING:
+            return float("nan")
+        return float(lowered == "true") if lowered in ("true", "false") else None
+    return None if "_" in text else number
+
+
+class Cells(list[Any]):
+    """A column of a table that is parsed once, however often its numbers are asked for."""
+
+    __slots__ = ("_floats",)
+
+    def floats(self) -> Array | None:
+        """The numbers of a column of texts that are numbers, every one of them; None for any other."""
+        if not hasattr(self, "_floats"):
+            self._floats = _parse(self)
+        return self._floats
+
+
+def _parse(values: list[Any]) -> Array | None:
+    np = need("numpy")
+    try:
+        if "_" in "".join(values):
+            return None
+        found: Array = np.fromiter(map(float, values), dtype=np.float64, count=len(values))
+    except (TypeError, ValueError):
+        return None
+    return found
+
+
+def _floats(values: list[Any]) -> Array | None:
+    return values.floats() if isinstance(values, Cells) else _parse(values)
+
+
+def gaps(values: list[Any] | Array) -> Array:
+    """Which cells of a column hold no value."""
+    np = need("numpy")
+    found = _floats(values) if isinstance(values, list) else values
+    if found is None:
+        return np.array([is_missing(value) for value in values], dtype=bool)
+    return np.isnan(found) if found.dtype.kind == "f" else np.zeros(len(found), dtype=bool)
+
+
+def exact_numbers(values: list[Any] | Array) -> tuple[Array, list[Any]]:
+    """The column as float64 with NaN where there is no number, and the values that are no numbers."""
+    np = need("numpy")
+    if not isinstance(values, list):
+        return np.asarray(values, dtype=np.float64), []
+    plain = _floats(values)
+    if plain is not None:
+        return plain, []
+    parsed = [as_number(value) for value in values]
+    strange = [value for value, number in zip(values, parsed, strict=True) if number is None]
+    return np.array([np.nan if number is None else number for number in parsed], dtype=np.float64), strange
+
+
+def numbers(values: list[Any] | Array) -> tuple[Array, list[Any]]:
+    """The same with NaN also where a number is extreme: infinite, or beyond ±``LARGEST``."""
+    np = need("numpy")
+    found, strange = exact_numbers(values)
+    return np.where(np.abs(found) < LARGEST, found, np.nan), strange
+
+
+def extremes(values: list[Any] | Array) -> Array:
+    """The numbers of a column that are infinite or beyond ±``LARGEST``.
+
+    Example:
+        >>> extremes(["1e300", 2, "-inf", None]).tolist()
+        [1e+300, -inf]
+    """
+    np = need("numpy")
+    found = exact_numbers(values)[0]
+    return found[np.abs(found) >= LARGEST]
+
+
+def category(value: Any) -> str | None:
+    """The value of a categorical cell as text; None where it is missing."""
+    if is_missing(value):
+        return None
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).strip()
+
+
+def label_names(values: list[Any] | Array, where: str) -> list[str | None]:
+    """The names of labels: integers, whole floats, booleans and texts; None where there is none.
+
+    A column all of whose texts are whole numbers with zeros after the point ("3.0", as tables with gaps are often
+    written) counts as one of integers.
+
+    Example:
+        >>> label_names([3, 3.0, " spam ", True, None], "here")
+        ['3', '3', 'spam', 'true', None]
+        >>> label_names(["3.0", "1.0", ""], "here")
+        ['3', '1', None]
+    """
+    names: list[str | None] = []
+    for value in values if isinstance(values, list) else values.tolist():
+        if is_missing(value):
+            names.append(None)
+        elif isinstance(value, (list, dict, tuple, bytes)):
+            raise HyperkronError(f"{where} holds {type(value).__name__}s; a label is a text or a number.")
+        elif isinstance(value, bool):
+            names.append(str(value).lower())
+        else:
+            names.append(category(value))
+    if all(name is None or _WHOLE.match(name) for name in names):
+        return [None if name is None else str(int(name.split(".")[0])) for name in names]
+    return names
+
+
+def ordered(names: Sequence[str]) -> tuple[str, ...]:
+    """Distinct names in their order: of the numbers where all are numbers, of the alphabet otherwise.
+
+    Example:
+        >>> ordered(["10", "9", "10"]), ordered(["b", "a"])
+        (('9', '10'), ('a', 'b'))
+    """
+    distinct = set(names)
+    if all(re.fullmatch(r"[+-]?\d{1,18}", name) for name in distinct):
+        return tuple(sorted(distinct, key=lambda name: (int(name), name)))
+    return tuple(sorted(distinct))
+
+
+def flags(values: list[Any] | Array, column: str) -> Array:
+    """Which rows a column marks as trusted: true/false, yes/no, 1/0; a gap is false."""
+    np = need("numpy")
+    texts = [category(value) or "" for value in (values if isinstance(values, list) else values.tolist())]
+    lowered = [text.lower() for text in texts]
+    strange = sorted({text for text in lowered if text not in _TRUE | _FALSE})
+    if strange:
+        raise HyperkronError(
+            f"trusted_column={column!r} must hold true/false, yes/no or 1/0, but it also holds "
+            f"{listing(map(repr, strange))}; correct these, or give the trusted rows as a second file."
+        )
+    return np.array([text in _TRUE for text in lowered], dtype=bool)

@@ -1,0 +1,175 @@
+"""WRENCH: texts with the votes of labelling functions.
+
+A folder holds ``label.json`` ({"0": name, ...}) and the parts ``train``, ``valid`` and ``test``, each either as
+WRENCH writes it (``train.json``: {id: {"label": 0, "weak_labels": [...], "data": {"text": ...}}}) or as JSON lines
+(``train.jsonl`` or ``train.jsonl.gz``: {"id", "text", "label", "weak_labels"} a line).
+
+Reference: Zhang et al., "WRENCH: A comprehensive benchmark for weak supervision" (2021).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hyperkron.cleaning.data.files import listing, need, several
+from hyperkron.cleaning.data.labelled import Raw, ReadOptions
+from hyperkron.cleaning.data.tables import read_json, read_json_lines
+from hyperkron.solution import HyperkronError
+
+if TYPE_CHECKING:
+    from hyperkron.cleaning.data.labelled import Array
+
+SUFFIXES = (".json", ".jsonl", ".jsonl.gz")
+ABSTAIN = -1
+_TREC = frozenset({"DESC", "ENTY", "HUM", "ABBR", "LOC", "NUM"})
+_TREC_FINE = frozenset(
+    re.findall(
+        r"\w+",
+        "abb exp animal body color cremat currency dismed event food instru lang letter other plant product religion "
+        "sport substance symbol techmeth termeq veh word def desc manner reason gr ind title city country mount state "
+        "code count date dist money ord period perc speed temp weight volsize",
+    )
+)
+
+
+def part_file(folder: Path, part: str) -> Path:
+    """The file of a part; an error that lists the parts there are."""
+    for suffix in SUFFIXES:
+        if (folder / f"{part}{suffix}").is_file():
+            return folder / f"{part}{suffix}"
+    found = {name.name.split(".")[0] for suffix in SUFFIXES for name in folder.glob(f"*{suffix}")}
+    there = listing(sorted(found - {"label", "labeled_ids"})) or "none"
+    raise HyperkronError(f"part={part!r} is not in {str(folder)!r}; there is {there}.")
+
+
+def wrench_items(path: Path, options: ReadOptions) -> list[tuple[dict[str, Any], str]]:
+    """(entry, id) of every row, with ``text``, ``label`` and ``weak_labels``, from either form."""
+    if path.name.endswith(".json"):
+        content = read_json(path, options)
+        if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
+            raise HyperkronError(f"{str(path)!r} is no WRENCH file: it must be {{id: {{label, weak_labels, data}}}}.")
+        data = ((entry, entry.get("data"), name) for name, entry in content.items())
+        entries = [({**entry, **inner} if isinstance(inner, dict) else entry, name) for entry, inner, name in data]
+    else:
+        entries = [(entry, str(entry.get("id", i))) for i, (entry, _) in enumerate(read_json_lines(path, options))]
+    for entry, name in entries:
+        if not isinstance(entry.get("text"), str) or not isinstance(entry.get("weak_labels"), list):
+            raise HyperkronError(f"{str(path)!r}: row {name!r} lacks a text or a list of weak_labels.")
+    if not entries:
+        raise HyperkronError(f"{str(path)!r} is empty: it has no rows.")
+    return entries
+
+
+def class_names(folder: Path, options: ReadOptions) -> tuple[str, ...]:
+    """The classes of ``label.json``, in the order of their numbers."""
+    path = folder / "label.json"
+    if not path.is_file():
+        raise HyperkronError(f'{str(folder)!r} has no label.json; write {{"0": "first class", "1": ...}} there.')
+    content = read_json(path, options)
+    if not isinstance(content, dict) or sorted(content) != sorted(str(i) for i in range(len(content))):
+        raise HyperkronError(f'{str(path)!r} must be {{"0": "first class", "1": "second class", ...}}.')
+    return tuple(str(content[str(i)]) for i in range(len(content)))
+
+
+def majority_vote(votes: Array, classes: int) -> Array:
+    """The class most labelling functions vote for; ties, and rows without any vote, go to the class of lowest number.
+
+    Args:
+        votes: (N, F), −1 where a function abstains.
+        classes: how many.
+
+    Example:
+        >>> import numpy as np
+        >>> majority_vote(np.array([[2, 2, 0], [1, 0, -1], [-1, -1, -1]]), 3).tolist()
+        [2, 0, 0]
+    """
+    np = need("numpy")
+    counts = np.stack([(votes == k).sum(axis=1) for k in range(classes)], axis=1)
+    return counts.argmax(axis=1)  # the first of equals
+
+
+def read_wrench(folder: Path, part: str | None, options: ReadOptions, gold: bool) -> Raw:
+    """One part of a WRENCH folder.
+
+    Args:
+        folder: of the dataset.
+        part: train, valid or test; train when None.
+        options: ``abstain`` says what becomes of rows without a vote.
+        gold: whether ``labels`` are the true ones rather than the majority vote.
+    """
+    np = need("numpy")
+    part = part or "train"
+    path = part_file(folder, part)
+    classes = class_names(folder, options)
+    entries = [entry for entry, _ in wrench_items(path, options)]
+    votes = _votes([entry["weak_labels"] for entry in entries], len(classes), path)
+    true = [_gold(entry.get("label"), classes, path) for entry in entries]
+    name = f"{folder.name}:{part}"
+    texts, notes = _without_fine_labels([_marked(entry) for entry in entries], classes, name)
+    marked = sum(text != entry["text"] for text, entry in zip(texts, entries, strict=True)) if not notes else 0
+    if marked:
+        notes += (f"{name}: the two entities of {several(marked, 'text')} are marked as [[ first ]] and << second >>.",)
+    if gold:
+        return Raw(name, "text", texts, true, np.arange(len(texts)), notes, weak=votes, gold=true, classes=classes)
+    labels: list[str | None] = [classes[k] for k in majority_vote(votes, len(classes))]
+    silent = np.flatnonzero((votes == ABSTAIN).all(axis=1))
+    fate = f"go to the first class, {classes[0]!r}" if options.abstain == "first" else "are left out"
+    if len(silent):
+        notes += (
+            f"{name}: {several(len(silent), 'row')} without any vote {fate}; abstain='first' or 'drop' sets this.",
+        )
+    raw = Raw(name, "text", texts, labels, np.arange(len(texts)), notes, weak=votes, gold=true, classes=classes)
+    return raw if options.abstain == "first" else raw.without(np.isin(np.arange(len(texts)), silent), "no vote")
+
+
+def _marked(entry: dict[str, Any]) -> str:
+    """The text; where the label is about two entities in it, with these marked as [[ first ]] and << second >>.
+
+    One sentence has several pairs of entities, each with a label of its own: unmarked, they could not be told apart.
+    """
+    text: str = entry["text"]
+    marks = []
+    for number, (left, right) in (("1", ("[[ ", " ]]")), ("2", ("<< ", " >>"))):
+        span = entry.get(f"span{number}")
+        if not isinstance(span, list) or len(span) != 2 or not all(type(place) is int for place in span):
+            return text
+        if not 0 <= span[0] < span[1] <= len(text):
+            return text
+        marks.append((span[0], span[1], left, right))
+    if max(marks[0][0], marks[1][0]) < min(marks[0][1], marks[1][1]):  # one within the other
+        return text
+    for start, end, left, right in sorted(marks, reverse=True):
+        text = f"{text[:start]}{left}{text[start:end]}{right}{text[end:]}"
+    return text
+
+
+def _votes(lists: list[list[Any]], classes: int, path: Path) -> Array:
+    np = need("numpy")
+    widths = {len(votes) for votes in lists}
+    if len(widths) != 1 or 0 in widths:
+        raise HyperkronError(f"{str(path)!r}: rows have {listing(sorted(widths))} weak_labels; all must have as many.")
+    if not all(type(vote) is int and ABSTAIN <= vote < classes for votes in lists for vote in votes):
+        raise HyperkronError(f"{str(path)!r}: weak_labels must be from -1 (abstains) to {classes - 1}.")
+    return np.array(lists, dtype=np.int64)
+
+
+def _gold(label: Any, classes: tuple[str, ...], path: Path) -> str | None:
+    if label is None or label == ABSTAIN:
+        return None
+    if type(label) is not int or not 0 <= label < len(classes):
+        raise HyperkronError(f"{str(path)!r}: label={label!r} is no class of label.json (0 to {len(classes) - 1}).")
+    return classes[label]
+
+
+def _without_fine_labels(texts: list[str], classes: tuple[str, ...], name: str) -> tuple[list[str], tuple[str, ...]]:
+    """TREC's test texts start with their fine label, which would give the answer away."""
+    leading = sum(text.split(" ", 1)[0] in _TREC_FINE for text in texts)
+    if set(classes) != _TREC or 10 * leading < 9 * len(texts):
+        return texts, ()
+    dropped = [text.split(" ", 1)[1] if text.split(" ", 1)[0] in _TREC_FINE and " " in text else text for text in texts]
+    note = (
+        f"{name}: the first word of {several(leading, 'text')}, TREC's fine label, gives the class away and is dropped."
+    )
+    return dropped, (note,)

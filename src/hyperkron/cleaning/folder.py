@@ -1,0 +1,254 @@
+"""What a run leaves on disk; the report and the command line read it."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import errno
+import hashlib
+import io
+import json
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from hyperkron.cleaning.data import Labelled, RowHashes
+from hyperkron.solution import HyperkronError
+from hyperkron.training.files import flush_folder, write_tensors
+from hyperkron.training.jsonl import open_log
+from hyperkron.training.writing import in_words, read_plain, whole_file
+
+FORMAT = 1
+MAX_SUSPECTS = 500
+_BEGIN = "restore the file, or begin a new run with `hyperkron clean`"
+_TEXT, _NUMBER = (str, type(None)), (int, float, type(None))
+_CONFIG: dict[str, tuple[type, ...]] = {
+    "source": (dict, type(None)),
+    "source.train": (str,),
+    "source.trusted": _TEXT,
+    "source.test": _TEXT,
+    "source.reading": (dict,),
+    "model": _TEXT,
+    "command": _TEXT,
+    "data": (str,),
+    "config": (dict,),
+    "config.seed": (int,),
+    "config.epochs": (int, type(None)),
+    "config.budget": _NUMBER,
+    "config.compare": (list,),
+    "config.device": (str,),
+    "config.encoder": _TEXT,
+    "config.layers": (int,),
+    "config.hypergradient": (str,),
+}
+"""What config.json holds, by its place."""
+_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
+    "stage": {"name": (str,), "steps": (int,)},
+    "part": {"name": (str,), "seconds": (int, float)},
+    "candidate": {"name": (str,), "seconds": (int, float)},
+    "plan": {"epochs": (int, float), "least": (int,), "compare": (list,), "messages": (list,)},
+}
+"""What a line of log.jsonl holds, by its event."""
+
+
+class RunFolder:
+    """The folder of one run.
+
+    Args:
+        path: made if it does not exist.
+        new: False to go on with a run that is there; True refuses a folder that holds one.
+    """
+
+    def __init__(self, path: str | Path, *, new: bool) -> None:
+        self.path = Path(path)
+        if new and (self.path / "config.json").exists():
+            raise HyperkronError(
+                f"out={str(path)!r} already holds a run; go on with `hyperkron resume {path}`, or name another folder."
+            )
+        if not new and not (self.path / "config.json").exists():
+            raise HyperkronError(f"out={str(path)!r} holds no run: there is no config.json in it.")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise HyperkronError(
+                f"out={str(path)!r} cannot be written to ({error.strerror or error}); choose another folder, or make "
+                "it one that you may write to."
+            ) from error
+
+    @property
+    def stages(self) -> Path:
+        """Where finished stages are kept."""
+        return self.path / "stages"
+
+    def read_config(self) -> dict[str, Any]:
+        """The configuration the run began with."""
+        file = self.path / "config.json"
+        try:
+            found = json.loads(read_plain(file).decode("utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            reason = getattr(error, "strerror", None) or str(error)[:100]
+            raise HyperkronError(f"{file} is no JSON that can be read ({reason}); {_BEGIN}.") from error
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise HyperkronError(f"{file} has another format than {FORMAT}; {_BEGIN}.")
+        for place, kinds in _CONFIG.items():
+            value: Any = found
+            for name in place.split("."):
+                value = value.get(name) if isinstance(value, dict) else None
+            if not isinstance(value, kinds) and not (place.startswith("source.") and found.get("source") is None):
+                raise HyperkronError(f"{file}: {place}={str(value)[:80]!r} is not what a run has there; {_BEGIN}.")
+        return found
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Put a JSON file in place as a whole."""
+        self._put(name, json.dumps(content, indent=2, allow_nan=False).encode("ascii"))
+
+    def write_hashes(self, hashes: RowHashes) -> dict[str, Any]:
+        """Put rows.hashes in place; what config.json says of it."""
+        self._put("rows.hashes", hashes.each)
+        return {"count": len(hashes), "sha256": hashes.sha256}
+
+    def _put(self, name: str, data: bytes) -> None:
+        with self._writing(name, len(data)), whole_file(self.path / name) as beside:
+            beside.write_bytes(data)
+
+    def _writing(self, name: str, needed: int | None = None) -> AbstractContextManager[None]:
+        begun = (self.path / "config.json").exists()
+        then = f"then go on with `hyperkron resume {shlex.quote(str(self.path))}`" if begun else ""
+        return in_words(self.path / name, needed, then)
+
+    def log(self, event: str, **fields: Any) -> None:
+        """Add one line to log.jsonl."""
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event, **fields}
+        path = self.path / "log.jsonl"
+        with self._writing("log.jsonl"), os.fdopen(open_log(path), "r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            torn = end > 0 and file.read(1) != b"\n"
+            file.write(b"\n" * torn + json.dumps(line).encode("ascii") + b"\n")
+
+    def logged(self, event: str) -> Iterator[dict[str, Any]]:
+        """The lines of log.jsonl about one kind of event; a torn or damaged line is passed over."""
+        path = self.path / "log.jsonl"
+        try:
+            lines = read_plain(path).decode("ascii", "replace").splitlines() if path.exists() else []
+        except OSError as error:
+            raise HyperkronError(
+                f"{path} cannot be read ({error.strerror or error}); remove it, which loses only the times of finished "
+                "stages, and go on."
+            ) from error
+        for line in lines:
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(found, dict) and found.get("event") == event and _sound(found, event):
+                yield found
+
+    def write_model(self, network: nn.Module) -> None:
+        """model.safetensors: parameters and buffers by name."""
+        tensors = {name: x.contiguous() for name, x in network.state_dict().items()}
+        needed = sum(x.numel() * x.element_size() for x in tensors.values())
+        beside = self.path / "model.safetensors.part"
+        with self._writing("model.safetensors", needed):
+            beside.unlink(missing_ok=True)
+            write_tensors(beside, tensors)
+            beside.replace(self.path / "model.safetensors")
+            flush_folder(self.path)
+
+    def write_rows(self, train: Labelled, scores: dict[str, Tensor], cut: float) -> None:
+        """rows.csv, left_out.csv and suspects.jsonl, where ``row`` is the position of a row in the source.
+
+        ``scores``: suggested, error_probability, weight, history (N, steps) of the rows that were used.
+        """
+        probability, weight = scores["error_probability"].tolist(), scores["weight"].tolist()
+        suggested = scores["suggested"].tolist()
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["row", "given", "suggested", "error_probability", "weight", "suspect"])
+        for i in range(len(train)):
+            names = train.classes[int(train.labels[i])], train.classes[suggested[i]]
+            flag = "true" if probability[i] > cut else "false"
+            writer.writerow([int(train.rows[i]), *names, f"{probability[i]:.6f}", f"{weight[i]:.6f}", flag])
+        self._put("rows.csv", text.getvalue().encode("utf-8"))
+        gone = sorted((int(row), why) for why, rows in train.left_out.items() for row in rows)
+        self._put("left_out.csv", "".join(f"{row},{why}\n" for row, why in [("row", "why"), *gone]).encode("utf-8"))
+        order = scores["error_probability"].argsort(descending=True).tolist()
+        lines = []
+        for i in [i for i in order if probability[i] > cut][:MAX_SUSPECTS]:
+            lines.append(
+                {
+                    "row": int(train.rows[i]),
+                    "given": train.classes[int(train.labels[i])],
+                    "suggested": train.classes[suggested[i]],
+                    "error_probability": round(probability[i], 6),
+                    "weight": round(weight[i], 6),
+                    "weights": [round(w, 4) for w in scores["history"][i].tolist()],
+                    **shown(train, i),
+                }
+            )
+        self._put("suspects.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode("ascii"))
+
+
+def _sound(line: dict[str, Any], event: str) -> bool:
+    """Whether a line of the log holds what its event needs, within reason."""
+    wanted = _EVENTS.get(event, {})
+    if not all(isinstance(line.get(name), kinds) for name, kinds in wanted.items()):
+        return False
+    numbers = [line[name] for name in wanted if isinstance(line[name], (int, float))]
+    names = [x for name in wanted if isinstance(line[name], list) for x in line[name]]
+    return all(0 <= x < 1e12 for x in numbers) and all(isinstance(x, str) for x in names)
+
+
+def shown(train: Labelled, i: int) -> dict[str, Any]:
+    """What a person sees of a row: its text, its picture, or its features."""
+    found: dict[str, Any] = {"text": None, "image": None, "features": None}
+    if train.kind == "text":
+        found["text"] = str(train.inputs[i])
+    elif train.kind == "image":
+        found["image"] = _picture(train.inputs[i])
+    else:
+        names = train.encoding.names if train.encoding is not None else ()
+        values = [float(v) for v in train.inputs[i]]
+        found["features"] = {
+            str(name): (None if value != value else round(value, 6))
+            for name, value in list(zip(names, values, strict=False))[:12]
+        }
+    return found
+
+
+def _picture(pixels: Any) -> str | None:
+    """A small PNG as a data: address, enlarged when tiny."""
+    from PIL import Image
+
+    channels = pixels.shape[0]
+    if channels not in (1, 3):
+        return None
+    image = Image.fromarray(pixels[0] if channels == 1 else pixels.transpose(1, 2, 0))
+    scale = max(1, 64 // max(image.size))
+    image = image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
+    image.thumbnail((96, 96))
+    data = io.BytesIO()
+    image.save(data, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode("ascii")
+
+
+def fingerprint(parts: list[Labelled]) -> str:
+    """A SHA-256 of inputs, labels and their places in the source, by which a resumed run knows its data."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(repr((part.kind, part.classes, len(part))).encode())
+        digest.update(part.labels.tobytes() + part.rows.tobytes())
+        if isinstance(part.inputs, list):
+            for text in part.inputs:
+                digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
+        else:
+            digest.update(part.inputs.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,184 @@
+"""What a run was begun with; whoever goes on with it must use the same, or is told what differs."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import os
+import textwrap
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyperkron.cleaning.models import HASHED, TextEncoder
+from hyperkron.cleaning.models.encoder import VARIABLE
+from hyperkron.cleaning.sources import absolute, model_name
+from hyperkron.solution import HyperkronError
+
+_SOURCES = ("train", "trusted", "test")
+_KNOWN = ("torch", "hyperkron", "transformers")
+"""Packages whose modules are known by their version."""
+
+
+# --- what was asked for ------------------------------------------------------------------------------------
+
+
+def refuse_other_settings(kept: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Meet a setting that is not the one the run began with.
+
+    Args:
+        kept: the content of config.json.
+        expected: sources, columns and settings by the names that ``clean`` and ``CleanConfig`` have for them.
+    """
+    for name, value in expected.items():
+        if name in _SOURCES:
+            began, value = kept["source"][name], absolute(value)
+        elif name in kept["config"]:
+            began = kept["config"][name]
+        else:
+            began = kept["source"]["reading"].get(name)
+        if name == "encoder" and kept.get("encoder") is not None:
+            continue  # another folder may hold the same one: judged by what it computes with
+        if _plain(value) != _plain(began):
+            raise HyperkronError(_other(name, value, began))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _other(name: str, value: Any, began: Any) -> str:
+    usual = "left out" if began is None else repr(_plain(began))
+    return (
+        f"{name}={_plain(value)!r}, but the run began with {name} {usual}; leave it away to go on with that run, or "
+        "begin a new one."
+    )
+
+
+def refuse_other_model(kept: Mapping[str, Any], model: Callable[[], nn.Module] | None) -> None:
+    """Meet a builder of another name than the run began with, or none where there was one."""
+    began, found = kept["model"], None if model is None else model_name(model)
+    if began is not None and found is None:
+        raise HyperkronError(f"the run used a model of yours ({began}); give it again as model=.")
+    if found != began:
+        usual = "the default network" if began is None else f"model={began!r}"
+        remedy = "leave it away" if began is None else "give that one"
+        raise HyperkronError(
+            f"model={found!r}, but the run began with {usual}; {remedy} to go on with it, or begin a new run."
+        )
+
+
+def encoder_to_load(kept: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
+    """The encoder that a resumed run is to load: what is named now, else the one it began with."""
+    named = expected.get("encoder")
+    if named is None and kept["config"]["encoder"] is None:
+        named = os.environ.get(VARIABLE) or None
+    if named is None and (began := recorded_encoder(kept)) is not None:
+        named = began["name"]
+    return named if named is not None else kept["config"]["encoder"]
+
+
+def recorded_encoder(kept: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The encoder that a run began with, as :func:`encoder_identity` gives it; None where none is recorded yet."""
+    found = kept.get("encoder")
+    if found is None:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or "sha256" not in found:
+        raise HyperkronError(
+            f"config.json: encoder={found!r:.80} is not what a run writes; restore the file, or begin the run anew."
+        )
+    return found
+
+
+# --- what is used ------------------------------------------------------------------------------------------
+
+
+def encoder_identity(encoder: TextEncoder | None) -> dict[str, str | None]:
+    """The name, or the whole path, and the SHA-256 of an encoder; hashed n-grams for None."""
+    if encoder is None:
+        return {"name": HASHED, "sha256": None}
+    folder = os.path.expanduser(encoder.name)
+    return {"name": os.path.abspath(folder) if os.path.isdir(folder) else encoder.name, "sha256": encoder.fingerprint}
+
+
+def network_identity(build: Callable[[], nn.Module], device: torch.device) -> str:
+    """The SHA-256 of the structure of the networks that a builder makes.
+
+    It covers the modules as they print, plain attributes, the names, shapes and types of parameters and buffers, and
+    the code, without comments, of modules that are neither torch's nor this library's. Initial values do not count.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        network = build()
+    told: list[Any] = [repr(network)]
+    told += [[name, str(x.dtype), list(x.shape)] for name, x in network.state_dict().items()]
+    for name, module in network.named_modules():
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str, tuple)) and k[0] != "_"}
+        told.append([name, sorted((k, repr(v)) for k, v in plain.items() if k != "training")])
+        told += [_code(kind) for kind in type(module).__mro__ if kind.__module__.partition(".")[0] not in _KNOWN]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def _code(kind: type) -> str:
+    """What a class says, comments and line ends apart; its name where its source cannot be had."""
+    try:
+        return ast.dump(ast.parse(textwrap.dedent(inspect.getsource(kind))))
+    except (OSError, TypeError, SyntaxError):
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Versions and the kind of device, whose change is said and not refused."""
+    found = {"device": device.type}
+    for name in ("hyperkron", "torch"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def environment_notes(began: Any, now: Mapping[str, str]) -> list[str]:
+    """What to say where a run goes on with other versions, or on another kind of device."""
+    began = began if isinstance(began, dict) else {}
+    changed = [f"{name} {began.get(name)} (now {value})" for name, value in now.items() if began.get(name) != value]
+    if not changed:
+        return []
+    return [
+        f"The run began with {', '.join(changed)}. Finished stages are kept, so the result may differ from that of a "
+        "run made in one go."
+    ]
+
+
+def refuse_other_encoder(began: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Meet an encoder that computes with something else."""
+    if began["sha256"] == found["sha256"]:
+        return
+    raise HyperkronError(
+        f"encoder={found['name']!r} ({_short(found)}) is not the one that the run began with, {began['name']!r} "
+        f"({_short(began)}); name a folder that holds that one as encoder= or in {VARIABLE}, or begin a new run."
+    )
+
+
+def refuse_other_network(began: Any, found: str) -> None:
+    """Meet a network of another structure."""
+    if began != found:
+        raise HyperkronError(
+            f"model: the network that is built now (SHA-256 {found[:12]}… of its structure and code) is not the one "
+            f"that the run began with ({str(began)[:12]}…); restore that one, or begin a new run."
+        )
+
+
+def digest(kept: Mapping[str, Any]) -> str:
+    """The SHA-256 of all that a stage of a run depends on."""
+    encoder = recorded_encoder(kept) or {}
+    told = [kept["config"], kept["data"], kept["model"], kept.get("network"), encoder.get("sha256")]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def _short(identity: Mapping[str, Any]) -> str:
+    return "no encoder" if identity["sha256"] is None else f"SHA-256 {str(identity['sha256'])[:12]}…"

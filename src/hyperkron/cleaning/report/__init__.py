@@ -1,0 +1,5 @@
+"""A finished run as one web page that needs nothing else: ``write_report(folder)``."""
+
+from hyperkron.cleaning.report.page import write_report
+
+__all__ = ["write_report"]

@@ -1,0 +1,228 @@
+"""The page: what a run folder says, in the order in which a person asks."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from importlib.resources import files
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+from hyperkron.cleaning.report import plots, wording
+from hyperkron.cleaning.report.folder import MAX_SUSPECTS, Run, Suspect, read_run
+from hyperkron.cleaning.report.matrix import noise_table
+from hyperkron.solution import HyperkronError
+from hyperkron.training.writing import in_words, remove_stale, whole_file
+
+PAGE_SIZE = 50
+"""Suspects on one page of the table."""
+MAX_TEXT = 4000
+"""Characters of a suspect's text on the page."""
+MAX_CURVES = 24
+"""Learning curves on the page."""
+_CHIPS = 6
+_BINS = 20
+
+
+def write_report(run_folder: str | Path) -> Path:
+    """Write ``report.html`` into a finished run folder and return its path.
+
+    The page is one file: it makes no request, runs no script but its own (a Content-Security-Policy names its hash),
+    and shows whatever the folder holds; what is absent is left out. It contains texts or pictures of the data.
+
+    Args:
+        run_folder: as ``hyperkron clean`` writes it, with result.json; config.json, rows.csv and suspects.jsonl as far
+            as there are.
+
+    Raises:
+        HyperkronError: where result.json is missing, damaged or of another format, or another file is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "result.json").write_text('{"format": 1, "chosen": "trusted only"}')
+        >>> write_report(folder).name
+        'report.html'
+    """
+    folder = Path(run_folder)
+    page = render(read_run(folder)).encode("utf-8", "replace")
+    target = folder / "report.html"
+    remove_stale(target, ".report-????????.html")  # the names of earlier versions
+    with in_words(target, len(page)), whole_file(target) as temporary:
+        temporary.write_bytes(page)
+    return target
+
+
+def render(run: Run) -> str:
+    """The page of a run as text."""
+    try:
+        from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup
+    except ImportError as error:
+        raise HyperkronError("A report needs jinja2; pip install 'hyperkron[report]'.") from error
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(
+        percent=wording.percent, count=wording.count, duration=wording.duration, memory=wording.memory
+    )
+    script, style = _package_text("report.js"), _package_text("report.css")
+    policy = f"default-src 'none'; img-src data:; style-src {_source(style)}; script-src {_source(script)}; "
+    policy += "base-uri 'none'; form-action 'none'"
+    template = environment.from_string(_package_text("template.html.j2"))
+    return template.render(
+        policy=policy, script=Markup(script), style=Markup(style), data=Markup(_data(run)), **_context(run)
+    )
+
+
+def _package_text(name: str) -> str:
+    return files(__package__).joinpath(name).read_text("utf-8")
+
+
+def _source(text: str) -> str:
+    """How a Content-Security-Policy names an inline script or style."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# --- what the script gets ----------------------------------------------------------------------------------
+
+
+def embed(value: Any) -> str:
+    """JSON that can stand within a script element: ASCII only, and no character that HTML would read.
+
+    Example:
+        >>> print(embed("</script>&"))
+        "\\u003c/script\\u003e\\u0026"
+    """
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _data(run: Run) -> str:
+    top = max([1.0, *(w for s in run.suspects for w in s.history if w is not None)])
+    suspects = [_suspect(rank, s, top) for rank, s in enumerate(run.suspects, 1)]
+    return embed(
+        {
+            "page_size": PAGE_SIZE,
+            "spark": plots.SPARK_SIZE,
+            "givens": _labels(run)[0],
+            "suggestions": _labels(run)[1],
+            "suspects": suspects,
+        }
+    )
+
+
+def _labels(run: Run) -> tuple[list[str], list[str]]:
+    """The given and the suggested labels of the suspects, in the order in which the filters list them."""
+    return sorted({s.given for s in run.suspects}), sorted({s.suggested for s in run.suspects})
+
+
+def _suspect(rank: int, s: Suspect, top: float) -> dict[str, Any]:
+    history = [w for w in s.history if w is not None]
+    return {
+        "rank": rank,
+        "row": s.row,
+        "given": s.given,
+        "suggested": s.suggested,
+        "probability": s.error_probability,
+        "weight": s.weight,
+        "first": history[0] if history else None,
+        "last": history[-1] if history else None,
+        "spark": plots.sparkline(history, top),
+        "text": s.text[:MAX_TEXT],
+        "cut": max(0, len(s.text) - MAX_TEXT),
+        "picture": s.picture,
+        "features": [[name, wording.value(x)] for name, x in s.features.items()],
+    }
+
+
+# --- what the template gets --------------------------------------------------------------------------------
+
+
+def _context(run: Run) -> dict[str, Any]:
+    result = run.result
+    data = result.child("data")
+    candidates = sorted(run.candidates, key=lambda c: (c.accuracy is None, -(c.accuracy or 0.0)))
+    drawable = [c for c in run.curves if any(x is not None and y is not None for x, y in zip(c.x, c.y, strict=False))]
+    seconds = result.child("seconds")
+    return {
+        "name": run.folder.resolve().name,
+        "created": wording.moment(result.text("created")),
+        "hyperkron": result.text("hyperkron"),
+        "verdict": result.text("verdict"),
+        "headline": wording.headline(run),
+        "collapsed": result.flag("collapsed"),
+        "chosen": run.chosen,
+        "winner": next((c for c in candidates if c.chosen), None),
+        "rate": result.child("noise").number("rate"),
+        "train_rows": data.count("train_rows"),
+        "trusted_rows": data.count("trusted_rows"),
+        "kind": data.text("kind"),
+        "candidates": candidates,
+        "tested": any(c.test_accuracy is not None for c in candidates),
+        "timed": any(c.seconds is not None for c in candidates),
+        "untimed": any(c.seconds is None for c in candidates),
+        "comparison": wording.comparison(candidates),
+        "dot_plot": plots.dot_plot(candidates) if candidates else None,
+        "suspects": len(run.suspects),
+        "suspect_count": wording.suspect_count(run),
+        "most_suspects": MAX_SUSPECTS,
+        "cut": result.child("suspects").number("cut"),
+        "givens": _labels(run)[0],
+        "suggestions": _labels(run)[1],
+        "corrections": _corrections(run),
+        "histogram": _histogram(run),
+        "split": run.rows is not None,
+        "noise": noise_table(run.classes, run.matrix) if run.matrix else None,
+        "classes": len(run.classes),
+        "curves": [(c.name, plots.line_plot(c)) for c in drawable[:MAX_CURVES]],
+        "more_curves": max(0, len(drawable) - MAX_CURVES),
+        "costs": {name: seconds.number(name) for name in ("total", "cleaning", "plain", "comparison")},
+        "memory_mb": result.number("peak_memory_mb"),
+        "hardware": result.text("hardware"),
+        "messages": [*data.texts("messages"), *run.notes],
+        "per_class": _per_class(run),
+        "config": [pair for pair in wording.settings(run.config) if pair[0] not in ("format", "command")],
+        "versions": [(key, wording.value(value)) for key, value in result.child("versions").raw.items()],
+        "command": result.text("command"),
+    }
+
+
+def _corrections(run: Run) -> list[tuple[str, str, int]]:
+    """The commonest pairs of given and suggested label among the suspects that are listed."""
+    pairs: dict[tuple[str, str], int] = {}
+    for s in run.suspects:
+        pairs[s.given, s.suggested] = pairs.get((s.given, s.suggested), 0) + 1
+    ranked = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))
+    return [(given, suggested, n) for (given, suggested), n in ranked[:_CHIPS]]
+
+
+def _histogram(run: Run) -> plots.Svg | None:
+    """Of rows.csv where it is there, split into suspects and others; else of the counts in result.json."""
+    weights = run.result.child("weights")
+    edges = [x for x in weights.numbers("edges") if x is not None]
+    counts = [int(x or 0) for x in weights.numbers("counts")]
+    if any(b <= a for a, b in pairwise(edges)) or (edges and len(counts) != len(edges) - 1):
+        raise HyperkronError(
+            f"{run.result.file}: weights has {len(edges)} edges and {len(counts)} counts; the edges must increase and "
+            "be one more than the counts; make the run again with `hyperkron clean`."
+        )
+    if run.rows is None or not (run.rows.kept or run.rows.suspect):
+        return plots.histogram(edges, counts, None) if counts else None
+    if len(edges) < 2:
+        top = max([1.0, *filter(math.isfinite, chain(run.rows.kept, run.rows.suspect))])
+        edges = [top * i / _BINS for i in range(_BINS + 1)]
+    return plots.histogram(edges, plots.bin_counts(edges, run.rows.kept), plots.bin_counts(edges, run.rows.suspect))
+
+
+def _per_class(run: Run) -> list[tuple[str, int | None, int | None]]:
+    """Every class with its numbers of training and trusted rows."""
+    data = run.result.child("data")
+    train, trusted = data.numbers("train_per_class"), data.numbers("trusted_per_class")
+
+    def at(counts: list[float | None], i: int) -> int | None:
+        value = counts[i] if i < len(counts) else None
+        return None if value is None else int(value)
+
+    return [(name, at(train, i), at(trusted, i)) for i, name in enumerate(run.classes)] if train or trusted else []

@@ -1,0 +1,134 @@
+"""Numbers and sentences of the report, in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from hyperkron.cleaning.report.folder import Candidate, Run
+
+UNKNOWN = "–"
+NBSP = "\u00a0"
+
+
+def percent(x: float | None, digits: int = 1) -> str:
+    """A share, such as 0.914, as a percentage.
+
+    Example:
+        >>> percent(0.25).replace(NBSP, " ")
+        '25.0 %'
+    """
+    return UNKNOWN if x is None else f"{100 * x:.{digits}f}{NBSP}%"
+
+
+def count(n: float | None) -> str:
+    """A whole number with separators."""
+    return UNKNOWN if n is None else f"{n:,.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """A time that a person can compare.
+
+    Example:
+        >>> [duration(x).replace(NBSP, " ") for x in (0.123, 75, 7380)]
+        ['0.12 s', '1 min 15 s', '2 h 3 min']
+    """
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 60:
+        return f"{seconds:.2f}{NBSP}s" if seconds < 10 else f"{seconds:.0f}{NBSP}s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}{NBSP}min{NBSP}{whole % 60}{NBSP}s"
+    return f"{whole // 3600}{NBSP}h{NBSP}{whole % 3600 // 60}{NBSP}min"
+
+
+def memory(mb: float | None) -> str:
+    """Megabytes, or gigabytes where they are many."""
+    if mb is None:
+        return UNKNOWN
+    return f"{mb / 1024:.1f}{NBSP}GB" if mb >= 1024 else f"{mb:.0f}{NBSP}MB"
+
+
+def moment(iso: str) -> str:
+    """A time stamp for people; what is no time stamp stays as it is."""
+    try:
+        return datetime.fromisoformat(iso.replace("Z", "+00:00")).strftime("%Y-%m-%d %H:%M %Z").strip()
+    except ValueError:
+        return iso
+
+
+def value(x: Any) -> str:
+    """A value of the configuration or a feature."""
+    if isinstance(x, str):
+        return x
+    if isinstance(x, float):
+        return f"{x:.6g}"
+    return json.dumps(x, ensure_ascii=False)
+
+
+def settings(config: dict[str, Any], within: str = "") -> list[tuple[str, str]]:
+    """The configuration line by line, without what is not set; a part of it is named before its own settings.
+
+    Example:
+        >>> settings({"config": {"seed": 0, "epochs": None}, "source": {"train": "a.csv"}, "names": ["a", "b"]})
+        [('seed', '0'), ('source: train', 'a.csv'), ('names', 'a, b')]
+    """
+    found: list[tuple[str, str]] = []
+    for key, x in config.items():
+        name = f"{within}: {key}" if within else key
+        if isinstance(x, dict) and within.count(": ") < 3:
+            found += settings(x, "" if name == "config" else name)
+        elif isinstance(x, list) and not any(isinstance(part, dict | list) for part in x):
+            found.append((name, ", ".join(map(value, x)) or "none"))
+        elif x is not None:
+            found.append((name, value(x)))
+    return found
+
+
+def suspect_count(run: Run) -> int | None:
+    """How many rows are suspects: as result.json says, else as rows.csv has them, else as many as are listed."""
+    said = run.result.child("suspects").count("count")
+    if said is not None:
+        return said
+    if run.rows is not None:
+        return len(run.rows.suspect)
+    return len(run.suspects) or None
+
+
+def headline(run: Run) -> str:
+    """The finding in one sentence or two."""
+    parts = []
+    rate, suspects = run.result.child("noise").number("rate"), suspect_count(run)
+    total = run.result.child("data").count("train_rows")
+    if rate is not None:
+        share = f"{100 * rate:.0f}" if rate >= 0.1 or rate == 0 else f"{100 * rate:.1f}"
+        parts.append(f"About {share}{NBSP}% of the labels look wrong.")
+    if suspects:
+        of = f" of {total:,}" if total else ""
+        parts.append(f"{suspects:,}{of} rows {'are suspects' if suspects > 1 else 'is a suspect'}.")
+    elif suspects == 0:
+        parts.append("No row stands out as mislabelled.")
+    return " ".join(parts)
+
+
+def comparison(candidates: Sequence[Candidate]) -> str:
+    """How the chosen candidate stands against the best of the others. ``candidates`` are sorted, the best first."""
+    winner = next((c for c in candidates if c.chosen), None)
+    other = next((c for c in candidates if not c.chosen), None)
+    if winner is None or other is None or winner.accuracy is None or other.accuracy is None:
+        return ""
+    said = f"The best alternative, “{other.name}”, reaches {percent(other.accuracy)}"
+    difference = 100 * (winner.accuracy - other.accuracy)
+    if abs(difference) < 0.05:
+        return f"{said}, which is the same."
+    said += f", {abs(difference):.1f} points {'less' if difference > 0 else 'more'}"
+    limits = (winner.low, winner.high, other.low, other.high)
+    if None in limits:
+        return said + "."
+    low, high, other_low, other_high = (x or 0.0 for x in limits)
+    if low <= other_high and other_low <= high:
+        return said + "; the intervals overlap, so the difference may be chance."
+    return said + "; the intervals do not overlap."

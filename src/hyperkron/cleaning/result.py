@@ -1,0 +1,172 @@
+"""What comes out of ``clean``: the result in Python, and the summary that result.json holds."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperkron.cleaning.config import CleanConfig
+from hyperkron.cleaning.data import Labelled
+from hyperkron.cleaning.evidence import Evidence
+from hyperkron.cleaning.folder import FORMAT
+from hyperkron.cleaning.given import USED
+from hyperkron.cleaning.method import Outcome, Work
+from hyperkron.cleaning.trainer import Inputs, Plan, predict
+from hyperkron.solution import HyperkronError
+
+CUT = 0.5
+"""A row whose label is more likely wrong than right is a suspect."""
+
+
+@dataclass
+class CleanResult:
+    """What ``clean`` found.
+
+    N is the number of training rows as they were given, and positions are those of the given rows, also where some
+    rows were left out (no label, no input, also in the trusted set, flagged as trusted). Arrays of N numbers are
+    tensors, or pandas Series with the index of the rows where these came with one.
+
+    Attributes:
+        weights: how far each given label is believed, 1 − error_probability; for a weighted training of your own (N,).
+            NaN for rows left out.
+        error_probability: of each training label (N,); NaN for rows left out.
+        suspects: positions of the rows whose label is more likely wrong than right, most suspicious first.
+        suggested: the most likely class of each training row (N,), a position in ``classes``; −1 for rows left out.
+        status: ``"used"``, or why a row was left out (N,).
+        model: the network that won, in evaluation mode.
+        candidates: every candidate on trusted rows it had not seen.
+        chosen: the name of the winner.
+        verdict: a sentence or two for a person.
+        classes: names of the classes.
+        summary: what result.json holds.
+        folder: where the run lies, or None.
+    """
+
+    weights: Any
+    error_probability: Any
+    suspects: Tensor
+    suggested: Any
+    status: Any
+    model: nn.Module
+    candidates: list[dict[str, Any]]
+    chosen: str
+    verdict: str
+    classes: tuple[str, ...]
+    summary: dict[str, Any] = field(repr=False, default_factory=dict)
+    folder: Path | None = None
+    transform: Callable[[Any], Inputs] | None = field(repr=False, default=None)
+
+    @property
+    def used(self) -> Any:
+        """Which of the given rows were used: a mask (N,)."""
+        mask = self.status == USED
+        return mask if hasattr(mask, "iloc") else torch.from_numpy(mask)
+
+    @property
+    def suspect_labels(self) -> Any:
+        """The labels of the suspects in the pandas index of the given rows; None where these have none."""
+        index = getattr(self.weights, "index", None)
+        return None if isinstance(self.weights, Tensor) or index is None else index[self.suspects.numpy()]
+
+    def predict(self, rows: Any) -> Tensor:
+        """Class probabilities (n, C) of further rows.
+
+        Args:
+            rows: texts, pictures (n, C, H, W) of 0 to 255, or a matrix of features, as the training rows were.
+        """
+        if self.transform is None:
+            raise HyperkronError("this result has no model to predict with.")
+        inputs = self.transform(rows)
+        device = next(self.model.parameters()).device
+        return predict(self.model, inputs, torch.arange(len(inputs), device=device)).cpu()
+
+
+def about_run(
+    parts: list[Labelled], config: CleanConfig, plan: Plan, device: torch.device, command: str | None
+) -> dict[str, Any]:
+    """What was run, on what, with what."""
+    train, trusted = parts[:2]
+    return {
+        "format": FORMAT,
+        "hyperkron": _version("hyperkron"),
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "versions": {name: _version(name) for name in ("torch", "numpy", "transformers", "cleanlab")},
+        "hardware": _hardware(device),
+        "peak_memory_mb": round(_peak_memory(), 1),
+        "data": {
+            "kind": train.kind,
+            "train_rows": len(train),
+            "left_out": {why: len(rows) for why, rows in train.left_out.items()},
+            "trusted_rows": len(trusted),
+            "classes": list(train.classes),
+            "trusted_per_class": trusted.counts(),
+            "train_per_class": train.counts(),
+            "messages": [],
+        },
+        "config": asdict(config) | {"epochs_used": plan.epochs},
+    }
+
+
+def scores_summary(outcome: Outcome, scores: dict[str, Tensor]) -> dict[str, Any]:
+    """The noise, the suspects, the weights and the way of λ."""
+    probability = scores["error_probability"]
+    curve = {"x": list(range(1, len(outcome.outer) + 1)), "x_label": "outer step"}
+    return {
+        "noise": {
+            "rate": float(probability.mean()),
+            "matrix": [[round(v, 6) for v in line] for line in outcome.final.matrix.cpu().tolist()],
+        },
+        "suspects": {"cut": CUT, "count": int((probability > CUT).sum())},
+        "weights": {
+            "edges": [round(i / 20, 2) for i in range(21)],
+            "counts": torch.histc(scores["weight"].float(), bins=20, min=0, max=1).long().tolist(),
+        },
+        "evidence": dict(zip(Evidence.NAMES, outcome.scale, strict=True)),
+        "collapsed": outcome.collapsed,
+        "curves": [
+            {"name": "loss on held-out trusted rows", **curve, "y": outcome.outer},
+            {"name": "weight of the experts κ", **curve, "y": [p[0] for p in outcome.path]},
+            {"name": "weight of the given label β", **curve, "y": [p[1] for p in outcome.path]},
+            {"name": "weight of learning the given label γ", **curve, "y": [p[2] for p in outcome.path]},
+        ],
+    }
+
+
+def history(outcome: Outcome, work: Work) -> Tensor:
+    """How much each row was believed along the way: 1 at first, then by each expert, then after each pooling."""
+    given = work.given[work.noisy][:, None]
+    experts = [outcome.trusted_expert, outcome.pooled_expert, outcome.matrix_expert]
+    believed = [p[work.noisy].gather(1, given)[:, 0] for p in experts]
+    pooled = [opinion.posterior.gather(1, given)[:, 0] for opinion in (outcome.first, outcome.final)]
+    return torch.stack([torch.ones_like(believed[0]), *believed, *pooled], dim=1)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{platform.machine()} CPU, {threads} thread{'' if threads == 1 else 's'}"
+
+
+def _peak_memory() -> float:
+    """Of this process so far, in MB."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6

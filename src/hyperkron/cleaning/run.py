@@ -1,0 +1,379 @@
+"""One run of ``clean``, stage by stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyperkron.cleaning import recorded
+from hyperkron.cleaning.alternatives import DESCRIPTIONS, available, judged, lesson
+from hyperkron.cleaning.budget import READY, steps_of, within
+from hyperkron.cleaning.choice import Judged, choose, judge, verdict
+from hyperkron.cleaning.config import OURS, CleanConfig, Progress
+from hyperkron.cleaning.data import Labelled
+from hyperkron.cleaning.folder import RunFolder
+from hyperkron.cleaning.given import Given
+from hyperkron.cleaning.method import Outcome, Work, clean_labels, folds, train_on
+from hyperkron.cleaning.models import EncoderUnavailable, TextEncoder, load_encoder
+from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
+from hyperkron.cleaning.result import CUT, CleanResult, about_run, history, scores_summary
+from hyperkron.cleaning.stages import Stages
+from hyperkron.cleaning.trainer import Dense, Plan, predict
+from hyperkron.training.signals import Interrupted, Signals
+
+
+class Run:
+    """One run: prepared inputs, the method, the alternatives, the choice, and what is written."""
+
+    def __init__(
+        self,
+        parts: list[Labelled],
+        config: CleanConfig,
+        folder: RunFolder | None,
+        model: Callable[[], nn.Module] | None,
+        progress: Progress,
+        command: str | None,
+        given: Given,
+        encoder: str | None = None,
+    ) -> None:
+        self.parts, self.config, self.folder = parts, config, folder
+        self.model, self.progress, self.command = model, progress, command
+        self.given, self.encoder = given, encoder
+        self.device = pick_device(config.device)
+        self.messages: list[str] = []
+        self.seconds: dict[str, float] = {}
+        self.spent: dict[str, float] = {}  # on each candidate
+        self.stage = ("", 0)  # that is being computed, and its steps so far
+        self.signals = Signals(active=folder is not None)
+
+    def result(self) -> CleanResult:
+        """Do everything that is not done yet."""
+        with self.signals:
+            try:
+                return self._everything()
+            finally:
+                self.progress.stop()
+
+    def _everything(self) -> CleanResult:
+        now = recorded.environment(self.device)
+        self._record("environment", now, lambda began: self._say(recorded.environment_notes(began, now)))
+        prepared = self._prepare()
+        with _threads_for(prepared, self.device):
+            return self._train(prepared)
+
+    def _train(self, prepared: Prepared) -> CleanResult:
+        work, names = self._work(prepared)
+        total = steps_of(work, work.plan, names, prepared.test is not None)
+        finished = [] if self.folder is None else self.folder.logged("stage")
+        self.progress.start(max(1, total - sum(int(line["steps"]) for line in finished)))
+        with self._timed("cleaning"):
+            outcome = clean_labels(work)
+        self._say(_trouble(outcome))
+        with self._timed("network"):
+            plan = outcome.paced(work, work.last)
+            networks = {OURS: train_on(work, "network-hyperkron", lesson(OURS, work, outcome), plan)}
+        with self._timed("comparison"):
+            table = []
+            for name in (OURS, *names):
+                with self._timed(name, "candidate"):
+                    answers = judged(name, work, outcome) if names else outcome.student[work.trusted]
+                    table.append(judge(name, answers, work.given[work.trusted]))
+            chosen = choose(table)
+            wanted = names if prepared.test is not None else [name for name in names if name == chosen]
+            for name in wanted:
+                with self._timed(name, "candidate"):
+                    networks[name] = train_on(work, f"network-{name}", lesson(name, work, outcome))
+        return self._finish(prepared, work, outcome, table, chosen, networks)
+
+    def _prepare(self) -> Prepared:
+        self.progress.message(f"{len(self.parts[0])} training rows, {len(self.parts[1])} trusted rows")
+        self._say([message for part in self.parts for message in part.messages])
+        cache = None if self.folder is None else self.folder.path / "embeddings"
+        encoder = self._load_encoder() if self.parts[0].kind == "text" else None
+        bar = _Embedding(self.progress, self._check_signals)
+        with self._timed("preparation"):
+            found = prepare(
+                self.parts, self.config, self.device, encoder=encoder, model=self.model, cache=cache, progress=bar
+            )
+        bar.stop()
+        network = recorded.network_identity(found.build, self.device)
+        self._record("network", network, lambda began: recorded.refuse_other_network(began, network))
+        return found
+
+    def _load_encoder(self) -> TextEncoder | None:
+        """The encoder of the run, recorded before it is used; None for hashed n-grams."""
+        encoder: TextEncoder | None
+        notes: tuple[str, ...] = ()
+        try:
+            if self.config.layers:  # which cannot do without
+                encoder = TextEncoder(self.encoder, device=self.device)
+            else:
+                encoder, notes = load_encoder(self.encoder, device=self.device)
+        except EncoderUnavailable as error:
+            began = None if self.folder is None else recorded.recorded_encoder(self.folder.read_config())
+            if began is None:
+                raise
+            raise EncoderUnavailable(f"The run began with the encoder {began['name']!r}. {error}") from error
+        identity = recorded.encoder_identity(encoder)
+        self._record("encoder", identity, lambda began: recorded.refuse_other_encoder(began, identity))
+        self._say(list(notes))
+        count = sum(len(part) for part in self.parts)
+        self.progress.message(f"Embedding {count} texts by {identity['name']}")
+        return encoder
+
+    def _record(self, name: str, found: Any, check: Callable[[Any], None]) -> None:
+        """Put into config.json what the run works with; what is there already is checked."""
+        if self.folder is None:
+            return
+        kept = self.folder.read_config()
+        if name in kept:
+            check(kept[name])
+        else:
+            self.folder.write_json("config.json", {**kept, name: found})
+
+    def _work(self, prepared: Prepared) -> tuple[Work, list[str]]:
+        labels = [torch.as_tensor(part.labels) for part in self.parts[:2]]
+        given = torch.cat(labels).to(self.device)
+        rows = torch.arange(len(given), device=self.device)
+        noisy, trusted = rows[: len(labels[0])], rows[len(labels[0]) :]
+        plan = Plan() if self.config.epochs is None else Plan(epochs=self.config.epochs)
+        names, notes = available(self.config.compare)
+        work = Work(
+            prepared.inputs,
+            given,
+            noisy,
+            trusted,
+            len(self.parts[0].classes),
+            folds(given, [noisy, trusted], 2, self.config.seed),
+            prepared.build,
+            plan,
+            self.config,
+            self._stages(),
+            self._tick,
+        )
+        if self.config.budget is not None:
+            plan, names, more = self._budgeted(work, names, prepared.test is not None)
+            work, notes = replace(work, plan=plan), notes + more
+        self._say(notes)
+        return work, names
+
+    def _stages(self) -> Stages:
+        if self.folder is None:
+            return Stages(None)
+        return Stages(self.folder.stages, recorded.digest(self.folder.read_config()))
+
+    def _say(self, notes: list[str]) -> None:
+        """To the user now, and in the result."""
+        for note in notes:
+            self.progress.message(note)
+        self.messages += notes
+
+    def _budgeted(self, work: Work, names: list[str], test: bool) -> tuple[Plan, list[str], list[str]]:
+        """The plan that fits; decided once, so that a resumed run follows the same one."""
+        kept = next(self.folder.logged("plan"), None) if self.folder is not None else None
+        if kept is None:
+            seconds = float(self.config.budget or 0)
+            plan, names, notes = within(work, names, test, max(1.0, seconds - self.seconds.get("preparation", 0.0)))
+            if self.folder is not None:
+                self.folder.log("plan", epochs=plan.epochs, least=plan.least, compare=names, messages=notes)
+            return plan, names, notes
+        plan = replace(work.plan, epochs=kept["epochs"], least=kept["least"])
+        return plan, kept["compare"], kept["messages"]
+
+    def _tick(self, stage: str, steps: int) -> None:
+        before, done = self.stage
+        if self.folder is not None and before and stage != before:  # that one is finished and on the disk
+            self.folder.log("stage", name=before, steps=done)
+        self.stage = stage, steps + (done if stage == before else 0)
+        self.progress.advance(steps, _in_words(stage))
+        self._check_signals()
+
+    def _check_signals(self) -> None:
+        if self.signals.received is not None:
+            raise Interrupted(self.signals.received)
+
+    @contextmanager
+    def _timed(self, name: str, event: str = "part") -> Iterator[None]:
+        """Add to ``seconds`` of a part of the run, or to what was ``spent`` on a candidate; the log keeps it."""
+        times = self.seconds if event == "part" else self.spent
+        if name not in times:  # what an interrupted run had already spent
+            before = [] if self.folder is None else self.folder.logged(event)
+            times[name] = sum(float(line["seconds"]) for line in before if line["name"] == name)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            taken = time.perf_counter() - begin
+            times[name] += taken
+            if self.folder is not None:
+                self.folder.log(event, name=name, seconds=round(taken, 3))
+
+    # --- what comes out
+
+    def _finish(
+        self,
+        prepared: Prepared,
+        work: Work,
+        outcome: Outcome,
+        table: list[Judged],
+        chosen: str,
+        networks: dict[str, nn.Module],
+    ) -> CleanResult:
+        given = work.given[work.noisy]
+        probability = outcome.error_probability(given)
+        scores = {
+            "error_probability": probability.cpu(),
+            "weight": 1 - probability.cpu(),
+            "suggested": outcome.final.posterior.argmax(1).cpu(),
+            "history": history(outcome, work).cpu(),
+        }
+        order = probability.argsort(descending=True).cpu()
+        suspects = order[scores["error_probability"][order] > CUT]
+        candidates = self._candidates(prepared, table, chosen, networks)
+        words = verdict(chosen, table, float(probability.mean()), len(suspects), len(given))
+        summary = {
+            **about_run(self.parts, self.config, work.plan, self.device, self.command),
+            "seconds": self._seconds(work),
+            "chosen": chosen,
+            "verdict": words,
+            "candidates": candidates,
+            **scores_summary(outcome, scores),
+        }
+        summary["data"]["messages"] = self.messages
+        if self.folder is not None:
+            self.folder.write_rows(self.parts[0], scores, CUT)
+            self.folder.write_model(networks[chosen])
+            self.folder.write_json("result.json", summary)
+        spread = self.given.spread
+        return CleanResult(
+            spread(scores["weight"], float("nan"), "weight"),
+            spread(scores["error_probability"], float("nan"), "error_probability"),
+            self.given.rows[suspects],
+            spread(scores["suggested"], -1, "suggested"),
+            self.given.status(),
+            networks[chosen],
+            candidates,
+            chosen,
+            words,
+            self.parts[0].classes,
+            summary,
+            None if self.folder is None else self.folder.path,
+            prepared.transform,
+        )
+
+    def _candidates(
+        self, prepared: Prepared, table: list[Judged], chosen: str, networks: dict[str, nn.Module]
+    ) -> list[dict[str, Any]]:
+        found = []
+        for c in table:
+            score = None
+            if prepared.test is not None:
+                rows = torch.arange(len(prepared.test), device=self.device)
+                answers = predict(networks[c.name], prepared.test, rows).argmax(1).cpu()
+                score = float((answers == torch.as_tensor(self.parts[2].labels)).float().mean())
+            found.append(
+                {
+                    "name": c.name,
+                    "description": DESCRIPTIONS[c.name],
+                    "accuracy": c.accuracy,
+                    "low": c.low,
+                    "high": c.high,
+                    "rows": c.rows,
+                    "seconds": self._spent_on(c.name, networks),
+                    "chosen": c.name == chosen,
+                    "test_accuracy": score,
+                }
+            )
+        return found
+
+    def _spent_on(self, name: str, networks: dict[str, nn.Module]) -> float | None:
+        """Seconds of training and judging a candidate; None where its answers came with the method's experts."""
+        if name in READY and name not in networks:
+            return None
+        ours = self.seconds["cleaning"] + self.seconds["network"] if name == OURS else 0.0
+        return round(ours + self.spent[name], 2)
+
+    def _seconds(self, work: Work) -> dict[str, float]:
+        """Of the whole, of the method, and of one plain training, scaled from the network's by their steps."""
+        rows = len(work.given)
+        spent = {"total": sum(self.seconds.values()), **self.seconds}
+        spent["cleaning"] = self.seconds["cleaning"] + self.seconds["network"]
+        spent["plain"] = self.seconds["network"] * work.plan.steps(rows) / work.last.steps(rows)
+        return {name: round(value, 2) for name, value in spent.items()}
+
+
+def _in_words(stage: str) -> str:
+    """What a person is told of a stage.
+
+    Example:
+        >>> _in_words("network-small-loss"), _in_words("judge-small-loss"), _in_words("pooled expert")
+        ('training small-loss', 'judging small-loss', 'pooled expert')
+    """
+    kind, _, name = stage.partition("-")
+    doing = {"judge": "judging", "network": "training"}.get(kind)
+    return stage if doing is None else f"{doing} {name}"
+
+
+class _Embedding:
+    """A bar of its own while texts are embedded; its unit is tokens, and every list of texts begins anew."""
+
+    def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
+        self.progress, self.check = progress, check
+        self.done, self.total = 0, 0
+
+    def __call__(self, done: int, total: int) -> None:
+        """So many of so many tokens are done."""
+        if total != self.total or done < self.done:
+            self.stop()
+            self.progress.start(total)
+            self.total = total
+        self.progress.advance(done - self.done, "embedding texts")
+        self.done = done
+        self.check()
+
+    def stop(self) -> None:
+        """Close the bar, if there is one."""
+        if self.total:
+            self.progress.stop()
+        self.done, self.total = 0, 0
+
+
+def _trouble(outcome: Outcome) -> list[str]:
+    """What a person should know about how κ, β and γ were learnt."""
+    found = []
+    if outcome.collapsed:
+        found.append("The weights of the evidence ran away, so they were put back to where they began.")
+    if outcome.troubled:
+        of = max(outcome.troubled, 2 * len(outcome.outer))
+        text = (
+            f"{outcome.troubled} of {of} hypergradients are inexact: the linear solve behind them did not end well. "
+            "The run went on. They only steer how far experts and given labels are believed (κ, β and γ); "
+        )
+        few = 10 * outcome.troubled <= of
+        found.append(
+            text
+            + (
+                "so few hardly change which rows are suspects."
+                if few
+                else "with so many, rely on the suspects only if the curves of κ, β and γ in the report settle."
+            )
+        )
+    return found
+
+
+@contextmanager
+def _threads_for(prepared: Prepared, device: torch.device) -> Iterator[None]:
+    """One thread for vectors, whose matrices are too small to share; images and encoders keep what there is."""
+    before = torch.get_num_threads()
+    small = device.type == "cpu" and isinstance(prepared.inputs, Dense) and prepared.inputs.values.dim() == 2
+    torch.set_num_threads(1 if small else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,92 @@
+"""What a user may hand to ``clean``: paths, tables, arrays, torch Datasets."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperkron.cleaning.data import Labelled, read, read_pair
+from hyperkron.solution import HyperkronError
+
+
+def read_parts(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> list[Labelled]:
+    """Training, trusted and, if given, test rows, with one list of classes."""
+    if isinstance(train, Labelled):
+        if not isinstance(trusted, Labelled) or trusted.classes != train.classes:
+            raise HyperkronError("trusted must be Labelled rows with the classes of train, as read_pair() gives them.")
+        parts = [train, trusted]
+    else:
+        options = {key: value for key, value in reading.items() if value is not None}
+        parts = list(read_pair(_source(train), None if trusted is None else _source(trusted), **options))
+    if test is not None:
+        ours = {k: v for k, v in reading.items() if v is not None and k not in ("trusted_column", "options")}
+        parts.append(test if isinstance(test, Labelled) else _test_rows(test, parts[0], ours))
+    if len(parts[1]) < 2:
+        raise HyperkronError(
+            f"trusted has {len(parts[1])} usable rows; at least 2 are needed, better 10 of each class."
+        )
+    return parts
+
+
+def _test_rows(test: Any, like: Labelled, reading: dict[str, Any]) -> Labelled:
+    """Test rows, with the argument called by its name in what is said about it."""
+
+    def named(text: str) -> str:
+        return re.sub(r"^source(?=[:= ])", "test", text)
+
+    try:
+        found = read(_source(test), like=like, **reading)
+    except HyperkronError as error:
+        raise HyperkronError(named(str(error))) from error
+    return replace(found, messages=tuple(named(message) for message in found.messages))
+
+
+def _source(given: Any) -> Any:
+    """Arrays and torch Datasets in the form that the readers take."""
+    if isinstance(given, (str, os.PathLike, Mapping)) or hasattr(given, "columns"):
+        return given
+    if isinstance(given, (tuple, list)) and len(given) == 2:
+        return {"x": _array(given[0]), "y": _array(given[1])}
+    if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+        pairs = [given[i] for i in range(len(given))]
+        xs, ys = [p[0] for p in pairs], [p[1] for p in pairs]
+        x = torch.stack([torch.as_tensor(v) for v in xs]).numpy() if not isinstance(xs[0], str) else xs
+        return {"x": x, "y": [v.item() if isinstance(v, Tensor) else v for v in ys]}
+    raise HyperkronError(
+        f"cannot read rows from a {type(given).__name__}; give a path, a DataFrame, a dictionary of columns, (x, y), "
+        "or a torch Dataset of such pairs."
+    )
+
+
+def _array(values: Any) -> Any:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+
+
+def plain_sources(sources: dict[str, Any]) -> dict[str, Any] | None:
+    """The sources if all are paths and plain settings, so that resume can read them again."""
+    names = [sources[key] for key in ("train", "trusted", "test")]
+    plain = (str, int, float, bool, list, tuple, type(None))
+    if not all(name is None or isinstance(name, (str, os.PathLike)) for name in names):
+        return None
+    if not all(isinstance(value, plain) for value in sources["reading"].values()):
+        return None
+    found = {key: None if sources[key] is None else absolute(sources[key]) for key in ("train", "trusted", "test")}
+    return {**found, "reading": sources["reading"]}
+
+
+def absolute(name: Any) -> str:
+    """A path as the record has it, or the name of a dataset of the Hub."""
+    text = os.fspath(name)
+    return text if text.startswith("hf:") else str(Path(text).absolute())
+
+
+def model_name(model: Callable[[], nn.Module]) -> str:
+    """How a builder of the user's is called in the record."""
+    return f"{getattr(model, '__module__', '?')}:{getattr(model, '__qualname__', type(model).__name__)}"

@@ -1,0 +1,369 @@
+"""One point (λ, θ) with its batches, and the promise that looking at it changes nothing.
+
+Every forward pass of a hypergradient goes through a :class:`Point`. It keeps the contract of the library:
+when the ``with`` block ends, by success or by exception, the model's parameters, buffers, training mode and
+``requires_grad`` flags and the global random states are exactly what they were. Every evaluation begins at
+the same random states, buffers and modes, so that dropout draws one mask for all products of a solve. What was
+given to ``torch.compile`` is evaluated as it was written: compiled code has no second derivatives and no hooks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from hyperkron.evaluation.inputs import culprits, differentiable_batch, tensors_of
+from hyperkron.evaluation.snapshot import Snapshot, reseed
+from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small
+from hyperkron.losses import Loss, as_loss
+from hyperkron.problem import BilevelProblem, Objective
+from hyperkron.solution import HyperkronError, NonFiniteError
+from hyperkron.trees import Tree
+
+Level = Literal["inner", "outer"]
+
+
+class Point:
+    """The point (λ, θ) at which the pieces of the formula are evaluated; a context manager.
+
+    Args:
+        problem: the two objectives.
+        model: holds θ, its parameters with ``requires_grad``.
+        hyper: holds λ, its parameters with ``requires_grad``.
+        inner_batch: the batch of J_in for the cross term, and for the curvature unless ``curvature_batch`` is
+            given.
+        outer_batch: the batch of J_out.
+        curvature_batch: another batch of J_in on which A is measured.
+        recording: what happens inside is being recorded as a CUDA graph: nothing is read from the device, and its
+            random state is left alone. The checks stay in :attr:`doors` and :attr:`unread`, for whoever replays it.
+        plain: the objectives are evaluated without autocast, wherever it is enabled.
+
+    Attributes:
+        autocast: under which the objectives are evaluated, where the caller has it enabled.
+        met: whether a ``plain`` evaluation would have run under autocast.
+        doors: values that must be finite, not read yet: (name, remedy, value).
+        unread: numbers that were taken to be zero while recording.
+    """
+
+    def __init__(
+        self,
+        problem: BilevelProblem,
+        model: nn.Module,
+        hyper: nn.Module,
+        inner_batch: Any,
+        outer_batch: Any,
+        *,
+        curvature_batch: Any = None,
+        recording: bool = False,
+        plain: bool = False,
+    ) -> None:
+        if not isinstance(problem, BilevelProblem):
+            raise HyperkronError(f"problem is a {type(problem).__name__}; pass hyperkron.BilevelProblem(inner, outer).")
+        self.problem = problem
+        self.model = model
+        self.hyper = hyper
+        self.inner_batch = differentiable_batch(inner_batch)
+        self.outer_batch = differentiable_batch(outer_batch)
+        self.curvature_batch = self.inner_batch if curvature_batch is None else differentiable_batch(curvature_batch)
+        self.params = trainable(model, "model")
+        self.hypers = trainable(hyper, "hyper")
+        self.device, self.dtype = _common_place(self.params, self.hypers)
+        self.notes: dict[str, str] = {}
+        self.recording = recording
+        self.plain, self.met = plain or problem.autocast is False, False
+        self.autocast: torch.autocast | None = None
+        self.doors: list[tuple[str, str, Tensor]] = []
+        self.unread: list[Tensor] = []
+        self._stack: ExitStack | None = None
+        self._snapshot: Snapshot | None = None
+        self._away = False
+
+    def __enter__(self) -> Point:
+        self._snapshot = Snapshot(self.model, self.hyper, self.device, self.recording)
+        self._stack = ExitStack()
+        self._stack.callback(self._snapshot.restore)
+        self._stack.enter_context(torch.inference_mode(False))
+        self._stack.enter_context(torch.enable_grad())
+        if "torch._dynamo" in sys.modules:  # without it nothing can have been compiled
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if torch.is_autocast_enabled(self.device.type):  # for the objectives alone: all else keeps its precision
+            self.met = self.plain
+            if not self.plain:
+                cache = torch.is_autocast_cache_enabled()
+                self.autocast = torch.autocast(
+                    self.device.type, torch.get_autocast_dtype(self.device.type), cache_enabled=cache
+                )
+            self._stack.enter_context(torch.autocast(self.device.type, enabled=False))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._stack is not None
+        self._stack.close()
+
+    def inner(self, batch: Any = None, *, differentiable: bool = False) -> Loss:
+        """J_in at this point; ``differentiable`` asks for kernels that can be differentiated twice."""
+        batch = self.inner_batch if batch is None else batch
+        loss = self._evaluate("inner", batch, differentiable=differentiable)
+        seen = [t.output.requires_grad for t in loss.terms] or [loss.value.requires_grad]
+        if not self._away and not any(seen):
+            raise independent("inner")
+        return loss
+
+    def outer(self, *, differentiable: bool = False) -> Loss:
+        """J_out at this point."""
+        return self._evaluate("outer", self.outer_batch, differentiable=differentiable)
+
+    def substituted(
+        self,
+        level: Level,
+        params: Tree,
+        batch: Any,
+        *,
+        draw: int,
+        differentiable: bool,
+        where: str,
+        remedy: str | None = None,
+    ) -> Loss:
+        """J_in or J_out with θ replaced by ``params`` and attached to their graph, for methods that move θ.
+
+        Evaluations with the same ``draw`` draw the same dropout masks, those with different ones independent
+        masks; draw 0 is that of :meth:`inner`. ``where`` and ``remedy`` go into the error of a bad value.
+        """
+        return self._evaluate(level, batch, params, draw, differentiable, f" {where}", remedy)
+
+    def _evaluate(
+        self,
+        level: Level,
+        batch: Any,
+        params: Tree | None = None,
+        draw: int = 0,
+        differentiable: bool = False,
+        where: str = "",
+        remedy: str | None = None,
+    ) -> Loss:
+        """The one way to J: everything rewound, kernels chosen, the objective called, its value checked."""
+        assert self._snapshot is not None, "a Point is used inside its with block"
+        self._snapshot.rewind()
+        if draw:
+            reseed(draw, self.device)
+        try:
+            value = self._call(level, batch, params, differentiable)
+        except LayoutError:
+            if self.recording:
+                raise
+            return self._evaluate(level, batch, params, draw, differentiable, where, remedy)
+        except RuntimeError as error:
+            if misplaced := self._misplaced(error):
+                raise HyperkronError(f"{level}{where} failed: {misplaced}") from error
+            if "nference tensor" in str(error):
+                raise HyperkronError(
+                    f"{level}{where} uses a tensor made in torch.inference_mode(), which has no gradients; make it "
+                    "outside, under torch.no_grad() if need be, or clone() it."
+                ) from error
+            raise
+        try:
+            loss = as_loss(value)
+        except HyperkronError as error:
+            raise HyperkronError(f"{level} did not return a loss: {error}") from None
+        usual = f"look for nan, inf or extreme values in {level}_batch, in hyper and in the model's parameters"
+        self.finite(f"{level} loss{where}", loss.value, remedy or usual)
+        return loss
+
+    def _call(self, level: Level, batch: Any, params: Tree | None, differentiable: bool) -> Loss | Tensor:
+        """The objective itself, under the kernels chosen for it."""
+        function = self.problem.inner if level == "inner" else self.problem.outer
+
+        def call() -> Loss | Tensor:
+            with WithoutAutocast(self.device.type) if self.plain else nullcontext() as mode:
+                if params is None:
+                    value = function(self.model, self.hyper, batch)
+                else:
+                    named = {f"model.{name}": p for name, p in params.items()}
+                    value = functional_call(_Caller(self.model), named, (function, self.hyper, batch))
+            self.met = self.met or (mode is not None and mode.met)
+            return value
+
+        with self.autocast or nullcontext():
+            return evaluate(
+                call,
+                self.model,
+                self.device,
+                _size(batch),
+                differentiable=differentiable,
+                recording=self.recording,
+                hyper=self.hyper,
+            )
+
+    @property
+    def queues(self) -> bool:
+        """Whether the device works through a queue, so that waiting for a result before going on costs time."""
+        return self.device.type != "cpu"
+
+    @property
+    def small(self) -> bool:
+        """Whether an evaluation of J_in, after the first, is known to wait for Python rather than for the GPU."""
+        with self.autocast or nullcontext():
+            return small(self.model, self.device, _size(self.inner_batch))
+
+    def finite(self, name: str, value: Tensor, remedy: str) -> None:
+        """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
+        self.doors.append((name, remedy, value.detach()))
+        if value.device.type == "cpu":
+            self.settle()
+
+    def settle(self) -> None:
+        """Read all pending finite checks; raise for the first that failed."""
+        if not self.doors or self.recording:
+            return
+        doors, self.doors = self.doors, []
+        numbers = iter(torch.cat([value.reshape(-1) for _, _, value in doors]).tolist())
+        for name, remedy, value in doors:
+            bad = [x for x in itertools.islice(numbers, value.numel()) if not math.isfinite(x)]
+            if bad:
+                found = "nan" if any(map(math.isnan, bad)) else "infinite"
+                raise NonFiniteError(f"{name} is {found}; {self.culprits() or remedy}.")
+
+    def read(self, numbers: Tensor) -> list[Any]:
+        """The numbers of a vector, copied to the host; zeros while recording."""
+        if not self.recording:
+            found: list[Any] = numbers.tolist()
+            return found
+        self.unread.append(numbers)
+        return [0] * numbers.numel()
+
+    @property
+    def drew(self) -> bool:
+        """Whether an evaluation has drawn from the random state of the GPU."""
+        return self._snapshot is not None and self._snapshot.drew
+
+    @contextmanager
+    def moved(self, displaced: Tree) -> Iterator[None]:
+        """θ replaced by ``displaced``, detached: no graph through the model's parameters is recorded.
+
+        The parameters' own memory is never written: each parameter looks at other storage for the while, and
+        gets its own back also when an exception passes through.
+        """
+        own = {name: p.data for name, p in self.params.items()}
+        self._away = True
+        try:
+            for name, p in self.params.items():
+                p.requires_grad_(False)
+                p.data = displaced[name]
+            yield
+        finally:
+            self._away = False
+            for name, p in self.params.items():
+                p.data = own[name]
+                p.requires_grad_(True)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor an objective sees, with the name a user knows it by; for error messages."""
+        for label, module in (("model", self.model), ("hyper", self.hyper)):
+            for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+                yield from ((f"{label} {kind} {name}", x) for name, x in named)
+        yield from tensors_of("inner_batch", self.inner_batch)
+        yield from tensors_of("outer_batch", self.outer_batch)
+        if self.curvature_batch is not self.inner_batch:
+            yield from tensors_of("curvature_batch", self.curvature_batch)
+
+    def culprits(self) -> str:
+        """The tensors that are empty, not finite or extreme, and what to do; an empty string if there are none."""
+        return culprits(self._tensors())
+
+    def _misplaced(self, error: RuntimeError) -> str:
+        """The first tensor that differs from the model in device or dtype, if ``error`` is about that."""
+        if isinstance(error, torch.OutOfMemoryError) or not ("device" in str(error) or "type" in str(error)):
+            return ""
+        for name, x in self._tensors():
+            if x.device != self.device:
+                place = str(self.device)
+                return f"{name} is on {x.device} but the model is on {place}; use .to({place!r})."
+        for name, x in self._tensors():
+            if x.is_floating_point() and x.dtype != self.dtype:
+                return f"{name} is {x.dtype} but the model is {self.dtype}; use .to({self.dtype})."
+        return ""
+
+
+def _size(batch: Any) -> int:
+    return sum(x.numel() for _, x in tensors_of("", batch))
+
+
+class _Caller(nn.Module):
+    """Gives an objective the module form that ``functional_call`` substitutes parameters in."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Objective, hyper: nn.Module, batch: Any) -> Loss | Tensor:
+        return function(self.model, hyper, batch)
+
+
+def independent(level: Level, where: str = "") -> HyperkronError:
+    """The error for an objective that θ does not reach."""
+    return HyperkronError(
+        f"{level} does not depend on the model's parameters{where}; compute it from the model it is given, "
+        "without detach() or torch.no_grad()."
+    )
+
+
+def trainable(module: nn.Module, argument: str) -> Tree:
+    """The parameters of ``module`` that require a gradient, by name; refuses a module without any."""
+    if not isinstance(module, nn.Module):
+        remedy = "wrap a tensor with hyperkron.as_hyper(tensor)" if argument == "hyper" else "pass the network itself"
+        raise HyperkronError(f"{argument} is a {type(module).__name__}, not a torch.nn.Module; {remedy}.")
+    named = dict(module.named_parameters())
+    for name, p in named.items():
+        if nn.parameter.is_lazy(p):
+            raise HyperkronError(f"{argument} parameter {name} has no shape yet; call {argument} once on some data.")
+    for name, x in itertools.chain(named.items(), module.named_buffers()):
+        if x.is_inference():
+            raise HyperkronError(
+                f"{argument} parameter or buffer {name} was made in torch.inference_mode(), so it has no gradients; "
+                f"make {argument} outside, or use copy.deepcopy({argument}) outside."
+            )
+    found: Tree = {name: p for name, p in named.items() if p.requires_grad}
+    if not named:
+        raise HyperkronError(f"{argument} ({type(module).__name__}) has no parameters; give it an nn.Parameter.")
+    if not found:
+        raise HyperkronError(
+            f"{argument} has no trainable parameter ({len(named)} parameters, all frozen); "
+            f"call {argument}.requires_grad_(True) on the part that is to be learned."
+        )
+    return found
+
+
+def _common_place(params: Tree, hypers: Tree) -> tuple[torch.device, torch.dtype]:
+    """The one device of θ and λ and the one dtype of θ; a mix is refused by name."""
+    first_name, first = next(iter(params.items()))
+    for name, p in params.items():
+        if p.dtype != first.dtype:
+            raise HyperkronError(
+                f"model mixes dtypes: {first_name} is {first.dtype}, {name} is {p.dtype}; "
+                "use model.to(dtype), and torch.autocast for reduced precision."
+            )
+    for label, tree in (("model", params), ("hyper", hypers)):
+        for name, p in tree.items():
+            if p.device != first.device:
+                raise HyperkronError(
+                    f"{label} parameter {name} is on {p.device} but model parameter {first_name} is on "
+                    f"{first.device}; move both with .to({str(first.device)!r})."
+                )
+            if not p.dtype.is_floating_point:
+                raise HyperkronError(f"{label} parameter {name} has dtype {p.dtype}; use a floating point dtype.")
+    shared = {id(p) for p in params.values()} & {id(p) for p in hypers.values()}
+    if shared:
+        name = next(n for n, p in hypers.items() if id(p) in shared)
+        raise HyperkronError(
+            f"hyper parameter {name} is also a parameter of model, but λ and θ must be distinct; "
+            "give hyper a parameter of its own (copy.deepcopy)."
+        )
+    return first.device, first.dtype

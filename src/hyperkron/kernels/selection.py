@@ -1,0 +1,262 @@
+"""By which kernels a model is computed while a hypergradient evaluates it.
+
+What is differentiated twice, or carries tangents, takes attention that can be, and weight norm without torch's fused
+kernel, whose second derivative is wrong and which has no tangent. On a GPU there are two more things, which torch could
+do faster, with the same results up to rounding:
+
+- *Second derivatives* of convolutions and batch norm in closed form (``second_order.py``).
+- *Layout.* In TF32 and half precision, tensor cores take channels last; of images laid out channels first the library
+  makes copies before and after every convolution. Here the first convolution makes one, and the others find it so.
+
+These two are for models with such layers, and used only where they pay: Python calls these functions one by one, so
+without a CUDA graph small tensors are left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.overrides import TorchFunctionMode
+
+from hyperkron.kernels.second_order import batch_norm, convolution, plain
+
+T = TypeVar("T")
+
+LARGE = 2**24
+"""So many numbers make a tensor large: its kernels take longer than launching them."""
+
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+_CONTIGUOUS_ONLY: WeakSet[nn.Module] = WeakSet()
+"""Models that fail on images laid out channels last, as ``x.view(len(x), -1)`` does."""
+_IDLE: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
+"""For which sizes of batches nothing was worth changing: watching every function of a model costs time, too."""
+
+
+class LayoutError(RuntimeError):
+    """A model does not take channels last; it will be left alone the next time."""
+
+
+class Kernels(TorchFunctionMode):
+    """The functions above in place of torch's, where they pay.
+
+    Args:
+        second_order: whether what is evaluated will be differentiated twice, or carries tangents.
+        channels_last: whether convolutions may change the layout.
+        always: small tensors too.
+
+    Attributes:
+        converted: whether a layout was changed.
+    """
+
+    def __init__(self, *, second_order: bool, channels_last: bool, always: bool) -> None:
+        super().__init__()
+        self.second_order, self.channels_last, self.always = second_order, channels_last, always
+        self.converted = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CONVOLUTIONS:
+            return self._convolution(func, *args, **kwargs)
+        if self.second_order and func is F.batch_norm:
+            return batch_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _convolution(
+        self,
+        func: Callable[..., Tensor],
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: int | tuple[int, ...] = 1,
+        padding: str | int | tuple[int, ...] = 0,
+        dilation: int | tuple[int, ...] = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        spatial = weight.dim() - 2
+        usual = input.dim() == weight.dim() and plain(input) and plain(weight)
+        steps = [stride] * spatial if isinstance(stride, int) else list(stride)
+        output = input.numel() // max(1, input.shape[1]) * weight.shape[0] // math.prod(steps)
+        pays = self.always or max(input.numel(), output) >= LARGE
+        if usual and self.channels_last and spatial == 2 and groups == 1 and _coarse(input):
+            pays = pays or _is_channels_last(input)
+            if pays:
+                self.converted = True
+                input = input.contiguous(memory_format=torch.channels_last)
+                if self.second_order:  # it is needed often; else the kernel converts it, and no graph holds the copy
+                    weight = weight.contiguous(memory_format=torch.channels_last)
+        alike = input.dtype == weight.dtype and not torch.is_autocast_enabled(input.device.type)
+        if not (self.second_order and pays and usual and alike) or isinstance(padding, str):
+            return func(input, weight, bias, stride, padding, dilation, groups)
+        pads, gaps = ([n] * spatial if isinstance(n, int) else list(n) for n in (padding, dilation))
+        return convolution(input, weight, bias, (steps, pads, gaps, groups))
+
+
+class PlainWeightNorm(TorchFunctionMode):
+    """``torch._weight_norm`` by elementary operations: v · g/‖v‖.
+
+    The second derivative of torch's fused kernel takes ‖v‖ for a constant.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch._weight_norm:
+            return _weight_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+class WithoutAutocast(TorchFunctionMode):
+    """Every function of torch runs without autocast on a kind of device, whatever a model enables around it.
+
+    Attributes:
+        entered: how many of these are in force; what evaluates a model later must do it likewise.
+        met: whether autocast was enabled around a function.
+    """
+
+    entered: ClassVar[int] = 0
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.met = kind, False
+
+    def __enter__(self) -> WithoutAutocast:
+        WithoutAutocast.entered += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        WithoutAutocast.entered -= 1
+        super().__exit__(*exc)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        enabled = torch.is_autocast_enabled(self.kind)
+        if not enabled:
+            return func(*args, **(kwargs or {}))
+        self.met = True
+        torch.set_autocast_enabled(self.kind, False)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            torch.set_autocast_enabled(self.kind, True)
+
+
+@contextmanager
+def chosen(
+    model: nn.Module,
+    device: torch.device,
+    size: int,
+    *,
+    differentiable: bool,
+    recording: bool,
+    hyper: nn.Module | None = None,
+) -> Iterator[Kernels | None]:
+    """What an evaluation of ``model``, and of ``hyper`` with it, on a batch of so many numbers runs under.
+
+    It will be ``differentiable`` twice, or it is ``recording`` a CUDA graph.
+    """
+    mode, idle = None, _conditions(device, size)
+    once = not (differentiable or recording)
+    with ExitStack() as stack:
+        if differentiable:
+            stack.enter_context(twice_differentiable(model, *([] if hyper is None else [hyper])))
+        if device.type == "cuda" and not (once and idle in _IDLE.get(model, ())) and _takes_part(model):
+            allowed = model not in _CONTIGUOUS_ONLY
+            mode = Kernels(second_order=differentiable, channels_last=allowed, always=recording)
+            stack.enter_context(mode)
+        yield mode
+    if once and mode is not None and not mode.converted:
+        _IDLE.setdefault(model, set()).add(idle)
+
+
+def small(model: nn.Module, device: torch.device, size: int) -> bool:
+    """Whether ``model`` was seen to have convolutions or batch norm, and no large tensors, on such a batch."""
+    return _conditions(device, size) in _IDLE.get(model, ())
+
+
+def _conditions(device: torch.device, size: int) -> Hashable:
+    """What decides, for one model, whether anything is worth changing."""
+    return size, torch.backends.cudnn.allow_tf32, torch.is_autocast_enabled(device.type)
+
+
+@contextmanager
+def twice_differentiable(*modules: nn.Module) -> Iterator[None]:
+    """Attention and weight norm of ``modules`` through kernels that have right second derivatives and forward mode."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    normalised = any(map(_has_weight_norm, modules))
+    with sdpa_kernel(SDPBackend.MATH), PlainWeightNorm() if normalised else nullcontext():
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def evaluate(
+    function: Callable[[], T],
+    model: nn.Module,
+    device: torch.device,
+    size: int,
+    *,
+    differentiable: bool,
+    recording: bool,
+    hyper: nn.Module | None = None,
+) -> T:
+    """``function()``, which calls the model, and ``hyper``, on a batch of so many numbers, under the kernels chosen.
+
+    Raises:
+        LayoutError: it failed after a layout was changed. That is not done again, so another try will tell; if that
+            fails, too, the layout was not to blame.
+    """
+    with chosen(model, device, size, differentiable=differentiable, recording=recording, hyper=hyper) as mode:
+        try:
+            return function()
+        except RuntimeError as error:
+            if mode is None or not mode.converted or isinstance(error, torch.OutOfMemoryError):
+                _CONTIGUOUS_ONLY.discard(model)
+                raise
+            _CONTIGUOUS_ONLY.add(model)
+            raise LayoutError(str(error)) from error
+
+
+def _takes_part(model: nn.Module) -> bool:
+    """Whether ``model`` has such layers."""
+    kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
+def _has_weight_norm(model: nn.Module) -> bool:
+    """Whether a part of ``model`` is normalised by ``weight_norm``, as a parametrization or as a hook."""
+    return any(
+        isinstance(module, _WeightNorm)
+        or any(isinstance(hook, WeightNorm) for hook in module._forward_pre_hooks.values())
+        for module in model.modules()
+    )
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Whether ``x`` was laid out so; images of one pixel or one channel are so either way, and have no say."""
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def _coarse(x: Tensor) -> bool:
+    """Whether a convolution of ``x`` runs on tensor cores."""
+    half = x.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(x.device.type)
+    return half or (x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32)

@@ -1,5 +1,0 @@
-"""A finished run as one web page that needs nothing else: ``write_report(folder)``."""
-
-from hyperkron.report.page import write_report
-
-__all__ = ["write_report"]

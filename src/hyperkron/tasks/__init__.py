@@ -1,1 +1,0 @@
-"""Whole jobs, from data to a result a person can use."""

@@ -1,7 +1,0 @@
-"""From noisy labels and a few trusted ones to clean labels and a better model."""
-
-from hyperkron.tasks.cleaning.api import clean, resume
-from hyperkron.tasks.cleaning.config import ALTERNATIVES, OURS, CleanConfig, Progress
-from hyperkron.tasks.cleaning.result import CleanResult
-
-__all__ = ["ALTERNATIVES", "OURS", "CleanConfig", "CleanResult", "Progress", "clean", "resume"]
