@@ -25,7 +25,7 @@ f is the outer objective, g the inner one, b = ∂_θ f, H = ∂²_θθ g, and X
 oracle calls of one step (one move of λ): ∂f and ∂g are gradients, Hv a Hessian product; *counted* are the evaluations
 of g and f in the second step at default arguments (AID: `cg(3)`; one graph serves several products), as measured by
 this script. *Memory* is what is kept beside θ, λ and their optimizers. *Accuracy* is what is proven for a strongly
-convex inner problem; the conformance suite (`tests/test_algorithms_accuracy.py`) checks it on quadratics whose
+convex inner problem; the conformance suite (`tests/algorithms/test_accuracy.py`) checks it on quadratics whose
 solution is known.
 
 Every algorithm runs in `hyperkron.fit`, takes any `torch.optim` optimizer on both levels in place of its own

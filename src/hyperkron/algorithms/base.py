@@ -12,7 +12,7 @@ How to add one
    ``return state.finish(...)``. θ lives in the model and λ in hyper; whatever else must survive a step goes into
    ``state.trees`` (vectors), ``state.numbers`` or ``state.twins`` (second points with an optimizer), set up in
    ``prepare(state)``. Then resuming, seeding, devices and dtypes take care of themselves.
-4. Export it in ``algorithms/__init__.py``, add a case to ``tests/test_algorithms_accuracy.py`` with the point where
+4. Export it in ``algorithms/__init__.py``, add a case to ``tests/algorithms/test_accuracy.py`` with the point where
    it must come to rest (λ*, or its own point in closed form), and run ``python docs/make_algorithms_table.py``.
 """
 

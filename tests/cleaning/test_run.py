@@ -328,7 +328,7 @@ class Texts:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("transformers")
-        import test_models_encoder
+        from tests.cleaning.models import test_encoder as test_models_encoder
 
         monkeypatch.setitem(test_models_encoder.SIZES, "max_position_embeddings", 128)
         self.encoder = test_models_encoder.write_model(folder / "bert")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import hyperkron as hk
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_the_table_of_algorithms_is_current() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 import oracles
 from cases import make
-from test_curvature_products import Once
+from tests.curvature.test_curvature_products import Once
 
 
 class ByKeyword(nn.Module):

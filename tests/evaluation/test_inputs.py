@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 from hyperkron.evaluation.inputs import differentiable_batch, tensors_of
 from hyperkron.hypergradient.unrolled import Batches
-from test_compiled import METHODS, PROBLEM, modules
+from tests.hypergradient.test_compiled import METHODS, PROBLEM, modules
 
 Pair = namedtuple("Pair", ["x", "y"])
 

@@ -246,7 +246,7 @@ class Texts:
     """Reviews in files, two encoders, and runs that were interrupted after the first stage."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        import test_cleaning_run
+        from tests.cleaning import test_run as test_cleaning_run
 
         self.folder = folder
         made = test_cleaning_run.Texts(folder, monkeypatch)

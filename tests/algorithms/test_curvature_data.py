@@ -15,7 +15,7 @@ from hyperkron.algorithms import Algorithm
 from hyperkron.evaluation.point import Point
 from hyperkron.training.recording import RecordedDraw
 from quadratic import Quadratic
-from test_algorithms import ALGORITHMS
+from tests.algorithms.test_algorithms import ALGORITHMS
 
 SUM = Quadratic(examples=6, noise=0.2)
 WITH: dict[str, Any] = {

@@ -19,7 +19,7 @@ from hyperkron.cleaning.report.folder import read_run
 from hyperkron.solution import HyperkronError
 from run_folder import CLASSES, make_rows, picture, write_json, write_run_folder, write_suspects
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 COUNT = sum(row["suspect"] for row in make_rows(CLASSES, 300, 0.4))
 
 

@@ -21,7 +21,7 @@ from hyperkron.training.randomness import random_state, seed_all, set_random_sta
 from quadratic import Quadratic
 from resuming import ALGORITHMS, digest, start
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 END = 7
 
 

@@ -15,7 +15,7 @@ from cases import DOUBLE, Mean, make, random_weights
 from crossing import KINDS, X, Y, everything, perturbation, setting, weights
 from hyperkron import solution
 from hyperkron.cross import Cross, CrossState, difference, forward, reverse
-from test_curvature_products import Attention, Once
+from tests.curvature.test_curvature_products import Attention, Once
 
 
 class Cube(torch.autograd.Function):

@@ -297,7 +297,7 @@ def test_a_missing_package_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(hk.HyperkronError, match=rf"pip install 'hyperkron\[{extra}\]'"):
         start([tracker()], 1)
-    text = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text("utf-8")
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text("utf-8")
     assert f"\n{extra} = [" in text
 
 

@@ -1,6 +1,6 @@
 """The conformance suite: the entry ticket of an algorithm.
 
-Every algorithm must come to rest where it is proven to (``test_algorithms_accuracy.py``) and, here, continue bit for
+Every algorithm must come to rest where it is proven to (``test_accuracy.py``) and, here, continue bit for
 bit from a state_dict, repeat itself under a seed, follow the model's device and dtype, and respect λ's constraints at
 every step.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 import hyperkron as hk
 from hyperkron.algorithms.base import Algorithm, State
 from quadratic import Quadratic
-from test_algorithms_accuracy import CASES, DOUBLE
+from tests.algorithms.test_accuracy import CASES, DOUBLE
 
 SUM = Quadratic(examples=6, noise=0.2)  # in batches of two, which disagree
 

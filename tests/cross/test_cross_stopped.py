@@ -17,7 +17,7 @@ from cases import DOUBLE, mlp
 from crossing import Lambda, X, Y, dense_cross, perturbation, setting, weights
 from hyperkron import solution
 from hyperkron.cross import Cross, CrossState, reverse
-from test_cross_models import Once, bent
+from tests.cross.test_cross_models import Once, bent
 
 METHODS: dict[str, Callable[..., hk.Implicit]] = {
     "kfac": lambda **options: hk.kfac(0.1, **options),

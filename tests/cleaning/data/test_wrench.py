@@ -113,7 +113,7 @@ def test_missing_parts(tmp_path: Path) -> None:
 
 def test_the_real_trec() -> None:
     """Two facts about TREC: the vote is wrong on 51 % of the rows, and two thirds of it go to the first class."""
-    folder = Path(os.environ.get("HYPERKRON_DATA", Path(__file__).parents[1] / "data")) / "wrench" / "trec"
+    folder = Path(os.environ.get("HYPERKRON_DATA", Path(__file__).parents[3] / "data")) / "wrench" / "trec"
     if not folder.is_dir():
         pytest.skip("needs WRENCH's TREC in the folder that HYPERKRON_DATA names, or in data/")
     train, trusted = read_pair(folder)
