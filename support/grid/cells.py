@@ -55,7 +55,7 @@ SEED = 17
 
 EXCUSES = {
     "cross": ("cross", "finite-difference", "finite difference", "detach"),
-    "v": ("curvature", "covered", "coverage", "factor", "second derivative", "differentiated twice", "double backward"),
+    "v": ("damping", "second derivative", "differentiated twice", "double backward"),
     "coverage": ("covered", "coverage"),
     "gradient": (),
     "outer loss": (),
