@@ -198,8 +198,8 @@ class LabelCorrection(nn.Module):
         self.logits = nn.Parameter(hot * math.log(confidence / other))
 
     def forward(self, index: Tensor) -> Tensor:
-        """Soft targets (B, classes) of the examples in ``index``, for ``losses.cross_entropy``."""
-        return self.logits[index].softmax(1)
+        """Soft targets (…, classes) of the examples in ``index``, for ``losses.cross_entropy``."""
+        return self.logits[index].softmax(-1)
 
     def labels(self) -> Tensor:
         """The corrected class of every example."""
