@@ -57,11 +57,13 @@ class FakeCleaning:
 
 
 def install(monkeypatch: Any, fake: FakeCleaning) -> FakeCleaning:
-    from hyperkron import tasks
+    import hyperkron
+    from hyperkron.cleaning import report
 
     module = fake.module()
+    module.report, module.__path__ = report, hyperkron.cleaning.__path__  # data, models and report are the real ones
     monkeypatch.setitem(sys.modules, "hyperkron.cleaning", module)
-    monkeypatch.setattr(tasks, "cleaning", module, raising=False)
+    monkeypatch.setattr(hyperkron, "cleaning", module, raising=False)
     return fake
 
 

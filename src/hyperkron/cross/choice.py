@@ -60,8 +60,8 @@ class Cross:
             its error; where that is above ``tolerance`` at every radius, forward mode, and, where the model runs in
             TF32, the finite difference in full float32 (before forward mode where a convolutional model has small
             tensors only). One backward pass tells whether the row losses move as their gradients say; where they do
-            not, and wherever λ does more, it takes double backward, where that is impossible forward mode, and last
-            a finite difference with a warning. It decides on the first call and whenever the inner loss is another
+            not, the next of these ways is tried. If none is right, and wherever λ does more, it takes double
+            backward, where that is impossible forward mode, and last a finite difference with a warning. It decides on the first call and whenever the inner loss is another
             function or made otherwise. After every 100 calls it looks again, and may then move to a more exact way,
             never back. ``difference`` and ``forward`` are compared likewise with the gradients, and give way to double
             backward, with a warning, where gradients are stopped so that they would be wrong.
@@ -158,8 +158,8 @@ class Cross:
                 continue
             assert found.changes is not None
             stopped = weighting.disagreement(point, loss, v, form, found.changes) > _allowed(point, found.spread)
-            if stopped:
-                break
+            if stopped:  # or at a kink: forward mode may be right
+                continue
             state.settle(mode, form, found.radius, full, found.error)
             return found.cross
         exact = _reversed(point, v, state, reasons)

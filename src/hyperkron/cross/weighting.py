@@ -14,6 +14,7 @@ Whether a loss has this form is read from its record (``Term.factors``, ``L2.fac
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -116,20 +117,21 @@ def disagreement(point: Point, loss: Loss, v: Tree, form: str, changes: Tensor) 
     |⟨r, c'⟩ − ⟨∂_θ ⟨r, c⟩, v⟩|: that of c', and two of random signs, the same ones every time. ``loss`` is the inner
     loss at θ with its graph, which is kept.
     """
-    size = float(changes.norm())
-    if size == 0:
+    if changes.numel() == 0:
         return 0.0
+    size = float(changes.norm())
     terms = [t for t, letter in zip(loss.terms, form, strict=False) if letter == "w"]
     rows = torch.cat([t.row_losses.reshape(-1) for t in terms])
     rounding = 100 * torch.finfo(point.dtype).eps * float(trees.norm(v))
     generator = torch.Generator().manual_seed(0)
     signs = [torch.randint(2, (len(rows),), generator=generator).to(rows) * 2 - 1 for _ in range(2)]
     gaps = []
-    for r in (changes.to(rows) / size, *signs):
+    for r in (*([changes.to(rows) / size] if size else []), *signs):
         told, steep = slope_of(point, (rows * r).sum(), v, retain_graph=True)
+        point.finite("the slope of the inner loss along v", told, "look for inf or extreme values in inner_batch")
         gap = abs(float(told.double() - (changes.double() * r.double()).sum()))
-        gaps.append(max(0.0, gap - rounding * float(steep)) / size)
-    return max(gaps)
+        gaps.append(max(0.0, gap - rounding * float(steep)))
+    return max(gaps) / size if size else math.inf if any(gaps) else 0.0
 
 
 @dataclass(frozen=True)

@@ -374,4 +374,4 @@ def test_the_wheel_ships_template_style_and_script(tmp_path: Path) -> None:
 
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {f"hyperkron/report/{name}" for name in ("template.html.j2", "report.css", "report.js")} <= names
+    assert {f"hyperkron/cleaning/report/{name}" for name in ("template.html.j2", "report.css", "report.js")} <= names
