@@ -206,7 +206,7 @@ def spectral() -> nn.Module:
 
 @pytest.mark.parametrize("build", [lambda: bent(Straight()), spectral], ids=["straight-through", "spectral norm"])
 @pytest.mark.parametrize("method", ["auto", "difference", "sama"])
-def test_stopped_gradients_inside_the_model_take_double_backward(build: Any, method: str) -> None:
+def test_stopped_gradients_inside_the_model_take_an_exact_way(build: Any, method: str) -> None:
     model, hyper, problem = (
         build(),
         hk.SampleWeights(5).to(DOUBLE),
@@ -219,7 +219,7 @@ def test_stopped_gradients_inside_the_model_take_double_backward(build: Any, met
         with pytest.warns(hk.HyperkronWarning, match="cross='difference' would be wrong"):
             found = made.compute(problem, model, hyper, None, None)
     wanted = hk.identity(cross="reverse").compute(problem, model, hyper, None, None)
-    assert found.stats["cross"] == "reverse"
+    assert found.stats["cross"] in ("reverse", "forward")  # which honours detach()
     assert oracles.relative(found.grads, wanted.grads) < 1e-12
 
 
@@ -367,7 +367,7 @@ def test_a_zero_vector_decides_nothing() -> None:
         zero = Cross().term(point, {n: torch.zeros_like(x) for n, x in v.items()}, None, state)
         assert all(float(x.norm()) == 0 for x in zero.values())
         found, wanted = Cross().term(point, v, None, state), reverse(point, v)
-    assert state.mode == "reverse"
+    assert state.mode in ("reverse", "forward")
     assert oracles.relative(found, wanted) < 1e-12
 
 
