@@ -63,8 +63,9 @@ class Cross:
             not, the next of these ways is tried. If none is right, and wherever λ does more, it takes double
             backward, where that is impossible forward mode, and last a finite difference with a warning. It decides
             on the first call and whenever the inner loss is another function or made otherwise. After every 100 calls
-            it looks again, and may then move to a more exact way, never back. ``difference`` and ``forward`` are compared likewise with the gradients, and give way to double
-            backward, with a warning, where gradients are stopped so that they would be wrong.
+            it looks again, and may then move to a more exact way, never back. ``difference`` and ``forward`` are
+            compared likewise with the gradients, and give way to double backward, with a warning, where gradients are
+            stopped so that they would be wrong.
         radius: ε‖v‖ of the finite difference; ``None`` tries 1e-2, 3e-3 and 1e-3 (float64: 1e-4 and 1e-5; TF32 and half
             precision: 1e-1, 3e-2 and 1e-2).
         tolerance: relative error at which a finite difference is exact enough; ``None`` means 5 %, an angle of 3°
