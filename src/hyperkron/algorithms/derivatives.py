@@ -19,7 +19,7 @@ from hyperkron import cross, trees
 from hyperkron.algorithms.base import State
 from hyperkron.batches import Draw
 from hyperkron.curvature import GGN, Curvature, Hessian
-from hyperkron.curvature.products import HessianOperator
+from hyperkron.curvature.hessian import HessianOperator
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.kernels.selection import WithoutAutocast

@@ -29,7 +29,8 @@ from hyperkron.cross.ways import (
 )
 from hyperkron.cross.weighting import ChangedError, Weighted
 from hyperkron.curvature.base import Operator, checked_positive
-from hyperkron.curvature.products import HessianOperator, UndifferentiableError
+from hyperkron.curvature.hessian import HessianOperator
+from hyperkron.evaluation.differentiation import UndifferentiableError
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.linalg import tf32_products
 from hyperkron.losses import Loss

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 from hyperkron import trees
-from hyperkron.curvature.products import UndifferentiableError, gradients_of, graph_nodes
+from hyperkron.evaluation.differentiation import UndifferentiableError, gradients_of, graph_nodes
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.linalg import full_precision
 from hyperkron.losses import Loss

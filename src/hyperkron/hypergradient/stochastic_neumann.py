@@ -17,7 +17,7 @@ from torch import nn
 
 from hyperkron import trees
 from hyperkron.cross import reverse
-from hyperkron.curvature.products import HessianOperator
+from hyperkron.curvature.hessian import HessianOperator
 from hyperkron.evaluation.inputs import differentiable_batch
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient import Hypergradient

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import trees
-from hyperkron.curvature.products import gradients_of
+from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.hypergradient.steps import SGD, State, Step

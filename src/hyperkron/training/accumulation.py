@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hyperkron.curvature.products import gradients_of
+from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.inputs import tensors_of
 from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
 from hyperkron.losses import Loss, as_loss
