@@ -17,6 +17,7 @@ from torch import Tensor
 from hyperkron.evaluation.inputs import differentiable_batch
 from hyperkron.hypergradient.unrolled import Batches
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_whole
 
 
 class Source(ABC):
@@ -146,8 +147,9 @@ class Examples(Source):
             raise HyperkronError(
                 f"tensors have lengths {[len(x) for x in tensors]}; pass at least one, all of one length."
             )
-        if batch_size < 1 or len(tensors[0]) == 0:
-            raise HyperkronError(f"batch_size={batch_size!r} with {len(tensors[0])} examples; both must be at least 1.")
+        if len(tensors[0]) == 0:
+            raise HyperkronError("tensors hold 0 examples; pass at least one.")
+        check_whole("batch_size", batch_size)
         self.tensors: tuple[Tensor, ...] = differentiable_batch(tensors)
         self.batch_size = batch_size
         self.generator = torch.Generator().manual_seed(seed)

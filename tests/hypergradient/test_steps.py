@@ -140,7 +140,7 @@ def test_adam_passes_nan_on(kind: type[Adam] | type[AdamW]) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SGD(0.0), "lr=0.0 is not a positive number"),
+        (lambda: SGD(0.0), "lr=0.0 must be a positive number"),
         (lambda: SGD(math.nan), "lr=nan"),
         (lambda: SGD(0.1, momentum=-0.5), "momentum=-0.5"),
         (lambda: SGD(0.1, dampening=math.inf), "dampening=inf"),

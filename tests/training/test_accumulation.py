@@ -66,7 +66,7 @@ class Setting:
 def test_gradients_are_those_of_the_whole_batch(level: Any, masked: bool, size: int) -> None:
     setting = Setting(masked)
     found = [
-        hk.algorithms.oracles.gradients(setting.state(problem), level, setting.batch)
+        hk.algorithms.derivatives.gradients(setting.state(problem), level, setting.batch)
         for problem in (setting.problem, hk.Accumulated(setting.problem, size))
     ]
     torch.testing.assert_close(found[1].value, found[0].value, **TOLERANCE)

@@ -57,7 +57,7 @@ def test_the_scale_reaches_no_result(tmp_path: Path) -> None:
 def test_an_overflow_leaves_one_step_of_theta_out_and_lowers_the_scale() -> None:
     run = amp_run(0, scale=2.0**127, factor=100.0)
     before = run.state.inner.values()
-    found = hk.algorithms.oracles.gradients(run.state, "inner", run.draw.inner(), live=True, hyper=False)
+    found = hk.algorithms.derivatives.gradients(run.state, "inner", run.draw.inner(), live=True, hyper=False)
     run.state.inner.step(found.theta)
     torch.testing.assert_close(run.state.inner.values(), before, rtol=0, atol=0)
     assert run.state.inner.scaler.get_scale() == 2.0**126
@@ -92,7 +92,7 @@ def test_half_precision_underflows_without_a_scale_and_not_with_one() -> None:
         updates = hk.Updates(torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.float16, scaler=scaler)
         problem = hk.BilevelProblem(lambda m, h, b: 1e-8 * m(b).float().mean(), lambda m, h, b: m(b).mean())
         state = hk.AID(hk.identity()).init(problem, model, weights, inner=updates)
-        return hk.algorithms.oracles.gradients(state, "inner", torch.ones(8, 4), live=True).theta["weight"]
+        return hk.algorithms.derivatives.gradients(state, "inner", torch.ones(8, 4), live=True).theta["weight"]
 
     assert float(gradient(None).abs().sum()) == 0.0
     torch.testing.assert_close(

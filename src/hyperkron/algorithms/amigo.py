@@ -7,13 +7,14 @@ from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.batches import Draw
 from hyperkron.curvature import Curvature, Hessian
 from hyperkron.hypergradient import Hypergradient, Implicit
 from hyperkron.optimizers import Rate, as_rate
 from hyperkron.solution import HyperkronError
 from hyperkron.solvers import Direct
+from hyperkron.validation import check_whole
 
 _HESSIAN = Hessian()
 
@@ -65,7 +66,8 @@ class AmIGO(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps", "linear_steps")
+        check_whole("inner_steps", self.inner_steps)
+        check_whole("linear_steps", self.linear_steps)
         as_rate(self.linear_rate)
         derivatives.check_products(self.curvature, "AmIGO")
         method = self.hypergradient

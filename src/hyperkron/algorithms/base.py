@@ -265,14 +265,6 @@ class Algorithm(ABC):
         """One step: θ and λ move, ``state`` with them."""
 
 
-def check_counts(algorithm: Any, *names: str, least: int = 1) -> None:
-    """Refuse counts that are not whole numbers of at least ``least``."""
-    for name in names:
-        value = getattr(algorithm, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise HyperkronError(f"{name}={value!r} must be a whole number ≥ {least}.")
-
-
 def _copies(tree: dict[str, Any]) -> dict[str, Any]:
     """The same nested dictionary with every tensor copied, so that a saved state does not move with the live one."""
     return {

@@ -10,10 +10,10 @@ import torch
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.batches import Draw
 from hyperkron.optimizers import Rate, as_rate
-from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_nonnegative, check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class BVFSM(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps")
+        check_whole("inner_steps", self.inner_steps)
         as_rate(self.inner_rate if self.value_rate is None else self.value_rate)
-        if not (self.weight >= 0 and self.margin > 0):
-            raise HyperkronError(f"weight={self.weight!r} must be ≥ 0 and margin={self.margin!r} positive.")
+        check_nonnegative("weight", self.weight)
+        check_positive("margin", self.margin)
 
     def prepare(self, state: State) -> None:
         """z = θ."""

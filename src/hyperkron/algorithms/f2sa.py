@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.batches import Draw
 from hyperkron.optimizers import Rate, as_rate
-from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,9 @@ class F2SA(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps")
+        check_whole("inner_steps", self.inner_steps)
         as_rate(self.growth), as_rate(self.second_rate)
-        if not self.multiplier > 0:
-            raise HyperkronError(f"multiplier={self.multiplier!r} must be positive.")
+        check_positive("multiplier", self.multiplier)
 
     def prepare(self, state: State) -> None:
         """z = θ, and ℓ."""

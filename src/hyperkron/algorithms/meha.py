@@ -10,7 +10,7 @@ from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.batches import Draw
 from hyperkron.optimizers import Rate, as_rate
-from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_nonnegative, check_positive
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,8 @@ class MEHA(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.proximal >= 0:
-            raise HyperkronError(f"proximal={self.proximal!r} must be ≥ 0.")
-        if not as_rate(self.multiplier).scale > 0:
-            raise HyperkronError(f"multiplier={self.multiplier!r} must be positive.")
+        check_nonnegative("proximal", self.proximal)
+        check_positive("multiplier", as_rate(self.multiplier).scale)
         as_rate(self.hat_rate)
 
     def prepare(self, state: State) -> None:

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.batches import Draw
-from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,9 @@ class PBGD(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps")
-        check_counts(self, "ramp", least=0)
-        if not self.penalty > 0:
-            raise HyperkronError(f"penalty={self.penalty!r} must be positive.")
+        check_whole("inner_steps", self.inner_steps)
+        check_whole("ramp", self.ramp, 0)
+        check_positive("penalty", self.penalty)
 
     def prepare(self, state: State) -> None:
         """ŷ = θ."""

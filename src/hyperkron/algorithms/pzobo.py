@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.batches import Draw
-from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
+from hyperkron.validation import check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class PZOBO(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps", "samples")
-        if not self.radius > 0:
-            raise HyperkronError(f"radius={self.radius!r} must be positive.")
+        check_whole("inner_steps", self.inner_steps)
+        check_whole("samples", self.samples)
+        check_positive("radius", self.radius)
 
     def step(self, state: State, draw: Draw) -> StepReport:
         """T inner steps, Q more runs of them, one outer step."""

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.batches import Draw
 from hyperkron.hypergradient import sama
-from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,8 @@ class SAMA(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps")
-        if not self.alpha > 0:
-            raise HyperkronError(f"alpha={self.alpha!r} must be positive; the paper uses 0.1 and 0.3.")
+        check_whole("inner_steps", self.inner_steps)
+        check_positive("alpha", self.alpha, "the paper uses 0.1 and 0.3")
 
     def prepare(self, state: State) -> None:
         """The hypergradient reads the inner optimizer's moments."""

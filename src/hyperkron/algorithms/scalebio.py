@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.batches import Draw
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class ScaleBiO(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "round_steps")
+        check_whole("round_steps", self.round_steps)
         if not (self.penalty > 0 and self.growth >= 1 and self.most >= self.penalty):
             raise HyperkronError(
                 f"penalty={self.penalty!r} must be positive, growth={self.growth!r} at least 1 and most={self.most!r} "

@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Facts, State, StepReport, check_counts
+from hyperkron.algorithms.base import Facts, State, StepReport
 from hyperkron.algorithms.soba import SOBA
 from hyperkron.batches import Draw
 from hyperkron.optimizers import Rate
+from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class SRBA(SOBA):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.period is not None:
-            check_counts(self, "period")
+            check_whole("period", self.period)
 
     def step(self, state: State, draw: Draw) -> StepReport:
         """One joint step along recursive directions."""

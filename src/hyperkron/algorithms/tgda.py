@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.batches import Draw
 from hyperkron.hypergradient import Hypergradient, cg
 from hyperkron.optimizers import Rate
+from hyperkron.validation import check_whole
 
 
 def _cg() -> Hypergradient:
@@ -47,7 +48,7 @@ class TGDA(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps")
+        check_whole("inner_steps", self.inner_steps)
 
     def step(self, state: State, draw: Draw) -> StepReport:
         """One leader step, T follower steps."""

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.batches import Draw
 from hyperkron.hypergradient.stochastic_neumann import hia
 from hyperkron.optimizers import Rate
+from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class BSA(TTSA):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps")
+        check_whole("inner_steps", self.inner_steps)
 
     def step(self, state: State, draw: Draw) -> StepReport:
         """One outer step, T inner steps."""

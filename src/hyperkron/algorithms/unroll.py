@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.batches import Draw
 from hyperkron.hypergradient import Unrolled
 from hyperkron.hypergradient.steps import SGD, Step
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_whole
 
 _DEFAULT = SGD(lr=0.1)
 
@@ -53,7 +54,8 @@ class Unroll(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps", "checkpoint_every")
+        check_whole("inner_steps", self.inner_steps)
+        check_whole("checkpoint_every", self.checkpoint_every)
         self._method()  # refuses what cannot be unrolled
 
     def _method(self) -> Unrolled:

@@ -7,11 +7,12 @@ from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.algorithms.mrbo import two_points
 from hyperkron.batches import Draw
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
+from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class VRBO(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps", "period")
+        check_whole("inner_steps", self.inner_steps)
+        check_whole("period", self.period)
 
     def prepare(self, state: State) -> None:
         """The default hypergradient, where none is given."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hyperkron import trees
-from hyperkron.curvature.base import Curvature, CurvatureState, Operator, checked_damping, l2_curvature, warn_opaque
+from hyperkron.curvature.base import Curvature, CurvatureState, Operator, check_damping, l2_curvature, warn_opaque
 from hyperkron.curvature.half_precision import damped, lowered, unit_roundoff
 from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.point import Point, independent
@@ -103,7 +103,7 @@ class GGN(Curvature):
     damping: float = 0.0
 
     def __post_init__(self) -> None:
-        checked_damping(self.damping)
+        check_damping(self.damping)
 
     def operator(self, point: Point, state: CurvatureState) -> Operator:
         """The Gauss–Newton matrix on the curvature batch."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hyperkron import trees
-from hyperkron.curvature.base import Curvature, CurvatureState, Operator, checked_damping
+from hyperkron.curvature.base import Curvature, CurvatureState, Operator, check_damping
 from hyperkron.curvature.half_precision import damped, lowered, unit_roundoff
 from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.point import Point, independent
@@ -80,7 +80,7 @@ class Hessian(Curvature):
     damping: float = 0.0
 
     def __post_init__(self) -> None:
-        checked_damping(self.damping)
+        check_damping(self.damping)
 
     def operator(self, point: Point, state: CurvatureState) -> HessianOperator:
         """The Hessian on the curvature batch."""

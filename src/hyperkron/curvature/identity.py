@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from hyperkron.curvature.base import Curvature, CurvatureState, Invertible, checked_positive
+from hyperkron.curvature.base import Curvature, CurvatureState, Invertible
 from hyperkron.curvature.diagonal import DiagonalOperator
 from hyperkron.evaluation.point import Point
+from hyperkron.validation import check_positive
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Identity(Curvature):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        checked_positive("scale", self.scale, "1.0 gives v = b")
+        check_positive("scale", self.scale, "1.0 gives v = b")
 
     def operator(self, point: Point, state: CurvatureState) -> Invertible:
         """The identity, scaled."""

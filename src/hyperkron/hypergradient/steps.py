@@ -19,6 +19,7 @@ from torch import Tensor
 from hyperkron import trees
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
+from hyperkron.validation import check_nonnegative, check_positive
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ class SGD(Step):
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive("lr", self.lr)
+        check_positive("lr", self.lr)
         for name in ("momentum", "weight_decay"):
-            _not_negative(name, getattr(self, name))
+            check_nonnegative(name, getattr(self, name))
         if not math.isfinite(self.dampening):
             raise HyperkronError(f"dampening={self.dampening!r} is not finite; 0 is the usual value.")
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
@@ -214,18 +215,8 @@ def _fresh(params: Tree, *slots: str) -> State:
 
 
 def _check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    _positive("lr", lr)
-    _positive("eps", eps)
-    _not_negative("weight_decay", weight_decay)
+    check_positive("lr", lr)
+    check_positive("eps", eps)
+    check_nonnegative("weight_decay", weight_decay)
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise HyperkronError(f"betas={betas!r} are not two numbers in [0, 1); (0.9, 0.999) are usual.")
-
-
-def _positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0.0):
-        raise HyperkronError(f"{name}={value!r} is not a positive number; give a finite {name} > 0.")
-
-
-def _not_negative(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0.0):
-        raise HyperkronError(f"{name}={value!r} is negative or not finite; give a finite {name} >= 0.")

@@ -28,6 +28,7 @@ from hyperkron.hypergradient.steps import SGD, State, Step
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, Status
 from hyperkron.trees import Tree
+from hyperkron.validation import check_whole
 
 
 class Batches(tuple[Any, ...]):
@@ -76,11 +77,11 @@ class Unrolled(Hypergradient):
     checkpoint_every: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("steps", "checkpoint_every"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise HyperkronError(f"{name}={value!r} is not a positive integer; give {name} >= 1.")
-        if self.last is not None and not (isinstance(self.last, int) and 1 <= self.last <= self.steps):
+        check_whole("steps", self.steps)
+        check_whole("checkpoint_every", self.checkpoint_every)
+        if self.last is not None:
+            check_whole("last", self.last, remedy="it is the number of final steps to differentiate through")
+        if self.last is not None and self.last > self.steps:
             raise HyperkronError(
                 f"last={self.last!r} is not between 1 and steps={self.steps}; "
                 "give the number of final steps to differentiate through, or None for all."

@@ -27,6 +27,7 @@ from hyperkron.training.randomness import random_state, seed_all, set_random_sta
 from hyperkron.training.recording import RecordedDraw
 from hyperkron.training.rollback import Snapshot, refuse_non_finite
 from hyperkron.training.signals import Interrupted, Signals
+from hyperkron.validation import check_whole
 
 
 class Run:
@@ -333,8 +334,7 @@ def fit(
             f"algorithm={algorithm!r:.60} is a {type(algorithm).__name__}, not an Algorithm; wrap a hypergradient "
             "as hyperkron.AID(hypergradient, inner_steps=10)."
         )
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise HyperkronError(f"steps={steps!r} must be a whole number ≥ 0.")
+    check_whole("steps", steps, 0)
     if seed is not None:
         seed_all(seed)
     state = algorithm.init(problem, model, hyper, inner=inner_optimizer, outer=outer_optimizer, project=projection)
