@@ -103,7 +103,7 @@ class Updates:
             check_positive("clip", self.clip, "None does not clip", finite=False)
 
 
-class Mover:
+class LevelOptimizer:
     """The parameters of one level and the optimizer that moves them along a direction.
 
     Args:
@@ -212,7 +212,7 @@ class Mover:
         elif self.scheduler is not None:
             self.scheduler.step()
 
-    def twin(self) -> Mover:
+    def twin(self) -> LevelOptimizer:
         """A copy of the parameters with a fresh optimizer of the same kind and settings.
 
         Methods that follow a second point of the inner problem (F2SA's z, BOME's θ̂) move it this way.
@@ -226,7 +226,7 @@ class Mover:
         known = inspect.signature(type(self.optimizer)).parameters
         settings = {key: value for key, value in self.optimizer.defaults.items() if key in known}
         optimizer = type(self.optimizer)(groups, **settings)
-        return Mover(copies, Updates(optimizer, clip=self.clip), Rate(0.0))
+        return LevelOptimizer(copies, Updates(optimizer, clip=self.clip), Rate(0.0))
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer and scheduler as nested dictionaries of tensors and plain values; not the parameters."""

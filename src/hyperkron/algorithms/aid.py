@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.curvature import GGN
 from hyperkron.hypergradient import Hypergradient, cg, ekfac, gradient_descent, kfac, neumann
 from hyperkron.validation import check_whole
@@ -54,10 +54,10 @@ class AID(Algorithm):
         super().__post_init__()
         check_whole("inner_steps", self.inner_steps)
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T inner steps, one outer step."""
-        inner_loss = derivatives.descend(state, draw, self.inner_steps)
-        result = derivatives.hypergradient(state, draw)
+        inner_loss = derivatives.descend(state, batches, self.inner_steps)
+        result = derivatives.hypergradient(state, batches)
         state.outer.step(result.grads)
         return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
 

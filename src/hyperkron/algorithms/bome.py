@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate, as_rate
 from hyperkron.validation import check_one_of, check_positive, check_whole
 
@@ -60,9 +60,9 @@ class BOME(Algorithm):
         check_positive("epsilon", self.epsilon, "1e-8 is usual")
         check_one_of("barrier", self.barrier, ("gradient", "value"))
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T steps on θ̂, one on (θ, λ)."""
-        batch, outer_batch = draw.inner(), draw.outer()
+        batch, outer_batch = batches.inner(), batches.outer()
         hat = state.inner.twin()
         if state.inner.rate is not None and self.hat_rate is not None:
             hat.set_lr(as_rate(self.hat_rate)(state.step))

@@ -8,7 +8,7 @@ from typing import ClassVar
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.validation import check_positive, check_whole
 
 
@@ -48,11 +48,11 @@ class BSG1(Algorithm):
         check_whole("inner_steps", self.inner_steps)
         check_positive("epsilon", self.epsilon, "1e-4 is usual")
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T inner steps, one outer step."""
-        derivatives.descend(state, draw, self.inner_steps)
-        g = derivatives.gradients(state, "inner", draw.inner())
-        f = derivatives.gradients(state, "outer", draw.outer())
+        derivatives.descend(state, batches, self.inner_steps)
+        g = derivatives.gradients(state, "inner", batches.inner())
+        f = derivatives.gradients(state, "outer", batches.outer())
         ratio = trees.dot(f.theta, g.theta) / (trees.dot(g.theta, g.theta) + self.epsilon)
         direction = trees.add(f.hyper, g.hyper, alpha=-ratio)
         state.outer.step(direction)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate, as_rate
 from hyperkron.validation import check_positive, check_whole
 
@@ -61,20 +61,20 @@ class F2SA(Algorithm):
         state.twins["z"] = state.inner.twin()
         state.numbers["multiplier"] = self.multiplier
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T steps on y and z, one on λ."""
         z, ell = state.twins["z"], state.numbers["multiplier"]
         if state.inner.rate is not None:
             z.set_lr(as_rate(self.second_rate)(state.step))
         for _ in range(self.inner_steps):
-            batch = draw.inner()
-            f = derivatives.gradients(state, "outer", draw.outer(), hyper=False)
+            batch = batches.inner()
+            f = derivatives.gradients(state, "outer", batches.outer(), hyper=False)
             g = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
             g_z = derivatives.gradients(state, "inner", batch, theta=z.params, hyper=False)
             state.inner.step(trees.add(f.theta, g.theta, alpha=ell))
             z.step(g_z.theta)
-        batch = draw.inner()
-        f = derivatives.gradients(state, "outer", draw.outer())
+        batch = batches.inner()
+        f = derivatives.gradients(state, "outer", batches.outer())
         g = derivatives.gradients(state, "inner", batch)
         g_z = derivatives.gradients(state, "inner", batch, theta=z.params)
         direction = trees.add(f.hyper, trees.add(g.hyper, g_z.hyper, alpha=-1.0), alpha=ell)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import sama
 from hyperkron.validation import check_positive, check_whole
 
@@ -60,10 +60,10 @@ class SAMA(Algorithm):
         """The hypergradient reads the inner optimizer's moments."""
         state.hypergradient = sama(state.inner.optimizer, alpha=self.alpha)
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T inner steps, one outer step."""
-        inner_loss = derivatives.descend(state, draw, self.inner_steps)
-        result = derivatives.hypergradient(state, draw)
+        inner_loss = derivatives.descend(state, batches, self.inner_steps)
+        result = derivatives.hypergradient(state, batches)
         if self.nudge:
             assert result.solution is not None
             v = result.solution.value

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
 from hyperkron.solution import HyperkronError
@@ -77,9 +77,9 @@ class StocBiO(Algorithm):
         if state.hypergradient is None:
             state.hypergradient = self._series()
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T inner steps, one outer step."""
-        inner_loss = derivatives.descend(state, draw, self.inner_steps)
-        result = derivatives.hypergradient(state, draw)
+        inner_loss = derivatives.descend(state, batches, self.inner_steps)
+        result = derivatives.hypergradient(state, batches)
         state.outer.step(result.grads)
         return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)

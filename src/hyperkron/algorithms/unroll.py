@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Unrolled
 from hyperkron.hypergradient.steps import SGD, Step
 from hyperkron.solution import HyperkronError
@@ -71,14 +71,14 @@ class Unroll(Algorithm):
         if self.restart:
             state.trees["initial"] = state.inner.values()
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """One round: T inner steps and their derivative, one outer step."""
         method = self._method()
-        batches, outer_batch = draw.inners(self.inner_steps), draw.outer()
+        inner_batches, outer_batch = batches.inners(self.inner_steps), batches.outer()
         if self.restart:
             state.inner.place(state.trees["initial"])
-        result = method.compute(state.problem, state.model, state.hyper, batches, outer_batch)
-        state.inner.place(method.lookahead(state.problem, state.model, state.hyper, batches))
-        derivatives.advance_buffers(state, batches if self.inner_steps > 1 else [batches])
+        result = method.compute(state.problem, state.model, state.hyper, inner_batches, outer_batch)
+        state.inner.place(method.lookahead(state.problem, state.model, state.hyper, inner_batches))
+        derivatives.advance_buffers(state, inner_batches if self.inner_steps > 1 else [inner_batches])
         state.outer.step(result.grads)
         return state.finish(result.outer_loss, result.grads, status=result.status, stats=result.stats)

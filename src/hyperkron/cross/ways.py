@@ -90,7 +90,7 @@ def along(point: Point, v: Tree) -> tuple[Loss, Tree]:
 
 
 def _inner_at(point: Point, params: Tree) -> Loss:
-    return point.substituted("inner", params, point.inner_batch, draw=0, differentiable=True, where="along v")
+    return point.substituted("inner", params, point.inner_batch, stream=0, differentiable=True, where="along v")
 
 
 def _gradient_of_tangent(point: Point, tangent: Tensor | None) -> tuple[Tree, Tensor]:

@@ -121,7 +121,7 @@ class SkipFailures(Callback):
             self._dumps = run.folder or Path(tempfile.mkdtemp(prefix="hyperkron-"))
         path = self._dumps / f"failed-rank{run.rank:05d}-step-{run.state.step:08d}.json"
         temporary = path.with_name(f".{path.name}.tmp")
-        content = {"step": run.state.step, "error": self._reason, "batches": describe(run.draw)}
+        content = {"step": run.state.step, "error": self._reason, "batches": describe(run.batches)}
         try:
             self._dumps.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(content, indent=1), "utf-8")
@@ -183,7 +183,7 @@ class HalveOnOutOfMemory(Callback):
         """Halve, free what is free, and ask for the step once more."""
         if not out_of_memory(error):
             return None
-        sizes = [length(_examples(run, note)) for note in run.draw.notes]
+        sizes = [length(_examples(run, note)) for note in run.batches.notes]
         now = min(max(sizes, default=0), self.micro_batch or max(sizes, default=0))
         mixing = batch_norms(run.state.model)
         if mixing:
@@ -226,7 +226,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _examples(run: Run, note: Any) -> Any:
-    return getattr(run.draw, f"{note.level}_source").batch(note.value) if note.kind == "index" else note.value
+    return getattr(run.batches, f"{note.level}_source").batch(note.value) if note.kind == "index" else note.value
 
 
 class WatchWeights(Callback):
