@@ -208,12 +208,12 @@ def test_lines_tell_the_time_left(capsys: Captured) -> None:
         lines.advance(5, "teacher")
     lines.start(50)
     now[0] = 31.0
-    lines.advance(5, "student")
+    lines.advance(5, "fold models")
     lines.stop()
     assert capsys.readouterr().err.splitlines() == [
         "[10 s] teacher: step 15 of 100 (15%), about 57 s left",
         "[21 s] teacher: step 25 of 100 (25%), about 1 min 3 s left",
-        "[31 s] student: step 30 of 50 (60%), about 21 s left",
+        "[31 s] fold models: step 30 of 50 (60%), about 21 s left",
     ]
 
 

@@ -72,7 +72,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingTargets:
     """Which rows a network learns from, with what evidence.
 
     Attributes:
@@ -142,25 +142,25 @@ def batches(count: int, size: int, random: torch.Generator | None, device: torch
 def train(
     build: Callable[[], nn.Module],
     inputs: Inputs,
-    lesson: Lesson,
+    targets: TrainingTargets,
     plan: Plan,
     *,
     seed: int,
     steps: int | None = None,
     tick: Tick | None = None,
 ) -> nn.Module:
-    """A fresh network, initialised under ``seed`` and fitted to the lesson; left in evaluation mode.
+    """A fresh network, initialised under ``seed`` and fitted to the targets; left in evaluation mode.
 
     Takes as many steps as the plan says for so many rows, or ``steps``.
     """
-    device, count = lesson.rows.device, len(lesson.rows)
+    device, count = targets.rows.device, len(targets.rows)
     with seeded(seed, device):
         network = build().to(device).train()
         total = plan.steps(count) if steps is None else steps
         optimizer = optimizer_for(network, plan)
         schedule = schedule_for(optimizer, total)
         for part in islice(batches(count, plan.batch_for(count), None, device), total):
-            loss = lesson.loss(network(*inputs.batch(lesson.rows[part])), part)
+            loss = targets.loss(network(*inputs.batch(targets.rows[part])), part)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
