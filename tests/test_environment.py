@@ -370,40 +370,6 @@ def test_there_are_sources_to_check() -> None:
     assert {"trees.py", "solution.py", "problem.py"} <= {path.name for path in SOURCES}
 
 
-# --- checks of arguments ---------------------------------------------------------------------------------------
-
-
-def _own_number_checks(source: str) -> list[str]:
-    """Refusals by a test for whole numbers of its own: ``isinstance(x, bool)`` in a condition that raises."""
-    return [
-        f"line {node.lineno}: {ast.unparse(node.test)}"
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.If)
-        and isinstance(node.body[0], ast.Raise)
-        and re.search(r"isinstance\([^()]*(?:\([^()]*\)[^()]*)*, \(?(?:int|float)\b", ast.unparse(node.test))
-        and re.search(r"[<>]", ast.unparse(node.test))
-    ]
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_numbers_are_checked_in_one_place(path: Path) -> None:
-    """``validation.py`` has the checks of arguments."""
-    assert _own_number_checks(path.read_text("utf-8")) == []
-
-
-@pytest.mark.parametrize(
-    ("source", "faults"),
-    [
-        ("if isinstance(n, bool) or not isinstance(n, int) or n < 1:\n    raise E", 1),
-        ("if not (isinstance(x.y, (int, float)) and x.y > 0):\n    raise E", 1),
-        ("if isinstance(n, int) and n < 1:\n    n = 2", 0),
-        ("check_whole('n', n)", 0),
-    ],
-)
-def test_the_check_of_number_checks_sees(source: str, faults: int) -> None:
-    assert len(_own_number_checks(source)) == faults
-
-
 # --- the README --------------------------------------------------------------------------------------------
 
 

@@ -42,9 +42,9 @@ assert {*hyperkron.__all__, "losses", "training", "cleaning", "__version__"} <= 
 from hyperkron import KFAC, clean, losses
 from hyperkron import *
 assert set(hyperkron.__all__) <= set(globals())
-print(clean.__module__, hyperkron.cleaning.report.__name__)
+print(clean.__module__, hyperkron.training.__name__)
 """
-    assert run(program) == "hyperkron.cleaning.api hyperkron.cleaning.report"
+    assert run(program) == "hyperkron.cleaning.api hyperkron.training"
 
 
 def test_a_name_that_is_not_there() -> None:

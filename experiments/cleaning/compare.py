@@ -30,7 +30,7 @@ from hyperkron.cleaning.choice import choose, judge
 from hyperkron.cleaning.method import Outcome, Work, clean_labels, conclude, folds, train_on
 from hyperkron.cleaning.models import default_model
 from hyperkron.cleaning.stages import Stages
-from hyperkron.cleaning.trainer import Dense, Plan, TrainingTargets, predict, train
+from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, predict, train
 
 RESULTS = records.RESULTS / "cleaning" / "runs.jsonl"
 TIMES = RESULTS.with_name("times.jsonl")
@@ -72,7 +72,7 @@ def work_for(problem: Problem, seed: int, device: torch.device, config: CleanCon
         classes=problem.classes,
         fold=folds(given, [noisy, trusted], 2, seed),
         build=default_model(problem.kind, problem.x.shape[1:], problem.classes, hidden=hidden),  # type: ignore[arg-type]
-        plan=Plan(),
+        plan=TrainingPlan(),
         config=config,
         stages=Stages(None),
         tick=lambda stage, steps: None,

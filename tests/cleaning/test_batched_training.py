@@ -18,12 +18,12 @@ from hyperkron.cleaning.fold_models import FoldModels, Half, learn_evidence, mov
 from hyperkron.cleaning.method import Work, trusted_expert
 from hyperkron.cleaning.models import linear, mlp, small_cnn
 from hyperkron.cleaning.stages import Stages
-from hyperkron.cleaning.trainer import Dense, Plan, TrainingTargets, predict, train
+from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, predict, train
 from hyperkron.hypergradient import kfac
 from hyperkron.solution import NonFiniteError
 
 Build = Callable[[], nn.Module]
-PLAN = Plan(epochs=2, least=40)
+PLAN = TrainingPlan(epochs=2, least=40)
 SEEDS = (5, 6, 5, 9)
 
 
@@ -86,7 +86,7 @@ def test_side_by_side_is_the_same_as_one_after_the_other(name: str) -> None:
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_the_longest_training_decides_for_all(drop: float) -> None:
     ticks: list[int] = []
-    plan, values = Plan(epochs=12, least=20), inputs(6, dtype=torch.float32)
+    plan, values = TrainingPlan(epochs=12, least=20), inputs(6, dtype=torch.float32)
     assert [plan.steps(n) for n in (80, 33)] == [60, 25]
 
     def build() -> nn.Module:
@@ -255,11 +255,11 @@ def test_the_moves_of_the_hyperparameters() -> None:
 
 def test_what_is_saved_in_steps_is_made_up_for_by_the_rate() -> None:
     nothing: Any = None
-    work = Work(*[nothing] * 7, Plan(), *[nothing] * 3)
+    work = Work(*[nothing] * 7, TrainingPlan(), *[nothing] * 3)
     for rows, steps, rate in ((600, 120, 4e-3), (2560, 150, 3.2e-3), (5000, 293, 2e-3)):
         plan = work.quick(rows)
         assert plan.steps(rows) == steps and plan.rate == pytest.approx(rate, rel=1e-6)
-        assert plan.fine_rate / plan.rate == pytest.approx(Plan().fine_rate / Plan().rate)
+        assert plan.fine_rate / plan.rate == pytest.approx(TrainingPlan().fine_rate / TrainingPlan().rate)
         assert plan.steps(rows) * plan.rate == pytest.approx(work.short.steps(rows) * work.short.rate)
 
 
@@ -280,9 +280,11 @@ def test_the_announced_steps_are_made(
 
 
 def test_with_many_rows_the_network_of_all_trusted_rows_is_trained_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[int, Plan]] = []
+    made: list[tuple[int, TrainingPlan]] = []
 
-    def fit(self: Work, targets: list[TrainingTargets], plan: Plan, name: str, *, seeds: list[int]) -> list[nn.Module]:
+    def fit(
+        self: Work, targets: list[TrainingTargets], plan: TrainingPlan, name: str, *, seeds: list[int]
+    ) -> list[nn.Module]:
         made.append((len(targets), plan))
         return [self.build() for _ in targets]
 
@@ -294,6 +296,8 @@ def test_with_many_rows_the_network_of_all_trusted_rows_is_trained_longer(monkey
         build = partial(linear, 6, 3)
         values = Dense(torch.zeros(72, 6))
         stages, config = Stages(None), CleanConfig()
-        work = Work(values, given, rows[:60], rows[60:], 3, rows % 2, build, Plan(), config, stages, lambda *_: None)
+        work = Work(
+            values, given, rows[:60], rows[60:], 3, rows % 2, build, TrainingPlan(), config, stages, lambda *_: None
+        )
         trusted_expert(work)
         assert made == [(count, getattr(work, plan)) for count, plan in expected]

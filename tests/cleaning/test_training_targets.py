@@ -20,7 +20,7 @@ from hyperkron.cleaning.fold_models import Half, Learner, inner
 from hyperkron.cleaning.method import Opinion, Outcome, Work, train_on
 from hyperkron.cleaning.models import linear
 from hyperkron.cleaning.stages import Stages
-from hyperkron.cleaning.trainer import Dense, Plan, TrainingTargets, train
+from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, train
 
 NOISY = torch.arange(8)
 TRUSTED = torch.arange(8, 12)
@@ -36,7 +36,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 def work_of() -> Work:
     fold, stages = torch.arange(12) % 2, Stages(None)
     values, build = Dense(torch.zeros(12, 4)), partial(linear, 4, 3)
-    return Work(values, GIVEN, NOISY, TRUSTED, 3, fold, build, Plan(), CleanConfig(), stages, lambda *_: None)
+    return Work(values, GIVEN, NOISY, TRUSTED, 3, fold, build, TrainingPlan(), CleanConfig(), stages, lambda *_: None)
 
 
 def opinion_of(log_p: Tensor, experts: Tensor | None = None) -> Opinion:
@@ -61,7 +61,7 @@ def test_a_fold_model_goes_down_the_inner_objective() -> None:
     half = Half(NOISY, TRUSTED[:2], TRUSTED[2:], drawn(8, 3).log_softmax(1), THROUGH.double())
     inputs, evidence = Dense(drawn(12, 4, seed=3)), Evidence().double()
     evidence.log_scale.data += torch.tensor([0.3, -0.4, -0.2])
-    one, other = (Learner(lambda: linear(4, 3).double(), inputs, GIVEN, half, Plan(), 5, 20) for _ in range(2))
+    one, other = (Learner(lambda: linear(4, 3).double(), inputs, GIVEN, half, TrainingPlan(), 5, 20) for _ in range(2))
     targets = one.targets(evidence)
     for _ in range(3):
         one.learn(targets)
@@ -152,7 +152,7 @@ def test_the_rate_is_higher_where_training_was_too_gentle_for_the_fold_models(
     one = outcome_of(drawn(8, 3, seed=3).float().log_softmax(1), 1.0, torch.full((12, 3), 1 / 3), fold_models)
     work, asked = work_of(), []
 
-    def fit(self: Work, targets: Any, plan: Plan, stage: str, seeds: Any) -> Any:
+    def fit(self: Work, targets: Any, plan: TrainingPlan, stage: str, seeds: Any) -> Any:
         asked.append(plan)
         return [linear(4, 3), linear(4, 3)]
 
@@ -164,7 +164,7 @@ def test_the_rate_is_higher_where_training_was_too_gentle_for_the_fold_models(
 
 
 def test_faster_multiplies_the_rates_of_the_plan() -> None:
-    values, build, plan = Dense(drawn(12, 4).float()), partial(linear, 4, 3), Plan(epochs=1, least=20)
+    values, build, plan = Dense(drawn(12, 4).float()), partial(linear, 4, 3), TrainingPlan(epochs=1, least=20)
     told = TrainingTargets(torch.arange(12), 3 * drawn(12, 3, seed=1).float())
     assert plan.faster(1) == plan
     assert (plan.faster(2).rate, plan.faster(2).fine_rate, plan.faster(2).decay) == (4e-3, 1e-4, 1e-2)
@@ -187,7 +187,7 @@ def test_the_network_that_comes_out_learns_at_that_rate(
     monkeypatch.setattr("hyperkron.cleaning.method.PRIOR_LOSS", -1e9)  # always too gentle
     data, rates = blobs(rows=120, trusted=24), []
 
-    def noted(work: Work, name: str, told: TrainingTargets, plan: Plan | None = None, seed: int = 0) -> Any:
+    def noted(work: Work, name: str, told: TrainingTargets, plan: TrainingPlan | None = None, seed: int = 0) -> Any:
         rates.append((name, (plan or work.plan).rate / work.plan.rate))
         return train_on(work, name, told, plan, seed)
 

@@ -245,7 +245,7 @@ def test_after_a_stop_there_is_another_bar(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert isinstance(output.progress(False), output.Lines)
-    assert isinstance(output.progress(True), output.Silent)
+    assert isinstance(output.progress(True), output.Quiet)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     bar = output.progress(False)

@@ -22,8 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 from hyperkron.cleaning.trainer import (
     Dense,
     Inputs,
-    Plan,
     Tick,
+    TrainingPlan,
     TrainingTargets,
     batches,
     refuse_not_finite,
@@ -43,7 +43,7 @@ def train_batched(
     build: Callable[[], nn.Module],
     inputs: Inputs,
     all_targets: Sequence[TrainingTargets],
-    plan: Plan,
+    plan: TrainingPlan,
     *,
     seeds: Sequence[int],
     tick: Tick | None = None,
@@ -133,7 +133,7 @@ class Stack:
         steps: after which the learning rate has come to its end.
     """
 
-    def __init__(self, networks: Sequence[nn.Module], inputs: Inputs, plan: Plan, steps: int) -> None:
+    def __init__(self, networks: Sequence[nn.Module], inputs: Inputs, plan: TrainingPlan, steps: int) -> None:
         assert isinstance(inputs, Dense)
         self.networks, self.plan, self.steps = list(networks), plan, steps
         self.values = inputs.values.flatten(1)

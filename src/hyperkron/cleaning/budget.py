@@ -10,13 +10,13 @@ import torch
 
 from hyperkron.cleaning.fold_models import HYPERGRADIENT_COST, outer_steps
 from hyperkron.cleaning.method import Work
-from hyperkron.cleaning.trainer import Plan, TrainingTargets, train
+from hyperkron.cleaning.trainer import TrainingPlan, TrainingTargets, train
 
 READY = ("trusted", "pooled")
 """Alternatives whose held-out predictions the experts already give."""
 
 
-def steps_of(work: Work, plan: Plan, names: list[str], test: bool) -> int:
+def steps_of(work: Work, plan: TrainingPlan, names: list[str], test: bool) -> int:
     """Training steps of a whole run under a plan."""
     here = replace(work, plan=plan)
     noisy, trusted = len(work.noisy), len(work.trusted)
@@ -48,7 +48,7 @@ def seconds_per_step(work: Work, steps: int = 20) -> float:
     return (time.perf_counter() - begin) / plan.steps(len(rows))
 
 
-def within(work: Work, names: list[str], test: bool, seconds: float) -> tuple[Plan, list[str], list[str]]:
+def within(work: Work, names: list[str], test: bool, seconds: float) -> tuple[TrainingPlan, list[str], list[str]]:
     """A plan and the alternatives that fit into so many seconds, and messages about what was given up.
 
     Training is shortened to a third of its epochs at most; after that alternatives are left out, the dearest first.

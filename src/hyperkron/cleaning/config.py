@@ -67,7 +67,7 @@ class Progress(Protocol):
         """Close the bar; a later start begins another one."""
 
 
-class Silent:
+class SilentProgress:
     """A progress that shows nothing."""
 
     def start(self, total: int) -> None:

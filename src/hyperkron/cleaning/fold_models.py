@@ -25,8 +25,8 @@ from hyperkron.cleaning.evidence import Evidence, certain, likelihood, of_label
 from hyperkron.cleaning.trainer import (
     Dense,
     Inputs,
-    Plan,
     Tick,
+    TrainingPlan,
     TrainingTargets,
     optimizer_for,
     predict,
@@ -124,7 +124,7 @@ class Learner:
         inputs: Inputs,
         labels: Tensor,
         half: Half,
-        plan: Plan,
+        plan: TrainingPlan,
         seed: int,
         steps: int | None = None,
     ) -> None:
@@ -183,7 +183,7 @@ class Learner:
 class _FoldTraining:
     """Both fold models in training: side by side where they can be stacked, else one after the other."""
 
-    def __init__(self, learners: list[Learner], inputs: Inputs, plan: Plan, steps: int) -> None:
+    def __init__(self, learners: list[Learner], inputs: Inputs, plan: TrainingPlan, steps: int) -> None:
         self.learners = learners
         networks = [learner.network for learner in learners]
         self.stack = Stack(networks, inputs, plan, steps) if stackable(networks, inputs) else None
@@ -216,7 +216,7 @@ def learn_evidence(
     inputs: Inputs,
     labels: Tensor,
     halves: list[Half],
-    plan: Plan,
+    plan: TrainingPlan,
     *,
     seed: int,
     learn: bool = True,
@@ -259,7 +259,7 @@ def learn_evidence(
     return found
 
 
-def steps_of(plan: Plan, halves: list[Half]) -> int:
+def steps_of(plan: TrainingPlan, halves: list[Half]) -> int:
     """Inner steps of each fold model."""
     return max(plan.steps(len(half.noisy)) for half in halves)
 

@@ -41,7 +41,7 @@ from hyperkron.cleaning.evidence import (
 )
 from hyperkron.cleaning.fold_models import Half, held_out, learn_evidence
 from hyperkron.cleaning.stages import Stages, Tensors
-from hyperkron.cleaning.trainer import Inputs, Plan, Tick, TrainingTargets, predict, train
+from hyperkron.cleaning.trainer import Inputs, Tick, TrainingPlan, TrainingTargets, predict, train
 
 MANY_ROWS = 3
 """There are many rows where a plain training takes this many times the least number of steps."""
@@ -81,18 +81,18 @@ class Work:
     classes: int
     fold: Tensor
     build: Callable[[], nn.Module]
-    plan: Plan
+    plan: TrainingPlan
     config: CleanConfig
     stages: Stages
     tick: Callable[[str, int], None]
 
     @property
-    def short(self) -> Plan:
+    def short(self) -> TrainingPlan:
         """A shorter training, for networks that are only asked for an opinion."""
         return replace(self.plan, epochs=SHORT_TRAINING * self.plan.epochs, least=round(0.8 * self.plan.least))
 
     @property
-    def last(self) -> Plan:
+    def last(self) -> TrainingPlan:
         """Of the network that comes out: where there are few rows not longer than the short one."""
         return replace(self.short, epochs=FINAL_TRAINING * self.plan.epochs)
 
@@ -102,11 +102,11 @@ class Work:
         return self.plan.steps(len(self.given)) >= MANY_ROWS * self.plan.least
 
     @property
-    def brief(self) -> Plan:
+    def brief(self) -> TrainingPlan:
         """An even shorter one, for networks of few trusted rows."""
         return replace(self.plan, epochs=SHORT_TRAINING * self.plan.epochs, least=self.plan.least // 3)
 
-    def quick(self, rows: int) -> Plan:
+    def quick(self, rows: int) -> TrainingPlan:
         """The same for networks of so many rows, half of all: where there are few, half the steps at twice the rate."""
         plan = replace(self.short, least=self.short.least // 2)
         faster = self.short.steps(rows) / plan.steps(rows)
@@ -129,7 +129,9 @@ class Work:
         """The evidence that takes the labels as they are given."""
         return certain(self.given[rows], self.classes)
 
-    def fit(self, targets: list[TrainingTargets], plan: Plan, name: str, *, seeds: list[int]) -> list[nn.Module]:
+    def fit(
+        self, targets: list[TrainingTargets], plan: TrainingPlan, name: str, *, seeds: list[int]
+    ) -> list[nn.Module]:
         """Train a network on each of the targets."""
         own = [self.config.seed + seed for seed in seeds]
         return train_batched(self.build, self.inputs, targets, plan, seeds=own, tick=self.ticker(name))
@@ -348,7 +350,7 @@ class Outcome:
         believed = (work.given[rows], gamma / (1 + gamma) * belief[rows])
         return TrainingTargets(rows, evidence[rows], weight[rows] / (1 + gamma), believed)
 
-    def paced(self, work: Work, plan: Plan) -> Plan:
+    def paced(self, work: Work, plan: TrainingPlan) -> TrainingPlan:
         """``plan`` for a network trained on :meth:`targets`: at a higher rate where training was too gentle.
 
         The fold models tell, asked about the M trusted rows that they had not seen:
@@ -395,7 +397,9 @@ def conclude(work: Work, alone: Tensors, pooled: Tensor, matrix: Tensor) -> Outc
     )
 
 
-def train_on(work: Work, name: str, targets: TrainingTargets, plan: Plan | None = None, seed: int = 0) -> nn.Module:
+def train_on(
+    work: Work, name: str, targets: TrainingTargets, plan: TrainingPlan | None = None, seed: int = 0
+) -> nn.Module:
     """A network trained on targets, from disk if it was trained before."""
     trained: list[nn.Module] = []
 

@@ -21,7 +21,7 @@ from hyperkron.cleaning.evidence import Evidence
 from hyperkron.cleaning.folder import FORMAT
 from hyperkron.cleaning.given import USED
 from hyperkron.cleaning.method import Outcome, Work
-from hyperkron.cleaning.trainer import Inputs, Plan, predict
+from hyperkron.cleaning.trainer import Inputs, TrainingPlan, predict
 from hyperkron.solution import HyperkronError
 
 SUSPECT_THRESHOLD = 0.5
@@ -92,7 +92,7 @@ class CleanResult:
 
 
 def about_run(
-    parts: list[Labelled], config: CleanConfig, plan: Plan, device: torch.device, command: str | None
+    parts: list[Labelled], config: CleanConfig, plan: TrainingPlan, device: torch.device, command: str | None
 ) -> dict[str, Any]:
     """What was run, on what, with what."""
     train, trusted = parts[:2]

@@ -24,11 +24,11 @@ from hyperkron.cleaning.models import EncoderUnavailable, TextEncoder, load_enco
 from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
 from hyperkron.cleaning.result import SUSPECT_THRESHOLD, CleanResult, about_run, history, scores_summary
 from hyperkron.cleaning.stages import Stages
-from hyperkron.cleaning.trainer import Dense, Plan, predict
+from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict
 from hyperkron.training.signals import Interrupted, Signals
 
 
-class Run:
+class CleaningRun:
     """One run: prepared inputs, the method, the alternatives, the choice, and what is written."""
 
     def __init__(
@@ -142,7 +142,7 @@ class Run:
         given = torch.cat(labels).to(self.device)
         rows = torch.arange(len(given), device=self.device)
         noisy, trusted = rows[: len(labels[0])], rows[len(labels[0]) :]
-        plan = Plan() if self.config.epochs is None else Plan(epochs=self.config.epochs)
+        plan = TrainingPlan() if self.config.epochs is None else TrainingPlan(epochs=self.config.epochs)
         names, notes = available(self.config.compare)
         work = Work(
             prepared.inputs,
@@ -174,7 +174,7 @@ class Run:
             self.progress.message(note)
         self.messages += notes
 
-    def _budgeted(self, work: Work, names: list[str], test: bool) -> tuple[Plan, list[str], list[str]]:
+    def _budgeted(self, work: Work, names: list[str], test: bool) -> tuple[TrainingPlan, list[str], list[str]]:
         """The plan that fits; decided once, so that a resumed run follows the same one."""
         kept = next(self.folder.logged("plan"), None) if self.folder is not None else None
         if kept is None:

@@ -39,7 +39,7 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How to train; the same for every candidate.
 
     Attributes:
@@ -58,7 +58,7 @@ class Plan:
     decay: float = 1e-2
     least: int = 300
 
-    def faster(self, factor: float) -> Plan:
+    def faster(self, factor: float) -> TrainingPlan:
         """The same with both rates so many times as high."""
         return replace(self, rate=factor * self.rate, fine_rate=factor * self.fine_rate)
 
@@ -110,7 +110,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def optimizer_for(network: nn.Module, plan: Plan) -> torch.optim.AdamW:
+def optimizer_for(network: nn.Module, plan: TrainingPlan) -> torch.optim.AdamW:
     """AdamW with a low rate for pretrained layers (a submodule ``upper``) and the usual one for all others."""
     upper = getattr(network, "upper", None)
     fine = {id(p) for p in upper.parameters()} if isinstance(upper, nn.Module) else set()
@@ -143,7 +143,7 @@ def train(
     build: Callable[[], nn.Module],
     inputs: Inputs,
     targets: TrainingTargets,
-    plan: Plan,
+    plan: TrainingPlan,
     *,
     seed: int,
     steps: int | None = None,
@@ -171,7 +171,7 @@ def train(
     return network.eval()
 
 
-def refuse_not_finite(loss: Tensor, plan: Plan, steps: int) -> None:
+def refuse_not_finite(loss: Tensor, plan: TrainingPlan, steps: int) -> None:
     """Meet a training that went wrong."""
     if not bool(torch.isfinite(loss).all()):
         value = float(loss[~torch.isfinite(loss)][0]) if loss.dim() else float(loss)

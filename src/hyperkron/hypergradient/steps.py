@@ -23,7 +23,7 @@ from hyperkron.validation import check_nonnegative, check_positive
 
 
 @dataclass(frozen=True)
-class State:
+class StepState:
     """What an optimizer remembers between two steps.
 
     Attributes:
@@ -38,25 +38,25 @@ class State:
         """All tensors of all slots, in a fixed order."""
         return [x for slot in self.slots.values() for x in slot.values()]
 
-    def map(self, f: Callable[[Tensor], Tensor]) -> State:
+    def map(self, f: Callable[[Tensor], Tensor]) -> StepState:
         """``f`` applied to every tensor of every slot."""
-        return State(self.taken, {name: trees.map(f, slot) for name, slot in self.slots.items()})
+        return StepState(self.taken, {name: trees.map(f, slot) for name, slot in self.slots.items()})
 
-    def updated(self, grads: Tree, **slots: Tree) -> State:
+    def updated(self, grads: Tree, **slots: Tree) -> StepState:
         """The state after a step of the parameters in ``grads``, whose entries of ``slots`` are replaced."""
         taken = {name: count + (name in grads) for name, count in self.taken.items()}
-        return State(taken, {slot: {**self.slots[slot], **new} for slot, new in slots.items()})
+        return StepState(taken, {slot: {**self.slots[slot], **new} for slot, new in slots.items()})
 
 
 class Step(ABC):
     """An optimizer's update as a pure function of parameters, gradients and state."""
 
     @abstractmethod
-    def init(self, params: Tree) -> State:
+    def init(self, params: Tree) -> StepState:
         """The state before the first step."""
 
     @abstractmethod
-    def step(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+    def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:
         """The parameters and the state after one step; a parameter missing from ``grads`` does not move."""
 
 
@@ -94,11 +94,11 @@ class SGD(Step):
                 "it needs momentum > 0 and dampening = 0."
             )
 
-    def init(self, params: Tree) -> State:
+    def init(self, params: Tree) -> StepState:
         """No step taken; the momentum is zero, and absent where ``momentum=0``."""
         return _fresh(params, *(("momentum",) if self.momentum else ()))
 
-    def step(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+    def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:
         """θ⁺ and the new momentum."""
         moving = {name: params[name] for name in grads}
         direction = trees.add(grads, moving, self.weight_decay) if self.weight_decay else grads
@@ -138,11 +138,11 @@ class Adam(Step):
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.betas, self.eps, self.weight_decay)
 
-    def init(self, params: Tree) -> State:
+    def init(self, params: Tree) -> StepState:
         """No step taken, both moments zero."""
         return _fresh(params, "mean", "square")
 
-    def step(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+    def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:
         """θ⁺ and the new moments."""
         moving = {name: params[name] for name in grads}
         direction = trees.add(grads, moving, self.weight_decay) if self.weight_decay else grads
@@ -173,11 +173,11 @@ class AdamW(Step):
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.betas, self.eps, self.weight_decay)
 
-    def init(self, params: Tree) -> State:
+    def init(self, params: Tree) -> StepState:
         """No step taken, both moments zero."""
         return _fresh(params, "mean", "square")
 
-    def step(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+    def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:
         """θ⁺ and the new moments."""
         moving = {name: params[name] for name in grads}
         if self.weight_decay:
@@ -187,8 +187,8 @@ class AdamW(Step):
 
 
 def _adam(
-    start: Tree, direction: Tree, state: State, lr: float, betas: tuple[float, float], eps: float
-) -> tuple[Tree, State]:
+    start: Tree, direction: Tree, state: StepState, lr: float, betas: tuple[float, float], eps: float
+) -> tuple[Tree, StepState]:
     """The step common to Adam and AdamW, from ``start`` along ``direction``."""
     beta1, beta2 = betas
     mean, square = ({name: state.slots[slot][name] for name in direction} for slot in ("mean", "square"))
@@ -210,8 +210,8 @@ def _sqrt(x: Tensor) -> Tensor:
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
 
 
-def _fresh(params: Tree, *slots: str) -> State:
-    return State(dict.fromkeys(params, 0), {slot: trees.zeros_like(params) for slot in slots})
+def _fresh(params: Tree, *slots: str) -> StepState:
+    return StepState(dict.fromkeys(params, 0), {slot: trees.zeros_like(params) for slot in slots})
 
 
 def _check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

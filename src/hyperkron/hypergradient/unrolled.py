@@ -24,7 +24,7 @@ from hyperkron import trees
 from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.hypergradient.base import Hypergradient
-from hyperkron.hypergradient.steps import SGD, State, Step
+from hyperkron.hypergradient.steps import SGD, Step, StepState
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, Status
 from hyperkron.trees import Tree
@@ -222,7 +222,7 @@ class _Iterate:
 
     t: int
     params: Tree
-    state: State
+    state: StepState
 
     def tensors(self) -> list[Tensor]:
         return [*self.params.values(), *self.state.tensors()]

@@ -80,7 +80,7 @@ class CG(Solver):
         if start is not None:
             v, r, products = start, trees.add(b, operator.matvec(start), alpha=-1.0), 1
             sizes.append(trees.norm(r))
-        course = _Course(watch.look(*sizes), epsilon(b, operator), self.tolerance)
+        course = _CGCourse(watch.look(*sizes), epsilon(b, operator), self.tolerance)
         if watch.ends(course):
             return watch.solution(v, products)
         p = z = r if preconditioner is None else preconditioner.solve(r)
@@ -108,7 +108,7 @@ class CG(Solver):
         return watch.solution(v, products)
 
 
-class _Course(Course):
+class _CGCourse(Course):
     """The residual so far, and ‖A‖ as far as it was seen.
 
     Attributes:

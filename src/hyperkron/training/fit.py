@@ -25,7 +25,7 @@ from hyperkron.training.locks import FolderLock
 from hyperkron.training.program import Program
 from hyperkron.training.randomness import random_state, seed_all, set_random_state
 from hyperkron.training.recording import RecordedBatches
-from hyperkron.training.rollback import Snapshot, refuse_non_finite
+from hyperkron.training.rollback import TrainingSnapshot, refuse_non_finite
 from hyperkron.training.signals import Interrupted, Signals
 from hyperkron.validation import check_whole
 
@@ -137,7 +137,7 @@ class Run:
         guards = [callback for callback in self.callbacks if callback.undoes]
         if not guards:
             return self.algorithm.step(self.state, self.batches)
-        before = Snapshot(self.state)
+        before = TrainingSnapshot(self.state)
         self.batches.begin()
         try:
             while True:
@@ -155,7 +155,7 @@ class Run:
         finally:
             self.batches.end()
 
-    def _verdict(self, guards: Sequence[Callback], error: Exception, before: Snapshot) -> Verdict:
+    def _verdict(self, guards: Sequence[Callback], error: Exception, before: TrainingSnapshot) -> Verdict:
         """What the first guard that knows the error makes of it; the error again if there is none."""
         step = self.state.step
         self.state.step = before.step

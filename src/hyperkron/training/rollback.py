@@ -14,7 +14,7 @@ from hyperkron.solution import NonFiniteError
 from hyperkron.training.randomness import random_state, set_random_state
 
 
-class Snapshot:
+class TrainingSnapshot:
     """θ with buffers, λ, optimizers, schedules and the memories of algorithm and hypergradient, as they are now.
 
     It costs a copy of θ, λ and what optimizers and algorithm keep; factors and inverses are shared, not copied.
