@@ -187,13 +187,19 @@ class Ijcnn1(Long):
     """IJCNN1 itself: LIBSVM's files ``ijcnn1`` and ``ijcnn1.t``, for training and for validation as in the suite."""
 
     def __init__(self, folder: str | Path, features: int = 22) -> None:
-        files = [str(_found(Path(folder) / x, "LIBSVM's; --ijcnn1 names its folder")) for x in ("ijcnn1", "ijcnn1.t")]
+        files = [_libsvm(Path(folder) / name) for name in ("ijcnn1", "ijcnn1.t")]
         from sklearn.datasets import load_svmlight_file
 
         parts = [load_svmlight_file(file, n_features=features) for file in files]
         self.train, self.validation = (
             (torch.from_numpy(x.toarray()), torch.from_numpy(y > 0).double()) for x, y in parts
         )
+
+
+def _libsvm(file: Path) -> str:
+    """A file of LIBSVM's collection, as it is or packed by bzip2."""
+    packed = file.with_name(f"{file.name}.bz2")
+    return str(packed if packed.is_file() else _found(file, "LIBSVM's; --ijcnn1 names its folder"))
 
 
 def _found(file: Path, remedy: str) -> Path:

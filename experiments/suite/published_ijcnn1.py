@@ -12,7 +12,8 @@ step/ratio.
     python -m experiments.suite.published_ijcnn1            # continues where an earlier run stopped; 50 minutes in all
     python -m experiments.suite.published_ijcnn1 --table    # the tables and verdicts of pages/suite-ijcnn1.md
 
-With --ijcnn1 and the folder that has LIBSVM's files ijcnn1 and ijcnn1.t the same is done on IJCNN1 itself.
+With --ijcnn1 and the folder that has LIBSVM's files ijcnn1 and ijcnn1.t (also packed, as .bz2) the same is done on
+IJCNN1 itself; --workers 8 runs eight algorithms side by side.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -76,23 +79,31 @@ STATEMENTS = {
 """What is stated, and the algorithms of which the rule of its verdict says something."""
 
 
-def main(folder: str = "") -> None:
+def main(folder: str = "", workers: int = 1) -> None:
     """Run what the file of the results does not hold yet; on IJCNN1 where ``folder`` has it."""
     path = records.RESULTS / (IJCNN1 if folder else RESULT)
     record: dict[str, Any] = {"runs": {}}
     if path.exists():
         record = {"runs": json.loads(path.read_text("utf-8"))["runs"]}
     case = Ijcnn1(folder).case() if folder else Long().case()
+    missing = []
     for which, run in RUNS.items():
         plan = json.loads(json.dumps({**asdict(run), "batch": 64, "bound": BOUND}))
         if record["runs"].get(which, {}).get("settings") != plan:
             record["runs"][which] = {"settings": plan, "problems": {"long": {}}}
-        done = record["runs"][which]["problems"]["long"]
-        for name, setting in run.best.items():
-            if name not in done:
-                done[name] = of_algorithm(case, name, setting, run)
-                records.write_result(path, record)
-                print(which, name, setting, tables.last_values(done[name]["runs"], "suboptimality"), flush=True)
+        missing += [(which, name) for name in run.best if name not in record["runs"][which]["problems"]["long"]]
+    missing.sort(key=lambda task: -RUNS[task[0]].seconds)  # the longest first
+    with multiprocessing.get_context("fork").Pool(workers) if workers > 1 else nullcontext() as pool:
+        one = partial(_one, case)
+        for which, name, found in map(one, missing) if pool is None else pool.imap_unordered(one, missing):
+            record["runs"][which]["problems"]["long"][name] = found
+            records.write_result(path, record)
+            print(which, name, tables.last_values(found["runs"], "suboptimality"), flush=True)
+
+
+def _one(case: Case, task: tuple[str, str]) -> tuple[str, str, dict[str, Any]]:
+    which, name = task
+    return which, name, of_algorithm(case, name, RUNS[which].best[name], RUNS[which])
 
 
 def start(seed: int, features: int) -> tuple[Array, Array]:
@@ -181,10 +192,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="The suite's own best settings for IJCNN1, on data of its size.")
     parser.add_argument("--table", action="store_true", help="print the tables of an earlier run")
     parser.add_argument("--ijcnn1", default="", metavar="FOLDER", help="run on IJCNN1, from this folder")
+    parser.add_argument("--workers", type=int, default=1, help="runs side by side, one core each; default: 1")
     torch.set_num_threads(1)
     arguments = parser.parse_args()
     if arguments.table:
         result = IJCNN1 if arguments.ijcnn1 else RESULT
         print(table(json.loads((records.RESULTS / result).read_text("utf-8"))))
     else:
-        main(arguments.ijcnn1)
+        main(arguments.ijcnn1, arguments.workers)

@@ -101,7 +101,9 @@ def test_algorithms_without_such_a_curvature_refuse_it(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("method", [hk.unrolled(2), hk.identity(), hk.sama(), hk.hia(3)], ids=repr)
+@pytest.mark.parametrize(
+    "method", [hk.unrolled(2), hk.identity(), hk.sama(), hk.hia(3)], ids=["unrolled", "identity", "sama", "hia"]
+)
 def test_hypergradients_that_measure_none_refuse_it(method: Any) -> None:
     algorithm = hk.AID(method, 1)
     state = algorithm.init(SUM.problem(), *SUM.modules())

@@ -20,6 +20,7 @@ from hyperkron.cleaning.folder import fingerprint
 from hyperkron.cleaning.report import write_report
 from hyperkron.solution import HyperkronError, HyperkronWarning
 from hyperkron.training import Interrupted
+from hyperkron.training.locks import FolderLock
 
 CONFIG = CleanConfig(epochs=1, compare=("noisy", "sama"))
 VARYING = ("created", "seconds", "peak_memory_mb")
@@ -138,6 +139,15 @@ def test_interruptions_leave_no_trace(files: Files) -> None:
     assert last.steps <= last.totals[0] < 1.2 * last.steps + 200 < files.watch.totals[0]  # nor announced
     assert contents(out) == contents(files.whole)
     assert torch.equal(again.error_probability, files.result.error_probability)
+
+
+def test_two_writers_do_not_share_a_folder(files: Files) -> None:
+    """The second is told who the first is, and touches nothing."""
+    before = contents(files.whole)
+    with FolderLock(files.whole), pytest.raises(HyperkronError, match=r"is being written by process \d+"):
+        resume(files.whole)
+    assert contents(files.whole) == before
+    assert resume(files.whole).suspects.tolist() == files.result.suspects.tolist()
 
 
 def test_a_finished_run_is_read_again_but_never_overwritten(files: Files) -> None:

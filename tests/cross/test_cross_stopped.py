@@ -287,7 +287,24 @@ def test_the_choice_holds_for_250_calls_of_training_and_after_a_resume() -> None
         optimizer.zero_grad()
         inner(model, net, None).backward()
         optimizer.step()
-    assert seen == {("difference", "w")}
+    assert seen == {("difference", "wm")}  # the weights move with θ, so they are taken at θ
+
+
+@pytest.mark.parametrize("build", [hk.identity, hk.sama], ids=["auto", "sama"])
+def test_weights_that_jump_between_the_two_sides_are_those_at_theta(build: Any) -> None:
+    """A kink of the weight network at θ must not mix the weights of both sides."""
+    torch.manual_seed(0)
+    model, hyper = mlp(3, 4, 3), hk.SampleWeights(5).to(DOUBLE)
+    at = rows(model).detach() - 1e-12
+
+    def inner(m: nn.Module, h: Any, b: Any) -> hk.losses.Loss:
+        w = h(torch.arange(5))
+        return hk.losses.cross_entropy(m(X), Y, weight=torch.where(rows(m).detach() > at, w, 3 * w))
+
+    problem = hk.BilevelProblem(inner, outer)
+    wanted = hk.identity(cross="reverse").compute(problem, model, hyper, None, None).grads
+    method = build(alpha=1e-3) if build is hk.sama else build()
+    assert oracles.relative(method.compute(problem, model, hyper, None, None).grads, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("cross", ["reverse", "forward", "difference"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import itertools
 import json
 import math
@@ -179,6 +180,16 @@ def test_the_page_has_the_settings_and_the_tables() -> None:
         assert block in text, f"run `python -m experiments.suite.published_ijcnn1 --table`, put it into {PAGE.name}"
 
 
+def test_the_page_of_ijcnn1_has_the_tables_of_its_record() -> None:
+    text = (records.PAGES / "suite-ijcnn1-real.md").read_text("utf-8")
+    record = json.loads((records.RESULTS / published.IJCNN1).read_text("utf-8"))
+    assert list(record["runs"]) == list(published.RUNS)
+    for block in published.table(record).split("\n\n"):
+        assert block in text, "run `python -m experiments.suite.published_ijcnn1 --table --ijcnn1 x`"
+    full = [x == (True, True) for x in published.verdicts(record["runs"]["tenfold"])]
+    assert full == [True, True, True, True, False], "what the page answers"
+
+
 def test_ijcnn1_is_read_from_the_files_of_libsvm(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     (tmp_path / "ijcnn1").write_text("-1 1:1 12:-0.5 22:0.25\n1 3:1\n", "ascii")
@@ -189,6 +200,14 @@ def test_ijcnn1_is_read_from_the_files_of_libsvm(tmp_path: Path) -> None:
     assert made.train[0][0].nonzero().ravel().tolist() == [0, 11, 21]
     assert made.train[0][0, 11] == -0.5 and made.validation[0][0, 10] == 0.125
     assert made.case().inner[0].dtype == torch.float64
+
+
+def test_ijcnn1_may_be_packed(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    for name, text in (("ijcnn1", b"-1 1:1\n1 3:1\n"), ("ijcnn1.t", b"+1 2:1\n")):
+        (tmp_path / f"{name}.bz2").write_bytes(bz2.compress(text))
+    made = published.Ijcnn1(tmp_path)
+    assert made.train[1].tolist() == [0.0, 1.0] and made.validation[0][0, 1] == 1.0
 
 
 def test_missing_ijcnn1_is_told_with_its_remedy(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from hyperkron.curvature import GGN, Curvature, Hessian
 from hyperkron.curvature.hessian import HessianOperator
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.implicit import outer_gradients
+from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import WithoutAutocast
 from hyperkron.losses import as_loss
 from hyperkron.solution import HypergradientResult, HyperkronError
@@ -108,6 +109,7 @@ def gradients(
         if not live:
             stack.enter_context(_kept_buffers(state.model))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(differentiable_checkpoints())
         scaler = state.inner.scaler if live and level == "inner" else None
         if live and level == "inner" and state.inner.autocast is not None:
             stack.enter_context(torch.autocast(wanted[0].device.type, state.inner.autocast))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
 from hyperkron.cleaning.result import SUSPECT_THRESHOLD, CleanResult, about_run, history, scores_summary
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict
+from hyperkron.training.locks import FolderLock
 from hyperkron.training.signals import Interrupted, Signals
 
 
@@ -53,8 +54,8 @@ class CleaningRun:
         self.signals = Signals(active=folder is not None)
 
     def result(self) -> CleanResult:
-        """Do everything that is not done yet."""
-        with self.signals:
+        """Do everything that is not done yet; nobody else may write into the folder meanwhile."""
+        with nullcontext() if self.folder is None else FolderLock(self.folder.path), self.signals:
             try:
                 return self._run_stages()
             finally:

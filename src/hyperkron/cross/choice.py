@@ -128,6 +128,9 @@ class Cross:
             return found
         loss = point.inner()
         form = weighting.structure(point, loss)
+        if form and self.mode != "forward":
+            moves = state.weights == f"{form}m"  # and will again, also if it does not here
+            form = state.weights if moves else weighting.with_motion(point, v, self._radii(point)[0], form)
         if self.mode == "auto" and form:
             return self._auto(point, v, state, loss, form)
         if self.mode == "auto":

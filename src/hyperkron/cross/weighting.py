@@ -5,8 +5,8 @@ Then, with c' = dc/dθ · v the change of the row losses along v,
     X(v) = ∂_λ [ Σ_r w_r c'_r + Σ_p 2 α_p ⟨p, v_p⟩ ] .
 
 Only c is moved along v. What the weights are made of stays where it is, also if it is a function of θ that was stopped,
-as the losses in a Meta-Weight-Net are: a difference of ∂_λ J_in would move it too. It costs two plain forward passes;
-the weights are those of both sides, averaged, which is their value in the middle up to O(radius²).
+as the losses in a Meta-Weight-Net are: a difference of ∂_λ J_in would move it too. It costs two plain forward passes,
+and a third one for the weights at θ where they move with it.
 
 Whether a loss has this form is read from its record (``Term.factors``, ``L2.factors``) and its autograd graph.
 """
@@ -52,7 +52,8 @@ class Weighted:
 def structure(point: Point, loss: Loss) -> str:
     """Which weights of ``loss``, evaluated at θ with its graph, λ reaches; empty where it does more than weight.
 
-    A letter for each criterion, ``w`` where λ weights it, and ``p`` at the end where it weights penalties.
+    A letter for each criterion, ``w`` where λ weights it, then ``p`` where it weights penalties (and, from
+    :func:`with_motion`, ``m`` where weights move with θ).
     """
     hypers, params = _ids(point.hypers), _ids(point.params)
     sources: list[Tensor] = []
@@ -76,15 +77,25 @@ def structure(point: Point, loss: Loss) -> str:
     return letters if sources and not beside and _adds_up(point, loss) else ""
 
 
+def with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
+    """``form``, with ``m`` where weights move with θ: they are functions of it that were stopped."""
+    names = _ids_to_names(point.params)
+    up, down = sides(point, v, step_of(v, radius), False, lambda loss: _Read.of(loss, form, names))
+    pairs = [*zip(up.weights, down.weights, strict=True), *((up.decays[n], down.decays[n]) for n in up.decays)]
+    return form if all(torch.equal(a, b) for a, b in pairs) else f"{form}m"
+
+
 def difference(point: Point, v: Tree, radius: float, form: str, full: bool = False) -> Weighted:
     """X(v) from a central difference of the row losses; ``form`` is the :func:`structure` of the loss."""
     epsilon = step_of(v, radius)
     names = _ids_to_names(point.params)
     up, down = sides(point, v, epsilon, full, lambda loss: _Read.of(loss, form, names))
     changes = [(a - b) / (2 * epsilon).to(a.dtype) for a, b in zip(up.losses, down.losses, strict=True)]
-    weights = [0.5 * (a + b) for a, b in zip(up.weights, down.weights, strict=True)]
-    decays = {name: 0.5 * (alpha + down.decays[name]) for name, alpha in up.decays.items()}
-    return _weighted_sum(point, v, weights, changes, decays)
+    still = up
+    if form.endswith("m"):
+        with point.moved(trees.map(Tensor.detach, point.params)):
+            still = _Read.of(point.inner(), form, names)
+    return _weighted_sum(point, v, still.weights, changes, still.decays)
 
 
 def forward(point: Point, v: Tree, form: str) -> Weighted:
@@ -139,7 +150,7 @@ class _Read:
             if alpha is not None and name is not None:
                 decays[name] = decays[name] + alpha if name in decays else alpha
         now = "".join("-" if w is None else "w" for w, _ in found) + "p" * bool(decays)
-        if now != form:
+        if now != form.removesuffix("m"):
             raise ChangedError(f"the inner loss has the form {now!r}, not {form!r}")
         live = [(w, c) for w, c in found if w is not None]
         return cls([w for w, _ in live], [c for _, c in live], decays)

@@ -22,6 +22,7 @@ from torch.func import functional_call
 
 from hyperkron.evaluation.inputs import culprits, differentiable_batch, tensors_of
 from hyperkron.evaluation.snapshot import Snapshot, reseed
+from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Objective
@@ -93,6 +94,7 @@ class Point:
         self._stack.callback(self._snapshot.restore)
         self._stack.enter_context(torch.inference_mode(False))
         self._stack.enter_context(torch.enable_grad())
+        self._stack.enter_context(differentiable_checkpoints())
         if "torch._dynamo" in sys.modules:  # without it nothing can have been compiled
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         if torch.is_autocast_enabled(self.device.type):  # for the objectives alone: all else keeps its precision
@@ -188,7 +190,8 @@ class Point:
                     value = function(self.model, self.hyper, batch)
                 else:
                     named = {f"model.{name}": p for name, p in params.items()}
-                    value = functional_call(_Caller(self.model), named, (function, self.hyper, batch))
+                    with differentiable_checkpoints(keep=True):
+                        value = functional_call(_Caller(self.model), named, (function, self.hyper, batch))
             self.met_autocast = self.met_autocast or (mode is not None and mode.met_autocast)
             return value
 

@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.inputs import tensors_of
+from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Objective, rows, shares
@@ -198,7 +199,7 @@ class _Work:
         substitutes = dict(zip(self.names, tensors, strict=True))
         for part in self.parts:
             without = WithoutAutocast(kind) if self.without else contextlib.nullcontext()
-            with torch.autocast(kind, dtype, enabled=enabled), without:
+            with torch.autocast(kind, dtype, enabled=enabled), without, differentiable_checkpoints(keep=True):
                 loss = as_loss(functional_call(self.both, substitutes, (self.function, part)))
             yield loss, rows(loss.terms, length(part))
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.graphs import Recording, StaticBatch, available
 from hyperkron.kernels.selection import LayoutError, evaluate
 from hyperkron.losses import as_loss
@@ -83,7 +84,10 @@ class InnerLoop:
 
     def _pass(self, batch: Any) -> Tensor:
         """Forward and backward: J_in, with its gradient in θ's ``.grad`` and none in λ's."""
-        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False):
+        with (
+            torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False),
+            differentiable_checkpoints(),
+        ):
             value = self._value(batch)
         live = [p for p in self._members if p.requires_grad]
         for p, gradient in zip(live, torch.autograd.grad(value, live, allow_unused=True), strict=True):

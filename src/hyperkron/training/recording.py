@@ -42,10 +42,10 @@ class RecordedBatches(BatchSources):
         >>> numbers = iter(range(9))
         >>> batches = RecordedBatches(lambda: next(numbers), None)
         >>> batches.begin()
-        >>> batches.inner(), draw.inner()
+        >>> batches.inner(), batches.inner()
         (0, 1)
         >>> batches.rewind()
-        >>> batches.inner(), draw.inner(), draw.inner()
+        >>> batches.inner(), batches.inner(), batches.inner()
         (0, 1, 2)
     """
 

@@ -115,3 +115,29 @@ def test_parts_of_a_batch_count_their_own_tokens() -> None:
         parted = hk.KFAC(0.1, fisher="type-2")._measure(point, state, state.plan(case.model, point.params, "diagonal"))
     for name in whole.a:
         assert oracles.relative(dense(parted.a[name]), dense(whole.a[name])) < 1e-12
+
+
+def test_rows_of_a_pass_without_gradients_are_not_in_a() -> None:
+    """A loss may look at the model under no_grad, as a Meta-Weight-Net does; KFAC measures what is differentiated."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)).double()
+    x, y, other = torch.randn(5, 3).double(), torch.arange(5) % 3, 10 * torch.randn(7, 3).double()
+
+    def loss(look: bool) -> hk.BilevelProblem:
+        def inner(m: torch.nn.Module, h: torch.nn.Module, b: object) -> hk.losses.Loss:
+            if look:
+                with torch.no_grad():
+                    m(other)
+            return hk.losses.cross_entropy(m(x), y, weight=h(torch.arange(5)))
+
+        return hk.BilevelProblem(inner, lambda m, h, b: hk.losses.cross_entropy(m(x.flip(0)), y))
+
+    weights = hk.SampleWeights(5).double()
+    for build in (hk.kfac, hk.ekfac):
+        plain, looked = (
+            build(0.1, fisher="type-2").compute(loss(look), model, weights, None, None).solution
+            for look in (False, True)
+        )
+        assert plain is not None and looked is not None
+        for name, v in plain.value.items():
+            torch.testing.assert_close(looked.value[name], v, rtol=1e-12, atol=0)

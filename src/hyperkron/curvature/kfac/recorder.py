@@ -205,11 +205,13 @@ class Recorder:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
             given: Tensor = inputs[0] if inputs else named["input"]
             self.called.update(block.names)
+            if not output.requires_grad:  # under no_grad: the loss does not see this call
+                return output
             self.batch_size = max(self.batch_size, given.shape[0] if given.dim() > 1 else 1)
             call = self._for_factors(block, given, output) if self.basis is None else None
             x = None if self.basis is None else given.detach()  # held no longer than needed
             receive: Callable[[Tensor], None] = lambda g: self._on_gradient(block, x, g, call)  # noqa: E731
-            tapped: Tensor = _Tap.apply(output, self.token, receive) if output.requires_grad else output
+            tapped: Tensor = _Tap.apply(output, self.token, receive)
             return tapped
 
         return hook
@@ -219,10 +221,10 @@ class Recorder:
         is over: then it does not add to the memory of activations. A call over tokens waits for the loss."""
         rows, d = output.numel() // (block.layer.groups * block.layer.d_out), block.layer.d_in
         smaller = x.numel() < block.layer.groups * d * (rows if self.low_rank and few_rows(rows, d) else d)
-        if isinstance(block.layer, LinearLayer) and x.dim() > 2 and output.requires_grad:
+        if isinstance(block.layer, LinearLayer) and x.dim() > 2:
             self._tokens.append(_Call(block, x, rows))
             return self._tokens[-1]
-        if isinstance(block.layer, ConvLayer) and output.requires_grad and smaller:
+        if isinstance(block.layer, ConvLayer) and smaller:
             self._held.append((block, x.detach(), rows))
         else:
             self._on_input(block, x, rows)

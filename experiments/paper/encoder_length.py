@@ -1,0 +1,174 @@
+"""Encoder hypercleaning at the paper's length: which step sizes of λ work, for each method?
+
+The printed set-up of figure 4: the last layer of an encoder and a head, AdamW 1e-5 with a cosine schedule, batch 128,
+ten inner steps, λ by SGD with momentum 0.9, weights within [0, 1], damping 1e-3, CG with 3 steps, SAMA's radius 0.1,
+1000 outer steps. The step size of λ runs over seven powers of ten: the printed grid (0.01 to 100) and two beyond it.
+
+    python -m experiments.paper.encoder_length --device cuda --workers 12 --limit-minutes 9   # continues an earlier run
+    python -m experiments.paper.encoder_length --table                                        # the recorded runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import Empty
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from experiments import records
+from experiments.paper.encoder_cleaning import Source
+from experiments.paper.encoder_settings import Part
+from experiments.paper.text_cleaning import TextCase, TextRates, TextTrial, text_methods
+from hyperkron.hypergradient import Hypergradient, cg, kfac, sama
+
+RESULT = records.RESULTS / "paper" / "encoder-length.jsonl"
+RATES = (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0, 10000.0)
+PRINTED = 100.0
+"""The largest step size of the printed grid."""
+REFERENCES = ("Baseline", "trusted only", "trusted + noisy")
+METHODS: dict[str, Callable[[torch.optim.Optimizer, int], Hypergradient]] = {
+    "SAMA": lambda optimizer, seed: sama(optimizer, alpha=0.1, graph=True),
+    "KFAC": lambda optimizer, seed: kfac(1e-3, seed=seed, graph=True),
+    "CG-3": lambda optimizer, seed: cg(3, 1e-3, graph=True),
+}
+"""How each is made; without a GPU ``graph`` has no effect."""
+TRIALS = {"CG-3": "CG"}
+"""What :func:`text_methods` calls a method, where that is another name."""
+
+Task = tuple[str, str, float, int]
+"""Dataset, method, step size of λ (0 for reference lines), seed."""
+
+
+def tasks(datasets: tuple[str, ...], seeds: int) -> Iterator[Task]:
+    """Every run, in the order in which they are worth having."""
+    for seed in range(seeds):
+        for dataset in datasets:
+            yield from ((dataset, name, 0.0, seed) for name in REFERENCES)
+            yield from ((dataset, name, rate, seed) for rate in RATES for name in METHODS)
+
+
+def run(source: Source, task: Task, case: TextCase) -> dict[str, Any]:
+    """One run of ``case.steps`` outer steps; its curve, and what became of the weights."""
+    dataset, name, rate, seed = task
+    split = source.split(Part(dataset, "one", ()), 1, seed)
+    setting = {"inner": 1e-5, "rate": rate, "outer": 0.0, "damping": 1e-3, "alpha": 0.1}
+    method = text_methods(TextRates())[TRIALS.get(name, name)]
+    model = source.model(split.classes, 1, seed)
+    trial = TextTrial(case, split, model, method, setting, seed, case.steps)
+    if trial.state is not None:
+        trial.state.hypergradient = METHODS[name](trial.state.inner.optimizer, seed)
+    trial.run(test=True)
+    weights = trial.weights.weight.detach()
+    return {
+        "dataset": dataset,
+        "method": name,
+        "rate": rate,
+        "seed": seed,
+        "steps": case.steps,
+        "visits": case.steps * case.batch / len(split.train),
+        "mean_weight": float(weights.mean()),
+        "zero": float((weights <= 0).float().mean()),
+        "one": float((weights >= 1).float().mean()),
+        **trial.figures(),
+    }
+
+
+def _work(queue: Any, options: argparse.Namespace, started: float) -> None:
+    """Take tasks until none is left, or until the time is up; each finished run is appended at once."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")
+    case = TextCase(steps=options.steps, looks=min(25, options.steps), tokens=100)
+    settings = SimpleNamespace(case=case)
+    job = SimpleNamespace(data=options.data, device=torch.device(options.device), settings=settings)
+    source = Source(job, options.encoder)  # type: ignore[arg-type]  # it needs these three of a job
+    while time.time() - started < 60 * options.limit_minutes:
+        try:
+            task = queue.get(timeout=1)
+        except Empty:
+            return
+        row = run(source, task, case)
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{task}: {100 * (1 - row['last']['test_error']):.1f} %", flush=True)
+
+
+def recorded(path: Path) -> list[dict[str, Any]]:
+    """The finished runs of a file."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Test accuracy at the end / best on the way / where the held-out rows are best; the mean over seeds."""
+    lines = []
+    for dataset in dict.fromkeys(row["dataset"] for row in rows):
+        lines += [
+            f"| {dataset}, by step size of λ | {' | '.join(f'{rate:g}' for rate in RATES)} |",
+            "| --- " * (len(RATES) + 1) + "|",
+        ]
+        lines += [f"| {name} | {' | '.join(_cell(rows, dataset, name, rate) for rate in RATES)} |" for name in METHODS]
+        given = [f"{name} {_cell(rows, dataset, name, 0.0)}" for name in REFERENCES]
+        lines += ["", "Reference lines: " + "; ".join(given) + ".", ""]
+    return "\n".join(lines)
+
+
+def _cell(rows: list[dict[str, Any]], dataset: str, name: str, rate: float) -> str:
+    found = [row for row in rows if (row["dataset"], row["method"], row["rate"]) == (dataset, name, rate)]
+    if not found:
+        return "–"
+    ends, bests, chosen = (
+        sum(100 * (1 - pick(row)) for row in found) / len(found)
+        for pick in (
+            lambda row: row["last"]["test_error"],
+            lambda row: min(row["curve"]["test_error"]),
+            lambda row: row["best"]["test_error"],
+        )
+    )
+    return f"{ends:.1f} / {bests:.1f} / {chosen:.1f}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is not recorded yet, or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="print the table of the recorded runs")
+    parser.add_argument("--out", type=Path, default=RESULT, help="file of the runs; finished ones are not repeated")
+    parser.add_argument("--data", type=Path, default=None, help="folder of the datasets and encoders")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--encoder", default="minilm")
+    parser.add_argument("--datasets", nargs="+", default=["trec", "youtube", "semeval"])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1000, help="outer steps; default: 1000")
+    parser.add_argument("--workers", type=int, default=1, help="runs that share the device; default: 1")
+    parser.add_argument("--limit-minutes", type=float, default=1e9, help="no run begins after this time")
+    options = parser.parse_args(arguments)
+    rows = recorded(options.out)
+    if options.table:
+        print(table(rows))
+        return
+    done = {(row["dataset"], row["method"], row["rate"], row["seed"]) for row in rows}
+    missing = [task for task in tasks(tuple(options.datasets), options.seeds) if task not in done]
+    print(f"{len(done)} runs are recorded, {len(missing)} are missing.")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    for task in missing:
+        queue.put(task)
+    started = time.time()
+    workers = [context.Process(target=_work, args=(queue, options, started)) for _ in range(options.workers)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    queue.cancel_join_thread()
+
+
+if __name__ == "__main__":
+    main()

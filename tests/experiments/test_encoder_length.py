@@ -1,0 +1,54 @@
+"""Encoder hypercleaning at the paper's length: the runs, the file that they continue, and the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from experiments import records
+from experiments.paper import encoder_length
+from experiments.paper.encoder_cleaning import Source
+from experiments.paper.text_cleaning import TextCase
+from experiments.paper.texts import MADE_UP
+
+
+def test_every_run_is_there_once() -> None:
+    found = list(encoder_length.tasks(("a", "b"), seeds=2))
+    assert len(found) == len(set(found)) == 2 * 2 * (3 + 3 * 7)
+    assert found[0] == ("a", "Baseline", 0.0, 0)
+
+
+def test_a_run_of_each_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """θ and λ move, and a larger step size moves λ further."""
+    pytest.importorskip("transformers")
+    case = TextCase(batch=16, inner_steps=2, steps=4, looks=2, tokens=16)
+    job = SimpleNamespace(data=None, device=torch.device("cpu"), settings=SimpleNamespace(case=case))
+    source = Source(job, MADE_UP)  # type: ignore[arg-type]
+    plain = encoder_length.run(source, (MADE_UP, "Baseline", 0.0, 0), case)
+    assert plain["auc"] is None and plain["mean_weight"] == 1.0
+    for name in encoder_length.METHODS:
+        near, far = (encoder_length.run(source, (MADE_UP, name, rate, 0), case) for rate in (1e-6, 1e6))
+        assert not near["failed"] and near["zero"] == near["one"] == 0.0
+        assert far["zero"] + far["one"] > 0.5
+        assert json.loads(json.dumps(far))["steps"] == 4
+
+
+def test_the_page_has_the_recorded_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    encoder_length.main(["--table"])
+    text = (records.PAGES / "encoder-length.md").read_text("utf-8")
+    assert capsys.readouterr().out.strip() in text
+    encoder_length.main(["--table", "--out", str(tmp_path / "none.jsonl")])
+    assert capsys.readouterr().out.strip() == ""
+
+
+def test_what_the_page_says_of_trec() -> None:
+    """KFAC works at every step size, SAMA only from 1000 on."""
+    rows = [row for row in encoder_length.recorded(encoder_length.RESULT) if row["dataset"] == "trec"]
+    end = {(row["method"], row["rate"]): 1 - row["last"]["test_error"] for row in rows if row["seed"] == 0}
+    assert min(end["KFAC", rate] for rate in encoder_length.RATES) > 0.71
+    assert max(end["SAMA", rate] for rate in (0.01, 0.1, 1.0)) < 0.58 < 0.77 < end["SAMA", 1000.0]
+    assert all(row["visits"] > 10 for row in rows)

@@ -1,0 +1,100 @@
+"""Activation checkpointing: every hypergradient and every step of θ is what it is without."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+import hyperkron as hk
+import oracles
+from hyperkron.kernels.checkpoints import differentiable_checkpoints
+
+DOUBLE = torch.float64
+X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=DOUBLE)
+Y = torch.tensor([0, 1, 2, 0, 1, 2])
+METHODS = {
+    "identity": lambda: hk.identity(),
+    "forward": lambda: hk.identity(cross="forward"),
+    "kfac": lambda: hk.kfac(0.1, fisher="type-2"),
+    "ekfac": lambda: hk.ekfac(0.1, fisher="type-2"),
+    "cg": lambda: hk.cg(20, 0.1),
+    "pcg": lambda: hk.pcg(20, 0.1),
+    "sama": lambda: hk.sama(alpha=1e-3),
+    "unrolled": lambda: hk.unrolled(3),
+}
+
+
+class Net(nn.Module):
+    """Two blocks, the first computed again in the backward pass if ``reentrant`` is not None; its weight is shared."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        torch.manual_seed(1)
+        self.first = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).to(DOUBLE)
+        self.last = nn.Linear(3, 3).to(DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            hidden = self.first(x)
+        else:
+            hidden = checkpoint.checkpoint(self.first, x, use_reentrant=self.reentrant)
+        return self.last(hidden + self.first(x))  # the same parameters inside and outside
+
+
+def inner(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+    return hk.losses.cross_entropy(model(X), Y, weight=hyper(torch.arange(6)))
+
+
+def outer(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+    return hk.losses.cross_entropy(model(X.flip(0)), Y)
+
+
+PROBLEM = hk.BilevelProblem(inner, outer)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
+@pytest.mark.parametrize("name", METHODS)
+def test_hypergradients_are_those_without_checkpoints(name: str, reentrant: bool) -> None:
+    weights = hk.SampleWeights(6).to(DOUBLE)
+    wanted, found = (
+        METHODS[name]().compute(PROBLEM, Net(kind), weights, None, None).grads for kind in (None, reentrant)
+    )
+    assert oracles.relative(found, wanted) < 1e-8
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
+def test_fit_is_what_it_is_without_checkpoints(reentrant: bool) -> None:
+    ends = []
+    for kind in (None, reentrant):
+        model, weights = Net(kind), hk.SampleWeights(6).to(DOUBLE)
+        hk.fit(
+            PROBLEM, model, weights, hk.AID(hk.cg(5, 0.1), 2), inner_data=(X,), outer_data=(X,), steps=3, progress=False
+        )
+        ends.append({**dict(model.named_parameters()), "w": weights.weight})
+    assert oracles.relative(ends[1], ends[0]) < 1e-10
+
+
+def test_a_perturbed_input_passes_too() -> None:
+    """λ in front of the checkpoint, where forward mode and double backward go through it."""
+    hyper = hk.as_hyper(torch.zeros_like(X))
+    problem = hk.BilevelProblem(lambda m, h, b: hk.losses.cross_entropy(m(X + h()), Y), outer)
+    wanted = hk.identity(cross="reverse").compute(problem, Net(None), hyper, None, None).grads
+    for reentrant in (True, False):
+        for cross in ("reverse", "forward", "difference"):
+            found = hk.identity(cross=cross).compute(problem, Net(reentrant), hyper, None, None).grads
+            assert oracles.relative(found, wanted) < 1e-5, (reentrant, cross)
+
+
+def test_torch_is_left_as_it_was() -> None:
+    names = ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
+    before = [getattr(checkpoint, name) for name in names]
+    with suppress(RuntimeError), differentiable_checkpoints(), differentiable_checkpoints(keep=True):
+        assert all(getattr(checkpoint, name) is not own for name, own in zip(names, before, strict=True))
+        raise RuntimeError
+    assert [getattr(checkpoint, name) for name in names] == before
