@@ -307,7 +307,7 @@ def overconfidence(probabilities: Tensor, labels: Tensor) -> float:
     Example:
         >>> p = torch.tensor([[0.8, 0.2]] * 10)
         >>> nine, seven = (torch.arange(10) >= n for n in (9, 7))  # nine or seven of ten are of the first class
-        >>> too_sure(p, nine.long()) < 0 < too_sure(p, seven.long())
+        >>> overconfidence(p, nine.long()) < 0 < overconfidence(p, seven.long())
         True
     """
     p = probabilities.double()
