@@ -355,7 +355,7 @@ def test_no_expert_is_surer_than_the_floor() -> None:
     )
 
 
-def test_too_sure_is_the_slope_of_the_loss_of_sharpened_predictions() -> None:
+def test_overconfidence_is_the_slope_of_the_loss_of_sharpened_predictions() -> None:
     logits, labels = some(rows=30)[0], torch.arange(30) % 4
     sharpness = torch.ones((), dtype=torch.float64, requires_grad=True)
     log_p = (2 * logits.double()).log_softmax(1)
@@ -363,7 +363,7 @@ def test_too_sure_is_the_slope_of_the_loss_of_sharpened_predictions() -> None:
     assert overconfidence(log_p.exp(), labels) == pytest.approx(float(expected), abs=1e-12)
 
 
-def test_too_sure_is_finite_where_a_class_has_no_probability() -> None:
+def test_overconfidence_is_finite_where_a_class_has_no_probability() -> None:
     p = torch.tensor([[1.0, 0.0, 0.0], [0.25, 0.25, 0.5]])
     assert overconfidence(p[:1], torch.tensor([0])) == 0
     assert math.isfinite(overconfidence(p, torch.tensor([1, 0]))) and overconfidence(p, torch.tensor([1, 0])) > 1
