@@ -321,7 +321,7 @@ def _fill(disk: Path, share: float, tiny: bool, scratch: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * largest), resource.RLIM_INFINITY))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run._record(run.algorithm.step(run.state, run.draw))
+        run._record(run.algorithm.step(run.state, run.batches))
         run.callbacks[1].on_boundary(run)
     reasons = [os.strerror(errno.ENOSPC), os.strerror(errno.EFBIG)]
     said = [str(w.message) for w in caught if "could not be saved" in str(w.message)]

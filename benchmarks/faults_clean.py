@@ -103,9 +103,9 @@ class _Stopping:
 def _begin(scratch: Path, rows: list[dict[str, Any]], model: Any = None, **settings: Any) -> None:
     """An interrupted run of a few dozen rows, with a finished stage."""
     from hyperkron.cleaning import CleanConfig, clean, run
-    from hyperkron.cleaning.trainer import Plan
+    from hyperkron.cleaning.trainer import TrainingPlan
 
-    run.Plan = partial(Plan, least=8)  # trainings of a few steps
+    run.TrainingPlan = partial(TrainingPlan, least=8)  # trainings of a few steps
     for name, part in (("train", rows[:-16]), ("trusted", rows[-16:])):
         (scratch / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     try:

@@ -138,7 +138,7 @@ def as_on_gpu(shrink: int = SHRINK) -> Iterator[None]:
         return hk.Solution(operator.solve(b), operator.status)
 
     def finite(self: point.Point, name: str, value: torch.Tensor, remedy: str) -> None:
-        self.doors.append((name, remedy, value.detach()))
+        self.finite_checks.append((name, remedy, value.detach()))
 
     def norm(a: trees.Tree) -> torch.Tensor:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(a.values()))))

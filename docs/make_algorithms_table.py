@@ -99,10 +99,10 @@ def counted(algorithm: type[Algorithm]) -> str:
     nn.init.ones_(model.weight)
     state = made.init(hk.BilevelProblem(inner, outer), model, hk.as_hyper(torch.ones(1)))
     data = [hk.Examples(torch.eye(2).repeat(4, 1), torch.ones(8, 1), batch_size=1) for _ in range(2)]
-    draw = hk.Draw(*data)
-    made.step(state, draw)
+    batches = hk.BatchSources(*data)
+    made.step(state, batches)
     calls.update(g=0, f=0)
-    made.step(state, draw)
+    made.step(state, batches)
     return f"{calls['g']} g, {calls['f']} f"
 
 

@@ -122,9 +122,9 @@ for name in ("refresh_every", "samples"):
     for value in (0, -1, 1.5):
         row(f"{name} {value!r}", lambda g, n=name, v=value: hk.KFAC(**{n: v}), f"{name}={value!r}", "whole number ≥ 1")
 for name, value, remedy in (
-    ("fisher", "monte-carlo", "mc, type-2, empirical"),
-    ("sharing", "flatten", "expand, reduce"),
-    ("fallback", "none", "diagonal, identity, zero"),
+    ("fisher", "monte-carlo", "mc, type-2 or empirical"),
+    ("sharing", "flatten", "expand or reduce"),
+    ("fallback", "none", "diagonal, identity or zero"),
     ("split", "half", "'pi', 'plain', 'exact'"),
     ("split", None, "'pi', 'plain', 'exact'"),
     ("seed", -1, "whole number"),
@@ -142,12 +142,12 @@ for value in (0.0, -1e-3, NAN, INF, "1"):
     row(f"alpha {value!r}", lambda g, v=value: hk.sama(alpha=v), f"={value!r}", "positive")
 for value in (0.0, -1.0, NAN, INF, "1"):
     row(f"scale {value!r}", lambda g, v=value: hk.identity(v), f"scale={value!r}", "positive")
-row("CG iterations", lambda g: hk.cg(0), "iterations is 0", "at least 1")
-row("CG tolerance", lambda g: hk.cg(3, tolerance=2.0), "tolerance is 2.0", "1e-6")
-row("Neumann terms", lambda g: hk.neumann(-1), "terms is -1", "at least 0")
-row("Neumann step", lambda g: hk.neumann(step=-0.1), "step is -0.1", "None")
-row("gradient descent iterations", lambda g: hk.gradient_descent(0), "iterations is 0", "at least 1")
-row("unrolled steps", lambda g: hk.unrolled(0), "steps=0", ">= 1")
+row("CG iterations", lambda g: hk.cg(0), "iterations=0", "whole number ≥ 1")
+row("CG tolerance", lambda g: hk.cg(3, tolerance=2.0), "tolerance=2.0", "1e-6")
+row("Neumann terms", lambda g: hk.neumann(-1), "terms=-1", "whole number ≥ 0")
+row("Neumann step", lambda g: hk.neumann(step=-0.1), "step=-0.1", "None")
+row("gradient descent iterations", lambda g: hk.gradient_descent(0), "iterations=0", "whole number ≥ 1")
+row("unrolled steps", lambda g: hk.unrolled(0), "steps=0", "≥ 1")
 row("truncated last", lambda g: hk.truncated(3, 4), "last=4", "between 1 and steps=3", "None")
 row(
     "unrolled torch optimizer",
@@ -156,8 +156,8 @@ row(
     "functional",
 )
 row("unrolled Adam betas", lambda g: Adam(betas=(0.9, 1.0)), "betas=(0.9, 1.0)", "[0, 1)")
-row("one-step lr", lambda g: hk.one_step(-0.1), "lr=-0.1", "> 0")
-row("SampleWeights count", lambda g: hk.SampleWeights(0), "count=0", "at least 1")
+row("one-step lr", lambda g: hk.one_step(-0.1), "lr=-0.1", "positive")
+row("SampleWeights count", lambda g: hk.SampleWeights(0), "count=0", "≥ 1", "training examples")
 row("SampleWeights squash", lambda g: hk.SampleWeights(3, "relu"), "squash='relu'", "clip, sigmoid or softmax")
 row("SampleWeights init", lambda g: hk.SampleWeights(3, "sigmoid", init=1.0), "init=1.0", "between 0 and 1")
 row("SampleWeights init clip", lambda g: hk.SampleWeights(3, init=-0.5), "init=-0.5", "[0, 1]")

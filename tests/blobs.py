@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.cleaning import run
-from hyperkron.cleaning.trainer import Plan
+from hyperkron.cleaning.trainer import TrainingPlan
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def write_csv(path: Path, part: tuple[Tensor, Tensor]) -> Path:
 
 def quicken(monkeypatch: pytest.MonkeyPatch, least: int = 24) -> None:
     """Trainings of a dozen steps instead of hundreds."""
-    monkeypatch.setattr(run, "Plan", partial(Plan, least=least))
+    monkeypatch.setattr(run, "TrainingPlan", partial(TrainingPlan, least=least))
 
 
 class Watch:

@@ -50,7 +50,7 @@ class FakeCleaning:
         progress.advance(5, "teacher")
         self.during()
         progress.start(20)
-        progress.advance(15, "student")
+        progress.advance(15, "fold models")
         run_folder.write_run_folder(out, rows=self.rows)
         run_folder.write_json(out / "config.json", config)
         (out / "log.jsonl").write_text('{"event": "step", "step": 3, "loss": 0.5, "name": "x"}\n{"event": "end"}\n')
@@ -61,9 +61,10 @@ def install(monkeypatch: Any, fake: FakeCleaning) -> FakeCleaning:
     from hyperkron.cleaning import report
 
     module = fake.module()
-    module.report, module.__path__ = report, hyperkron.cleaning.__path__  # data, models and report are the real ones
+    module.__path__ = hyperkron.cleaning.__path__  # data, models and report stay the real ones
+    module.report = report  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "hyperkron.cleaning", module)
-    monkeypatch.setattr(hyperkron, "cleaning", module, raising=False)
+    monkeypatch.setattr(hyperkron, "cleaning", module)
     return fake
 
 

@@ -51,7 +51,7 @@ class Rerun:
 
     def replay(self) -> Any:
         saved, cross = copy.copy(self.state), copy.copy(METHOD[0].state.cross)
-        self.point.doors, self.point.unread = [], []
+        self.point.finite_checks, self.point.assumed_zero = [], []
         with self.point:
             new = self.function()
         fresh = self._inverses()

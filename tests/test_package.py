@@ -1,4 +1,4 @@
-"""The package's face: its names come when they are asked for, and are those that `_everything.py` lists."""
+"""The package's face: its names come when they are asked for, and are those that `_public_names.py` lists."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ assert hk.kfac(1e-3) is not None and "KFAC" in vars(hk) and "torch" in sys.modul
 
 
 def test_all_ways_to_a_name() -> None:
-    from hyperkron import _everything
+    from hyperkron import _public_names
 
-    assert hk.__all__ == _everything.__all__ and len(set(hk.__all__)) == len(hk.__all__) > 100
+    assert hk.__all__ == _public_names.__all__ and len(set(hk.__all__)) == len(hk.__all__) > 100
     program = """
 import hyperkron
 assert {*hyperkron.__all__, "losses", "training", "cleaning", "__version__"} <= set(dir(hyperkron))
 from hyperkron import KFAC, clean, losses
 from hyperkron import *
 assert set(hyperkron.__all__) <= set(globals())
-print(clean.__module__, hyperkron.cleaning.__name__)
+print(clean.__module__, hyperkron.training.__name__)
 """
-    assert run(program) == "hyperkron.cleaning.api hyperkron.cleaning"
+    assert run(program) == "hyperkron.cleaning.api hyperkron.training"
 
 
 def test_a_name_that_is_not_there() -> None:
@@ -79,6 +79,6 @@ def test_a_type_checker_sees_the_names_and_no_getattr() -> None:
     [choice] = [node for node in tree.body if isinstance(node, ast.If)]
     assert ast.unparse(choice.test) == "TYPE_CHECKING"
     shown = [ast.unparse(node) for node in choice.body]
-    assert "from hyperkron._everything import *" in shown
+    assert "from hyperkron._public_names import *" in shown
     assert {node.name for node in choice.orelse if isinstance(node, ast.FunctionDef)} == {"__getattr__", "__dir__"}
     assert not any(isinstance(node, ast.FunctionDef) for node in tree.body)

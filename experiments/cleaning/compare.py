@@ -25,12 +25,12 @@ import torch
 from experiments import records
 from experiments.cleaning.datasets import DATA, TEXTS, Problem, Setting, load, prepare, settings
 from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig
-from hyperkron.cleaning.alternatives import available, judged, lesson
+from hyperkron.cleaning.alternatives import available, judged, targets_for
 from hyperkron.cleaning.choice import choose, judge
 from hyperkron.cleaning.method import Outcome, Work, clean_labels, conclude, folds, train_on
 from hyperkron.cleaning.models import default_model
 from hyperkron.cleaning.stages import Stages
-from hyperkron.cleaning.trainer import Dense, Lesson, Plan, predict, train
+from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, predict, train
 
 RESULTS = records.RESULTS / "cleaning" / "runs.jsonl"
 TIMES = RESULTS.with_name("times.jsonl")
@@ -72,7 +72,7 @@ def work_for(problem: Problem, seed: int, device: torch.device, config: CleanCon
         classes=problem.classes,
         fold=folds(given, [noisy, trusted], 2, seed),
         build=default_model(problem.kind, problem.x.shape[1:], problem.classes, hidden=hidden),  # type: ignore[arg-type]
-        plan=Plan(),
+        plan=TrainingPlan(),
         config=config,
         stages=Stages(None),
         tick=lambda stage, steps: None,
@@ -103,12 +103,12 @@ def cleaned(setting: Setting, seed: int, device: torch.device) -> Cleaned:
     problem = load(setting, seed)
     work = work_for(problem, seed, device, CleanConfig(seed=1000 * seed))
     rows = torch.cat([work.noisy, work.trusted])
-    train(work.build, work.inputs, Lesson(rows, work.known(rows)), work.plan, seed=0, steps=WARM_UP)
+    train(work.build, work.inputs, TrainingTargets(rows, work.known(rows)), work.plan, seed=0, steps=WARM_UP)
     begin = clock(device)
     outcome = clean_labels(work)
-    ours = train_on(work, OURS, lesson(OURS, work, outcome), outcome.paced(work, work.last))
+    ours = train_on(work, OURS, targets_for(OURS, work, outcome), outcome.paced(work, work.last))
     middle = clock(device)
-    pooled = train_on(work, "pooled", lesson("pooled", work, outcome))
+    pooled = train_on(work, "pooled", targets_for("pooled", work, outcome))
     seconds = {"cleaning": middle - begin, "plain": clock(device) - middle}
     return Cleaned(problem, work, outcome, ours, pooled, seconds)
 
@@ -149,15 +149,15 @@ def measure(setting: Setting, seed: int, device_name: str, known: dict[str, floa
     scores = {OURS: accuracy(ours), "pooled": accuracy(pooled), **{n: v for n, v in (known or {}).items() if n != OURS}}
     for name in names:
         if name not in scores:
-            scores[name] = accuracy(train_on(work, name, lesson(name, work, outcome)))
+            scores[name] = accuracy(train_on(work, name, targets_for(name, work, outcome)))
     right = problem.given == problem.gold
     if "correct rows" not in scores:
         rows = torch.cat([work.noisy[right.to(device)], work.trusted])
-        scores["correct rows"] = accuracy(train_on(work, "ideal", Lesson(rows, work.known(rows))))
+        scores["correct rows"] = accuracy(train_on(work, "ideal", TrainingTargets(rows, work.known(rows))))
     table = [judge(name, judged(name, work, outcome), work.given[work.trusted]) for name in (OURS, *names)]
     chosen = choose(table)
     without = _without(work, outcome)
-    untuned = train_on(work, "without", lesson(OURS, work, without), without.paced(work, work.last))
+    untuned = train_on(work, "without", targets_for(OURS, work, without), without.paced(work, work.last))
     return {
         **circumstances(setting, seed, device),
         "rows": len(problem.given),

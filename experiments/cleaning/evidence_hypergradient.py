@@ -4,7 +4,7 @@
 
 The inner loss of `hyperkron clean` has a term −log Σ_k f(k) e(k). Its gradient is that of a cross-entropy with EM's
 soft target, whose Gauss–Newton matrix is larger: it is the one the true labels would have given. The truth is the
-central difference of the held-out loss over students retrained from the same seeds with κ, β or γ times e^±0.5.
+central difference of the held-out loss over fold models retrained from the same seeds with κ, β or γ times e^±0.5.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def halves_of(work: Work) -> list[Half]:
 
 
 def trained(work: Work, half: Half, shift: Sequence[float], seed: int) -> tuple[Learner, Evidence]:
-    """A student trained to the end with λ kept at its start, moved by ``shift``."""
+    """A fold model trained to the end with λ kept at its start, moved by ``shift``."""
     evidence = Evidence()
     evidence.log_scale.data += torch.tensor(shift)
     learner = Learner(work.build, work.inputs, work.given, half, work.short, seed)
-    lesson = learner.lesson(evidence)
+    targets = learner.targets(evidence)
     for _ in range(learner.total):
-        learner.learn(lesson)
+        learner.learn(targets)
     return learner, evidence
 
 
 def held_out(work: Work, both: list[Half], shift: Sequence[float], seeds: int) -> float:
-    """Mean held-out loss of retrained students."""
+    """Mean held-out loss of retrained fold models."""
     total = 0.0
     for seed in range(seeds):
         for half in both:

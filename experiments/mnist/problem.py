@@ -207,7 +207,9 @@ class Trial:
         self.state = self.algorithm.init(cleaning(), self.model, self.weights, project=hk.Box(0.0, 1.0))
         sizes = self.plan.batches(self.name)  # a batch of all is a view: nothing is copied
         inner = hk.Examples(x, y, torch.arange(len(x), device=device), batch_size=sizes[0], seed=self.seed)
-        self.draw = hk.Draw(inner, hk.Examples(*self.split.validation, batch_size=sizes[1], seed=self.seed + 1))
+        self.batches = hk.BatchSources(
+            inner, hk.Examples(*self.split.validation, batch_size=sizes[1], seed=self.seed + 1)
+        )
         self.seconds = self.cpu = 0.0
         self.curve: list[dict[str, float]] = []
         self.failed = False
@@ -230,7 +232,7 @@ class Trial:
         wall, cpu = time.perf_counter(), time.process_time()
         try:
             for _ in range(0 if self.failed else steps):
-                self.algorithm.step(self.state, self.draw)
+                self.algorithm.step(self.state, self.batches)
         except hk.HyperkronError:
             self.failed = True
         records.synchronize(self.split.device)

@@ -21,7 +21,7 @@ from experiments.paper.datasets import Images
 from experiments.paper.methods import Method
 from experiments.paper.tuning import Clock, Setting
 from hyperkron import losses
-from hyperkron.algorithms import Draw, Examples
+from hyperkron.algorithms import BatchSources, Examples
 from hyperkron.hyper import SampleWeights
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError
@@ -196,7 +196,7 @@ class Trial:
         count = min(case.batch, len(x))
         inner = Examples(x, y, torch.arange(len(x), device=device), batch_size=count, seed=seed)
         outer_count = min(case.batch, len(split.validation[0]))
-        self.draw = Draw(inner, Examples(*split.validation, batch_size=outer_count, seed=seed + 1))
+        self.batches = BatchSources(inner, Examples(*split.validation, batch_size=outer_count, seed=seed + 1))
         self.clock = Clock(device)
         self.failed = False
         self.rows: list[dict[str, float]] = []
@@ -206,7 +206,7 @@ class Trial:
         while not self.failed and self.clock.seconds < seconds and self.state.step < steps:
             try:
                 with self.clock:
-                    self.algorithm.step(self.state, self.draw)
+                    self.algorithm.step(self.state, self.batches)
             except HyperkronError:
                 self.failed = True
 

@@ -53,7 +53,7 @@ class RelativeTrial(cleaning.Trial):
         while not self.failed and self.clock.seconds < seconds and self.state.step < steps:
             try:
                 with self.clock:
-                    report = self.algorithm.step(self.state, self.draw)
+                    report = self.algorithm.step(self.state, self.batches)
             except (HyperkronError, torch.linalg.LinAlgError):
                 self.failed = True
                 return

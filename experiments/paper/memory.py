@@ -13,7 +13,7 @@ import torch
 from experiments.paper import plots
 from experiments.paper.recipe import Job, Judgement, OutOfTime, Recipe, Result, Table, Verdict
 from hyperkron import losses
-from hyperkron.algorithms import AID, SAMA, Draw
+from hyperkron.algorithms import AID, SAMA, BatchSources
 from hyperkron.algorithms.base import Algorithm
 from hyperkron.cleaning.models.encoder_head import EncoderHead
 from hyperkron.hyper import SampleWeights
@@ -98,8 +98,8 @@ def _step(settings: Settings, layers: int, device: torch.device, algorithm: Algo
         return inner
     outer = torch.optim.SGD(weights.parameters(), lr=1.0)
     state = algorithm.init(problem, model, weights, inner=optimizer, outer=outer)
-    draw = Draw(batch, batch)
-    return lambda: algorithm.step(state, draw)
+    batches = BatchSources(batch, batch)
+    return lambda: algorithm.step(state, batches)
 
 
 def work(job: Job) -> dict[str, Any]:

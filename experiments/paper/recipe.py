@@ -15,6 +15,7 @@ import torch
 
 from experiments import records
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_whole
 
 Scale = Literal["smoke", "small", "paper"]
 """``smoke``: seconds on a CPU, made-up data; ``small``: real data, minutes; ``paper``: the size that was printed."""
@@ -309,8 +310,7 @@ class Recipe:
         return result
 
     def _check_workers(self, workers: int) -> None:
-        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-            raise HyperkronError(f"workers={workers!r} must be a whole number ≥ 1: how many processes share the work.")
+        check_whole("workers", workers, remedy="it is the number of processes that share the work")
         if workers > 1 and self.fill is None:
             raise HyperkronError(
                 f"workers={workers}: {self.name} measures times while it runs, so its runs must have the device to "
@@ -324,8 +324,7 @@ class Recipe:
         if scale in self.gpu and device.type == "cpu":
             raise HyperkronError(f"device='cpu' is too slow for {self.name} at {scale} scale; use device='cuda'.")
         count = self.seeds.get(scale, 1) if seeds is None else seeds
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise HyperkronError(f"seeds={seeds!r} must be a whole number ≥ 1: how many seeds to run.")
+        check_whole("seeds", count, remedy="it is the number of seeds to run")
         settings = self.settings[scale]
         kind = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
         cells = Cells(folder / f"{self.name}-{scale}.cells.jsonl", {"device": kind, "settings": _marking(settings)})

@@ -24,9 +24,9 @@ from experiments.paper.references import KINDS
 from experiments.paper.texts import Rows, TextSplit, joined
 from experiments.paper.tuning import Clock, Grid, Setting
 from hyperkron import losses
-from hyperkron.algorithms import AID, SAMA, Draw, Updates
+from hyperkron.algorithms import AID, SAMA, BatchSources, Updates
 from hyperkron.algorithms.base import Algorithm, State
-from hyperkron.batches import Drawn
+from hyperkron.batches import FunctionSource
 from hyperkron.hyper import SampleWeights
 from hyperkron.hypergradient import cg, kfac, neumann
 from hyperkron.problem import BilevelProblem
@@ -186,8 +186,9 @@ class TextTrial:
         inner = torch.optim.AdamW(parameters, lr=setting["inner"], fused=self.device.type == "cuda")
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, steps)
         self.loop = InnerLoop(case.problem(), model, self.weights, inner, graph=case.graph and TextTrial.records)
-        self.draw = Draw(
-            Drawn(Shuffled(rows, case.batch, seed)), Drawn(Shuffled(split.trusted, case.batch, seed + 1000))
+        self.batches = BatchSources(
+            FunctionSource(Shuffled(rows, case.batch, seed)),
+            FunctionSource(Shuffled(split.trusted, case.batch, seed + 1000)),
         )
         self.touched = min(case.batch, len(rows))
         self.wanted, self.rate = setting.get("outer", 0.0), setting.get("rate")
@@ -220,7 +221,7 @@ class TextTrial:
         if self.algorithm is None or self.state is None:
             self.schedule.step()
             return
-        direction = self.algorithm.step(self.state, self.draw).direction
+        direction = self.algorithm.step(self.state, self.batches).direction
         if direction > 0 and len(self.norms) < MEASURED:
             self.norms.append(direction)
             if len(self.norms) == MEASURED:
@@ -228,7 +229,7 @@ class TextTrial:
                 self.state.outer.set_lr(relative if self.rate is None else self.rate)
 
     def _inner(self) -> None:
-        batch = self.draw.inner()
+        batch = self.batches.inner()
         try:
             self.loop.step(batch)
         except RuntimeError as error:

@@ -90,14 +90,14 @@ def by_library(case: Case, name: str, step: float, ratio: float, seed: int) -> T
     method = algorithm(name, step, ratio, seed)
     state = method.init(case.problem, model, hyper)
     inner = hk.Examples(*case.inner, batch_size=64, seed=seed)
-    draw = hk.Draw(inner, hk.Examples(*case.outer, batch_size=64, seed=seed + 1000))
+    batches = hk.BatchSources(inner, hk.Examples(*case.outer, batch_size=64, seed=seed + 1000))
 
     def place(at: tuple[dict[str, Tensor], dict[str, Tensor]]) -> tuple[nn.Module, nn.Module]:
         state.inner.place(at[0])
         state.outer.place(at[1])
         return model, hyper
 
-    return Track(lambda: method.step(state, draw), lambda: state.step, lambda: _snapshot(state), place)
+    return Track(lambda: method.step(state, batches), lambda: state.step, lambda: _snapshot(state), place)
 
 
 def by_loop(

@@ -5,8 +5,8 @@
 The pieces of the formula are the parts of the package: ``losses`` and ``BilevelProblem`` (J), curvatures (A),
 solvers (A⁻¹b), the cross term, and the hypergradients that put them together.
 
-All names are listed in ``_everything.py``, which is imported with the first of them (PEP 562), so that the command line
-answers before torch is loaded.
+All names are listed in ``_public_names.py``, which is imported with the first of them (PEP 562), so that the command
+line answers before torch is loaded.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # what a type checker sees; without __getattr__, so that it finds misspelt names
-    from hyperkron._everything import *  # noqa: F403
-    from hyperkron._everything import __all__ as __all__
+    from hyperkron._public_names import *  # noqa: F403
+    from hyperkron._public_names import __all__ as __all__
     from hyperkron.algorithms import *  # noqa: F403
 else:
 
@@ -30,9 +30,9 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name.isidentifier() and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
-        everything = import_module(f"{__name__}._everything")
-        names = {known: getattr(everything, known) for known in everything.__all__}
-        globals().update(names, __all__=everything.__all__)
+        public = import_module(f"{__name__}._public_names")
+        names = {known: getattr(public, known) for known in public.__all__}
+        globals().update(names, __all__=public.__all__)
         try:
             return globals()[name]
         except KeyError:

@@ -17,6 +17,7 @@ from torch import Tensor
 from hyperkron.evaluation.inputs import differentiable_batch
 from hyperkron.hypergradient.unrolled import Batches
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_whole
 
 
 class Source(ABC):
@@ -52,7 +53,7 @@ class Fixed(Source):
         return self.batch
 
 
-class Drawn(Source):
+class FunctionSource(Source):
     """A function that returns a fresh batch at every call; its randomness is the caller's to seed."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -146,8 +147,9 @@ class Examples(Source):
             raise HyperkronError(
                 f"tensors have lengths {[len(x) for x in tensors]}; pass at least one, all of one length."
             )
-        if batch_size < 1 or len(tensors[0]) == 0:
-            raise HyperkronError(f"batch_size={batch_size!r} with {len(tensors[0])} examples; both must be at least 1.")
+        if len(tensors[0]) == 0:
+            raise HyperkronError("tensors hold 0 examples; pass at least one.")
+        check_whole("batch_size", batch_size)
         self.tensors: tuple[Tensor, ...] = differentiable_batch(tensors)
         self.batch_size = batch_size
         self.generator = torch.Generator().manual_seed(seed)
@@ -193,7 +195,7 @@ def as_source(data: Any, argument: str = "data") -> Source:
 
     Example:
         >>> type(as_source(lambda: 3)).__name__, type(as_source((1, 2))).__name__
-        ('Drawn', 'Fixed')
+        ('FunctionSource', 'Fixed')
     """
     if isinstance(data, Source):
         return data
@@ -207,15 +209,15 @@ def as_source(data: Any, argument: str = "data") -> Source:
     if isinstance(data, Iterable) and not isinstance(data, Iterator):
         return Loader(data)
     if callable(data):
-        return Drawn(data)
+        return FunctionSource(data)
     raise HyperkronError(
         f"{argument} is a {type(data).__name__}; pass a DataLoader (or any re-iterable), a function () -> batch, "
         "a batch as tensor, tuple or dict, or hyperkron.Examples(...)."
     )
 
 
-class Draw:
-    """Fresh batches for the two levels: ``draw.inner()`` and ``draw.outer()``.
+class BatchSources:
+    """Fresh batches for the two levels: ``batches.inner()`` and ``batches.outer()``.
 
     Args:
         inner: the data of J_in, anything :func:`as_source` accepts.

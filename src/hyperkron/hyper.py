@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hyperkron.losses import Loss, l2
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_interval, check_one_of, check_positive, check_whole
 
 Squash = Literal["clip", "sigmoid", "softmax"]
 
@@ -32,21 +33,17 @@ class SampleWeights(nn.Module):
 
     def __init__(self, count: int, squash: Squash = "clip", init: float | None = None) -> None:
         super().__init__()
-        if count < 1:
-            raise HyperkronError(f"count={count!r} must be at least 1: the number of training examples.")
-        if squash not in ("clip", "sigmoid", "softmax"):
-            raise HyperkronError(f"squash={squash!r} is unknown; choose clip, sigmoid or softmax.")
+        check_whole("count", count, remedy="it is the number of training examples")
+        check_one_of("squash", squash, ("clip", "sigmoid", "softmax"))
         if squash == "softmax" and init is not None:
             raise HyperkronError(
                 f"init={init!r} has no meaning for squash='softmax', whose weights have mean 1; use None."
             )
         start = 0.5 if init is None else init
-        if not 0 <= start <= 1:
-            raise HyperkronError(f"init={init!r} must lie in [0, 1], as weights do.")
+        check_interval("init", start, 0, 1, remedy="it is the weight of every example at first")
         raw = {"clip": start, "softmax": 0.0}.get(squash)
         if raw is None:
-            if not 0 < start < 1:
-                raise HyperkronError(f"init={init!r} must lie strictly between 0 and 1 for squash='sigmoid'.")
+            check_interval("init", start, 0, 1, brackets="()", remedy="a sigmoid lies strictly between 0 and 1")
             raw = float(torch.logit(torch.tensor(start, dtype=torch.float64)))
         self.squash = squash
         self.weight = nn.Parameter(torch.full((count,), raw))
@@ -83,10 +80,9 @@ class MetaWeightNet(nn.Module):
 
     def __init__(self, hidden: int = 100, *, features: int = 1, scale: float = 1.0, normalise: bool = False) -> None:
         super().__init__()
-        if hidden < 1 or features < 1:
-            raise HyperkronError(f"hidden={hidden!r} and features={features!r} must be at least 1.")
-        if not scale > 0:
-            raise HyperkronError(f"scale={scale!r} must be positive: the largest weight of an example.")
+        check_whole("hidden", hidden)
+        check_whole("features", features)
+        check_positive("scale", scale, "it is the largest weight of an example")
         self.net = nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, 1))
         self.scale, self.normalise = scale, normalise
 
@@ -116,8 +112,7 @@ class DomainWeights(nn.Module):
 
     def __init__(self, count: int, init: Tensor | None = None) -> None:
         super().__init__()
-        if count < 1:
-            raise HyperkronError(f"count={count!r} must be at least 1: the number of sources.")
+        check_whole("count", count, remedy="it is the number of sources")
         if init is not None and (init.shape != (count,) or not bool((init > 0).all())):
             raise HyperkronError(f"init={init!r} must hold {count} positive proportions.")
         self.logits = nn.Parameter(torch.zeros(count) if init is None else init.detach().log())
@@ -148,10 +143,8 @@ class WeightDecay(nn.Module):
 
     def __init__(self, model: nn.Module, init: float = 1e-3, each: Literal["tensor", "entry"] = "tensor") -> None:
         super().__init__()
-        if not init > 0:
-            raise HyperkronError(f"init={init!r} must be positive: it is exp(λ).")
-        if each not in ("tensor", "entry"):
-            raise HyperkronError(f"each={each!r} is unknown; choose tensor or entry.")
+        check_positive("init", init, "it is exp(λ)")
+        check_one_of("each", each, ("tensor", "entry"))
         self.log = nn.ParameterList(
             nn.Parameter(torch.full(p.shape if each == "entry" else (), math.log(init), dtype=p.dtype, device=p.device))
             for p in model.parameters()
@@ -226,8 +219,7 @@ class Augmentation(nn.Module):
 
     def __init__(self, init: float = 0.1) -> None:
         super().__init__()
-        if not init > 0:
-            raise HyperkronError(f"init={init!r} must be positive: it is exp(λ).")
+        check_positive("init", init, "it is exp(λ)")
         self.log = nn.Parameter(torch.full((3,), math.log(init)))
 
     def forward(self, x: Tensor) -> Tensor:

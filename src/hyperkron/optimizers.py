@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hyperkron import trees
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
+from hyperkron.validation import check_nonnegative, check_positive
 
 Project = Callable[[Tensor], Tensor]
 """A projection of one parameter of λ onto its constraint set."""
@@ -41,8 +42,7 @@ class Rate:
     exponent: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.scale, (int, float)) and math.isfinite(self.scale) and self.scale >= 0):
-            raise HyperkronError(f"scale={self.scale!r} of a rate must be a finite number ≥ 0.")
+        check_nonnegative("scale", self.scale, "it is the first rate; 0 moves nothing")
         if not math.isfinite(self.exponent):
             raise HyperkronError(f"exponent={self.exponent!r} of a rate must be finite; 0 is a constant rate.")
 
@@ -99,11 +99,11 @@ class Updates:
             )
         if self.scheduler is not None and getattr(self.scheduler, "optimizer", None) is not self.optimizer:
             raise HyperkronError("scheduler belongs to another optimizer than the one it is given with.")
-        if self.clip is not None and not self.clip > 0:
-            raise HyperkronError(f"clip={self.clip!r} must be positive, or None for no clipping.")
+        if self.clip is not None:
+            check_positive("clip", self.clip, "None does not clip", finite=False)
 
 
-class Mover:
+class LevelOptimizer:
     """The parameters of one level and the optimizer that moves them along a direction.
 
     Args:
@@ -212,7 +212,7 @@ class Mover:
         elif self.scheduler is not None:
             self.scheduler.step()
 
-    def twin(self) -> Mover:
+    def twin(self) -> LevelOptimizer:
         """A copy of the parameters with a fresh optimizer of the same kind and settings.
 
         Methods that follow a second point of the inner problem (F2SA's z, BOME's θ̂) move it this way.
@@ -226,7 +226,7 @@ class Mover:
         known = inspect.signature(type(self.optimizer)).parameters
         settings = {key: value for key, value in self.optimizer.defaults.items() if key in known}
         optimizer = type(self.optimizer)(groups, **settings)
-        return Mover(copies, Updates(optimizer, clip=self.clip), Rate(0.0))
+        return LevelOptimizer(copies, Updates(optimizer, clip=self.clip), Rate(0.0))
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer and scheduler as nested dictionaries of tensors and plain values; not the parameters."""

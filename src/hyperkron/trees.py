@@ -194,8 +194,8 @@ def normal_like(a: Tree, generator: torch.Generator | None) -> Tree:
     The generator must be on the device of the tensors; ``None`` advances torch's global random state.
 
     Example:
-        >>> draw = normal_like({"w": torch.zeros(2)}, torch.Generator().manual_seed(0))
-        >>> draw["w"].shape
+        >>> noise = normal_like({"w": torch.zeros(2)}, torch.Generator().manual_seed(0))
+        >>> noise["w"].shape
         torch.Size([2])
     """
     return {name: torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device) for name, x in a.items()}

@@ -259,10 +259,10 @@ def test_comes_to_rest_where_it_should(name: str, monkeypatch: pytest.MonkeyPatc
     state = case.algorithm.init(case.problem.problem(), model, hyper)
     if case.setup is not None:
         case.setup(state, monkeypatch)
-    draw = case.problem.draw(case.batch_size)
+    batches = case.problem.batches(case.batch_size)
     for _ in range(case.steps):
         state.step = state.step if case.frozen is None else case.frozen
-        case.algorithm.step(state, draw)
+        case.algorithm.step(state, batches)
     error = relative(hyper().detach(), case.rest)
     assert error <= case.tolerance, f"relative error {error:.2e} to {case.where}, {case.bias:.2g} from λ*"
 
@@ -293,9 +293,9 @@ SPREAD = 3 * Dense(REALIZABLE).inner[1] / Dense(REALIZABLE).inner[0]  # K = 3 fo
 def test_noise_that_vanishes_with_b_does_not_keep_it_from_the_optimum(algorithm: Algorithm, steps: int) -> None:
     """The random oracles themselves, where their variance is proportional to ‖b‖² and b = 0 at the optimum."""
     model, hyper = REALIZABLE.modules()
-    state, draw = algorithm.init(REALIZABLE.problem(), model, hyper), REALIZABLE.draw()
+    state, batches = algorithm.init(REALIZABLE.problem(), model, hyper), REALIZABLE.batches()
     for _ in range(steps):
-        algorithm.step(state, draw)
+        algorithm.step(state, batches)
     assert relative(hyper().detach(), REALIZABLE.solution()) <= 1e-4
 
 
@@ -304,10 +304,10 @@ def test_bsg1_follows_its_map_and_rests_where_only_the_direct_term_is_left() -> 
     model, hyper = GENERIC.modules()
     torch.nn.init.ones_(next(hyper.parameters()))
     algorithm = hk.BSG1(3, 0.5, **DOUBLE)
-    state, draw = algorithm.init(GENERIC.problem(), model, hyper), GENERIC.draw()
+    state, batches = algorithm.init(GENERIC.problem(), model, hyper), GENERIC.batches()
     point = torch.cat([torch.zeros(6), torch.ones(3)]).double()
     for step in range(300):
-        algorithm.step(state, draw)
+        algorithm.step(state, batches)
         point = D.rank_one(point[:6], point[6:], 3, (ETA, 1 / L_PHI), 0.5)
         if step < 30:
             assert relative(torch.cat([model.weight.reshape(-1), hyper()]).detach(), point) < 1e-10
@@ -323,7 +323,7 @@ def test_bsg1_reaches_the_optimum_of_a_single_residual() -> None:
     algorithm = hk.BSG1(1, epsilon=1e-14, inner_rate=0.5, outer_rate=0.1)
     state = algorithm.init(problem, model, hyper)
     for _ in range(150):
-        algorithm.step(state, hk.Draw(None, None))
+        algorithm.step(state, hk.BatchSources(None, None))
     assert abs(float(hyper().detach()) - 1.5) < 1e-5
 
 
@@ -336,7 +336,7 @@ def test_bome_with_its_default_constants_rests_where_it_should(barrier: Any) -> 
         model.weight.copy_(found[:6].reshape(2, 3))
         next(hyper.parameters()).copy_(found[12:15])
     algorithm = hk.BOME(barrier=barrier)
-    report = algorithm.step(algorithm.init(GENERIC.problem(), model, hyper), GENERIC.draw())
+    report = algorithm.step(algorithm.init(GENERIC.problem(), model, hyper), GENERIC.batches())
     assert report.stats["multiplier"] == pytest.approx(float(found[-1]), rel=1e-6)
     assert relative(hyper().detach(), found[12:15]) < 1e-7
     assert relative(model.weight.detach().reshape(-1), found[:6]) < 1e-7

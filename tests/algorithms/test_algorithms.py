@@ -25,14 +25,14 @@ ALGORITHMS["BSG-1"] = hk.BSG1(1, **DOUBLE)
 ALGORITHMS["AID-KFAC, Monte Carlo"] = hk.aid_kfac(0.1, inner_steps=1)
 
 
-def start(algorithm: Algorithm, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[State, hk.Draw]:
+def start(algorithm: Algorithm, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[State, hk.BatchSources]:
     model, hyper = SUM.modules(dtype)
-    return algorithm.init(SUM.problem(), model, hyper, **options), SUM.draw(2, dtype)
+    return algorithm.init(SUM.problem(), model, hyper, **options), SUM.batches(2, dtype)
 
 
-def run(algorithm: Algorithm, state: State, draw: hk.Draw, steps: int) -> Tensor:
+def run(algorithm: Algorithm, state: State, batches: hk.BatchSources, steps: int) -> Tensor:
     for _ in range(steps):
-        algorithm.step(state, draw)
+        algorithm.step(state, batches)
     return state.hyper().detach().clone()
 
 
@@ -41,7 +41,7 @@ def _algorithm(request: pytest.FixtureRequest) -> Algorithm:
     return ALGORITHMS[request.param]
 
 
-def optimizers(algorithm: Algorithm) -> tuple[State, hk.Draw]:
+def optimizers(algorithm: Algorithm) -> tuple[State, hk.BatchSources]:
     """A state with Adam on θ, momentum on λ, and schedulers on both."""
     model, hyper = SUM.modules()
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -51,20 +51,20 @@ def optimizers(algorithm: Algorithm) -> tuple[State, hk.Draw]:
     if isinstance(algorithm, hk.Unroll):  # it has functional steps of its own
         inner = None
     state = algorithm.init(SUM.problem(), model, hyper, inner=inner, outer=outer)
-    return state, SUM.draw(2)
+    return state, SUM.batches(2)
 
 
 @pytest.mark.parametrize("start", [start, optimizers], ids=["own rates", "optimizers"])
 def test_a_state_dict_round_trip_continues_bit_for_bit(algorithm: Algorithm, start: Any) -> None:
-    state, draw = start(algorithm)
-    run(algorithm, state, draw, 3)
-    saved, saved_draw = state.state_dict(), draw.state_dict()
-    _plain(saved), _plain(saved_draw)
-    wanted = run(algorithm, state, draw, 3)
+    state, batches = start(algorithm)
+    run(algorithm, state, batches, 3)
+    saved, saved_batches = state.state_dict(), batches.state_dict()
+    _plain(saved), _plain(saved_batches)
+    wanted = run(algorithm, state, batches, 3)
     other, other_draw = start(algorithm)
     run(algorithm, other, other_draw, 1)  # whatever it did before is forgotten
     other.load_state_dict(saved)
-    other_draw.load_state_dict(saved_draw)
+    other_draw.load_state_dict(saved_batches)
     assert torch.equal(run(algorithm, other, other_draw, 3), wanted)
     for name, p in state.params.items():
         assert torch.equal(p, other.params[name])
@@ -92,8 +92,8 @@ def test_everything_follows_the_models_dtype(algorithm: Algorithm) -> None:
     """In float32 under a default of float64; all other tests run in float64 under a default of float32."""
     torch.set_default_dtype(torch.float64)
     dtype = torch.float32
-    state, draw = start(algorithm, dtype)
-    run(algorithm, state, draw, 2)
+    state, batches = start(algorithm, dtype)
+    run(algorithm, state, batches, 2)
     assert state.hyper().dtype == dtype
     held = [x for tree in state.trees.values() for x in tree.values()]
     held += [x for twin in state.twins.values() for x in twin.params.values()]
@@ -105,9 +105,9 @@ def test_everything_follows_the_models_device(algorithm: Algorithm) -> None:
     problem, device = SUM.problem(), torch.device("cuda")
     model, hyper = (module.to(device) for module in SUM.modules())
     inner, outer = ([x.to(device) for x in part] for part in SUM.data())
-    draw = hk.Draw(hk.Examples(*inner, batch_size=2, seed=1), hk.Examples(*outer, batch_size=2, seed=2))
+    batches = hk.BatchSources(hk.Examples(*inner, batch_size=2, seed=1), hk.Examples(*outer, batch_size=2, seed=2))
     state = algorithm.init(problem, model, hyper)
-    reached = run(algorithm, state, draw, 2)
+    reached = run(algorithm, state, batches, 2)
     held = [x for tree in state.trees.values() for x in tree.values()]
     held += [x for twin in state.twins.values() for x in twin.params.values()]
     assert all(x.device.type == "cuda" for x in held)
@@ -125,19 +125,19 @@ def test_everything_follows_the_models_device(algorithm: Algorithm) -> None:
     ids=["box", "ball", "simplex"],
 )
 def test_constraints_hold_at_every_step(algorithm: Algorithm, projection: Any, holds: Any) -> None:
-    state, draw = start(algorithm, project=projection)
+    state, batches = start(algorithm, project=projection)
     assert holds(state.hyper().detach())
     seen = [state.hyper().detach().clone()]
     for _ in range(3):
-        algorithm.step(state, draw)
+        algorithm.step(state, batches)
         seen.append(state.hyper().detach().clone())
         assert holds(seen[-1])
     assert any(not torch.equal(x, seen[0]) for x in seen) or not isinstance(projection, hk.Simplex)
 
 
 def test_reports_are_complete(algorithm: Algorithm) -> None:
-    state, draw = start(algorithm)
-    reports = [algorithm.step(state, draw) for _ in range(3)]
+    state, batches = start(algorithm)
+    reports = [algorithm.step(state, batches) for _ in range(3)]
     assert [report.step for report in reports] == [0, 1, 2]
     assert any(report.direction > 0 for report in reports)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import hyperkron as hk
 from hyperkron.algorithms import Algorithm
 from hyperkron.evaluation.point import Point
-from hyperkron.training.recording import RecordedDraw
+from hyperkron.training.recording import RecordedBatches
 from quadratic import Quadratic
 from tests.algorithms.test_algorithms import ALGORITHMS
 
@@ -55,10 +55,10 @@ def test_the_curvature_is_measured_on_its_own_batch(name: str, own: bool, monkey
 
     monkeypatch.setattr(hk.Hessian, "operator", operator)
     algorithm = WITH[name](hypergradient=hk.cg(3, 0.1, warm_start=True))
-    state, data = algorithm.init(SUM.problem(), *SUM.modules()), SUM.draw(2)
-    draw = hk.Draw(data.inner_source, data.outer_source, curvature_data() if own else None)
+    state, data = algorithm.init(SUM.problem(), *SUM.modules()), SUM.batches(2)
+    batches = hk.BatchSources(data.inner_source, data.outer_source, curvature_data() if own else None)
     for _ in range(2):
-        algorithm.step(state, draw)
+        algorithm.step(state, batches)
     inner, other = rows([SUM.data()[0]]), rows([curvature_data().full()])
     assert not inner & other
     assert rows(crossed) <= inner
@@ -88,7 +88,7 @@ def test_the_direction_is_that_of_the_hypergradient_with_this_batch() -> None:
 
 @pytest.mark.parametrize("name", [n for n, a in ALGORITHMS.items() if type(a).__name__ not in WITH])
 def test_algorithms_without_such_a_curvature_refuse_it(name: str) -> None:
-    data = SUM.draw(2)
+    data = SUM.batches(2)
     with pytest.raises(hk.HyperkronError, match=r"curvature_data=Examples.*leave it out"):
         hk.fit(
             SUM.problem(),
@@ -108,12 +108,12 @@ def test_hypergradients_that_measure_none_refuse_it(method: Any) -> None:
     algorithm = hk.AID(method, 1)
     state = algorithm.init(SUM.problem(), *SUM.modules())
     with pytest.raises(hk.HyperkronError, match=f"{type(method).__name__} measures no curvature"):
-        algorithm.step(state, hk.Draw(*SUM.data(), curvature_data()))
+        algorithm.step(state, hk.BatchSources(*SUM.data(), curvature_data()))
 
 
 def test_its_place_in_the_data_is_resumed(tmp_path: Path) -> None:
     def run(steps: int) -> hk.Run:
-        data = SUM.draw(2)
+        data = SUM.batches(2)
         algorithm = hk.AID(hk.kfac(0.1), 1)
         arguments = (SUM.problem(), *SUM.modules(), algorithm, data.inner_source, data.outer_source)
         return hk.fit(*arguments, steps=steps, curvature_data=curvature_data())
@@ -124,7 +124,7 @@ def test_its_place_in_the_data_is_resumed(tmp_path: Path) -> None:
     whole, half = reached(run(4)), run(2)
     half.save(tmp_path)
     assert torch.equal(reached(run(0).resume(tmp_path).advance(2)), whole)
-    data = SUM.draw(2)
+    data = SUM.batches(2)
     arguments = (SUM.problem(), *SUM.modules(), hk.AID(hk.kfac(0.1), 1), data.inner_source, data.outer_source)
     with pytest.raises(hk.HyperkronError, match="curvature_data"):
         hk.fit(*arguments, steps=0).resume(tmp_path)
@@ -132,13 +132,13 @@ def test_its_place_in_the_data_is_resumed(tmp_path: Path) -> None:
 
 def test_a_repeated_step_gets_the_same_batch() -> None:
     numbers = iter(range(9))
-    draw = RecordedDraw(None, None, lambda: next(numbers))
-    draw.begin()
-    first = draw.curvature(), draw.curvature()
-    draw.rewind()
-    assert (draw.curvature(), draw.curvature()) == first == (0, 1)
-    assert draw.curvature() == 2
-    assert {note.level for note in draw.notes} == {"curvature"}
+    batches = RecordedBatches(None, None, lambda: next(numbers))
+    batches.begin()
+    first = batches.curvature(), batches.curvature()
+    batches.rewind()
+    assert (batches.curvature(), batches.curvature()) == first == (0, 1)
+    assert batches.curvature() == 2
+    assert {note.level for note in batches.notes} == {"curvature"}
 
 
 # --- stocBiO -----------------------------------------------------------------------------------------------
@@ -150,9 +150,9 @@ def test_stocbio_takes_a_hypergradient(method: Any) -> None:
     reached = []
     for make in (hk.StocBiO, hk.AID):
         algorithm = make(hypergradient=method(), inner_steps=3)
-        state, draw = algorithm.init(SUM.problem(), *SUM.modules()), SUM.draw(2)
+        state, batches = algorithm.init(SUM.problem(), *SUM.modules()), SUM.batches(2)
         for _ in range(3):
-            algorithm.step(state, draw)
+            algorithm.step(state, batches)
         reached.append(state.hyper().detach())
     assert torch.equal(*reached)
     assert float(reached[0].norm()) > 0

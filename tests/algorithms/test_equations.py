@@ -15,7 +15,7 @@ from hyperkron.algorithms.mrbo import two_points
 from hyperkron.hypergradient.steps import SGD
 from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
 from hyperkron.hypergradient.unrolled import Batches
-from hyperkron.optimizers import Mover
+from hyperkron.optimizers import LevelOptimizer
 from quadratic import Quadratic
 
 
@@ -25,8 +25,8 @@ def at_random_point(problem: Quadratic) -> tuple[nn.Module, nn.Module, Any, Any]
     with torch.no_grad():
         for p in (*model.parameters(), *hyper.parameters()):
             p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
-    draw = problem.draw()
-    return model, hyper, draw.inner(), draw.outer()
+    batches = problem.batches()
+    return model, hyper, batches.inner(), batches.outer()
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -48,7 +48,7 @@ def test_the_series_on_one_batch_is_neumann() -> None:
 def test_every_product_has_its_own_batch() -> None:
     problem = Quadratic(examples=6, noise=0.2)
     model, hyper, _, outer = at_random_point(problem)
-    source = problem.draw(2).inner_source
+    source = problem.batches(2).inner_source
     assert isinstance(source, hk.Examples)
     x0, x1, x2 = (source.batch(i) for i in range(3))
     found = StochasticNeumann(2, 0.3).compute(problem.problem(), model, hyper, Batches([x0, x1, x2]), outer)
@@ -101,7 +101,7 @@ def test_bsg1_is_exact_for_a_single_residual() -> None:
     )
     model, hyper = (hk.as_hyper(torch.tensor(x, dtype=torch.float64)) for x in (1.0, 0.25))
     algorithm = hk.BSG1(1, epsilon=1e-14, inner_rate=0.0, outer_rate=1.0)
-    algorithm.step(algorithm.init(problem, model, hyper), hk.Draw(None, None))
+    algorithm.step(algorithm.init(problem, model, hyper), hk.BatchSources(None, None))
     exact = (1.0 - 3.0) * 2.0  # ∂_θ f · dθ*/dλ
     assert float(hyper().detach()) == pytest.approx(0.25 - exact, rel=1e-9)
 
@@ -116,9 +116,9 @@ def test_amigo_with_one_batch_is_warm_started_gradient_descent() -> None:
         hk.AmIGO(2, hypergradient=hk.gradient_descent(3, step=0.4), **rates),
     ):
         model, hyper = problem.modules()
-        state, draw = algorithm.init(problem.problem(), model, hyper), problem.draw()
+        state, batches = algorithm.init(problem.problem(), model, hyper), problem.batches()
         for _ in range(5):
-            algorithm.step(state, draw)
+            algorithm.step(state, batches)
         ends.append(hyper().detach())
     assert relative(ends[0], ends[1]) < 1e-10
 
@@ -140,10 +140,10 @@ def test_mrbo_momentum_is_the_recursive_one() -> None:
     problem, eta = Quadratic(examples=6, noise=0.2), 0.25
     model, hyper = problem.modules()
     algorithm = hk.MRBO(hk.cg(3, 0.0), eta, inner_rate=0.3, outer_rate=0.2)
-    source, outer = problem.draw(2).inner_source, problem.data()[1]
+    source, outer = problem.batches(2).inner_source, problem.data()[1]
     assert isinstance(source, hk.Examples)
     order = iter([0, 1, 2, 0])  # a batch for θ, then one for the hypergradient, at each step
-    draw = hk.Draw(lambda: source.batch(next(order)), outer)
+    batches = hk.BatchSources(lambda: source.batch(next(order)), outer)
     state = algorithm.init(problem.problem(), model, hyper)
 
     def directions(first: int, second: int) -> tuple[Tensor, Tensor]:
@@ -153,11 +153,11 @@ def test_mrbo_momentum_is_the_recursive_one() -> None:
 
     d_theta, d_hyper = directions(0, 1)
     old_theta, old_hyper = directions(2, 0)
-    algorithm.step(state, draw)
+    algorithm.step(state, batches)
     new_theta, new_hyper = directions(2, 0)
     wanted_theta = model.weight.detach() - 0.3 * (new_theta + (1 - eta) * (d_theta - old_theta))
     wanted_hyper = hyper().detach() - 0.2 * (new_hyper + (1 - eta) * (d_hyper - old_hyper))
-    algorithm.step(state, draw)
+    algorithm.step(state, batches)
     assert relative(model.weight.detach(), wanted_theta) < 1e-12
     assert relative(hyper().detach(), wanted_hyper) < 1e-12
 
@@ -167,21 +167,21 @@ def test_fsla_momentum_is_the_recursive_one() -> None:
     problem, eta = Quadratic(examples=6, noise=0.2), 0.25
     model, hyper = problem.modules()
     algorithm = hk.FSLA(momentum=eta, inner_rate=0.3, outer_rate=0.2)
-    source, outer = problem.draw(2).inner_source, problem.data()[1]
+    source, outer = problem.batches(2).inner_source, problem.data()[1]
     assert isinstance(source, hk.Examples)
     order = iter([0, 1, 2, 1, 2, 0])  # θ, v, λ at each step
-    draw = hk.Draw(lambda: source.batch(next(order)), outer)
+    batches = hk.BatchSources(lambda: source.batch(next(order)), outer)
     state = algorithm.init(problem.problem(), model, hyper)
 
     def h(batch: int) -> Tensor:
         return derivatives.hypergradient_at(state, source.batch(batch), outer, state.trees["v"])[1]["value"]
 
-    algorithm.step(state, draw)
+    algorithm.step(state, batches)
     d = state.trees["d"]["value"]
     with derivatives.placed(state.hypers, state.trees["old hyper"]):
         old = h(0)  # at the θ and v of before the second step, and the λ of before the first
     before = hyper().detach().clone()
-    algorithm.step(state, draw)
+    algorithm.step(state, batches)
     with derivatives.placed(state.hypers, {"value": before}):
         new = h(0)  # at the new θ and v, and the λ of before the second step
     assert relative(hyper().detach(), before - 0.2 * (new + (1 - eta) * (d - old))) < 1e-12
@@ -193,8 +193,8 @@ def test_saba_reduces_the_variance_of_every_oracle_by_its_table() -> None:
     model, hyper = problem.modules()
     nn.init.ones_(next(hyper.parameters()))
     algorithm = hk.SABA(inner_rate=0.2, outer_rate=0.1)
-    state, draw = algorithm.init(problem.problem(), model, hyper), problem.draw(3)
-    inner, outer = draw.finite("the test")
+    state, batches = algorithm.init(problem.problem(), model, hyper), problem.batches(3)
+    inner, outer = batches.finite("the test")
     tables = {name: [torch.zeros(())] * 3 for name in ("inner", "product", "crossed", "b", "direct")}
     for i, j in [(0, 2), (2, 1), (1, 0), (0, 0), (2, 2)]:
         found = derivatives.parts(state, inner.batch(i), outer.batch(j), state.trees["v"], hk.Hessian())
@@ -208,7 +208,7 @@ def test_saba_reduces_the_variance_of_every_oracle_by_its_table() -> None:
         v = state.trees["v"]["weight"] - 0.2 * (along["product"] - along["b"])
         value = hyper().detach() - 0.1 * (along["direct"] - along["crossed"])
         inner.order, outer.order = [i], [j]
-        algorithm.step(state, draw)
+        algorithm.step(state, batches)
         assert relative(model.weight.detach(), theta) < 1e-12
         assert relative(state.trees["v"]["weight"], v) < 1e-12
         assert relative(hyper().detach(), value) < 1e-12
@@ -219,8 +219,8 @@ def test_vrbo_keeps_its_directions_up_by_differences() -> None:
     problem, method = Quadratic(examples=8, noise=0.2), hk.cg(3, 0.0)
     model, hyper = problem.modules()
     algorithm = hk.VRBO(method, 1, inner_rate=0.2, outer_rate=0.1)
-    state, draw = algorithm.init(problem.problem(), model, hyper), problem.draw(3)
-    inner, outer = draw.finite("the test")
+    state, batches = algorithm.init(problem.problem(), model, hyper), problem.batches(3)
+    inner, outer = batches.finite("the test")
 
     def h(inner_batch: Any, outer_batch: Any) -> Tensor:
         return hk.cg(3, 0.0).compute(problem.problem(), model, hyper, inner_batch, outer_batch).grads["value"]
@@ -229,9 +229,9 @@ def test_vrbo_keeps_its_directions_up_by_differences() -> None:
     with derivatives.placed(state.hypers, {"value": -0.1 * full}):
         new = h(inner.batch(2), outer.batch(1))  # λ has moved, θ not yet
     inner.order, outer.order = [2, 0], [1]  # from the end: one batch for θ's difference, one for λ's
-    algorithm.step(state, draw)
+    algorithm.step(state, batches)
     assert relative(hyper().detach(), -0.1 * full) < 1e-12
-    algorithm.step(state, draw)
+    algorithm.step(state, batches)
     assert relative(hyper().detach(), -0.1 * full - 0.1 * (full + new - old)) < 1e-12
 
 
@@ -240,14 +240,14 @@ def test_unroll_moves_theta_by_its_own_steps(restart: bool) -> None:
     problem = Quadratic()
     model, hyper = problem.modules()
     algorithm = hk.Unroll(3, SGD(0.4), restart=restart, outer_rate=0.0)
-    state, draw = algorithm.init(problem.problem(), model, hyper), problem.draw()
+    state, batches = algorithm.init(problem.problem(), model, hyper), problem.batches()
     for _ in range(2):
-        algorithm.step(state, draw)
+        algorithm.step(state, batches)
     other, _ = problem.modules()
     optimizer = torch.optim.SGD(other.parameters(), lr=0.4)
     for _ in range(3 if restart else 6):
         optimizer.zero_grad()
-        problem.problem().inner(other, hyper, draw.inner()).backward()
+        problem.problem().inner(other, hyper, batches.inner()).backward()
         optimizer.step()
     assert relative(model.weight.detach(), other.weight.detach()) < 1e-12
 
@@ -257,14 +257,14 @@ def test_pzobo_is_a_gaussian_estimate_of_the_unrolled_hypergradient() -> None:
     problem = Quadratic()
     model, hyper = problem.modules()
     algorithm = hk.PZOBO(4, samples=3, radius=0.5, seed=7, inner_rate=0.4, outer_rate=1.0)
-    state, draw = algorithm.init(problem.problem(), model, hyper), problem.draw()
-    inner, outer = draw.inner(), draw.outer()
+    state, batches = algorithm.init(problem.problem(), model, hyper), problem.batches()
+    inner, outer = batches.inner(), batches.outer()
     exact = hk.unrolled(4, SGD(0.4)).compute(problem.problem(), model, hyper, inner, outer).grads["value"]
     direct = problem.direct * hyper().detach()
     generator = torch.Generator().manual_seed(7)
     draws = [torch.randn(3, generator=generator, dtype=torch.float64) for _ in range(3)]
     estimate = direct + torch.stack([u * (u @ (exact - direct)) for u in draws]).mean(0)
-    algorithm.step(state, draw)
+    algorithm.step(state, batches)
     assert relative(hyper().detach(), -estimate) < 1e-10
 
 
@@ -276,8 +276,8 @@ def test_sama_reads_adam_and_nudges() -> None:
             model, hyper = problem.modules()
             algorithm = hk.SAMA(2, alpha=0.1, nudge=nudge)
             state = algorithm.init(problem.problem(), model, hyper, inner=make(model.parameters(), lr=0.1))
-            draw = problem.draw()
-            before = [algorithm.step(state, draw) for _ in range(2)]
+            batches = problem.batches()
+            before = [algorithm.step(state, batches) for _ in range(2)]
             assert before[-1].direction > 0
             ends[name, nudge] = model.weight.detach().clone(), hyper().detach().clone()
     assert not torch.equal(ends["adam", False][1], ends["sgd", False][1])
@@ -293,7 +293,7 @@ def test_batch_norm_counts_the_real_steps_only() -> None:
     for algorithm, steps in counted:
         state = algorithm.init(problem.problem(), model, hyper)
         before = int(model[1].num_batches_tracked)
-        algorithm.step(state, problem.draw())
+        algorithm.step(state, problem.batches())
         assert int(model[1].num_batches_tracked) - before == steps, type(algorithm).__name__
 
 
@@ -317,7 +317,7 @@ def test_a_twin_moves_as_its_original(kind: Any) -> None:
     if kind.__name__ == "Muon":  # for matrices only
         groups = [{"params": [model.weight]}]
     params = {"weight": model.weight} if len(groups) == 1 else {"weight": model.weight, "bias": bias}
-    own = Mover(params, kind(groups, lr=0.1), hk.Rate(0.0))
+    own = LevelOptimizer(params, kind(groups, lr=0.1), hk.Rate(0.0))
     twin = own.twin()
     direction = {name: torch.full_like(p, 0.3) for name, p in params.items()}
     if kind is torch.optim.SparseAdam:
@@ -336,9 +336,9 @@ def test_t1t2_finds_the_same_direction_by_any_cross_term(cross: Any) -> None:
     for mode in ("reverse", cross):
         model, hyper = problem.modules()
         algorithm = hk.T1T2(cross=mode)
-        state, draw = algorithm.init(problem.problem(), model, hyper), problem.draw()
+        state, batches = algorithm.init(problem.problem(), model, hyper), problem.batches()
         for _ in range(3):
-            algorithm.step(state, draw)
+            algorithm.step(state, batches)
         ends.append(hyper().detach())
     assert relative(ends[1], ends[0]) < 1e-9
 
@@ -346,12 +346,12 @@ def test_t1t2_finds_the_same_direction_by_any_cross_term(cross: Any) -> None:
 def test_a_saved_state_does_not_move_with_the_run() -> None:
     problem = Quadratic(examples=6, noise=0.2)
     algorithm = hk.AID(hk.kfac(0.1, ema=0.5), 2)
-    state, draw = algorithm.init(problem.problem(), *problem.modules()), problem.draw(2)
-    algorithm.step(state, draw)
+    state, batches = algorithm.init(problem.problem(), *problem.modules()), problem.batches(2)
+    algorithm.step(state, batches)
     saved = state.state_dict()
     before = torch.cat([x.double().flatten() for x in tensors(saved)])
     for _ in range(3):
-        algorithm.step(state, draw)
+        algorithm.step(state, batches)
     assert torch.equal(torch.cat([x.double().flatten() for x in tensors(saved)]), before)
 
 
@@ -381,7 +381,7 @@ def tensors(state: Any) -> list[Tensor]:
         (lambda: hk.StochasticNeumann(3, 0.1, sampled=True, misscaled=True), "HIA"),
         (lambda: hk.BOME(barrier="none"), "barrier"),
         (lambda: hk.Updates("sgd"), "torch.optim"),
-        (lambda: hk.Draw([1, 2], None), "one batch or many"),
+        (lambda: hk.BatchSources([1, 2], None), "one batch or many"),
         (lambda: hk.Examples(torch.zeros(3), torch.zeros(2), batch_size=1), "lengths"),
     ],
 )
@@ -396,7 +396,7 @@ def test_finite_sum_methods_ask_for_a_finite_sum(algorithm: Any) -> None:
     inner, outer = problem.data()
     state = algorithm.init(problem.problem(), *problem.modules())
     with pytest.raises(hk.HyperkronError, match="Examples"):
-        algorithm.step(state, hk.Draw(inner, outer))
+        algorithm.step(state, hk.BatchSources(inner, outer))
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:

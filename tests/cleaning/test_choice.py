@@ -112,13 +112,13 @@ def test_the_verdict_is_for_a_person() -> None:
     ("settings", "message"),
     [
         ({"compare": ("noisy", "magic")}, "compare='magic' is unknown; choose from noisy, trusted"),
-        ({"epochs": 0}, "epochs=0 must be a whole number of at least 1"),
+        ({"epochs": 0}, "epochs=0 must be a whole number ≥ 1"),
         ({"epochs": 2.5}, "epochs=2.5 must be a whole number"),
-        ({"layers": -1}, "layers=-1 must be a whole number of at least 0"),
+        ({"layers": -1}, "layers=-1 must be a whole number ≥ 0"),
         ({"seed": True}, "seed=True must be a whole number"),
-        ({"budget": 0}, "budget=0 must be a positive number of seconds"),
+        ({"budget": 0}, "budget=0 must be a positive number; give seconds"),
         ({"budget": float("nan")}, "budget=nan must be a positive"),
-        ({"hypergradient": "exact"}, "hypergradient='exact' is unknown; use 'kfac' or 'none'"),
+        ({"hypergradient": "exact"}, "hypergradient='exact' is unknown; choose kfac or none"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, object], message: str) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import hyperkron as hk
 import oracles
 from hyperkron.cleaning.evidence import (
-    CERTAIN,
-    FLOOR,
+    MIN_PROBABILITY,
+    RULED_OUT,
     Evidence,
     _fitted,
     certain,
@@ -24,11 +24,11 @@ from hyperkron.cleaning.evidence import (
     logs,
     noise_matrix,
     noise_matrix_from_trusted,
+    overconfidence,
     shifted,
     stack,
-    too_sure,
 )
-from hyperkron.cleaning.fold_models import THRIFT
+from hyperkron.cleaning.fold_models import EXPERT_PENALTY
 from hyperkron.cleaning.fold_models import inner as inner_objective
 from hyperkron.cleaning.fold_models import outer as outer_objective
 from hyperkron.cleaning.method import folds
@@ -50,13 +50,13 @@ def test_certain_evidence_is_cross_entropy() -> None:
     labels = torch.tensor([2, 0, 1, 1])
     sure = certain(labels, 3)
     assert torch.equal(sure.max(1).values, torch.zeros(4)) and torch.equal(sure.argmax(1), labels)
-    assert torch.equal(sure.min(1).values, torch.full((4,), CERTAIN))
+    assert torch.equal(sure.min(1).values, torch.full((4,), RULED_OUT))
     logits = torch.randn(4, 3, dtype=DOUBLE)
     found = likelihood(logits, torch.full((4, 3), -math.inf, dtype=DOUBLE).scatter(1, labels[:, None], 0.0))
     wanted = F.cross_entropy(logits, labels)
     assert torch.allclose(found.value, wanted, rtol=1e-14, atol=0)
     nearly = likelihood(logits, sure.double()).value
-    assert 0 < float(wanted - nearly) < 1e-5  # the others are ruled out only up to e^CERTAIN
+    assert 0 < float(wanted - nearly) < 1e-5  # the others are ruled out only up to e^RULED_OUT
 
 
 def test_the_value_is_minus_log_of_the_sum_and_weights_count() -> None:
@@ -118,7 +118,7 @@ def test_the_gauss_newton_matrix_is_the_information_of_two_outcomes() -> None:
 
 
 class Converged:
-    """A linear student with an L2 penalty, solved to the bottom for any λ."""
+    """A linear fold model with an L2 penalty, solved to the bottom for any λ."""
 
     def __init__(self) -> None:
         random = torch.Generator().manual_seed(3)
@@ -198,7 +198,7 @@ def test_the_exact_hypergradient_is_that_of_solving_again(solved: tuple[Converge
 
 def test_the_outer_objective_asks_for_few_experts_and_whole_labels() -> None:
     x, y, model = torch.randn(5, 2), torch.arange(5) % 3, nn.Linear(2, 3)
-    wanted = F.cross_entropy(model(x), y).item() + THRIFT * (math.log(0.5) + 0.5 * math.log(0.25) ** 2)
+    wanted = F.cross_entropy(model(x), y).item() + EXPERT_PENALTY * (math.log(0.5) + 0.5 * math.log(0.25) ** 2)
     assert outer_objective(model, Evidence(experts=0.5, label=0.25), ((x,), y)).item() == pytest.approx(
         wanted, rel=1e-6
     )
@@ -210,7 +210,11 @@ def test_approximate_curvature_gives_the_right_signs(name: str, solved: tuple[Co
     method = hk.cg(200, curvature=hk.GGN(1e-3), tolerance=1e-10) if name == "ggn" else hk.kfac(1e-3, fisher="type-2")
     found = case.hypergradient(method, at)
     direct = torch.stack(
-        [torch.tensor(THRIFT, dtype=DOUBLE), THRIFT * at.log_scale.detach()[1], torch.zeros((), dtype=DOUBLE)]
+        [
+            torch.tensor(EXPERT_PENALTY, dtype=DOUBLE),
+            EXPERT_PENALTY * at.log_scale.detach()[1],
+            torch.zeros((), dtype=DOUBLE),
+        ]
     )
     assert torch.equal(found.sign(), wanted.sign())
     assert torch.equal((found - direct).sign(), (wanted - direct).sign())  # the implicit part by itself
@@ -345,23 +349,25 @@ def test_no_class_has_frequency_zero() -> None:
 
 def test_no_expert_is_surer_than_the_floor() -> None:
     assert torch.allclose(
-        logs(torch.tensor([0.0, 1.0])), torch.tensor([math.log(FLOOR), math.log(1 + FLOOR)]), atol=1e-7
+        logs(torch.tensor([0.0, 1.0])),
+        torch.tensor([math.log(MIN_PROBABILITY), math.log(1 + MIN_PROBABILITY)]),
+        atol=1e-7,
     )
 
 
-def test_too_sure_is_the_slope_of_the_loss_of_sharpened_predictions() -> None:
+def test_overconfidence_is_the_slope_of_the_loss_of_sharpened_predictions() -> None:
     logits, labels = some(rows=30)[0], torch.arange(30) % 4
     sharpness = torch.ones((), dtype=torch.float64, requires_grad=True)
     log_p = (2 * logits.double()).log_softmax(1)
     (expected,) = torch.autograd.grad(F.cross_entropy(sharpness * log_p, labels), sharpness)
-    assert too_sure(log_p.exp(), labels) == pytest.approx(float(expected), abs=1e-12)
+    assert overconfidence(log_p.exp(), labels) == pytest.approx(float(expected), abs=1e-12)
 
 
-def test_too_sure_is_finite_where_a_class_has_no_probability() -> None:
+def test_overconfidence_is_finite_where_a_class_has_no_probability() -> None:
     p = torch.tensor([[1.0, 0.0, 0.0], [0.25, 0.25, 0.5]])
-    assert too_sure(p[:1], torch.tensor([0])) == 0
-    assert math.isfinite(too_sure(p, torch.tensor([1, 0]))) and too_sure(p, torch.tensor([1, 0])) > 1
-    assert too_sure(p[1:], torch.tensor([2])) == pytest.approx(math.log(2) - 1.5 * math.log(2))
+    assert overconfidence(p[:1], torch.tensor([0])) == 0
+    assert math.isfinite(overconfidence(p, torch.tensor([1, 0]))) and overconfidence(p, torch.tensor([1, 0])) > 1
+    assert overconfidence(p[1:], torch.tensor([2])) == pytest.approx(math.log(2) - 1.5 * math.log(2))
 
 
 def test_evidence_weighs_opinion_and_label() -> None:

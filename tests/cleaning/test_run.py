@@ -137,7 +137,7 @@ def test_the_ablation_leaves_the_evidence_where_it_begins(data: Blobs) -> None:
         "trusted expert",
         "pooled expert",
         "noise-matrix expert",
-        "bilevel students",
+        "fold models",
         "training hyperkron",
     ]
 
@@ -164,7 +164,7 @@ def test_every_alternative_is_trained_judged_and_tested(data: Blobs) -> None:
     alone = clean(data.train, data.trusted, config=NONE)
     assert [c["name"] for c in alone.candidates] == [OURS] and alone.candidates[0]["test_accuracy"] is None
     assert torch.equal(alone.weights, found.weights)  # neither the alternatives nor the test rows have a say
-    assert 0.8 < alone.candidates[0]["accuracy"] <= 1  # judged by the students
+    assert 0.8 < alone.candidates[0]["accuracy"] <= 1  # judged by the fold models
 
 
 def test_each_alternative_can_be_asked_for_alone(data: Blobs) -> None:
@@ -217,7 +217,7 @@ def test_a_budget_shortens_training_then_leaves_out_alternatives(data: Blobs, mo
 
 
 def test_evidence_that_runs_away_is_put_back_and_said(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fold_models, "RATE", 50.0)
+    monkeypatch.setattr(fold_models, "OUTER_RATE", 50.0)
     found = clean(data.train, data.trusted, config=NONE)
     assert found.summary["collapsed"] and found.summary["evidence"] == pytest.approx(START, rel=1e-6)
     assert any("put back to where they began" in m for m in found.summary["data"]["messages"])

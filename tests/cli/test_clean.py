@@ -208,12 +208,12 @@ def test_lines_tell_the_time_left(capsys: Captured) -> None:
         lines.advance(5, "teacher")
     lines.start(50)
     now[0] = 31.0
-    lines.advance(5, "student")
+    lines.advance(5, "fold models")
     lines.stop()
     assert capsys.readouterr().err.splitlines() == [
         "[10 s] teacher: step 15 of 100 (15%), about 57 s left",
         "[21 s] teacher: step 25 of 100 (25%), about 1 min 3 s left",
-        "[31 s] student: step 30 of 50 (60%), about 21 s left",
+        "[31 s] fold models: step 30 of 50 (60%), about 21 s left",
     ]
 
 
@@ -245,7 +245,7 @@ def test_after_a_stop_there_is_another_bar(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert isinstance(output.progress(False), output.Lines)
-    assert isinstance(output.progress(True), output.Silent)
+    assert isinstance(output.progress(True), output.Quiet)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     bar = output.progress(False)

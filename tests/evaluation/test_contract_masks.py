@@ -71,9 +71,9 @@ def test_steps_of_an_unrolled_method_draw_their_own_masks_and_draw_them_again() 
     recomputed = hk.unrolled(5, checkpoint_every=4).compute(*case.arguments()).grads
     torch.testing.assert_close(recomputed, kept, rtol=0, atol=0)
     with Point(*case.arguments()) as point:
-        draws = (0, 1, 2, 1, 0)
+        streams = (0, 1, 2, 1, 0)
         how: dict[str, Any] = {"differentiable": False, "where": "here"}
-        values = [point.substituted("inner", point.params, case.inner, draw=d, **how).item() for d in draws]
+        values = [point.substituted("inner", point.params, case.inner, stream=d, **how).item() for d in streams]
         assert values[0] == values[4] == point.inner().item()
         assert values[1] == values[3]
     assert len(set(values)) == 3

@@ -136,7 +136,7 @@ def test_a_buffer_that_modules_share_stays_shared() -> None:
 def test_substituted_parameters_are_attached() -> None:
     with make() as point:
         doubled = {name: (2 * p.detach()).requires_grad_() for name, p in point.params.items()}
-        loss = point.substituted("inner", doubled, point.inner_batch, draw=0, differentiable=True, where="at 2θ")
+        loss = point.substituted("inner", doubled, point.inner_batch, stream=0, differentiable=True, where="at 2θ")
         gradients = torch.autograd.grad(loss.value, list(doubled.values()))
         assert all(float(g.norm()) > 0 for g in gradients)
         with point.moved(trees.map(Tensor.detach, doubled)):
@@ -187,14 +187,14 @@ def test_checks_of_finiteness_name_the_first_that_failed() -> None:
 def test_pending_checks_are_read_together() -> None:
     """As on a GPU, where every question waits for the device."""
     with make() as point:
-        point.doors = [
+        point.finite_checks = [
             ("one", "remedy one", torch.ones(())),
             ("two", "remedy two", torch.tensor(float("nan"))),
             ("three", "remedy three", torch.tensor(float("nan"))),
         ]
         with pytest.raises(hk.NonFiniteError, match="two is nan; remedy two"):
             point.settle()
-        assert not point.doors
+        assert not point.finite_checks
 
 
 def test_a_point_is_used_inside_its_block() -> None:

@@ -76,11 +76,11 @@ def test_a_full_batch_is_not_copied(small: Any, folder: str) -> None:
         cleaning.Trial(name, cleaning.Setting(0.1, 10.0, 0.1), split, small, 0) for name in ("AID-CG", "MRBO")
     )
     for _ in range(2):
-        (x, y, index), (others, _) = whole.draw.inner(), whole.draw.outer()
+        (x, y, index), (others, _) = whole.batches.inner(), whole.batches.outer()
         assert (x.data_ptr(), len(x), len(y)) == (split.train[0].data_ptr(), 500, 500)
         assert torch.equal(index, torch.arange(500))
         assert (others.data_ptr(), len(others)) == (split.validation[0].data_ptr(), 200)
-    assert [len(x) for x in parts.draw.inner()] == [100, 100, 100]
+    assert [len(x) for x in parts.batches.inner()] == [100, 100, 100]
     assert torch.equal(whole.model.weight, parts.model.weight)  # all methods start at one point
 
 

@@ -240,14 +240,14 @@ def test_all_methods_train_the_same_parameters_on_the_same_batches(encoder: Text
         trial = _trial(encoder, split, name, 3)
         assert trial.state is not None
         assert len(trial.state.params) == sum(p.requires_grad for p in trial.model.parameters()) == 18, name
-        source, seen[name] = trial.draw.inner, []
+        source, seen[name] = trial.batches.inner, []
 
         def watched(source: Any = source, log: list[list[int]] = seen[name]) -> Any:
             batch = source()
             log.append(batch[3].tolist())
             return batch
 
-        trial.draw.inner = watched  # type: ignore[method-assign]
+        trial.batches.inner = watched  # type: ignore[method-assign]
         trial.advance(2)
         assert not trial.failed, name
     assert len(set(map(str, seen.values()))) == 1 and len(seen["SAMA"]) >= 2 * 2

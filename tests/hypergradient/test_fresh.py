@@ -136,5 +136,5 @@ def test_algorithms_take_the_method_as_it_is(kind: Any) -> None:
     state = algorithm.init(problem.problem(), *problem.modules())
     assert state.hypergradient is not given
     assert described(state.hypergradient) == described(hk.kfac(0.2, graph=True, samples=3, cross="reverse"))
-    algorithm.step(state, problem.draw(2))
+    algorithm.step(state, problem.batches(2))
     assert state.hypergradient.graph  # also where a step makes another of it

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 from hyperkron import trees
-from hyperkron.curvature import products
+from hyperkron.curvature import hessian
 from hyperkron.evaluation.point import Point
 
 LEAST = {torch.bfloat16: 0.99, torch.float16: 0.999}
@@ -121,14 +121,14 @@ def test_the_answer_is_near_that_of_float32(method: str, loss: str, dtype: torch
 @pytest.mark.parametrize("dtype", LEAST)
 def test_solvers_hold_their_vectors_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.dtype] = []
-    true = products.HessianOperator.matvec
+    true = hessian.HessianOperator.matvec
 
     def noted(self: Any, v: Any) -> Any:
         found = true(self, v)
         seen.extend(x.dtype for tree in (v, found) for x in tree.values())
         return found
 
-    monkeypatch.setattr(products.HessianOperator, "matvec", noted)
+    monkeypatch.setattr(hessian.HessianOperator, "matvec", noted)
     answer("cg", "cross_entropy", dtype, torch.float32)
     assert set(seen) == {torch.float32}
 

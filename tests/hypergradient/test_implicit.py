@@ -197,11 +197,11 @@ def test_amigo_follows_by_preconditioned_steps_from_the_last_solution() -> None:
     case, second = convex(), hk.KFAC(1.0, fisher="type-2")
     algorithm = hk.AmIGO(3, hypergradient=hk.gradient_descent(2, 1.0, step=0.5, preconditioner=second), outer_rate=0.1)
     state = algorithm.init(case.problem, case.model, case.hyper)
-    draw, params = hk.Draw(case.inner_batch, case.outer_batch), list(case.params.values())
+    batches, params = hk.BatchSources(case.inner_batch, case.outer_batch), list(case.params.values())
     v = torch.zeros(sum(p.numel() for p in params), dtype=DOUBLE)
     for _ in range(2):
         before = case.hyper.weight.detach().clone()
-        report = algorithm.step(state, draw)
+        report = algorithm.step(state, batches)
         assert report.status is hk.Status.BUDGET and isinstance(state.hypergradient, hk.Implicit)
         after = case.hyper.weight.detach().clone()
         assert not torch.equal(before, after)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hyperkron.hypergradient.steps import SGD, Adam, AdamW, State, Step
+from hyperkron.hypergradient.steps import SGD, Adam, AdamW, Step, StepState
 from hyperkron.solution import HyperkronError
 
 CASES: dict[str, tuple[Step, Callable[[Any], torch.optim.Optimizer]]] = {
@@ -52,7 +52,7 @@ def gradients(params: dict[str, Tensor], turn: int) -> dict[str, Tensor]:
     return {name: p.sin() + 0.3 * p**3 + 0.1 * math.cos(turn) for name, p in params.items()}
 
 
-def follow(step: Step, turns: int, missing: Callable[[str, int], bool]) -> tuple[dict[str, Tensor], State]:
+def follow(step: Step, turns: int, missing: Callable[[str, int], bool]) -> tuple[dict[str, Tensor], StepState]:
     params = start()
     state = step.init(params)
     for turn in range(turns):
@@ -140,7 +140,7 @@ def test_adam_passes_nan_on(kind: type[Adam] | type[AdamW]) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SGD(0.0), "lr=0.0 is not a positive number"),
+        (lambda: SGD(0.0), "lr=0.0 must be a positive number"),
         (lambda: SGD(math.nan), "lr=nan"),
         (lambda: SGD(0.1, momentum=-0.5), "momentum=-0.5"),
         (lambda: SGD(0.1, dampening=math.inf), "dampening=inf"),

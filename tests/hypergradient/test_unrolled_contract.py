@@ -180,7 +180,7 @@ def test_there_is_no_state() -> None:
 @pytest.mark.parametrize(
     ("construct", "message"),
     [
-        (lambda: unrolled(0), "steps=0 is not a positive integer"),
+        (lambda: unrolled(0), "steps=0 must be a whole number ≥ 1"),
         (lambda: unrolled(2.5), "steps=2.5"),  # type: ignore[arg-type]
         (lambda: unrolled(2, checkpoint_every=0), "checkpoint_every=0"),
         (lambda: truncated(5, last=6), "last=6 is not between 1 and steps=5"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 from hyperkron import cross, trees
-from hyperkron.curvature.products import HessianOperator
+from hyperkron.curvature.hessian import HessianOperator
 from hyperkron.evaluation.point import Point
 from hyperkron.training.accumulation import length, split
 

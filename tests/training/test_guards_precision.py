@@ -57,7 +57,7 @@ def test_the_scale_reaches_no_result(tmp_path: Path) -> None:
 def test_an_overflow_leaves_one_step_of_theta_out_and_lowers_the_scale() -> None:
     run = amp_run(0, scale=2.0**127, factor=100.0)
     before = run.state.inner.values()
-    found = hk.algorithms.derivatives.gradients(run.state, "inner", run.draw.inner(), live=True, hyper=False)
+    found = hk.algorithms.derivatives.gradients(run.state, "inner", run.batches.inner(), live=True, hyper=False)
     run.state.inner.step(found.theta)
     torch.testing.assert_close(run.state.inner.values(), before, rtol=0, atol=0)
     assert run.state.inner.scaler.get_scale() == 2.0**126

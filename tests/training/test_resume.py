@@ -33,7 +33,7 @@ def test_a_run_stopped_at_any_step_continues_bit_for_bit(method: str, tmp_path: 
     for step in range(1, 6):
         run.advance(1).save(tmp_path)
         resumed = start(method)
-        resumed.algorithm.step(resumed.state, resumed.draw)  # whatever it did before is forgotten
+        resumed.algorithm.step(resumed.state, resumed.batches)  # whatever it did before is forgotten
         torch.manual_seed(99), random.seed(99)
         random_before = random_state()
         resumed.resume(tmp_path, step=step)

@@ -34,7 +34,7 @@ from hyperkron.algorithms.tgda import TGDA
 from hyperkron.algorithms.ttsa import BSA, TTSA
 from hyperkron.algorithms.unroll import Unroll
 from hyperkron.algorithms.vrbo import VRBO
-from hyperkron.batches import Draw, Examples, Fixed, Source, as_source
+from hyperkron.batches import BatchSources, Examples, Fixed, Source, as_source
 from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann, hia
 from hyperkron.optimizers import Rate, Updates
 
@@ -47,7 +47,7 @@ __all__ = [
     "BSG1",
     "BVFSM",
     "DARTS",
-    "Draw",
+    "BatchSources",
     "Examples",
     "F2SA",
     "FSLA",

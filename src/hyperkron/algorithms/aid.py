@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.batches import Draw
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.batches import BatchSources
 from hyperkron.curvature import GGN
 from hyperkron.hypergradient import Hypergradient, cg, ekfac, gradient_descent, kfac, neumann
+from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,12 @@ class AID(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps")
+        check_whole("inner_steps", self.inner_steps)
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T inner steps, one outer step."""
-        inner_loss = derivatives.descend(state, draw, self.inner_steps)
-        result = derivatives.hypergradient(state, draw)
+        inner_loss = derivatives.descend(state, batches, self.inner_steps)
+        result = derivatives.hypergradient(state, batches)
         state.outer.step(result.grads)
         return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
 

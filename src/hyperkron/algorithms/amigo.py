@@ -7,13 +7,14 @@ from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.batches import Draw
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.batches import BatchSources
 from hyperkron.curvature import Curvature, Hessian
 from hyperkron.hypergradient import Hypergradient, Implicit
 from hyperkron.optimizers import Rate, as_rate
 from hyperkron.solution import HyperkronError
 from hyperkron.solvers import Direct
+from hyperkron.validation import check_whole
 
 _HESSIAN = Hessian()
 
@@ -65,7 +66,8 @@ class AmIGO(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps", "linear_steps")
+        check_whole("inner_steps", self.inner_steps)
+        check_whole("linear_steps", self.linear_steps)
         as_rate(self.linear_rate)
         derivatives.check_products(self.curvature, "AmIGO")
         method = self.hypergradient
@@ -88,19 +90,19 @@ class AmIGO(Algorithm):
         if self.hypergradient is None:
             state.trees["v"] = trees.zeros_like(state.inner.values())
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T steps on θ, N on v, one on λ."""
-        inner_loss = derivatives.descend(state, draw, self.inner_steps)
+        inner_loss = derivatives.descend(state, batches, self.inner_steps)
         if self.hypergradient is not None:
-            result = derivatives.hypergradient(state, draw)
+            result = derivatives.hypergradient(state, batches)
             state.outer.step(result.grads)
             return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
-        outer_loss, b, direct = derivatives.outer_parts(state, draw.outer())
+        outer_loss, b, direct = derivatives.outer_parts(state, batches.outer())
         v, rate = state.trees["v"], as_rate(self.linear_rate)(state.step)
         for _ in range(self.linear_steps):
-            residual = trees.add(derivatives.product(state, draw.inner(), v, self.curvature), b, alpha=-1.0)
+            residual = trees.add(derivatives.product(state, batches.inner(), v, self.curvature), b, alpha=-1.0)
             v = trees.add(v, residual, alpha=-rate)
         state.trees["v"] = v
-        direction = trees.add(direct, derivatives.cross_term(state, draw.inner(), v), alpha=-1.0)
+        direction = trees.add(direct, derivatives.cross_term(state, batches.inner(), v), alpha=-1.0)
         state.outer.step(direction)
         return state.finish(outer_loss, direction, inner_loss)

@@ -6,7 +6,7 @@ How to add one
    are the paper's constants (``inner_rate`` and ``outer_rate`` are inherited, override their defaults).
 2. The docstring holds the update equations in the notation of the library (v ≈ H⁻¹b, hypergradient ∂_λ f − X(v)),
    the reference, and what published code does differently. ``facts`` feeds the table in ``docs/algorithms.md``.
-3. ``step(state, draw)`` composes: batches from ``draw.inner()`` and ``draw.outer()``; gradients, products and
+3. ``step(state, batches)`` composes: batches from ``batches.inner()`` and ``batches.outer()``; gradients, products and
    hypergradients from :mod:`hyperkron.algorithms.derivatives` (never written anew); directions handed to
    ``state.inner.step`` (θ) and ``state.outer.step`` (λ), so that any optimizer and projection works; then
    ``return state.finish(...)``. θ lives in the model and λ in hyper; whatever else must survive a step goes into
@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import trees
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.evaluation.point import trainable
 from hyperkron.hypergradient import Hypergradient
-from hyperkron.optimizers import Mover, Project, Rate, Updates, as_rate
+from hyperkron.optimizers import LevelOptimizer, Project, Rate, Updates, as_rate
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, NonFiniteError, Status
 from hyperkron.trees import Tree
@@ -94,8 +94,8 @@ class State:
         problem: BilevelProblem,
         model: nn.Module,
         hyper: nn.Module,
-        inner: Mover,
-        outer: Mover,
+        inner: LevelOptimizer,
+        outer: LevelOptimizer,
         seed: int,
     ) -> None:
         self.problem, self.model, self.hyper = problem, model, hyper
@@ -104,7 +104,7 @@ class State:
         self.step = 0
         self.trees: dict[str, Tree] = {}
         self.numbers: dict[str, float] = {}
-        self.twins: dict[str, Mover] = {}
+        self.twins: dict[str, LevelOptimizer] = {}
         device = next(iter(inner.params.values())).device
         self.generator = torch.Generator(device).manual_seed(seed)
 
@@ -153,8 +153,8 @@ class State:
         return report
 
     def _advance(self, metric: float | None) -> None:
-        for mover in (self.inner, self.outer):
-            mover.tick(self.step, metric)
+        for level_optimizer in (self.inner, self.outer):
+            level_optimizer.tick(self.step, metric)
         for twin in self.twins.values():
             for group, own in zip(twin.optimizer.param_groups, self.inner.optimizer.param_groups, strict=True):
                 group["lr"] = own["lr"]
@@ -248,9 +248,9 @@ class Algorithm(ABC):
             outer: what moves λ; ``None`` for gradient descent at ``outer_rate``.
             project: the projection of λ, applied now and after every step.
         """
-        moves_theta = Mover(trainable(model, "model"), inner, as_rate(self.inner_rate))
-        moves_lambda = Mover(trainable(hyper, "hyper"), outer, as_rate(self.outer_rate), project=project, level="outer")
-        state = State(problem, model, hyper, moves_theta, moves_lambda, self.seed)
+        theta = LevelOptimizer(trainable(model, "model"), inner, as_rate(self.inner_rate))
+        lam = LevelOptimizer(trainable(hyper, "hyper"), outer, as_rate(self.outer_rate), project=project, level="outer")
+        state = State(problem, model, hyper, theta, lam, self.seed)
         method = getattr(self, "hypergradient", None)
         if method is not None:
             state.hypergradient = method.fresh()
@@ -261,16 +261,8 @@ class Algorithm(ABC):
         """Put into ``state`` what this algorithm remembers."""
 
     @abstractmethod
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """One step: θ and λ move, ``state`` with them."""
-
-
-def check_counts(algorithm: Any, *names: str, least: int = 1) -> None:
-    """Refuse counts that are not whole numbers of at least ``least``."""
-    for name in names:
-        value = getattr(algorithm, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise HyperkronError(f"{name}={value!r} must be a whole number ≥ {least}.")
 
 
 def _copies(tree: dict[str, Any]) -> dict[str, Any]:

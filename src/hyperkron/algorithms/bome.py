@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.batches import Draw
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate, as_rate
-from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_one_of, check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,15 @@ class BOME(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps")
+        check_whole("inner_steps", self.inner_steps)
         as_rate(self.inner_rate if self.hat_rate is None else self.hat_rate)
-        if not self.eta > 0:
-            raise HyperkronError(f"eta={self.eta!r} must be positive; the paper uses 0.1 to 0.9.")
-        if not self.epsilon > 0:
-            raise HyperkronError(f"epsilon={self.epsilon!r} must be positive; 1e-8 is usual.")
-        if self.barrier not in ("gradient", "value"):
-            raise HyperkronError(f"barrier={self.barrier!r} is unknown; choose gradient or value.")
+        check_positive("eta", self.eta, "the paper uses 0.1 to 0.9")
+        check_positive("epsilon", self.epsilon, "1e-8 is usual")
+        check_one_of("barrier", self.barrier, ("gradient", "value"))
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T steps on θ̂, one on (θ, λ)."""
-        batch, outer_batch = draw.inner(), draw.outer()
+        batch, outer_batch = batches.inner(), batches.outer()
         hat = state.inner.twin()
         if state.inner.rate is not None and self.hat_rate is not None:
             hat.set_lr(as_rate(self.hat_rate)(state.step))

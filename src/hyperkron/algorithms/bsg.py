@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.batches import Draw
-from hyperkron.solution import HyperkronError
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.batches import BatchSources
+from hyperkron.validation import check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,14 @@ class BSG1(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps")
-        if not self.epsilon > 0:
-            raise HyperkronError(f"epsilon={self.epsilon!r} must be positive; 1e-4 is usual.")
+        check_whole("inner_steps", self.inner_steps)
+        check_positive("epsilon", self.epsilon, "1e-4 is usual")
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T inner steps, one outer step."""
-        derivatives.descend(state, draw, self.inner_steps)
-        g = derivatives.gradients(state, "inner", draw.inner())
-        f = derivatives.gradients(state, "outer", draw.outer())
+        derivatives.descend(state, batches, self.inner_steps)
+        g = derivatives.gradients(state, "inner", batches.inner())
+        f = derivatives.gradients(state, "outer", batches.outer())
         ratio = trees.dot(f.theta, g.theta) / (trees.dot(g.theta, g.theta) + self.epsilon)
         direction = trees.add(f.hyper, g.hyper, alpha=-ratio)
         state.outer.step(direction)

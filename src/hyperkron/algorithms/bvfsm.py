@@ -10,10 +10,10 @@ import torch
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.batches import Draw
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate, as_rate
-from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_nonnegative, check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -57,25 +57,25 @@ class BVFSM(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps")
+        check_whole("inner_steps", self.inner_steps)
         as_rate(self.inner_rate if self.value_rate is None else self.value_rate)
-        if not (self.weight >= 0 and self.margin > 0):
-            raise HyperkronError(f"weight={self.weight!r} must be ≥ 0 and margin={self.margin!r} positive.")
+        check_nonnegative("weight", self.weight)
+        check_positive("margin", self.margin)
 
     def prepare(self, state: State) -> None:
         """z = θ."""
         state.twins["z"] = state.inner.twin()
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T steps on z, T on θ, one on λ."""
         r = 1.0 / math.log(1.1 * (state.step + 1))
         z, pull = state.twins["z"], 2 * self.weight * r
         if state.inner.rate is not None and self.value_rate is not None:
             z.set_lr(as_rate(self.value_rate)(state.step))
         for _ in range(self.inner_steps):
-            g_z = derivatives.gradients(state, "inner", draw.inner(), theta=z.params, hyper=False)
+            g_z = derivatives.gradients(state, "inner", batches.inner(), theta=z.params, hyper=False)
             z.step(trees.add(g_z.theta, z.values(), alpha=pull))
-        batch, outer_batch = draw.inner(), draw.outer()
+        batch, outer_batch = batches.inner(), batches.outer()
         g_z = derivatives.gradients(state, "inner", batch, theta=z.params)
         regular = self.weight * r * trees.dot(z.values(), z.values())
         barrier = r / (self.margin + g_z.value + regular).to(torch.float64)

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import one_step
-from hyperkron.solution import HyperkronError, Status
+from hyperkron.solution import Status
+from hyperkron.validation import check_nonnegative
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class DARTS(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lookahead is not None and not self.lookahead >= 0:
-            raise HyperkronError(f"lookahead={self.lookahead!r} must be ≥ 0; 0 is first-order DARTS.")
+        if self.lookahead is not None:
+            check_nonnegative("lookahead", self.lookahead, "0 is first-order DARTS")
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """One step on λ, one on θ."""
-        batch, outer_batch = draw.inner(), draw.outer()
+        batch, outer_batch = batches.inner(), batches.outer()
         ahead = state.inner.lr if self.lookahead is None else self.lookahead
         status: Status | None = None
         if ahead > 0:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from hyperkron import cross, trees
 from hyperkron.algorithms.base import State
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.curvature import GGN, Curvature, Hessian
-from hyperkron.curvature.products import HessianOperator
+from hyperkron.curvature.hessian import HessianOperator
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
@@ -128,11 +128,11 @@ def gradients(
     return Gradients(loss.value.detach(), dict(zip(state.params, filled[:count], strict=True)), by_hyper)
 
 
-def descend(state: State, draw: Draw, steps: int) -> Tensor | None:
+def descend(state: State, batches: BatchSources, steps: int) -> Tensor | None:
     """``steps`` real steps of θ on J_in, each on a fresh batch; the loss before the last of them."""
     loss = None
     for _ in range(steps):
-        found = gradients(state, "inner", draw.inner(), live=True, hyper=False)
+        found = gradients(state, "inner", batches.inner(), live=True, hyper=False)
         state.inner.step(found.theta)
         loss = found.value
     return loss
@@ -146,35 +146,35 @@ def advance_buffers(state: State, batches: Iterable[Any]) -> None:
                 state.problem.inner(state.model, state.hyper, batch)
 
 
-def curvature_batch(state: State, draw: Draw) -> dict[str, Any]:
+def curvature_batch(state: State, batches: BatchSources) -> dict[str, Any]:
     """A fresh batch to measure A on as the argument of ``compute``; nothing where A is measured on the inner one."""
-    if draw.curvature_source is None:
+    if batches.curvature_source is None:
         return {}
-    check_curvature_data(state, draw)
-    return {"curvature_batch": draw.curvature()}
+    check_curvature_data(state, batches)
+    return {"curvature_batch": batches.curvature()}
 
 
-def check_curvature_data(state: State, draw: Draw) -> None:
+def check_curvature_data(state: State, batches: BatchSources) -> None:
     """Refuse batches for a curvature that the algorithm does not measure."""
     method = state.hypergradient
-    if draw.curvature_source is not None and not (method is not None and method.measures_curvature):
+    if batches.curvature_source is not None and not (method is not None and method.measures_curvature):
         what = (
             "this algorithm uses no hypergradient"
             if method is None
             else f"{type(method).__name__} measures no curvature here"
         )
         raise HyperkronError(
-            f"curvature_data={type(draw.curvature_source).__name__}(…) was given, but {what}; leave it out, or use a "
-            "hypergradient that measures curvature on data, as AID(hyperkron.kfac()) does."
+            f"curvature_data={type(batches.curvature_source).__name__}(…) was given, but {what}; leave it out, or use "
+            "a hypergradient that measures curvature on data, as AID(hyperkron.kfac()) does."
         )
 
 
-def hypergradient(state: State, draw: Draw) -> HypergradientResult:
+def hypergradient(state: State, batches: BatchSources) -> HypergradientResult:
     """dΦ/dλ at the current point on fresh batches, by the state's hypergradient."""
     method = state.hypergradient
     assert method is not None
-    batch, outer_batch = draw.inners(method.inner_batches), draw.outer()
-    own = curvature_batch(state, draw)
+    batch, outer_batch = batches.inners(method.inner_batches), batches.outer()
+    own = curvature_batch(state, batches)
     return method.compute(state.problem, state.model, state.hyper, batch, outer_batch, **own)
 
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.batches import Draw
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate, as_rate
-from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -52,30 +52,29 @@ class F2SA(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps")
+        check_whole("inner_steps", self.inner_steps)
         as_rate(self.growth), as_rate(self.second_rate)
-        if not self.multiplier > 0:
-            raise HyperkronError(f"multiplier={self.multiplier!r} must be positive.")
+        check_positive("multiplier", self.multiplier)
 
     def prepare(self, state: State) -> None:
         """z = θ, and ℓ."""
         state.twins["z"] = state.inner.twin()
         state.numbers["multiplier"] = self.multiplier
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T steps on y and z, one on λ."""
         z, ell = state.twins["z"], state.numbers["multiplier"]
         if state.inner.rate is not None:
             z.set_lr(as_rate(self.second_rate)(state.step))
         for _ in range(self.inner_steps):
-            batch = draw.inner()
-            f = derivatives.gradients(state, "outer", draw.outer(), hyper=False)
+            batch = batches.inner()
+            f = derivatives.gradients(state, "outer", batches.outer(), hyper=False)
             g = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
             g_z = derivatives.gradients(state, "inner", batch, theta=z.params, hyper=False)
             state.inner.step(trees.add(f.theta, g.theta, alpha=ell))
             z.step(g_z.theta)
-        batch = draw.inner()
-        f = derivatives.gradients(state, "outer", draw.outer())
+        batch = batches.inner()
+        f = derivatives.gradients(state, "outer", batches.outer())
         g = derivatives.gradients(state, "inner", batch)
         g_z = derivatives.gradients(state, "inner", batch, theta=z.params)
         direction = trees.add(f.hyper, trees.add(g.hyper, g_z.hyper, alpha=-1.0), alpha=ell)

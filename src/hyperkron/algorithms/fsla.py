@@ -9,7 +9,7 @@ from hyperkron import trees
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Facts, State, StepReport
 from hyperkron.algorithms.soba import SOBA
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate, as_rate
 
 
@@ -48,22 +48,22 @@ class FSLA(SOBA):
         super().__post_init__()
         as_rate(self.momentum)
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """One step on θ, v and λ in turn."""
         memory = state.trees
         old_theta, old_v = state.inner.values(), memory["v"]
-        inner = derivatives.gradients(state, "inner", draw.inner(), live=True, hyper=False)
+        inner = derivatives.gradients(state, "inner", batches.inner(), live=True, hyper=False)
         state.inner.step(inner.theta)
-        _, b, _ = derivatives.outer_parts(state, draw.outer())
-        residual = trees.add(derivatives.product(state, draw.inner(), old_v, self.curvature), b, alpha=-1.0)
+        _, b, _ = derivatives.outer_parts(state, batches.outer())
+        residual = trees.add(derivatives.product(state, batches.inner(), old_v, self.curvature), b, alpha=-1.0)
         memory["v"] = trees.add(old_v, residual, alpha=-as_rate(self._linear_rate())(state.step))
-        batches = draw.inner(), draw.outer()
-        outer_loss, h = derivatives.hypergradient_at(state, *batches, memory["v"])
+        pair = batches.inner(), batches.outer()
+        outer_loss, h = derivatives.hypergradient_at(state, *pair, memory["v"])
         direction = h
         if "d" in memory:
             keep = 1.0 - min(1.0, as_rate(self.momentum)(state.step))
             with derivatives.placed(state.params, old_theta), derivatives.placed(state.hypers, memory["old hyper"]):
-                _, h_old = derivatives.hypergradient_at(state, *batches, old_v)
+                _, h_old = derivatives.hypergradient_at(state, *pair, old_v)
             direction = trees.add(h, trees.add(memory["d"], h_old, alpha=-1.0), alpha=keep)
         memory["d"], memory["old hyper"] = direction, state.outer.values()
         state.outer.step(direction)

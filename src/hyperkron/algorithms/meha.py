@@ -8,9 +8,9 @@ from typing import ClassVar
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate, as_rate
-from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_nonnegative, check_positive
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,19 @@ class MEHA(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.proximal >= 0:
-            raise HyperkronError(f"proximal={self.proximal!r} must be ≥ 0.")
-        if not as_rate(self.multiplier).scale > 0:
-            raise HyperkronError(f"multiplier={self.multiplier!r} must be positive.")
+        check_nonnegative("proximal", self.proximal)
+        check_positive("multiplier", as_rate(self.multiplier).scale)
         as_rate(self.hat_rate)
 
     def prepare(self, state: State) -> None:
         """θ̂ = θ."""
         state.trees["hat"] = state.inner.values()
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """One step on θ̂, θ and λ in turn."""
         hat, theta = state.trees["hat"], state.inner.values()
         c = as_rate(self.multiplier)(state.step)
-        batch, outer_batch = draw.inner(), draw.outer()
+        batch, outer_batch = batches.inner(), batches.outer()
         g_hat = derivatives.gradients(state, "inner", batch, theta=hat, hyper=False)
         pull = trees.add(hat, theta, alpha=-1.0)
         along = trees.add(g_hat.theta, pull, alpha=self.proximal)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
 from hyperkron.optimizers import Rate, as_rate
@@ -78,24 +78,24 @@ class MRBO(Algorithm):
         if state.hypergradient is None:
             state.hypergradient = self._method()
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """Directions at this point and the one before; then one step on each level."""
         method = state.hypergradient
         assert method is not None
-        theta_batch = draw.inner()
-        batches = draw.inners(method.inner_batches), draw.outer()
-        own = derivatives.curvature_batch(state, draw)
+        theta_batch = batches.inner()
+        pair = batches.inners(method.inner_batches), batches.outer()
+        own = derivatives.curvature_batch(state, batches)
         inner = derivatives.gradients(state, "inner", theta_batch, live=True, hyper=False)
         memory = state.trees
         if memory:
             keep = 1.0 - min(1.0, as_rate(self.momentum)(state.step))
             with derivatives.placed(state.hypers, memory["lambda"]):
                 old = derivatives.gradients(state, "inner", theta_batch, theta=memory["theta"], hyper=False)
-            result, there = two_points(state, *batches, memory["theta"], memory["lambda"], **own)
+            result, there = two_points(state, *pair, memory["theta"], memory["lambda"], **own)
             d_theta = _corrected(inner.theta, memory["d_theta"], old.theta, keep)
             d_lambda = _corrected(result.grads, memory["d_lambda"], there.grads, keep)
         else:
-            result = method.compute(state.problem, state.model, state.hyper, *batches, **own)
+            result = method.compute(state.problem, state.model, state.hyper, *pair, **own)
             d_theta, d_lambda = inner.theta, result.grads
         state.trees = {
             "theta": state.inner.values(),

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.batches import Draw
-from hyperkron.solution import HyperkronError
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.batches import BatchSources
+from hyperkron.validation import check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,23 @@ class PBGD(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps")
-        check_counts(self, "ramp", least=0)
-        if not self.penalty > 0:
-            raise HyperkronError(f"penalty={self.penalty!r} must be positive.")
+        check_whole("inner_steps", self.inner_steps)
+        check_whole("ramp", self.ramp, 0)
+        check_positive("penalty", self.penalty)
 
     def prepare(self, state: State) -> None:
         """ŷ = θ."""
         state.twins["y"] = state.inner.twin()
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T steps on ŷ, one on (θ, λ)."""
         y = state.twins["y"]
         for _ in range(self.inner_steps):
-            y.step(derivatives.gradients(state, "inner", draw.inner(), theta=y.params, hyper=False).theta)
+            y.step(derivatives.gradients(state, "inner", batches.inner(), theta=y.params, hyper=False).theta)
         gamma = self.penalty * (min(1.0, state.step / self.ramp) if self.ramp else 1.0)
         scale = 1.0 if gamma <= 1.0 else 1.0 / gamma
-        batch = draw.inner()
-        f = derivatives.gradients(state, "outer", draw.outer())
+        batch = batches.inner()
+        f = derivatives.gradients(state, "outer", batches.outer())
         g = derivatives.gradients(state, "inner", batch, live=True)
         g_y = derivatives.gradients(state, "inner", batch, theta=y.params)
         gap = trees.add(g.hyper, g_y.hyper, alpha=-1.0)

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.batches import Draw
-from hyperkron.solution import HyperkronError
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.batches import BatchSources
 from hyperkron.trees import Tree
+from hyperkron.validation import check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -46,34 +46,34 @@ class PZOBO(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps", "samples")
-        if not self.radius > 0:
-            raise HyperkronError(f"radius={self.radius!r} must be positive.")
+        check_whole("inner_steps", self.inner_steps)
+        check_whole("samples", self.samples)
+        check_positive("radius", self.radius)
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T inner steps, Q more runs of them, one outer step."""
-        batches = [draw.inner() for _ in range(self.inner_steps)]
+        inner_batches = [batches.inner() for _ in range(self.inner_steps)]
         hyper = state.outer.values()
-        draws = [trees.normal_like(hyper, state.generator) for _ in range(self.samples)]
+        directions = [trees.normal_like(hyper, state.generator) for _ in range(self.samples)]
         ends = []
-        for u in draws:
+        for u in directions:
             with derivatives.placed(state.hypers, trees.add(hyper, u, alpha=self.radius)):
-                ends.append(self._run(state, batches))
-        for batch in batches:
+                ends.append(self._run(state, inner_batches))
+        for batch in inner_batches:
             inner = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
             state.inner.step(inner.theta)
         end = state.inner.values()
-        found = derivatives.gradients(state, "outer", draw.outer())
+        found = derivatives.gradients(state, "outer", batches.outer())
         direction = found.hyper
-        for u, moved in zip(draws, ends, strict=True):
+        for u, moved in zip(directions, ends, strict=True):
             along = trees.dot(trees.add(moved, end, alpha=-1.0), found.theta) / (self.radius * self.samples)
             direction = trees.add(direction, trees.map(lambda x, a=along: a.to(x.dtype) * x, u))  # type: ignore[misc]
         state.outer.step(direction)
         return state.finish(found.value, direction, inner.value)
 
-    def _run(self, state: State, batches: list[Any]) -> Tree:
+    def _run(self, state: State, inner_batches: list[Any]) -> Tree:
         """θ_T from the current θ at the current λ; the model is left as it was."""
         twin = state.inner.twin()
-        for batch in batches:
+        for batch in inner_batches:
             twin.step(derivatives.gradients(state, "inner", batch, theta=twin.params, hyper=False).theta)
         return twin.values()

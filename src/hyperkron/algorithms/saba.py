@@ -11,7 +11,7 @@ from hyperkron import trees
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Facts, State, StepReport
 from hyperkron.algorithms.soba import SOBA
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate
 from hyperkron.trees import Tree
 
@@ -43,9 +43,9 @@ class SABA(SOBA):
         use="finite sums with small models",
     )
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """One joint step along variance-reduced directions."""
-        inner, outer = draw.finite("SABA")
+        inner, outer = batches.finite("SABA")
         i, j = inner.index(), outer.index()
         found = derivatives.parts(state, inner.batch(i), outer.batch(j), state.trees["v"], self.curvature)
         of_inner, of_outer = (i, len(inner), inner.share(i)), (j, len(outer), outer.share(j))

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.batches import Draw
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import sama
-from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,17 @@ class SAMA(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps")
-        if not self.alpha > 0:
-            raise HyperkronError(f"alpha={self.alpha!r} must be positive; the paper uses 0.1 and 0.3.")
+        check_whole("inner_steps", self.inner_steps)
+        check_positive("alpha", self.alpha, "the paper uses 0.1 and 0.3")
 
     def prepare(self, state: State) -> None:
         """The hypergradient reads the inner optimizer's moments."""
         state.hypergradient = sama(state.inner.optimizer, alpha=self.alpha)
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T inner steps, one outer step."""
-        inner_loss = derivatives.descend(state, draw, self.inner_steps)
-        result = derivatives.hypergradient(state, draw)
+        inner_loss = derivatives.descend(state, batches, self.inner_steps)
+        result = derivatives.hypergradient(state, batches)
         if self.nudge:
             assert result.solution is not None
             v = result.solution.value

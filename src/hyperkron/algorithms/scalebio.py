@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.batches import Draw
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.batches import BatchSources
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class ScaleBiO(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "round_steps")
+        check_whole("round_steps", self.round_steps)
         if not (self.penalty > 0 and self.growth >= 1 and self.most >= self.penalty):
             raise HyperkronError(
                 f"penalty={self.penalty!r} must be positive, growth={self.growth!r} at least 1 and most={self.most!r} "
@@ -60,12 +61,12 @@ class ScaleBiO(Algorithm):
         state.twins["u"] = state.inner.twin()
         state.numbers["penalty"] = self.penalty
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """One step on u, θ and λ at once; the end of a round raises α."""
         u, alpha = state.twins["u"], state.numbers["penalty"]
         u.set_lr(state.inner.lr / state.inner.factor)
-        batch = draw.inner()
-        f = derivatives.gradients(state, "outer", draw.outer())
+        batch = batches.inner()
+        f = derivatives.gradients(state, "outer", batches.outer())
         g = derivatives.gradients(state, "inner", batch, live=True)
         g_u = derivatives.gradients(state, "inner", batch, theta=u.params)
         direction = trees.add(f.hyper, trees.add(g.hyper, g_u.hyper, alpha=-1.0), alpha=alpha)
@@ -75,6 +76,6 @@ class ScaleBiO(Algorithm):
         raised = min(alpha * self.growth, self.most)
         if (state.step + 1) % self.round_steps == 0 and raised > alpha:
             state.numbers["penalty"] = raised
-            for mover in (state.inner, state.outer):
-                mover.rescale(alpha / raised)
+            for level_optimizer in (state.inner, state.outer):
+                level_optimizer.rescale(alpha / raised)
         return state.finish(f.value, direction, g.value, stats={"penalty": alpha})

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.curvature import Curvature, Hessian
 from hyperkron.optimizers import Rate, as_rate
 
@@ -65,10 +65,10 @@ class SOBA(Algorithm):
         state.inner.step(theta)
         state.outer.step(hyper)
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """One joint step."""
-        batch = draw.inner()
-        found = derivatives.parts(state, batch, draw.outer(), state.trees["v"], self.curvature)
+        batch = batches.inner()
+        found = derivatives.parts(state, batch, batches.outer(), state.trees["v"], self.curvature)
         direction = found.hyper()
         self.move(state, found.inner, found.system(), direction, batch)
         return state.finish(found.outer_loss, direction)

@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Facts, State, StepReport, check_counts
+from hyperkron.algorithms.base import Facts, State, StepReport
 from hyperkron.algorithms.soba import SOBA
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate
+from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -46,29 +47,29 @@ class SRBA(SOBA):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.period is not None:
-            check_counts(self, "period")
+            check_whole("period", self.period)
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """One joint step along recursive directions."""
-        inner, outer = draw.finite("SRBA")
+        inner, outer = batches.finite("SRBA")
         period = self.period or max(1, (len(inner) + len(outer)) // 2)
         memory = state.trees
         if state.step % period == 0:
-            batches = inner.full(), outer.full()
-            found = derivatives.parts(state, *batches, memory["v"], self.curvature)
+            pair = inner.full(), outer.full()
+            found = derivatives.parts(state, *pair, memory["v"], self.curvature)
             moves = {"theta": found.inner, "v": found.system(), "hyper": found.hyper()}
         else:
             i, j = inner.index(), outer.index()
-            batches = inner.batch(i), outer.batch(j)
-            found = derivatives.parts(state, *batches, memory["v"], self.curvature)
+            pair = inner.batch(i), outer.batch(j)
+            found = derivatives.parts(state, *pair, memory["v"], self.curvature)
             with (
                 derivatives.placed(state.params, memory["old theta"]),
                 derivatives.placed(state.hypers, memory["old hyper"]),
             ):
-                old = derivatives.parts(state, *batches, memory["old v"], self.curvature)
+                old = derivatives.parts(state, *pair, memory["old v"], self.curvature)
             change = derivatives.weighted_change(found, old, inner.share(i), outer.share(j))
             moves = {name: trees.add(memory[f"d {name}"], x) for name, x in change.items()}
         memory.update({f"d {name}": x for name, x in moves.items()})
         memory.update({"old theta": state.inner.values(), "old hyper": state.outer.values(), "old v": memory["v"]})
-        self.move(state, moves["theta"], moves["v"], moves["hyper"], batches[0])
+        self.move(state, moves["theta"], moves["v"], moves["hyper"], pair[0])
         return state.finish(found.outer_loss, moves["hyper"])

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.batches import Draw
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class StocBiO(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps")
+        check_whole("inner_steps", self.inner_steps)
         self._series()
         given = {name: getattr(self, name) for name in ("terms", "step_size", "misscaled")}
         if self.hypergradient is not None and any(given[name] != getattr(StocBiO, name) for name in given):
@@ -76,9 +77,9 @@ class StocBiO(Algorithm):
         if state.hypergradient is None:
             state.hypergradient = self._series()
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """T inner steps, one outer step."""
-        inner_loss = derivatives.descend(state, draw, self.inner_steps)
-        result = derivatives.hypergradient(state, draw)
+        inner_loss = derivatives.descend(state, batches, self.inner_steps)
+        result = derivatives.hypergradient(state, batches)
         state.outer.step(result.grads)
         return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)

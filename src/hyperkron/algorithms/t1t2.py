@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Implicit, identity
 
 
@@ -47,13 +47,13 @@ class T1T2(Algorithm):
         """What a hypergradient remembers serves all steps, though the scale may change."""
         state.hypergradient = identity(cross=self.cross)
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """One step on each level."""
         assert isinstance(state.hypergradient, Implicit)
         scale = state.inner.lr if self.scale is None else self.scale
-        inner_loss = derivatives.descend(state, draw, 1)
+        inner_loss = derivatives.descend(state, batches, 1)
         method = identity(scale, cross=self.cross)
         method.state = state.hypergradient.state
-        result = method.compute(state.problem, state.model, state.hyper, draw.inner(), draw.outer())
+        result = method.compute(state.problem, state.model, state.hyper, batches.inner(), batches.outer())
         state.outer.step(result.grads)
         return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.batches import Draw
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.batches import BatchSources
 from hyperkron.hypergradient.stochastic_neumann import hia
 from hyperkron.optimizers import Rate
+from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class TTSA(Algorithm):
         """The randomised inverse."""
         state.hypergradient = hia(self.terms, self.step_size, seed=self.seed)
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """One step on each level."""
-        inner_loss = derivatives.descend(state, draw, 1)
-        result = derivatives.hypergradient(state, draw)
+        inner_loss = derivatives.descend(state, batches, 1)
+        result = derivatives.hypergradient(state, batches)
         state.outer.step(result.grads)
         return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
 
@@ -82,11 +83,11 @@ class BSA(TTSA):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps")
+        check_whole("inner_steps", self.inner_steps)
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """One outer step, T inner steps."""
-        result = derivatives.hypergradient(state, draw)
+        result = derivatives.hypergradient(state, batches)
         state.outer.step(result.grads)
-        inner_loss = derivatives.descend(state, draw, self.inner_steps)
+        inner_loss = derivatives.descend(state, batches, self.inner_steps)
         return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
-from hyperkron.batches import Draw
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Unrolled
 from hyperkron.hypergradient.steps import SGD, Step
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_whole
 
 _DEFAULT = SGD(lr=0.1)
 
@@ -53,7 +54,8 @@ class Unroll(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps", "checkpoint_every")
+        check_whole("inner_steps", self.inner_steps)
+        check_whole("checkpoint_every", self.checkpoint_every)
         self._method()  # refuses what cannot be unrolled
 
     def _method(self) -> Unrolled:
@@ -69,14 +71,14 @@ class Unroll(Algorithm):
         if self.restart:
             state.trees["initial"] = state.inner.values()
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """One round: T inner steps and their derivative, one outer step."""
         method = self._method()
-        batches, outer_batch = draw.inners(self.inner_steps), draw.outer()
+        inner_batches, outer_batch = batches.inners(self.inner_steps), batches.outer()
         if self.restart:
             state.inner.place(state.trees["initial"])
-        result = method.compute(state.problem, state.model, state.hyper, batches, outer_batch)
-        state.inner.place(method.lookahead(state.problem, state.model, state.hyper, batches))
-        derivatives.advance_buffers(state, batches if self.inner_steps > 1 else [batches])
+        result = method.compute(state.problem, state.model, state.hyper, inner_batches, outer_batch)
+        state.inner.place(method.lookahead(state.problem, state.model, state.hyper, inner_batches))
+        derivatives.advance_buffers(state, inner_batches if self.inner_steps > 1 else [inner_batches])
         state.outer.step(result.grads)
         return state.finish(result.outer_loss, result.grads, status=result.status, stats=result.stats)

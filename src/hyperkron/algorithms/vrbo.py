@@ -7,11 +7,12 @@ from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport, check_counts
+from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.algorithms.mrbo import two_points
-from hyperkron.batches import Draw
+from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
+from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -47,22 +48,23 @@ class VRBO(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "inner_steps", "period")
+        check_whole("inner_steps", self.inner_steps)
+        check_whole("period", self.period)
 
     def prepare(self, state: State) -> None:
         """The default hypergradient, where none is given."""
         if state.hypergradient is None:
             state.hypergradient = StochasticNeumann(10, 0.1)
 
-    def step(self, state: State, draw: Draw) -> StepReport:
+    def step(self, state: State, batches: BatchSources) -> StepReport:
         """A step on λ, then T on θ."""
         method = state.hypergradient
         assert method is not None
-        inner, outer = draw.finite("VRBO")
+        inner, outer = batches.finite("VRBO")
         memory = state.trees
         if state.step % self.period == 0:
             memory["d theta"] = derivatives.gradients(state, "inner", inner.full(), hyper=False).theta
-            own = derivatives.curvature_batch(state, draw)
+            own = derivatives.curvature_batch(state, batches)
             whole = method.compute(state.problem, state.model, state.hyper, inner.full(), outer.full(), **own)
             memory["d hyper"] = whole.grads
         old_theta, old_hyper = state.inner.values(), state.outer.values()
@@ -74,8 +76,11 @@ class VRBO(Algorithm):
             new = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
             with derivatives.placed(state.hypers, old_hyper):
                 old = derivatives.gradients(state, "inner", batch, theta=old_theta, hyper=False)
-            batches, own = (draw.inners(method.inner_batches), outer.batch(j)), derivatives.curvature_batch(state, draw)
-            here, there = two_points(state, *batches, old_theta, old_hyper, **own)
+            pair, own = (
+                (batches.inners(method.inner_batches), outer.batch(j)),
+                derivatives.curvature_batch(state, batches),
+            )
+            here, there = two_points(state, *pair, old_theta, old_hyper, **own)
             old_theta, old_hyper = state.inner.values(), state.outer.values()
             memory["d theta"] = _moved(memory["d theta"], new.theta, old.theta, share)
             memory["d hyper"] = _moved(memory["d hyper"], here.grads, there.grads, 1.0)

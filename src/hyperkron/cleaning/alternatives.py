@@ -1,4 +1,4 @@
-"""What the user could have done instead: each alternative is a lesson, trained by the same plan.
+"""What the user could have done instead: each alternative is a set of training targets, trained by the same plan.
 
 Every one can be asked for the whole data or for one half of the noisy rows with the trusted rows of the other half;
 the second form is how all candidates are judged, on trusted rows that neither their network nor their weights saw.
@@ -15,7 +15,7 @@ from hyperkron import losses
 from hyperkron.cleaning.config import ALTERNATIVES, OURS
 from hyperkron.cleaning.evidence import of_label
 from hyperkron.cleaning.method import Outcome, Work
-from hyperkron.cleaning.trainer import Lesson, optimizer_for, predict, schedule_for, seeded
+from hyperkron.cleaning.trainer import TrainingTargets, optimizer_for, predict, schedule_for, seeded
 from hyperkron.hyper import SampleWeights
 from hyperkron.hypergradient import sama
 from hyperkron.problem import BilevelProblem
@@ -43,7 +43,7 @@ def available(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
     return list(names), []
 
 
-def lesson(name: str, work: Work, outcome: Outcome, half: int | None = None) -> Lesson:
+def targets_for(name: str, work: Work, outcome: Outcome, half: int | None = None) -> TrainingTargets:
     """What a candidate learns from: everything, or one half of the noisy rows and the other half's trusted rows."""
     if name not in (OURS, *ALTERNATIVES):
         raise HyperkronError(f"name={name!r} is no candidate; choose from {', '.join((OURS, *ALTERNATIVES))}.")
@@ -51,19 +51,19 @@ def lesson(name: str, work: Work, outcome: Outcome, half: int | None = None) -> 
     trusted = work.trusted if half is None else work.side(1 - half, work.trusted)
     rows = {"noisy": noisy, "trusted": trusted}.get(name, torch.cat([noisy, trusted]))
     if name == OURS:
-        return outcome.lesson(work, rows, half)
+        return outcome.targets(work, rows, half)
     if name in ("noisy", "trusted", "pooled"):
-        return Lesson(rows, work.known(rows))
+        return TrainingTargets(rows, work.known(rows))
     if name == "cleanlab":
         rows = torch.cat([noisy[_kept_by_cleanlab(outcome.pooled_expert[noisy], work.given[noisy])], trusted])
-        return Lesson(rows, work.known(rows))
+        return TrainingTargets(rows, work.known(rows))
     if name == "sama":
         weight = _sama_weights(work, noisy, trusted, half)
     else:
         alone = outcome.trusted_expert if half is None else outcome.halved
         expert = outcome.pooled_expert if name == "small-loss" else alone
         weight = of_label(expert[noisy], work.given[noisy])
-    return Lesson(rows, work.known(rows), torch.cat([weight, torch.ones(len(trusted), device=work.device)]))
+    return TrainingTargets(rows, work.known(rows), torch.cat([weight, torch.ones(len(trusted), device=work.device)]))
 
 
 def judged(name: str, work: Work, outcome: Outcome) -> Tensor:
@@ -74,9 +74,9 @@ def judged(name: str, work: Work, outcome: Outcome) -> Tensor:
 
     def compute() -> dict[str, Tensor]:
         found = torch.zeros(len(work.given), work.classes, device=work.device)
-        lessons = [lesson(name, work, outcome, half) for half in (0, 1)]
+        targets = [targets_for(name, work, outcome, half) for half in (0, 1)]
         plan = outcome.paced(work, work.short) if name == OURS else work.short
-        for half, network in enumerate(work.fit(lessons, plan, f"judge-{name}", seeds=[21, 22])):
+        for half, network in enumerate(work.fit(targets, plan, f"judge-{name}", seeds=[21, 22])):
             ask = work.side(half, work.trusted)
             found[ask] = predict(network, work.inputs, ask)
         return {"asked": found[work.trusted]}

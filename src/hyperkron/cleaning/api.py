@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from hyperkron.cleaning.config import CleanConfig, Progress, Silent
+from hyperkron.cleaning.config import CleanConfig, Progress, SilentProgress
 from hyperkron.cleaning.data import row_hashes
 from hyperkron.cleaning.folder import FORMAT, RunFolder, fingerprint
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.prepare import refuse_early
 from hyperkron.cleaning.recorded import encoder_to_load, refuse_other_model, refuse_other_settings
 from hyperkron.cleaning.result import CleanResult
-from hyperkron.cleaning.run import Run
+from hyperkron.cleaning.run import CleaningRun
 from hyperkron.cleaning.sources import model_name, plain_sources, read_parts
 from hyperkron.solution import HyperkronError
 
@@ -75,7 +75,9 @@ def clean(
             "config.json", {"format": FORMAT, **about, "config": asdict(config), "data": fingerprint(parts)}
         )
     given = Given.of(train, parts[0])
-    return Run(parts, config, folder, model, progress or Silent(), command, given, config.encoder).result()
+    return CleaningRun(
+        parts, config, folder, model, progress or SilentProgress(), command, given, config.encoder
+    ).result()
 
 
 def resume(
@@ -114,4 +116,6 @@ def resume(
         )
     config = CleanConfig(**{**kept["config"], "compare": tuple(kept["config"]["compare"])})
     given, encoder = Given.of(source["train"], parts[0]), encoder_to_load(kept, expected)
-    return Run(parts, config, folder, model, progress or Silent(), kept["command"], given, encoder).result()
+    return CleaningRun(
+        parts, config, folder, model, progress or SilentProgress(), kept["command"], given, encoder
+    ).result()

@@ -22,9 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 from hyperkron.cleaning.trainer import (
     Dense,
     Inputs,
-    Lesson,
-    Plan,
     Tick,
+    TrainingPlan,
+    TrainingTargets,
     batches,
     refuse_not_finite,
     schedule_for,
@@ -35,46 +35,46 @@ from hyperkron.cleaning.trainer import (
 ELEMENTWISE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Softplus, nn.Tanh, nn.Sigmoid, nn.Identity)
 """Activations without parameters or random numbers."""
 
-SEEN = -1e-6
+SATURATED = -1e-6
 """Log-likelihood above which ``evidence.likelihood`` asks for no more."""
 
 
-def together(
+def train_batched(
     build: Callable[[], nn.Module],
     inputs: Inputs,
-    lessons: Sequence[Lesson],
-    plan: Plan,
+    all_targets: Sequence[TrainingTargets],
+    plan: TrainingPlan,
     *,
     seeds: Sequence[int],
     tick: Tick | None = None,
 ) -> list[nn.Module]:
-    """Fresh networks, one fitted to each lesson, in evaluation mode; see :func:`train` for a single one.
+    """Fresh networks, one fitted to each set of targets, in evaluation mode; see :func:`train` for a single one.
 
     All take as many steps as the plan says for the longest training among them. Their batches may differ in size.
 
     Args:
         build: makes a fresh network.
         inputs: of all rows.
-        lessons: what each network learns from.
+        all_targets: what each network learns from.
         plan: of each training.
         seeds: of each network's initialisation and batches.
         tick: called after every step, with the number of networks that made it.
     """
-    device, steps = lessons[0].rows.device, max(plan.steps(len(lesson.rows)) for lesson in lessons)
+    device, steps = all_targets[0].rows.device, max(plan.steps(len(targets.rows)) for targets in all_targets)
     networks: list[nn.Module] = []
     streams = []
-    for lesson, seed in zip(lessons, seeds, strict=True):
+    for targets, seed in zip(all_targets, seeds, strict=True):
         with seeded(seed, device):
             networks.append(build().to(device).train())
-            count, random = len(lesson.rows), _continued(device)
+            count, random = len(targets.rows), _continued(device)
         streams.append(batches(count, plan.batch_for(count), random, device))
-        if len(lessons) == 1 or not stackable(networks, inputs):
+        if len(all_targets) == 1 or not stackable(networks, inputs):
             return [
                 train(build, inputs, one, plan, seed=seed, steps=steps, tick=tick)
-                for one, seed in zip(lessons, seeds, strict=True)
+                for one, seed in zip(all_targets, seeds, strict=True)
             ]
     stack = Stack(networks, inputs, plan, steps)
-    stack.teach(lessons)
+    stack.set_targets(all_targets)
     for _ in range(steps):
         stack.step([next(stream) for stream in streams])
         if tick is not None:
@@ -133,7 +133,7 @@ class Stack:
         steps: after which the learning rate has come to its end.
     """
 
-    def __init__(self, networks: Sequence[nn.Module], inputs: Inputs, plan: Plan, steps: int) -> None:
+    def __init__(self, networks: Sequence[nn.Module], inputs: Inputs, plan: TrainingPlan, steps: int) -> None:
         assert isinstance(inputs, Dense)
         self.networks, self.plan, self.steps = list(networks), plan, steps
         self.values = inputs.values.flatten(1)
@@ -157,30 +157,30 @@ class Stack:
         self.blocks.append(block.requires_grad_())
         return block
 
-    def teach(self, lessons: Sequence[Lesson]) -> None:
-        """From now on each network learns from its lesson."""
-        self.rows = torch.cat([lesson.rows for lesson in lessons])
-        evidence = torch.cat([lesson.evidence for lesson in lessons]).to(self.values)
+    def set_targets(self, all_targets: Sequence[TrainingTargets]) -> None:
+        """From now on each network learns from its targets."""
+        self.rows = torch.cat([targets.rows for targets in all_targets])
+        evidence = torch.cat([targets.evidence for targets in all_targets]).to(self.values)
         self.evidence = evidence - evidence.max(1, keepdim=True).values
-        counts = torch.tensor([0, *(len(lesson.rows) for lesson in lessons)], device=self.rows.device)
+        counts = torch.tensor([0, *(len(targets.rows) for targets in all_targets)], device=self.rows.device)
         self.begin = counts.cumsum(0)[:-1, None]
         self.weight, self.believed = None, None
-        if any(lesson.weight is not None for lesson in lessons):
-            self.weight = self._joined([lesson.weight for lesson in lessons], 1.0)
-        if any(lesson.believed is not None for lesson in lessons):
-            labels = torch.cat([0 * n.rows if n.believed is None else n.believed[0] for n in lessons])
-            told = [None if lesson.believed is None else lesson.believed[1] for lesson in lessons]
+        if any(targets.weight is not None for targets in all_targets):
+            self.weight = self._joined([targets.weight for targets in all_targets], 1.0)
+        if any(targets.believed is not None for targets in all_targets):
+            labels = torch.cat([0 * n.rows if n.believed is None else n.believed[0] for n in all_targets])
+            told = [None if targets.believed is None else targets.believed[1] for targets in all_targets]
             self.believed = labels, self._joined(told, 0.0)
 
     def _joined(self, parts: list[Tensor | None], otherwise: float) -> Tensor:
-        """A number for each row of the lessons, one after the other."""
+        """A number for each row of the targets, one after the other."""
         lengths = [*self.begin[1:, 0].tolist(), len(self.rows)]
         counts = [end - begin for begin, end in zip(self.begin[:, 0].tolist(), lengths, strict=True)]
         filled = [torch.full((n,), otherwise) if p is None else p for p, n in zip(parts, counts, strict=True)]
         return torch.cat([part.to(self.values) for part in filled])
 
     def step(self, parts: Sequence[Tensor]) -> None:
-        """One step of every network, on these positions in its lesson."""
+        """One step of every network, on these positions in its targets."""
         share: Tensor | float
         if all(len(part) == len(parts[0]) for part in parts):
             at, share = torch.stack(list(parts)), 1 / len(parts[0])
@@ -228,7 +228,7 @@ class Stack:
         f = output.log_softmax(-1)
         joint = f + evidence
         seen = joint.logsumexp(-1, keepdim=True)
-        return f.exp_().sub_(joint.sub_(seen).exp_()).mul_(seen <= SEEN), seen
+        return f.exp_().sub_(joint.sub_(seen).exp_()).mul_(seen <= SATURATED), seen
 
     def release(self) -> None:
         """Give every network weights of its own, and refuse those that went wrong."""

@@ -8,25 +8,25 @@ from dataclasses import replace
 
 import torch
 
-from hyperkron.cleaning.fold_models import HYPERGRADIENT, outer_steps
+from hyperkron.cleaning.fold_models import HYPERGRADIENT_COST, outer_steps
 from hyperkron.cleaning.method import Work
-from hyperkron.cleaning.trainer import Lesson, Plan, train
+from hyperkron.cleaning.trainer import TrainingPlan, TrainingTargets, train
 
 READY = ("trusted", "pooled")
 """Alternatives whose held-out predictions the experts already give."""
 
 
-def steps_of(work: Work, plan: Plan, names: list[str], test: bool) -> int:
+def steps_of(work: Work, plan: TrainingPlan, names: list[str], test: bool) -> int:
     """Training steps of a whole run under a plan."""
     here = replace(work, plan=plan)
     noisy, trusted = len(work.noisy), len(work.trusted)
     half, inner = math.ceil((noisy + trusted) / 2), math.ceil(noisy / 2)
-    judge, student = here.short.steps(inner + trusted // 2), here.quick(inner).steps(inner)
-    outer = HYPERGRADIENT * len(outer_steps(student)) if work.config.hypergradient == "kfac" else 0
+    judge, fold_steps = here.short.steps(inner + trusted // 2), here.quick(inner).steps(inner)
+    outer = HYPERGRADIENT_COST * len(outer_steps(fold_steps)) if work.config.hypergradient == "kfac" else 0
     expert = 3 * here.brief.steps(trusted)
     if here.many:
         expert = here.short.steps(trusted) + 2 * here.brief.steps(trusted - trusted // 2)
-    ours = expert + 4 * here.quick(half).steps(half) + 2 * (student + outer) + here.last.steps(noisy + trusted)
+    ours = expert + 4 * here.quick(half).steps(half) + 2 * (fold_steps + outer) + here.last.steps(noisy + trusted)
     others = sum(2 * judge * (2 if name == "sama" else 1) for name in names if name not in READY)
     others += 2 * judge if names else 0  # ours
     if test:
@@ -39,16 +39,16 @@ def seconds_per_step(work: Work, steps: int = 20) -> float:
     """Of a network and batch of this run, measured on one that is thrown away; side by side a step takes less."""
     plan = replace(work.plan, epochs=0.001, least=steps)
     rows = work.noisy[: max(work.plan.batch * 8, 16)]
-    lesson = Lesson(rows, work.known(rows))
-    train(work.build, work.inputs, lesson, replace(plan, least=3), seed=0)
+    targets = TrainingTargets(rows, work.known(rows))
+    train(work.build, work.inputs, targets, replace(plan, least=3), seed=0)
     begin = time.perf_counter()
-    train(work.build, work.inputs, lesson, plan, seed=0)
+    train(work.build, work.inputs, targets, plan, seed=0)
     if work.device.type == "cuda":
         torch.cuda.synchronize(work.device)
     return (time.perf_counter() - begin) / plan.steps(len(rows))
 
 
-def within(work: Work, names: list[str], test: bool, seconds: float) -> tuple[Plan, list[str], list[str]]:
+def within(work: Work, names: list[str], test: bool, seconds: float) -> tuple[TrainingPlan, list[str], list[str]]:
     """A plan and the alternatives that fit into so many seconds, and messages about what was given up.
 
     Training is shortened to a third of its epochs at most; after that alternatives are left out, the dearest first.

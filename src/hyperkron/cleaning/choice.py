@@ -12,7 +12,7 @@ from hyperkron.cleaning.config import OURS
 
 Z = 1.96
 """Of a 95 % interval."""
-CHANCE = 0.05
+SIGNIFICANCE_LEVEL = 0.05
 """How often an alternative may be preferred to ours by chance."""
 
 
@@ -69,7 +69,7 @@ def choose(candidates: list[Judged]) -> str:
         return max(candidates, key=lambda c: c.accuracy).name
     better = []
     others = [c for c in candidates if c is not ours]
-    z = NormalDist().inv_cdf(1 - CHANCE / max(1, len(others)))
+    z = NormalDist().inv_cdf(1 - SIGNIFICANCE_LEVEL / max(1, len(others)))
     for other in others:
         difference = other.right.double() - ours.right.double()
         error = float(difference.std(correction=0)) / math.sqrt(len(difference))

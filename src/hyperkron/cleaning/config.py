@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_one_of, check_positive, check_whole
 
 ALTERNATIVES = ("noisy", "trusted", "pooled", "small-loss", "trusted-confidence", "cleanlab", "sama")
 """What the user could have done instead; every one is trained and judged in the same way."""
@@ -43,12 +44,11 @@ class CleanConfig:
             raise HyperkronError(f"compare={unknown[0]!r} is unknown; choose from {', '.join(ALTERNATIVES)}.")
         for name, low in (("epochs", 1), ("layers", 0), ("seed", 0)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
-                raise HyperkronError(f"{name}={value!r} must be a whole number of at least {low}.")
-        if self.budget is not None and not self.budget > 0:
-            raise HyperkronError(f"budget={self.budget!r} must be a positive number of seconds.")
-        if self.hypergradient not in ("kfac", "none"):
-            raise HyperkronError(f"hypergradient={self.hypergradient!r} is unknown; use 'kfac' or 'none'.")
+            if value is not None:
+                check_whole(name, value, low)
+        if self.budget is not None:
+            check_positive("budget", self.budget, "give seconds, or None for no limit", finite=False)
+        check_one_of("hypergradient", self.hypergradient, ("kfac", "none"))
 
 
 class Progress(Protocol):
@@ -67,7 +67,7 @@ class Progress(Protocol):
         """Close the bar; a later start begins another one."""
 
 
-class Silent:
+class SilentProgress:
     """A progress that shows nothing."""
 
     def start(self, total: int) -> None:

@@ -32,28 +32,28 @@ from torch import Tensor, nn
 from hyperkron import losses
 from hyperkron.losses import Loss
 
-FLOOR = 1e-4
-"""No expert is surer than 1 − FLOOR: a product of opinions must not be decided by one overconfident network."""
+MIN_PROBABILITY = 1e-4
+"""Added to every probability of an expert: one overconfident network must not decide a product of opinions."""
 
 FOLDS = 3
 BIAS_RIDGES = (0.05, 0.005)
-NONE = 1e6
+NO_BIAS_RIDGE = 1e6
 """Pulls on the offsets of the pool, of which cross-validation picks one; the last leaves nothing of them."""
 
 NEWTON_STEPS = 50
 
-CERTAIN = -16.0
+RULED_OUT = -16.0
 """Log-evidence of the classes that a trusted label rules out."""
 
 
 def logs(p: Tensor) -> Tensor:
     """Log-probabilities that stay away from −∞."""
-    return (p + FLOOR).log()
+    return (p + MIN_PROBABILITY).log()
 
 
 def certain(labels: Tensor, classes: int) -> Tensor:
     """The log-evidence of labels that are right: 0 for the class, very low for the others."""
-    return (1 - F.one_hot(labels, classes).float()) * CERTAIN
+    return (1 - F.one_hot(labels, classes).float()) * RULED_OUT
 
 
 def likelihood(output: Tensor, evidence: Tensor, weight: Tensor | None = None) -> Loss:
@@ -152,7 +152,7 @@ def stack(experts: Tensor, labels: Tensor, ridge: float = 0.02) -> Pool:
     fold = F.one_hot(labels).cumsum(0).gather(1, labels[:, None])[:, 0] % FOLDS  # of each class as many in each
     seen = torch.cat([fold != torch.arange(FOLDS)[:, None], torch.ones(1, len(labels), dtype=torch.bool)])
     found = []
-    for bias_ridge in (NONE, *BIAS_RIDGES):
+    for bias_ridge in (NO_BIAS_RIDGE, *BIAS_RIDGES):
         a, b = _fitted(experts, labels, seen, ridge, bias_ridge)
         told = _logits(experts, a, b).log_softmax(2)[:, torch.arange(len(labels)), labels]
         found.append((float((told * ~seen).sum()), Pool(a[-1].float(), b[-1].float())))  # the last saw all rows
@@ -289,7 +289,7 @@ def of_label(probabilities: Tensor, labels: Tensor) -> Tensor:
     return probabilities.gather(1, labels[:, None])[:, 0]
 
 
-def too_sure(probabilities: Tensor, labels: Tensor) -> float:
+def overconfidence(probabilities: Tensor, labels: Tensor) -> float:
     """By how much the cross-entropy of rows exceeds the entropy of what is predicted for them.
 
         mean_n [ −log p_n(y_n) + Σ_k p_n(k) log p_n(k) ]  =  d/dτ  mean_n CE(p_n^τ / Σ_k p_n(k)^τ, y_n)   at τ = 1
@@ -307,7 +307,7 @@ def too_sure(probabilities: Tensor, labels: Tensor) -> float:
     Example:
         >>> p = torch.tensor([[0.8, 0.2]] * 10)
         >>> nine, seven = (torch.arange(10) >= n for n in (9, 7))  # nine or seven of ten are of the first class
-        >>> too_sure(p, nine.long()) < 0 < too_sure(p, seven.long())
+        >>> overconfidence(p, nine.long()) < 0 < overconfidence(p, seven.long())
         True
     """
     p = probabilities.double()

@@ -25,9 +25,9 @@ from hyperkron.cleaning.evidence import Evidence, certain, likelihood, of_label
 from hyperkron.cleaning.trainer import (
     Dense,
     Inputs,
-    Lesson,
-    Plan,
     Tick,
+    TrainingPlan,
+    TrainingTargets,
     optimizer_for,
     predict,
     schedule_for,
@@ -42,16 +42,16 @@ from hyperkron.solution import HyperkronError, Status
 DAMPING = 1e-2
 """Of KFAC; see `experiments/cleaning/evidence_hypergradient.py` for how its hypergradient compares with retraining."""
 
-RATE = 0.08
+OUTER_RATE = 0.08
 """Of Adam on λ: at most about 8 % change per outer step of 30, whatever the hypergradient's scale."""
 
-THRIFT = 0.01
+EXPERT_PENALTY = 0.01
 """Weight of log κ in the outer objective: the experts count only as far as held-out trusted rows ask for it."""
 
 OUTER_STEPS = 30
 """Into so many parts the moves of λ divide a training; into one for every 12 steps, at least 10, where it is short."""
 
-HYPERGRADIENT = 6
+HYPERGRADIENT_COST = 6
 """Inner steps that one hypergradient costs, roughly."""
 
 WARM_UP = 0.2
@@ -76,7 +76,7 @@ class Half:
 
 
 @dataclass
-class Students:
+class FoldModels:
     """What came out: the networks, λ, and the way there.
 
     Attributes:
@@ -106,14 +106,14 @@ def inner(network: Any, evidence: Any, batch: Any) -> Loss:
 
 
 def outer(network: Any, evidence: Any, batch: Any) -> Loss:
-    """J_out: cross-entropy on held-out trusted rows, and THRIFT · (log κ + ½ (log β)²)."""
+    """J_out: cross-entropy on held-out trusted rows, and EXPERT_PENALTY · (log κ + ½ (log β)²)."""
     x, y = batch
     experts, label, _ = evidence.log_scale
-    return losses.cross_entropy(network(*x), y) + THRIFT * (experts + 0.5 * label.square())
+    return losses.cross_entropy(network(*x), y) + EXPERT_PENALTY * (experts + 0.5 * label.square())
 
 
 class Learner:
-    """A student in training, with its share of the batches.
+    """A fold model in training, with its share of the batches.
 
     Takes as many steps as the plan says for so many noisy rows, or ``steps``.
     """
@@ -124,7 +124,7 @@ class Learner:
         inputs: Inputs,
         labels: Tensor,
         half: Half,
-        plan: Plan,
+        plan: TrainingPlan,
         seed: int,
         steps: int | None = None,
     ) -> None:
@@ -142,7 +142,7 @@ class Learner:
         own = of_label((half.opinion + half.given).softmax(1), labels[half.noisy])
         self.belief = torch.cat([own, torch.ones_like(own[:1]).expand(len(half.kept))])
 
-    def draw(self, size: int) -> Tensor:
+    def sample_rows(self, size: int) -> Tensor:
         """Positions of noisy rows, and of trusted ones in the proportion in which there are some, at least one."""
         noisy, kept = len(self.half.noisy), len(self.half.kept)
         share = min(max(1, round(size * kept / max(1, noisy))), 4 * size)
@@ -152,23 +152,23 @@ class Learner:
 
     def batch(self, size: int) -> Any:
         """So many noisy rows, and trusted ones, as the inner objective takes them."""
-        at = self.draw(size)
+        at = self.sample_rows(size)
         i, j = at[:size], at[size:] - len(self.half.noisy)
         told = self.labels[self.rows[at]], self.belief[at]
         return self.inputs.batch(self.rows[at]), self.half.opinion[i], self.half.given[i], self.sure[j], *told
 
     @torch.no_grad()
-    def lesson(self, evidence: Evidence) -> Lesson:
+    def targets(self, evidence: Evidence) -> TrainingTargets:
         """All rows with their evidence at the present λ."""
         weight, believed = evidence.shares(self.belief)
         told = torch.cat([evidence(self.half.opinion, self.half.given), self.sure])
-        return Lesson(self.rows, told, weight, (self.labels[self.rows], believed))
+        return TrainingTargets(self.rows, told, weight, (self.labels[self.rows], believed))
 
-    def learn(self, lesson: Lesson) -> None:
-        """One step of θ: down the inner objective, which at a fixed λ is the loss of a lesson."""
-        part = self.draw(self.size)
+    def learn(self, targets: TrainingTargets) -> None:
+        """One step of θ: down the inner objective, which at a fixed λ is the loss of its targets."""
+        part = self.sample_rows(self.size)
         self.optimizer.zero_grad(set_to_none=True)
-        lesson.loss(self.network(*self.inputs.batch(self.rows[part])), part).backward()
+        targets.loss(self.network(*self.inputs.batch(self.rows[part])), part).backward()
         self.optimizer.step()
         self.schedule.step()
 
@@ -180,28 +180,28 @@ class Learner:
         return self.inputs.batch(rows), self.labels[rows]
 
 
-class _Class:
-    """Both students in training: side by side where they can be stacked, else one after the other."""
+class _FoldTraining:
+    """Both fold models in training: side by side where they can be stacked, else one after the other."""
 
-    def __init__(self, learners: list[Learner], inputs: Inputs, plan: Plan, steps: int) -> None:
+    def __init__(self, learners: list[Learner], inputs: Inputs, plan: TrainingPlan, steps: int) -> None:
         self.learners = learners
         networks = [learner.network for learner in learners]
         self.stack = Stack(networks, inputs, plan, steps) if stackable(networks, inputs) else None
-        self.lessons: list[Lesson] = []
+        self.targets: list[TrainingTargets] = []
 
-    def hear(self, evidence: Evidence) -> None:
+    def set_evidence(self, evidence: Evidence) -> None:
         """λ has changed."""
-        self.lessons = [learner.lesson(evidence) for learner in self.learners]
+        self.targets = [learner.targets(evidence) for learner in self.learners]
         if self.stack is not None:
-            self.stack.teach(self.lessons)
+            self.stack.set_targets(self.targets)
 
     def step(self) -> None:
         """One step of each θ."""
         if self.stack is not None:
-            self.stack.step([learner.draw(learner.size) for learner in self.learners])
+            self.stack.step([learner.sample_rows(learner.size) for learner in self.learners])
             return
-        for learner, lesson in zip(self.learners, self.lessons, strict=True):
-            learner.learn(lesson)
+        for learner, targets in zip(self.learners, self.targets, strict=True):
+            learner.learn(targets)
 
     def finish(self) -> None:
         """Leave the networks to themselves."""
@@ -216,20 +216,20 @@ def learn_evidence(
     inputs: Inputs,
     labels: Tensor,
     halves: list[Half],
-    plan: Plan,
+    plan: TrainingPlan,
     *,
     seed: int,
     learn: bool = True,
     tick: Tick | None = None,
-) -> Students:
-    """Train both students and, between their steps, λ by KFAC hypergradients on the held-out trusted rows.
+) -> FoldModels:
+    """Train both fold models and, between their steps, λ by KFAC hypergradients on the held-out trusted rows.
 
     Args:
         build: makes a fresh network.
         inputs: of all rows.
         labels: of all rows; those of trusted rows are right.
         halves: the two problems.
-        plan: of one student's training.
+        plan: of one fold model's training.
         seed: of initialisation and batches.
         learn: False keeps λ where it begins.
         tick: called after every inner step, and after every outer step with what it cost in inner ones.
@@ -238,11 +238,11 @@ def learn_evidence(
         raise HyperkronError("each half needs at least one trusted row; give at least two trusted rows.")
     total = steps_of(plan, halves)
     learners = [Learner(build, inputs, labels, half, plan, seed + h, total) for h, half in enumerate(halves)]
-    found = Students([learner.network for learner in learners], Evidence().to(learners[0].device))
-    both = _Class(learners, inputs, plan, total)
+    found = FoldModels([learner.network for learner in learners], Evidence().to(learners[0].device))
+    both = _FoldTraining(learners, inputs, plan, total)
     moving = _Moving(found, learners, cross="auto" if both.stack is None else "reverse") if learn else None
     due = set(outer_steps(total))
-    both.hear(found.evidence)
+    both.set_evidence(found.evidence)
     with seeded(seed, learners[0].device):  # for dropout
         for step in range(1, total + 1):
             both.step()
@@ -250,17 +250,17 @@ def learn_evidence(
                 tick(len(learners))
             if moving is not None and not found.collapsed and step in due:
                 moving.step()
-                both.hear(found.evidence)
+                both.set_evidence(found.evidence)
                 if tick is not None:
-                    tick(HYPERGRADIENT * len(learners))
+                    tick(HYPERGRADIENT_COST * len(learners))
     if moving is not None:
         moving.finish()
     both.finish()
     return found
 
 
-def steps_of(plan: Plan, halves: list[Half]) -> int:
-    """Inner steps of each student."""
+def steps_of(plan: TrainingPlan, halves: list[Half]) -> int:
+    """Inner steps of each fold model."""
     return max(plan.steps(len(half.noisy)) for half in halves)
 
 
@@ -284,18 +284,18 @@ def _replayable(learner: Learner) -> bool:
 class _Moving:
     """λ on its way: Adam on the summed hypergradients, with collapse detected."""
 
-    def __init__(self, students: Students, learners: list[Learner], cross: Mode = "auto") -> None:
-        self.students, self.learners = students, learners
+    def __init__(self, models: FoldModels, learners: list[Learner], cross: Mode = "auto") -> None:
+        self.models, self.learners = models, learners
         self.problem = BilevelProblem(inner, outer)
         graph = _replayable(learners[0])
         self.methods = [kfac(DAMPING, cross=cross, seed=h, graph=graph) for h in range(len(learners))]
-        rate = RATE * OUTER_STEPS / moves(learners[0].total)
-        self.optimizer = torch.optim.Adam(students.evidence.parameters(), lr=rate, betas=(0.8, 0.95))
-        self.begin = students.evidence.log_scale.detach().clone()
+        rate = OUTER_RATE * OUTER_STEPS / moves(learners[0].total)
+        self.optimizer = torch.optim.Adam(models.evidence.parameters(), lr=rate, betas=(0.8, 0.95))
+        self.begin = models.evidence.log_scale.detach().clone()
 
     def step(self) -> None:
         """One outer step."""
-        evidence, loss = self.students.evidence, 0.0
+        evidence, loss = self.models.evidence, 0.0
         self.optimizer.zero_grad()
         for method, learner in zip(self.methods, self.learners, strict=True):
             result = method.backward(
@@ -303,13 +303,13 @@ class _Moving:
             )
             loss += result.outer_loss / len(self.learners)
             if not result.status.ok and result.status is not Status.MORE_DAMPING:
-                self.students.troubled += 1
+                self.models.troubled += 1
         gradient = evidence.log_scale.grad
         if gradient is None or not bool(torch.isfinite(gradient).all()):
             self._collapse()
             return
-        self.students.outer.append(loss)
-        self.students.path.append(evidence.values())
+        self.models.outer.append(loss)
+        self.models.path.append(evidence.values())
         self.optimizer.step()
         evidence.log_scale.data[1:].clamp_(max=0.0)  # a label is no more than one observation
         if not bool(((evidence.log_scale > _LOW) & (evidence.log_scale < _HIGH)).all()):
@@ -317,27 +317,27 @@ class _Moving:
         evidence.zero_grad()
 
     def _collapse(self) -> None:
-        self.students.collapsed = True
-        self.students.evidence.log_scale.data.copy_(self.begin)
+        self.models.collapsed = True
+        self.models.evidence.log_scale.data.copy_(self.begin)
 
     def finish(self) -> None:
-        """The mean of λ over the last third of the outer steps, in which the students had nearly converged."""
-        path = self.students.path
-        if self.students.collapsed or not path:
+        """The mean of λ over the last third of the outer steps, in which the fold models had nearly converged."""
+        path = self.models.path
+        if self.models.collapsed or not path:
             return
         last = path[-max(1, len(path) // 3) :]
         mean = [[p[name] for p in last] for name in Evidence.NAMES]
         logs = torch.tensor(mean, dtype=torch.float64).log().mean(1)
-        self.students.evidence.log_scale.data.copy_(logs)
+        self.models.evidence.log_scale.data.copy_(logs)
 
 
 _LOW, _HIGH = (float(torch.tensor(b, dtype=torch.float64).log()) for b in BOUNDS)
 
 
-def held_out(students: Students, inputs: Inputs, halves: list[Half], rows: int, classes: int) -> Tensor:
-    """Probabilities (rows, C) where each row is predicted by the student that did not train on it."""
+def held_out(models: FoldModels, inputs: Inputs, halves: list[Half], rows: int, classes: int) -> Tensor:
+    """Probabilities (rows, C) where each row is predicted by the fold model that did not train on it."""
     found = torch.zeros(rows, classes, device=halves[0].noisy.device)
-    for h, network in enumerate(students.networks):
+    for h, network in enumerate(models.networks):
         for part in (halves[h].held_out, *(other.noisy for o, other in enumerate(halves) if o != h)):
             found[part] = predict(network, inputs, part)
     return found

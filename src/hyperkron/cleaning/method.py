@@ -4,16 +4,16 @@
    are, and one trained through the noise matrix that the second one shows on the trusted rows.
 2. *Opinion*: their logarithmic pool, fitted to the trusted rows and carried over to the class frequencies of the noisy
    ones; the noise matrix by EM.
-3. *Students*: κ, β and γ, learnt by KFAC hypergradients (``students.py``). A student is then one more expert.
+3. *Fold models*: κ, β and γ, learnt by KFAC hypergradients (``fold_models.py``). A fold model is then one more expert.
 4. *Verdict on each row*: q(k) ∝ p̄(k | x) T[k, y]. A row is as wrong as 1 − q(y), and its suggestion is argmax q.
 5. *The network*: fitted to log e = κ log p̄ + β log T[:, y] on the noisy rows, weighted by how sure q is of them, to
    their given labels as far as γ and q believe them, and to the trusted rows; for three quarters of the epochs of a
-   plain training, before it begins to fit the noise that is left, and at a higher learning rate where the students
+   plain training, before it begins to fit the noise that is left, and at a higher learning rate where the fold models
    were not much surer of trusted rows than they were right.
 
 All other networks are trained on half of the rows or less, also for half as many epochs, so that the whole costs two to
 three plain trainings. Where there are few rows, epochs are not what costs: perceptrons are then trained side by side
-(``together.py``), in fewer steps at a higher rate.
+(``batched_training.py``), in fewer steps at a higher rate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from hyperkron.cleaning.batched_training import together
+from hyperkron.cleaning.batched_training import train_batched
 from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.evidence import (
     Pool,
@@ -35,24 +35,25 @@ from hyperkron.cleaning.evidence import (
     noise_matrix,
     noise_matrix_from_trusted,
     of_label,
+    overconfidence,
     shifted,
     stack,
-    too_sure,
 )
 from hyperkron.cleaning.fold_models import Half, held_out, learn_evidence
 from hyperkron.cleaning.stages import Stages, Tensors
-from hyperkron.cleaning.trainer import Inputs, Lesson, Plan, Tick, predict, train
+from hyperkron.cleaning.trainer import Inputs, Tick, TrainingPlan, TrainingTargets, predict, train
 
-MANY = 3
-SHORT = 0.5
+MANY_ROWS = 3
+"""There are many rows where a plain training takes this many times the least number of steps."""
+SHORT_TRAINING = 0.5
 """Length of the trainings that only give an opinion, as a part of the full length."""
-LAST = 0.75
-"""The same of the network that comes out."""
-HASTE = 3.0
-"""So many times as high as usual is its learning rate where training was too gentle for the students."""
-SURE = 0.2
+FINAL_TRAINING = 0.75
+"""Length of the training of the network that comes out, as a part of the full length."""
+LEARNING_RATE_BOOST = 3.0
+"""Factor of its learning rate where training was too gentle for the fold models."""
+CONFIDENCE_MARGIN = 0.2
 """Nats by which a network that is trained enough is surer of new rows than it is right; with less it is too gentle."""
-DOUBT = 6.0
+PRIOR_LOSS = 6.0
 """Nats added to the sum over the trusted rows, as if one more had been answered wrongly: few rows decide nothing."""
 
 
@@ -80,32 +81,32 @@ class Work:
     classes: int
     fold: Tensor
     build: Callable[[], nn.Module]
-    plan: Plan
+    plan: TrainingPlan
     config: CleanConfig
     stages: Stages
     tick: Callable[[str, int], None]
 
     @property
-    def short(self) -> Plan:
+    def short(self) -> TrainingPlan:
         """A shorter training, for networks that are only asked for an opinion."""
-        return replace(self.plan, epochs=SHORT * self.plan.epochs, least=round(0.8 * self.plan.least))
+        return replace(self.plan, epochs=SHORT_TRAINING * self.plan.epochs, least=round(0.8 * self.plan.least))
 
     @property
-    def last(self) -> Plan:
+    def last(self) -> TrainingPlan:
         """Of the network that comes out: where there are few rows not longer than the short one."""
-        return replace(self.short, epochs=LAST * self.plan.epochs)
+        return replace(self.short, epochs=FINAL_TRAINING * self.plan.epochs)
 
     @property
     def many(self) -> bool:
         """Whether there are so many rows that a plain training takes several times the least number of steps."""
-        return self.plan.steps(len(self.given)) >= MANY * self.plan.least
+        return self.plan.steps(len(self.given)) >= MANY_ROWS * self.plan.least
 
     @property
-    def brief(self) -> Plan:
+    def brief(self) -> TrainingPlan:
         """An even shorter one, for networks of few trusted rows."""
-        return replace(self.plan, epochs=SHORT * self.plan.epochs, least=self.plan.least // 3)
+        return replace(self.plan, epochs=SHORT_TRAINING * self.plan.epochs, least=self.plan.least // 3)
 
-    def quick(self, rows: int) -> Plan:
+    def quick(self, rows: int) -> TrainingPlan:
         """The same for networks of so many rows, half of all: where there are few, half the steps at twice the rate."""
         plan = replace(self.short, least=self.short.least // 2)
         faster = self.short.steps(rows) / plan.steps(rows)
@@ -128,10 +129,12 @@ class Work:
         """The evidence that takes the labels as they are given."""
         return certain(self.given[rows], self.classes)
 
-    def fit(self, lessons: list[Lesson], plan: Plan, name: str, *, seeds: list[int]) -> list[nn.Module]:
-        """Train a network on each of the lessons."""
+    def fit(
+        self, targets: list[TrainingTargets], plan: TrainingPlan, name: str, *, seeds: list[int]
+    ) -> list[nn.Module]:
+        """Train a network on each of the targets."""
         own = [self.config.seed + seed for seed in seeds]
-        return together(self.build, self.inputs, lessons, plan, seeds=own, tick=self.ticker(name))
+        return train_batched(self.build, self.inputs, targets, plan, seeds=own, tick=self.ticker(name))
 
 
 def folds(given: Tensor, groups: list[Tensor], count: int, seed: int) -> Tensor:
@@ -154,16 +157,16 @@ def folds(given: Tensor, groups: list[Tensor], count: int, seed: int) -> Tensor:
 def trusted_expert(work: Work) -> Tensors:
     """Networks of trusted rows alone: one of all, asked about noisy rows; one of each half, asked about the other.
 
-    The halves answer for the trusted rows, and their opinion on the noisy rows of the other half is the students'.
+    The halves answer for the trusted rows, and their opinion on the noisy rows of the other half is the fold models'.
     """
 
     def compute() -> Tensors:
         learn = [work.trusted, *(work.side(1 - half, work.trusted) for half in (0, 1))]
-        lessons = [Lesson(rows, work.known(rows)) for rows in learn]
+        targets = [TrainingTargets(rows, work.known(rows)) for rows in learn]
         first = 1 if work.many else 0  # then the one that counts most can be trained longer at little cost
         alone, *both = [
             network
-            for some, plan in ((lessons[:first], work.short), (lessons[first:], work.brief))
+            for some, plan in ((targets[:first], work.short), (targets[first:], work.brief))
             if some
             for network in work.fit(some, plan, "trusted expert", seeds=[0] * len(some))
         ]
@@ -183,8 +186,8 @@ def across(work: Work, name: str, evidence: Callable[[Tensor], Tensor]) -> Tenso
     found = torch.zeros(len(work.given), work.classes, device=work.device)
     everything = torch.cat([work.noisy, work.trusted])
     learn = [work.side(1 - half, everything) for half in (0, 1)]
-    lessons = [Lesson(rows, evidence(rows)) for rows in learn]
-    networks = work.fit(lessons, work.quick(max(map(len, learn))), name, seeds=[1, 2])
+    targets = [TrainingTargets(rows, evidence(rows)) for rows in learn]
+    networks = work.fit(targets, work.quick(max(map(len, learn))), name, seeds=[1, 2])
     for half, network in enumerate(networks):
         ask = work.side(half, everything)
         found[ask] = predict(network, work.inputs, ask)
@@ -212,7 +215,7 @@ def matrix_expert(work: Work, pooled: Tensor) -> Tensor:
     return work.stages("matrix-expert", compute)["asked"]
 
 
-# --- opinion, students, verdict ----------------------------------------------------------------------------
+# --- opinion, fold models, verdict ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -249,9 +252,9 @@ def unseen(first: Opinion, halved: Tensor) -> Tensor:
 
 
 def halves(work: Work, first: Opinion, halved: Tensor) -> list[Half]:
-    """The two problems of the students, each with the opinion of experts that saw nothing of its held-out rows.
+    """The two problems of the fold models, each with the opinion of experts that saw nothing of its held-out rows.
 
-    The opinion keeps the class frequencies of the trusted rows, which the students are judged on.
+    The opinion keeps the class frequencies of the trusted rows, which the fold models are judged on.
     """
     log_p = unseen(first, halved)
     given = label_evidence(first.matrix, work.given)
@@ -263,8 +266,8 @@ def halves(work: Work, first: Opinion, halved: Tensor) -> list[Half]:
     return found
 
 
-def students(work: Work, first: Opinion, halved: Tensor) -> Tensors:
-    """Learn κ, β and γ: the students' opinion on all rows (``asked``), ``log_scale``, and how it went."""
+def fold_models(work: Work, first: Opinion, halved: Tensor) -> Tensors:
+    """Learn κ, β and γ: the fold models' opinion on all rows (``asked``), ``log_scale``, and how it went."""
 
     def compute() -> Tensors:
         both = halves(work, first, halved)
@@ -276,7 +279,7 @@ def students(work: Work, first: Opinion, halved: Tensor) -> Tensors:
             work.quick(max(len(half.noisy) for half in both)),
             seed=work.config.seed + 11,
             learn=work.config.hypergradient == "kfac",
-            tick=work.ticker("bilevel students"),
+            tick=work.ticker("fold models"),
         )
         path = [list(p.values()) for p in found.path]
         return {
@@ -288,7 +291,7 @@ def students(work: Work, first: Opinion, halved: Tensor) -> Tensors:
             "troubled": torch.tensor(found.troubled),
         }
 
-    return {name: value.to(work.device) for name, value in work.stages("students", compute).items()}
+    return {name: value.to(work.device) for name, value in work.stages("fold-models", compute).items()}
 
 
 @dataclass(frozen=True)
@@ -296,8 +299,8 @@ class Outcome:
     """The result of the method, before the network is trained.
 
     Attributes:
-        first, final: the opinions without and with the students.
-        student: the students' held-out opinion on all rows.
+        first, final: the opinions without and with the fold models.
+        fold_models: their held-out opinion on all rows.
         matrix_expert, pooled_expert, trusted_expert: those of the experts.
         scale: κ, β and γ.
         outer, path: the way of the held-out loss and of (κ, β, γ).
@@ -307,7 +310,7 @@ class Outcome:
 
     first: Opinion
     final: Opinion
-    student: Tensor
+    fold_models: Tensor
     trusted_expert: Tensor
     halved: Tensor
     pooled_expert: Tensor
@@ -326,11 +329,11 @@ class Outcome:
         """How much each noisy row counts: q(y), or 2 max q − 1 where another class is that much surer."""
         return _certainty(self.final.posterior, given)
 
-    def lesson(self, work: Work, rows: Tensor, half: int | None = None) -> Lesson:
+    def targets(self, work: Work, rows: Tensor, half: int | None = None) -> TrainingTargets:
         """What the network learns of these rows: (w L(e) + γ q(y) CE(y)) / (1 + γ).
 
-        For one half, whose trusted rows are going to judge the network, without the students and with experts that saw
-        none of those rows.
+        For one half, whose trusted rows are going to judge the network, without the fold models and with experts that
+        saw none of those rows.
         """
         given = work.given[work.noisy]
         log_p, matrix = self.final.log_p, self.final.matrix
@@ -345,17 +348,20 @@ class Outcome:
         weight[work.noisy] = _certainty(posterior, given)
         belief[work.noisy] = of_label(posterior, given)
         believed = (work.given[rows], gamma / (1 + gamma) * belief[rows])
-        return Lesson(rows, evidence[rows], weight[rows] / (1 + gamma), believed)
+        return TrainingTargets(rows, evidence[rows], weight[rows] / (1 + gamma), believed)
 
-    def paced(self, work: Work, plan: Plan) -> Plan:
-        """``plan`` for a network taught by :meth:`lesson`: at a higher rate where training was too gentle.
+    def paced(self, work: Work, plan: TrainingPlan) -> TrainingPlan:
+        """``plan`` for a network trained on :meth:`targets`: at a higher rate where training was too gentle.
 
-        The students tell, asked about the M trusted rows that they had not seen: Σ_m [CE_m − H_m] + DOUBT < M · SURE,
+        The fold models tell, asked about the M trusted rows that they had not seen:
+
+            Σ_m [CE_m − H_m] + PRIOR_LOSS < M · CONFIDENCE_MARGIN ,
+
         cross-entropy and entropy of what they predict. Where they are surer than they are right by more than that, more
         training would fit the noise.
         """
-        surplus = too_sure(self.student[work.trusted], work.given[work.trusted]) - SURE
-        return plan.faster(HASTE) if len(work.trusted) * surplus + DOUBT < 0 else plan
+        surplus = overconfidence(self.fold_models[work.trusted], work.given[work.trusted]) - CONFIDENCE_MARGIN
+        return plan.faster(LEARNING_RATE_BOOST) if len(work.trusted) * surplus + PRIOR_LOSS < 0 else plan
 
 
 def _certainty(posterior: Tensor, given: Tensor) -> Tensor:
@@ -370,9 +376,9 @@ def clean_labels(work: Work) -> Outcome:
 
 
 def conclude(work: Work, alone: Tensors, pooled: Tensor, matrix: Tensor) -> Outcome:
-    """What follows from the three experts: the students, the verdict and the evidence."""
+    """What follows from the three experts: the fold models, the verdict and the evidence."""
     first = opinion(work, [alone["asked"], pooled, matrix])
-    learnt = students(work, first, alone["halved"])
+    learnt = fold_models(work, first, alone["halved"])
     final = opinion(work, [alone["asked"], pooled, matrix, learnt["asked"]])
     scale = learnt["log_scale"].exp()
     return Outcome(
@@ -391,15 +397,17 @@ def conclude(work: Work, alone: Tensors, pooled: Tensor, matrix: Tensor) -> Outc
     )
 
 
-def train_on(work: Work, name: str, lesson: Lesson, plan: Plan | None = None, seed: int = 0) -> nn.Module:
-    """A network on a lesson, from disk if it was trained before."""
+def train_on(
+    work: Work, name: str, targets: TrainingTargets, plan: TrainingPlan | None = None, seed: int = 0
+) -> nn.Module:
+    """A network trained on targets, from disk if it was trained before."""
     trained: list[nn.Module] = []
 
     def compute() -> Tensors:
         network = train(
             work.build,
             work.inputs,
-            lesson,
+            targets,
             plan or work.plan,
             seed=work.config.seed + seed,
             tick=work.ticker(name),

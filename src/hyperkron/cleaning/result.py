@@ -21,10 +21,10 @@ from hyperkron.cleaning.evidence import Evidence
 from hyperkron.cleaning.folder import FORMAT
 from hyperkron.cleaning.given import USED
 from hyperkron.cleaning.method import Outcome, Work
-from hyperkron.cleaning.trainer import Inputs, Plan, predict
+from hyperkron.cleaning.trainer import Inputs, TrainingPlan, predict
 from hyperkron.solution import HyperkronError
 
-CUT = 0.5
+SUSPECT_THRESHOLD = 0.5
 """A row whose label is more likely wrong than right is a suspect."""
 
 
@@ -92,7 +92,7 @@ class CleanResult:
 
 
 def about_run(
-    parts: list[Labelled], config: CleanConfig, plan: Plan, device: torch.device, command: str | None
+    parts: list[Labelled], config: CleanConfig, plan: TrainingPlan, device: torch.device, command: str | None
 ) -> dict[str, Any]:
     """What was run, on what, with what."""
     train, trusted = parts[:2]
@@ -127,7 +127,7 @@ def scores_summary(outcome: Outcome, scores: dict[str, Tensor]) -> dict[str, Any
             "rate": float(probability.mean()),
             "matrix": [[round(v, 6) for v in line] for line in outcome.final.matrix.cpu().tolist()],
         },
-        "suspects": {"cut": CUT, "count": int((probability > CUT).sum())},
+        "suspects": {"cut": SUSPECT_THRESHOLD, "count": int((probability > SUSPECT_THRESHOLD).sum())},
         "weights": {
             "edges": [round(i / 20, 2) for i in range(21)],
             "counts": torch.histc(scores["weight"].float(), bins=20, min=0, max=1).long().tolist(),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hyperkron.cleaning import recorded
-from hyperkron.cleaning.alternatives import DESCRIPTIONS, available, judged, lesson
+from hyperkron.cleaning.alternatives import DESCRIPTIONS, available, judged, targets_for
 from hyperkron.cleaning.budget import READY, steps_of, within
 from hyperkron.cleaning.choice import Judged, choose, judge, verdict
 from hyperkron.cleaning.config import OURS, CleanConfig, Progress
@@ -22,14 +22,14 @@ from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.method import Outcome, Work, clean_labels, folds, train_on
 from hyperkron.cleaning.models import EncoderUnavailable, TextEncoder, load_encoder
 from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
-from hyperkron.cleaning.result import CUT, CleanResult, about_run, history, scores_summary
+from hyperkron.cleaning.result import SUSPECT_THRESHOLD, CleanResult, about_run, history, scores_summary
 from hyperkron.cleaning.stages import Stages
-from hyperkron.cleaning.trainer import Dense, Plan, predict
+from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.signals import Interrupted, Signals
 
 
-class Run:
+class CleaningRun:
     """One run: prepared inputs, the method, the alternatives, the choice, and what is written."""
 
     def __init__(
@@ -57,11 +57,11 @@ class Run:
         """Do everything that is not done yet; nobody else may write into the folder meanwhile."""
         with nullcontext() if self.folder is None else FolderLock(self.folder.path), self.signals:
             try:
-                return self._everything()
+                return self._run_stages()
             finally:
                 self.progress.stop()
 
-    def _everything(self) -> CleanResult:
+    def _run_stages(self) -> CleanResult:
         now = recorded.environment(self.device)
         self._record("environment", now, lambda began: self._say(recorded.environment_notes(began, now)))
         prepared = self._prepare()
@@ -78,18 +78,18 @@ class Run:
         self._say(_trouble(outcome))
         with self._timed("network"):
             plan = outcome.paced(work, work.last)
-            networks = {OURS: train_on(work, "network-hyperkron", lesson(OURS, work, outcome), plan)}
+            networks = {OURS: train_on(work, "network-hyperkron", targets_for(OURS, work, outcome), plan)}
         with self._timed("comparison"):
             table = []
             for name in (OURS, *names):
                 with self._timed(name, "candidate"):
-                    answers = judged(name, work, outcome) if names else outcome.student[work.trusted]
+                    answers = judged(name, work, outcome) if names else outcome.fold_models[work.trusted]
                     table.append(judge(name, answers, work.given[work.trusted]))
             chosen = choose(table)
             wanted = names if prepared.test is not None else [name for name in names if name == chosen]
             for name in wanted:
                 with self._timed(name, "candidate"):
-                    networks[name] = train_on(work, f"network-{name}", lesson(name, work, outcome))
+                    networks[name] = train_on(work, f"network-{name}", targets_for(name, work, outcome))
         return self._finish(prepared, work, outcome, table, chosen, networks)
 
     def _prepare(self) -> Prepared:
@@ -143,7 +143,7 @@ class Run:
         given = torch.cat(labels).to(self.device)
         rows = torch.arange(len(given), device=self.device)
         noisy, trusted = rows[: len(labels[0])], rows[len(labels[0]) :]
-        plan = Plan() if self.config.epochs is None else Plan(epochs=self.config.epochs)
+        plan = TrainingPlan() if self.config.epochs is None else TrainingPlan(epochs=self.config.epochs)
         names, notes = available(self.config.compare)
         work = Work(
             prepared.inputs,
@@ -175,7 +175,7 @@ class Run:
             self.progress.message(note)
         self.messages += notes
 
-    def _budgeted(self, work: Work, names: list[str], test: bool) -> tuple[Plan, list[str], list[str]]:
+    def _budgeted(self, work: Work, names: list[str], test: bool) -> tuple[TrainingPlan, list[str], list[str]]:
         """The plan that fits; decided once, so that a resumed run follows the same one."""
         kept = next(self.folder.logged("plan"), None) if self.folder is not None else None
         if kept is None:
@@ -235,7 +235,7 @@ class Run:
             "history": history(outcome, work).cpu(),
         }
         order = probability.argsort(descending=True).cpu()
-        suspects = order[scores["error_probability"][order] > CUT]
+        suspects = order[scores["error_probability"][order] > SUSPECT_THRESHOLD]
         candidates = self._candidates(prepared, table, chosen, networks)
         words = verdict(chosen, table, float(probability.mean()), len(suspects), len(given))
         summary = {
@@ -248,7 +248,7 @@ class Run:
         }
         summary["data"]["messages"] = self.messages
         if self.folder is not None:
-            self.folder.write_rows(self.parts[0], scores, CUT)
+            self.folder.write_rows(self.parts[0], scores, SUSPECT_THRESHOLD)
             self.folder.write_model(networks[chosen])
             self.folder.write_json("result.json", summary)
         spread = self.given.spread

@@ -39,7 +39,7 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How to train; the same for every candidate.
 
     Attributes:
@@ -58,7 +58,7 @@ class Plan:
     decay: float = 1e-2
     least: int = 300
 
-    def faster(self, factor: float) -> Plan:
+    def faster(self, factor: float) -> TrainingPlan:
         """The same with both rates so many times as high."""
         return replace(self, rate=factor * self.rate, fine_rate=factor * self.fine_rate)
 
@@ -72,7 +72,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingTargets:
     """Which rows a network learns from, with what evidence.
 
     Attributes:
@@ -110,7 +110,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def optimizer_for(network: nn.Module, plan: Plan) -> torch.optim.AdamW:
+def optimizer_for(network: nn.Module, plan: TrainingPlan) -> torch.optim.AdamW:
     """AdamW with a low rate for pretrained layers (a submodule ``upper``) and the usual one for all others."""
     upper = getattr(network, "upper", None)
     fine = {id(p) for p in upper.parameters()} if isinstance(upper, nn.Module) else set()
@@ -142,25 +142,25 @@ def batches(count: int, size: int, random: torch.Generator | None, device: torch
 def train(
     build: Callable[[], nn.Module],
     inputs: Inputs,
-    lesson: Lesson,
-    plan: Plan,
+    targets: TrainingTargets,
+    plan: TrainingPlan,
     *,
     seed: int,
     steps: int | None = None,
     tick: Tick | None = None,
 ) -> nn.Module:
-    """A fresh network, initialised under ``seed`` and fitted to the lesson; left in evaluation mode.
+    """A fresh network, initialised under ``seed`` and fitted to the targets; left in evaluation mode.
 
     Takes as many steps as the plan says for so many rows, or ``steps``.
     """
-    device, count = lesson.rows.device, len(lesson.rows)
+    device, count = targets.rows.device, len(targets.rows)
     with seeded(seed, device):
         network = build().to(device).train()
         total = plan.steps(count) if steps is None else steps
         optimizer = optimizer_for(network, plan)
         schedule = schedule_for(optimizer, total)
         for part in islice(batches(count, plan.batch_for(count), None, device), total):
-            loss = lesson.loss(network(*inputs.batch(lesson.rows[part])), part)
+            loss = targets.loss(network(*inputs.batch(targets.rows[part])), part)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
@@ -171,7 +171,7 @@ def train(
     return network.eval()
 
 
-def refuse_not_finite(loss: Tensor, plan: Plan, steps: int) -> None:
+def refuse_not_finite(loss: Tensor, plan: TrainingPlan, steps: int) -> None:
     """Meet a training that went wrong."""
     if not bool(torch.isfinite(loss).all()):
         value = float(loss[~torch.isfinite(loss)][0]) if loss.dim() else float(loss)

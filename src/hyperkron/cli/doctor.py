@@ -178,11 +178,11 @@ def self_test() -> float:
     from hyperkron.hypergradient import kfac
     from hyperkron.problem import BilevelProblem
 
-    draw = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(12, n, generator=draw, dtype=torch.float64) for n in (3, 2))
-    u, v = (torch.randn(5, n, generator=draw, dtype=torch.float64) for n in (3, 2))
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(12, n, generator=generator, dtype=torch.float64) for n in (3, 2))
+    u, v = (torch.randn(5, n, generator=generator, dtype=torch.float64) for n in (3, 2))
     model = torch.nn.Linear(3, 2, bias=False, dtype=torch.float64)
-    model.weight.data = torch.randn(2, 3, generator=draw, dtype=torch.float64)
+    model.weight.data = torch.randn(2, 3, generator=generator, dtype=torch.float64)
     weights, index, damping = SampleWeights(12).double(), torch.arange(12), 0.1
     problem = BilevelProblem(
         lambda m, w, b: losses.mse(m(b[0]), b[1], weight=w(b[2])), lambda m, w, b: losses.mse(m(b[0]), b[1])

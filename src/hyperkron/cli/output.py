@@ -110,7 +110,7 @@ def lasting(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-class Silent:
+class Quiet:
     """A progress that shows nothing."""
 
     def start(self, total: int) -> None:
@@ -215,10 +215,10 @@ class Bar:
         self._bar = None
 
 
-def progress(quiet: bool) -> Silent | Lines | Bar:
+def progress(quiet: bool) -> Quiet | Lines | Bar:
     """The progress that fits: none where it is to be quiet, a bar on a terminal, lines elsewhere."""
     if quiet:
-        return Silent()
+        return Quiet()
     if sys.stderr.isatty():
         try:
             return Bar()

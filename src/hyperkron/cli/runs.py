@@ -29,7 +29,7 @@ def report(options: Any, given: list[str]) -> int:
 
 
 @dataclass(frozen=True)
-class Row:
+class CsvRow:
     """A line of rows.csv."""
 
     row: int
@@ -132,7 +132,7 @@ def _source(folder: Path) -> tuple[str, dict[str, Any]]:
     return source.text("train"), {k: v for k, v in source.child("reading").raw.items() if v is not None}
 
 
-def _rows(folder: Path, threshold: float | None) -> list[Row]:
+def _rows(folder: Path, threshold: float | None) -> list[CsvRow]:
     from hyperkron.cleaning.report.fields import REMEDY, read_text
     from hyperkron.solution import HyperkronError
 
@@ -141,7 +141,7 @@ def _rows(folder: Path, threshold: float | None) -> list[Row]:
         raise HyperkronError(
             f"run={str(folder)!r} has no rows.csv: it has not finished; go on with `hyperkron resume {folder}`."
         )
-    found: list[Row] = []
+    found: list[CsvRow] = []
     text = read_text(file) or ""
     lines = csv.DictReader(io.StringIO(text, newline=""))
     try:
@@ -151,14 +151,14 @@ def _rows(folder: Path, threshold: float | None) -> list[Row]:
     return found
 
 
-def _row(line: dict[str, Any], threshold: float | None) -> Row:
+def _row(line: dict[str, Any], threshold: float | None) -> CsvRow:
     probability = float(line["error_probability"])
     suspect = {"true": True, "false": False}[line["suspect"]]
     if threshold is not None:
         suspect = probability >= threshold
     if math.isnan(probability) or line["suggested"] is None or not 0 <= int(line["row"]) < 2**62:
         raise ValueError
-    return Row(int(line["row"]), line["given"], line["suggested"], suspect)
+    return CsvRow(int(line["row"]), line["given"], line["suggested"], suspect)
 
 
 def _flagged(train: str, reading: dict[str, Any]) -> list[int]:

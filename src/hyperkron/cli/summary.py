@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hyperkron.cleaning.report.folder import Candidate, Run, Suspect, read_run
+from hyperkron.cleaning.report.folder import Candidate, RunContents, Suspect, read_run
 from hyperkron.cli.output import lasting
 
 TOP = 5
@@ -62,7 +62,7 @@ def _candidates(found: list[Candidate]) -> str:
     return table(lines) + "\n* chosen on held-out trusted rows; its model is the one saved"
 
 
-def _suspects(run: Run) -> str:
+def _suspects(run: RunContents) -> str:
     count = run.result.child("suspects").count("count")
     rows = run.result.child("data").count("train_rows")
     count = len(run.suspects) if count is None else count
@@ -90,14 +90,14 @@ def _sure(probability: float) -> str:
     return "over 99" if 0.995 <= probability < 1 else f"{100 * probability:.0f}"
 
 
-def _files(run: Run) -> str:
+def _files(run: RunContents) -> str:
     names = (("report", "report.html"), ("rows", "rows.csv"), ("model", "model.safetensors"))
     lines = [f"{title:7} {run.folder / file}" for title, file in names if (run.folder / file).exists()]
     total = run.result.child("seconds").number("total")
     return "\n".join([*lines, *([f"{'time':7} {lasting(total)}"] if total is not None else [])])
 
 
-def _next(run: Run) -> str:
+def _next(run: RunContents) -> str:
     source = run.config.get("source")
     train = source.get("train") if isinstance(source, dict) else None
     suffix = _suffix(train if isinstance(train, str) else "train.csv")

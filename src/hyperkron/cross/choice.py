@@ -28,13 +28,15 @@ from hyperkron.cross.ways import (
     slope,
 )
 from hyperkron.cross.weighting import ChangedError, Weighted
-from hyperkron.curvature.base import Operator, checked_positive
-from hyperkron.curvature.products import HessianOperator, UndifferentiableError
+from hyperkron.curvature.base import Operator
+from hyperkron.curvature.hessian import HessianOperator
+from hyperkron.evaluation.differentiation import UndifferentiableError
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.linalg import tf32_products
 from hyperkron.losses import Loss
-from hyperkron.solution import HyperkronError, warn_once
+from hyperkron.solution import warn_once
 from hyperkron.trees import Tree
+from hyperkron.validation import check_one_of, check_positive
 
 Mode = Literal["auto", "reverse", "forward", "difference"]
 
@@ -77,10 +79,9 @@ class Cross:
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in ("auto", "reverse", "forward", "difference"):
-            raise HyperkronError(f"cross={self.mode!r} is unknown; choose auto, reverse, forward or difference.")
+        check_one_of("cross", self.mode, ("auto", "reverse", "forward", "difference"))
         if self.radius is not None:
-            checked_positive("radius", self.radius, "None chooses it by dtype")
+            check_positive("radius", self.radius, "None chooses it by dtype")
 
     def term(self, point: Point, v: Tree, operator: Operator | None, state: CrossState) -> Tree:
         """∂²_λθ J_in · v, one tensor for each parameter of λ."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 from hyperkron import trees
-from hyperkron.curvature.products import UndifferentiableError, gradients_of, graph_nodes
+from hyperkron.evaluation.differentiation import UndifferentiableError, gradients_of, graph_nodes
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.linalg import full_precision
 from hyperkron.losses import Loss
@@ -90,7 +90,7 @@ def along(point: Point, v: Tree) -> tuple[Loss, Tree]:
 
 
 def _inner_at(point: Point, params: Tree) -> Loss:
-    return point.substituted("inner", params, point.inner_batch, draw=0, differentiable=True, where="along v")
+    return point.substituted("inner", params, point.inner_batch, stream=0, differentiable=True, where="along v")
 
 
 def _gradient_of_tangent(point: Point, tangent: Tensor | None) -> tuple[Tree, Tensor]:

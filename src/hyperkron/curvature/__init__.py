@@ -1,9 +1,11 @@
 """A: the curvature of the inner problem as a linear operator."""
 
+from hyperkron.curvature.adam_diagonal import AdamDiagonal
 from hyperkron.curvature.base import Curvature, CurvatureState, Invertible, Operator
+from hyperkron.curvature.ggn import GGN
+from hyperkron.curvature.hessian import Hessian
+from hyperkron.curvature.identity import Identity
 from hyperkron.curvature.kfac import EKFAC, KFAC, Coverage, KroneckerState
-from hyperkron.curvature.products import GGN, Hessian
-from hyperkron.curvature.simple import AdamDiagonal, Identity
 
 __all__ = [
     "EKFAC",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from typing import Any
@@ -13,6 +12,7 @@ from hyperkron.evaluation.point import Point
 from hyperkron.losses import Loss
 from hyperkron.solution import HyperkronError, Status, warn_once
 from hyperkron.trees import Tree
+from hyperkron.validation import check_nonnegative
 
 
 class Operator(ABC):
@@ -98,24 +98,9 @@ class Curvature(ABC):
         return None
 
 
-def checked_damping(damping: float) -> float:
-    """``damping`` if it is a finite number ≥ 0, else an error that names it."""
-    if not (isinstance(damping, (int, float)) and math.isfinite(damping) and damping >= 0):
-        raise HyperkronError(f"damping={damping!r} is not a finite number ≥ 0; 1e-3 is a common choice.")
-    return float(damping)
-
-
-def checked_count(name: str, value: int, remedy: str = "") -> None:
-    """Refuse what is no whole number ≥ 1, by its name."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise HyperkronError(f"{name}={value!r} must be a whole number ≥ 1{remedy}.")
-
-
-def checked_positive(name: str, value: float, remedy: str) -> float:
-    """``value`` if it is a finite number > 0, else an error that names it."""
-    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-        raise HyperkronError(f"{name}={value!r} is not a positive number; {remedy}.")
-    return float(value)
+def check_damping(damping: float) -> None:
+    """Refuse a damping that is not a finite number ≥ 0."""
+    check_nonnegative("damping", damping, "1e-3 is a common choice")
 
 
 def warn_opaque(who: str) -> None:

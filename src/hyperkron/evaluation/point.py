@@ -44,14 +44,15 @@ class Point:
         outer_batch: the batch of J_out.
         curvature_batch: another batch of J_in on which A is measured.
         recording: what happens inside is being recorded as a CUDA graph: nothing is read from the device, and its
-            random state is left alone. The checks stay in :attr:`doors` and :attr:`unread`, for whoever replays it.
+            random state is left alone. The checks stay in :attr:`finite_checks` and :attr:`assumed_zero`, for whoever
+            replays it.
         plain: the objectives are evaluated without autocast, wherever it is enabled.
 
     Attributes:
         autocast: under which the objectives are evaluated, where the caller has it enabled.
-        met: whether a ``plain`` evaluation would have run under autocast.
-        doors: values that must be finite, not read yet: (name, remedy, value).
-        unread: numbers that were taken to be zero while recording.
+        met_autocast: whether a ``plain`` evaluation would have run under autocast.
+        finite_checks: values that must be finite, not read yet: (name, remedy, value).
+        assumed_zero: numbers that were taken to be zero while recording.
     """
 
     def __init__(
@@ -79,10 +80,10 @@ class Point:
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
         self.recording = recording
-        self.plain, self.met = plain or problem.autocast is False, False
+        self.plain, self.met_autocast = plain or problem.autocast is False, False
         self.autocast: torch.autocast | None = None
-        self.doors: list[tuple[str, str, Tensor]] = []
-        self.unread: list[Tensor] = []
+        self.finite_checks: list[tuple[str, str, Tensor]] = []
+        self.assumed_zero: list[Tensor] = []
         self._stack: ExitStack | None = None
         self._snapshot: Snapshot | None = None
         self._away = False
@@ -97,7 +98,7 @@ class Point:
         if "torch._dynamo" in sys.modules:  # without it nothing can have been compiled
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         if torch.is_autocast_enabled(self.device.type):  # for the objectives alone: all else keeps its precision
-            self.met = self.plain
+            self.met_autocast = self.plain
             if not self.plain:
                 cache = torch.is_autocast_cache_enabled()
                 self.autocast = torch.autocast(
@@ -129,24 +130,24 @@ class Point:
         params: Tree,
         batch: Any,
         *,
-        draw: int,
+        stream: int,
         differentiable: bool,
         where: str,
         remedy: str | None = None,
     ) -> Loss:
         """J_in or J_out with θ replaced by ``params`` and attached to their graph, for methods that move θ.
 
-        Evaluations with the same ``draw`` draw the same dropout masks, those with different ones independent
-        masks; draw 0 is that of :meth:`inner`. ``where`` and ``remedy`` go into the error of a bad value.
+        Evaluations with the same random ``stream`` draw the same dropout masks, those with different ones
+        independent masks; stream 0 is that of :meth:`inner`. ``where`` and ``remedy`` go into the error of a bad value.
         """
-        return self._evaluate(level, batch, params, draw, differentiable, f" {where}", remedy)
+        return self._evaluate(level, batch, params, stream, differentiable, f" {where}", remedy)
 
     def _evaluate(
         self,
         level: Level,
         batch: Any,
         params: Tree | None = None,
-        draw: int = 0,
+        stream: int = 0,
         differentiable: bool = False,
         where: str = "",
         remedy: str | None = None,
@@ -154,14 +155,14 @@ class Point:
         """The one way to J: everything rewound, kernels chosen, the objective called, its value checked."""
         assert self._snapshot is not None, "a Point is used inside its with block"
         self._snapshot.rewind()
-        if draw:
-            reseed(draw, self.device)
+        if stream:
+            reseed(stream, self.device)
         try:
             value = self._call(level, batch, params, differentiable)
         except LayoutError:
             if self.recording:
                 raise
-            return self._evaluate(level, batch, params, draw, differentiable, where, remedy)
+            return self._evaluate(level, batch, params, stream, differentiable, where, remedy)
         except RuntimeError as error:
             if misplaced := self._misplaced(error):
                 raise HyperkronError(f"{level}{where} failed: {misplaced}") from error
@@ -191,7 +192,7 @@ class Point:
                     named = {f"model.{name}": p for name, p in params.items()}
                     with differentiable_checkpoints(keep=True):
                         value = functional_call(_Caller(self.model), named, (function, self.hyper, batch))
-            self.met = self.met or (mode is not None and mode.met)
+            self.met_autocast = self.met_autocast or (mode is not None and mode.met_autocast)
             return value
 
         with self.autocast or nullcontext():
@@ -218,17 +219,17 @@ class Point:
 
     def finite(self, name: str, value: Tensor, remedy: str) -> None:
         """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
-        self.doors.append((name, remedy, value.detach()))
+        self.finite_checks.append((name, remedy, value.detach()))
         if value.device.type == "cpu":
             self.settle()
 
     def settle(self) -> None:
         """Read all pending finite checks; raise for the first that failed."""
-        if not self.doors or self.recording:
+        if not self.finite_checks or self.recording:
             return
-        doors, self.doors = self.doors, []
-        numbers = iter(torch.cat([value.reshape(-1) for _, _, value in doors]).tolist())
-        for name, remedy, value in doors:
+        finite_checks, self.finite_checks = self.finite_checks, []
+        numbers = iter(torch.cat([value.reshape(-1) for _, _, value in finite_checks]).tolist())
+        for name, remedy, value in finite_checks:
             bad = [x for x in itertools.islice(numbers, value.numel()) if not math.isfinite(x)]
             if bad:
                 found = "nan" if any(map(math.isnan, bad)) else "infinite"
@@ -239,7 +240,7 @@ class Point:
         if not self.recording:
             found: list[Any] = numbers.tolist()
             return found
-        self.unread.append(numbers)
+        self.assumed_zero.append(numbers)
         return [0] * numbers.numel()
 
     @property

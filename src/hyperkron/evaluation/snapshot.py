@@ -80,9 +80,9 @@ class Snapshot:
             sys.modules["numpy"].random.set_state(self.numpy)
 
 
-def reseed(draw: int, device: torch.device) -> None:
-    """Random states number ``draw`` of those that follow from the current ones."""
-    seed = int(torch.randint(2**62, ())) + draw
+def reseed(stream: int, device: torch.device) -> None:
+    """Random states number ``stream`` of those that follow from the current ones."""
+    seed = int(torch.randint(2**62, ())) + stream
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

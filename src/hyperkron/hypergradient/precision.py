@@ -48,7 +48,7 @@ def _cosine(place: Callable[..., Point], evaluate: Callable[[Point], Loss]) -> f
         if point.problem.autocast is not None:
             return 1.0
         loss = evaluate(point)
-        if not point.met or not loss.value.requires_grad:
+        if not point.met_autocast or not loss.value.requires_grad:
             return 1.0
         exact = _gradient(point, loss)
         del loss

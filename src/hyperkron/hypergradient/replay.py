@@ -258,8 +258,10 @@ class Replays:
 
 def _checked(point: Point, answer: Answer) -> tuple[list[Tensor], Answer]:
     """What must be finite, J_out first, what must be zero, and what is watched, for ``answer`` to hold."""
-    finite = [answer.value, *(value for _, _, value in point.doors)]
-    zero = [point.unread[0].new_zeros(1), *point.unread] if point.unread else [answer.value.new_zeros(1)]
+    finite = [answer.value, *(value for _, _, value in point.finite_checks)]
+    zero = (
+        [point.assumed_zero[0].new_zeros(1), *point.assumed_zero] if point.assumed_zero else [answer.value.new_zeros(1)]
+    )
     watched = [answer.value.new_zeros(0), *answer.watch.unread]
     return [_joined(part) for part in (finite, zero, watched)], answer
 

@@ -19,10 +19,11 @@ from torch import Tensor
 from hyperkron import trees
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
+from hyperkron.validation import check_nonnegative, check_positive
 
 
 @dataclass(frozen=True)
-class State:
+class StepState:
     """What an optimizer remembers between two steps.
 
     Attributes:
@@ -37,25 +38,25 @@ class State:
         """All tensors of all slots, in a fixed order."""
         return [x for slot in self.slots.values() for x in slot.values()]
 
-    def map(self, f: Callable[[Tensor], Tensor]) -> State:
+    def map(self, f: Callable[[Tensor], Tensor]) -> StepState:
         """``f`` applied to every tensor of every slot."""
-        return State(self.taken, {name: trees.map(f, slot) for name, slot in self.slots.items()})
+        return StepState(self.taken, {name: trees.map(f, slot) for name, slot in self.slots.items()})
 
-    def updated(self, grads: Tree, **slots: Tree) -> State:
+    def updated(self, grads: Tree, **slots: Tree) -> StepState:
         """The state after a step of the parameters in ``grads``, whose entries of ``slots`` are replaced."""
         taken = {name: count + (name in grads) for name, count in self.taken.items()}
-        return State(taken, {slot: {**self.slots[slot], **new} for slot, new in slots.items()})
+        return StepState(taken, {slot: {**self.slots[slot], **new} for slot, new in slots.items()})
 
 
 class Step(ABC):
     """An optimizer's update as a pure function of parameters, gradients and state."""
 
     @abstractmethod
-    def init(self, params: Tree) -> State:
+    def init(self, params: Tree) -> StepState:
         """The state before the first step."""
 
     @abstractmethod
-    def step(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+    def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:
         """The parameters and the state after one step; a parameter missing from ``grads`` does not move."""
 
 
@@ -82,9 +83,9 @@ class SGD(Step):
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive("lr", self.lr)
+        check_positive("lr", self.lr)
         for name in ("momentum", "weight_decay"):
-            _not_negative(name, getattr(self, name))
+            check_nonnegative(name, getattr(self, name))
         if not math.isfinite(self.dampening):
             raise HyperkronError(f"dampening={self.dampening!r} is not finite; 0 is the usual value.")
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
@@ -93,11 +94,11 @@ class SGD(Step):
                 "it needs momentum > 0 and dampening = 0."
             )
 
-    def init(self, params: Tree) -> State:
+    def init(self, params: Tree) -> StepState:
         """No step taken; the momentum is zero, and absent where ``momentum=0``."""
         return _fresh(params, *(("momentum",) if self.momentum else ()))
 
-    def step(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+    def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:
         """θ⁺ and the new momentum."""
         moving = {name: params[name] for name in grads}
         direction = trees.add(grads, moving, self.weight_decay) if self.weight_decay else grads
@@ -137,11 +138,11 @@ class Adam(Step):
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.betas, self.eps, self.weight_decay)
 
-    def init(self, params: Tree) -> State:
+    def init(self, params: Tree) -> StepState:
         """No step taken, both moments zero."""
         return _fresh(params, "mean", "square")
 
-    def step(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+    def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:
         """θ⁺ and the new moments."""
         moving = {name: params[name] for name in grads}
         direction = trees.add(grads, moving, self.weight_decay) if self.weight_decay else grads
@@ -172,11 +173,11 @@ class AdamW(Step):
     def __post_init__(self) -> None:
         _check_adam(self.lr, self.betas, self.eps, self.weight_decay)
 
-    def init(self, params: Tree) -> State:
+    def init(self, params: Tree) -> StepState:
         """No step taken, both moments zero."""
         return _fresh(params, "mean", "square")
 
-    def step(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+    def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:
         """θ⁺ and the new moments."""
         moving = {name: params[name] for name in grads}
         if self.weight_decay:
@@ -186,8 +187,8 @@ class AdamW(Step):
 
 
 def _adam(
-    start: Tree, direction: Tree, state: State, lr: float, betas: tuple[float, float], eps: float
-) -> tuple[Tree, State]:
+    start: Tree, direction: Tree, state: StepState, lr: float, betas: tuple[float, float], eps: float
+) -> tuple[Tree, StepState]:
     """The step common to Adam and AdamW, from ``start`` along ``direction``."""
     beta1, beta2 = betas
     mean, square = ({name: state.slots[slot][name] for name in direction} for slot in ("mean", "square"))
@@ -209,23 +210,13 @@ def _sqrt(x: Tensor) -> Tensor:
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
 
 
-def _fresh(params: Tree, *slots: str) -> State:
-    return State(dict.fromkeys(params, 0), {slot: trees.zeros_like(params) for slot in slots})
+def _fresh(params: Tree, *slots: str) -> StepState:
+    return StepState(dict.fromkeys(params, 0), {slot: trees.zeros_like(params) for slot in slots})
 
 
 def _check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    _positive("lr", lr)
-    _positive("eps", eps)
-    _not_negative("weight_decay", weight_decay)
+    check_positive("lr", lr)
+    check_positive("eps", eps)
+    check_nonnegative("weight_decay", weight_decay)
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise HyperkronError(f"betas={betas!r} are not two numbers in [0, 1); (0.9, 0.999) are usual.")
-
-
-def _positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0.0):
-        raise HyperkronError(f"{name}={value!r} is not a positive number; give a finite {name} > 0.")
-
-
-def _not_negative(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0.0):
-        raise HyperkronError(f"{name}={value!r} is negative or not finite; give a finite {name} >= 0.")

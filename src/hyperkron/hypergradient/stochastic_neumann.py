@@ -17,7 +17,7 @@ from torch import nn
 
 from hyperkron import trees
 from hyperkron.cross import reverse
-from hyperkron.curvature.products import HessianOperator
+from hyperkron.curvature.hessian import HessianOperator
 from hyperkron.evaluation.inputs import differentiable_batch
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient import Hypergradient
@@ -25,8 +25,9 @@ from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.hypergradient.unrolled import Batches
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, Solution, Status
-from hyperkron.solvers.base import check_count, check_step
+from hyperkron.solvers.base import check_step
 from hyperkron.trees import Tree
+from hyperkron.validation import check_whole
 
 
 class StochasticNeumann(Hypergradient):
@@ -59,7 +60,7 @@ class StochasticNeumann(Hypergradient):
         misscaled: bool = False,
         seed: int = 0,
     ) -> None:
-        check_count("terms", terms, 1 if sampled else 0)
+        check_whole("terms", terms, 1 if sampled else 0)
         check_step(step)
         if sampled and misscaled:
             raise HyperkronError("misscaled=True concerns the sum; it cannot be had with sampled=True (HIA).")

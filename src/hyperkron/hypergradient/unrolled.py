@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import trees
-from hyperkron.curvature.products import gradients_of
+from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.hypergradient.base import Hypergradient
-from hyperkron.hypergradient.steps import SGD, State, Step
+from hyperkron.hypergradient.steps import SGD, Step, StepState
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, Status
 from hyperkron.trees import Tree
+from hyperkron.validation import check_whole
 
 
 class Batches(tuple[Any, ...]):
@@ -76,11 +77,11 @@ class Unrolled(Hypergradient):
     checkpoint_every: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("steps", "checkpoint_every"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise HyperkronError(f"{name}={value!r} is not a positive integer; give {name} >= 1.")
-        if self.last is not None and not (isinstance(self.last, int) and 1 <= self.last <= self.steps):
+        check_whole("steps", self.steps)
+        check_whole("checkpoint_every", self.checkpoint_every)
+        if self.last is not None:
+            check_whole("last", self.last, remedy="it is the number of final steps to differentiate through")
+        if self.last is not None and self.last > self.steps:
             raise HyperkronError(
                 f"last={self.last!r} is not between 1 and steps={self.steps}; "
                 "give the number of final steps to differentiate through, or None for all."
@@ -221,7 +222,7 @@ class _Iterate:
 
     t: int
     params: Tree
-    state: State
+    state: StepState
 
     def tensors(self) -> list[Tensor]:
         return [*self.params.values(), *self.state.tensors()]
@@ -337,7 +338,7 @@ class _Sweep:
         batch = given[t] if isinstance(given, Batches) else given
         where = f"at unrolled step {t + 1} of {self.steps}"
         hint = where if t == 0 else f"{where} (if the steps diverge, lower the optimizer's lr)"
-        loss = self.point.substituted("inner", params, batch, draw=t, differentiable=True, where=hint)
+        loss = self.point.substituted("inner", params, batch, stream=t, differentiable=True, where=hint)
         self.gradients += 1
         found = _gradient(loss.value, list(params.values()), create_graph)
         grads = {name: g for name, g in zip(params, found, strict=True) if g is not None}
@@ -349,7 +350,7 @@ class _Sweep:
         """J_out(λ, θ^T), the adjoint of (θ^T, s^T), and ∂_λ J_out for each of λ's parameters."""
         point, params = self.point, trees.map(_leaf, iterate.params)
         where = f"after {self.steps} unrolled steps (if they diverge, lower the optimizer's lr)"
-        loss = point.substituted("outer", params, point.outer_batch, draw=0, differentiable=False, where=where).value
+        loss = point.substituted("outer", params, point.outer_batch, stream=0, differentiable=False, where=where).value
         found = _gradient(loss, [*params.values(), *point.hypers.values()], False)
         adjoint, direct = found[: len(params)], found[len(params) :]
         if all(a is None for a in adjoint):

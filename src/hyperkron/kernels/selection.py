@@ -133,7 +133,7 @@ class WithoutAutocast(TorchFunctionMode):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.met = kind, False
+        self.kind, self.met_autocast = kind, False
 
     def __enter__(self) -> WithoutAutocast:
         WithoutAutocast.entered += 1
@@ -150,7 +150,7 @@ class WithoutAutocast(TorchFunctionMode):
         enabled = torch.is_autocast_enabled(self.kind)
         if not enabled:
             return func(*args, **(kwargs or {}))
-        self.met = True
+        self.met_autocast = True
         torch.set_autocast_enabled(self.kind, False)
         try:
             return func(*args, **(kwargs or {}))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_one_of, check_whole
 
 Fisher = Literal["mc", "type-2", "empirical"]
 """Which vectors stand for the output Hessian: sampled, all of them, or the gradients at the targets."""
@@ -91,13 +92,11 @@ class Term(ABC):
         References:
             Martens and Grosse, 2015 (mc); Kunstner, Balles and Hennig, 2019 (empirical); Dangel et al., 2025.
         """
-        if fisher not in get_args(Fisher):
-            raise HyperkronError(f"fisher={fisher!r} is unknown; use one of {', '.join(get_args(Fisher))}.")
+        check_one_of("fisher", fisher, get_args(Fisher))
         if fisher != "mc":
             samples = 1
-        elif not isinstance(samples, int) or samples < 1:
-            raise HyperkronError(f"samples={samples!r}: Monte-Carlo vectors need a whole number ≥ 1.")
-        if fisher == "mc":
+        else:
+            check_whole("samples", samples, remedy="it is the number of Monte-Carlo vectors")
             _check_generator(generator, self.output)
         weights = self.coefficients if fisher == "empirical" else self.hessian_scale
         lowest = weights.min().item() if checked else 0.0

@@ -14,6 +14,7 @@ from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.solution import HyperkronError, NonFiniteError, Solution, Status
 from hyperkron.solvers.watch import Watch, strange
 from hyperkron.trees import Tree
+from hyperkron.validation import check_positive
 
 _SAFE_RANGE = 1e-6, 1e6  # of the largest entry of b: float32 squares and products stay far from its limits
 
@@ -135,13 +136,7 @@ def epsilon(tree: Tree, operator: Operator) -> float:
     return max(operator.roundoff, *(torch.finfo(x.dtype).eps for x in tree.values()))
 
 
-def check_count(name: str, value: int, least: int) -> None:
-    """Refuse anything but an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise HyperkronError(f"{name} is {value!r}; pass an integer of at least {least}")
-
-
 def check_step(step: float | None) -> None:
     """Refuse a step that is neither ``None`` nor positive and finite."""
-    if step is not None and not (isinstance(step, int | float) and 0.0 < step < math.inf):
-        raise HyperkronError(f"step is {step!r}; pass a positive number below 2/λmax, or None to have a safe one found")
+    if step is not None:
+        check_positive("step", step, "pass one below 2/λmax, or None to have a safe one found")

@@ -10,10 +10,11 @@ import torch
 
 from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
-from hyperkron.solution import HyperkronError, Solution, Status
-from hyperkron.solvers.base import Solver, check_count, epsilon
+from hyperkron.solution import Solution, Status
+from hyperkron.solvers.base import Solver, epsilon
 from hyperkron.solvers.watch import Course, Number, Watch, among, either, first, ratio, root, strange
 from hyperkron.trees import Tree
+from hyperkron.validation import check_interval, check_whole
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,9 @@ class CG(Solver):
 
     def __post_init__(self) -> None:
         """Refuse a configuration that makes no sense."""
-        check_count("iterations", self.iterations, 1)
-        if not (isinstance(self.tolerance, int | float) and 0.0 <= self.tolerance < 1.0):
-            raise HyperkronError(
-                f"tolerance is {self.tolerance!r}; pass a relative residual from 0 to below 1, such as 1e-6"
-            )
+        check_whole("iterations", self.iterations, 1)
+        remedy = "it is a relative residual, such as 1e-6"
+        check_interval("tolerance", self.tolerance, 0, 1, brackets="[)", remedy=remedy)
 
     def check_graph(self) -> None:
         """All it decides by is looked at by the watch."""
@@ -81,7 +80,7 @@ class CG(Solver):
         if start is not None:
             v, r, products = start, trees.add(b, operator.matvec(start), alpha=-1.0), 1
             sizes.append(trees.norm(r))
-        course = _Course(watch.look(*sizes), epsilon(b, operator), self.tolerance)
+        course = _CGCourse(watch.look(*sizes), epsilon(b, operator), self.tolerance)
         if watch.ends(course):
             return watch.solution(v, products)
         p = z = r if preconditioner is None else preconditioner.solve(r)
@@ -109,7 +108,7 @@ class CG(Solver):
         return watch.solution(v, products)
 
 
-class _Course(Course):
+class _CGCourse(Course):
     """The residual so far, and ‖A‖ as far as it was seen.
 
     Attributes:

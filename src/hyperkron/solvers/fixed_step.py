@@ -77,7 +77,7 @@ def _iterate(
         r, products = trees.add(b, operator.matvec(start), alpha=-1.0), products + 1
         z = invert(r)
         sizes.append(_size(r, z))
-    course = _Course(watch.look(*sizes), epsilon(b, operator), plain)
+    course = _FixedStepCourse(watch.look(*sizes), epsilon(b, operator), plain)
     if start is None and not plain:
         z = watch.choose(course.unfit, b, z)  # the identity in place of an M that is at fault
     v = trees.scale(z, step) if start is None else trees.add(start, z, alpha=step)
@@ -123,7 +123,7 @@ def _size(r: Tree, z: Tree) -> Tensor:
     return square.sign() * square.abs().sqrt()
 
 
-class _Course(Course):
+class _FixedStepCourse(Course):
     """Residuals so far.
 
     Attributes:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.solution import Solution
-from hyperkron.solvers.base import Solver, check_count, check_step
+from hyperkron.solvers.base import Solver, check_step
 from hyperkron.solvers.fixed_step import check_known, fixed_step
 from hyperkron.solvers.watch import Watch
 from hyperkron.trees import Tree
+from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class Neumann(Solver):
 
     def __post_init__(self) -> None:
         """Refuse a configuration that makes no sense."""
-        check_count("terms", self.terms, 0)
-        check_count("power_iterations", self.power_iterations, 1)
-        check_count("seed", self.seed, 0)
+        check_whole("terms", self.terms, 0)
+        check_whole("power_iterations", self.power_iterations, 1)
+        check_whole("seed", self.seed, 0)
         check_step(self.step)
 
     def check_graph(self) -> None:

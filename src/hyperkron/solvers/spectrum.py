@@ -8,8 +8,8 @@ import torch
 
 from hyperkron import trees
 from hyperkron.curvature.base import Operator
-from hyperkron.solvers.base import check_count
 from hyperkron.trees import Tree
+from hyperkron.validation import check_whole
 
 _SAFETY = 1.1
 
@@ -53,7 +53,7 @@ def power_iteration(operator: Operator, like: Tree, iterations: int = 8, seed: i
     Returns:
         The estimates; ``largest`` is 0 for a zero operator, and not finite where the operator is not.
     """
-    check_count("iterations", iterations, 1)
+    check_whole("iterations", iterations, 1)
     device = next(iter(like.values())).device
     q = trees.normal_like(like, torch.Generator(device).manual_seed(seed))
     q = trees.scale(q, 1.0 / trees.norm(q))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hyperkron.curvature.products import gradients_of
+from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.inputs import tensors_of
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
@@ -24,6 +24,7 @@ from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Objective, rows, shares
 from hyperkron.solution import HyperkronError
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
+from hyperkron.validation import check_whole
 
 Level = Literal["inner", "outer"]
 Gradients = tuple[Tensor | None, ...]
@@ -72,9 +73,8 @@ class Accumulated(BilevelProblem):
 
     def resize(self, micro_batch: int | None) -> None:
         """Use pieces of this size from now on."""
-        good = isinstance(micro_batch, int) and not isinstance(micro_batch, bool) and micro_batch >= 1
-        if micro_batch is not None and not good:
-            raise HyperkronError(f"micro_batch={micro_batch!r} must be a whole number ≥ 1, or None for whole batches.")
+        if micro_batch is not None:
+            check_whole("micro_batch", micro_batch, remedy="None evaluates whole batches")
         self._size.value = micro_batch
 
     def parts(self, batch: Any) -> list[Any]:

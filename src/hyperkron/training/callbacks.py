@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyperkron.algorithms import StepReport
-from hyperkron.solution import HyperkronError, HyperkronWarning
+from hyperkron.solution import HyperkronWarning
 from hyperkron.training import checkpoint
 from hyperkron.training.encoding import CheckpointError
+from hyperkron.validation import check_one_of, check_whole
 
 if TYPE_CHECKING:
     from hyperkron.training.fit import Run
@@ -83,8 +84,7 @@ class Every(Callback):
     """
 
     def __init__(self, count: int, function: Callable[[Run], dict[str, Value] | None]) -> None:
-        if count < 1:
-            raise HyperkronError(f"count={count!r} must be at least 1: every how many steps to call.")
+        check_whole("count", count, remedy="the function is called every so many steps")
         self.count, self.function = count, function
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
@@ -104,10 +104,8 @@ class EarlyStopping(Callback):
     """
 
     def __init__(self, figure: str = "outer_loss", patience: int = 10, mode: str = "min", margin: float = 0.0) -> None:
-        if patience < 1:
-            raise HyperkronError(f"patience={patience!r} must be at least 1.")
-        if mode not in ("min", "max"):
-            raise HyperkronError(f"mode={mode!r} is unknown; choose min or max.")
+        check_whole("patience", patience)
+        check_one_of("mode", mode, ("min", "max"))
         self.figure, self.patience, self.mode, self.margin = figure, patience, mode, margin
         self.best, self.waited = math.inf, 0
 
@@ -160,10 +158,8 @@ class Checkpoint(Callback):
         self, folder: str | Path, every: int = 100, keep: int = 3, best: str | None = None, mode: str = "min"
     ) -> None:
         for name, value in (("every", every), ("keep", keep)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise HyperkronError(f"{name}={value!r} must be a whole number ≥ 1.")
-        if mode not in ("min", "max"):
-            raise HyperkronError(f"mode={mode!r} is unknown; choose min or max.")
+            check_whole(name, value)
+        check_one_of("mode", mode, ("min", "max"))
         self.folder, self.every, self.keep, self.best, self.mode = Path(folder), every, keep, best, mode
         self.best_step: int | None = None
         self.best_value: float | None = None

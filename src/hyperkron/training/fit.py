@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from hyperkron.algorithms import Algorithm, Draw, State, StepReport, Updates, derivatives
-from hyperkron.optimizers import Mover, Project
+from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, Updates, derivatives
+from hyperkron.optimizers import LevelOptimizer, Project
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, HyperkronWarning, Status
 from hyperkron.training import checkpoint, fingerprint
@@ -24,16 +24,17 @@ from hyperkron.training.jsonl import JSONLog
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.program import Program
 from hyperkron.training.randomness import random_state, seed_all, set_random_state
-from hyperkron.training.recording import RecordedDraw
-from hyperkron.training.rollback import Snapshot, refuse_non_finite
+from hyperkron.training.recording import RecordedBatches
+from hyperkron.training.rollback import TrainingSnapshot, refuse_non_finite
 from hyperkron.training.signals import Interrupted, Signals
+from hyperkron.validation import check_whole
 
 
 class Run:
     """A run of an algorithm that can be advanced, looked at, saved and continued.
 
     Attributes:
-        algorithm, state, draw: what runs, all it remembers, and where its batches come from.
+        algorithm, state, batches: what runs, all it remembers, and where its batches come from.
         history: one row of figures for every step done.
         row: the row of the current step, while callbacks look at it.
         stopped: why it ended early, or ``None``.
@@ -43,10 +44,12 @@ class Run:
 
     rank = 0
 
-    def __init__(self, algorithm: Algorithm, state: State, draw: Draw, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(
+        self, algorithm: Algorithm, state: State, batches: BatchSources, callbacks: Sequence[Callback] = ()
+    ) -> None:
         self.algorithm, self.state = algorithm, state
-        derivatives.check_curvature_data(state, draw)
-        self.draw = RecordedDraw(draw.inner_source, draw.outer_source, draw.curvature_source)
+        derivatives.check_curvature_data(state, batches)
+        self.batches = RecordedBatches(batches.inner_source, batches.outer_source, batches.curvature_source)
         self.callbacks = list(callbacks)
         self.history = History()
         self.row: dict[str, Value] = {}
@@ -57,9 +60,9 @@ class Run:
         parts = {
             "algorithm": algorithm,
             **{level: _settings(getattr(state, level)) for level in ("inner", "outer")},
-            "inner_data": draw.inner_source,
-            "outer_data": draw.outer_source,
-            **({} if draw.curvature_source is None else {"curvature_data": draw.curvature_source}),
+            "inner_data": batches.inner_source,
+            "outer_data": batches.outer_source,
+            **({} if batches.curvature_source is None else {"curvature_data": batches.curvature_source}),
         }
         kinds = [type(callback) for callback in self.callbacks]
         self._config = fingerprint.describe({**parts, "callbacks": kinds})
@@ -133,13 +136,13 @@ class Run:
         """One step of the algorithm; where a guard can undo it, one that is undone, repeated or left out as it says."""
         guards = [callback for callback in self.callbacks if callback.undoes]
         if not guards:
-            return self.algorithm.step(self.state, self.draw)
-        before = Snapshot(self.state)
-        self.draw.begin()
+            return self.algorithm.step(self.state, self.batches)
+        before = TrainingSnapshot(self.state)
+        self.batches.begin()
         try:
             while True:
                 try:
-                    report = self.algorithm.step(self.state, self.draw)
+                    report = self.algorithm.step(self.state, self.batches)
                     refuse_non_finite(self.state)
                     for guard in guards:
                         guard.on_report(self, report)
@@ -148,11 +151,11 @@ class Run:
                     verdict = self._verdict(guards, error, before)
                 if verdict is Verdict.SKIP:
                     return self.state.skip()
-                self.draw.rewind()  # outside the except block, so that the failed attempt's tensors are free
+                self.batches.rewind()  # outside the except block, so that the failed attempt's tensors are free
         finally:
-            self.draw.end()
+            self.batches.end()
 
-    def _verdict(self, guards: Sequence[Callback], error: Exception, before: Snapshot) -> Verdict:
+    def _verdict(self, guards: Sequence[Callback], error: Exception, before: TrainingSnapshot) -> Verdict:
         """What the first guard that knows the error makes of it; the error again if there is none."""
         step = self.state.step
         self.state.step = before.step
@@ -185,7 +188,7 @@ class Run:
         """Everything the rest of the run depends on, the global random state included."""
         return {
             "state": self.state.state_dict(),
-            "draw": self.draw.state_dict(),
+            "draw": self.batches.state_dict(),
             "history": self.history.state_dict(),
             "callbacks": dict(zip(self._callback_names(), [c.state_dict() for c in self.callbacks], strict=True)),
             "random": random_state(),
@@ -206,7 +209,7 @@ class Run:
                 "make the run with the callbacks it was saved with."
             )
         self.state.load_state_dict(state["state"])
-        self.draw.load_state_dict(state["draw"])
+        self.batches.load_state_dict(state["draw"])
         self.history.load_state_dict(state["history"])
         for callback in self.callbacks:
             found = next((name for name in saved if name.split()[1] == type(callback).__name__), None)
@@ -333,12 +336,11 @@ def fit(
             f"algorithm={algorithm!r:.60} is a {type(algorithm).__name__}, not an Algorithm; wrap a hypergradient "
             "as hyperkron.AID(hypergradient, inner_steps=10)."
         )
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise HyperkronError(f"steps={steps!r} must be a whole number ≥ 0.")
+    check_whole("steps", steps, 0)
     if seed is not None:
         seed_all(seed)
     state = algorithm.init(problem, model, hyper, inner=inner_optimizer, outer=outer_optimizer, project=projection)
-    run = Run(algorithm, state, Draw(inner_data, outer_data, curvature_data), callbacks)
+    run = Run(algorithm, state, BatchSources(inner_data, outer_data, curvature_data), callbacks)
     with run._writing() if steps else nullcontext():  # what is read here is not overtaken by another run
         if resume is not None and checkpoint.candidates(resume):
             run.resume(resume, allow_changes=allow_changes)
@@ -357,8 +359,8 @@ def _warn_of_changes(saved: checkpoint.Saved) -> None:
         warnings.warn(text, HyperkronWarning, stacklevel=3)
 
 
-def _settings(mover: Mover) -> dict[str, Any]:
+def _settings(level_optimizer: LevelOptimizer) -> dict[str, Any]:
     """What decides how a level moves."""
-    return {name: getattr(mover, name) for name in ("rate", "optimizer", "scheduler", "clip", "project")} | {
-        name: value for name in ("autocast", "scaler") if (value := getattr(mover, name)) is not None
+    return {name: getattr(level_optimizer, name) for name in ("rate", "optimizer", "scheduler", "clip", "project")} | {
+        name: value for name in ("autocast", "scaler") if (value := getattr(level_optimizer, name)) is not None
     }

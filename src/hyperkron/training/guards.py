@@ -25,6 +25,7 @@ from hyperkron.solution import FactorizationError, HyperkronError, HyperkronWarn
 from hyperkron.training.accumulation import Accumulated, batch_norms, length
 from hyperkron.training.callbacks import Callback, Verdict
 from hyperkron.training.recording import describe
+from hyperkron.validation import check_interval, check_whole
 
 if TYPE_CHECKING:
     from hyperkron.training.fit import Run
@@ -73,7 +74,7 @@ class SkipFailures(Callback):
     def __init__(
         self, limit: int = 5, folder: str | Path | None = None, statuses: Collection[Status] = frozenset()
     ) -> None:
-        _check_count("limit", limit)
+        check_whole("limit", limit)
         if any(not isinstance(status, Status) for status in statuses):
             raise HyperkronError(f"statuses={statuses!r} must hold hyperkron.Status members, such as Status.DIVERGED.")
         self.limit, self.statuses = limit, tuple(sorted(status.name for status in statuses))
@@ -120,7 +121,7 @@ class SkipFailures(Callback):
             self._dumps = run.folder or Path(tempfile.mkdtemp(prefix="hyperkron-"))
         path = self._dumps / f"failed-rank{run.rank:05d}-step-{run.state.step:08d}.json"
         temporary = path.with_name(f".{path.name}.tmp")
-        content = {"step": run.state.step, "error": self._reason, "batches": describe(run.draw)}
+        content = {"step": run.state.step, "error": self._reason, "batches": describe(run.batches)}
         try:
             self._dumps.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(content, indent=1), "utf-8")
@@ -161,9 +162,9 @@ class HalveOnOutOfMemory(Callback):
     undoes = True
 
     def __init__(self, micro_batch: int | None = None, least: int = 1) -> None:
-        _check_count("least", least)
+        check_whole("least", least)
         if micro_batch is not None:
-            _check_count("micro_batch", micro_batch)
+            check_whole("micro_batch", micro_batch)
         self.micro_batch, self.least = micro_batch, least
 
     def on_start(self, run: Run) -> None:
@@ -182,7 +183,7 @@ class HalveOnOutOfMemory(Callback):
         """Halve, free what is free, and ask for the step once more."""
         if not out_of_memory(error):
             return None
-        sizes = [length(_examples(run, note)) for note in run.draw.notes]
+        sizes = [length(_examples(run, note)) for note in run.batches.notes]
         now = min(max(sizes, default=0), self.micro_batch or max(sizes, default=0))
         mixing = batch_norms(run.state.model)
         if mixing:
@@ -225,7 +226,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _examples(run: Run, note: Any) -> Any:
-    return getattr(run.draw, f"{note.level}_source").batch(note.value) if note.kind == "index" else note.value
+    return getattr(run.batches, f"{note.level}_source").batch(note.value) if note.kind == "index" else note.value
 
 
 class WatchWeights(Callback):
@@ -253,9 +254,8 @@ class WatchWeights(Callback):
         stop: bool = False,
         weights: Callable[[Run], Tensor] | None = None,
     ) -> None:
-        if not 0 < fraction < 1:
-            raise HyperkronError(f"fraction={fraction!r} must lie between 0 and 1.")
-        _check_count("every", every)
+        check_interval("fraction", fraction, 0, 1, brackets="()")
+        check_whole("every", every)
         self.fraction, self.every, self.stop, self.weights = fraction, every, stop, weights
         self._warned = False
 
@@ -320,7 +320,7 @@ class WatchInverses(Callback):
 
     def __init__(self, age: int = 100, kept: int = 3, window: int = 20, limit: int = 50) -> None:
         for name, value in (("age", age), ("kept", kept), ("window", window), ("limit", limit)):
-            _check_count(name, value)
+            check_whole(name, value)
         self.age, self.kept, self.window, self.limit = age, kept, window, limit
         self._failed: deque[int] = deque()
         self._streak, self._warned = 0, False
@@ -351,8 +351,3 @@ class WatchInverses(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._failed, self._streak, self._warned = deque(state["failed"]), state["streak"], state["warned"]
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise HyperkronError(f"{name}={value!r} must be a whole number ≥ 1.")

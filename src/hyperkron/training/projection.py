@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_positive
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ class Ball:
     radius: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.radius > 0 and math.isfinite(self.radius)):
-            raise HyperkronError(f"radius={self.radius!r} must be a positive number.")
+        check_positive("radius", self.radius)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The nearest point of the ball."""
@@ -78,8 +77,7 @@ class Simplex:
     total: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.total > 0 and math.isfinite(self.total)):
-            raise HyperkronError(f"total={self.total!r} must be a positive number.")
+        check_positive("total", self.total)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The nearest point of the simplex."""

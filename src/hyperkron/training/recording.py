@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperkron.algorithms import Draw, Examples
+from hyperkron.algorithms import BatchSources, Examples
 from hyperkron.evaluation.inputs import tensors_of
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
 
@@ -35,17 +35,17 @@ class Note:
     random: dict[str, Any] | None
 
 
-class RecordedDraw(Draw):
-    """A :class:`Draw` that can remember what it gave since :meth:`begin`, and give it once more after :meth:`rewind`.
+class RecordedBatches(BatchSources):
+    """Batches that are remembered since :meth:`begin`, and given once more after :meth:`rewind`.
 
     Example:
         >>> numbers = iter(range(9))
-        >>> draw = RecordedDraw(lambda: next(numbers), None)
-        >>> draw.begin()
-        >>> draw.inner(), draw.inner()
+        >>> batches = RecordedBatches(lambda: next(numbers), None)
+        >>> batches.begin()
+        >>> batches.inner(), batches.inner()
         (0, 1)
-        >>> draw.rewind()
-        >>> draw.inner(), draw.inner(), draw.inner()
+        >>> batches.rewind()
+        >>> batches.inner(), batches.inner(), batches.inner()
         (0, 1, 2)
     """
 
@@ -66,10 +66,10 @@ class RecordedDraw(Draw):
         """Forget, and remember nothing more."""
         self.notes, self._active, self._next = [], False, 0
 
-    def note(self, level: str, kind: str, draw: Callable[[], Any]) -> Any:
-        """What ``draw()`` gives, or gave the last time."""
+    def note(self, level: str, kind: str, take: Callable[[], Any]) -> Any:
+        """What ``take()`` gives, or gave the last time."""
         if not self._active:
-            return draw()
+            return take()
         if self._next < len(self.notes) and (self.notes[self._next].level, self.notes[self._next].kind) == (
             level,
             kind,
@@ -81,7 +81,7 @@ class RecordedDraw(Draw):
             return found.value
         del self.notes[self._next :]
         before = random_state()
-        value = draw()
+        value = take()
         after = random_state()
         self.notes.append(Note(level, kind, value, None if same_random_state(before, after) else after))
         self._next += 1
@@ -106,15 +106,15 @@ class RecordedDraw(Draw):
 
 
 class _Watched(Examples):
-    """The same examples, in the same place of their order, whose draws a :class:`RecordedDraw` remembers."""
+    """The same examples, in the same place of their order, whose draws a :class:`RecordedBatches` remembers."""
 
-    def __init__(self, examples: Examples, level: str, draw: RecordedDraw) -> None:
-        self.examples, self.level, self.draw = examples, level, draw
+    def __init__(self, examples: Examples, level: str, batches: RecordedBatches) -> None:
+        self.examples, self.level, self.batches = examples, level, batches
         self.tensors, self.batch_size = examples.tensors, examples.batch_size
 
     def index(self) -> int:
         """The number of the next batch."""
-        number: int = self.draw.note(self.level, "index", self.examples.index)
+        number: int = self.batches.note(self.level, "index", self.examples.index)
         return number
 
     def next(self) -> tuple[Tensor, ...]:
@@ -125,9 +125,9 @@ class _Watched(Examples):
 # --- descriptions ------------------------------------------------------------------------------------------
 
 
-def describe(draw: RecordedDraw) -> list[dict[str, Any]]:
+def describe(batches: RecordedBatches) -> list[dict[str, Any]]:
     """The draws of the step as plain values: numbers that identify examples, and rows that are not finite."""
-    return [_described(note, getattr(draw, f"{note.level}_source")) for note in draw.notes]
+    return [_described(note, getattr(batches, f"{note.level}_source")) for note in batches.notes]
 
 
 def _described(note: Note, source: Any) -> dict[str, Any]:

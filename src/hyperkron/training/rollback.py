@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hyperkron.algorithms import State
-from hyperkron.optimizers import Mover, load_scaler
+from hyperkron.optimizers import LevelOptimizer, load_scaler
 from hyperkron.solution import NonFiniteError
 from hyperkron.training.randomness import random_state, set_random_state
 
 
-class Snapshot:
+class TrainingSnapshot:
     """θ with buffers, λ, optimizers, schedules and the memories of algorithm and hypergradient, as they are now.
 
     It costs a copy of θ, λ and what optimizers and algorithm keep; factors and inverses are shared, not copied.
@@ -33,8 +33,8 @@ class Snapshot:
         scaler = self._state.inner.scaler
         learnt = None if scaler is None else scaler.state_dict()
         self._state.load_state_dict(self._saved)
-        for mover in _movers(self._state):
-            mover.optimizer.zero_grad(set_to_none=True)
+        for level_optimizer in _level_optimizers(self._state):
+            level_optimizer.optimizer.zero_grad(set_to_none=True)
         if scaler is not None and learnt is not None:
             load_scaler(scaler, learnt)
         if random:
@@ -58,15 +58,15 @@ def refuse_non_finite(state: State) -> None:
         )
 
 
-def _movers(state: State) -> Iterator[Mover]:
+def _level_optimizers(state: State) -> Iterator[LevelOptimizer]:
     yield from (state.inner, state.outer, *state.twins.values())
 
 
 def _left_behind(state: State) -> Iterator[tuple[str, Tensor]]:
-    for level, mover in (("θ", state.inner), ("λ", state.outer), *state.twins.items()):
-        for name, p in mover.params.items():
+    for level, level_optimizer in (("θ", state.inner), ("λ", state.outer), *state.twins.items()):
+        for name, p in level_optimizer.params.items():
             yield from _floating(f"{level} {name}", p)
-            for key, x in mover.optimizer.state.get(p, {}).items():
+            for key, x in level_optimizer.optimizer.state.get(p, {}).items():
                 yield from _floating(f"{level} {name} ({key} of the optimizer)", x)
     for key, tree in state.trees.items():
         for name, x in tree.items():

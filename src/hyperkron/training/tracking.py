@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hyperkron.solution import HyperkronError
 from hyperkron.training.callbacks import Callback
 from hyperkron.training.recording import plain
+from hyperkron.validation import check_whole
 
 if TYPE_CHECKING:
     from hyperkron.training.fit import Run
@@ -43,8 +44,7 @@ class Tracker(Callback):
     """
 
     def __init__(self, every: int = 1) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise HyperkronError(f"every={every!r} must be a whole number ≥ 1.")
+        check_whole("every", every)
         self.every = every
         self._open = False
 

@@ -82,5 +82,5 @@ def test_other_formats_are_left_alone(tmp_path: Path) -> None:
 
 def test_an_unknown_choice(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(TABLE)
-    with pytest.raises(HyperkronError, match="formulas='drop' must be 'keep', 'escape' or 'refuse'"):
+    with pytest.raises(HyperkronError, match="formulas='drop' is unknown; choose keep, escape or refuse"):
         export_rows(tmp_path / "a.csv", [0], tmp_path / "b.csv", formulas="drop")  # type: ignore[arg-type]

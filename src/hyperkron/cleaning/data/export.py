@@ -23,6 +23,7 @@ from hyperkron.cleaning.data.tables import parquet_table, read_csv_file, read_js
 from hyperkron.cleaning.data.values import is_missing
 from hyperkron.solution import HyperkronError, HyperkronWarning
 from hyperkron.training.writing import in_words, whole_file
+from hyperkron.validation import check_one_of
 
 if TYPE_CHECKING:
     from hyperkron.cleaning.data.labelled import Array
@@ -71,8 +72,7 @@ def export_rows(
     options, out = options or ReadOptions(), Path(out)
     text = os.fspath(source)
     rows, changes = _wanted(keep, labels)
-    if formulas not in get_args(Formulas):
-        raise HyperkronError(f"formulas={formulas!r} must be 'keep', 'escape' or 'refuse'.")
+    check_one_of("formulas", formulas, get_args(Formulas))
     if text.startswith(PREFIX):
         dataset = load_hub(text)
         table = dataset.with_format("arrow")[:]

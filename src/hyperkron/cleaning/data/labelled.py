@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from hyperkron.cleaning.data.files import MAX_BYTES, MAX_CELLS, MAX_COLUMNS, MAX_FIELD, need
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_one_of, check_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,10 +53,9 @@ class ReadOptions:
         limits = ("max_bytes", "max_pixels", "max_columns", "max_cells", "max_field")
         for name in ("image_size", "max_categories", *limits):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise HyperkronError(f"{name}={value!r} must be a whole number of at least 1.")
-        if self.abstain not in ("first", "drop"):
-            raise HyperkronError(f"abstain={self.abstain!r} must be 'first' or 'drop'.")
+            if value is not None:
+                check_whole(name, value)
+        check_one_of("abstain", self.abstain, ("first", "drop"))
 
 
 @dataclass(frozen=True, eq=False)

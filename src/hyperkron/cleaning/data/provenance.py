@@ -20,7 +20,7 @@ from hyperkron.cleaning.data.tables import parquet_table, read_csv_file, read_js
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import open_plain
 
-SIZE = 8
+HASH_BYTES = 8
 """Bytes of the hash of one row."""
 _CHUNK = 2**20
 
@@ -43,7 +43,7 @@ class RowHashes:
     each: bytes
 
     def __len__(self) -> int:
-        return len(self.each) // SIZE
+        return len(self.each) // HASH_BYTES
 
     @classmethod
     def of(cls, head: str, rows: Iterable[bytes]) -> RowHashes:
@@ -57,7 +57,7 @@ class RowHashes:
         for row in rows:
             digest = hashlib.sha256(row).digest()
             whole.update(digest)
-            each += digest[:SIZE]
+            each += digest[:HASH_BYTES]
         return cls(whole.hexdigest(), bytes(each))
 
     def difference(self, now: RowHashes) -> str:
@@ -78,7 +78,7 @@ class RowHashes:
         return f"{several(len(changed), 'row')} of {len(before)} differ: rows {listing(changed)}"
 
     def _list(self) -> list[bytes]:
-        return [self.each[i : i + SIZE] for i in range(0, len(self.each), SIZE)]
+        return [self.each[i : i + HASH_BYTES] for i in range(0, len(self.each), HASH_BYTES)]
 
 
 def row_hashes(source: str | os.PathLike[str], options: ReadOptions | None = None) -> RowHashes:

@@ -13,6 +13,7 @@ from torch import nn
 
 from hyperkron.cleaning.models.small import LARGEST, SMALLEST, linear, mlp, small_cnn
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_one_of
 
 Kind = Literal["text", "table", "image"]
 """What the inputs are: texts (as embeddings), rows of numbers, or images."""
@@ -46,8 +47,7 @@ def default_model(
         )
     """
     shape = tuple(int(n) for n in inputs_shape)
-    if kind not in ("text", "table", "image"):
-        raise HyperkronError(f'kind={kind!r} is unknown; use "text", "table" or "image".')
+    check_one_of("kind", kind, ("text", "table", "image"))
     if len(shape) != (3 if kind == "image" else 1) or min(shape) < 1:
         form = "(channels, height, width)" if kind == "image" else "(features,)"
         raise HyperkronError(f"inputs_shape={shape} must be {form} for kind={kind!r}, the shape of one example.")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hyperkron.cleaning.models.encoder_cache import read_embeddings, write_embeddings
 from hyperkron.cleaning.models.encoder_head import EncoderHead, Hidden, encoder_layers, mean_pool, pack
 from hyperkron.solution import HyperkronError, NonFiniteError
+from hyperkron.validation import check_interval, check_whole
 
 HUB_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 """The encoder that is fetched where none is named or found."""
@@ -189,10 +190,8 @@ class TextEncoder:
             dropout: of the trained layers while training; 0 keeps every evaluation of the loss the same function.
         """
         self._check_layers(layers)
-        if classes < 1:
-            raise HyperkronError(f"classes={classes!r} must be a whole number ≥ 1.")
-        if not 0 <= dropout < 1:
-            raise HyperkronError(f"dropout={dropout!r} must be at least 0 and less than 1.")
+        check_whole("classes", classes)
+        check_interval("dropout", dropout, 0, 1, brackets="[)")
         head = EncoderHead(self._model, classes, layers, dropout)
         self._check_split(head)
         return head
@@ -249,8 +248,7 @@ class TextEncoder:
         self, tokens: list[list[int]], batch_size: int, progress: Progress | None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Rows, ids and mask, the longest texts first."""
-        if batch_size < 1:
-            raise HyperkronError(f"batch_size={batch_size!r} must be a whole number ≥ 1.")
+        check_whole("batch_size", batch_size)
         order = sorted(range(len(tokens)), key=lambda i: (-len(tokens[i]), i))
         done, total = 0, sum(map(len, tokens))
         for start in range(0, len(order), batch_size):

@@ -7,6 +7,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_whole
 
 Stem = Literal["3x3", "7x7"]
 """What meets the image: one 3×3 convolution (CIFAR), or a 7×7 with stride 2 and a pooling (ImageNet)."""
@@ -57,8 +58,7 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         for name, value in (("classes", classes), ("width", width)):
-            if value < 1:
-                raise HyperkronError(f"{name}={value!r} must be a whole number ≥ 1.")
+            check_whole(name, value)
         self.stem = _stem(stem, width)
         stages, channels = [], width
         for stage, count in enumerate(blocks):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_whole
 
 SMALLEST, LARGEST = 8, 64
 """Pixels on a side of the images that :func:`small_cnn` is made for."""
@@ -132,5 +133,4 @@ def _last(features: int, classes: int) -> nn.Linear:
 
 def _check(**sizes: int) -> None:
     for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise HyperkronError(f"{name}={value!r} must be a whole number ≥ 1.")
+        check_whole(name, value)

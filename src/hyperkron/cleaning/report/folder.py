@@ -76,7 +76,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunContents:
     """A run folder. ``result`` holds the fields that the page shows as they are; ``notes`` says what was left out."""
 
     folder: Path
@@ -92,7 +92,7 @@ class Run:
     notes: list[str]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunContents:
     """Read a run folder.
 
     Args:
@@ -109,7 +109,7 @@ def read_run(folder: Path) -> Run:
     config_text = read_text(folder / "config.json")
     config = result.child("config").raw if config_text is None else parse(config_text, folder / "config.json").raw
     suspects, notes = _read_suspects(folder / "suspects.jsonl")
-    return Run(
+    return RunContents(
         folder=folder,
         result=result,
         config=config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SHOWN = 20
+MAX_CLASSES = 20
 """Classes shown at most."""
 SHADES = 9
 """Shades of a wrong label, from 0 (none) to this one; report.css has a class for each."""
@@ -40,8 +40,8 @@ def noise_table(classes: Sequence[str], matrix: Sequence[Sequence[float]]) -> No
         [['90', '10'], ['40', '60']]
     """
     by_noise = sorted(range(len(classes)), key=lambda i: matrix[i][i])
-    shown = sorted(by_noise[:SHOWN])
-    hidden = set(by_noise[SHOWN:])
+    shown = sorted(by_noise[:MAX_CLASSES])
+    hidden = set(by_noise[MAX_CLASSES:])
     rest = [sum(matrix[i][j] for j in hidden) for i in shown]
     most = max([matrix[i][j] for i in shown for j in shown if i != j] + (rest if hidden else []), default=0.0)
     lines = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hyperkron.cleaning.report import plots, wording
-from hyperkron.cleaning.report.folder import MAX_SUSPECTS, Run, Suspect, read_run
+from hyperkron.cleaning.report.folder import MAX_SUSPECTS, RunContents, Suspect, read_run
 from hyperkron.cleaning.report.matrix import noise_table
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import in_words, remove_stale, whole_file
@@ -56,7 +56,7 @@ def write_report(run_folder: str | Path) -> Path:
     return target
 
 
-def render(run: Run) -> str:
+def render(run: RunContents) -> str:
     """The page of a run as text."""
     try:
         from jinja2 import Environment, StrictUndefined
@@ -99,7 +99,7 @@ def embed(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _data(run: Run) -> str:
+def _data(run: RunContents) -> str:
     top = max([1.0, *(w for s in run.suspects for w in s.history if w is not None)])
     suspects = [_suspect(rank, s, top) for rank, s in enumerate(run.suspects, 1)]
     return embed(
@@ -113,7 +113,7 @@ def _data(run: Run) -> str:
     )
 
 
-def _labels(run: Run) -> tuple[list[str], list[str]]:
+def _labels(run: RunContents) -> tuple[list[str], list[str]]:
     """The given and the suggested labels of the suspects, in the order in which the filters list them."""
     return sorted({s.given for s in run.suspects}), sorted({s.suggested for s in run.suspects})
 
@@ -140,7 +140,7 @@ def _suspect(rank: int, s: Suspect, top: float) -> dict[str, Any]:
 # --- what the template gets --------------------------------------------------------------------------------
 
 
-def _context(run: Run) -> dict[str, Any]:
+def _context(run: RunContents) -> dict[str, Any]:
     result = run.result
     data = result.child("data")
     candidates = sorted(run.candidates, key=lambda c: (c.accuracy is None, -(c.accuracy or 0.0)))
@@ -189,7 +189,7 @@ def _context(run: Run) -> dict[str, Any]:
     }
 
 
-def _corrections(run: Run) -> list[tuple[str, str, int]]:
+def _corrections(run: RunContents) -> list[tuple[str, str, int]]:
     """The commonest pairs of given and suggested label among the suspects that are listed."""
     pairs: dict[tuple[str, str], int] = {}
     for s in run.suspects:
@@ -198,7 +198,7 @@ def _corrections(run: Run) -> list[tuple[str, str, int]]:
     return [(given, suggested, n) for (given, suggested), n in ranked[:_CHIPS]]
 
 
-def _histogram(run: Run) -> plots.Svg | None:
+def _histogram(run: RunContents) -> plots.Svg | None:
     """Of rows.csv where it is there, split into suspects and others; else of the counts in result.json."""
     weights = run.result.child("weights")
     edges = [x for x in weights.numbers("edges") if x is not None]
@@ -216,7 +216,7 @@ def _histogram(run: Run) -> plots.Svg | None:
     return plots.histogram(edges, plots.bin_counts(edges, run.rows.kept), plots.bin_counts(edges, run.rows.suspect))
 
 
-def _per_class(run: Run) -> list[tuple[str, int | None, int | None]]:
+def _per_class(run: RunContents) -> list[tuple[str, int | None, int | None]]:
     """Every class with its numbers of training and trusted rows."""
     data = run.result.child("data")
     train, trusted = data.numbers("train_per_class"), data.numbers("trusted_per_class")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from hyperkron.cleaning.report.folder import Candidate, Run
+from hyperkron.cleaning.report.folder import Candidate, RunContents
 
 UNKNOWN = "–"
 NBSP = "\u00a0"
@@ -88,7 +88,7 @@ def settings(config: dict[str, Any], within: str = "") -> list[tuple[str, str]]:
     return found
 
 
-def suspect_count(run: Run) -> int | None:
+def suspect_count(run: RunContents) -> int | None:
     """How many rows are suspects: as result.json says, else as rows.csv has them, else as many as are listed."""
     said = run.result.child("suspects").count("count")
     if said is not None:
@@ -98,7 +98,7 @@ def suspect_count(run: Run) -> int | None:
     return len(run.suspects) or None
 
 
-def headline(run: Run) -> str:
+def headline(run: RunContents) -> str:
     """The finding in one sentence or two."""
     parts = []
     rate, suspects = run.result.child("noise").number("rate"), suspect_count(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from hyperkron.curvature.base import CurvatureState, checked_count
+from hyperkron.curvature.base import CurvatureState
 from hyperkron.curvature.kfac.capture import accumulation_dtype
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.eigen import EigenInverses, checked, completed, damped, eigen_bases
@@ -16,6 +16,7 @@ from hyperkron.curvature.kfac.recorder import Basis, Measured
 from hyperkron.curvature.kfac.state import KroneckerState
 from hyperkron.evaluation.point import Point
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
+from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class EKFAC(Kronecker):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checked_count("basis_every", self.basis_every, "; 1 makes a new eigenbasis at every refresh")
+        check_whole("basis_every", self.basis_every, remedy="1 makes a new eigenbasis at every refresh")
 
     @property
     def _low_rank(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyperkron.curvature.base import Curvature, CurvatureState, checked_count, checked_damping
+from hyperkron.curvature.base import Curvature, CurvatureState, check_damping
 from hyperkron.curvature.kfac.capture import accumulation_dtype, measure
 from hyperkron.curvature.kfac.coverage import Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.factors import Factor, dense, stored
@@ -28,6 +28,7 @@ from hyperkron.solution import (
     NonFiniteError,
     Status,
 )
+from hyperkron.validation import check_interval, check_one_of, check_whole
 
 MAX_FAILURES = 3
 """After so many refreshes in a row that ended with the previous inverse, an error is raised."""
@@ -49,20 +50,17 @@ class Kronecker(Curvature):
     keep_previous: bool = True
 
     def __post_init__(self) -> None:
-        checked_damping(self.damping)
+        check_damping(self.damping)
         for name, allowed in (
             ("fisher", ("mc", "type-2", "empirical")),
             ("sharing", ("expand", "reduce")),
             ("fallback", ("diagonal", "identity", "zero")),
         ):
-            if getattr(self, name) not in allowed:
-                raise HyperkronError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(allowed)}.")
-        for name in ("samples", "refresh_every"):
-            checked_count(name, getattr(self, name))
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise HyperkronError(f"seed={self.seed!r} must be a whole number ≥ 0.")
-        if not (isinstance(self.ema, (int, float)) and 0 <= self.ema < 1):
-            raise HyperkronError(f"ema={self.ema!r} must lie in [0, 1); 0 uses the newest factors alone.")
+            check_one_of(name, getattr(self, name), allowed)
+        check_whole("samples", self.samples)
+        check_whole("refresh_every", self.refresh_every)
+        check_whole("seed", self.seed, 0)
+        check_interval("ema", self.ema, 0, 1, brackets="[)", remedy="0 uses the newest factors alone")
         if not isinstance(self.keep_previous, bool):
             raise HyperkronError(
                 f"keep_previous={self.keep_previous!r} must be True or False; False saves the memory of the previous "

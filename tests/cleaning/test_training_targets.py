@@ -13,14 +13,14 @@ from torch import Tensor
 
 from blobs import blobs, quicken
 from hyperkron.cleaning import OURS, CleanConfig, alternatives, clean
-from hyperkron.cleaning.alternatives import judged, lesson
-from hyperkron.cleaning.batched_training import together
+from hyperkron.cleaning.alternatives import judged, targets_for
+from hyperkron.cleaning.batched_training import train_batched
 from hyperkron.cleaning.evidence import Evidence, Pool, frequencies, likelihood, logs, shifted
 from hyperkron.cleaning.fold_models import Half, Learner, inner
 from hyperkron.cleaning.method import Opinion, Outcome, Work, train_on
 from hyperkron.cleaning.models import linear
 from hyperkron.cleaning.stages import Stages
-from hyperkron.cleaning.trainer import Dense, Lesson, Plan, train
+from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, train
 
 NOISY = torch.arange(8)
 TRUSTED = torch.arange(8, 12)
@@ -36,7 +36,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 def work_of() -> Work:
     fold, stages = torch.arange(12) % 2, Stages(None)
     values, build = Dense(torch.zeros(12, 4)), partial(linear, 4, 3)
-    return Work(values, GIVEN, NOISY, TRUSTED, 3, fold, build, Plan(), CleanConfig(), stages, lambda *_: None)
+    return Work(values, GIVEN, NOISY, TRUSTED, 3, fold, build, TrainingPlan(), CleanConfig(), stages, lambda *_: None)
 
 
 def opinion_of(log_p: Tensor, experts: Tensor | None = None) -> Opinion:
@@ -46,25 +46,25 @@ def opinion_of(log_p: Tensor, experts: Tensor | None = None) -> Opinion:
 
 
 def outcome_of(
-    log_p: Tensor, gamma: float = 1.0, halved: Tensor | None = None, student: Tensor | None = None
+    log_p: Tensor, gamma: float = 1.0, halved: Tensor | None = None, fold_models: Tensor | None = None
 ) -> Outcome:
     nothing: Any = None
     experts = drawn(2, 12, 3, seed=8).float().log_softmax(2)
     first, final = opinion_of(log_p.flip(0), experts), opinion_of(log_p)
     own = nothing if halved is None else halved
-    told = torch.full((12, 3), 1 / 3) if student is None else student
+    told = torch.full((12, 3), 1 / 3) if fold_models is None else fold_models
     return Outcome(first, final, told, nothing, own, nothing, nothing, (0.5, 0.8, gamma), [], [], False, 0)
 
 
-def test_a_student_goes_down_the_inner_objective() -> None:
-    """At a fixed λ the loss of its lesson has the gradient of J_in on the same rows."""
+def test_a_fold_model_goes_down_the_inner_objective() -> None:
+    """At a fixed λ the loss of its targets has the gradient of J_in on the same rows."""
     half = Half(NOISY, TRUSTED[:2], TRUSTED[2:], drawn(8, 3).log_softmax(1), THROUGH.double())
     inputs, evidence = Dense(drawn(12, 4, seed=3)), Evidence().double()
     evidence.log_scale.data += torch.tensor([0.3, -0.4, -0.2])
-    one, other = (Learner(lambda: linear(4, 3).double(), inputs, GIVEN, half, Plan(), 5, 20) for _ in range(2))
-    lesson = one.lesson(evidence)
+    one, other = (Learner(lambda: linear(4, 3).double(), inputs, GIVEN, half, TrainingPlan(), 5, 20) for _ in range(2))
+    targets = one.targets(evidence)
     for _ in range(3):
-        one.learn(lesson)
+        one.learn(targets)
         other.optimizer.zero_grad()
         inner(other.network, evidence, other.batch(other.size)).value.backward()
         other.optimizer.step()
@@ -80,12 +80,12 @@ def test_the_loss_is_the_weighted_sum_of_both_terms() -> None:
     output, evidence = drawn(5, 3), drawn(5, 3, seed=1)
     weight, belief = drawn(2, 5, seed=2).sigmoid()
     label, part = torch.tensor([0, 2, 1, 1, 0]), torch.tensor([3, 0, 4])
-    one = Lesson(torch.arange(5), evidence, weight, (label, belief))
+    one = TrainingTargets(torch.arange(5), evidence, weight, (label, belief))
     f = output[part].softmax(1)
     expected = -weight[part] * (f * evidence[part].exp()).sum(1).log()
     expected = expected - belief[part] * f[torch.arange(3), label[part]].log()
     assert torch.allclose(one.loss(output[part], part), expected.mean(), atol=1e-12)
-    without = Lesson(one.rows, evidence, None, (label, torch.zeros(5).double()))
+    without = TrainingTargets(one.rows, evidence, None, (label, torch.zeros(5).double()))
     shifted = likelihood(output[part], evidence[part]).value - evidence[part].max(1).values.mean()
     assert torch.allclose(without.loss(output[part], part), shifted, atol=1e-12)  # a row's scale is no matter
 
@@ -98,7 +98,7 @@ def test_rows_count_as_the_posterior_says(gamma: float) -> None:
     log_p = posterior.float().log() - THROUGH
     work, rows = work_of(), torch.cat([TRUSTED, NOISY])
     outcome = outcome_of(log_p, gamma)
-    found = outcome.lesson(work, rows)
+    found = outcome.targets(work, rows)
     assert torch.allclose(found.evidence[4:], 0.5 * log_p + 0.8 * THROUGH, atol=1e-6)
     assert torch.allclose(found.weight[4:] * (1 + gamma), outcome.weight(GIVEN[NOISY]), atol=1e-6)  # type: ignore[index]
     assert found.weight is not None and found.believed is not None
@@ -113,22 +113,22 @@ def test_rows_count_as_the_posterior_says(gamma: float) -> None:
     assert torch.allclose(found.loss(output[:4], torch.arange(4)), plain, atol=1e-4)
 
 
-def test_a_half_is_taught_without_students_and_without_what_its_judges_told() -> None:
+def test_a_half_is_trained_without_fold_models_and_without_what_its_judges_told() -> None:
     """Its opinion is the pool of the other experts and of ``halved``, carried over to the noisy rows' frequencies."""
     halved = drawn(12, 3, seed=9).float().softmax(1)
     one = outcome_of(drawn(8, 3, seed=3).float().log_softmax(1), 0.7, halved)
     work, rows = work_of(), torch.cat([NOISY[::2], TRUSTED[1::2]])
-    found = lesson(OURS, work, one, half=0)
+    found = targets_for(OURS, work, one, half=0)
     assert torch.equal(found.rows, rows)
     pooled = 0.5 * (logs(halved) + one.first.experts[1]) + torch.tensor([0.3, 0.0, -0.3])
     log_p = shifted(pooled.log_softmax(1)[NOISY], frequencies(GIVEN[TRUSTED], 3))
     expected = (0.5 * log_p + 0.8 * THROUGH)[::2]
     assert torch.allclose(found.evidence[:4], expected, atol=1e-5)
-    assert not torch.allclose(found.evidence[:4], lesson(OURS, work, one).evidence[:8:2], atol=1e-2)
+    assert not torch.allclose(found.evidence[:4], targets_for(OURS, work, one).evidence[:8:2], atol=1e-2)
 
 
 @pytest.mark.parametrize(
-    ("right", "sure", "doubt", "more", "haste"),
+    ("right", "sure", "prior_loss", "more", "boost"),
     [
         (3, 0.74, 0.0, 0.0, 3.0),
         (3, 0.76, 0.0, 0.0, 1.0),
@@ -138,34 +138,34 @@ def test_a_half_is_taught_without_students_and_without_what_its_judges_told() ->
         (4, 0.6, None, None, 1.0),  # four rows are too few
     ],
 )
-def test_the_rate_is_higher_where_training_was_too_gentle_for_the_students(
-    right: int, sure: float, doubt: float | None, more: float | None, haste: float, monkeypatch: pytest.MonkeyPatch
+def test_the_rate_is_higher_where_training_was_too_gentle_for_the_fold_models(
+    right: int, sure: float, prior_loss: float | None, more: float | None, boost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Right answers m of M = 4 with confidence s, r for each other class: Σ (CE − H) = (s − m/M) M log(s/r)."""
-    for name, value in (("DOUBT", doubt), ("SURE", more)):
+    for name, value in (("PRIOR_LOSS", prior_loss), ("CONFIDENCE_MARGIN", more)):
         if value is not None:
             monkeypatch.setattr(f"hyperkron.cleaning.method.{name}", value)
     answers = GIVEN.clone()
     answers[TRUSTED[right:]] = (answers[TRUSTED[right:]] + 1) % 3
-    student = torch.full((12, 3), (1 - sure) / 2).scatter_(1, answers[:, None], sure)
-    student[NOISY] = torch.tensor([0.0, 0.0, 1.0])
-    one = outcome_of(drawn(8, 3, seed=3).float().log_softmax(1), 1.0, torch.full((12, 3), 1 / 3), student)
+    fold_models = torch.full((12, 3), (1 - sure) / 2).scatter_(1, answers[:, None], sure)
+    fold_models[NOISY] = torch.tensor([0.0, 0.0, 1.0])
+    one = outcome_of(drawn(8, 3, seed=3).float().log_softmax(1), 1.0, torch.full((12, 3), 1 / 3), fold_models)
     work, asked = work_of(), []
 
-    def fit(self: Work, lessons: Any, plan: Plan, stage: str, seeds: Any) -> Any:
+    def fit(self: Work, targets: Any, plan: TrainingPlan, stage: str, seeds: Any) -> Any:
         asked.append(plan)
         return [linear(4, 3), linear(4, 3)]
 
     monkeypatch.setattr(Work, "fit", fit)
     for name in (OURS, "small-loss"):
-        judged(name, work, replace(one, pooled_expert=student))
-    assert asked == [work.short.faster(haste), work.short]  # alternatives are plain trainings
-    assert one.paced(work, work.last) == work.last.faster(haste)
+        judged(name, work, replace(one, pooled_expert=fold_models))
+    assert asked == [work.short.faster(boost), work.short]  # alternatives are plain trainings
+    assert one.paced(work, work.last) == work.last.faster(boost)
 
 
 def test_faster_multiplies_the_rates_of_the_plan() -> None:
-    values, build, plan = Dense(drawn(12, 4).float()), partial(linear, 4, 3), Plan(epochs=1, least=20)
-    told = Lesson(torch.arange(12), 3 * drawn(12, 3, seed=1).float())
+    values, build, plan = Dense(drawn(12, 4).float()), partial(linear, 4, 3), TrainingPlan(epochs=1, least=20)
+    told = TrainingTargets(torch.arange(12), 3 * drawn(12, 3, seed=1).float())
     assert plan.faster(1) == plan
     assert (plan.faster(2).rate, plan.faster(2).fine_rate, plan.faster(2).decay) == (4e-3, 1e-4, 1e-2)
 
@@ -175,7 +175,7 @@ def test_faster_multiplies_the_rates_of_the_plan() -> None:
     slow, fast = (weights(train(build, values, told, plan.faster(k), seed=3)) for k in (1, 2))
     assert not torch.allclose(slow, fast, atol=1e-3)
     for k, expected in ((1, slow), (2, fast)):  # side by side too
-        found = together(build, values, (told, told), plan.faster(k), seeds=(3, 3))
+        found = train_batched(build, values, (told, told), plan.faster(k), seeds=(3, 3))
         assert all(torch.allclose(weights(n), expected, atol=1e-6) for n in found)
 
 
@@ -184,10 +184,10 @@ def test_the_network_that_comes_out_learns_at_that_rate(
     compare: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quicken(monkeypatch)
-    monkeypatch.setattr("hyperkron.cleaning.method.DOUBT", -1e9)  # always too gentle
+    monkeypatch.setattr("hyperkron.cleaning.method.PRIOR_LOSS", -1e9)  # always too gentle
     data, rates = blobs(rows=120, trusted=24), []
 
-    def noted(work: Work, name: str, told: Lesson, plan: Plan | None = None, seed: int = 0) -> Any:
+    def noted(work: Work, name: str, told: TrainingTargets, plan: TrainingPlan | None = None, seed: int = 0) -> Any:
         rates.append((name, (plan or work.plan).rate / work.plan.rate))
         return train_on(work, name, told, plan, seed)
 

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from blobs import Watch, blobs, quicken
 from hyperkron.cleaning import CleanConfig, clean, fold_models
-from hyperkron.cleaning.batched_training import Stack, stackable, together
+from hyperkron.cleaning.batched_training import Stack, stackable, train_batched
 from hyperkron.cleaning.evidence import certain, likelihood
-from hyperkron.cleaning.fold_models import Half, Students, learn_evidence, moves, outer_steps
+from hyperkron.cleaning.fold_models import FoldModels, Half, learn_evidence, moves, outer_steps
 from hyperkron.cleaning.method import Work, trusted_expert
 from hyperkron.cleaning.models import linear, mlp, small_cnn
 from hyperkron.cleaning.stages import Stages
-from hyperkron.cleaning.trainer import Dense, Lesson, Plan, predict, train
+from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, predict, train
 from hyperkron.hypergradient import kfac
 from hyperkron.solution import NonFiniteError
 
 Build = Callable[[], nn.Module]
-PLAN = Plan(epochs=2, least=40)
+PLAN = TrainingPlan(epochs=2, least=40)
 SEEDS = (5, 6, 5, 9)
 
 
@@ -31,7 +31,7 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float64) -> Dense:
     return Dense(torch.randn(200, *shape, generator=torch.Generator().manual_seed(1), dtype=dtype))
 
 
-def lessons(sizes: tuple[int, ...] = (180, 33, 40, 17), classes: int = 3) -> list[Lesson]:
+def targets(sizes: tuple[int, ...] = (180, 33, 40, 17), classes: int = 3) -> list[TrainingTargets]:
     """In batches of 22 and 16, the last of 4, 8 or, left out, 1; the last two have weights and labels."""
     random = torch.Generator().manual_seed(2)
     found = []
@@ -42,12 +42,12 @@ def lessons(sizes: tuple[int, ...] = (180, 33, 40, 17), classes: int = 3) -> lis
             evidence = certain(evidence.argmax(1), classes)
         weight = torch.rand(size, generator=random) if at == len(sizes) - 2 else None
         told = (rows % classes, torch.rand(size, generator=random)) if at == len(sizes) - 1 else None
-        found.append(Lesson(rows, evidence, weight, told))
+        found.append(TrainingTargets(rows, evidence, weight, told))
     return found
 
 
-def sequential(build: Build, lessons: list[Lesson], values: Dense) -> list[nn.Module]:
-    return [train(build, values, one, PLAN, seed=s, steps=40) for one, s in zip(lessons, SEEDS, strict=True)]
+def sequential(build: Build, targets: list[TrainingTargets], values: Dense) -> list[nn.Module]:
+    return [train(build, values, one, PLAN, seed=s, steps=40) for one, s in zip(targets, SEEDS, strict=True)]
 
 
 def apart(one: list[nn.Module], other: list[nn.Module]) -> float:
@@ -72,10 +72,10 @@ STACKED: dict[str, tuple[Build, tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", STACKED)
 def test_side_by_side_is_the_same_as_one_after_the_other(name: str) -> None:
     build, shape = STACKED[name]
-    values, all_lessons = inputs(*shape), lessons()
+    values, all_targets = inputs(*shape), targets()
     assert stackable([build(), build()], values)
-    networks = together(build, values, all_lessons, PLAN, seeds=SEEDS)
-    alone = sequential(build, all_lessons, values)
+    networks = train_batched(build, values, all_targets, PLAN, seeds=SEEDS)
+    alone = sequential(build, all_targets, values)
     assert apart(networks, alone) < 1e-10
     assert apart(networks, [build() for _ in networks]) > 1e-2  # they have learnt
     for network, other in zip(networks, alone, strict=True):
@@ -86,21 +86,21 @@ def test_side_by_side_is_the_same_as_one_after_the_other(name: str) -> None:
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_the_longest_training_decides_for_all(drop: float) -> None:
     ticks: list[int] = []
-    plan, values = Plan(epochs=12, least=20), inputs(6, dtype=torch.float32)
+    plan, values = TrainingPlan(epochs=12, least=20), inputs(6, dtype=torch.float32)
     assert [plan.steps(n) for n in (80, 33)] == [60, 25]
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), *([nn.Dropout(drop)] if drop else []), nn.ReLU(), nn.Linear(8, 3))
 
-    both = together(build, values, lessons((80, 33)), plan, seeds=(0, 1), tick=ticks.append)
+    both = train_batched(build, values, targets((80, 33)), plan, seeds=(0, 1), tick=ticks.append)
     assert ticks == ([1] * 120 if drop else [2] * 60) and len(both) == 2
 
 
 def test_batches_of_one_size_need_no_filling_up() -> None:
     build = STACKED["perceptron"][0]
-    equal = lessons((64, 64, 64, 64))
+    equal = targets((64, 64, 64, 64))
     values = inputs(6)
-    assert apart(together(build, values, equal, PLAN, seeds=SEEDS), sequential(build, equal, values)) < 1e-10
+    assert apart(train_batched(build, values, equal, PLAN, seeds=SEEDS), sequential(build, equal, values)) < 1e-10
 
 
 def test_the_slope_is_that_of_the_likelihood() -> None:
@@ -118,7 +118,7 @@ def test_the_slope_is_that_of_the_likelihood() -> None:
 
 
 def test_every_network_keeps_weights_of_its_own() -> None:
-    networks = together(lambda: mlp(6, 3), inputs(6, dtype=torch.float32), lessons(), PLAN, seeds=SEEDS)
+    networks = train_batched(lambda: mlp(6, 3), inputs(6, dtype=torch.float32), targets(), PLAN, seeds=SEEDS)
     before = [p.detach().clone() for network in networks[1:] for p in network.parameters()]
     for p in networks[0].parameters():
         assert p.is_contiguous() and p.untyped_storage().nbytes() == p.numel() * p.element_size()
@@ -130,7 +130,7 @@ def test_every_network_keeps_weights_of_its_own() -> None:
 
 def test_the_random_state_is_left_alone() -> None:
     state = torch.get_rng_state()
-    together(lambda: mlp(6, 3), inputs(6, dtype=torch.float32), lessons(), PLAN, seeds=SEEDS)
+    train_batched(lambda: mlp(6, 3), inputs(6, dtype=torch.float32), targets(), PLAN, seeds=SEEDS)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -138,9 +138,9 @@ def test_a_training_that_went_wrong_is_refused() -> None:
     values = Dense(inputs(6, dtype=torch.float32).values.clone())
     rows = torch.arange(20)
     values.values[3] = float("inf")
-    two = [Lesson(rows + 40, certain(rows % 3, 3)), Lesson(rows, certain(rows % 3, 3))]
+    two = [TrainingTargets(rows + 40, certain(rows % 3, 3)), TrainingTargets(rows, certain(rows % 3, 3))]
     with pytest.raises(NonFiniteError, match="the training loss became nan after 40 steps"):
-        together(lambda: mlp(6, 3), values, two, PLAN, seeds=(0, 1))
+        train_batched(lambda: mlp(6, 3), values, two, PLAN, seeds=(0, 1))
 
 
 # --- what is not stacked ------------------------------------------------------------------------------------
@@ -190,8 +190,8 @@ APART: dict[str, Build] = {
 def test_other_networks_are_trained_one_after_the_other(name: str) -> None:
     values, ticks = inputs(6, dtype=torch.float32), list[int]()
     assert not stackable([APART[name](), APART[name]()], values)
-    networks = together(APART[name], values, lessons(), PLAN, seeds=SEEDS, tick=ticks.append)
-    assert apart(networks, sequential(APART[name], lessons(), values)) == 0
+    networks = train_batched(APART[name], values, targets(), PLAN, seeds=SEEDS, tick=ticks.append)
+    assert apart(networks, sequential(APART[name], targets(), values)) == 0
     assert ticks == [1] * (4 * 40)
     asked = torch.arange(90)
     assert len({float(predict(network, values, asked).sum(0)[0]) for network in networks}) == 4
@@ -213,10 +213,10 @@ def test_other_inputs_and_networks_of_different_structure_are_not_stacked() -> N
     assert not stackable([small_cnn(1, 8, 3)] * 2, inputs(1, 8, 8))
 
 
-# --- the students, the budget, the plans --------------------------------------------------------------------
+# --- the fold models, the budget, the plans --------------------------------------------------------------------
 
 
-def _students(monkeypatch: pytest.MonkeyPatch, stacked: bool, learn: bool) -> Students:
+def _fold_models(monkeypatch: pytest.MonkeyPatch, stacked: bool, learn: bool) -> FoldModels:
     random = torch.Generator().manual_seed(4)
     values, labels = inputs(6), torch.randint(3, (90,), generator=random)
     halves = []
@@ -233,9 +233,9 @@ def _students(monkeypatch: pytest.MonkeyPatch, stacked: bool, learn: bool) -> St
 
 
 @pytest.mark.parametrize("learn", [False, True])
-def test_students_side_by_side_are_the_same(learn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = _students(monkeypatch, True, learn)
-    other = _students(monkeypatch, False, learn)
+def test_fold_models_side_by_side_are_the_same(learn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = _fold_models(monkeypatch, True, learn)
+    other = _fold_models(monkeypatch, False, learn)
     assert len(one.path) == len(other.path) == (len(outer_steps(40)) if learn else 0)
     assert torch.equal(one.evidence.log_scale, fold_models.Evidence().log_scale) is not learn
     tolerance = 1e-6 if learn else 1e-10  # λ is in single precision
@@ -255,11 +255,11 @@ def test_the_moves_of_the_hyperparameters() -> None:
 
 def test_what_is_saved_in_steps_is_made_up_for_by_the_rate() -> None:
     nothing: Any = None
-    work = Work(*[nothing] * 7, Plan(), *[nothing] * 3)
+    work = Work(*[nothing] * 7, TrainingPlan(), *[nothing] * 3)
     for rows, steps, rate in ((600, 120, 4e-3), (2560, 150, 3.2e-3), (5000, 293, 2e-3)):
         plan = work.quick(rows)
         assert plan.steps(rows) == steps and plan.rate == pytest.approx(rate, rel=1e-6)
-        assert plan.fine_rate / plan.rate == pytest.approx(Plan().fine_rate / Plan().rate)
+        assert plan.fine_rate / plan.rate == pytest.approx(TrainingPlan().fine_rate / TrainingPlan().rate)
         assert plan.steps(rows) * plan.rate == pytest.approx(work.short.steps(rows) * work.short.rate)
 
 
@@ -270,7 +270,7 @@ def test_the_announced_steps_are_made(
     rows: int, trusted: int, hypergradient: Any, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quicken(monkeypatch)
-    monkeypatch.setattr("hyperkron.cleaning.method.MANY", 0 if many else 1e9)
+    monkeypatch.setattr("hyperkron.cleaning.method.MANY_ROWS", 0 if many else 1e9)
     data, watch = blobs(rows=rows, trusted=trusted), Watch()
     config = CleanConfig(epochs=3, compare=("noisy", "small-loss"), hypergradient=hypergradient)
     found = clean(data.train, data.trusted, config=config, progress=watch)
@@ -280,20 +280,24 @@ def test_the_announced_steps_are_made(
 
 
 def test_with_many_rows_the_network_of_all_trusted_rows_is_trained_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[int, Plan]] = []
+    made: list[tuple[int, TrainingPlan]] = []
 
-    def fit(self: Work, lessons: list[Lesson], plan: Plan, name: str, *, seeds: list[int]) -> list[nn.Module]:
-        made.append((len(lessons), plan))
-        return [self.build() for _ in lessons]
+    def fit(
+        self: Work, targets: list[TrainingTargets], plan: TrainingPlan, name: str, *, seeds: list[int]
+    ) -> list[nn.Module]:
+        made.append((len(targets), plan))
+        return [self.build() for _ in targets]
 
     monkeypatch.setattr(Work, "fit", fit)
     for many, expected in ((1e9, [(3, "brief")]), (0, [(1, "short"), (2, "brief")])):
         made.clear()
-        monkeypatch.setattr("hyperkron.cleaning.method.MANY", many)
+        monkeypatch.setattr("hyperkron.cleaning.method.MANY_ROWS", many)
         rows, given = torch.arange(72), torch.arange(72) % 3
         build = partial(linear, 6, 3)
         values = Dense(torch.zeros(72, 6))
         stages, config = Stages(None), CleanConfig()
-        work = Work(values, given, rows[:60], rows[60:], 3, rows % 2, build, Plan(), config, stages, lambda *_: None)
+        work = Work(
+            values, given, rows[:60], rows[60:], 3, rows % 2, build, TrainingPlan(), config, stages, lambda *_: None
+        )
         trusted_expert(work)
         assert made == [(count, getattr(work, plan)) for count, plan in expected]

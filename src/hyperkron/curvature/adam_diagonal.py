@@ -1,4 +1,4 @@
-"""A = I and the diagonal of an Adam step: curvature that costs nothing."""
+"""A = the diagonal of an Adam step, read from the optimizer: it costs nothing."""
 
 from __future__ import annotations
 
@@ -9,54 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperkron.curvature.base import Curvature, CurvatureState, Invertible, checked_positive
+from hyperkron.curvature.base import Curvature, CurvatureState, Invertible
+from hyperkron.curvature.diagonal import DiagonalOperator
 from hyperkron.evaluation.point import Point
 from hyperkron.solution import HyperkronError, warn_once
-from hyperkron.trees import Tree
-
-
-@dataclass
-class DiagonalOperator(Invertible):
-    """A = diag(1/inverse): ``solve`` multiplies by ``inverse``, ``matvec`` divides."""
-
-    inverse: dict[str, Tensor | float]
-    products: int = 0
-
-    def matvec(self, v: Tree) -> Tree:
-        self.products += 1
-        return {name: (x / self.inverse[name]).to(x.dtype) for name, x in v.items()}
-
-    def solve(self, b: Tree) -> Tree:
-        found: Tree = {}
-        for kind in (Tensor, float):  # one launch for all parameters of a kind
-            names = [name for name in b if isinstance(self.inverse[name], kind)]
-            if names:
-                factors: Any = [self.inverse[name] for name in names]
-                found.update(zip(names, torch._foreach_mul([b[name] for name in names], factors), strict=True))
-        return {name: found[name].to(x.dtype) for name, x in b.items()}
-
-
-@dataclass(frozen=True)
-class Identity(Curvature):
-    """A = I / scale, so that A⁻¹b = scale·b: no curvature at all.
-
-    This is the choice of DARTS (Liu et al., 2019) and of one-step unrolling with learning rate ``scale``.
-
-    Args:
-        scale: the number that stands for A⁻¹.
-    """
-
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        checked_positive("scale", self.scale, "1.0 gives v = b")
-
-    def operator(self, point: Point, state: CurvatureState) -> Invertible:
-        """The identity, scaled."""
-        return DiagonalOperator(dict.fromkeys(point.params, self.scale))
-
-    def constants(self, state: CurvatureState) -> Hashable:
-        return ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,115 @@
+"""First and second derivatives by autograd, with a named refusal where torch has none or a wrong one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from hyperkron.solution import HyperkronError
+
+
+class UndifferentiableError(HyperkronError):
+    """An operation of the model has no second derivative."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"an operation of the model cannot be differentiated twice ({why}); use KFAC, EKFAC or Identity with a "
+            "finite-difference cross term, or an eager implementation."
+        )
+
+
+def gradients_of(
+    outputs: Tensor | list[Tensor],
+    inputs: list[Tensor],
+    vectors: list[Tensor] | None = None,
+    *,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` for first and second derivatives, with a named refusal where there is no second one."""
+    watched: AbstractContextManager[None] = nullcontext()
+    if create_graph:
+        nodes = list(graph_nodes([outputs] if isinstance(outputs, Tensor) else outputs))
+        _refuse_wrong_derivatives(nodes)
+        watched = _refusing_lost_graphs(nodes)
+    try:
+        with watched:
+            found = torch.autograd.grad(
+                outputs, inputs, vectors, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+            )
+    except RuntimeError as error:
+        if any(words in str(error) for words in ("not implemented", "not differentiable", "double backward")):
+            raise UndifferentiableError(str(error).splitlines()[0]) from error
+        raise
+    if create_graph:
+        _refuse_dead_ends(found)
+    return found
+
+
+def _refuse_dead_ends(gradients: tuple[Tensor | None, ...]) -> None:
+    """Refuse a graph through a function marked ``once_differentiable``: autograd would drop its terms in silence.
+
+    Such a function hangs an error node into the graph, but cut off from the inputs, so that a derivative in given
+    inputs never gets there.
+    """
+    if any(node.name() == "torch::autograd::Error" for node in graph_nodes([g for g in gradients if g is not None])):
+        raise UndifferentiableError("a function is marked once_differentiable")
+
+
+@contextmanager
+def _refusing_lost_graphs(nodes: list[torch.autograd.graph.Node]) -> Iterator[None]:
+    """Refuse a custom function whose backward pass runs outside autograd: its terms would be lost in silence.
+
+    Its gradients are linear in those it is given, so where these have a graph, its own must have one.
+    """
+    lost: list[str] = []
+
+    def watch(name: str, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
+        graphs = [g.requires_grad for g in made if g is not None]
+        if graphs and not any(graphs) and any(g is not None and g.requires_grad for g in given):
+            lost.append(name)
+
+    custom = [node for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction)]
+    handles = [node.register_hook(functools.partial(watch, node.name())) for node in custom]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if lost:
+        raise UndifferentiableError(f"the backward pass of {lost[0].removesuffix('Backward')} records no graph")
+
+
+def _refuse_wrong_derivatives(nodes: list[torch.autograd.graph.Node]) -> None:
+    """Refuse the two derivatives that torch computes wrongly and in silence.
+
+    The third derivative of batch norm, which the second one of a penalty on gradients needs, takes the statistics of
+    the batch for constants (in evaluation mode they are); the second derivative of the fused weight norm takes the norm
+    for one. Models with weight norm are evaluated without the fused kernel (``kernels/selection.py``).
+    """
+    for node in nodes:
+        if "BatchNormBackwardBackward" in node.name() and getattr(node, "_saved_train", True):
+            raise UndifferentiableError(
+                "the loss holds gradients through batch norm, and torch's third derivative of that is wrong"
+            )
+        if "WeightNormInterfaceBackward" in node.name():
+            raise UndifferentiableError(
+                "torch's second derivative of torch._weight_norm is wrong; compute v * (g / norm) instead"
+            )
+
+
+def graph_nodes(tensors: list[Tensor]) -> Iterator[torch.autograd.graph.Node]:
+    """Every node of the autograd graph behind ``tensors``, once."""
+    seen: set[torch.autograd.graph.Node] = set()
+    waiting = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for further, _ in node.next_functions:
+            if further is not None and further not in seen:
+                seen.add(further)
+                waiting.append(further)
