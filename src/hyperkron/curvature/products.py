@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -161,15 +162,14 @@ class Hessian(Curvature):
 
     damping: float = 0.0
 
+    records_products: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         checked_damping(self.damping)
 
     def operator(self, point: Point, state: CurvatureState) -> HessianOperator:
         """The Hessian on the curvature batch."""
         return HessianOperator(point, self.damping)
-
-    def constants(self, state: CurvatureState) -> Hashable:
-        return ()
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,8 @@ class GGN(Curvature):
 
     damping: float = 0.0
 
+    records_products: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         checked_damping(self.damping)
 
@@ -193,9 +195,6 @@ class GGN(Curvature):
         if point.recording and not whole:
             raise HyperkronError("GGN counts the rows of every part of a batch on the device; use whole batches")
         return GGNOperator(point, self.damping) if whole else PartedGGNOperator(point, self.damping)
-
-    def constants(self, state: CurvatureState) -> Hashable:
-        return ()
 
 
 class UndifferentiableError(HyperkronError):

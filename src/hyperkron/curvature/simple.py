@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,15 +48,17 @@ class Identity(Curvature):
 
     scale: float = 1.0
 
+    uses_data: ClassVar[bool] = False
+    invertible: ClassVar[bool] = True
+    records_products: ClassVar[bool] = True
+    records_inverse: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         checked_positive("scale", self.scale, "1.0 gives v = b")
 
     def operator(self, point: Point, state: CurvatureState) -> Invertible:
         """The identity, scaled."""
         return DiagonalOperator(dict.fromkeys(point.params, self.scale))
-
-    def constants(self, state: CurvatureState) -> Hashable:
-        return ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,10 @@ class AdamDiagonal(Curvature):
     """
 
     optimizer: torch.optim.Optimizer
+
+    uses_data: ClassVar[bool] = False
+    invertible: ClassVar[bool] = True
+    records_inverse: ClassVar[bool] = True
 
     def operator(self, point: Point, state: CurvatureState) -> Invertible:
         """The diagonal read from the optimizer's state."""
