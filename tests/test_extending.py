@@ -301,28 +301,6 @@ def test_a_layer(curvature: Any, count: int) -> None:
     assert result.stats["coverage"] == 1.0
 
 
-def test_a_layer_is_found_beside_the_others_and_only_where_it_was_given() -> None:
-    model = nn.Sequential(Quadratics(3, 2), nn.Linear(2, 2))
-    rows = hk.KFAC(layers=[quadratics]).coverage(model).rows
-    assert {row.curvature for row in rows} == {"kronecker"}
-    assert [row.reason for row in rows[::2]] == ["Quadratics, with bias", "Linear, with bias"]
-    assert hk.KFAC().coverage(model).covered < 0.5
-    method, case = hk.Implicit(hk.KFAC(strict=True), hk.Direct()), cases.make(model, (3,))
-    with pytest.raises(hk.CoverageError, match="Quadratics"):
-        method.compute(*case.arguments)
-
-
-@pytest.mark.parametrize("layers", [quadratics, "Quadratics", [QuadraticsLayer(3, 2)]])
-def test_layers_that_are_no_functions_are_refused(layers: Any) -> None:
-    with pytest.raises(hk.HyperkronError, match=r"layers=.* list of functions"):
-        hk.KFAC(layers=layers)
-
-
-def test_a_function_that_returns_no_layer_is_refused() -> None:
-    with pytest.raises(hk.HyperkronError, match=r"returned True for a Linear; return a hyperkron\.curvature\.Layer"):
-        hk.EKFAC(layers=[lambda module: True]).coverage(nn.Linear(2, 2))  # type: ignore[list-item,return-value]
-
-
 # --- an algorithm ----------------------------------------------------------------------------------------------------
 
 

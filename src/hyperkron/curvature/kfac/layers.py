@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,19 +35,21 @@ WIDEST = torch.complex128
 
 
 class Layer(ABC):
-    """A kind of module KFAC covers: z = W a [+ b], with a made of the module's input and W, b its parameters named
-    ``weight`` and ``bias``.
+    """A kind of module that KFAC covers: z = W a [+ b], with a made of the module's input alone.
 
-    Give one for a module of your own to ``KFAC(layers=[…])``.
+    W and b are the module's parameters ``weight`` and ``bias``, the input is its first argument and z its output. A
+    layer for modules of your own goes into ``KFAC(layers=[…])``.
 
     Attributes:
         groups: how many blocks W has side by side, 1 for most.
         d_in, d_out: the sizes of one block.
+        homogeneous: whether the rows of c·x are c times those of x, so that x may be scaled first.
     """
 
     groups: int
     d_in: int
     d_out: int
+    homogeneous: ClassVar[bool] = False
 
     @abstractmethod
     def inputs(self, x: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
@@ -96,6 +98,8 @@ class LinearLayer(Layer):
     d_out: int
     groups: int = 1
 
+    homogeneous: ClassVar[bool] = True
+
     def inputs(self, x: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
         if sharing == "reduce" and x.dim() > 2:
             x = x.flatten(1, -2).mean(1)
@@ -127,6 +131,8 @@ class ConvLayer(Layer):
     """``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d`` with any stride, padding, dilation and groups."""
 
     module: nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+    homogeneous: ClassVar[bool] = True
 
     @property
     def groups(self) -> int:  # type: ignore[override]
