@@ -83,7 +83,8 @@ class CurvatureState:
     A subclass with a memory overrides ``state_dict``, ``load_state_dict`` and, to be seen in ``result.stats``,
     :meth:`stats`. The other methods are for curvatures that can be recorded as a CUDA graph: :meth:`replayed` for all
     that remember anything; :attr:`kept`, :meth:`tensors`, :meth:`adopt` and :meth:`let_go` for those that use one
-    measurement in several calls; :meth:`generators` for those that draw random numbers.
+    measurement in several calls; :meth:`generators` for those that draw random numbers. Attributes are replaced, never
+    changed in place, so that a shallow copy holds what a state was.
     """
 
     def stats(self) -> dict[str, float | int | str]:

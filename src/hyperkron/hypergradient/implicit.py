@@ -51,13 +51,14 @@ class Implicit(Hypergradient):
         graph: on a GPU, record a step as a CUDA graph and replay it: for ``Direct()`` with KFAC, EKFAC (but for the
             steps that make a new eigenbasis), the identity, and SAMA with optimizers without second moments; for
             ``Hessian``, ``GGN`` and the identity with ``CG``, or with ``Neumann`` and ``GradientDescent`` of a given
-            step. It pays where a step waits for Python, as with small models, and needs batches of one shape on the
-            device, a model without dropout, and objectives that never wait for the device; what is otherwise takes
-            the ordinary way, with a warning where that is for good. A solve that ends before its iterations are done
-            has the value and status of the ordinary way, but spends the products of all iterations. Numbers that
-            objectives take from Python variables are recorded as they were. The memory of a step is not shared with
-            other work, and after a factorisation that fails altogether there are no previous inverses to go on with.
-            Elsewhere it has no effect.
+            step; for curvatures of your own that say so (``records_products``, ``records_inverse``). It pays where a
+            step waits for Python, as with small models, and needs batches of one shape on the device, a model without
+            dropout, and objectives that never wait for the device; what is otherwise takes the ordinary way, with a
+            warning where that is for good. A solve that ends before its iterations are done has the value and status of
+            the ordinary way, but spends the products of all iterations. Numbers that objectives take from Python
+            variables are recorded as they were. The memory of a step is not shared with other work, and after a
+            factorisation that fails altogether there are no previous inverses to go on with. Elsewhere it has no
+            effect.
 
     Example:
         >>> import hyperkron as hk

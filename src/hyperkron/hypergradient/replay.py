@@ -258,6 +258,7 @@ def _checked(point: Point, answer: Answer) -> tuple[list[Tensor], Answer]:
 def _restore(states: list[tuple[Any, Any]]) -> None:
     """What states were, from copies made before."""
     for state, before in states:
+        vars(state).clear()  # also of what was not there before
         vars(state).update(vars(before))
 
 
