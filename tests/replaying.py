@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 
 import hyperkron as hk
 from hyperkron import solution
-from hyperkron.curvature import KroneckerState
 from hyperkron.hypergradient import replay
 from hyperkron.kernels import graphs
 
@@ -39,9 +38,7 @@ class Rerun:
         self._generator(before)
 
     def _inverses(self) -> Any:
-        if not isinstance(self.state, KroneckerState) or self.state.inverses is None:
-            return {}
-        return self.state.inverses.state_dict(), self.state.diagonal
+        return {} if self.state.kept is None else self.state.tensors()
 
     def _generator(self, back: Tensor | None = None) -> Tensor | None:
         generator = getattr(self.state, "generator", None)

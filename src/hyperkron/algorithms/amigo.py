@@ -10,10 +10,9 @@ from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.curvature import Curvature, Hessian
-from hyperkron.hypergradient import Hypergradient, Implicit
+from hyperkron.hypergradient import Hypergradient
 from hyperkron.optimizers import Rate, as_rate
 from hyperkron.solution import HyperkronError
-from hyperkron.solvers import Direct
 from hyperkron.validation import check_whole
 
 _HESSIAN = Hessian()
@@ -73,12 +72,12 @@ class AmIGO(Algorithm):
         method = self.hypergradient
         if method is None:
             return
-        if not isinstance(method, Implicit):
+        if method.solver is None:
             raise HyperkronError(
                 f"hypergradient={type(method).__name__} solves no linear system that AmIGO could amortise; "
                 "use it in AID, or Unroll for unrolled differentiation."
             )
-        if not isinstance(method.solver, Direct) and not method.warm_start:
+        if method.solver.needs_products and not method.warm_start:
             remedy = "pass warm_start=True" if method.solver.uses_start else "it cannot be warm-started: use cg()"
             raise HyperkronError(
                 f"hypergradient with solver={method.solver!r} starts every solve from zero, but AmIGO is the "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hyperkron import cross, trees
 from hyperkron.algorithms.base import State
 from hyperkron.batches import BatchSources
-from hyperkron.curvature import GGN, Curvature, Hessian
+from hyperkron.curvature import Curvature
 from hyperkron.curvature.hessian import HessianOperator
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.implicit import outer_gradients
@@ -207,10 +207,12 @@ def parts(state: State, inner_batch: Any, outer_batch: Any, v: Tree, curvature: 
     with Point(state.problem, state.model, state.hyper, inner_batch, outer_batch) as point:
         outer_loss, b, direct = outer_gradients(point)
         operator = curvature.operator(point, curvature.init())
-        graph = operator if isinstance(operator, HessianOperator) else HessianOperator(point, 0.0)
-        along = graph.cross(v, point.hypers)
+        along, inner = operator.cross(v, point.hypers), operator.gradients
+        if along is None or inner is None:
+            graph = HessianOperator(point, 0.0)
+            along, inner = graph.cross(v, point.hypers), graph.gradients
         result = Parts(
-            _filled(graph.gradients, point.params),
+            _filled(inner, point.params),
             operator.matvec(v),
             _filled(along, point.hypers),
             b,
@@ -227,7 +229,7 @@ def _filled(found: Mapping[str, Tensor | None], like: Tree) -> Tree:
 
 def check_products(curvature: Curvature, algorithm: str) -> None:
     """Refuse a curvature that has an inverse where v is followed by one product a step."""
-    if not isinstance(curvature, (Hessian, GGN)):
+    if not isinstance(curvature, Curvature) or curvature.invertible:
         raise HyperkronError(
             f"curvature={type(curvature).__name__} makes no sense in {algorithm}, which follows v ≈ A⁻¹b by one "
             "product with A a step: use Hessian() or GGN(); a curvature with an inverse needs no such v: use it in "

@@ -29,7 +29,6 @@ from hyperkron.cross.ways import (
 )
 from hyperkron.cross.weighting import ChangedError, Weighted
 from hyperkron.curvature.base import Operator
-from hyperkron.curvature.hessian import HessianOperator
 from hyperkron.evaluation.differentiation import UndifferentiableError
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.linalg import tf32_products
@@ -86,9 +85,11 @@ class Cross:
     def term(self, point: Point, v: Tree, operator: Operator | None, state: CrossState) -> Tree:
         """∂²_λθ J_in · v, one tensor for each parameter of λ."""
         same_batch = point.curvature_batch is point.inner_batch
-        if self.mode in ("auto", "reverse") and isinstance(operator, HessianOperator) and same_batch:
-            state.mode, state.calls = "reverse", state.calls + 1
-            return filled(point, operator.cross(v, point.hypers))
+        if self.mode in ("auto", "reverse") and operator is not None and same_batch:
+            found = operator.cross(v, point.hypers)
+            if found is not None:
+                state.mode, state.calls = "reverse", state.calls + 1
+                return filled(point, found)
         inner = inner_key(point.problem, point.model, point.hyper)
         decided = state.decided(inner)
         if state.inner not in (None, inner):

@@ -5,7 +5,8 @@ from hyperkron.curvature.base import Curvature, CurvatureState, Invertible, Oper
 from hyperkron.curvature.ggn import GGN
 from hyperkron.curvature.hessian import Hessian
 from hyperkron.curvature.identity import Identity
-from hyperkron.curvature.kfac import EKFAC, KFAC, Coverage, KroneckerState
+from hyperkron.curvature.kfac import EKFAC, KFAC, Coverage, KroneckerState, Layer
+from hyperkron.evaluation.point import Point
 
 __all__ = [
     "EKFAC",
@@ -19,5 +20,7 @@ __all__ = [
     "Identity",
     "Invertible",
     "KroneckerState",
+    "Layer",
     "Operator",
+    "Point",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class AdamDiagonal(Curvature):
     """
 
     optimizer: torch.optim.Optimizer
+
+    uses_data: ClassVar[bool] = False
+    invertible: ClassVar[bool] = True
+    records_inverse: ClassVar[bool] = True
 
     def operator(self, point: Point, state: CurvatureState) -> Invertible:
         """The diagonal read from the optimizer's state."""

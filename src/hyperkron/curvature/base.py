@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from hyperkron.evaluation.point import Point
@@ -41,6 +42,15 @@ class Operator(ABC):
     def release(self) -> None:  # noqa: B027 (most have nothing to let go of)
         """The solve is done: let go of memory that no later call needs."""
 
+    @property
+    def gradients(self) -> Tree | None:
+        """∂_θ J_in on the curvature batch, where the products are derivatives of it; else ``None``."""
+        return None
+
+    def cross(self, v: Tree, hypers: Tree) -> dict[str, Tensor | None] | None:
+        """∂²_λθ J_in · v on the curvature batch, where the graph of :attr:`gradients` gives it; else ``None``."""
+        return None
+
 
 class Invertible(Operator):
     """An operator that also applies its inverse b ↦ (A + δI)⁻¹ b, usually from a factorisation made once.
@@ -59,9 +69,27 @@ class Invertible(Operator):
     def solve(self, b: Tree) -> Tree:
         """(A + δI)⁻¹ b as a new tree with the names of ``b``, which is not changed; counts no product."""
 
+    def definite(self) -> Invertible:
+        """This operator as a preconditioner: positive definite on all parameters.
+
+        Override it where :meth:`solve` is zero for some parameters. The default is the operator itself.
+        """
+        return self
+
 
 class CurvatureState:
-    """What a curvature remembers between calls; this one remembers nothing."""
+    """What a curvature remembers between calls; this one remembers nothing.
+
+    A subclass with a memory overrides ``state_dict``, ``load_state_dict`` and, to be seen in ``result.stats``,
+    :meth:`stats`. The other methods are for curvatures that can be recorded as a CUDA graph: :meth:`replayed` for all
+    that remember anything; :attr:`kept`, :meth:`tensors`, :meth:`adopt` and :meth:`let_go` for those that use one
+    measurement in several calls; :meth:`generators` for those that draw random numbers. Attributes are replaced, never
+    changed in place, so that a shallow copy holds what a state was.
+    """
+
+    def stats(self) -> dict[str, float | int | str]:
+        """Figures of the last call for ``result.stats``, by name."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """The state as nested dictionaries of tensors, numbers and strings."""
@@ -72,9 +100,55 @@ class CurvatureState:
         if state:
             raise HyperkronError(f"this curvature keeps no state, but a state with {sorted(state)} was given.")
 
+    @property
+    def kept(self) -> Any:
+        """The measurement that later calls reuse, one and the same object until the next; ``None`` if there is none."""
+        return None
+
+    def tensors(self) -> Any:
+        """The tensors of :attr:`kept`, as nested lists, tuples and dictionaries."""
+        return self.kept
+
+    def adopt(self, other: CurvatureState) -> None:
+        """Use the tensors of ``other`` in place of one's own; they have the same values."""
+        raise HyperkronError(
+            f"{type(self).__name__} keeps a measurement but has no adopt(); write it, or use graph=False."
+        )
+
+    def let_go(self) -> None:
+        """Forget the measurement that is kept; the next call makes a new one."""
+
+    def generators(self, device: torch.device) -> list[torch.Generator]:
+        """The random generators on ``device`` that a measurement draws from."""
+        return []
+
+    def replayed(self, made: CurvatureState | None) -> None:
+        """A recorded step was carried out once more.
+
+        Args:
+            made: the state after the recording of a step that measured anew, whose tensors have been written again;
+                ``None`` for a step that used what is kept.
+        """
+        if self.state_dict():
+            raise HyperkronError(
+                f"{type(self).__name__} remembers something but has no replayed(); write it, or use graph=False."
+            )
+
 
 class Curvature(ABC):
-    """A choice of A ≈ ∇²_θθ J_in: configuration only. Its memory is a :class:`CurvatureState` made by :meth:`init`."""
+    """A choice of A ≈ ∇²_θθ J_in: configuration only. Its memory is a :class:`CurvatureState` made by :meth:`init`.
+
+    Attributes:
+        uses_data: whether A is measured on a batch; not so for constants.
+        invertible: whether its operators are :class:`Invertible`.
+        records_products: whether products with A can be recorded in a CUDA graph: they never read from the device.
+        records_inverse: the same for products with A⁻¹.
+    """
+
+    uses_data: ClassVar[bool] = True
+    invertible: ClassVar[bool] = False
+    records_products: ClassVar[bool] = False
+    records_inverse: ClassVar[bool] = False
 
     def init(self) -> CurvatureState:
         """A fresh state."""
@@ -93,9 +167,22 @@ class Curvature(ABC):
         """Whether the next call measures the curvature anew."""
         return True
 
+    def check_graph(self) -> None:  # noqa: B027 (most can be recorded with all of their options, or with none)
+        """Refuse options with which a step cannot be recorded as a CUDA graph."""
+
     def constants(self, state: CurvatureState) -> Hashable | None:
         """What a CUDA graph of the next step would take for constant; ``None`` where it cannot be recorded."""
-        return None
+        return () if self.records_products or self.records_inverse else None
+
+    @property
+    def records_refreshes(self) -> bool:
+        """Whether steps that measure the curvature anew can be recorded, or only those between them."""
+        return True
+
+    @property
+    def keeps_parts(self) -> bool:
+        """Whether a measurement uses parts of the one before it, unchanged, as EKFAC does its eigenbasis."""
+        return False
 
 
 def check_damping(damping: float) -> None:

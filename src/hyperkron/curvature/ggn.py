@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -102,6 +102,8 @@ class GGN(Curvature):
 
     damping: float = 0.0
 
+    records_products: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         check_damping(self.damping)
 
@@ -111,6 +113,3 @@ class GGN(Curvature):
         if point.recording and not whole:
             raise HyperkronError("GGN counts the rows of every part of a batch on the device; use whole batches")
         return GGNOperator(point, self.damping) if whole else PartedGGNOperator(point, self.damping)
-
-    def constants(self, state: CurvatureState) -> Hashable:
-        return ()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -79,12 +79,11 @@ class Hessian(Curvature):
 
     damping: float = 0.0
 
+    records_products: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         check_damping(self.damping)
 
     def operator(self, point: Point, state: CurvatureState) -> HessianOperator:
         """The Hessian on the curvature batch."""
         return HessianOperator(point, self.damping)
-
-    def constants(self, state: CurvatureState) -> Hashable:
-        return ()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hyperkron.curvature.base import Curvature, CurvatureState, Invertible
 from hyperkron.curvature.diagonal import DiagonalOperator
@@ -23,12 +23,14 @@ class Identity(Curvature):
 
     scale: float = 1.0
 
+    uses_data: ClassVar[bool] = False
+    invertible: ClassVar[bool] = True
+    records_products: ClassVar[bool] = True
+    records_inverse: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         check_positive("scale", self.scale, "1.0 gives v = b")
 
     def operator(self, point: Point, state: CurvatureState) -> Invertible:
         """The identity, scaled."""
         return DiagonalOperator(dict.fromkeys(point.params, self.scale))
-
-    def constants(self, state: CurvatureState) -> Hashable:
-        return ()

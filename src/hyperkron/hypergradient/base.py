@@ -11,6 +11,7 @@ from torch import nn
 from hyperkron.evaluation.point import trainable
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult
+from hyperkron.solvers import Solver
 
 
 class Hypergradient(ABC):
@@ -22,7 +23,12 @@ class Hypergradient(ABC):
     Attributes:
         inner_batches: how many inner batches a call uses; where it is more than one they come as ``Batches``.
         measures_curvature: whether A is measured on data; ``compute`` then takes a ``curvature_batch`` to do so on.
+        solver: of the linear system with A; ``None`` for methods that solve none.
+        warm_start: whether each solve begins at the previous solution.
     """
+
+    solver: Solver | None = None
+    warm_start: bool = False
 
     @property
     def inner_batches(self) -> int:

@@ -12,19 +12,7 @@ from torch import Tensor, nn
 
 from hyperkron import trees
 from hyperkron.cross import RECHECK, Cross, CrossState, Mode
-from hyperkron.curvature import (
-    EKFAC,
-    GGN,
-    KFAC,
-    AdamDiagonal,
-    Curvature,
-    CurvatureState,
-    Hessian,
-    Identity,
-    Invertible,
-    KroneckerState,
-)
-from hyperkron.curvature.kfac.state import KroneckerOperator
+from hyperkron.curvature import Curvature, CurvatureState, Invertible
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.hypergradient.precision import too_coarse
@@ -63,18 +51,21 @@ class Implicit(Hypergradient):
         graph: on a GPU, record a step as a CUDA graph and replay it: for ``Direct()`` with KFAC, EKFAC (but for the
             steps that make a new eigenbasis), the identity, and SAMA with optimizers without second moments; for
             ``Hessian``, ``GGN`` and the identity with ``CG``, or with ``Neumann`` and ``GradientDescent`` of a given
-            step. It pays where a step waits for Python, as with small models, and needs batches of one shape on the
-            device, a model without dropout, and objectives that never wait for the device; what is otherwise takes
-            the ordinary way, with a warning where that is for good. A solve that ends before its iterations are done
-            has the value and status of the ordinary way, but spends the products of all iterations. Numbers that
-            objectives take from Python variables are recorded as they were. The memory of a step is not shared with
-            other work, and after a factorisation that fails altogether there are no previous inverses to go on with.
-            Elsewhere it has no effect.
+            step; for curvatures of your own that say so (``records_products``, ``records_inverse``). It pays where a
+            step waits for Python, as with small models, and needs batches of one shape on the device, a model without
+            dropout, and objectives that never wait for the device; what is otherwise takes the ordinary way, with a
+            warning where that is for good. A solve that ends before its iterations are done has the value and status of
+            the ordinary way, but spends the products of all iterations. Numbers that objectives take from Python
+            variables are recorded as they were. The memory of a step is not shared with other work, and after a
+            factorisation that fails altogether there are no previous inverses to go on with. Elsewhere it has no
+            effect.
 
     Example:
         >>> import hyperkron as hk
         >>> method = hk.Implicit(hk.GGN(damping=1e-3), hk.CG(20), preconditioner=hk.KFAC(damping=1e-3))
     """
+
+    solver: Solver
 
     def __init__(
         self,
@@ -120,7 +111,7 @@ class Implicit(Hypergradient):
     @property
     def measures_curvature(self) -> bool:
         """Whether A, or its preconditioner, depends on data: not so for the identity and SAMA's diagonal."""
-        return self.preconditioner is not None or not isinstance(self.curvature, (Identity, AdamDiagonal))
+        return self.preconditioner is not None or self.curvature.uses_data
 
     def _empty(self) -> ImplicitState:
         second = CurvatureState() if self.preconditioner is None else self.preconditioner.init()
@@ -190,13 +181,11 @@ class Implicit(Hypergradient):
         if self.preconditioner is None:
             return None
         made = self.preconditioner.operator(point, state.preconditioner)
-        if isinstance(made, KroneckerOperator):
-            return made.definite()
         if not isinstance(made, Invertible):
             raise HyperkronError(
                 f"preconditioner={type(self.preconditioner).__name__} has no inverse; use KFAC, EKFAC or Identity."
             )
-        return made
+        return made.definite()
 
     def _stats(self, solution: Solution) -> dict[str, float | int | str]:
         stats: dict[str, float | int | str] = {
@@ -209,12 +198,7 @@ class Implicit(Hypergradient):
         if self.state.cross.error:
             stats["cross_error"] = self.state.cross.error
         for memory in (self.state.curvature, self.state.preconditioner):
-            if isinstance(memory, KroneckerState):
-                stats["curvature_age"] = memory.age
-                stats["curvature_refreshes"] = memory.refreshes
-                stats["curvature_strategy"] = memory.strategy
-                if memory.coverage is not None:
-                    stats["coverage"] = memory.coverage.covered
+            stats |= memory.stats()
         return stats
 
     def state_dict(self) -> dict[str, Any]:
@@ -257,18 +241,13 @@ def _check_graph(curvature: Curvature, solver: Solver, preconditioner: Curvature
             f"graph=True does not work with preconditioner={type(preconditioner).__name__}; leave the preconditioner "
             "out, or use graph=False."
         )
-    direct, products = (KFAC, EKFAC, Identity, AdamDiagonal), (Hessian, GGN, Identity)
-    if not isinstance(curvature, products if solver.needs_products else direct):
+    if not (curvature.records_products if solver.needs_products else curvature.records_inverse):
         what = f"{type(curvature).__name__} and {type(solver).__name__}"
         raise HyperkronError(
             f"graph=True does not work with {what}; use KFAC, EKFAC or Identity with Direct(), or Hessian, GGN or "
             "Identity with CG or Neumann, or graph=False."
         )
-    if isinstance(curvature, KFAC) and not curvature.deferred:
-        raise HyperkronError(
-            f"graph=True needs KFAC with ema=0 and a factored damping, not ema={curvature.ema!r} and "
-            f"split={curvature.split!r}; change these, or use graph=False."
-        )
+    curvature.check_graph()
 
 
 def outer_gradients(point: Point) -> tuple[Tensor, Tree, Tree]:

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from hyperkron import trees
 from hyperkron.cross.state import CrossState, inner_key
-from hyperkron.curvature import KFAC, Curvature, CurvatureState, KroneckerState
-from hyperkron.curvature.kfac.kronecker import Kronecker
+from hyperkron.curvature import Curvature, CurvatureState
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.graphs import Recording, StaticBatch, places
 from hyperkron.kernels.selection import LayoutError
@@ -82,9 +81,9 @@ class Request(NamedTuple):
         return torch.get_autocast_dtype(kind) if enabled else None
 
     @property
-    def kronecker(self) -> KroneckerState | None:
-        """The state of a curvature that has one."""
-        return self.curvature if isinstance(self.curvature, KroneckerState) else None
+    def generators(self) -> list[torch.Generator]:
+        """What the curvature draws random numbers from."""
+        return self.curvature.generators(next(self.model.parameters()).device)
 
     def key(self) -> object:
         """What must not change between a recording and its replay, but for batches."""
@@ -100,7 +99,7 @@ class _Step:
 
     batches: StaticBatch
     recording: Recording[tuple[list[Tensor], Answer]]
-    made: KroneckerState | None
+    made: CurvatureState | None
 
     def replay(self, batches: Any) -> Answer | None:
         """Its answers on ``batches``, in memory of their own; ``None`` where something is not as it should be."""
@@ -120,7 +119,7 @@ class Replays:
 
     def __init__(self) -> None:
         self._steps: dict[bool, _Step] = {}  # by whether the curvature is measured anew
-        self._home: KroneckerState | None = None  # whose inverses they use
+        self._home: CurvatureState | None = None  # whose measurement they use
         self._key: object = None
         self._made = self._served = self._misfits = self._refused = 0
         self._given_up = False
@@ -147,7 +146,7 @@ class Replays:
             if step is None:
                 return None
             self._steps[wanted.refreshing] = step
-            self._home = step.made or self._home
+            self._home = self._home if step.made is None else step.made
         return self._replayed(wanted)
 
     def _fits(self, wanted: Request) -> bool:
@@ -168,30 +167,25 @@ class Replays:
         self._steps, self._home = {}, None
 
     def _at_home(self, wanted: Request) -> bool:
-        """Whether the inverses in use, if the step needs any, lie where recordings take them from.
+        """Whether the measurement in use, if the step needs one, lies where recordings take it from.
 
-        Those of a refresh that was not recorded lie elsewhere, and are copied there where they have the same shape.
+        That of a refresh that was not recorded lies elsewhere, and is copied there where it has the same shape.
         """
-        state, home = wanted.kronecker, self._home
-        if state is None or state.inverses is None:
+        state, home = wanted.curvature, self._home
+        if state.kept is None:
             return wanted.refreshing
-        assert isinstance(wanted.method, Kronecker)
         if home is None:
             if not wanted.refreshing and not wanted.method.records_refreshes:
                 self._home = copy.copy(state)  # all later ones will be copied there
             return wanted.refreshing or self._home is not None
-        if state.inverses is home.inverses or (wanted.refreshing and isinstance(wanted.method, KFAC)):
+        if state.kept is home.kept or (wanted.refreshing and not wanted.method.keeps_parts):
             return True
-        assert home.inverses is not None
-        place, given = (
-            StaticBatch((s.inverses.state_dict(), s.diagonal), own=False)  # type: ignore[union-attr]
-            for s in (home, state)
-        )
+        place, given = (StaticBatch(s.tensors(), own=False) for s in (home, state))
         if not place.fits(given.value):
             self._drop()
             return False
         place.fill(given.value)
-        state.inverses, state.diagonal = home.inverses, home.diagonal
+        state.adopt(home)
         return True
 
     def _recorded(self, wanted: Request) -> _Step | None:
@@ -200,12 +194,11 @@ class Replays:
         if self._made > WASTED and self._served < 2 * self._made:
             self._give_up("the objectives, or the memory of model and hyper, are others in every step")
             return None
-        static, kronecker = StaticBatch(wanted.batches), wanted.kronecker
+        static, generators = StaticBatch(wanted.batches), wanted.generators
         inner, outer, other, start = static.value
         states = [(state, copy.copy(state)) for state in (wanted.curvature, wanted.cross)]
         at = wanted.problem, wanted.model, wanted.hyper, inner, outer
         place = functools.partial(Point, *at, curvature_batch=other, recording=True, plain=wanted.plain)
-        generators = [] if kronecker is None else [kronecker.random(next(wanted.model.parameters()).device)]
         drawn = [(generator, generator.get_state()) for generator in generators]
         try:
             with place() as point:  # not recorded yet: libraries choose their algorithms by trying them out
@@ -219,7 +212,7 @@ class Replays:
                     generators=generators,
                     pool=self._steps[True].recording.pool if True in self._steps else None,
                 )
-            made = copy.copy(kronecker) if wanted.refreshing else None
+            made = copy.copy(wanted.curvature) if wanted.refreshing else None
         except LayoutError:
             return None  # it will not be changed again
         except (RuntimeError, HyperkronError) as failure:
@@ -235,24 +228,22 @@ class Replays:
         warn_once("graph", f"graph=True has no effect, for a step cannot be recorded as a CUDA graph: {reason}.")
 
     def _replayed(self, wanted: Request) -> Answer | None:
-        """Carry the recording out; where it fails, leave the states as they were but for inverses it has spoilt."""
-        step, state = self._steps[wanted.refreshing], wanted.kronecker
-        generator = None if state is None else state.generator
-        before = None if generator is None else generator.get_state()
+        """Carry the recording out; where it fails, leave the states as they were but for tensors it has spoilt."""
+        step, state = self._steps[wanted.refreshing], wanted.curvature
+        drawn = [(generator, generator.get_state()) for generator in wanted.generators]
         answer = step.replay(wanted.batches)
         if answer is None:
-            if generator is not None and before is not None:
+            for generator, before in drawn:
                 generator.set_state(before)
-            if state is not None and step.made is not None and state.inverses is step.made.inverses:
-                state.let_go()  # they have been written over
+            if step.made is not None and state.kept is not None and state.kept is step.made.kept:
+                state.let_go()  # it has been written over
             self._refused += 1
             if self._refused >= REFUSED and self._refused > self._served:
                 self._give_up("most replays had to be done again, for numbers were extreme or factorisations failed")
             return None
         self._served += 1
         wanted.cross.calls += 1
-        if state is not None:
-            state.replayed(step.made)
+        state.replayed(step.made)
         return answer
 
 
@@ -269,6 +260,7 @@ def _checked(point: Point, answer: Answer) -> tuple[list[Tensor], Answer]:
 def _restore(states: list[tuple[Any, Any]]) -> None:
     """What states were, from copies made before."""
     for state, before in states:
+        vars(state).clear()  # also of what was not there before
         vars(state).update(vars(before))
 
 

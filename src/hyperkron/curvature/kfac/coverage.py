@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from hyperkron.curvature.kfac.layers import Layer, has_diagonal, kronecker_layer
+from hyperkron.curvature.kfac.layers import Layer, LayerOf, has_diagonal, kronecker_layer
 from hyperkron.evaluation.point import trainable
 from hyperkron.solution import warn_once
 
@@ -164,9 +164,9 @@ def _form(module: nn.Module) -> tuple[object, ...]:
     return (type(module), *(getattr(module, name, None) for name in names))
 
 
-def plan(model: nn.Module, fallback: Fallback) -> Plan:
-    """Decide for every trainable parameter of ``model`` which curvature it gets."""
-    planner = _Planner(model, fallback)
+def plan(model: nn.Module, fallback: Fallback, layers: Sequence[LayerOf] = ()) -> Plan:
+    """Decide for every trainable parameter of ``model`` which curvature it gets; ``layers`` are the user's own."""
+    planner = _Planner(model, fallback, layers)
     for name in planner.params:
         if planner.plan.rows[name].curvature:
             continue  # came in with the weight or bias of its layer
@@ -192,7 +192,8 @@ class _Use:
 class _Planner:
     """A plan in the making: who owns which parameter, and a method for each kind of curvature."""
 
-    def __init__(self, model: nn.Module, fallback: Fallback) -> None:
+    def __init__(self, model: nn.Module, fallback: Fallback, layers: Sequence[LayerOf]) -> None:
+        self.layers = layers
         self.params = trainable(model, "model")
         self.names = {id(p): name for name, p in self.params.items()}
         self.uses: dict[str, list[_Use]] = {name: [] for name in self.params}
@@ -211,7 +212,9 @@ class _Planner:
         """
         uses = [use for use in self.uses[name] if type(use.module) is not nn.Embedding]
         looked_up = [use for use in self.uses[name] if type(use.module) is nn.Embedding]
-        layers = [None if isinstance(use.module, _UNCALLED) else kronecker_layer(use.module) for use in uses]
+        layers = [
+            None if isinstance(use.module, _UNCALLED) else kronecker_layer(use.module, self.layers) for use in uses
+        ]
         layer = layers[0] if layers else None
         if layer is None or None in layers or uses[0].local not in ("weight", "bias"):
             return False

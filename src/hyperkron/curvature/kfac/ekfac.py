@@ -36,7 +36,7 @@ class EKFAC(Kronecker):
     1 most refreshes are one pass over the batch, without factors or eigendecompositions (George et al., algorithm 2).
 
     Args:
-        damping, fisher, samples, sharing, refresh_every, ema, fallback, strict, seed, keep_previous: as in
+        damping, fisher, samples, sharing, refresh_every, ema, fallback, strict, seed, keep_previous, layers: as in
             :class:`KFAC`. With ``keep_previous=False`` a refresh that fails loses the basis too.
         basis_every: every so many refreshes the eigenbasis is made anew; in between S alone is. A moving average of
             factors runs over the refreshes that measure them. Bases are complete then, for later batches have other
@@ -99,6 +99,10 @@ class EKFAC(Kronecker):
 
     @property
     def records_refreshes(self) -> bool:
+        return self.basis_every > 1
+
+    @property
+    def keeps_parts(self) -> bool:
         return self.basis_every > 1
 
     def constants(self, state: CurvatureState) -> Hashable | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hyperkron.curvature.base import CurvatureState
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.eigen import EigenInverses, checked, damped, eigen_bases
 from hyperkron.curvature.kfac.factors import Factor
@@ -51,6 +50,8 @@ class KFAC(Kronecker):
         keep_previous: keep the inverses in use until new ones are made, to go on with them where that fails. ``False``
             lets go of them first, with ``refresh_every=1`` as soon as they have served, so that they add nothing to the
             memory of other passes; a refresh that fails altogether is then an error, and the next call begins anew.
+        layers: functions module → :class:`Layer` or ``None``, for modules of your own; they are asked before the
+            built-in layers, in this order.
 
     References: Martens & Grosse (2015); Grosse & Martens (2016) for convolutions; Eschenhagen et al. (2023) for weight
     sharing; Liao, Dangel & Yu (2026) for hypergradients.
@@ -69,8 +70,12 @@ class KFAC(Kronecker):
     def deferred(self) -> bool:
         return self.ema == 0 and self.split != "exact"
 
-    def constants(self, state: CurvatureState) -> Hashable:
-        return ()
+    def check_graph(self) -> None:
+        if not self.deferred:
+            raise HyperkronError(
+                f"graph=True needs KFAC with ema=0 and a factored damping, not ema={self.ema!r} and "
+                f"split={self.split!r}; change these, or use graph=False."
+            )
 
     @property
     def _low_rank(self) -> bool:

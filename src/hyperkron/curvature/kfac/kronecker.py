@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from hyperkron.curvature.kfac.capture import accumulation_dtype, measure
 from hyperkron.curvature.kfac.coverage import Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.factors import Factor, dense, stored
 from hyperkron.curvature.kfac.inverse import BlockInverses, FactorsNeeded
-from hyperkron.curvature.kfac.layers import WeightSharing
+from hyperkron.curvature.kfac.layers import LayerOf, WeightSharing, checked_layers
 from hyperkron.curvature.kfac.penalty import column_scales, mean_damping, scaled_factor
 from hyperkron.curvature.kfac.recorder import Basis, Measured
 from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState
@@ -48,6 +48,10 @@ class Kronecker(Curvature):
     strict: bool = False
     seed: int = 0
     keep_previous: bool = True
+    layers: Sequence[LayerOf] = field(default=(), kw_only=True)
+
+    invertible: ClassVar[bool] = True
+    records_inverse: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_damping(self.damping)
@@ -66,6 +70,7 @@ class Kronecker(Curvature):
                 f"keep_previous={self.keep_previous!r} must be True or False; False saves the memory of the previous "
                 "inverses while new ones are made."
             )
+        object.__setattr__(self, "layers", checked_layers(self.layers))
 
     def init(self) -> KroneckerState:
         """A state without factors; the first call measures them."""
@@ -73,12 +78,12 @@ class Kronecker(Curvature):
 
     def coverage(self, model: nn.Module) -> Coverage:
         """Which curvature every trainable parameter of ``model`` gets; ``print`` it to see the table."""
-        return plan(model, self.fallback).coverage()
+        return plan(model, self.fallback, self.layers).coverage()
 
     def operator(self, point: Point, state: CurvatureState) -> KroneckerOperator:
         """The curvature at ``point``, measured anew when it is ``refresh_every`` calls old."""
         assert isinstance(state, KroneckerState)
-        made = state.plan(point.model, point.params, self.fallback)
+        made = state.plan(point.model, point.params, self.fallback, self.layers)
         if self.strict:
             _refuse(made.coverage())
         if state.parameters != list(made.rows):  # the first call, or others are trained now: what is kept does not fit
@@ -100,7 +105,6 @@ class Kronecker(Curvature):
 
     @property
     def records_refreshes(self) -> bool:
-        """Whether steps that measure the curvature anew can be recorded, or only those between them."""
         return self.deferred
 
     def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Callable[[], None]:

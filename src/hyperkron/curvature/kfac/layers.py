@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperkron.curvature.kfac.correlation import patch_gram
+from hyperkron.solution import HyperkronError
 
 WeightSharing = Literal["expand", "reduce"]
 
@@ -34,11 +35,21 @@ WIDEST = torch.complex128
 
 
 class Layer(ABC):
-    """A kind of module KFAC covers; ``d_in`` and ``d_out`` are the sizes of one block."""
+    """A kind of module that KFAC covers: z = W a [+ b], with a made of the module's input alone.
+
+    W and b are the module's parameters ``weight`` and ``bias``, the input is its first argument and z its output. A
+    layer for modules of your own goes into ``KFAC(layers=[…])``.
+
+    Attributes:
+        groups: how many blocks W has side by side, 1 for most.
+        d_in, d_out: the sizes of one block.
+        homogeneous: whether the rows of c·x are c times those of x, so that x may be scaled first.
+    """
 
     groups: int
     d_in: int
     d_out: int
+    homogeneous: ClassVar[bool] = False
 
     @abstractmethod
     def inputs(self, x: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
@@ -87,6 +98,8 @@ class LinearLayer(Layer):
     d_out: int
     groups: int = 1
 
+    homogeneous: ClassVar[bool] = True
+
     def inputs(self, x: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
         if sharing == "reduce" and x.dim() > 2:
             x = x.flatten(1, -2).mean(1)
@@ -118,6 +131,8 @@ class ConvLayer(Layer):
     """``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d`` with any stride, padding, dilation and groups."""
 
     module: nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+    homogeneous: ClassVar[bool] = True
 
     @property
     def groups(self) -> int:  # type: ignore[override]
@@ -243,8 +258,28 @@ def is_transposed(module: nn.Module) -> bool:
     return named and weight is not None and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
 
 
-def kronecker_layer(module: nn.Module) -> Layer | None:
-    """The Kronecker view of ``module``, or ``None`` where KFAC has none."""
+LayerOf = Callable[[nn.Module], Layer | None]
+"""The Kronecker view of a module, or ``None`` for modules of another kind."""
+
+
+def checked_layers(layers: Sequence[LayerOf]) -> tuple[LayerOf, ...]:
+    """``layers`` if it is a list of functions, else an error that names it."""
+    if not isinstance(layers, Sequence) or isinstance(layers, str) or not all(map(callable, layers)):
+        raise HyperkronError(f"layers={layers!r:.60} must be a list of functions module -> Layer or None.")
+    return tuple(layers)
+
+
+def kronecker_layer(module: nn.Module, layers: Sequence[LayerOf] = ()) -> Layer | None:
+    """The Kronecker view of ``module``, first by ``layers``, or ``None`` where KFAC has none."""
+    for view in layers:
+        found = view(module)
+        if found is not None:
+            if not isinstance(found, Layer):
+                raise HyperkronError(
+                    f"layers: {view!r:.60} returned {found!r:.60} for a {type(module).__name__}; return a "
+                    "hyperkron.curvature.Layer, or None for modules of another kind."
+                )
+            return found
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return LinearLayer(module.in_features, module.out_features)
     if is_transposed(module):

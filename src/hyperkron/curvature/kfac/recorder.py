@@ -203,7 +203,7 @@ class Recorder:
 
     def _on_block(self, block: Block) -> Hook:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
-            given: Tensor = inputs[0] if inputs else named["input"]
+            given: Tensor = inputs[0] if inputs else next(iter(named.values()))
             self.called.update(block.names)
             if not output.requires_grad:  # under no_grad: the loss does not see this call
                 return output
@@ -293,7 +293,9 @@ class Recorder:
         with _plainly(x):
             made = self._without_rows(block, x.detach(), rows, sharing)
             if made is None:
-                y, scale = self._narrowed(x.detach(), rows, block.layer.d_in, sharing)
+                y, scale = x.detach(), None
+                if block.layer.homogeneous:
+                    y, scale = self._narrowed(y, rows, block.layer.d_in, sharing)
                 made = summed(block.layer.inputs(y, sharing), self.dtype, block, self.low_rank, scale)
         if shareable:
             self._grams[key] = made

@@ -12,6 +12,7 @@ from hyperkron import trees
 from hyperkron.curvature.base import CurvatureState, Invertible
 from hyperkron.curvature.kfac.coverage import Block, Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.inverse import BlockInverses, load_inverses
+from hyperkron.curvature.kfac.layers import LayerOf
 from hyperkron.solution import Status
 from hyperkron.trees import Tree
 
@@ -46,14 +47,22 @@ class KroneckerState(CurvatureState):
         self.coverage: Coverage | None = None
         self._planned: tuple[nn.Module, list[Tensor], Plan] | None = None
 
-    def plan(self, model: nn.Module, params: Tree, fallback: Fallback) -> Plan:
+    def stats(self) -> dict[str, float | int | str]:
+        found: dict[str, float | int | str] = {
+            "curvature_age": self.age,
+            "curvature_refreshes": self.refreshes,
+            "curvature_strategy": self.strategy,
+        }
+        return found if self.coverage is None else {**found, "coverage": self.coverage.covered}
+
+    def plan(self, model: nn.Module, params: Tree, fallback: Fallback, layers: Sequence[LayerOf] = ()) -> Plan:
         """The plan for ``model``, made anew only when its trainable parameters have changed."""
         members = list(params.values())
         if self._planned is not None:
             known, old, made = self._planned
             if known is model and len(old) == len(members) and all(x is y for x, y in zip(old, members, strict=True)):
                 return made
-        self._planned = (model, members, plan(model, fallback))
+        self._planned = (model, members, plan(model, fallback, layers))
         return self._planned[2]
 
     def random(self, device: torch.device) -> torch.Generator:
@@ -61,6 +70,9 @@ class KroneckerState(CurvatureState):
         if self.generator is None or self.generator.device.type != device.type:
             self.generator = torch.Generator(device).manual_seed(self.seed)
         return self.generator
+
+    def generators(self, device: torch.device) -> list[torch.Generator]:
+        return [self.random(device)]
 
     def renew(
         self,
@@ -79,15 +91,27 @@ class KroneckerState(CurvatureState):
         """What the call in progress has found about the model's layers."""
         self.coverage = coverage
 
+    @property
+    def kept(self) -> BlockInverses | None:
+        return self.inverses
+
+    def tensors(self) -> Any:
+        assert self.inverses is not None
+        return self.inverses.state_dict(), self.diagonal
+
+    def adopt(self, other: CurvatureState) -> None:
+        assert isinstance(other, KroneckerState)
+        self.inverses, self.diagonal = other.inverses, other.diagonal
+
     def let_go(self) -> None:
         """Forget the inverses; the next call makes new ones."""
         self.inverses, self.diagonal = None, {}
 
-    def replayed(self, made: KroneckerState | None) -> None:
-        """A recorded step was carried out once more: it measured what ``made`` has, or used what is there."""
+    def replayed(self, made: CurvatureState | None) -> None:
         if made is None:
             self.age += 1
             return
+        assert isinstance(made, KroneckerState)
         assert made.inverses is not None
         basis_age = self.basis_age + 1 if made.basis_age else 0
         self.renew(made.inverses, Status.DIRECT, made.diagonal, made.parameters, basis_age)

@@ -1,0 +1,71 @@
+"""Layers for modules of one's own, given to ``KFAC(layers=[…])``; ``test_extending.py`` has their mathematics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cases
+import hyperkron as hk
+import oracles
+from extensions import DELTA, Quadratics, QuadraticsLayer, quadratics
+from hyperkron.curvature.kfac import recorder
+
+
+@pytest.mark.parametrize("module", [Quadratics, nn.Linear])
+def test_rows_that_are_not_linear_in_the_input_are_made_of_it_unscaled(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In TF32 an input is scaled into half precision before its rows are made, where these scale with it."""
+    monkeypatch.setattr(recorder, "narrowed", lambda x, rows, d: (x / 4, x.new_tensor(4.0)))
+    torch.manual_seed(0)
+    case = cases.make(module(3, 2), (3,), count=30)
+    method = hk.Implicit(
+        hk.KFAC(DELTA, fisher="type-2", split="exact", layers=[quadratics]), hk.Direct(), cross="reverse"
+    )
+    wanted = oracles.implicit(case, case.ggn(), damping=DELTA)
+    assert oracles.relative(method.compute(*case.arguments).grads, wanted) < 1e-10
+
+
+def test_a_layer_is_found_beside_the_others_and_only_where_it_was_given() -> None:
+    model = nn.Sequential(Quadratics(3, 2), nn.Linear(2, 2))
+    rows = hk.KFAC(layers=[quadratics]).coverage(model).rows
+    assert {row.curvature for row in rows} == {"kronecker"}
+    assert [row.reason for row in rows[::2]] == ["Quadratics, with bias", "Linear, with bias"]
+    assert hk.KFAC().coverage(model).covered < 0.5
+    method, case = hk.Implicit(hk.KFAC(strict=True), hk.Direct()), cases.make(model, (3,))
+    with pytest.raises(hk.CoverageError, match="Quadratics"):
+        method.compute(*case.arguments)
+
+
+@pytest.mark.parametrize("layers", [quadratics, "Quadratics", [QuadraticsLayer(3, 2)]])
+def test_layers_that_are_no_functions_are_refused(layers: Any) -> None:
+    with pytest.raises(hk.HyperkronError, match=r"layers=.* list of functions"):
+        hk.KFAC(layers=layers)
+
+
+def test_a_function_that_returns_no_layer_is_refused() -> None:
+    with pytest.raises(hk.HyperkronError, match=r"returned True for a Linear; return a hyperkron\.curvature\.Layer"):
+        hk.EKFAC(layers=[lambda module: True]).coverage(nn.Linear(2, 2))  # type: ignore[list-item,return-value]
+
+
+class Named(nn.Module):
+    """Calls its layer by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Quadratics(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x=x)
+
+
+def test_a_module_may_be_called_by_keyword() -> None:
+    torch.manual_seed(0)
+    case = cases.make(Named(), (3,))
+    curvature = hk.KFAC(DELTA, fisher="type-2", split="exact", strict=True, layers=[quadratics])
+    result = hk.Implicit(curvature, hk.Direct(), cross="reverse").compute(*case.arguments)
+    assert oracles.relative(result.grads, oracles.implicit(case, case.ggn(), damping=DELTA)) < 1e-10
