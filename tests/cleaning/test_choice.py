@@ -99,7 +99,7 @@ def test_the_verdict_is_for_a_person() -> None:
         == f"The cleaned model scores 90.0% on 10 trusted rows it had not seen. {noise}"
     )
     assert verdict("trusted", [ours, alone], 0.231, 101, 500) == (
-        "Train on the trusted set alone: 80.0% on 10 trusted rows it had not seen; the noisy rows only hurt here. "
+        "Train on the trusted set alone: 80.0% on 10 trusted rows it had not seen; the noisy rows do not help here. "
         + noise
     )
     found = verdict("trusted", [ours, alone], 0.231, 101, 500)

@@ -98,9 +98,9 @@ def test_help_names_the_alternatives_there_are(capsys: Captured) -> None:
 
 def test_errors_name_options_and_not_arguments() -> None:
     for said, shown in {
-        "features[1]='w' is no column": "--features[1]='w' is no column",
+        "features[1]='w' is not a column": "--features[1]='w' is not a column",
         "train='a.csv' does not exist": "TRAIN='a.csv' does not exist",
-        "run_folder='x' is no folder": "RUN='x' is no folder",
+        "run_folder='x' is not a folder": "RUN='x' is not a folder",
         "name it (trusted=..., --trusted)": "name it (--trusted)",
         "choose another, or pass overwrite=True.": "choose another, or pass --overwrite.",
         "'label=3' and `seed=1` and noise.text=4": "'label=3' and `seed=1` and noise.text=4",
@@ -193,7 +193,7 @@ MANY = "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nfeatures: [*c, *c]\n"
         ("!!python/object/apply:os.system ['echo hi > hacked']", "are wanted"),
         ("text: {class_path: os.system}", "a value is one word"),
         (MANY, "a value is one word"),
-        ("? [a, b]\n: c", "a key is no text"),
+        ("? [a, b]\n: c", "a key is not text"),
         ("label: yes", "label is True; it must be a text (in quotes"),
         ("seed: '3'", "seed is '3'; it must be a whole number"),
         ("seed: true", "seed is True; it must be a whole number"),
@@ -205,7 +205,7 @@ MANY = "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nfeatures: [*c, *c]\n"
         ('{"trusted-column": "a", "trusted_column": "b"}', "'trusted_column' stands there twice"),
         ('{"text": {"class_path": "os.system"}}', "text is a list"),
         ("- a\n- b", "are wanted"),
-        ("{ nonsense", "is no JSON"),
+        ("{ nonsense", "is not JSON"),
         ("text: [", "no YAML"),
         ("[" * 3_000, "is no"),
         ('{"text":' + "[" * 200_000, "is no"),
@@ -228,7 +228,7 @@ def test_a_hostile_or_mistaken_configuration_is_refused(
 def test_a_configuration_that_is_no_file(tmp_path: Path, capsys: Captured) -> None:
     for path in (tmp_path, tmp_path / "absent.yaml"):
         assert main(["clean", "--config", str(path)]) == 2
-        assert "is no file" in capsys.readouterr().err
+        assert "is not a file" in capsys.readouterr().err
 
 
 # --- exit codes of a process -------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def clean(
     command: str | None = None,
     **reading: Any,
 ) -> CleanResult:
-    """Find the wrong labels of a training set by means of a few trusted rows, and train the model it deserved.
+    """Find wrong labels in a training set with a few trusted rows, and train a better model.
 
     Args:
         train: the noisy rows: a path, a DataFrame, a dictionary of columns, a pair (x, y) of arrays, a torch Dataset
@@ -85,7 +85,7 @@ def resume(
     expected: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> CleanResult:
-    """Go on with a run that was interrupted, after the last stage it finished; a finished one is read again.
+    """Continue an interrupted run after its last finished stage; a finished run is read again.
 
     Data, settings, network and encoder must be those that the run began with; anything else is refused. Another
     version of torch or hyperkron, or another kind of device, is said in the messages of the result.

@@ -49,7 +49,7 @@ SHORT = 0.5
 LAST = 0.75
 """The same of the network that comes out."""
 HASTE = 3.0
-"""So many times as high as usual is its learning rate where training was too gentle for the students."""
+"""Factor on the learning rate where the fold models were not trained enough."""
 SURE = 0.2
 """Nats by which a network that is trained enough is surer of new rows than it is right; with less it is too gentle."""
 DOUBT = 6.0
@@ -97,7 +97,7 @@ class Work:
 
     @property
     def many(self) -> bool:
-        """Whether there are so many rows that a plain training takes several times the least number of steps."""
+        """Whether a plain training on all rows takes several times the minimum number of steps."""
         return self.plan.steps(len(self.given)) >= MANY * self.plan.least
 
     @property
@@ -106,7 +106,7 @@ class Work:
         return replace(self.plan, epochs=SHORT * self.plan.epochs, least=self.plan.least // 3)
 
     def quick(self, rows: int) -> Plan:
-        """The same for networks of so many rows, half of all: where there are few, half the steps at twice the rate."""
+        """The same for networks of ``rows`` rows, half of all: where there are few, half the steps at twice the rate."""
         plan = replace(self.short, least=self.short.least // 2)
         faster = self.short.steps(rows) / plan.steps(rows)
         return plan.faster(faster)

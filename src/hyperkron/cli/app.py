@@ -152,7 +152,7 @@ def _interrupted(options: Any, code: int) -> int:
     if command in ("clean", "resume") and folder and (Path(folder) / "result.json").exists():
         text = f"Interrupted. The run in {folder} is finished; see `hyperkron report {shlex.quote(str(folder))}`."
     elif command in ("clean", "resume") and folder and (Path(folder) / "config.json").exists():
-        text = f"Interrupted. What was finished is saved; go on with: hyperkron resume {shlex.quote(str(folder))}"
+        text = f"Interrupted. What was finished is saved; continue with: hyperkron resume {shlex.quote(str(folder))}"
     else:
         text = "Interrupted. Nothing was written; run the same command again."
     say(f"\n{text}")

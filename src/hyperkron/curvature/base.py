@@ -90,7 +90,7 @@ class Curvature(ABC):
         return False
 
     def due(self, state: CurvatureState) -> bool:
-        """Whether the next call measures the curvature anew."""
+        """Whether the next call measures the curvature again."""
         return True
 
     def constants(self, state: CurvatureState) -> Hashable | None:
@@ -106,7 +106,7 @@ def checked_damping(damping: float) -> float:
 
 
 def checked_count(name: str, value: int, remedy: str = "") -> None:
-    """Refuse what is no whole number ≥ 1, by its name."""
+    """Refuse what is not a whole number ≥ 1, by its name."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise HyperkronError(f"{name}={value!r} must be a whole number ≥ 1{remedy}.")
 

@@ -68,7 +68,7 @@ class Implicit(Hypergradient):
             the ordinary way, with a warning where that is for good. A solve that ends before its iterations are done
             has the value and status of the ordinary way, but spends the products of all iterations. Numbers that
             objectives take from Python variables are recorded as they were. The memory of a step is not shared with
-            other work, and after a factorisation that fails altogether there are no previous inverses to go on with.
+            other work, and if a factorisation fails there is no previous inverse to use.
             Elsewhere it has no effect.
 
     Example:
@@ -143,7 +143,7 @@ class Implicit(Hypergradient):
         )
         if self.state.calls % RECHECK == 0:
             self.state.plain = self.state.plain or too_coarse(place)
-        given = getattr(problem, "autocast", None)  # what is no problem will be refused by name
+        given = getattr(problem, "autocast", None)  # what is not a problem will be refused by name
         plain = self.state.plain if given is None else not given
         recorded = self.graph and graphs.available(next(model.parameters()).device)
         if recorded:
@@ -246,7 +246,9 @@ def _check_slots(curvature: Curvature, solver: Solver, preconditioner: Curvature
         slots.append(("preconditioner", preconditioner, Curvature, "KFAC()"))
     for name, value, kind, example in slots:
         if not isinstance(value, kind):
-            raise HyperkronError(f"{name}={value!r} is no {kind.__name__.lower()}; pass an instance such as {example}.")
+            raise HyperkronError(
+                f"{name}={value!r} is not a {kind.__name__.lower()}; pass an instance such as {example}."
+            )
 
 
 def _check_graph(curvature: Curvature, solver: Solver, preconditioner: Curvature | None) -> None:

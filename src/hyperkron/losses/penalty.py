@@ -94,7 +94,7 @@ def _pairs(parameters: list[Tensor], coefficient: Any) -> list[tuple[Tensor, Any
 
 
 def _check_coefficient(alpha: Any, parameter: Tensor) -> None:
-    """Refuse what is no number, is elsewhere, or does not broadcast to the parameter."""
+    """Refuse what is not a number, is elsewhere, or does not broadcast to the parameter."""
     if isinstance(alpha, (int, float)) and not isinstance(alpha, bool):
         return
     if not isinstance(alpha, Tensor):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Verdict(enum.Enum):
     """What is to become of a step that failed."""
 
-    SKIP = "Put everything back and go on with the next batches."
+    SKIP = "Put everything back and continue with the next batches."
     RETRY = "Put everything back and do it once more, with the same batches and random states."
 
 
@@ -142,7 +142,7 @@ class Checkpoint(Callback):
     Args:
         folder: where the checkpoints go; one folder for one run.
         every: how often, in steps.
-        keep: the newest so many are kept.
+        keep: how many of the newest checkpoints are kept.
         best: a figure of the history; of the saved steps the best by it is kept as well.
         mode: ``min`` or ``max``, which is better.
 

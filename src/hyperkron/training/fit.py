@@ -255,7 +255,7 @@ class Run:
             except Exception as error:
                 raise CheckpointError(
                     f"{saved.path} is consistent but cannot be continued ({type(error).__name__}: {error!s:.200}); "
-                    "this run may hold parts of it: make it anew, and take another checkpoint with step=."
+                    "this run may hold parts of it: make it again, and take another checkpoint with step=."
                 ) from error
             return self
         before = self.state_dict()

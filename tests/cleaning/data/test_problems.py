@@ -193,9 +193,9 @@ def test_refused(tmp_path: Path, problem: str) -> None:
     ("name", "content", "fragments"),
     [
         ("a.jsonl", '{"text": "a", "label": 1}\n[1]\n', ["line 2", "not a JSON object"]),
-        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', ["line 2", "is no JSON"]),
+        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', ["line 2", "is not JSON"]),
         ("a.jsonl", "\n\n", ["is empty"]),
-        ("a.jsonl", "[" * 100_000, ["line 1", "is no JSON"]),
+        ("a.jsonl", "[" * 100_000, ["line 1", "is not JSON"]),
         ("a.jsonl", '{"text": ["a"], "label": 1}\n{"text": "b", "label": 2}\n', ["text='text'", "holds lists"]),
         ("a.jsonl", '{"text": "a", "label": [1]}\n{"text": "b", "label": 2}\n', ["label='label'", "holds lists"]),
         ("a.json", '{"a": 1}', ["no list of JSON objects", "WRENCH"]),
@@ -261,9 +261,9 @@ def test_train_and_trusted_that_do_not_fit(tmp_path: Path) -> None:
         read_pair({"x": np.eye(2), "y": [0, 1]}, {"x": np.eye(3), "y": [0, 1, 0]})
     with pytest.raises(HyperkronError, match=r"of shape .* but train of shape"):
         read_pair({"x": np.zeros((2, 4, 4)), "y": [0, 1]}, {"x": np.ones((2, 5, 5)), "y": [0, 1]})
-    with pytest.raises(HyperkronError, match="'town' is no column of trusted"):
+    with pytest.raises(HyperkronError, match="'town' is not a column of trusted"):
         read_pair({"age": [1, 2], "town": ["a", "b"], "label": [0, 1]}, {"age": [3], "label": [1]})
-    with pytest.raises(HyperkronError, match="has no columns; leave it away"):
+    with pytest.raises(HyperkronError, match="has no columns; leave it out"):
         read(texts, text="x")
 
 

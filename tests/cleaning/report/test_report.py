@@ -263,7 +263,7 @@ def test_no_suspects(tmp_path: Path) -> None:
     folder = write_run_folder(tmp_path, suspects={"cut": 0.5, "count": 0})
     write_suspects(folder, [])
     said = read(write_report(folder)).text
-    assert "No row stands out as mislabelled." in said and "No row is a suspect." in said
+    assert "No row looks mislabelled." in said and "No row is a suspect." in said
 
 
 def test_numbers_that_are_not_finite_are_not_known(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_the_count_of_suspects_falls_back_on_the_rows(tmp_path: Path) -> None:
 
 
 def test_the_folder_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(HyperkronError, match=r"run_folder='.*nowhere' is no folder; name one"):
+    with pytest.raises(HyperkronError, match=r"run_folder='.*nowhere' is not a folder; name one"):
         write_report(tmp_path / "nowhere")
     with pytest.raises(HyperkronError, match=r"no result.json: the run has not finished; .*hyperkron resume"):
         write_report(tmp_path)
@@ -312,9 +312,9 @@ def test_the_folder_must_be_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", r"result.json is no JSON .*'\{'; restore the file"),
+        ("{", r"result.json is not JSON .*'\{'; restore the file"),
         ("[1]", r"its content=\[1\] is not an object; restore"),
-        ("[" * 100_000, "is no JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("{}", r"format=None is not one that this version reads \(1\); use the version"),
         ('{"format": 2}', "format=2 is not one"),
         ('{"format": true}', "format=True is not one"),
@@ -344,7 +344,7 @@ def test_a_damaged_result_is_named(tmp_path: Path, content: str, words: str) -> 
     [
         ("result.json", b"\xff\xfe", "result.json cannot be read as UTF-8"),
         ("config.json", b"[]", r"config.json: its content=\[\] is not an object"),
-        ("suspects.jsonl", b'{"row": 1}\n{"row":\n', "suspects.jsonl, line 2, is no JSON"),
+        ("suspects.jsonl", b'{"row": 1}\n{"row":\n', "suspects.jsonl, line 2, is not JSON"),
         ("suspects.jsonl", b'{"row": 1}\n{"row": "x"}\n', "line 2.row='x' is not a number"),
         ("rows.csv", b"row,given\n1,a\n", "rows.csv: the header .* lacks weight, suspect"),
         ("rows.csv", b"", "rows.csv: the header"),

@@ -30,7 +30,7 @@ from hyperkron.solution import (
 )
 
 MAX_FAILURES = 3
-"""After so many refreshes in a row that ended with the previous inverse, an error is raised."""
+"""After this many refreshes in a row that ended with the previous inverse, an error is raised."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Kronecker(Curvature):
         return plan(model, self.fallback).coverage()
 
     def operator(self, point: Point, state: CurvatureState) -> KroneckerOperator:
-        """The curvature at ``point``, measured anew when it is ``refresh_every`` calls old."""
+        """The curvature at ``point``, measured again when it is ``refresh_every`` calls old."""
         assert isinstance(state, KroneckerState)
         made = state.plan(point.model, point.params, self.fallback)
         if self.strict:
@@ -102,7 +102,7 @@ class Kronecker(Curvature):
 
     @property
     def records_refreshes(self) -> bool:
-        """Whether steps that measure the curvature anew can be recorded, or only those between them."""
+        """Whether steps that measure the curvature again can be recorded, or only those between them."""
         return self.deferred
 
     def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Callable[[], None]:
@@ -146,7 +146,7 @@ class Kronecker(Curvature):
         return self.lean and self.refresh_every == 1
 
     def _keep(self, point: Point, state: KroneckerState, error: HyperkronError) -> None:
-        """Go on with the previous inverse, if there is one and it has not been kept too often."""
+        """Continue with the previous inverse, if there is one and it has not been kept too often."""
         state.failures += 1
         if isinstance(error, FactorizationError) and (blame := point.culprits()):
             error = FactorizationError(error.what, blame)
