@@ -114,8 +114,9 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 def rests() -> list[list[str]]:
     """Every case of the conformance suite: its name, where it rests, and how far from λ* that is."""
-    sys.path.append(str(TARGET.parent.parent / "tests"))
-    from test_algorithms_accuracy import CASES
+    tests = TARGET.parent.parent / "tests"
+    sys.path += [str(tests), str(tests / "algorithms")]
+    from test_accuracy import CASES
 
     rows = [[name, case.where, "0" if case.where == "λ*" else f"{case.bias:.2g}"] for name, case in CASES.items()]
     return [*rows, ["BSG-1", "∂_λ f = 0, here λ = 0", "1"]]

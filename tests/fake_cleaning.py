@@ -57,11 +57,14 @@ class FakeCleaning:
 
 
 def install(monkeypatch: Any, fake: FakeCleaning) -> FakeCleaning:
-    from hyperkron import tasks
+    import hyperkron
+    from hyperkron.cleaning import report
 
     module = fake.module()
+    module.__path__ = hyperkron.cleaning.__path__  # data, models and report stay the real ones
+    module.report = report  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "hyperkron.cleaning", module)
-    monkeypatch.setattr(tasks, "cleaning", module, raising=False)
+    monkeypatch.setattr(hyperkron, "cleaning", module)
     return fake
 
 

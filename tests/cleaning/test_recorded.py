@@ -196,10 +196,10 @@ def test_a_record_that_was_altered_is_refused(stopped: Stopped, name: str, tmp_p
 def test_another_network_is_refused(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:
     own, default = stopped.folder / "own", stopped.folder / "default"
     told = refused(own, lambda: resume(own, model=other))
-    assert ":other'" in told and ":mine'" in told and "give that one to go on" in told
+    assert ":other'" in told and ":mine'" in told and "give that one to continue" in told
     told = refused(default, lambda: resume(default, model=mine))
     assert ":mine'" in told and "began with the default network; leave it out" in told
-    assert "used a model of yours" in refused(own, lambda: resume(own))
+    assert "used your own model" in refused(own, lambda: resume(own))
     changed = other
     monkeypatch.setattr(changed, "__qualname__", "mine")  # the same name, edited since
     assert "restore that one, or begin a new run" in refused(own, lambda: resume(own, model=changed))

@@ -287,7 +287,7 @@ def test_few_hypergradients_that_did_not_end_well_are_no_reason_to_worry() -> No
     assert said(0, 24) == [] and len(said(3, 0, collapsed=True)) == 2
     [few], [many] = said(4, 24), said(5, 24)
     assert few.startswith("4 of 48 ") and few.endswith("this few hardly change which rows are suspects.")
-    assert many.startswith("5 of 48 ") and "with so many, rely" in many
+    assert many.startswith("5 of 48 ") and "with this many, rely" in many
 
 
 def test_what_the_reader_noticed_is_said_and_kept(data: Blobs) -> None:

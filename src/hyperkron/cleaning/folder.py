@@ -69,7 +69,7 @@ class RunFolder:
         self.path = Path(path)
         if new and (self.path / "config.json").exists():
             raise HyperkronError(
-                f"out={str(path)!r} already holds a run; continue with `hyperkron resume {path}`, or use another folder."
+                f"out={str(path)!r} already holds a run; continue with `hyperkron resume {path}`, or use another one."
             )
         if not new and not (self.path / "config.json").exists():
             raise HyperkronError(f"out={str(path)!r} holds no run: there is no config.json in it.")

@@ -106,7 +106,7 @@ class Work:
         return replace(self.plan, epochs=SHORT * self.plan.epochs, least=self.plan.least // 3)
 
     def quick(self, rows: int) -> Plan:
-        """The same for networks of ``rows`` rows, half of all: where there are few, half the steps at twice the rate."""
+        """The same for networks of ``rows`` rows, half of all; with few rows half the steps at twice the rate."""
         plan = replace(self.short, least=self.short.least // 2)
         faster = self.short.steps(rows) / plan.steps(rows)
         return plan.faster(faster)

@@ -104,7 +104,7 @@ def test_missing_parts(tmp_path: Path) -> None:
     _write(tmp_path, "train", ROWS, "json")
     with pytest.raises(HyperkronError, match=r"part='valid' is not in .*there is train"):
         read_pair(tmp_path)
-    with pytest.raises(HyperkronError, match=r"name the folder that holds train.json"):
+    with pytest.raises(HyperkronError, match=r"name the folder with train.json"):
         read(tmp_path / "train.json")
     (tmp_path / "label.json").unlink()
     with pytest.raises(HyperkronError, match=r"has no label.json"):

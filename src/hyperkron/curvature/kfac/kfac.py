@@ -48,9 +48,9 @@ class KFAC(Kronecker):
             takes 1, ``"zero"`` keeps such parameters fixed.
         strict: refuse a model with parameters outside the Kronecker blocks.
         seed: of the Monte-Carlo draws.
-        keep_previous: keep the inverses until new ones are ready, and use them if the new factorisation fails. ``False``
-            frees them first (with ``refresh_every=1`` right after use), which saves memory; a refresh that fails is then
-            an error, and the next call measures the curvature again.
+        keep_previous: keep the inverses until new ones are ready, and use them if the new factorisation fails.
+            ``False`` frees them first (with ``refresh_every=1`` right after use), which saves memory; a refresh that
+            fails is then an error, and the next call measures the curvature again.
 
     References: Martens & Grosse (2015); Grosse & Martens (2016) for convolutions; Eschenhagen et al. (2023) for weight
     sharing; Liao, Dangel & Yu (2026) for hypergradients.
