@@ -50,7 +50,7 @@ SAID = {
     "class not trusted": (
         "text,label\na,x\nb,y\nc,z\nd,z\n",
         "text,label\np,x\nq,y\n",
-        ["1 class absent from the trusted set: 'z' (2 training rows)", "No trusted row shows what they look like; add a few"],
+        ["1 class absent from the trusted set: 'z' (2 training rows)", "No trusted row shows what they look like"],
         [0, 1, 2, 3],
     ),
     "class only trusted": (
