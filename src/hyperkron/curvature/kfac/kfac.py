@@ -29,11 +29,11 @@ class KFAC(Kronecker):
         A = mean_n a_n a_nᵀ ,   B = Σ_n (σ_n/N) g_n g_nᵀ ,   (B ⊗ A + damping)⁻¹ vec V
 
     with a_n the layer's input (and a 1 for its bias) and g_n = (∂z_n f)ᵀ s_n the output gradient of a vector s_n whose
-    second moment is the loss's output Hessian. The L2 penalties of the inner loss join the damping: 2α on
+    second moment is the loss's output Hessian. The L2 penalties of the inner loss are added to the damping: 2α on
     the columns of weight and bias each, exactly with ``split="exact"``, in δ's place on A's side with the others.
 
     Args:
-        damping: δ.
+        damping: δ. Default: 1e-3.
         split: how δ is divided between the factors: ``"pi"`` (Martens & Grosse), ``"plain"`` (√δ each), ``"exact"``
             (B ⊗ A + δI inverted exactly, by eigendecomposition), or a callable (A, B, δ) → (δ_A, δ_B).
         fisher: where s_n comes from: ``"mc"`` draws it from the model's own predictions, ``"type-2"`` uses all C exact
