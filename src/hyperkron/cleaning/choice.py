@@ -85,7 +85,7 @@ def verdict(chosen: str, candidates: list[Judged], rate: float, suspects: int, r
     won = by_name[chosen]
     score = f"{won.accuracy:.1%} on {won.rows} trusted rows it had not seen"
     if chosen == "trusted":
-        return f"Train on the trusted set alone: {score}; the noisy rows do not help here. {noise}"
+        return f"Train on the trusted set alone: {score}; the noisy rows make the model worse here. {noise}"
     if chosen != OURS:
         return (
             f"The alternative '{chosen}' was better than the cleaned data here ({score}), so it is the result. {noise}"
