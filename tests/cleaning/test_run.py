@@ -220,7 +220,7 @@ def test_evidence_that_runs_away_is_put_back_and_said(data: Blobs, monkeypatch: 
     monkeypatch.setattr(fold_models, "RATE", 50.0)
     found = clean(data.train, data.trusted, config=NONE)
     assert found.summary["collapsed"] and found.summary["evidence"] == pytest.approx(START, rel=1e-6)
-    assert any("put back to where they began" in m for m in found.summary["data"]["messages"])
+    assert any("so the starting values were used" in m for m in found.summary["data"]["messages"])
     assert auroc(found.error_probability, data.wrong) > 0.9
 
 

@@ -54,7 +54,7 @@ class Option:
 ALTERNATIVES = ("noisy", "trusted", "pooled", "small-loss", "trusted-confidence", "cleanlab", "sama")
 """What `clean` can compare with; as ``hyperkron.cleaning.ALTERNATIVES``, which needs torch."""
 
-_DATA, _TRAINING, _OUTPUT = "the data", "the training", "the output"
+_DATA, _TRAINING, _OUTPUT = "data", "training", "output"
 
 SPEAKING = (
     Option("--quiet", "flag", "print only errors and the result", group=_OUTPUT),
