@@ -201,7 +201,7 @@ def test_what_cannot_be_resumed_says_why(files: Files, tmp_path: Path) -> None:
     own: dict[str, Any] = {"model": lambda: nn.Linear(2, 3), "config": CONFIG, "progress": Watch(2)}
     with pytest.raises(Interrupted):
         clean(files.train, files.trusted, out=tmp_path / "own", **own)
-    with pytest.raises(HyperkronError, match=r"used a model of yours .*; give it again as model="):
+    with pytest.raises(HyperkronError, match=r"used your own model .*; pass it again as model="):
         resume(tmp_path / "own")
     for text in ("{", '{"format": 99}', "[]"):
         (tmp_path / "config.json").write_text(text)
