@@ -99,8 +99,8 @@ def test_the_verdict_is_for_a_person() -> None:
         == f"The cleaned model reaches 90.0% on 10 trusted rows it had not seen. {noise}"
     )
     assert verdict("trusted", [ours, alone], 0.231, 101, 500) == (
-        "Train on the trusted set alone: 80.0% on 10 trusted rows it had not seen; the noisy rows make the model worse here. "
-        + noise
+        "Train on the trusted set alone: 80.0% on 10 trusted rows it had not seen; "
+        f"the noisy rows make the model worse here. {noise}"
     )
     found = verdict("trusted", [ours, alone], 0.231, 101, 500)
     assert found.startswith("Train on the trusted set alone")
