@@ -25,7 +25,7 @@ Case = Callable[[Path], Any]
 REFUSALS = (
     "the run began with",
     "The run began with",
-    "the run used a model of yours",
+    "the run used your own model",
     "began with; begin a new run",
     "was computed with other data, settings",
     "leads out of the folder",

@@ -21,30 +21,30 @@ INTRODUCTION = """\
 
 <!-- Written by docs/make_algorithms_table.py from the code; do not edit. -->
 
-f is the outer objective, g the inner one, b = ∂_θ f, H = ∂²_θθ g, and X(v) = ∂_λ⟨∂_θ g, v⟩ the cross term. *Calls* are
-oracle calls of one step (one move of λ): ∂f and ∂g are gradients, Hv a Hessian product; *counted* are the evaluations
-of g and f in the second step at default arguments (AID: `cg(3)`; one graph serves several products), as measured by
-this script. *Memory* is what is kept beside θ, λ and their optimizers. *Accuracy* is what is proven for a strongly
-convex inner problem; the conformance suite (`tests/algorithms/test_accuracy.py`) checks it on quadratics whose
-solution is known.
+f is the outer objective, g the inner one, b = ∂_θ f, H = ∂²_θθ g, and X(v) = ∂_λ⟨∂_θ g, v⟩ the cross term. *Calls*
+are the evaluations in one step (one update of λ): ∂f and ∂g are gradients, Hv is a Hessian product. *Counted* is
+the number of evaluations of g and f in the second step with default arguments (AID: `cg(3)`; several products can
+share one evaluation), measured by this script. *Memory* is what is kept in addition to θ, λ and their optimizers.
+*Accuracy* is what is proven for a strongly convex inner problem; `tests/algorithms/test_accuracy.py` checks it on
+quadratics with a known solution.
 
-Every algorithm runs in `hyperkron.fit`, takes any `torch.optim` optimizer on both levels in place of its own
-`inner_rate` and `outer_rate`, and any projection of λ. Where `hypergradient` is an argument, any curvature and solver
-can be put there: `AID(kfac())`, `AmIGO(hypergradient=kfac())`, `MRBO(kfac())`, `StocBiO(hypergradient=kfac())`,
-`TGDA(ekfac())`. It measures A on its inner batch, or on batches of its own: `fit(..., curvature_data=...)`.
+Every algorithm runs in `hyperkron.fit`, with any projection of λ and any `torch.optim` optimizer on both levels in
+place of its own `inner_rate` and `outer_rate`. If `hypergradient` is an argument, it accepts any curvature and
+solver: `AID(kfac())`, `AmIGO(hypergradient=kfac())`, `MRBO(kfac())`, `StocBiO(hypergradient=kfac())`,
+`TGDA(ekfac())`. It measures A on the inner batch, or on separate batches: `fit(..., curvature_data=...)`.
 """
 
 REST = """
-## Where they come to rest
+## Where they converge
 
-Some algorithms reach the optimum λ*, others are biased by construction: they solve a neighbouring problem. On the
-quadratics of the conformance suite each one's point of rest is known in closed form, and each must reach it to a
-relative 1e-6 (SRBA 1e-4) with step sizes that follow from the problem's constants by one rule. *Bias* is the distance
-of that point from λ*, relative to ‖λ*‖, at the constants of the case, most of which are chosen for a visible bias and
-are not the defaults. The order in which it shrinks is checked too: 1/penalty for F2SA, PBGD, ScaleBiO and MEHA, margin
-and 1/r for BVFSM, ϵ^(1/3) for BOME, (1 − ηµ)^K for a series of K terms and for K unrolled steps, δ for damping, √δ
-where KFAC splits it between its factors. The random oracles of TTSA, BSA, SUSTAIN and PZOBO are replaced by their
-expectation here.
+Some algorithms converge to the optimum λ*. Others are biased by design: they solve a slightly different problem. On
+the quadratic test problems the limit of each algorithm is known in closed form, and each must reach it to a
+relative error of 1e-6 (SRBA 1e-4), with step sizes that follow from the problem's constants by one rule. *Bias* is
+the distance of the limit from λ*, relative to ‖λ*‖, with the constants of the case. Most of these are chosen to
+make the bias visible and are not the defaults. The order in which it shrinks is tested too: 1/penalty for F2SA,
+PBGD, ScaleBiO and MEHA, margin and 1/r for BVFSM, ϵ^(1/3) for BOME, (1 − ηµ)^K for a series of K terms and for K
+unrolled steps, δ for damping, √δ where KFAC splits it between its factors. The random estimates of TTSA, BSA,
+SUSTAIN and PZOBO are replaced by their expectation here.
 """
 
 
@@ -138,11 +138,11 @@ def page() -> str:
     named = [[f"`{_call(f)}`", _first(f)] for f in presets()]
     parts = [
         INTRODUCTION,
-        "## What they cost and reach\n",
+        "## Cost and accuracy\n",
         table(["algorithm", "reference", "calls per step", "counted", "memory", "accuracy"], rows),
         REST,
-        table(["case", "rests at", "bias"], rests()),
-        "\n## When to use which, and their arguments\n",
+        table(["case", "converges to", "bias"], rests()),
+        "\n## When to use them, and their arguments\n",
         table(["algorithm", "when to use it", "arguments"], when),
         "\n## Named configurations of AID\n",
         table(["function", "what it is"], named),

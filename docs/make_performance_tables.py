@@ -1,6 +1,6 @@
-"""Write the tables of docs/performance.md from the committed result files.
+"""Write the tables of docs/performance.md and benchmarks/performance-record.md from the committed result files.
 
-python docs/make_performance_tables.py          # rewrite what stands between the markers
+python docs/make_performance_tables.py          # rewrite the tables between the markers
 """
 
 from __future__ import annotations
@@ -186,15 +186,19 @@ TABLES = {
 }
 
 
+PAGES = (HERE / "performance.md", RESULTS.parent / "performance-record.md")
+
+
 def rendered(text: str) -> str:
-    """``text`` with every marked table made anew."""
+    """``text`` with every marked table written again."""
     for name, table in TABLES.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        head, rest = text.split(begin, 1)
-        text = f"{head}{begin}{table()}\n{end}{rest.split(end, 1)[1]}"
+        if begin in text:
+            head, rest = text.split(begin, 1)
+            text = f"{head}{begin}{table()}\n{end}{rest.split(end, 1)[1]}"
     return text
 
 
 if __name__ == "__main__":
-    page = HERE / "performance.md"
-    page.write_text(rendered(page.read_text("utf-8")), "utf-8")
+    for page in PAGES:
+        page.write_text(rendered(page.read_text("utf-8")), "utf-8")

@@ -1,9 +1,9 @@
-"""hyperkron: gradient-based bilevel optimization whose hypergradients know curvature.
+"""hyperkron: gradient-based bilevel optimization with curvature-aware hypergradients.
 
     dΦ/dλ = ∂_λ J_out − ∂²_λθ J_in · A⁻¹ · ∂_θ J_out
 
-The pieces of the formula are the parts of the package: ``losses`` and ``BilevelProblem`` (J), curvatures (A),
-solvers (A⁻¹b), the cross term, and the hypergradients that put them together.
+Each part of the formula is a part of the package: ``losses`` and ``BilevelProblem`` (J), curvatures (A), solvers
+(A⁻¹b), the cross term, and the hypergradients that combine them.
 
 All names are listed in ``_public_names.py``, which is imported with the first of them (PEP 562), so that the command
 line answers before torch is loaded.

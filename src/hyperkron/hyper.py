@@ -1,4 +1,4 @@
-"""λ as a module: the hyperparameters users reach for first."""
+"""λ modules: the most common hyperparameters."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class SampleWeights(nn.Module):
 
     Args:
         count: the number of examples.
-        squash: ``clip`` to [0, 1] (the paper's choice), ``sigmoid``, or ``softmax`` over all examples times ``count``.
-            Clipped weights have dσ_n/dλ_n = 1 everywhere (straight-through), so that a λ_n that has left [0, 1] comes
-            back when its gradient says so; ``hk.Box(0, 1)`` as projection keeps λ itself there.
-        init: the initial weight of every example; ``None`` means 0.5, for ``softmax`` 1 (the only uniform weight).
+        squash: ``clip`` to [0, 1] (default, as in the paper), ``sigmoid``, or ``softmax`` over all examples times
+            ``count``. With ``clip``, dσ_n/dλ_n = 1 everywhere (straight-through), so a λ_n outside [0, 1] can return;
+            use the projection ``hk.Box(0, 1)`` to keep λ itself in [0, 1].
+        init: the initial weight of every example. Default: 0.5; for ``softmax`` it is always 1.
 
     Example:
         >>> weights = SampleWeights(4)
@@ -61,12 +61,12 @@ class SampleWeights(nn.Module):
 class MetaWeightNet(nn.Module):
     """A small network from an example's loss to its weight: σ_n = scale · sigmoid(MLP(ℓ_n)).
 
-    λ does not grow with the data, and the weights carry over to new examples. Losses are detached: θ does not
-    learn through its own weights.
+    The size of λ does not depend on the number of examples, and the network can weight new examples. The losses are
+    detached, so no gradient reaches θ through the weights.
 
     Args:
         hidden: units of the hidden layer.
-        features: numbers that describe an example; 1 is its loss.
+        features: number of inputs per example; with 1 (default) the input is its loss.
         scale: the largest weight.
         normalise: divide the weights of a batch by their mean.
 
@@ -100,7 +100,7 @@ class DomainWeights(nn.Module):
 
     Args:
         count: the number of sources.
-        init: their initial proportions; ``None`` for equal ones.
+        init: the initial proportions; ``None``: all equal.
 
     Example:
         >>> mixture = DomainWeights(4)
@@ -130,9 +130,9 @@ class WeightDecay(nn.Module):
     """A learned L2 penalty on a model: Σ_p exp(λ_p) ‖p‖², with one λ for each tensor or for each entry.
 
     Args:
-        model: whose parameters are penalised.
+        model: the model whose parameters are penalised.
         init: the initial coefficient exp(λ).
-        each: ``tensor`` for one coefficient a parameter tensor, ``entry`` for one a number.
+        each: ``tensor``: one coefficient per parameter tensor; ``entry``: one per entry.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -151,7 +151,7 @@ class WeightDecay(nn.Module):
         )
 
     def forward(self, model: nn.Module) -> Loss:
-        """The penalty, to be added to the inner loss; its curvature joins A."""
+        """The penalty, to be added to the inner loss; its curvature is part of A."""
         count = sum(1 for _ in model.parameters())
         if count != len(self.log):
             raise HyperkronError(
@@ -166,7 +166,7 @@ class LabelCorrection(nn.Module):
 
     Args:
         labels: the given classes (N,).
-        classes: their number.
+        classes: the number of classes.
         confidence: the initial probability of the given label.
 
     Reference: in the spirit of Algan & Ulusoy, "Meta soft label generation for noisy labels" (ICPR 2020).
@@ -204,8 +204,8 @@ class Augmentation(nn.Module):
 
         x ↦ (1 + c·u₁)(x − mean(x)) + mean(x) + b·u₂ + s·ε ,    u uniform in [−1, 1] for each example, ε ~ N(0, 1)
 
-    with c, b, s = exp(λ). Smooth in λ, so that every cross term can be used; the draws come from torch's random
-    state, which the library repeats within one hypergradient.
+    with c, b, s = exp(λ). It is smooth in λ, so every cross term works. The random numbers come from torch's random
+    state, and are the same in all evaluations of one hypergradient.
 
     Args:
         init: the initial strength of all three.
@@ -244,7 +244,7 @@ class _Tensor(nn.Module):
 
 
 def as_hyper(tensor: Tensor) -> _Tensor:
-    """A tensor as λ: a module whose call returns it and whose parameter ``value`` is learned.
+    """Make a tensor usable as λ: a module that returns it, with the tensor as its parameter ``value``.
 
     Example:
         >>> log_decay = as_hyper(torch.tensor(-3.0))

@@ -1,7 +1,7 @@
 """How θ and λ move: a direction becomes the ``.grad`` of a ``torch.optim`` optimizer.
 
 An algorithm decides the direction; the optimizer, its schedule, clipping and the projection decide the step. So
-momentum, Adam or a cosine schedule can be had with any algorithm, and without them it is the paper's own rule.
+momentum, Adam or a cosine schedule works with any algorithm; without them the paper's own rule is used.
 """
 
 from __future__ import annotations

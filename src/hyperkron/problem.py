@@ -2,8 +2,8 @@
 
     min_λ  J_out(λ, θ*(λ))    subject to    θ*(λ) ∈ argmin_θ J_in(λ, θ)
 
-A function of either level takes the model (θ), the hyperparameter module (λ) and a batch of any kind,
-and returns a :class:`hyperkron.losses.Loss` or, where curvature is not asked of it, a scalar tensor.
+Each function takes the model (θ), the hyperparameter module (λ) and a batch of any kind. It returns a
+:class:`hyperkron.losses.Loss` or, if its curvature is not needed, a scalar tensor.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class BilevelProblem:
     Args:
         inner: J_in(λ, θ), minimised over the model's trainable parameters.
         outer: J_out(λ, θ), minimised over the parameters of ``hyper`` through θ*(λ).
-        autocast: whether hypergradients evaluate the objectives under ``torch.autocast`` where the caller, an objective
-            or the model enables it. ``None``: implicit ones look, on their first call and after every 100, how far it
-            turns ∂θ J_in and ∂θ J_out, and do without it from then on where a cosine is below 0.99, with a warning.
-            ``True``: always. ``False``: never, nor do gradients that algorithms take in their place. θ's own steps
-            are left as they are.
+        autocast: whether hypergradients use ``torch.autocast`` if the caller, an objective or the model enables it.
+            ``None`` (default): implicit hypergradients check, on their first call and after every 100 calls, whether
+            autocast changes ∂θ J_in or ∂θ J_out too much (cosine below 0.99); if so, they run without it from then on,
+            with a warning. ``True``: always use it. ``False``: never use it, also not in the gradients that algorithms
+            use in place of a hypergradient. Inner steps are not affected.
 
     Example:
         >>> import torch, hyperkron as hk
@@ -59,7 +59,7 @@ class BilevelProblem:
             raise HyperkronError(f"autocast={self.autocast!r} must be True, False, or None to look whether it is good.")
 
     def parts(self, batch: Any) -> list[Any]:
-        """The batches in which curvature is measured one after the other: ``batch`` itself, unless it is too large."""
+        """The pieces of ``batch`` in which curvature is measured, one after the other; by default ``batch`` itself."""
         return [batch]
 
 

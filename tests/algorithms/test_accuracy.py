@@ -155,7 +155,7 @@ def meha(c: float, proximal: float, **options: Any) -> Case:
 
 
 def bome(barrier: Any, **options: Any) -> Case:
-    """ϵ = 0.01 for the default 1e-8: µ is 2 and not 279, so that 1/(µL) is no tiny step."""
+    """ϵ = 0.01 for the default 1e-8: µ is 2 and not 279, so that 1/(µL) is not a tiny step."""
     found = D.dynamic(3, ETA, 0.5, 0.01, barrier == "value")
     rates = {"inner_rate": 1 / (float(found[-1]) * L + L_F), "outer_rate": 1 / (KAPPA * L_PHI)}
     algorithm = hk.BOME(3, 0.5, barrier, ETA, 0.01, **rates)

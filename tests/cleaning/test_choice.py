@@ -91,16 +91,16 @@ def test_the_verdict_is_for_a_person() -> None:
     noise = "About 23% of the 500 labels look wrong; 101 rows are marked as suspects."
     found = verdict(OURS, [ours, alone, candidate("noisy", [1] * 5 + [0] * 5)], 0.231, 101, 500)
     assert found == (
-        "The cleaned model scores 90.0% on 10 trusted rows it had not seen; the best alternative, 'trusted', 80.0%. "
+        "The cleaned model reaches 90.0% on 10 trusted rows it had not seen; the best alternative, 'trusted', 80.0%. "
         + noise
     )
     assert (
         verdict(OURS, [ours], 0.231, 101, 500)
-        == f"The cleaned model scores 90.0% on 10 trusted rows it had not seen. {noise}"
+        == f"The cleaned model reaches 90.0% on 10 trusted rows it had not seen. {noise}"
     )
     assert verdict("trusted", [ours, alone], 0.231, 101, 500) == (
-        "Train on the trusted set alone: 80.0% on 10 trusted rows it had not seen; the noisy rows only hurt here. "
-        + noise
+        "Train on the trusted set alone: 80.0% on 10 trusted rows it had not seen; "
+        f"the noisy rows make the model worse here. {noise}"
     )
     found = verdict("trusted", [ours, alone], 0.231, 101, 500)
     assert found.startswith("Train on the trusted set alone")

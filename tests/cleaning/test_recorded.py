@@ -161,7 +161,7 @@ def test_an_option_that_contradicts_the_record_is_refused(
     kept = json.loads((stopped.folder / "default" / "config.json").read_text())
     began = kept["source"].get(key, {**kept["source"]["reading"], **kept["config"]}.get(key))
     assert f"{option}=" in told and (repr(began) if began is not None else "left out") in told
-    assert "the run began with" in told and "leave it away to go on with that run, or begin a new one" in told
+    assert "the run began with" in told and "leave it out to continue that run, or begin a new one" in told
     assert contents(stopped.folder / "default") == before
 
 
@@ -196,10 +196,10 @@ def test_a_record_that_was_altered_is_refused(stopped: Stopped, name: str, tmp_p
 def test_another_network_is_refused(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:
     own, default = stopped.folder / "own", stopped.folder / "default"
     told = refused(own, lambda: resume(own, model=other))
-    assert ":other'" in told and ":mine'" in told and "give that one to go on" in told
+    assert ":other'" in told and ":mine'" in told and "give that one to continue" in told
     told = refused(default, lambda: resume(default, model=mine))
-    assert ":mine'" in told and "began with the default network; leave it away" in told
-    assert "used a model of yours" in refused(own, lambda: resume(own))
+    assert ":mine'" in told and "began with the default network; leave it out" in told
+    assert "used your own model" in refused(own, lambda: resume(own))
     changed = other
     monkeypatch.setattr(changed, "__qualname__", "mine")  # the same name, edited since
     assert "restore that one, or begin a new run" in refused(own, lambda: resume(own, model=changed))
@@ -289,7 +289,7 @@ def test_another_encoder_is_refused(texts: Texts, monkeypatch: pytest.MonkeyPatc
     assert "no encoder" in refused(out, lambda: resume(out, expected={"encoder": HASHED}))
     moved = texts.encoder.rename(texts.folder / "moved")
     told = refused(out, lambda: resume(out))
-    assert f"The run began with the encoder {str(texts.encoder)!r}" in told and "is no folder" in told
+    assert f"The run began with the encoder {str(texts.encoder)!r}" in told and "is not a folder" in told
     again = resume(
         shutil.copytree(out, texts.folder / "again"), expected={"encoder": str(moved)}
     )  # the same, elsewhere

@@ -155,7 +155,7 @@ def test_a_finished_run_is_read_again_but_never_overwritten(files: Files) -> Non
     again = resume(files.whole, progress=(watch := Watch()))
     assert all(c["seconds"] >= before[c["name"]] - 0.02 for c in again.candidates)  # the log keeps what was spent
     assert watch.steps == 0 and torch.equal(again.weights, files.result.weights)
-    with pytest.raises(HyperkronError, match="already holds a run; go on with `hyperkron resume"):
+    with pytest.raises(HyperkronError, match="already holds a run; continue with `hyperkron resume"):
         files.clean("whole")
 
 
@@ -211,7 +211,7 @@ def test_what_cannot_be_resumed_says_why(files: Files, tmp_path: Path) -> None:
     own: dict[str, Any] = {"model": lambda: nn.Linear(2, 3), "config": CONFIG, "progress": Watch(2)}
     with pytest.raises(Interrupted):
         clean(files.train, files.trusted, out=tmp_path / "own", **own)
-    with pytest.raises(HyperkronError, match=r"used a model of yours .*; give it again as model="):
+    with pytest.raises(HyperkronError, match=r"used your own model .*; pass it again as model="):
         resume(tmp_path / "own")
     for text in ("{", '{"format": 99}', "[]"):
         (tmp_path / "config.json").write_text(text)

@@ -87,7 +87,7 @@ def test_the_loss_is_the_weighted_sum_of_both_terms() -> None:
     assert torch.allclose(one.loss(output[part], part), expected.mean(), atol=1e-12)
     without = TrainingTargets(one.rows, evidence, None, (label, torch.zeros(5).double()))
     shifted = likelihood(output[part], evidence[part]).value - evidence[part].max(1).values.mean()
-    assert torch.allclose(without.loss(output[part], part), shifted, atol=1e-12)  # a row's scale is no matter
+    assert torch.allclose(without.loss(output[part], part), shifted, atol=1e-12)  # a row's scale does not matter
 
 
 @pytest.mark.parametrize("gamma", [0.2, 1.0])

@@ -69,7 +69,7 @@ print("|", codes, [name for name in {heavy} if name in sys.modules])
         (["clean", "a.csv", "--lable", "y"], "unrecognized arguments: --lable y; did you mean --label?"),
         (["clean", "a.csv", "--epochs", "3.5"], "--epochs=3.5 must be a whole number."),
         (["clean", "a.csv", "--epoch", "3"], "did you mean --epochs?"),  # no abbreviations
-        (["clean", "a.csv", "--budget", "soon"], "--budget='soon' must be a time"),
+        (["clean", "a.csv", "--budget", "soon"], "--budget='soon' must be a positive time"),
         (["clean", "a.csv", "--compare", "noisy,none"], "--compare='noisy,none' must be"),
         (["clean"], "TRAIN is missing"),
         (["report"], "report needs RUN"),
@@ -98,9 +98,9 @@ def test_help_names_the_alternatives_there_are(capsys: Captured) -> None:
 
 def test_errors_name_options_and_not_arguments() -> None:
     for said, shown in {
-        "features[1]='w' is no column": "--features[1]='w' is no column",
+        "features[1]='w' is not a column": "--features[1]='w' is not a column",
         "train='a.csv' does not exist": "TRAIN='a.csv' does not exist",
-        "run_folder='x' is no folder": "RUN='x' is no folder",
+        "run_folder='x' is not a folder": "RUN='x' is not a folder",
         "name it (trusted=..., --trusted)": "name it (--trusted)",
         "choose another, or pass overwrite=True.": "choose another, or pass --overwrite.",
         "'label=3' and `seed=1` and noise.text=4": "'label=3' and `seed=1` and noise.text=4",
@@ -181,37 +181,37 @@ MANY = "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nfeatures: [*c, *c]\n"
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("model: os:system", "the key model names code"),
+        ("model: os:system", "a configuration file may not name code (key model)"),
         ("Model: os:system", "the key 'Model' is unknown"),
-        ('{"model": "os:system"}', "the key model names code"),
+        ('{"model": "os:system"}', "a configuration file may not name code (key model)"),
         ("lable: y", "the key 'lable' is unknown; did you mean label?"),
         ("class_path: os.system", "the key 'class_path' is unknown"),
         ("overwrite: true", "the key 'overwrite' is unknown"),
         ("config: other.yaml", "the key 'config' is unknown"),
-        ("text: !!python/object/apply:os.system ['echo hi > hacked']", "no YAML of plain values"),
-        ("train: !!python/name:os.system", "no YAML of plain values"),
-        ("!!python/object/apply:os.system ['echo hi > hacked']", "are wanted"),
+        ("text: !!python/object/apply:os.system ['echo hi > hacked']", "is not YAML of plain values"),
+        ("train: !!python/name:os.system", "is not YAML of plain values"),
+        ("!!python/object/apply:os.system ['echo hi > hacked']", "expected lines such as `label: target`"),
         ("text: {class_path: os.system}", "a value is one word"),
         (MANY, "a value is one word"),
-        ("? [a, b]\n: c", "a key is no text"),
+        ("? [a, b]\n: c", "a key is not text"),
         ("label: yes", "label is True; it must be a text (in quotes"),
         ("seed: '3'", "seed is '3'; it must be a whole number"),
         ("seed: true", "seed is True; it must be a whole number"),
         ("json: 1", "json is 1; it must be true or false"),
         ("features: x", "features is 'x'; it must be a list of texts"),
         ("features: [x, 1]", "features is a list; it must be a list of texts"),
-        ("seed: 1\nseed: 2", "'seed' stands there twice"),
-        ('{"seed": 1, "seed": 2}', "'seed' stands there twice"),
-        ('{"trusted-column": "a", "trusted_column": "b"}', "'trusted_column' stands there twice"),
+        ("seed: 1\nseed: 2", "'seed' appears twice"),
+        ('{"seed": 1, "seed": 2}', "'seed' appears twice"),
+        ('{"trusted-column": "a", "trusted_column": "b"}', "'trusted_column' appears twice"),
         ('{"text": {"class_path": "os.system"}}', "text is a list"),
-        ("- a\n- b", "are wanted"),
-        ("{ nonsense", "is no JSON"),
-        ("text: [", "no YAML"),
+        ("- a\n- b", "expected lines such as `label: target`"),
+        ("{ nonsense", "is not JSON"),
+        ("text: [", "is not YAML"),
         ("[" * 3_000, "is no"),
         ('{"text":' + "[" * 200_000, "is no"),
-        ("seed: 1\n---\nseed: 2", "no YAML"),
+        ("seed: 1\n---\nseed: 2", "is not YAML"),
         ("text: '" + "x" * MAX_BYTES + "'", "larger than"),
-        (b"\xff\xfe\x00", "no text in UTF-8"),
+        (b"\xff\xfe\x00", "is not text in UTF-8"),
     ],
 )
 def test_a_hostile_or_mistaken_configuration_is_refused(
@@ -228,7 +228,7 @@ def test_a_hostile_or_mistaken_configuration_is_refused(
 def test_a_configuration_that_is_no_file(tmp_path: Path, capsys: Captured) -> None:
     for path in (tmp_path, tmp_path / "absent.yaml"):
         assert main(["clean", "--config", str(path)]) == 2
-        assert "is no file" in capsys.readouterr().err
+        assert "is not a file" in capsys.readouterr().err
 
 
 # --- exit codes of a process -------------------------------------------------------------------------------

@@ -48,7 +48,9 @@ def test_a_real_run_from_a_mistake_and_an_interruption_to_export(
     given = ["clean", "train.csv", "--label", "kind", "--epochs", "1", "--compare", "none", "--out", "runs/mine"]
     assert main([*given, "--trusted-column", "chekced"]) == 1
     err = capsys.readouterr().err
-    assert err.startswith("Reading train.csv\nhyperkron clean: error: --trusted-column='chekced' is no column of train")
+    assert err.startswith(
+        "Reading train.csv\nhyperkron clean: error: --trusted-column='chekced' is not a column of train"
+    )
     assert "Traceback" not in err
     assert not Path("runs/mine").exists()
     advance, steps = Lines.advance, [0]
@@ -61,7 +63,7 @@ def test_a_real_run_from_a_mistake_and_an_interruption_to_export(
 
     monkeypatch.setattr(Lines, "advance", stop)
     assert main([*given, "--trusted-column", "checked"]) == 143
-    assert "go on with: hyperkron resume runs/mine" in capsys.readouterr().err
+    assert "continue with: hyperkron resume runs/mine" in capsys.readouterr().err
     assert main(["export", "runs/mine", "--drop", "suspects", "-o", "clean.csv"]) == 1  # not finished
     capsys.readouterr()
     assert main(["resume", "runs/mine", "--json"]) == 0

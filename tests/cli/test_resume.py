@@ -101,7 +101,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     fake.during = stop
     assert main([*CLEAN, "--json"]) == code
     out, err = capsys.readouterr()
-    assert "go on with: hyperkron resume runs/mine" in err and "Traceback" not in err
+    assert "continue with: hyperkron resume runs/mine" in err and "Traceback" not in err
     assert json.loads(out)["type"] == "Interrupted"
     fake.during = lambda: None
     assert main(["resume", "runs/mine"]) == 0

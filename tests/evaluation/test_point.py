@@ -123,7 +123,7 @@ def test_a_buffer_that_modules_share_stays_shared() -> None:
     model[1].calls = model[0].calls
     with make(model[0]) as point:
         point.inner()
-        assert point.model.calls is not model[1].calls  # the other is no part of this model
+        assert point.model.calls is not model[1].calls  # the other is not a part of this model
     model[1].linear = nn.Linear(C, C)
     with make(model) as point:
         point.inner()

@@ -16,7 +16,7 @@ N, T, C = 4, 3, 5
 f, y, soft = torch.randn(N, C), torch.zeros(N, dtype=torch.long), torch.full((N, C), 1 / C)
 _meta = torch.device("meta")
 ERRORS: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
-    "output is no tensor": (lambda: cross_entropy([1.0], y), ("output", "list", ".logits")),  # type: ignore
+    "output is not a tensor": (lambda: cross_entropy([1.0], y), ("output", "list", ".logits")),  # type: ignore
     "output is integer": (lambda: mse(y, y), ("output", "int64", "floating point")),
     "output is a scalar": (lambda: mse(f.sum(), f.sum()), ("output", "no dimensions", "(N, ...)")),
     "output is 1-d logits": (lambda: cross_entropy(f[0], y[:1]), ("output", "(5,)", "unsqueeze(0)")),

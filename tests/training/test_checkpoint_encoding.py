@@ -1,4 +1,4 @@
-"""What a checkpoint makes of a state: any state comes back bit for bit, and what is no state is refused."""
+"""What a checkpoint makes of a state: any state comes back bit for bit, and what is not a state is refused."""
 
 from __future__ import annotations
 

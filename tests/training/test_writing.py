@@ -167,7 +167,7 @@ def test_a_full_disk_in_a_stage_says_how_to_go_on(tmp_path: Path, monkeypatch: p
     folder = RunFolder(tmp_path / "run", new=True)
     stages = Stages(folder.stages)
     monkeypatch.setattr(os, "fsync", _full)
-    with pytest.raises(HyperkronError, match=r"8 bytes are needed; .* then go on with `hyperkron resume"):
+    with pytest.raises(HyperkronError, match=r"8 bytes are needed; .* then continue with `hyperkron resume"):
         stages("x", lambda: {"a": torch.zeros(2)})
     with pytest.raises(HyperkronError, match=r"model.safetensors' cannot be written: the disk is full"):
         folder.write_model(torch.nn.Linear(2, 2))

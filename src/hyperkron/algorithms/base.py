@@ -7,7 +7,7 @@ How to add one
 2. The docstring holds the update equations in the notation of the library (v ≈ H⁻¹b, hypergradient ∂_λ f − X(v)),
    the reference, and what published code does differently. ``facts`` feeds the table in ``docs/algorithms.md``.
 3. ``step(state, batches)`` composes: batches from ``batches.inner()`` and ``batches.outer()``; gradients, products and
-   hypergradients from :mod:`hyperkron.algorithms.derivatives` (never written anew); directions handed to
+   hypergradients from :mod:`hyperkron.algorithms.derivatives` (never written here); directions handed to
    ``state.inner.step`` (θ) and ``state.outer.step`` (λ), so that any optimizer and projection works; then
    ``return state.finish(...)``. θ lives in the model and λ in hyper; whatever else must survive a step goes into
    ``state.trees`` (vectors), ``state.numbers`` or ``state.twins`` (second points with an optimizer), set up in

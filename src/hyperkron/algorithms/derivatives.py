@@ -1,8 +1,8 @@
 """The oracles that steps are made of: gradients, curvature products, cross terms and hypergradients.
 
 All of them are the core's; this file only evaluates them at the current point of a state, at another point
-(``placed``), or on another batch. Steps of θ are *live*: BatchNorm statistics advance and dropout draws anew, as in
-ordinary training. Every other evaluation leaves the model's buffers as they were.
+(``placed``), or on another batch. Steps of θ are *live*: BatchNorm statistics advance and dropout draws new masks, as
+in ordinary training. Every other evaluation leaves the model's buffers as they were.
 """
 
 from __future__ import annotations

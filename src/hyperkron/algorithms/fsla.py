@@ -28,7 +28,7 @@ class FSLA(SOBA):
     (AAAI 2022).
 
     Args:
-        momentum: η_t, 1 is no momentum.
+        momentum: η_t, 1 turns momentum off.
     """
 
     momentum: Rate | float = field(default=Rate(0.5, 0.5))

@@ -49,7 +49,7 @@ class MRBO(Algorithm):
 
     Args:
         hypergradient: h; ``None`` for the Neumann series of ten terms at step 0.1.
-        momentum: η_t, 1 is no momentum.
+        momentum: η_t, 1 turns momentum off.
     """
 
     hypergradient: Hypergradient | None = None

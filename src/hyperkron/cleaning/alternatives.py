@@ -46,7 +46,7 @@ def available(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
 def targets_for(name: str, work: Work, outcome: Outcome, half: int | None = None) -> TrainingTargets:
     """What a candidate learns from: everything, or one half of the noisy rows and the other half's trusted rows."""
     if name not in (OURS, *ALTERNATIVES):
-        raise HyperkronError(f"name={name!r} is no candidate; choose from {', '.join((OURS, *ALTERNATIVES))}.")
+        raise HyperkronError(f"name={name!r} is not a candidate; choose from {', '.join((OURS, *ALTERNATIVES))}.")
     noisy = work.noisy if half is None else work.side(half, work.noisy)
     trusted = work.trusted if half is None else work.side(1 - half, work.trusted)
     rows = {"noisy": noisy, "trusted": trusted}.get(name, torch.cat([noisy, trusted]))

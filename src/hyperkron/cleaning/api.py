@@ -1,4 +1,4 @@
-"""``clean`` and ``resume``: the whole job, from sources to a result and a run folder."""
+"""``clean`` and ``resume``: from data sources to a result and a run folder."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def clean(
     command: str | None = None,
     **reading: Any,
 ) -> CleanResult:
-    """Find the wrong labels of a training set by means of a few trusted rows, and train the model it deserved.
+    """Find wrong labels in a training set with a few trusted rows, and train a better model.
 
     Args:
         train: the noisy rows: a path, a DataFrame, a dictionary of columns, a pair (x, y) of arrays, a torch Dataset
             of such pairs, or :class:`hyperkron.cleaning.data.Labelled` rows.
-        trusted: rows with right labels, in the same form; None if a column (``trusted_column=``) or a part of the
+        trusted: rows with correct labels, in the same form; None if a column (``trusted_column=``) or a part of the
             source marks them.
-        test: rows for a last figure; never used for choosing.
-        out: folder of the run, for the report and for resuming; None writes nothing.
-        model: makes a fresh network; None takes the default for the kind of data.
+        test: rows for a final evaluation; never used to choose a model.
+        out: run folder, for the report and for resuming; None (default) writes nothing.
+        model: function that returns a new network; None uses the default for the kind of data.
         config: settings; the defaults are meant for every dataset.
-        progress: shown what happens.
-        command: what the user typed, for the record.
-        reading: columns and options of :func:`hyperkron.cleaning.data.read_pair` (``text=``, ``label=``, ...).
+        progress: object that shows progress; None shows nothing.
+        command: the command line to record.
+        reading: columns and options for :func:`hyperkron.cleaning.data.read_pair` (``text=``, ``label=``, ...).
 
     Example:
         >>> import torch
@@ -87,17 +87,17 @@ def resume(
     expected: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> CleanResult:
-    """Go on with a run that was interrupted, after the last stage it finished; a finished one is read again.
+    """Continue an interrupted run after its last finished stage; a finished run is read again.
 
-    Data, settings, network and encoder must be those that the run began with; anything else is refused. Another
-    version of torch or hyperkron, or another kind of device, is said in the messages of the result.
+    Data, settings, network and encoder must be the same as at the start of the run; otherwise an error is raised.
+    Another version of torch or hyperkron, or another kind of device, is reported in the messages of the result.
 
     Args:
-        out: its folder.
-        model: the same builder as before, where one was given.
-        expected: arguments of :func:`clean` and settings of ``CleanConfig`` by name, such as ``{"seed": 1}``, that are
-            refused where the run began with others. A folder given as ``encoder`` is used if it holds the same encoder.
-        progress: shown what happens.
+        out: the run folder.
+        model: the same function as before, if the run used one.
+        expected: arguments of :func:`clean` and settings of ``CleanConfig`` by name, such as ``{"seed": 1}``; an error
+            is raised if the run started with others. A folder given as ``encoder`` is used if it holds the same one.
+        progress: object that shows progress; None shows nothing.
     """
     folder = RunFolder(out, new=False)
     kept = folder.read_config()

@@ -49,9 +49,9 @@ def seconds_per_step(work: Work, steps: int = 20) -> float:
 
 
 def within(work: Work, names: list[str], test: bool, seconds: float) -> tuple[TrainingPlan, list[str], list[str]]:
-    """A plan and the alternatives that fit into so many seconds, and messages about what was given up.
+    """A plan and the alternatives that fit into this many seconds, and messages about what was given up.
 
-    Training is shortened to a third of its epochs at most; after that alternatives are left out, the dearest first.
+    Training is shortened first, to a third of its epochs at most; then alternatives are left out, most expensive first.
     """
     each = seconds_per_step(work)
     messages, names, plan = [], list(names), work.plan
@@ -68,5 +68,5 @@ def within(work: Work, names: list[str], test: bool, seconds: float) -> tuple[Tr
         messages.insert(0, f"Training is shortened to {plan.epochs:.1f} epochs to stay within {seconds:.0f} s.")
     expected = steps_of(work, plan, names, test) * each
     if expected > seconds:
-        messages.append(f"Even so this takes about {expected:.0f} s, more than the budget of {seconds:.0f} s.")
+        messages.append(f"This will still take about {expected:.0f} s, more than the budget of {seconds:.0f} s.")
     return plan, names, messages

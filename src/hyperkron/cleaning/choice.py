@@ -85,13 +85,13 @@ def verdict(chosen: str, candidates: list[Judged], rate: float, suspects: int, r
     won = by_name[chosen]
     score = f"{won.accuracy:.1%} on {won.rows} trusted rows it had not seen"
     if chosen == "trusted":
-        return f"Train on the trusted set alone: {score}; the noisy rows only hurt here. {noise}"
+        return f"Train on the trusted set alone: {score}; the noisy rows make the model worse here. {noise}"
     if chosen != OURS:
         return (
-            f"The alternative '{chosen}' was better than the cleaned data here ({score}) and is what you get. {noise}"
+            f"The alternative '{chosen}' was better than the cleaned data here ({score}), so it is the result. {noise}"
         )
     others = [c for c in candidates if c.name != OURS]
     if not others:
-        return f"The cleaned model scores {score}. {noise}"
+        return f"The cleaned model reaches {score}. {noise}"
     best = max(others, key=lambda c: c.accuracy)
-    return f"The cleaned model scores {score}; the best alternative, '{best.name}', {best.accuracy:.1%}. {noise}"
+    return f"The cleaned model reaches {score}; the best alternative, '{best.name}', {best.accuracy:.1%}. {noise}"

@@ -55,10 +55,10 @@ class Progress(Protocol):
     """Receives what a person would like to see while waiting; units are training steps, or tokens while embedding."""
 
     def start(self, total: int) -> None:
-        """So many steps are to come; may be called again when the plan changes."""
+        """Announce ``total`` steps; may be called again when the plan changes."""
 
     def advance(self, steps: int, stage: str) -> None:
-        """So many steps of a stage were done."""
+        """This many steps of a stage were done."""
 
     def message(self, text: str) -> None:
         """A sentence for the user."""

@@ -49,7 +49,7 @@ EXPERT_PENALTY = 0.01
 """Weight of log κ in the outer objective: the experts count only as far as held-out trusted rows ask for it."""
 
 OUTER_STEPS = 30
-"""Into so many parts the moves of λ divide a training; into one for every 12 steps, at least 10, where it is short."""
+"""Steps of λ in one training; in a short training one for every 12 inner steps, at least 10."""
 
 HYPERGRADIENT_COST = 6
 """Inner steps that one hypergradient costs, roughly."""
@@ -115,7 +115,7 @@ def outer(network: Any, evidence: Any, batch: Any) -> Loss:
 class Learner:
     """A fold model in training, with its share of the batches.
 
-    Takes as many steps as the plan says for so many noisy rows, or ``steps``.
+    Takes as many steps as the plan says for this many noisy rows, or ``steps``.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Learner:
         return torch.cat([i, j])
 
     def batch(self, size: int) -> Any:
-        """So many noisy rows, and trusted ones, as the inner objective takes them."""
+        """This many noisy rows, and trusted ones, as the inner objective takes them."""
         at = self.sample_rows(size)
         i, j = at[:size], at[size:] - len(self.half.noisy)
         told = self.labels[self.rows[at]], self.belief[at]
@@ -265,7 +265,7 @@ def steps_of(plan: TrainingPlan, halves: list[Half]) -> int:
 
 
 def moves(total: int) -> int:
-    """Into how many parts the moves of λ divide so many inner steps; where these are fewer, the rate is higher."""
+    """Into how many parts the moves of λ divide this many inner steps; where these are fewer, the rate is higher."""
     return min(OUTER_STEPS, max(OUTER_STEPS // 3, total // 12))
 
 

@@ -62,14 +62,14 @@ class RunFolder:
 
     Args:
         path: made if it does not exist.
-        new: False to go on with a run that is there; True refuses a folder that holds one.
+        new: True refuses a folder that holds a run; False continues that run.
     """
 
     def __init__(self, path: str | Path, *, new: bool) -> None:
         self.path = Path(path)
         if new and (self.path / "config.json").exists():
             raise HyperkronError(
-                f"out={str(path)!r} already holds a run; go on with `hyperkron resume {path}`, or name another folder."
+                f"out={str(path)!r} already holds a run; continue with `hyperkron resume {path}`, or use another one."
             )
         if not new and not (self.path / "config.json").exists():
             raise HyperkronError(f"out={str(path)!r} holds no run: there is no config.json in it.")
@@ -95,7 +95,7 @@ class RunFolder:
             found = json.loads(read_plain(file).decode("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or str(error)[:100]
-            raise HyperkronError(f"{file} is no JSON that can be read ({reason}); {_BEGIN}.") from error
+            raise HyperkronError(f"{file} is not JSON that can be read ({reason}); {_BEGIN}.") from error
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise HyperkronError(f"{file} has another format than {FORMAT}; {_BEGIN}.")
         for place, kinds in _CONFIG.items():
@@ -121,7 +121,7 @@ class RunFolder:
 
     def _writing(self, name: str, needed: int | None = None) -> AbstractContextManager[None]:
         begun = (self.path / "config.json").exists()
-        then = f"then go on with `hyperkron resume {shlex.quote(str(self.path))}`" if begun else ""
+        then = f"then continue with `hyperkron resume {shlex.quote(str(self.path))}`" if begun else ""
         return in_words(self.path / name, needed, then)
 
     def log(self, event: str, **fields: Any) -> None:

@@ -50,7 +50,7 @@ SHORT_TRAINING = 0.5
 FINAL_TRAINING = 0.75
 """Length of the training of the network that comes out, as a part of the full length."""
 LEARNING_RATE_BOOST = 3.0
-"""Factor of its learning rate where training was too gentle for the fold models."""
+"""Factor of its learning rate where the fold models were not trained enough."""
 CONFIDENCE_MARGIN = 0.2
 """Nats by which a network that is trained enough is surer of new rows than it is right; with less it is too gentle."""
 PRIOR_LOSS = 6.0
@@ -98,7 +98,7 @@ class Work:
 
     @property
     def many(self) -> bool:
-        """Whether there are so many rows that a plain training takes several times the least number of steps."""
+        """Whether a plain training on all rows takes several times the minimum number of steps."""
         return self.plan.steps(len(self.given)) >= MANY_ROWS * self.plan.least
 
     @property

@@ -1,4 +1,4 @@
-"""What a run was begun with; whoever goes on with it must use the same, or is told what differs."""
+"""What a run started with. Whoever continues it must use the same, or is told what differs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _plain(value: Any) -> Any:
 def _other(name: str, value: Any, began: Any) -> str:
     usual = "left out" if began is None else repr(_plain(began))
     return (
-        f"{name}={_plain(value)!r}, but the run began with {name} {usual}; leave it away to go on with that run, or "
+        f"{name}={_plain(value)!r}, but the run began with {name} {usual}; leave it out to continue that run, or "
         "begin a new one."
     )
 
@@ -64,12 +64,12 @@ def refuse_other_model(kept: Mapping[str, Any], model: Callable[[], nn.Module] |
     """Meet a builder of another name than the run began with, or none where there was one."""
     began, found = kept["model"], None if model is None else model_name(model)
     if began is not None and found is None:
-        raise HyperkronError(f"the run used a model of yours ({began}); give it again as model=.")
+        raise HyperkronError(f"the run used your own model ({began}); pass it again as model=.")
     if found != began:
         usual = "the default network" if began is None else f"model={began!r}"
-        remedy = "leave it away" if began is None else "give that one"
+        remedy = "leave it out" if began is None else "give that one"
         raise HyperkronError(
-            f"model={found!r}, but the run began with {usual}; {remedy} to go on with it, or begin a new run."
+            f"model={found!r}, but the run began with {usual}; {remedy} to continue it, or begin a new run."
         )
 
 
@@ -90,7 +90,7 @@ def recorded_encoder(kept: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if not isinstance(found, dict) or not isinstance(found.get("name"), str) or "sha256" not in found:
         raise HyperkronError(
-            f"config.json: encoder={found!r:.80} is not what a run writes; restore the file, or begin the run anew."
+            f"config.json: encoder={found!r:.80} is not what a run writes; restore the file, or begin the run again."
         )
     return found
 
@@ -124,7 +124,7 @@ def network_identity(build: Callable[[], nn.Module], device: torch.device) -> st
 
 
 def _code(kind: type) -> str:
-    """What a class says, comments and line ends apart; its name where its source cannot be had."""
+    """What a class says, comments and line ends apart; its name where its source is not available."""
     try:
         return ast.dump(ast.parse(textwrap.dedent(inspect.getsource(kind))))
     except (OSError, TypeError, SyntaxError):
@@ -143,14 +143,14 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def environment_notes(began: Any, now: Mapping[str, str]) -> list[str]:
-    """What to say where a run goes on with other versions, or on another kind of device."""
+    """What to say where a run continues with other versions, or on another kind of device."""
     began = began if isinstance(began, dict) else {}
     changed = [f"{name} {began.get(name)} (now {value})" for name, value in now.items() if began.get(name) != value]
     if not changed:
         return []
     return [
         f"The run began with {', '.join(changed)}. Finished stages are kept, so the result may differ from that of a "
-        "run made in one go."
+        "run without an interruption."
     ]
 
 

@@ -125,7 +125,7 @@ class CleaningRun:
         self._record("encoder", identity, lambda began: recorded.refuse_other_encoder(began, identity))
         self._say(list(notes))
         count = sum(len(part) for part in self.parts)
-        self.progress.message(f"Embedding {count} texts by {identity['name']}")
+        self.progress.message(f"Embedding {count} texts with {identity['name']}")
         return encoder
 
     def _record(self, name: str, found: Any, check: Callable[[Any], None]) -> None:
@@ -322,14 +322,14 @@ def _in_words(stage: str) -> str:
 
 
 class _Embedding:
-    """A bar of its own while texts are embedded; its unit is tokens, and every list of texts begins anew."""
+    """A bar of its own while texts are embedded; its unit is tokens, and every list of texts begins again."""
 
     def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
         self.progress, self.check = progress, check
         self.done, self.total = 0, 0
 
     def __call__(self, done: int, total: int) -> None:
-        """So many of so many tokens are done."""
+        """Show that ``done`` of ``total`` tokens are embedded."""
         if total != self.total or done < self.done:
             self.stop()
             self.progress.start(total)
@@ -349,20 +349,20 @@ def _trouble(outcome: Outcome) -> list[str]:
     """What a person should know about how κ, β and γ were learnt."""
     found = []
     if outcome.collapsed:
-        found.append("The weights of the evidence ran away, so they were put back to where they began.")
+        found.append("Learning how much to trust the labels diverged, so the starting values were used.")
     if outcome.troubled:
         of = max(outcome.troubled, 2 * len(outcome.outer))
         text = (
-            f"{outcome.troubled} of {of} hypergradients are inexact: the linear solve behind them did not end well. "
-            "The run went on. They only steer how far experts and given labels are believed (κ, β and γ); "
+            f"{outcome.troubled} of {of} hypergradients are inexact: their linear solve did not finish normally. "
+            "The run continued. They only control how much experts and given labels are trusted (κ, β and γ); "
         )
         few = 10 * outcome.troubled <= of
         found.append(
             text
             + (
-                "so few hardly change which rows are suspects."
+                "this few hardly change which rows are suspects."
                 if few
-                else "with so many, rely on the suspects only if the curves of κ, β and γ in the report settle."
+                else "with this many, rely on the suspects only if the curves of κ, β and γ in the report become flat."
             )
         )
     return found

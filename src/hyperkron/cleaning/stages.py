@@ -69,7 +69,7 @@ class Stages:
             return
         target, record = self.folder / f"{name}.safetensors", self.folder / f"{name}.json"
         needed = sum(x.numel() * x.element_size() for x in tensors.values())
-        then = f"then go on with `hyperkron resume {shlex.quote(str(self.folder.parent))}`"
+        then = f"then continue with `hyperkron resume {shlex.quote(str(self.folder.parent))}`"
         with in_words(target, needed, then):
             record.unlink(missing_ok=True)
             target.unlink(missing_ok=True)

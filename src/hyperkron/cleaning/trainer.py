@@ -59,7 +59,7 @@ class TrainingPlan:
     least: int = 300
 
     def faster(self, factor: float) -> TrainingPlan:
-        """The same with both rates so many times as high."""
+        """The same with both rates this many times as high."""
         return replace(self, rate=factor * self.rate, fine_rate=factor * self.fine_rate)
 
     def batch_for(self, rows: int) -> int:
@@ -151,7 +151,7 @@ def train(
 ) -> nn.Module:
     """A fresh network, initialised under ``seed`` and fitted to the targets; left in evaluation mode.
 
-    Takes as many steps as the plan says for so many rows, or ``steps``.
+    Takes as many steps as the plan says for this many rows, or ``steps``.
     """
     device, count = targets.rows.device, len(targets.rows)
     with seeded(seed, device):

@@ -1,4 +1,4 @@
-"""The command line: ``hyperkron clean``, ``report``, ``export``, ``resume``, ``doctor`` and ``paper``.
+"""The command line: ``hyperkron clean``, ``report``, ``export``, ``resume`` and ``doctor``.
 
 Nothing here imports torch before a command needs it, so that help and mistakes in the options answer at once.
 """

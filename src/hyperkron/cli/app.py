@@ -31,10 +31,10 @@ class _Stopped(SystemExit):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 well, 1 an error, 2 a mistake in the command.
+    """Run a command and return its exit code: 0 success, 1 error, 2 wrong usage.
 
     Ctrl-C gives 130 and SIGTERM 143. Where stdout was closed before the start, nothing is printed; where its reader
-    left, the code is 1. Messages that stderr does not take are lost, and the command goes on.
+    left, the code is 1. Messages that stderr does not take are lost, and the command continues.
 
     Args:
         arguments: those of the command line by default.
@@ -144,7 +144,7 @@ def _ours() -> tuple[type[Exception], ...]:
 
 
 def _interrupted(options: Any, code: int) -> int:
-    """Say how to go on."""
+    """Say how to continue."""
     from hyperkron.cli.output import say, say_json
 
     folder = getattr(options, "run", None) or getattr(options, "out", None)
@@ -152,7 +152,7 @@ def _interrupted(options: Any, code: int) -> int:
     if command in ("clean", "resume") and folder and (Path(folder) / "result.json").exists():
         text = f"Interrupted. The run in {folder} is finished; see `hyperkron report {shlex.quote(str(folder))}`."
     elif command in ("clean", "resume") and folder and (Path(folder) / "config.json").exists():
-        text = f"Interrupted. What was finished is saved; go on with: hyperkron resume {shlex.quote(str(folder))}"
+        text = f"Interrupted. What was finished is saved; continue with: hyperkron resume {shlex.quote(str(folder))}"
     else:
         text = "Interrupted. Nothing was written; run the same command again."
     say(f"\n{text}")

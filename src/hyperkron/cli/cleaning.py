@@ -83,14 +83,14 @@ def clean(options: Any, given: list[str]) -> int:
 
 
 def resume(options: Any, given: list[str]) -> int:
-    """Go on with an interrupted run."""
+    """Continue an interrupted run."""
     _need_packages(options)
     out = Path(options.run)
     if not (out / "config.json").is_file():
         raise FileNotFoundError(f"run={str(out)!r} holds no run (no config.json); begin one with `hyperkron clean`.")
     if not options.quiet:
         done = (out / "result.json").exists()
-        say(f"The run in {out} is finished; its result is put together again" if done else f"Going on with {out}")
+        say(f"The run in {out} is finished; reading its result again" if done else f"Continuing {out}")
     from hyperkron import cleaning
 
     shown = progress(options.quiet)
@@ -123,7 +123,7 @@ def _names(text: str) -> tuple[str, ...]:
     if names == ("none",):
         return ()
     if not names or {"all", "none"} & set(names):
-        raise UsageError(f"--compare={text!r:.80} must be all, none, or names with commas between.")
+        raise UsageError(f"--compare={text!r:.80} must be all, none, or names separated by commas.")
     return names
 
 
@@ -139,7 +139,7 @@ def _need_packages(options: Any) -> None:
     """Miss a package now rather than after the training."""
     for wanted, package, extra, flag in (
         (not options.no_report, "jinja2", "report", "add --no-report"),
-        (options.tensorboard, "tensorboard", "track", "leave --tensorboard away"),
+        (options.tensorboard, "tensorboard", "track", "leave out --tensorboard"),
     ):
         if wanted and find_spec(package) is None:
             raise ModuleNotFoundError(f"{package} is not installed: pip install 'hyperkron[{extra}]', or {flag}.")
@@ -164,7 +164,7 @@ def _refuse_taken(out: Path, overwrite: bool) -> None:
         )
     if (out / "config.json").exists():
         raise FileExistsError(
-            f"--out={str(out)!r} holds a run that was interrupted; go on with `hyperkron resume "
+            f"--out={str(out)!r} holds a run that was interrupted; continue with `hyperkron resume "
             f"{shlex.quote(str(out))}`, choose another folder, or add --overwrite to replace it."
         )
 
@@ -204,7 +204,7 @@ def _remove(folder: Path) -> None:
     try:
         folder.rmdir()
     except OSError:
-        say(f"Files that are not of the earlier run are kept in {folder}")
+        say(f"Files that do not belong to the earlier run are kept in {folder}")
 
 
 def _finish(options: Any, out: Path) -> int:

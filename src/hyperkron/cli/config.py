@@ -39,7 +39,7 @@ def seconds(text: str | float, name: str = "--budget") -> float:
     found = _DURATION.match(str(text).strip().lower())
     value = float(found["number"]) * _SECONDS[found["unit"]] if found else 0.0
     if not value:
-        raise UsageError(f"{name}={str(text)[:80]!r} must be a time of more than nothing, such as 90, 90s, 5m or 1h.")
+        raise UsageError(f"{name}={str(text)[:80]!r} must be a positive time, such as 90, 90s, 5m or 1h.")
     return value
 
 
@@ -58,13 +58,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
         key = given.replace("-", "_")
         if key == "model":
             raise UsageError(
-                f"{path}: the key model names code, which a configuration file may not; give --model on the command "
-                "line."
+                f"{path}: a configuration file may not name code (key model); use --model on the command line."
             )
         if key not in _ALLOWED:
             raise UsageError(f"{path}: the key {given[:80]!r} is unknown{nearest(key, _ALLOWED)}")
         if key in found:
-            raise UsageError(f"{path}: the key {given!r} stands there twice.")
+            raise UsageError(f"{path}: the key {given!r} appears twice.")
         found[key] = None if value is None else _checked(value, _ALLOWED[key], path)
     return {key: value for key, value in found.items() if value is not None}
 
@@ -76,7 +75,7 @@ def print_config(values: Mapping[str, Any]) -> str:
         >>> print(print_config({"train": "a.csv", "label": "yes", "seed": 3}).split("label")[1].splitlines()[0])
         : "yes"
     """
-    lines = ["# options of `hyperkron clean`; those on the command line come before these"]
+    lines = ["# options of `hyperkron clean`; the command line overrides them"]
     for key in _ALLOWED:
         lines.append(f"{key}: {json.dumps(values.get(key))}")
     return "\n".join(lines) + "\n"
@@ -85,16 +84,16 @@ def print_config(values: Mapping[str, Any]) -> str:
 def _text(path: Path) -> str:
     try:
         if not path.is_file():
-            raise UsageError(f"--config={str(path)!r} is no file.")
+            raise UsageError(f"--config={str(path)!r} is not a file.")
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
-            raise UsageError(f"--config={str(path)!r} is larger than {MAX_BYTES} bytes; it is no configuration.")
+            raise UsageError(f"--config={str(path)!r} is larger than {MAX_BYTES} bytes; it is not a configuration.")
         return content.decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"--config={str(path)!r} cannot be read ({error.strerror or error}).") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"--config={str(path)!r} is no text in UTF-8 ({error.reason}).") from error
+        raise UsageError(f"--config={str(path)!r} is not text in UTF-8 ({error.reason}).") from error
 
 
 def _parse(text: str, path: Path) -> list[tuple[str, Any]]:
@@ -103,25 +102,25 @@ def _parse(text: str, path: Path) -> list[tuple[str, Any]]:
         if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
             entries = json.loads(text, object_pairs_hook=lambda pairs: pairs)
             if not (isinstance(entries, list) and text.lstrip().startswith("{")):
-                raise UsageError(f"{path}: a JSON object of options is wanted.")
+                raise UsageError(f"{path}: expected a JSON object of options.")
             return entries
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
             return []
         if not isinstance(root, yaml.MappingNode):
-            raise UsageError(f"{path}: lines such as `label: target` are wanted.")
+            raise UsageError(f"{path}: expected lines such as `label: target`.")
         return [(_key(key, path), _value(value, path)) for key, value in root.value]
     except yaml.YAMLError as error:
-        raise UsageError(f"{path} is no YAML of plain values ({' '.join(str(error).split())[:300]}).") from error
+        raise UsageError(f"{path} is not YAML of plain values ({' '.join(str(error).split())[:300]}).") from error
     except json.JSONDecodeError as error:
-        raise UsageError(f"{path} is no JSON ({error}).") from error
+        raise UsageError(f"{path} is not JSON ({error}).") from error
     except (RecursionError, ValueError) as error:
-        raise UsageError(f"{path} is no configuration ({type(error).__name__}).") from error
+        raise UsageError(f"{path} is not a configuration ({type(error).__name__}).") from error
 
 
 def _key(node: Any, path: Path) -> str:
     if not isinstance(node, yaml.ScalarNode):
-        raise UsageError(f"{path}: a key is no text.")
+        raise UsageError(f"{path}: a key is not text.")
     return str(node.value)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from hyperkron.cli.output import say, say_json
 
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "data": (("numpy", "sklearn", "pandas", "pyarrow", "PIL", "datasets"), "readers of datasets"),
-    "text": (("transformers", "tokenizers"), "pretrained encoders of texts"),
+    "data": (("numpy", "sklearn", "pandas", "pyarrow", "PIL", "datasets"), "dataset readers"),
+    "text": (("transformers", "tokenizers"), "pretrained text encoders"),
     "report": (("jinja2", "matplotlib"), "reports"),
     "track": (("tensorboard",), "--tensorboard"),
     "compare": (("cleanlab",), "cleanlab among the alternatives"),
@@ -62,7 +62,7 @@ def doctor(options: Any, given: list[str]) -> int:
     if options.json:
         say_json({"ok": well, "findings": [asdict(finding) for finding in found]})
     else:
-        print("All that is needed is here." if well else "hyperkron cannot work here until what is BAD is mended.")
+        print("Everything needed is installed." if well else "hyperkron does not work here; fix the lines marked BAD.")
     return 0 if well else 1
 
 
@@ -130,7 +130,7 @@ def _disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
     shown = f"{free / 2**30:.1f} GiB free in the current folder"
     if free < LITTLE_DISK:
-        return Finding("disk", "missing", shown, "runs need room for a model and its log; free some")
+        return Finding("disk", "missing", shown, "runs need space for a model and its log; free some")
     if not os.access(Path.cwd(), os.W_OK):
         return Finding("disk", "missing", "the current folder cannot be written to", "change to another, or use --out")
     return Finding("disk", "ok", shown)
@@ -146,8 +146,8 @@ def _encoder() -> Finding:
         from huggingface_hub import try_to_load_from_cache
 
         if isinstance(try_to_load_from_cache(name, "model.safetensors"), str):
-            return Finding("encoder", "ok", f"{name} (in the cache of Hugging Face)")
-    remedy = "it is fetched when first needed; without internet, give the folder of an encoder with --encoder"
+            return Finding("encoder", "ok", f"{name} (in the Hugging Face cache)")
+    remedy = "it is downloaded when first needed; offline, pass the folder of an encoder with --encoder"
     return Finding("encoder", "missing", f"{name} is not on this computer", remedy)
 
 

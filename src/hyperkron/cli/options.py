@@ -52,15 +52,15 @@ class Option:
 
 
 ALTERNATIVES = ("noisy", "trusted", "pooled", "small-loss", "trusted-confidence", "cleanlab", "sama")
-"""What `clean` can compare with; as ``hyperkron.cleaning.ALTERNATIVES``, which cannot be had without torch."""
+"""What `clean` can compare with; as ``hyperkron.cleaning.ALTERNATIVES``, which needs torch."""
 
-_DATA, _TRAINING, _OUTPUT = "the data", "the training", "the output"
+_DATA, _TRAINING, _OUTPUT = "data", "training", "output"
 
 SPEAKING = (
-    Option("--quiet", "flag", "say nothing but errors and the result", group=_OUTPUT),
+    Option("--quiet", "flag", "print only errors and the result", group=_OUTPUT),
     Option("--debug", "flag", "show where in the code an error came from", group=_OUTPUT, config=False),
 )
-JSON = Option("--json", "flag", "print one JSON object, and everything else on stderr", group=_OUTPUT)
+JSON = Option("--json", "flag", "print one JSON object on stdout; messages go to stderr", group=_OUTPUT)
 MODEL = Option(
     "--model",
     "text",
@@ -69,45 +69,47 @@ MODEL = Option(
     group=_TRAINING,
     config=False,
 )
-TENSORBOARD = Option("--tensorboard", "flag", "also write the log for TensorBoard", group=_OUTPUT)
+TENSORBOARD = Option("--tensorboard", "flag", "also write a TensorBoard log", group=_OUTPUT)
 NO_REPORT = Option("--no-report", "flag", "do not write report.html", group=_OUTPUT)
-RUN = Option("run", "text", "the folder of a run, as given to `hyperkron clean --out`", "RUN")
+RUN = Option("run", "text", "the run folder, as given to `hyperkron clean --out`", "RUN")
 
 CLEAN = (
     Option("train", "text", "the training rows: a file, a folder, or hf:NAME", "TRAIN", optional=True),
-    Option("--trusted", "text", "rows whose labels are right: a second file, folder, or hf:NAME", "PATH", group=_DATA),
-    Option("--trusted-column", "text", "the column of TRAIN that flags its trusted rows", "COLUMN", group=_DATA),
-    Option("--test", "text", "rows to measure the models on at the end; never used to choose", "PATH", group=_DATA),
+    Option("--trusted", "text", "rows with correct labels: a second file, a folder, or hf:NAME", "PATH", group=_DATA),
+    Option("--trusted-column", "text", "the column of TRAIN that marks trusted rows", "COLUMN", group=_DATA),
+    Option("--test", "text", "rows for a final evaluation; never used to choose a model", "PATH", group=_DATA),
     Option("--text", "text", "the column with texts", "COLUMN", group=_DATA),
-    Option("--image", "text", "the column with paths of images", "COLUMN", group=_DATA),
-    Option("--features", "texts", "the columns of a table, apart by spaces or commas", "COLUMN", group=_DATA),
+    Option("--image", "text", "the column with image paths", "COLUMN", group=_DATA),
+    Option(
+        "--features", "texts", "the feature columns of a table, separated by spaces or commas", "COLUMN", group=_DATA
+    ),
     Option("--label", "text", "the column with labels", "COLUMN", group=_DATA),
     MODEL,
-    Option("--encoder", "text", "of texts: the name of a Hugging Face model, or its folder", "NAME", group=_TRAINING),
+    Option("--encoder", "text", "text encoder: a Hugging Face model name or a folder", "NAME", group=_TRAINING),
     Option("--layers", "whole", "train the last K layers of the encoder", "K", 0, group=_TRAINING),
-    Option("--epochs", "whole", "of one training; 15 if left away, fewer under a --budget", "N", group=_TRAINING),
-    Option("--budget", "duration", "time for everything: 90, 90s, 5m or 1h", "TIME", group=_TRAINING),
+    Option("--epochs", "whole", "epochs of one training (default: 15; fewer with --budget)", "N", group=_TRAINING),
+    Option("--budget", "duration", "time limit for the whole run: 90, 90s, 5m or 1h", "TIME", group=_TRAINING),
     Option(
         "--compare",
         "names",
-        f"the alternatives to train and compare: all, none, or some of {','.join(ALTERNATIVES)}",
+        f"alternatives to train and compare with: all, none, or some of {','.join(ALTERNATIVES)}",
         "NAMES",
         "all",
         group=_TRAINING,
     ),
-    Option("--seed", "whole", "of everything random", "N", 0, group=_TRAINING),
-    Option("--device", "text", "auto, cpu, cuda, cuda:1, ...", "DEVICE", "auto", group=_TRAINING),
-    Option("--out", "text", "the folder of the run; runs/NAME if left away", "RUN", group=_OUTPUT, short="-o"),
-    Option("--overwrite", "flag", "replace a run that is in that folder", group=_OUTPUT, config=False),
+    Option("--seed", "whole", "random seed", "N", 0, group=_TRAINING),
+    Option("--device", "text", "device: auto, cpu, cuda, cuda:1, ...", "DEVICE", "auto", group=_TRAINING),
+    Option("--out", "text", "the run folder (default: runs/NAME)", "RUN", group=_OUTPUT, short="-o"),
+    Option("--overwrite", "flag", "replace an existing run in that folder", group=_OUTPUT, config=False),
     NO_REPORT,
     TENSORBOARD,
     JSON,
     *SPEAKING,
     Option("--config", "text", "read options from a YAML or JSON file", "FILE", group=_OUTPUT, config=False),
-    Option("--print-config", "flag", "print the options as such a file, and stop", group=_OUTPUT, config=False),
+    Option("--print-config", "flag", "print the options as a YAML file, and exit", group=_OUTPUT, config=False),
 )
 REPORT = (RUN, JSON, *SPEAKING)
-_BEGAN = "what the run began with; anything else is refused"
+_BEGAN = "settings of the run; they must match, other values are an error"
 RECORDED = tuple(
     replace(option, default=None, group=_BEGAN)
     for option in CLEAN
@@ -119,14 +121,14 @@ EXPORT = (
     RUN,
     Option("--drop", "text", "leave these rows out", choices=("suspects",)),
     Option("--relabel", "text", "keep these rows, with the suggested label", choices=("suspects",)),
-    Option("--threshold", "number", "suspects are rows with at least this probability of an error", "P"),
+    Option("--threshold", "number", "treat rows with at least this error probability as suspects", "P"),
     Option("--out", "text", "the file to write, in the format of the training rows", "FILE", short="-o", required=True),
     Option("--overwrite", "flag", "replace that file"),
     Option(
         "--formulas",
         "text",
-        "CSV cells that a spreadsheet would run (=1+1): keep them with a warning, escape them by an apostrophe, or "
-        "refuse to write; JSON and Parquet have no such cells",
+        "CSV cells that a spreadsheet would run as formulas (=1+1): keep them with a warning, escape them with an "
+        "apostrophe, or refuse to write (JSON and Parquet are not affected)",
         default="keep",
         choices=("keep", "escape", "refuse"),
     ),
@@ -143,8 +145,8 @@ def as_options(text: str) -> str:
     """What an error says about arguments in Python, said about the options of the command.
 
     Example:
-        >>> as_options("label='x' is no column; name it with trusted_column=..., or pass overwrite=True.")
-        "--label='x' is no column; name it with --trusted-column ..., or pass --overwrite."
+        >>> as_options("label='x' is not a column; name it with trusted_column=..., or pass overwrite=True.")
+        "--label='x' is not a column; name it with --trusted-column ..., or pass --overwrite."
     """
 
     def named(found: re.Match[str]) -> str:

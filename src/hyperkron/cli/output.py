@@ -140,7 +140,7 @@ class Lines:
         self._last = self._begin
 
     def start(self, total: int) -> None:
-        """So many steps in all; those done stay done, unless it was stopped in between."""
+        """This many steps in all; those done stay done, unless it was stopped in between."""
         if not self._done:
             self._begin = self._clock()
         self._total = total

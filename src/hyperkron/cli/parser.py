@@ -14,8 +14,7 @@ from hyperkron.cli import options
 from hyperkron.cli.options import Option
 from hyperkron.cli.output import nearest, printable
 
-_ABOUT = """Finds wrong labels in a training set with the help of a few trusted rows, trains the model that should
-have been trained, and shows both."""
+_ABOUT = """Finds wrong labels in a training set with a few trusted rows, trains a better model, and reports both."""
 _EXAMPLES = """examples:
   hyperkron clean train.csv --trusted trusted.csv --text text --label label --out runs/mine
   hyperkron report runs/mine
@@ -23,7 +22,7 @@ _EXAMPLES = """examples:
   hyperkron resume runs/mine
   hyperkron doctor
 
-exit codes: 0 all went well, 1 an error (said on stderr), 2 a mistake in the command,
+exit codes: 0 success, 1 error (message on stderr), 2 wrong usage,
 130 and 143 interrupted by Ctrl-C and by SIGTERM"""
 _CLEAN = """examples:
   hyperkron clean train.csv --trusted trusted.csv --text text --label label --out runs/mine
@@ -36,10 +35,10 @@ _EXPORT = """examples:
   hyperkron export runs/mine --relabel suspects --threshold 0.9 -o clean.csv"""
 
 COMMANDS: dict[str, tuple[tuple[Option, ...], str, str]] = {
-    "clean": (options.CLEAN, "find wrong labels and train without them", _CLEAN),
-    "report": (options.REPORT, "write or refresh report.html of a run", "example:\n  hyperkron report runs/mine"),
-    "export": (options.EXPORT, "write the training rows again, without the suspects or relabelled", _EXPORT),
-    "resume": (options.RESUME, "go on with an interrupted run", "example:\n  hyperkron resume runs/mine"),
+    "clean": (options.CLEAN, "find wrong labels and train a better model", _CLEAN),
+    "report": (options.REPORT, "write or update report.html of a run", "example:\n  hyperkron report runs/mine"),
+    "export": (options.EXPORT, "write the training rows without the suspects, or with suggested labels", _EXPORT),
+    "resume": (options.RESUME, "continue an interrupted run", "example:\n  hyperkron resume runs/mine"),
     "doctor": (options.DOCTOR, "check this installation", "example:\n  hyperkron doctor"),
 }
 _TYPES: dict[str, type] = {"whole": int, "number": float}

@@ -78,7 +78,7 @@ def export(options: Any, given: list[str]) -> int:
     elif not options.quiet:
         also = f", {len(trusted)} of them trusted" if trusted else ""
         say(f"{len(keep) + len(trusted)} rows written{also}; {suspects} suspects {done}.")
-        say("Rows that were left out when the data was read are not among them.")
+        say("Rows that were left out when the data was read are not included.")
         print(written)
     return 0
 
@@ -93,9 +93,9 @@ def _check_rows(folder: Path, train: str) -> str | None:
     record = parse(read_text(folder / "config.json") or "{}", folder / "config.json").child("rows")
     if not record.raw:
         return (
-            f"the run in {folder} was made before hyperkron recorded its rows, so it cannot be checked that {train} "
-            "still holds them. If it was changed or sorted since, other rows are exported than those that were found: "
-            "make the run again with `hyperkron clean`."
+            f"the run in {folder} was made before hyperkron recorded its rows, so it is not known whether {train} "
+            "still holds them. If the file was changed or sorted since, the wrong rows are exported: "
+            "run `hyperkron clean` again."
         )
     now = row_hashes(train)
     if now.sha256 == record.text("sha256"):
@@ -109,8 +109,8 @@ def _check_rows(folder: Path, train: str) -> str | None:
 
 def _changed(folder: Path, train: str, what: str) -> str:
     return (
-        f"{train!r} does not hold the rows of the run in {str(folder)!r} any more: {what}. Nothing was written. "
-        "Put back the file as it was, or make the run again with `hyperkron clean`."
+        f"{train!r} no longer holds the rows of the run in {str(folder)!r}: {what}. Nothing was written. "
+        "Restore the file, or run `hyperkron clean` again."
     )
 
 
@@ -139,7 +139,7 @@ def _rows(folder: Path, threshold: float | None) -> list[CsvRow]:
     file = folder / "rows.csv"
     if not file.exists():
         raise HyperkronError(
-            f"run={str(folder)!r} has no rows.csv: it has not finished; go on with `hyperkron resume {folder}`."
+            f"run={str(folder)!r} has no rows.csv: it has not finished; continue with `hyperkron resume {folder}`."
         )
     found: list[CsvRow] = []
     text = read_text(file) or ""
@@ -147,7 +147,7 @@ def _rows(folder: Path, threshold: float | None) -> list[CsvRow]:
     try:
         found += (_row(line, threshold) for line in lines)
     except (KeyError, TypeError, ValueError, csv.Error) as error:
-        raise HyperkronError(f"{file}:{lines.line_num} is no line of a run; {REMEDY}.") from error
+        raise HyperkronError(f"{file}:{lines.line_num} is not a line of a run; {REMEDY}.") from error
     return found
 
 

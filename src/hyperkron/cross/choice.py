@@ -368,7 +368,7 @@ def _fine_radii(point: Point, full: bool = False) -> tuple[float, ...]:
 
 
 def _tf32(point: Point) -> bool:
-    """Whether float32 products may run in TF32, which can be had in full precision at a price."""
+    """Whether float32 products may run in TF32, which costs time to avoid."""
     on_gpu = point.device.type == "cuda" and point.dtype == torch.float32
     return on_gpu and (tf32_products(point.device) or torch.backends.cudnn.allow_tf32)
 

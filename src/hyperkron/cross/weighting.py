@@ -188,7 +188,7 @@ def _adds_up(point: Point, loss: Loss) -> bool:
 
 
 def _weighted(factors: Factors, hypers: set[int], params: set[int]) -> list[Tensor] | None:
-    """The factors that λ reaches; ``None`` where their product also moves with θ, so that it is no weight."""
+    """The factors that λ reaches; ``None`` where their product also moves with θ, so that it is not a weight."""
     tensors = [x for x in factors if isinstance(x, Tensor) and x.requires_grad]
     reached = [(x, _leaves([x])) for x in tensors]
     found = [x for x, leaves in reached if leaves & hypers]

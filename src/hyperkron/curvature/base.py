@@ -164,7 +164,7 @@ class Curvature(ABC):
         return False
 
     def due(self, state: CurvatureState) -> bool:
-        """Whether the next call measures the curvature anew."""
+        """Whether the next call measures the curvature again."""
         return True
 
     def check_graph(self) -> None:  # noqa: B027 (most can be recorded with all of their options, or with none)

@@ -31,7 +31,7 @@ class GGNOperator(Operator):
         loss = self.point.inner(self.point.curvature_batch, differentiable=True)
         if not loss.terms:
             raise HyperkronError(
-                "inner returned a plain scalar tensor, from which no Gauss–Newton matrix can be had: return "
+                "inner returned a plain scalar tensor, which does not define a Gauss–Newton matrix: return "
                 "hyperkron.losses.cross_entropy(...), mse(...) or binary_cross_entropy(...), or use Hessian()."
             )
         if loss.opaque:

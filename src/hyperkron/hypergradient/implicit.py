@@ -37,28 +37,31 @@ class ImplicitState:
 
 
 class Implicit(Hypergradient):
-    """The implicit hypergradient, with one slot for each piece of the formula.
+    """The implicit hypergradient, with one argument for each part of the formula.
 
         dΦ/dλ = ∂_λ J_out − ∂²_λθ J_in · v ,    (A + δI) v = ∂_θ J_out
 
     Args:
         curvature: A.
-        solver: how v is found: ``Direct()`` for curvatures with an inverse, else an iterative solver.
-        preconditioner: a second curvature with an inverse, for ``CG`` and ``GradientDescent``.
-        warm_start: begin each solve at the previous solution.
-        cross: how ∂²_λθ J_in · v is computed: ``auto``, ``reverse``, ``forward`` or ``difference``.
-        radius: of the finite difference; ``None`` chooses by dtype.
-        graph: on a GPU, record a step as a CUDA graph and replay it: for ``Direct()`` with KFAC, EKFAC (but for the
-            steps that make a new eigenbasis), the identity, and SAMA with optimizers without second moments; for
-            ``Hessian``, ``GGN`` and the identity with ``CG``, or with ``Neumann`` and ``GradientDescent`` of a given
-            step; for curvatures of your own that say so (``records_products``, ``records_inverse``). It pays where a
-            step waits for Python, as with small models, and needs batches of one shape on the device, a model without
-            dropout, and objectives that never wait for the device; what is otherwise takes the ordinary way, with a
-            warning where that is for good. A solve that ends before its iterations are done has the value and status of
-            the ordinary way, but spends the products of all iterations. Numbers that objectives take from Python
-            variables are recorded as they were. The memory of a step is not shared with other work, and after a
-            factorisation that fails altogether there are no previous inverses to go on with. Elsewhere it has no
-            effect.
+        solver: how to solve for v: ``Direct()`` for curvatures with an inverse, else an iterative solver.
+        preconditioner: a second curvature with an inverse, for ``CG`` and ``GradientDescent``. Default: none.
+        warm_start: start each solve from the previous solution. Default: False.
+        cross: how to compute ∂²_λθ J_in · v: ``auto`` (default), ``reverse``, ``forward`` or ``difference``.
+        radius: radius of the finite difference; ``None`` chooses it by dtype.
+        graph: on a GPU, record a step as a CUDA graph and replay it; on a CPU it has no effect. Default: False.
+
+    When to use ``graph=True``: for small models, where a step waits for Python. It needs batches of one shape on the
+    device, a model without dropout, and objectives that never wait for the device. A step that cannot be recorded runs
+    without the graph, with a warning if this is permanent. It works with
+
+    - ``Direct()`` and KFAC, EKFAC (except steps that compute a new eigenbasis), the identity, or SAMA with optimizers
+      without second moments;
+    - ``CG``, or ``Neumann`` and ``GradientDescent`` with a given step, and ``Hessian``, ``GGN`` or the identity;
+    - your own curvatures that say so (``records_products``, ``records_inverse``).
+
+    A recorded solve that ends early has the usual value and status, but runs the products of all iterations. Python
+    numbers used by the objectives keep the values they had when recorded. A graph does not share its memory with other
+    work, and if a factorisation fails there is no previous inverse to use.
 
     Example:
         >>> import hyperkron as hk
@@ -134,7 +137,7 @@ class Implicit(Hypergradient):
         )
         if self.state.calls % RECHECK == 0:
             self.state.plain = self.state.plain or too_coarse(place)
-        given = getattr(problem, "autocast", None)  # what is no problem will be refused by name
+        given = getattr(problem, "autocast", None)  # what is not a problem will be refused by name
         plain = self.state.plain if given is None else not given
         recorded = self.graph and graphs.available(next(model.parameters()).device)
         if recorded:
@@ -230,7 +233,9 @@ def _check_slots(curvature: Curvature, solver: Solver, preconditioner: Curvature
         slots.append(("preconditioner", preconditioner, Curvature, "KFAC()"))
     for name, value, kind, example in slots:
         if not isinstance(value, kind):
-            raise HyperkronError(f"{name}={value!r} is no {kind.__name__.lower()}; pass an instance such as {example}.")
+            raise HyperkronError(
+                f"{name}={value!r} is not a {kind.__name__.lower()}; pass an instance such as {example}."
+            )
 
 
 def _check_graph(curvature: Curvature, solver: Solver, preconditioner: Curvature | None) -> None:

@@ -1,4 +1,4 @@
-"""Named methods: each is the formula with its slots filled, by the name its paper gave it."""
+"""Named hypergradients: each is :class:`Implicit` with its parts chosen, under the name of its paper."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kfac(
     graph: bool = False,
     keep_previous: bool = True,
 ) -> Implicit:
-    """The KFAC hypergradient: v = (B ⊗ A + damping)⁻¹ ∂_θ J_out, layer by layer, without any iteration.
+    """The KFAC hypergradient: v = (B ⊗ A + damping)⁻¹ ∂_θ J_out, layer by layer, without iterations.
 
     Args:
         damping, fisher, samples, sharing, split, refresh_every, ema, seed, keep_previous: see :class:`hyperkron.KFAC`.
@@ -81,7 +81,9 @@ def ekfac(
     keep_previous: bool = True,
     graph: bool = False,
 ) -> Implicit:
-    """The EKFAC hypergradient: KFAC's eigenbasis with the spectrum that fits it best.
+    """The EKFAC hypergradient: KFAC's eigenbasis with corrected eigenvalues.
+
+        v = Q (S + damping)⁻¹ Qᵀ ∂_θ J_out    for each layer
 
     Args:
         damping, fisher, samples, sharing, refresh_every, ema, basis_every, seed, keep_previous: see
@@ -117,11 +119,11 @@ def cg(
     """AID-CG: a few conjugate-gradient iterations on (H + damping·I) v = ∂_θ J_out.
 
     Args:
-        iterations: one product with the curvature each.
-        damping: added once; not used when ``curvature`` is given.
-        curvature: ``Hessian(damping)`` by default; ``GGN(damping)`` is the positive semi-definite choice.
-        tolerance: relative residual at which it stops early.
-        warm_start: begin at the previous solution.
+        iterations: number of iterations; each is one product with the curvature.
+        damping: δ in H + δI; not used when ``curvature`` is given.
+        curvature: default: ``Hessian(damping)``. ``GGN(damping)`` is positive semi-definite.
+        tolerance: stop early at this relative residual.
+        warm_start: start from the previous solution.
         cross, graph: see :class:`hyperkron.Implicit`.
 
     Reference: Grazzi et al., "On the iteration complexity of hypergradient computation" (ICML 2020).
@@ -140,15 +142,15 @@ def pcg(
     warm_start: bool = False,
     cross: Mode = "auto",
 ) -> Implicit:
-    """Conjugate gradients preconditioned by KFAC: the exact answer in few products.
+    """Conjugate gradients preconditioned by KFAC: an accurate solution with few products.
 
     Args:
-        iterations: at most this many products.
-        damping: of the curvature and of the preconditioner, where they are not given.
-        curvature: ``GGN(damping)`` by default.
-        preconditioner: ``KFAC(damping)`` by default.
-        tolerance: relative residual at which it stops.
-        warm_start: begin at the previous solution.
+        iterations: maximum number of iterations.
+        damping: of the default curvature and the default preconditioner.
+        curvature: default: ``GGN(damping)``.
+        preconditioner: default: ``KFAC(damping)``.
+        tolerance: stop at this relative residual.
+        warm_start: start from the previous solution.
         cross: see :class:`hyperkron.Implicit`.
     """
     return Implicit(
@@ -172,11 +174,11 @@ def neumann(
     """AID-Neumann: v = η Σ_{k=0}^{K} (I − ηH)^k ∂_θ J_out.
 
     Args:
-        terms: K.
-        damping: added once; not used when ``curvature`` is given.
-        step: η; ``None`` takes a safe one from power iteration.
-        curvature: ``Hessian(damping)`` by default.
-        cross, graph: see :class:`hyperkron.Implicit`; a graph needs a ``step``.
+        terms: K, the last power in the series.
+        damping: δ in H + δI; not used when ``curvature`` is given.
+        step: η; ``None`` computes a safe step by power iteration.
+        curvature: default: ``Hessian(damping)``.
+        cross, graph: see :class:`hyperkron.Implicit`; a graph needs ``step``.
 
     Reference: Lorraine et al., "Optimizing millions of hyperparameters by implicit differentiation" (AISTATS 2020).
     """
@@ -194,19 +196,19 @@ def gradient_descent(
     cross: Mode = "auto",
     graph: bool = False,
 ) -> Implicit:
-    """AmIGO's linear solve: gradient steps v ← v − ηM⁻¹(Hv − ∂_θ J_out) from the previous solution, plain with M = I.
+    """AmIGO's linear solve: gradient steps v ← v − ηM⁻¹(Hv − ∂_θ J_out) from the previous solution.
 
-    In AmIGO, ``hk.gradient_descent(1, step=1.0, preconditioner=hk.KFAC(1.0))`` is one step from the last solution,
-    preconditioned by KFAC, in place of ten plain ones.
+    In AmIGO, ``hk.gradient_descent(1, step=1.0, preconditioner=hk.KFAC(1.0))`` replaces ten plain steps by one step
+    preconditioned by KFAC.
 
     Args:
-        iterations: one product each.
-        damping: of H, added once; not used when ``curvature`` is given.
-        step: η; ``None`` takes a safe one from power iteration, or 1 with a preconditioner.
-        curvature: ``Hessian(damping)`` by default.
-        preconditioner: M, a curvature with an inverse such as ``KFAC(1.0)``; ``None`` is I.
-        warm_start: begin at the previous solution.
-        cross, graph: see :class:`hyperkron.Implicit`; a graph needs a ``step`` and takes no preconditioner.
+        iterations: number of steps; each is one product with the curvature.
+        damping: δ in H + δI; not used when ``curvature`` is given.
+        step: η; ``None`` computes a safe step by power iteration, or uses 1 with a preconditioner.
+        curvature: default: ``Hessian(damping)``.
+        preconditioner: M, a curvature with an inverse such as ``KFAC(1.0)``; ``None``: M = I.
+        warm_start: start from the previous solution.
+        cross, graph: see :class:`hyperkron.Implicit`; a graph needs ``step`` and no preconditioner.
 
     Reference: Arbel & Mairal, "Amortized implicit differentiation for stochastic bilevel optimization" (ICLR 2022).
     """
@@ -221,10 +223,10 @@ def gradient_descent(
 
 
 def identity(scale: float = 1.0, *, cross: Mode = "auto", graph: bool = False) -> Implicit:
-    """The curvature-free hypergradient: v = scale·∂_θ J_out (DARTS' choice, H = I).
+    """The hypergradient without curvature: v = scale·∂_θ J_out (as in DARTS, H = I).
 
     Args:
-        scale: the number that stands for A⁻¹.
+        scale: the number used for A⁻¹.
         cross, graph: see :class:`hyperkron.Implicit`.
 
     Reference: Liu et al., "DARTS: differentiable architecture search" (ICLR 2019).
@@ -233,17 +235,17 @@ def identity(scale: float = 1.0, *, cross: Mode = "auto", graph: bool = False) -
 
 
 def sama(optimizer: torch.optim.Optimizer | None = None, *, alpha: float = 0.1, graph: bool = False) -> Implicit:
-    """SAMA: the identity in place of A, adapted to the inner optimizer, with a finite-difference cross term.
+    """The SAMA hypergradient: A is replaced by the inner optimizer's scaling; the cross term is a finite difference.
 
         v = lr·D ⊙ ∂_θ J_out ,    ε = alpha/‖v‖
 
-    Where λ only weights examples or penalties, the losses are differenced and not ∂_λ J_in, so that weights made of
-    stopped losses (``MetaWeightNet``) stay constant. Where a difference would be wrong because gradients are stopped
-    elsewhere, double backward takes its place, with a warning.
+    If λ only weights examples or penalties, the difference is taken of the losses, not of ∂_λ J_in, so that weights
+    computed from detached losses (``MetaWeightNet``) stay constant. If a difference would be wrong because gradients
+    are stopped elsewhere, double backward is used instead, with a warning.
 
     Args:
-        optimizer: the inner optimizer; D is the diagonal of an Adam step, or 1 for other optimizers. ``None``: v = b.
-        alpha: radius of the finite difference.
+        optimizer: the inner optimizer; D is the diagonal of an Adam step, or 1 for others. ``None``: v = ∂_θ J_out.
+        alpha: scale of the finite-difference radius ε.
         graph: see :class:`hyperkron.Implicit`.
 
     Reference: Choe et al., "Making scalable meta learning practical" (NeurIPS 2023).

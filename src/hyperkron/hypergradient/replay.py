@@ -33,11 +33,11 @@ from hyperkron.solvers import Watch
 from hyperkron.trees import Tree
 
 MISFITS = 3
-"""After so many batches in a row of other shapes the recordings are made anew."""
+"""After this many batches in a row of other shapes, new recordings are made."""
 REFUSED = 2
-"""After so many replays that had to be done again, and fewer that served, no more are made."""
+"""After this many replays that had to be done again, and fewer that served, no more are made."""
 WASTED = 4
-"""After so many recordings of which most served one step only, no more are made."""
+"""After this many recordings of which most served one step only, no more are made."""
 
 
 class Answer(NamedTuple):
@@ -58,7 +58,7 @@ class Request(NamedTuple):
         batches: of J_in, of J_out and, or ``None``, of the curvature; and where the solve begins.
         method: the curvature, and
         curvature: what it remembers.
-        refreshing: whether it is measured anew.
+        refreshing: whether it is measured again.
         plain: whether the objectives are evaluated without autocast.
     """
 
@@ -95,7 +95,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class _Step:
-    """A recorded step; ``made`` is the state of a curvature that it measures anew."""
+    """A recorded step; ``made`` is the state of a curvature that it measures again."""
 
     batches: StaticBatch
     recording: Recording[tuple[list[Tensor], Answer]]
@@ -118,7 +118,7 @@ class Replays:
     """The recordings of one hypergradient, made when they are needed and dropped when they no longer fit."""
 
     def __init__(self) -> None:
-        self._steps: dict[bool, _Step] = {}  # by whether the curvature is measured anew
+        self._steps: dict[bool, _Step] = {}  # by whether the curvature is measured again
         self._home: CurvatureState | None = None  # whose measurement they use
         self._key: object = None
         self._made = self._served = self._misfits = self._refused = 0

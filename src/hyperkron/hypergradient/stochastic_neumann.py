@@ -63,7 +63,7 @@ class StochasticNeumann(Hypergradient):
         check_whole("terms", terms, 1 if sampled else 0)
         check_step(step)
         if sampled and misscaled:
-            raise HyperkronError("misscaled=True concerns the sum; it cannot be had with sampled=True (HIA).")
+            raise HyperkronError("misscaled=True concerns the sum; it does not work with sampled=True (HIA).")
         self.terms, self.step, self.sampled, self.misscaled = terms, float(step), sampled, misscaled
         self.seed = seed
         self.generator = torch.Generator().manual_seed(seed)

@@ -65,7 +65,7 @@ class Recording(Generic[T]):
             is replayed, but for tensors that were alive when this one was recorded.
 
     Attributes:
-        outputs: what the function returned, in memory that every replay writes anew.
+        outputs: what the function returned, in memory that every replay overwrites.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def full_precision() -> Iterator[None]:
 
 
 WORKERS = 8
-"""So many pieces of work for a GPU that wait for it in between are under way at once."""
+"""This many pieces of work for a GPU that wait for it in between are under way at once."""
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""By which kernels a model is computed while a hypergradient evaluates it.
+"""Which kernels are used while a hypergradient evaluates a model.
 
 What is differentiated twice, or carries tangents, takes attention that can be, and weight norm without torch's fused
 kernel, whose second derivative is wrong and which has no tangent. On a GPU there are two more things, which torch could
@@ -33,7 +33,7 @@ from hyperkron.kernels.second_order import batch_norm, convolution, plain
 T = TypeVar("T")
 
 LARGE = 2**24
-"""So many numbers make a tensor large: its kernels take longer than launching them."""
+"""This many numbers make a tensor large: its kernels take longer than launching them."""
 
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 _CONTIGUOUS_ONLY: WeakSet[nn.Module] = WeakSet()
@@ -168,7 +168,7 @@ def chosen(
     recording: bool,
     hyper: nn.Module | None = None,
 ) -> Iterator[Kernels | None]:
-    """What an evaluation of ``model``, and of ``hyper`` with it, on a batch of so many numbers runs under.
+    """What an evaluation of ``model``, and of ``hyper`` with it, on a batch of this many numbers runs under.
 
     It will be ``differentiable`` twice, or it is ``recording`` a CUDA graph.
     """
@@ -219,7 +219,7 @@ def evaluate(
     recording: bool,
     hyper: nn.Module | None = None,
 ) -> T:
-    """``function()``, which calls the model, and ``hyper``, on a batch of so many numbers, under the kernels chosen.
+    """``function()``, which calls the model, and ``hyper``, on a batch of this many numbers, under the kernels chosen.
 
     Raises:
         LayoutError: it failed after a layout was changed. That is not done again, so another try will tell; if that

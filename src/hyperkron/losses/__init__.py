@@ -1,13 +1,13 @@
 """Losses that know their own curvature.
 
-Each function returns a :class:`Loss`: the scalar J with its graph, and for every criterion in it a
-:class:`Term` that can be asked for vectors whose outer products make up the Hessian of J with respect to the
-model's output (Monte-Carlo, exact or empirical), and for products with that Hessian. The curvature of the
-inner problem is therefore read from the same call that gives its value, and cannot disagree with it.
+Each function returns a :class:`Loss`: the scalar J with its graph, and for every criterion in it a :class:`Term`
+that can be asked for vectors whose outer products make up the Hessian of J with respect to the model's output
+(Monte-Carlo, exact or empirical), and for products with that Hessian. So value and curvature of the inner problem
+come from the same call.
 
     J = Σ_n (σ_n / N) c_n(f_n) + α‖θ‖²
 
-Losses add up and can be scaled: ``cross_entropy(f, y, weight=σ) + 0.1 * mse(g, z) + l2(model, α)``.
+Losses can be added and scaled: ``cross_entropy(f, y, weight=σ) + 0.1 * mse(g, z) + l2(model, α)``.
 """
 
 from hyperkron.losses.base import L2, Fisher, Loss, Term, as_loss

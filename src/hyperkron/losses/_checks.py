@@ -29,7 +29,7 @@ def check_output(output: object) -> torch.dtype:
 
 
 def check_companion(x: object, output: Tensor, argument: str) -> Tensor:
-    """Refuse a target or weight that is no tensor or lives on another device."""
+    """Refuse a target or weight that is not a tensor or lives on another device."""
     if not isinstance(x, Tensor):
         raise HyperkronError(f"{argument} is a {type(x).__name__}, not a tensor; wrap it with torch.as_tensor(...).")
     if x.device != output.device:

@@ -103,7 +103,7 @@ class Term(ABC):
         if lowest < 0:
             raise HyperkronError(
                 f"weight: a row of the loss counts negatively (coefficient {lowest:.3g} after weights, "
-                "target mass and scale), so its curvature is no sum of outer products; use weights ≥ 0 (a "
+                "target mass and scale), so its curvature is not a sum of outer products; use weights ≥ 0 (a "
                 "sigmoid or softplus of λ), or a curvature made of Hessian products."
             )
         root = self._per_entry(weights / samples).sqrt()

@@ -28,8 +28,8 @@ def cross_entropy(
         J = (1/R) Σ_r σ_r c_r,    c_r = −Σ_k q_rk log p_rk,    p_r = softmax(f_r)
         ∂²c_r/∂f_r² = |q_r| (diag(p_r) − p_r p_rᵀ)      with |q_r| = Σ_k q_rk, 1 for a distribution
 
-    The sum is divided by the number R of valid rows, not by Σσ. On the CPU a class out of range and a batch
-    without a valid row are refused; on other devices, where asking would stall the device, they make J nan.
+    The sum is divided by the number R of valid rows, not by Σσ. On the CPU a class out of range or a batch
+    without a valid row is an error; on other devices, where this check would be slow, J is nan.
 
     Args:
         output: logits (N, C), or (N, ..., C): the class dimension is the **last** one, unlike in torch. Use

@@ -26,8 +26,8 @@ def mse(output: Tensor, target: Tensor, *, weight: Tensor | None = None) -> Loss
 
         J = (1/N) Σ_n σ_n ½‖f_n − y_n‖²,    ∂²c_n/∂f_n² = I
 
-    This is the negative log-likelihood of N(f, I), so that gradient and curvature carry no stray factors:
-    ``torch.nn.functional.mse_loss`` is 2/D times this, with D the entries of an example's output.
+    This is the negative log-likelihood of N(f, I) up to a constant. ``torch.nn.functional.mse_loss`` is 2/D times this,
+    with D the number of outputs per example.
 
     Args:
         output: predictions (N, ...); everything after the first dimension belongs to one example.
@@ -54,13 +54,13 @@ def binary_cross_entropy(output: Tensor, target: Tensor, *, weight: Tensor | Non
         J = (1/N) Σ_n σ_n Σ_k [−y_nk log p_nk − (1−y_nk) log(1−p_nk)],    p = sigmoid(f)
         ∂²c_n/∂f_n² = diag(p_n (1 − p_n))
 
-    With one logit per example this is ``torch.nn.functional.binary_cross_entropy_with_logits``; with D of
-    them (multi-label) it is D times that, as the labels of an example are independent events.
+    With one logit per example this is ``torch.nn.functional.binary_cross_entropy_with_logits``; with D logits
+    (multi-label) it is D times that, because the labels of an example are independent events.
 
     Args:
         output: logits (N, ...); everything after the first dimension belongs to one example.
         target: probabilities in [0, 1], the same shape, floating point; may carry a gradient to λ. Values
-            outside [0, 1] are refused on the CPU; elsewhere, where asking would stall the device, not.
+            outside [0, 1] are an error on the CPU; other devices do not check this, because it would be slow.
         weight: σ, one per example (N,); may carry a gradient to λ.
 
     Example:

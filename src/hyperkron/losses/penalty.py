@@ -1,4 +1,4 @@
-"""The L2 penalty, whose curvature joins the damping."""
+"""The L2 penalty; its curvature is added to the damping."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Coefficient = float | Tensor
 def l2(parameters: nn.Module | Tensor | Iterable[Tensor], coefficient: Coefficient | Sequence[Coefficient]) -> Loss:
     r"""The penalty Σ_p α_p ‖p‖² (not ½α‖p‖²), which adds 2α_p to the Hessian at p.
 
-    Of a module the trainable parameters are penalised. If none requires a gradient (as while its parameters
-    are moved for a finite difference) all are, so that the penalty of a trainable module never vanishes.
+    For a module, the trainable parameters are penalised. If none requires a gradient (as during a finite difference),
+    all are, so that the penalty does not disappear.
 
     Args:
         parameters: a module, a tensor, or tensors.
@@ -94,7 +94,7 @@ def _pairs(parameters: list[Tensor], coefficient: Any) -> list[tuple[Tensor, Any
 
 
 def _check_coefficient(alpha: Any, parameter: Tensor) -> None:
-    """Refuse what is no number, is elsewhere, or does not broadcast to the parameter."""
+    """Refuse what is not a number, is elsewhere, or does not broadcast to the parameter."""
     if isinstance(alpha, (int, float)) and not isinstance(alpha, bool):
         return
     if not isinstance(alpha, Tensor):

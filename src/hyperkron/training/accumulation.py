@@ -306,7 +306,7 @@ class _Gradient(torch.autograd.Function):
         return None, None, None, *ctx.work.products(ctx.saved_tensors, ctx.used, vectors)
 
 
-# --- what cannot be had in pieces --------------------------------------------------------------------------
+# --- what is not possible in pieces ------------------------------------------------------------------------
 
 
 def batch_norms(model: nn.Module) -> list[str]:
@@ -348,7 +348,7 @@ def _refuse_what_is_no_mean(pieces: _Pieces, model: nn.Module, hyper: nn.Module,
     if unlike:
         raise HyperkronError(
             f"{pieces.level} or its gradient is not the same on {length(part)} examples ({float(whole[0]):.6g}) as on "
-            f"average over two halves of them ({float(both[0]):.6g}): it is no mean over examples and has no exact "
+            f"average over two halves of them ({float(both[0]):.6g}): it is not a mean over examples and has no exact "
             "micro-batches; divide sums by the batch size, do not normalise over the batch, or use whole batches."
         )
     pieces.size.means.add(pieces.level)

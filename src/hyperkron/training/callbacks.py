@@ -1,4 +1,4 @@
-"""What may happen around a step: callbacks look at the run, add figures to its history, or stop it."""
+"""Callbacks: they run around each step, can add values to the history, and can stop the run."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class Verdict(enum.Enum):
-    """What is to become of a step that failed."""
+    """What to do with a failed step."""
 
-    SKIP = "Put everything back and go on with the next batches."
-    RETRY = "Put everything back and do it once more, with the same batches and random states."
+    SKIP = "Undo the step and continue with the next batches."
+    RETRY = "Undo the step and repeat it with the same batches and random states."
 
 
 class Callback:
-    """Override what is needed; every method does nothing by default.
+    """Base class of callbacks. Every method does nothing by default; override the ones you need.
 
-    ``on_step`` may return figures for the step's row of the history, and may call ``run.stop(reason)``.
+    ``on_step`` may return values for the step's row of the history, and may call ``run.stop(reason)``.
 
     Attributes:
-        catches_signals: whether SIGTERM and SIGINT wait for the end of the step, because this callback saves then.
-        undoes: whether steps are made so that they can be undone, which ``on_failure`` may then ask for.
+        catches_signals: whether SIGTERM and SIGINT wait for the end of the step, so that this callback can save.
+        undoes: whether steps must be undoable, so that ``on_failure`` can skip or retry them.
     """
 
     catches_signals: bool = False
@@ -44,10 +44,10 @@ class Callback:
         """Before the first step of a call of :meth:`Run.advance`."""
 
     def on_report(self, run: Run, report: StepReport) -> None:
-        """After a step, while it can still be undone (where ``undoes``): raise an error to refuse it."""
+        """After a step, while it can still be undone (with ``undoes``): raise an error to reject it."""
 
     def on_failure(self, run: Run, error: Exception) -> Verdict | None:
-        """After an error within a step, where ``undoes``: what to do about it; ``None`` leaves it to others."""
+        """After an error in a step (with ``undoes``): what to do; ``None`` leaves it to the next callback."""
         return None
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
@@ -55,13 +55,13 @@ class Callback:
         return None
 
     def on_boundary(self, run: Run) -> None:
-        """After every step, when its row is in the history and all callbacks have seen it: the moment to save."""
+        """After every step and all ``on_step`` calls, when its row is in the history: the place to save."""
 
     def on_end(self, run: Run) -> None:
-        """After the last step, also of a stopped or interrupted run."""
+        """After the last step, also if the run was stopped or interrupted."""
 
     def on_exit(self, run: Run) -> None:
-        """After everything, also after an error: the moment to close what is open."""
+        """At the very end, also after an error: the place to close files."""
 
     def state_dict(self) -> dict[str, Any]:
         """What the next call depends on, as plain values."""
@@ -72,11 +72,11 @@ class Callback:
 
 
 class Every(Callback):
-    """Calls ``function(run)`` every ``count`` steps; the figures it returns join the history.
+    """Calls ``function(run)`` every ``count`` steps and adds the values it returns to the history.
 
     Args:
         count: how often, in steps.
-        function: takes the run, returns a dictionary of figures or ``None``.
+        function: takes the run, returns a dictionary of values or ``None``.
 
     Example:
         >>> Every(10, lambda run: {"weight": float(run.state.hyper.value.mean())}).count
@@ -88,19 +88,19 @@ class Every(Callback):
         self.count, self.function = count, function
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        """Call where it is due."""
+        """Call the function every ``count`` steps."""
         return self.function(run) if (report.step + 1) % self.count == 0 else None
 
 
 class EarlyStopping(Callback):
-    """Stops the run when a figure has not improved for ``patience`` of its readings.
+    """Stops the run when a value has not improved ``patience`` times in a row.
 
     Args:
-        figure: a column of the history, such as ``outer_loss`` or one that :class:`Every` adds. Callbacks see the
-            figures of those before them.
-        patience: readings without improvement.
-        mode: ``min`` or ``max``, which is better.
-        margin: by how much a reading must beat the best.
+        figure: a column of the history, such as ``outer_loss`` or one added by :class:`Every`. That callback must come
+            before this one in the list.
+        patience: how many values without improvement to wait for.
+        mode: ``min`` if smaller is better, ``max`` if larger is better.
+        margin: the smallest change that counts as an improvement.
     """
 
     def __init__(self, figure: str = "outer_loss", patience: int = 10, mode: str = "min", margin: float = 0.0) -> None:
@@ -110,7 +110,7 @@ class EarlyStopping(Callback):
         self.best, self.waited = math.inf, 0
 
     def on_step(self, run: Run, report: StepReport) -> None:
-        """Read the figure, if this step has it."""
+        """Read the value, if this step has it."""
         value = run.row.get(self.figure)
         if not isinstance(value, (int, float)):
             return
@@ -134,18 +134,18 @@ class EarlyStopping(Callback):
 class Checkpoint(Callback):
     """Saves the run every ``every`` steps, at its end, and when SIGTERM or SIGINT asks it to stop.
 
-    A save that fails on the way (a full disk) is a warning and the run goes on; at the end it is an error. Earlier
-    checkpoints are deleted only after the new one is on the disk.
+    If saving fails during the run (a full disk), a warning is given and the run continues; at the end it is an error.
+    Old checkpoints are deleted only after the new one is on disk.
 
     Args:
-        folder: where the checkpoints go; one folder for one run.
+        folder: where to write the checkpoints; use one folder per run.
         every: how often, in steps.
-        keep: the newest so many are kept.
-        best: a figure of the history; of the saved steps the best by it is kept as well.
-        mode: ``min`` or ``max``, which is better.
+        keep: how many of the newest checkpoints to keep.
+        best: a column of the history; the saved step with the best value is kept too.
+        mode: ``min`` if smaller is better, ``max`` if larger is better.
 
     Attributes:
-        best_step, best_value: the best saved step so far and its figure; ``None`` where there is none yet.
+        best_step, best_value: the best saved step so far and its value, or ``None``.
 
     Example:
         >>> Checkpoint("runs/first", every=50, keep=2, best="outer_loss").every
@@ -170,15 +170,15 @@ class Checkpoint(Callback):
         checkpoint.refuse_overtaken(self.folder, run.state.step)
 
     def on_boundary(self, run: Run) -> None:
-        """Save where it is due."""
+        """Save every ``every`` steps."""
         if run.state.step % self.every == 0:
             try:
                 self._save(run)
             except CheckpointError as error:
-                warnings.warn(f"{error} The run goes on.", HyperkronWarning, stacklevel=2)
+                warnings.warn(f"{error} The run continues.", HyperkronWarning, stacklevel=2)
 
     def on_end(self, run: Run) -> None:
-        """Save, unless the last step was."""
+        """Save, unless the last step is saved already."""
         if self._saved != run.state.step:
             self._save(run)
 

@@ -128,11 +128,11 @@ def read_json(path: Path, record: dict[str, Any] | None = None, limit: int = MAX
     try:
         return json.loads(data.decode("ascii"), parse_constant=_refuse_constant), data
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{path.name} is no JSON that hyperkron writes ({str(error)[:100]})") from error
+        raise DamagedCheckpoint(f"{path.name} is not JSON that hyperkron writes ({str(error)[:100]})") from error
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 class TensorFile:
@@ -148,7 +148,7 @@ class TensorFile:
         try:
             self._file = safe_open(path, framework="pt", device="cpu").__enter__()
         except (SafetensorError, OSError) as error:
-            raise DamagedCheckpoint(f"{path.name} is no safetensors file ({error})") from error
+            raise DamagedCheckpoint(f"{path.name} is not a safetensors file ({error})") from error
 
     def __call__(self, name: str) -> Tensor:
         """A tensor by its name, as a copy."""

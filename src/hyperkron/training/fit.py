@@ -31,12 +31,12 @@ from hyperkron.validation import check_whole
 
 
 class Run:
-    """A run of an algorithm that can be advanced, looked at, saved and continued.
+    """A run of an algorithm: advance it, inspect it, save it and continue it.
 
     Attributes:
-        algorithm, state, batches: what runs, all it remembers, and where its batches come from.
-        history: one row of figures for every step done.
-        row: the row of the current step, while callbacks look at it.
+        algorithm, state, batches: the algorithm, its state, and the source of its batches.
+        history: one row of values per step.
+        row: the row of the current step, for callbacks.
         stopped: why it ended early, or ``None``.
         goal: the step at which the current call of :meth:`advance` ends.
         rank: the number of this process among those of the run.
@@ -74,11 +74,10 @@ class Run:
         self.stopped = reason
 
     def advance(self, steps: int, progress: bool = False) -> Run:
-        """Do ``steps`` more steps, or fewer if a callback stops the run.
+        """Run ``steps`` more steps, or fewer if a callback stops the run.
 
-        With a :class:`Checkpoint` among the callbacks SIGTERM and SIGINT end the run after the current step: it is
-        saved and :class:`Interrupted` leaves the process with 143 or 130. Meanwhile no other run can write into its
-        folders.
+        With a :class:`Checkpoint` callback, SIGTERM and SIGINT end the run after the current step: it is saved, and
+        :class:`Interrupted` exits with code 143 or 130. While it runs, no other run can write into its folders.
         """
         self.stopped, self.goal = None, self.state.step + steps
         catches = any(callback.catches_signals for callback in self.callbacks)
@@ -236,7 +235,7 @@ class Run:
         Args:
             folder: where :meth:`save` or :class:`Checkpoint` has written.
             step: take the checkpoint of this step.
-            allow_changes: go on although the model, the configuration, the code, the data or the number of processes
+            allow_changes: continue even if the model, the configuration, the code, the data or the number of processes
                 differ, instead of raising an error that lists the differences. What does not fit is still an error,
                 after which this run is as it was. Settings of optimizers and schedulers come from the checkpoint in
                 any case.
@@ -258,7 +257,7 @@ class Run:
             except Exception as error:
                 raise CheckpointError(
                     f"{saved.path} is consistent but cannot be continued ({type(error).__name__}: {error!s:.200}); "
-                    "this run may hold parts of it: make it anew, and take another checkpoint with step=."
+                    "this run may hold parts of it: make it again, and take another checkpoint with step=."
                 ) from error
             return self
         before = self.state_dict()
@@ -291,28 +290,28 @@ def fit(
     allow_changes: bool = False,
     progress: bool = False,
 ) -> Run:
-    """Learn λ (and θ with it): ``steps`` steps of ``algorithm``.
+    """Train λ and θ for ``steps`` steps of ``algorithm``.
 
     Args:
         problem: the two objectives.
-        model: holds θ and ends at the learned one.
-        hyper: holds λ and ends at the learned one.
+        model: θ; trained in place.
+        hyper: λ; trained in place.
         algorithm: ``AID(hk.kfac())``, ``AmIGO()``, …
         inner_data: batches of J_in: a loader, a function, a fixed batch, or :class:`hyperkron.Examples`.
         outer_data: batches of J_out.
-        curvature_data: batches of J_in that the hypergradient measures A on, such as larger ones; ``None`` for the
-            inner batch of its cross term.
-        steps: how many steps of the algorithm (each may hold several of θ); 0 only prepares the run.
-        inner_optimizer: of θ, bare or as :class:`hyperkron.Updates` with scheduler and clipping; ``None`` for the
+        curvature_data: separate batches of J_in to measure A on, for example larger ones; ``None`` uses the inner batch
+            of the cross term.
+        steps: number of steps of the algorithm (each may contain several steps of θ); 0 only prepares the run.
+        inner_optimizer: optimizer of θ, or :class:`hyperkron.Updates` with scheduler and clipping; ``None`` uses the
             algorithm's own step sizes.
-        outer_optimizer: of λ, likewise.
-        projection: of every parameter of λ: :class:`Box`, :class:`Simplex`, :class:`Ball` or a function.
+        outer_optimizer: the same for λ.
+        projection: applied to every parameter of λ: :class:`Box`, :class:`Simplex`, :class:`Ball` or a function.
         callbacks: see :class:`Callback`.
-        seed: of torch, numpy and ``random``, set before the first step; ``None`` leaves them.
-        resume: a folder of checkpoints: where there is one the run continues from the newest intact one, and ``steps``
-            counts from the very beginning. Usually the folder of a :class:`Checkpoint` among the callbacks.
-        allow_changes: continue it although the run differs from the one that was saved; see :meth:`Run.resume`.
-        progress: show a bar with the time left.
+        seed: seed of torch, numpy and ``random``, set before the first step (default: 0); ``None`` sets none.
+        resume: a checkpoint folder, usually that of a :class:`Checkpoint` callback. If it has an intact checkpoint, the
+            run continues from the newest one, and ``steps`` includes the steps already done.
+        allow_changes: continue even if this run differs from the saved one; see :meth:`Run.resume`.
+        progress: show a progress bar.
 
     Returns:
         The run, with its ``history`` and ``state``; ``run.advance(more)`` continues it.
@@ -326,7 +325,7 @@ def fit(
         ... )
         >>> x = torch.ones(2, 1)
         >>> run = hk.fit(problem, model, shift, hk.aid_cg(1, outer_rate=0.5), x, x, steps=50)
-        >>> round(float(shift().detach()), 3)  # the inner targets that make the outer ones fit
+        >>> round(float(shift().detach()), 3)  # inner targets that fit the outer ones
         3.0
         >>> run.history.column("outer_loss")[-1] < 1e-6
         True

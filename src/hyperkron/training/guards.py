@@ -46,7 +46,7 @@ def default_guards(folder: str | Path | None = None) -> list[Callback]:
 
 
 class SkipFailures(Callback):
-    """Undoes a step that ends in a NaN, an infinity or a failed factorisation, and goes on with the next batches.
+    """Undoes a step that ends in a NaN, an infinity or a failed factorisation, and continues with the next batches.
 
     θ, λ, optimizers and memories are put back; the step counts, with the status ``SKIPPED`` in the history. Its batches
     are described in ``folder/failed-rank00000-step-….json``, one file for every such step and named after it: whole
@@ -314,7 +314,7 @@ class WatchInverses(Callback):
     Args:
         age: hypergradients by one inverse.
         kept: failed refreshes.
-        window: among so many steps.
+        window: among this many steps.
         limit: stale steps in a row that end the run.
     """
 

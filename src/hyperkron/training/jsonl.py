@@ -89,10 +89,10 @@ def _row(text: bytes, path: str | Path) -> dict[str, Any]:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise HyperkronError(
-            f"path={str(path)!r} holds the line {text[:60]!r}, which is no JSON ({str(error)[:80]}); remove the line."
+            f"path={str(path)!r} holds the line {text[:60]!r}, which is not JSON ({str(error)[:80]}); remove the line."
         ) from error
     if not isinstance(row, dict):
-        raise HyperkronError(f"path={str(path)!r} holds the line {text[:60]!r}, which is no row of a run.")
+        raise HyperkronError(f"path={str(path)!r} holds the line {text[:60]!r}, which is not a row of a run.")
     return row
 
 

@@ -66,7 +66,7 @@ def test_saved_as_json() -> None:
     assert again == encoding
     np.testing.assert_array_equal(again.encode({"a": [1], "t": ["é"]}), encoding.encode({"a": [1], "t": ["é"]}))
     for broken in ("", "[]", "{}", '{"format": 2, "columns": []}', '{"format": 1, "columns": [{"kind": "eval"}]}'):
-        with pytest.raises(HyperkronError, match="is no encoding"):
+        with pytest.raises(HyperkronError, match="is not an encoding"):
             TableEncoding.from_json(broken)
 
 

@@ -84,7 +84,7 @@ def test_other_charsets(tmp_path: Path) -> None:
     for charset in ("utf-16", "utf-8-sig"):
         _csv(path, charset=charset)
         assert read(path, options=ReadOptions(charset=charset)).inputs == TEXTS
-    assert read(path).inputs == TEXTS  # the mark at the beginning is no part of the first name
+    assert read(path).inputs == TEXTS  # the mark at the beginning is not a part of the first name
 
 
 def test_memory(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_folder_by_class(tmp_path: Path) -> None:
     assert trusted.inputs[:, 0, 0, 0].tolist() == [97, 117, 107, 127]
     assert train.messages == trusted.messages == ()
     assert len(read(f"{tmp_path}:test", like=train)) == 4
-    with pytest.raises(HyperkronError, match=r"part='dev' is no folder of .*; there is train, valid, test"):
+    with pytest.raises(HyperkronError, match=r"part='dev' is not a folder of .*; there is train, valid, test"):
         read(f"{tmp_path}:dev")
 
 

@@ -31,8 +31,8 @@ def test_elements_are_big_endian_and_row_major(tmp_path: Path, code: int, form: 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "no IDX file"),
-        (b"PNG!", "no IDX file"),
+        (b"", "is not an IDX file"),
+        (b"PNG!", "is not an IDX file"),
         (_idx(0x08, (3,), b"ab"), "needs 3"),
         (_idx(0x08, (3,), b"abcd"), "needs 3"),
         (bytes([0, 0, 8, 2, 0, 0]), "header"),

@@ -50,7 +50,7 @@ SAID = {
     "class not trusted": (
         "text,label\na,x\nb,y\nc,z\nd,z\n",
         "text,label\np,x\nq,y\n",
-        ["1 class absent from the trusted set: 'z' (2 training rows)", "add a few trusted rows"],
+        ["1 class absent from the trusted set: 'z' (2 training rows)", "No trusted row shows what they look like"],
         [0, 1, 2, 3],
     ),
     "class only trusted": (
@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[str | bytes, dict[str, Any], list[str]]] = {
         {},
         ["2 columns", "2 rows", "line 3 has 1, line 4 has 3", "quotes"],
     ),
-    "open quote": ('text,label\n"a,x\nb,y\n', {}, ["no well-formed CSV", "quote"]),
+    "open quote": ('text,label\n"a,x\nb,y\n', {}, ["is not valid CSV", "quote"]),
     "wrong encoding": (
         "text,label\nok,x\ncafé,y\n".encode("latin-1"),
         {},
@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[str | bytes, dict[str, Any], list[str]]] = {
     "no class list": (
         "text,label\n" + "".join(f"t{i},{i / 7}\n" for i in range(30)),
         {},
-        ["32 classes in", "no column of labels"],
+        ["32 classes in", "not a column of labels"],
     ),
     "all labels missing": ("text,label\na,\nb,\n", {}, ["no usable row left", "2 rows without a label"]),
     "nothing to learn from": ("label,id\nx,1\ny,2\n", {}, ["no column beside the label"]),
@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[str | bytes, dict[str, Any], list[str]]] = {
     "label is input": (GOOD, {"text": "label", "label": "label"}, ["label='label'", "cannot be an input"]),
     "features is a name": (GOOD, {"features": "text"}, ["must be a list", "['text']"]),
     "no features": (GOOD, {"features": []}, ["names no column"]),
-    "unknown charset": (GOOD, {"options": ReadOptions(charset="klingon")}, ["charset='klingon'", "no encoding"]),
+    "unknown charset": (GOOD, {"options": ReadOptions(charset="klingon")}, ["charset='klingon'", "is not an encoding"]),
     "no such flag": (GOOD, {"trusted_column": "ok"}, ["trusted_column='ok'", "Columns"]),
     "strange flags": ("text,label,ok\na,x,maybe\nb,y,1\n", {"trusted_column": "ok"}, ["true/false", "'maybe'"]),
     "no flag set": ("text,label,ok\na,x,0\nb,y,0\n", {"trusted_column": "ok"}, ["flags none of the 2 rows"]),
@@ -193,14 +193,14 @@ def test_refused(tmp_path: Path, problem: str) -> None:
     ("name", "content", "fragments"),
     [
         ("a.jsonl", '{"text": "a", "label": 1}\n[1]\n', ["line 2", "not a JSON object"]),
-        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', ["line 2", "is no JSON"]),
+        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', ["line 2", "is not JSON"]),
         ("a.jsonl", "\n\n", ["is empty"]),
-        ("a.jsonl", "[" * 100_000, ["line 1", "is no JSON"]),
+        ("a.jsonl", "[" * 100_000, ["line 1", "is not JSON"]),
         ("a.jsonl", '{"text": ["a"], "label": 1}\n{"text": "b", "label": 2}\n', ["text='text'", "holds lists"]),
         ("a.jsonl", '{"text": "a", "label": [1]}\n{"text": "b", "label": 2}\n', ["label='label'", "holds lists"]),
-        ("a.json", '{"a": 1}', ["no list of JSON objects", "WRENCH"]),
-        ("a.parquet", "PAR1 no", ["no readable Parquet"]),
-        ("a.npz", "PK no", ["no readable .npz"]),
+        ("a.json", '{"a": 1}', ["is not a list of JSON objects", "WRENCH"]),
+        ("a.parquet", "PAR1 no", ["is not a readable Parquet"]),
+        ("a.npz", "PK no", ["is not a readable .npz"]),
         ("a.csv.gz", gzip.compress(GOOD.encode(), mtime=0)[:-12], ["cannot be read"]),
         ("a.pkl", "x", ["may be a pickle", "np.savez"]),
         ("a.npy", "x", ["one array without labels"]),
@@ -261,9 +261,9 @@ def test_train_and_trusted_that_do_not_fit(tmp_path: Path) -> None:
         read_pair({"x": np.eye(2), "y": [0, 1]}, {"x": np.eye(3), "y": [0, 1, 0]})
     with pytest.raises(HyperkronError, match=r"of shape .* but train of shape"):
         read_pair({"x": np.zeros((2, 4, 4)), "y": [0, 1]}, {"x": np.ones((2, 5, 5)), "y": [0, 1]})
-    with pytest.raises(HyperkronError, match="'town' is no column of trusted"):
+    with pytest.raises(HyperkronError, match="'town' is not a column of trusted"):
         read_pair({"age": [1, 2], "town": ["a", "b"], "label": [0, 1]}, {"age": [3], "label": [1]})
-    with pytest.raises(HyperkronError, match="has no columns; leave it away"):
+    with pytest.raises(HyperkronError, match="has no columns; leave it out"):
         read(texts, text="x")
 
 

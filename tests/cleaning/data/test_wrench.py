@@ -85,11 +85,11 @@ def test_entities_are_marked(tmp_path: Path) -> None:
         ([("a", 0, [3, 0])], None, "weak_labels must be from -1"),
         ([("a", 0, [True, 0])], None, "weak_labels must be from -1"),
         ([("a", 0, [1]), ("b", 0, [1, 2])], None, "all must have as many"),
-        ([("a", 7, [1])], None, "label=7 is no class"),
+        ([("a", 7, [1])], None, "label=7 is not a class"),
         ([(3, 0, [1])], None, "lacks a text"),
         ([], None, "is empty"),
         (ROWS, '{"1": "B"}', "must be {"),
-        (ROWS, "[", "is no JSON"),
+        (ROWS, "[", "is not JSON"),
     ],
 )
 def test_broken_folders(tmp_path: Path, rows: list[Any], label: str | None, message: str) -> None:
@@ -104,7 +104,7 @@ def test_missing_parts(tmp_path: Path) -> None:
     _write(tmp_path, "train", ROWS, "json")
     with pytest.raises(HyperkronError, match=r"part='valid' is not in .*there is train"):
         read_pair(tmp_path)
-    with pytest.raises(HyperkronError, match=r"name the folder that holds train.json"):
+    with pytest.raises(HyperkronError, match=r"name the folder with train.json"):
         read(tmp_path / "train.json")
     (tmp_path / "label.json").unlink()
     with pytest.raises(HyperkronError, match=r"has no label.json"):

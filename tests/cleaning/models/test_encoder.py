@@ -280,8 +280,8 @@ def test_missing_weights_are_not_made_up(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("./nowhere", "is no folder; give the folder of a downloaded model"),
-        ("/nowhere/at/all", "is no folder"),
+        ("./nowhere", "is not a folder; give the folder of a downloaded model"),
+        ("/nowhere/at/all", "is not a folder"),
         ("bad name!", "neither a folder nor a name"),
         ("a/b/c", "neither a folder nor a name"),
         ("no-such-person/no-such-model", "is not on this computer and cannot be fetched"),
@@ -295,7 +295,7 @@ def test_an_encoder_that_was_asked_for_is_never_replaced(name: str, message: str
 
 @pytest.mark.usefixtures("offline")
 def test_without_any_encoder_hashed_ngrams_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(HyperkronWarning, match="hashed n-grams, as the default encoder cannot be had"):
+    with pytest.warns(HyperkronWarning, match="Using hashed n-grams: the default encoder is not available"):
         found = text_features([TEXTS, TEXTS[:2]])
     assert found.encoder == "hashed n-grams"
     assert HUB_ENCODER in found.messages[0]

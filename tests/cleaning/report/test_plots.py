@@ -107,8 +107,8 @@ def test_a_matrix_without_noise_has_no_shade() -> None:
         ((0.9, 0.88, 0.92), (0.8, 0.78, 0.82), "10.0 points less; the intervals do not overlap."),
         ((0.9, 0.8, 1.0), (0.89, 0.8, 1.0), "1.0 points less; the intervals overlap, so the difference may be chance."),
         ((0.8, 0.7, 0.9), (0.82, 0.7, 0.9), "2.0 points more; the intervals overlap"),
-        ((0.8, None, 0.9), (0.8, 0.7, 0.9), "which is the same."),
-        ((0.8, 0.7, 0.9), (0.8, 0.7, 0.9), "which is the same."),
+        ((0.8, None, 0.9), (0.8, 0.7, 0.9), "the same accuracy."),
+        ((0.8, 0.7, 0.9), (0.8, 0.7, 0.9), "the same accuracy."),
     ],
 )
 def test_the_comparison_in_words(winner: Any, other: Any, words: str) -> None:

@@ -45,7 +45,7 @@ def read_npz(path: Path, options: ReadOptions) -> dict[str, Array]:
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
         if isinstance(error, HyperkronError):
             raise
-        raise HyperkronError(f"{str(path)!r} is no readable .npz file ({str(error)[:150]}).") from error
+        raise HyperkronError(f"{str(path)!r} is not a readable .npz file ({str(error)[:150]}).") from error
 
 
 def _member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) -> Array:

@@ -139,14 +139,13 @@ def class_list(*parts: Raw) -> tuple[str, ...]:
     where = parts[0].name
     if len(found) < 2:
         raise HyperkronError(
-            f"{where} has a single class, {next(iter(found), None)!r}; there is nothing to tell apart. Check "
-            "label=... ."
+            f"{where} has a single class, {next(iter(found), None)!r}; at least two are needed. Check label=... ."
         )
     rows = sum(len(raw) for raw in parts)
     if len(found) > 20 and 2 * len(found) > rows:
         raise HyperkronError(
-            f"{where} has {len(found)} classes in {rows} rows, such as {listing(map(repr, sorted(found)))}; that is no "
-            "column of labels. Name the right one with label=... ."
+            f"{where} has {len(found)} classes in {rows} rows, such as {listing(map(repr, sorted(found)))}; that is "
+            "not a column of labels. Name the right one with label=... ."
         )
     return classes
 
@@ -157,15 +156,15 @@ def class_notes(train: Raw, trusted: Raw, classes: tuple[str, ...]) -> list[str]
     if not set(counts[0]) & set(counts[1]):
         ours, theirs = (listing(repr(name) for name in sorted(map(str, count))) for count in counts)
         raise HyperkronError(
-            f"{train.name} and {trusted.name} share no label: {ours} against {theirs}. Write the labels alike in both."
+            f"{train.name} and {trusted.name} share no label: {ours} against {theirs}. Use the same spelling in both."
         )
     notes = []
     absent = [name for name in classes if not counts[1][name]]
     if absent:
         shown = listing(f"{name!r} ({several(counts[0][name], 'training row')})" for name in absent)
         notes.append(
-            f"{trusted.name}: {several(len(absent), 'class')} absent from the trusted set: {shown}. Nothing trusted "
-            "shows what these look like; add a few trusted rows of each."
+            f"{trusted.name}: {several(len(absent), 'class')} absent from the trusted set: {shown}. No "
+            "trusted row shows what they look like; add a few of each."
         )
     unknown = [name for name in classes if counts[1][name] and not counts[0][name]]
     if unknown:
@@ -177,7 +176,7 @@ def class_notes(train: Raw, trusted: Raw, classes: tuple[str, ...]) -> list[str]
     for group in (group for group in alike.values() if len(group) > 1):
         notes.append(
             f"{train.name}: the labels {listing(map(repr, group))} differ only in case or spaces and are taken as "
-            "different classes; write them alike if they are one."
+            "different classes; use one spelling if they are the same class."
         )
     return notes
 

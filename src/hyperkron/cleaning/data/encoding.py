@@ -164,7 +164,7 @@ class TableEncoding:
                 raise ValueError(f"its format is {content['format']!r}, this version reads {FORMAT}")
             return cls(tuple(_column(entry) for entry in content["columns"]))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise HyperkronError(f"text={text[:60]!r} is no encoding of a table ({str(error)[:150]}).") from error
+            raise HyperkronError(f"text={text[:60]!r} is not an encoding of a table ({str(error)[:150]}).") from error
 
 
 def _column(entry: Mapping[str, Any]) -> Column:

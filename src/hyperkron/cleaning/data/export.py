@@ -260,7 +260,7 @@ def _lines(records: list[tuple[dict[str, Any], str]], rows: list[int], changes: 
 def _json(path: Path, rows: list[int], changes: Changes, label: str | None, options: ReadOptions) -> bytes:
     content = read_json(path, options)
     if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
-        raise HyperkronError(f"source={str(path)!r} is no list of JSON objects.")
+        raise HyperkronError(f"source={str(path)!r} is not a list of JSON objects.")
     _refuse_outside(rows, len(content), path.name)
     names = list(dict.fromkeys(name for entry in content for name in entry))
     column = label_column(path.name, names, Roles(label=label)) if changes else ""

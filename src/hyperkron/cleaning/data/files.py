@@ -189,7 +189,7 @@ def decode(data: bytes, path: Path, charset: str) -> str:
         text = data.decode(charset)
     except LookupError as error:
         raise HyperkronError(
-            f"charset={charset!r} is no encoding that Python knows; try 'utf-8' or 'latin-1'."
+            f"charset={charset!r} is not an encoding that Python knows; try 'utf-8' or 'latin-1'."
         ) from error
     except UnicodeError as error:
         start = getattr(error, "start", 0)
@@ -200,7 +200,7 @@ def decode(data: bytes, path: Path, charset: str) -> str:
         ) from error
     if "\0" in text:
         raise HyperkronError(
-            f"{str(path)!r} has a zero byte in line {text[: text.index(chr(0))].count(chr(10)) + 1}: it is no text "
+            f"{str(path)!r} has a zero byte in line {text[: text.index(chr(0))].count(chr(10)) + 1}: it is not text "
             f"file, or not encoded as charset={charset.removesuffix('-sig')!r}."
         )
     return text
@@ -212,7 +212,7 @@ def inside(folder: Path, name: str, argument: str) -> Path:
         root = folder.resolve()
         found = (root / name).resolve()
     except (OSError, ValueError, RuntimeError) as error:
-        raise HyperkronError(f"{argument}: {name[:200]!r} is no path ({error}).") from error
+        raise HyperkronError(f"{argument}: {name[:200]!r} is not a path ({error}).") from error
     if not found.is_relative_to(root):
         raise HyperkronError(
             f"{argument}: {name[:200]!r} leads out of the folder {str(folder)!r}; only files inside it are read. "

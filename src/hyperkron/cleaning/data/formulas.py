@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"[+-]?(\d[\d.,]*|[.,]\d+)([eE][+-]?\d+)?\s*%?\s*\Z|[+-](in
 
 
 def is_formula(cell: str) -> bool:
-    """Whether a spreadsheet would take a cell for a formula: it begins with = + - @, tab or return, and is no number.
+    """Whether a spreadsheet would run a cell as a formula: it begins with = + - @, tab or return, and is not a number.
 
     Example:
         >>> [is_formula(cell) for cell in ("=1+1", "@SUM(A1)", "-2+3", "- a list", "-5", "+3.2", "-1e-3", "plain")]

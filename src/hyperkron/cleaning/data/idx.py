@@ -44,7 +44,7 @@ def read_idx(path: str | Path, max_bytes: int = MAX_BYTES) -> Tensor:
     """
     content = read_bounded(Path(path), max_bytes)
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _DTYPES:
-        raise HyperkronError(f"path={str(path)!r} is no IDX file: it starts with {content[:4].hex() or 'nothing'}.")
+        raise HyperkronError(f"path={str(path)!r} is not an IDX file: it starts with {content[:4].hex() or 'nothing'}.")
     dtype, start = _DTYPES[content[2]], 4 + 4 * content[3]
     if len(content) < start:
         raise HyperkronError(f"path={str(path)!r} ends within its header; fetch it again.")

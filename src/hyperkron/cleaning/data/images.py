@@ -192,7 +192,9 @@ def class_files(folder: Path, part: str | None = None) -> list[tuple[str, str]]:
     inner = [name for name in _PARTS if (folder / name).is_dir()]
     if part is not None:
         if not (folder / part).is_dir():
-            raise HyperkronError(f"part={part!r} is no folder of {str(folder)!r}; there is {listing(inner) or 'none'}.")
+            raise HyperkronError(
+                f"part={part!r} is not a folder of {str(folder)!r}; there is {listing(inner) or 'none'}."
+            )
         root = folder / part
     elif inner:
         direct = [p for p in folder.iterdir() if p.is_dir() and p.name not in _PARTS and not p.name.startswith(".")]

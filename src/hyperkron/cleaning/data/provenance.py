@@ -138,7 +138,7 @@ def _json(content: Any, path: Path) -> RowHashes:
     if isinstance(content, dict):
         content = list(content.items())
     if not isinstance(content, list):
-        raise HyperkronError(f"source={str(path)!r} is no list of JSON objects.")
+        raise HyperkronError(f"source={str(path)!r} is not a list of JSON objects.")
     return RowHashes.of("", (json.dumps(entry, sort_keys=True).encode("ascii") for entry in content))
 
 

@@ -94,7 +94,7 @@ def _open_json(path: Path, part: str | None, want: _Want) -> tuple[Frame, dict[s
     if isinstance(content, list) and all(isinstance(entry, dict) for entry in content) and part is None:
         return objects_frame(path, content, want.options), {}
     raise HyperkronError(
-        f"{want.argument}={str(path)!r} is no list of JSON objects. For WRENCH, name the folder that holds train.json "
+        f"{want.argument}={str(path)!r} is not a list of JSON objects. For WRENCH, name the folder with train.json "
         f"and label.json ({str(path.parent)!r})."
     )
 
@@ -106,7 +106,7 @@ def _load(source: Source, asked: Roles, want: _Want) -> tuple[Raw, Roles]:
         given = {"text": asked.text, "image": asked.image, "features": asked.features, "trusted_column": asked.trusted}
         named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
         if named:
-            raise HyperkronError(f"{' and '.join(named)}: {opened.name} has no columns; leave it away.")
+            raise HyperkronError(f"{' and '.join(named)}: {opened.name} has no columns; leave it out.")
         return checks.usable(opened), asked
     frame, class_names = opened
     found, notes = resolve(frame, asked)

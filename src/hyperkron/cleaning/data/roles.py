@@ -53,7 +53,7 @@ def roles(
     if isinstance(features, str):
         raise HyperkronError(f"features={features!r} must be a list of names, such as [{features!r}].")
     if features is not None and not features:
-        raise HyperkronError("features=[] names no column; leave it away to use all.")
+        raise HyperkronError("features=[] names no column; leave it out to use all.")
     return Roles(text, label, image, None if features is None else tuple(features), trusted_column)
 
 
@@ -98,7 +98,7 @@ def _require(source: str, columns: Collection[str], argument: str, name: str) ->
     if name not in columns:
         names = list(columns)
         hint = nearest(name, names)
-        raise HyperkronError(f"{argument}={name!r} is no column of {source}.{hint} Columns: {_names(names)}.")
+        raise HyperkronError(f"{argument}={name!r} is not a column of {source}.{hint} Columns: {_names(names)}.")
 
 
 def _names(columns: Iterable[str]) -> str:

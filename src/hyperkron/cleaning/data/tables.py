@@ -119,7 +119,7 @@ def _split(text: str, delimiter: str, path: Path, options: ReadOptions) -> Itera
         if "field limit" in str(error):
             raise HyperkronError(_long_field(f"{str(path)!r} line {reader.line_num}", options)) from error
         raise HyperkronError(
-            f"{str(path)!r} is no well-formed CSV at line {reader.line_num}: {error}. A quote inside a quoted field is "
+            f"{str(path)!r} is not valid CSV at line {reader.line_num}: {error}. A quote inside a quoted field is "
             'doubled (""), and every quoted field ends with a quote.'
         ) from error
 
@@ -214,7 +214,7 @@ def parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise HyperkronError(f"{where} is no JSON: {str(error)[:150]}.") from error
+        raise HyperkronError(f"{where} is not JSON: {str(error)[:150]}.") from error
 
 
 def read_json_lines(path: Path, options: ReadOptions) -> list[tuple[dict[str, Any], str]]:
@@ -280,7 +280,7 @@ def parquet_table(path: Path, options: ReadOptions) -> Any:
         with parquet.ParquetFile(path, memory_map=False) as file:
             return file.read()
     except (arrow.ArrowException, OSError) as error:
-        raise HyperkronError(f"{str(path)!r} is no readable Parquet file ({str(error)[:150]}).") from error
+        raise HyperkronError(f"{str(path)!r} is not a readable Parquet file ({str(error)[:150]}).") from error
 
 
 def _refuse_large_parquet(path: Path, metadata: Any, options: ReadOptions) -> list[str]:

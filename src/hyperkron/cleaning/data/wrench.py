@@ -49,7 +49,9 @@ def wrench_items(path: Path, options: ReadOptions) -> list[tuple[dict[str, Any],
     if path.name.endswith(".json"):
         content = read_json(path, options)
         if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
-            raise HyperkronError(f"{str(path)!r} is no WRENCH file: it must be {{id: {{label, weak_labels, data}}}}.")
+            raise HyperkronError(
+                f"{str(path)!r} is not a WRENCH file: it must be {{id: {{label, weak_labels, data}}}}."
+            )
         data = ((entry, entry.get("data"), name) for name, entry in content.items())
         entries = [({**entry, **inner} if isinstance(inner, dict) else entry, name) for entry, inner, name in data]
     else:
@@ -159,7 +161,7 @@ def _gold(label: Any, classes: tuple[str, ...], path: Path) -> str | None:
     if label is None or label == ABSTAIN:
         return None
     if type(label) is not int or not 0 <= label < len(classes):
-        raise HyperkronError(f"{str(path)!r}: label={label!r} is no class of label.json (0 to {len(classes) - 1}).")
+        raise HyperkronError(f"{str(path)!r}: label={label!r} is not a class of label.json (0 to {len(classes) - 1}).")
     return classes[label]
 
 

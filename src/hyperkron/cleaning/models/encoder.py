@@ -39,7 +39,7 @@ _REMEDY = (
 
 
 class EncoderUnavailable(HyperkronError):
-    """A text encoder that cannot be had here; the message says why and what to do."""
+    """A text encoder that is not available here; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def _load(name: str) -> tuple[Any, Any]:
     if folder.is_dir():
         return _read(transformers, str(folder), name, local=True)
     if name.startswith((".", "/", "~")) or "\\" in name or folder.exists():
-        raise EncoderUnavailable(f"encoder={name!r} is no folder; {_REMEDY}.")
+        raise EncoderUnavailable(f"encoder={name!r} is not a folder; {_REMEDY}.")
     if not _HUB_NAME.match(name) or ".." in name:
         raise EncoderUnavailable(f"encoder={name!r:.100} is neither a folder nor a name on the Hugging Face hub.")
     try:

@@ -1,4 +1,4 @@
-"""Texts to vectors: by a pretrained encoder or, where none can be had, by hashed n-grams, and never silently."""
+"""Texts to vectors: with a pretrained encoder or, if none is available, with hashed n-grams and a warning."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def load_encoder(
     """The encoder to use, or None for hashed n-grams, and messages.
 
     One that was asked for, by the argument or ``HYPERKRON_ENCODER``, is used or the reason why not is raised. Where
-    nobody asked and the default one cannot be had, hashed n-grams take its place, with a warning.
+    none was asked for and the default is not available, hashed n-grams are used, with a warning.
 
     Args:
         encoder: a name or folder for :class:`TextEncoder`; None takes the default, ``"hashed n-grams"`` none at all.
@@ -55,9 +55,7 @@ def load_encoder(
     except EncoderUnavailable as error:
         if choose_encoder(encoder).asked:
             raise
-        message = (
-            f"The texts are described by {HASHED}, as the default encoder cannot be had; expect lower accuracy. {error}"
-        )
+        message = f"Using {HASHED}: the default encoder is not available (accuracy will be lower). {error}"
         warnings.warn(message, HyperkronWarning, stacklevel=2)
         return None, (message,)
 

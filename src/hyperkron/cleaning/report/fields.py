@@ -10,7 +10,7 @@ from typing import Any
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import read_plain
 
-REMEDY = "restore the file or make the run again with `hyperkron clean`"
+REMEDY = "restore the file or run `hyperkron clean` again"
 """What helps against a damaged file."""
 MAX_DEPTH = 50
 """How deep the values of a file may be nested; those of a run are at most five deep."""
@@ -122,7 +122,7 @@ def parse(text: str, file: Path, where: str = "") -> Fields:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     except (ValueError, RecursionError) as error:
         place = f"{file}, {where}," if where else f"{file}"
-        raise HyperkronError(f"{place} is no JSON ({str(error)[:100]}): {text[:40]!r}; {REMEDY}.") from error
+        raise HyperkronError(f"{place} is not JSON ({str(error)[:100]}): {text[:40]!r}; {REMEDY}.") from error
     return Fields(value, file, where)
 
 

@@ -126,7 +126,7 @@ def read_run(folder: Path) -> RunContents:
 
 def _read_result(folder: Path) -> Fields:
     if not folder.is_dir():
-        raise HyperkronError(f"run_folder={str(folder)!r} is no folder; name one that `hyperkron clean` wrote.")
+        raise HyperkronError(f"run_folder={str(folder)!r} is not a folder; name one that `hyperkron clean` wrote.")
     file = folder / "result.json"
     text = read_text(file)
     if text is None:
@@ -139,7 +139,7 @@ def _read_result(folder: Path) -> Fields:
     if found != FORMAT or isinstance(found, bool):
         raise HyperkronError(
             f"{file}: format={found!r:.80} is not one that this version reads ({FORMAT}); "
-            "use the version of hyperkron that made the run, or make the run again with `hyperkron clean`."
+            "use the version of hyperkron that made the run, or run `hyperkron clean` again."
         )
     return result
 

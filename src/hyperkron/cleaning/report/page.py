@@ -206,7 +206,7 @@ def _histogram(run: RunContents) -> plots.Svg | None:
     if any(b <= a for a, b in pairwise(edges)) or (edges and len(counts) != len(edges) - 1):
         raise HyperkronError(
             f"{run.result.file}: weights has {len(edges)} edges and {len(counts)} counts; the edges must increase and "
-            "be one more than the counts; make the run again with `hyperkron clean`."
+            "be one more than the counts; run `hyperkron clean` again."
         )
     if run.rows is None or not (run.rows.kept or run.rows.suspect):
         return plots.histogram(edges, counts, None) if counts else None

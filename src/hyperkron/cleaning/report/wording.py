@@ -53,7 +53,7 @@ def memory(mb: float | None) -> str:
 
 
 def moment(iso: str) -> str:
-    """A time stamp for people; what is no time stamp stays as it is."""
+    """A time stamp for people; what is not a time stamp stays as it is."""
     try:
         return datetime.fromisoformat(iso.replace("Z", "+00:00")).strftime("%Y-%m-%d %H:%M %Z").strip()
     except ValueError:
@@ -110,7 +110,7 @@ def headline(run: RunContents) -> str:
         of = f" of {total:,}" if total else ""
         parts.append(f"{suspects:,}{of} rows {'are suspects' if suspects > 1 else 'is a suspect'}.")
     elif suspects == 0:
-        parts.append("No row stands out as mislabelled.")
+        parts.append("No row looks mislabelled.")
     return " ".join(parts)
 
 
@@ -123,7 +123,7 @@ def comparison(candidates: Sequence[Candidate]) -> str:
     said = f"The best alternative, “{other.name}”, reaches {percent(other.accuracy)}"
     difference = 100 * (winner.accuracy - other.accuracy)
     if abs(difference) < 0.05:
-        return f"{said}, which is the same."
+        return f"{said}, the same accuracy."
     said += f", {abs(difference):.1f} points {'less' if difference > 0 else 'more'}"
     limits = (winner.low, winner.high, other.low, other.high)
     if None in limits:

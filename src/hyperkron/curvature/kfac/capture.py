@@ -157,7 +157,7 @@ def _probes(
         pairs = [(loss.value, loss.value.new_tensor(float(recorder.batch_size) ** 0.5))]
     else:
         raise HyperkronError(
-            f"inner returned a plain scalar tensor, from which fisher={fisher!r} cannot be had: return "
+            f"inner returned a plain scalar tensor, for which fisher={fisher!r} is not defined: return "
             "hyperkron.losses.cross_entropy(...), mse(...) or binary_cross_entropy(...), or use fisher='empirical'."
         )
     previous: tuple[Tensor, Tensor] | None = None

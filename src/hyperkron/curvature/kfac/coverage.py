@@ -219,7 +219,7 @@ class _Planner:
         if layer is None or None in layers or uses[0].local not in ("weight", "bias"):
             return False
         other = "bias" if uses[0].local == "weight" else "weight"
-        mates = [use.module._parameters.get(other) for use in uses]  # a parametrized weight is no parameter
+        mates = [use.module._parameters.get(other) for use in uses]  # a parametrized weight is not a parameter
         mate = self.names.get(id(mates[0]))
         alike = len({_form(use.module) for use in uses}) == 1 and len({id(m) for m in mates}) == 1
         if not alike or (mate is not None and [u.module for u in self.uses[mate]] != [u.module for u in uses]):

@@ -38,7 +38,7 @@ class EKFAC(Kronecker):
     Args:
         damping, fisher, samples, sharing, refresh_every, ema, fallback, strict, seed, keep_previous, layers: as in
             :class:`KFAC`. With ``keep_previous=False`` a refresh that fails loses the basis too.
-        basis_every: every so many refreshes the eigenbasis is made anew; in between S alone is. A moving average of
+        basis_every: refreshes between two eigenbases; in between only S is measured. A moving average of
             factors runs over the refreshes that measure them. Bases are complete then, for later batches have other
             rows; of factors with few rows they are completed by any orthonormal vectors.
 

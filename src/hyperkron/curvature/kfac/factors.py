@@ -99,7 +99,7 @@ class Primal:
 
 
 def _longer(v: Tensor, rows: int) -> Tensor:
-    """V of shape (L, d, k) with zeros below it, up to so many rows."""
+    """V of shape (L, d, k) with zeros below it, up to this many rows."""
     return F.pad(v, (0, 0, 0, rows - v.shape[1])) if rows > v.shape[1] else v
 
 

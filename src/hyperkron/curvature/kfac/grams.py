@@ -41,7 +41,7 @@ def summed(
 ) -> tuple[Factor, int]:
     """Σ r rᵀ over chunks of rows (groups, rows, d), and the number of rows; ``block`` says which columns to use.
 
-    Rows in half precision are summed in ``dtype``; with ``scale`` they stand for rows so many times as large.
+    Rows in half precision are summed in ``dtype``; with ``scale`` they stand for rows this many times as large.
     """
     biased, weighted = block is not None and block.bias is not None, block is None or block.weight is not None
     total: Tensor | None = None

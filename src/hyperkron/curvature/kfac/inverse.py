@@ -157,8 +157,8 @@ ALONE = 512
 
 
 ALIGNED = {"cuda": (8, 64)}
-"""(multiple, beyond): larger systems get a multiple of so many rows, by device type. Tensor cores take rows of sixteen
-bytes, but a bias makes 769 of 768 inputs."""
+"""(multiple, beyond): the rows of larger systems are padded to this multiple, by device type. Tensor cores take rows of
+sixteen bytes, but a bias makes 769 of 768 inputs."""
 
 BRANCHES = 3
 """Factorisations of different sizes that run side by side in a CUDA graph; libraries keep memory for every branch."""

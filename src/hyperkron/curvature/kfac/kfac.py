@@ -28,11 +28,11 @@ class KFAC(Kronecker):
         A = mean_n a_n a_nᵀ ,   B = Σ_n (σ_n/N) g_n g_nᵀ ,   (B ⊗ A + damping)⁻¹ vec V
 
     with a_n the layer's input (and a 1 for its bias) and g_n = (∂z_n f)ᵀ s_n the output gradient of a vector s_n whose
-    second moment is the loss's output Hessian. The L2 penalties of the inner loss join the damping: 2α on
+    second moment is the loss's output Hessian. The L2 penalties of the inner loss are added to the damping: 2α on
     the columns of weight and bias each, exactly with ``split="exact"``, in δ's place on A's side with the others.
 
     Args:
-        damping: δ.
+        damping: δ. Default: 1e-3.
         split: how δ is divided between the factors: ``"pi"`` (Martens & Grosse), ``"plain"`` (√δ each), ``"exact"``
             (B ⊗ A + δI inverted exactly, by eigendecomposition), or a callable (A, B, δ) → (δ_A, δ_B).
         fisher: where s_n comes from: ``"mc"`` draws it from the model's own predictions, ``"type-2"`` uses all C exact
@@ -47,9 +47,9 @@ class KFAC(Kronecker):
             takes 1, ``"zero"`` keeps such parameters fixed.
         strict: refuse a model with parameters outside the Kronecker blocks.
         seed: of the Monte-Carlo draws.
-        keep_previous: keep the inverses in use until new ones are made, to go on with them where that fails. ``False``
-            lets go of them first, with ``refresh_every=1`` as soon as they have served, so that they add nothing to the
-            memory of other passes; a refresh that fails altogether is then an error, and the next call begins anew.
+        keep_previous: keep the inverses until new ones are ready, and use them if the new factorisation fails.
+            ``False`` frees them first (with ``refresh_every=1`` right after use), which saves memory; a refresh that
+            fails is then an error, and the next call measures the curvature again.
         layers: functions module → :class:`Layer` or ``None``, for modules of your own; they are asked before the
             built-in layers, in this order.
 

@@ -31,7 +31,7 @@ from hyperkron.solution import (
 from hyperkron.validation import check_interval, check_one_of, check_whole
 
 MAX_FAILURES = 3
-"""After so many refreshes in a row that ended with the previous inverse, an error is raised."""
+"""After this many refreshes in a row that ended with the previous inverse, an error is raised."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Kronecker(Curvature):
         return plan(model, self.fallback, self.layers).coverage()
 
     def operator(self, point: Point, state: CurvatureState) -> KroneckerOperator:
-        """The curvature at ``point``, measured anew when it is ``refresh_every`` calls old."""
+        """The curvature at ``point``, measured again when it is ``refresh_every`` calls old."""
         assert isinstance(state, KroneckerState)
         made = state.plan(point.model, point.params, self.fallback, self.layers)
         if self.strict:
@@ -148,7 +148,7 @@ class Kronecker(Curvature):
         return self.lean and self.refresh_every == 1
 
     def _keep(self, point: Point, state: KroneckerState, error: HyperkronError) -> None:
-        """Go on with the previous inverse, if there is one and it has not been kept too often."""
+        """Continue with the previous inverse, if there is one and it has not been kept too often."""
         state.failures += 1
         if isinstance(error, FactorizationError) and (blame := point.culprits()):
             error = FactorizationError(error.what, blame)

@@ -68,8 +68,8 @@ class Layer(ABC):
         return basis
 
     def input_gram(self, x: Tensor) -> Tensor | None:
-        """Σ r rᵀ over the rows that ``expand`` makes of ``x``, in the order of the weight's columns, where it can be
-        had without the rows; else ``None``."""
+        """Σ r rᵀ over the rows that ``expand`` makes of ``x``, in the order of the weight's columns; ``None`` if
+        it cannot be computed without the rows."""
         return None
 
     @abstractmethod

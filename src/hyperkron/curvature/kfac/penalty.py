@@ -33,7 +33,7 @@ def mean_damping(plan: Plan, block: Block, penalties: Penalties, damping: float)
 def column_scales(plan: Plan, penalties: Penalties, damping: float, like: Tensor) -> dict[str, Tensor]:
     """E of every block that is penalised unevenly, (groups, 1, d_in [+1]), on the device and in the dtype of ``like``.
 
-    A penalty that differs between the rows of a weight is no diagonal on A's side: it is averaged over them.
+    A penalty that differs between the rows of a weight is not a diagonal on A's side: it is averaged over them.
     """
     found: dict[str, Tensor] = {}
     for name, block in plan.blocks.items():

@@ -98,7 +98,7 @@ class _Tap(torch.autograd.Function):
 
 
 WAITING = 2**19
-"""Batch norm layers wait for each other, to be treated together, until so many numbers are held for them."""
+"""Batch norm layers wait for each other, to be treated together, until this many numbers are held for them."""
 
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], Tensor]
 

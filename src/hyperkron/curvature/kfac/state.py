@@ -56,7 +56,7 @@ class KroneckerState(CurvatureState):
         return found if self.coverage is None else {**found, "coverage": self.coverage.covered}
 
     def plan(self, model: nn.Module, params: Tree, fallback: Fallback, layers: Sequence[LayerOf] = ()) -> Plan:
-        """The plan for ``model``, made anew only when its trainable parameters have changed."""
+        """The plan for ``model``, made again only when its trainable parameters have changed."""
         members = list(params.values())
         if self._planned is not None:
             known, old, made = self._planned
@@ -66,7 +66,7 @@ class KroneckerState(CurvatureState):
         return self._planned[2]
 
     def random(self, device: torch.device) -> torch.Generator:
-        """The generator of Monte-Carlo vectors; every refresh draws anew."""
+        """The generator of Monte-Carlo vectors; every refresh draws new samples."""
         if self.generator is None or self.generator.device.type != device.type:
             self.generator = torch.Generator(device).manual_seed(self.seed)
         return self.generator
