@@ -126,7 +126,7 @@ class CurvatureState:
         """A recorded step was carried out once more.
 
         Args:
-            made: the state after the recording of a step that measured anew, whose tensors have been written again;
+            made: the state after the recording of a step that measured again, whose tensors have been written again;
                 ``None`` for a step that used what is kept.
         """
         if self.state_dict():
@@ -176,7 +176,7 @@ class Curvature(ABC):
 
     @property
     def records_refreshes(self) -> bool:
-        """Whether steps that measure the curvature anew can be recorded, or only those between them."""
+        """Whether steps that measure the curvature again can be recorded, or only those between them."""
         return True
 
     @property

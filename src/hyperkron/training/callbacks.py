@@ -84,7 +84,7 @@ class Every(Callback):
     """
 
     def __init__(self, count: int, function: Callable[[Run], dict[str, Value] | None]) -> None:
-        check_whole("count", count, remedy="the function is called every so many steps")
+        check_whole("count", count, remedy="the function is called every count steps")
         self.count, self.function = count, function
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
