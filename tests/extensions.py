@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 from hyperkron import trees
-from hyperkron.algorithms import Algorithm, Draw, State, StepReport, derivatives
+from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, derivatives
 from hyperkron.curvature import Curvature, CurvatureState, Invertible, Layer, Operator, Point
 from hyperkron.losses import Loss, Term
 from hyperkron.solvers import Solver, Watch
@@ -254,9 +254,9 @@ class HeavyBall(Algorithm):
     def prepare(self, state: State) -> None:
         state.trees["m"] = trees.zeros_like(state.outer.values())
 
-    def step(self, state: State, draw: Draw) -> StepReport:
-        inner_loss = derivatives.descend(state, draw, self.inner_steps)
-        result = derivatives.hypergradient(state, draw)
+    def step(self, state: State, batches: BatchSources) -> StepReport:
+        inner_loss = derivatives.descend(state, batches, self.inner_steps)
+        result = derivatives.hypergradient(state, batches)
         state.trees["m"] = trees.add(result.grads, state.trees["m"], alpha=self.momentum)
         state.outer.step(state.trees["m"])
         return state.finish(result.outer_loss, state.trees["m"], inner_loss, status=result.status, stats=result.stats)
