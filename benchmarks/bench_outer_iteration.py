@@ -42,7 +42,7 @@ class Method:
         self.warm_up = self.warm_up or (self.period + 2 if self.graph else 1)
 
 
-def ours(build: Callable[[Workload], hk.Hypergradient]) -> Callable[[Workload], Callable[[], object]]:
+def ours(build: Callable[[Workload], hk.hypergradient.Hypergradient]) -> Callable[[Workload], Callable[[], object]]:
     """A library method as a function without arguments."""
 
     def make(work: Workload) -> Callable[[], object]:
@@ -87,11 +87,11 @@ METHODS = [
     ),
     Method("CG-3", ours(lambda w: hk.cg(3))),
     Method("CG-3, graph", ours(lambda w: hk.cg(3, graph=True)), graph=True),
-    Method("CG-3, GGN", ours(lambda w: hk.cg(3, curvature=hk.GGN(1e-3)))),
-    Method("CG-3, GGN, graph", ours(lambda w: hk.cg(3, curvature=hk.GGN(1e-3), graph=True)), graph=True),
+    Method("CG-3, GGN", ours(lambda w: hk.cg(3, curvature=hk.curvature.GGN(1e-3)))),
+    Method("CG-3, GGN, graph", ours(lambda w: hk.cg(3, curvature=hk.curvature.GGN(1e-3), graph=True)), graph=True),
     Method("Neumann-10", ours(lambda w: hk.neumann(10, step=1e-2))),
     Method("Neumann-10, graph", ours(lambda w: hk.neumann(10, step=1e-2, graph=True)), graph=True),
-    Method("Neumann-10, GGN", ours(lambda w: hk.neumann(10, step=1e-2, curvature=hk.GGN(1e-3)))),
+    Method("Neumann-10, GGN", ours(lambda w: hk.neumann(10, step=1e-2, curvature=hk.curvature.GGN(1e-3)))),
     Method("KFAC (curvlinops)", reference(references.kfac_curvlinops)),
     Method("CG-3 (normal equations)", reference(references.cg_normal_equations)),
 ]

@@ -87,7 +87,7 @@ def inner(model: nn.Module, hyper: nn.Module, batch: tuple[Tensor, Tensor]) -> h
 
 def ours(case: Case, fallback: str = "diagonal") -> dict[str, Tensor]:
     """Factors, inverse and one solve through hyperkron."""
-    curvature = hk.KFAC(damping=DAMPING, fallback=fallback)  # type: ignore[arg-type]
+    curvature = hk.curvature.KFAC(damping=DAMPING, fallback=fallback)  # type: ignore[arg-type]
     batch = (case.x, case.y)
     hyper = hk.SampleWeights(1)
     with Point(hk.BilevelProblem(inner, inner), case.model, hyper, batch, batch) as point:

@@ -185,7 +185,7 @@ def consecutive(method: str, steps: int, scratch: Path) -> dict[str, Any]:
 # --- SIGTERM and SIGINT ------------------------------------------------------------------------------------
 
 
-class Clock(hk.Callback):
+class Clock(hk.training.Callback):
     """Tells the parent, through shared memory, how many steps are done."""
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -269,7 +269,7 @@ def mutations(tries: int, scratch: Path, chance: random.Random) -> dict[str, Any
         try:
             checkpoint.read(newer)
             silent += 1
-        except hk.DamagedCheckpoint:
+        except hk.training.DamagedCheckpoint:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 taken = checkpoint.newest(folder)

@@ -151,11 +151,11 @@ def start(
         hk.BilevelProblem(inner, outer),
         model,
         hyper,
-        algorithm or hk.AID(hk.cg(2, curvature=hk.GGN(1e-2)), inner_steps=1),
+        algorithm or hk.AID(hk.cg(2, curvature=hk.curvature.GGN(1e-2)), inner_steps=1),
         DataLoader(rows, batch_size, shuffle=True),
         (x[1], y[1]),
         steps=steps,
-        inner_optimizer=hk.Updates(adam, torch.optim.lr_scheduler.LambdaLR(adam, lambda t: decay**t)),
+        inner_optimizer=hk.algorithms.Updates(adam, torch.optim.lr_scheduler.LambdaLR(adam, lambda t: decay**t)),
         projection=lambda value: value.clamp(-bound, bound),
         callbacks=[] if folder is None else [hk.Checkpoint(folder, every=1, keep=3)],
         resume=resume,
@@ -193,8 +193,11 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "inner data, another order": ({"swapped": True}, "inner_data.iterable.dataset.y"),
     "outer data, one target": ({"outer_shift": 1e-6}, "outer_data.batch.1"),
     "batch size": ({"batch_size": 6}, "inner_data.iterable.batch_size: 4"),
-    "algorithm": ({"algorithm": hk.SAMA(1)}, "algorithm: AID"),
-    "solver": ({"algorithm": hk.AID(hk.cg(3, curvature=hk.GGN(1e-2)), inner_steps=1)}, "solver.iterations: 2"),
+    "algorithm": ({"algorithm": hk.algorithms.SAMA(1)}, "algorithm: AID"),
+    "solver": (
+        {"algorithm": hk.AID(hk.cg(3, curvature=hk.curvature.GGN(1e-2)), inner_steps=1)},
+        "solver.iterations: 2",
+    ),
     "optimizer": ({"optimizer": torch.optim.Adagrad}, "inner.optimizer: SGD"),
     "learning rate": ({"lr": 0.1}, "inner.optimizer.lr: 0.05"),
     "schedule": ({"decay": 0.8}, "decay: 0.9"),
@@ -208,7 +211,7 @@ def refusal(folder: Path, **changes: Any) -> str:
     run = start(**changes)
     try:
         run.resume(folder)
-    except hk.CheckpointError as error:
+    except hk.training.CheckpointError as error:
         return str(error)
     return ""
 
@@ -323,7 +326,7 @@ def write_until_done(folder: Path) -> int:
     """Run to the end with a checkpoint after every step; 0 if that was done, 3 if another writer was in the way."""
     try:
         start(folder=folder, resume=folder, steps=RACE_STEPS)
-    except hk.CheckpointError as error:
+    except hk.training.CheckpointError as error:
         return 3 if "is being written by process" in str(error) or "is further than this run" in str(error) else 1
     return 0
 
@@ -351,7 +354,7 @@ def race(child: Callable[[Callable[[], object]], Any], folder: Path, wanted: dic
 def _intact(path: Path) -> bool:
     try:
         checkpoint.check(path)
-    except hk.CheckpointError:
+    except hk.training.CheckpointError:
         return False
     return True
 
@@ -380,7 +383,7 @@ def skipped(folder: Path) -> bool:
     problem = hk.BilevelProblem(
         lambda m, h, x: hk.losses.mse(m(x), h() + x), lambda m, h, x: hk.losses.mse(m(x), 2 * x)
     )
-    guard = hk.SkipFailures(limit=6, folder=folder)
+    guard = hk.training.SkipFailures(limit=6, folder=folder)
     ones = torch.ones(3, 1)
     algorithm = hk.AID(hk.identity(), inner_steps=1)
     hk.fit(problem, model, hyper, algorithm, ones, lambda: next(batches) * ones, steps=7, callbacks=[guard])

@@ -54,9 +54,9 @@ STAGES: dict[str, list[Place]] = {
         (recorder.Recorder, "_on_gradient"),
         (recorder.Recorder, "finish"),
     ],
-    "diagonals": [(recorder, "squared_gradients"), (hk.KFAC, "_diagonal")],
+    "diagonals": [(recorder, "squared_gradients"), (hk.curvature.KFAC, "_diagonal")],
     "damping": [(inverse._Systems, "shifts")],
-    "factorisation": [(hk.KFAC, "_invert"), (hk.KFAC, "_complete")],
+    "factorisation": [(hk.curvature.KFAC, "_invert"), (hk.curvature.KFAC, "_complete")],
     "solve": [(Direct, "solve")],
     "cross term": [(cross.Cross, "term")],
 }
@@ -135,7 +135,7 @@ def as_on_gpu(shrink: int = SHRINK) -> Iterator[None]:
             return linalg._halved(matrices, leaf)
 
     def solve(self: Direct, operator: Any, b: trees.Tree, **options: Any) -> Any:
-        return hk.Solution(operator.solve(b), operator.status)
+        return hk.solution.Solution(operator.solve(b), operator.status)
 
     def finite(self: point.Point, name: str, value: torch.Tensor, remedy: str) -> None:
         self.finite_checks.append((name, remedy, value.detach()))
@@ -187,9 +187,11 @@ def workload(stem: str) -> Workload:
 
 METHODS: dict[str, Callable[[Workload], hk.Implicit]] = {
     "SAMA": lambda w: hk.sama(w.optimizer),
-    "identity": lambda w: hk.Implicit(hk.Identity(), hk.Direct(), cross="difference"),
-    "KFAC mc": lambda w: hk.Implicit(hk.KFAC(), hk.Direct(), cross="difference"),
-    "KFAC mc, every 5, reused": lambda w: hk.Implicit(hk.KFAC(refresh_every=10**6), hk.Direct(), cross="difference"),
+    "identity": lambda w: hk.Implicit(hk.curvature.Identity(), hk.solvers.Direct(), cross="difference"),
+    "KFAC mc": lambda w: hk.Implicit(hk.curvature.KFAC(), hk.solvers.Direct(), cross="difference"),
+    "KFAC mc, every 5, reused": lambda w: hk.Implicit(
+        hk.curvature.KFAC(refresh_every=10**6), hk.solvers.Direct(), cross="difference"
+    ),
 }
 
 

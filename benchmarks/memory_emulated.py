@@ -30,7 +30,7 @@ from workloads import WORKLOADS, Workload
 import hyperkron as hk
 from storages import Storages
 
-METHODS: dict[str, Callable[[Workload], hk.Hypergradient]] = {
+METHODS: dict[str, Callable[[Workload], hk.hypergradient.Hypergradient]] = {
     "SAMA": lambda w: hk.sama(w.optimizer),
     "KFAC mc": lambda w: hk.kfac(cross="difference"),
     "KFAC mc, keep_previous=False": lambda w: hk.kfac(cross="difference", keep_previous=False),
@@ -93,7 +93,7 @@ def measured(stem: str, where: bool) -> dict[str, float]:
     return found
 
 
-def counted_state(method: hk.Hypergradient, step: Callable[[], Any]) -> int:
+def counted_state(method: hk.hypergradient.Hypergradient, step: Callable[[], Any]) -> int:
     """The bytes that ``method`` keeps after its first step."""
     step()
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors(method.state_dict())}

@@ -181,7 +181,7 @@ def peak(function: Callable[[], object], device: str, work: Workload) -> int:
 
 def parts(work: Workload, device: str) -> dict[str, float]:
     """Seconds of the pieces of one KFAC hypergradient; ``curvature`` is its passes, Gram matrices and Cholesky."""
-    curvature = hk.KFAC(damping=DAMPING)
+    curvature = hk.curvature.KFAC(damping=DAMPING)
     found: dict[str, float] = {}
     made: dict[str, Any] = {}
     with Point(work.problem, work.model, work.hyper, work.batches[0], work.outer_batch) as point:
@@ -199,9 +199,9 @@ def parts(work: Workload, device: str) -> dict[str, float]:
 def measure(e: Encoder, device: str, repeats: int, iterative: bool = True) -> dict[str, Any]:
     """Medians of one inner step, the KFAC hypergradient, its parts and CG-3; peak memory and strategies."""
     work = make(e, device)
-    kfac, cg = hk.kfac(DAMPING), hk.cg(3, curvature=hk.GGN(DAMPING))
+    kfac, cg = hk.kfac(DAMPING), hk.cg(3, curvature=hk.curvature.GGN(DAMPING))
 
-    def run(method: hk.Hypergradient) -> Any:
+    def run(method: hk.hypergradient.Hypergradient) -> Any:
         return method.backward(work.problem, work.model, work.hyper, work.batches[0], work.outer_batch)
 
     functions: dict[str, Callable[[], object]] = {

@@ -48,7 +48,7 @@ def handles() -> int:
     return len(os.listdir("/proc/self/fd")) - 1
 
 
-class Gauge(hk.Callback):
+class Gauge(hk.training.Callback):
     """Memory, hooks and handles, read after every ``every`` steps."""
 
     def __init__(self, every: int) -> None:
@@ -75,7 +75,7 @@ def slope(readings: list[dict[str, Any]]) -> float:
 def soak(steps: int, every: int, folder: Path) -> Gauge:
     """The run."""
     gauge = Gauge(every)
-    guards = hk.default_guards(folder / "failed")
+    guards = hk.training.default_guards(folder / "failed")
     callbacks = [*guards, gauge, hk.Checkpoint(folder / "run", every=max(1, steps // 10), keep=2, best="outer_loss")]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

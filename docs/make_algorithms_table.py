@@ -77,7 +77,7 @@ def arguments(algorithm: type[Algorithm]) -> str:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, hk.Rate):
+    if isinstance(value, hk.algorithms.Rate):
         return f"Rate({value.scale:.3g}, {value.exponent:.3g})"
     return f"{value:.3g}" if isinstance(value, float) else repr(value)
 
@@ -98,8 +98,8 @@ def counted(algorithm: type[Algorithm]) -> str:
     model = nn.Linear(2, 1, bias=False)
     nn.init.ones_(model.weight)
     state = made.init(hk.BilevelProblem(inner, outer), model, hk.as_hyper(torch.ones(1)))
-    data = [hk.Examples(torch.eye(2).repeat(4, 1), torch.ones(8, 1), batch_size=1) for _ in range(2)]
-    batches = hk.BatchSources(*data)
+    data = [hk.algorithms.Examples(torch.eye(2).repeat(4, 1), torch.ones(8, 1), batch_size=1) for _ in range(2)]
+    batches = hk.algorithms.BatchSources(*data)
     made.step(state, batches)
     calls.update(g=0, f=0)
     made.step(state, batches)

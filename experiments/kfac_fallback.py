@@ -169,7 +169,7 @@ def solutions(point: Point, b: dict[str, Tensor], damping: float, fisher: str, s
     """v = A⁻¹b with each fallback, and with the diagonal damped as d + δ instead of as the factors are."""
     found = {}
     for fallback in FALLBACKS[:3]:
-        curvature = hk.KFAC(damping, fisher=fisher, fallback=fallback, seed=seed)  # type: ignore[arg-type]
+        curvature = hk.curvature.KFAC(damping, fisher=fisher, fallback=fallback, seed=seed)  # type: ignore[arg-type]
         found[fallback] = flat(curvature.operator(point, curvature.init()).solve(b))
     zero = found["zero"] == 0
     diagonal = ((flat(b) / found["diagonal"]).clamp_min(0).sqrt() - damping**0.5).clamp_min(0).square().nan_to_num()
@@ -179,7 +179,7 @@ def solutions(point: Point, b: dict[str, Tensor], damping: float, fisher: str, s
 
 def measure(name: str, seed: int, steps: int, count: int) -> list[dict[str, Any]]:
     model, weights, first, second = trained(name, seed, steps, count)
-    covered = round(hk.KFAC().coverage(model).covered, 3)
+    covered = round(hk.curvature.KFAC().coverage(model).covered, 3)
     rows = []
     with Point(PROBLEM, model, weights, first, second) as point:
         params = point.params

@@ -138,7 +138,7 @@ def _(arena: Arena) -> Any:
     os.mkfifo(path)
     log = arena.folder / "log-rank00000.jsonl"
     os.mkfifo(log)
-    JSONLog(arena.folder).begin(hk.History())
+    JSONLog(arena.folder).begin(hk.training.History())
     return arena.resume()
 
 

@@ -117,7 +117,7 @@ def _status(run: hk.Run) -> str:
 def guards(**options: Any) -> Iterator[list[Any]]:
     """A guard whose notes go to a folder that is deleted."""
     with tempfile.TemporaryDirectory() as folder:
-        yield [hk.SkipFailures(folder=folder, **options)]
+        yield [hk.training.SkipFailures(folder=folder, **options)]
 
 
 CASES: dict[str, list[Callable[[], Outcome]]] = {}

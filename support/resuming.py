@@ -53,10 +53,10 @@ def outer(model: nn.Module, hyper: nn.Module, batch: Any) -> hk.losses.Loss:
 ALGORITHMS: dict[str, Callable[[], hk.algorithms.Algorithm]] = {
     "KFAC": lambda: hk.AID(hk.kfac(1e-2, refresh_every=3, ema=0.5), inner_steps=2),
     "EKFAC": lambda: hk.AID(hk.ekfac(1e-2, refresh_every=2), inner_steps=2),
-    "CG": lambda: hk.AID(hk.cg(3, curvature=hk.GGN(1e-2), warm_start=True), inner_steps=2),
-    "SAMA": lambda: hk.SAMA(2),
-    "MRBO": lambda: hk.MRBO(hk.StochasticNeumann(3, 0.1)),
-    "SABA": lambda: hk.SABA(),
+    "CG": lambda: hk.AID(hk.cg(3, curvature=hk.curvature.GGN(1e-2), warm_start=True), inner_steps=2),
+    "SAMA": lambda: hk.algorithms.SAMA(2),
+    "MRBO": lambda: hk.algorithms.MRBO(hk.algorithms.StochasticNeumann(3, 0.1)),
+    "SABA": lambda: hk.algorithms.SABA(),
 }
 
 
@@ -67,7 +67,7 @@ def data(examples: bool, seed: int) -> Any:
     y = torch.randint(CLASSES, (EXAMPLES,), generator=generator)
     tensors = x, y, torch.arange(EXAMPLES)
     if examples:
-        return hk.Examples(*tensors, batch_size=8, seed=seed)
+        return hk.algorithms.Examples(*tensors, batch_size=8, seed=seed)
     return DataLoader(TensorDataset(*tensors), batch_size=8, shuffle=True)
 
 
@@ -85,8 +85,12 @@ def start(method: str, callbacks: Sequence[Any] = (), steps: int = 0, **options:
             torch.optim.AdamW(model.parameters(), lr=0.02),
             torch.optim.SGD(weights.parameters(), lr=0.1, momentum=0.9),
         )
-        options["inner_optimizer"] = hk.Updates(adam, torch.optim.lr_scheduler.MultiStepLR(adam, [3, 6], 0.5), clip=1.0)
-        options["outer_optimizer"] = hk.Updates(momentum, torch.optim.lr_scheduler.CosineAnnealingLR(momentum, 50))
+        options["inner_optimizer"] = hk.algorithms.Updates(
+            adam, torch.optim.lr_scheduler.MultiStepLR(adam, [3, 6], 0.5), clip=1.0
+        )
+        options["outer_optimizer"] = hk.algorithms.Updates(
+            momentum, torch.optim.lr_scheduler.CosineAnnealingLR(momentum, 50)
+        )
     return hk.fit(
         hk.BilevelProblem(inner, outer),
         model,
@@ -96,7 +100,7 @@ def start(method: str, callbacks: Sequence[Any] = (), steps: int = 0, **options:
         data(method == "SABA", 2),
         steps=steps,
         projection=hk.Box(0.0, 1.0),
-        callbacks=[hk.Every(1, noisy), *callbacks],
+        callbacks=[hk.training.Every(1, noisy), *callbacks],
         seed=5,
         **options,
     )

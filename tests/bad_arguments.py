@@ -82,12 +82,12 @@ for label, (make, named) in STRICT.items():
                 setattr(g, "model", make()),
                 label == "embedding" and (setattr(g, "x", g.y), setattr(g, "held", (g.y, g.y))),
             ),
-            lambda: hk.Implicit(hk.KFAC(strict=True), hk.Direct()),
+            lambda: hk.Implicit(hk.curvature.KFAC(strict=True), hk.solvers.Direct()),
         ),
         "strict=True",
         named,
         "strict=False",
-        error=hk.CoverageError,
+        error=hk.solution.CoverageError,
     )
 row(
     "negative l2",
@@ -114,13 +114,18 @@ row(
 # Arguments
 
 for value in (-1.0, NAN, INF, "1", None):
-    for make in (hk.kfac, hk.ekfac, hk.KFAC, hk.EKFAC, hk.GGN, hk.Hessian):
+    for make in (hk.kfac, hk.ekfac, hk.curvature.KFAC, hk.curvature.EKFAC, hk.curvature.GGN, hk.curvature.Hessian):
         row(f"{make.__name__} damping {value!r}", lambda g, m=make, v=value: m(damping=v), f"damping={value!r}", "1e-3")
 for value in (1.0, -0.1, NAN, "0.5"):
     row(f"ema {value!r}", lambda g, v=value: hk.kfac(ema=v), f"ema={value!r}", "[0, 1)")
 for name in ("refresh_every", "samples"):
     for value in (0, -1, 1.5):
-        row(f"{name} {value!r}", lambda g, n=name, v=value: hk.KFAC(**{n: v}), f"{name}={value!r}", "whole number ≥ 1")
+        row(
+            f"{name} {value!r}",
+            lambda g, n=name, v=value: hk.curvature.KFAC(**{n: v}),
+            f"{name}={value!r}",
+            "whole number ≥ 1",
+        )
 for name, value, remedy in (
     ("fisher", "monte-carlo", "mc, type-2 or empirical"),
     ("sharing", "flatten", "expand or reduce"),
@@ -130,12 +135,12 @@ for name, value, remedy in (
     ("seed", -1, "whole number"),
     ("seed", "a", "whole number"),
 ):
-    row(f"{name} {value!r}", lambda g, n=name, v=value: hk.KFAC(**{n: v}), f"{name}={value!r}", remedy)
+    row(f"{name} {value!r}", lambda g, n=name, v=value: hk.curvature.KFAC(**{n: v}), f"{name}={value!r}", remedy)
 row("cross", lambda g: hk.kfac(cross="backward"), "cross='backward'", "auto, reverse, forward or difference")
 for value in (0.0, -1e-3, NAN, INF, "1"):
     row(
         f"radius {value!r}",
-        lambda g, v=value: hk.Implicit(hk.Identity(), hk.Direct(), radius=v),
+        lambda g, v=value: hk.Implicit(hk.curvature.Identity(), hk.solvers.Direct(), radius=v),
         f"radius={value!r}",
         "positive",
     )
@@ -167,67 +172,67 @@ row("as_hyper of a list", lambda g: hk.as_hyper([1.0]), "as_hyper", "[1.0]", "to
 
 # Combinations
 
-row("curvature none", lambda g: hk.Implicit(None, hk.Direct()), "curvature", "None", "KFAC")
-row("curvature class", lambda g: hk.Implicit(hk.KFAC, hk.Direct()), "curvature", "KFAC", "KFAC()")
-row("solver class", lambda g: hk.Implicit(hk.KFAC(), hk.Direct), "solver", "Direct", "Direct()")
+row("curvature none", lambda g: hk.Implicit(None, hk.solvers.Direct()), "curvature", "None", "KFAC")
+row("curvature class", lambda g: hk.Implicit(hk.curvature.KFAC, hk.solvers.Direct()), "curvature", "KFAC", "KFAC()")
+row("solver class", lambda g: hk.Implicit(hk.curvature.KFAC(), hk.solvers.Direct), "solver", "Direct", "Direct()")
 row(
     "preconditioner class",
-    lambda g: hk.Implicit(hk.GGN(), hk.CG(), preconditioner=hk.KFAC),
+    lambda g: hk.Implicit(hk.curvature.GGN(), hk.solvers.CG(), preconditioner=hk.curvature.KFAC),
     "preconditioner",
     "KFAC",
     "KFAC()",
 )
 row(
     "warm start for Direct",
-    lambda g: hk.Implicit(hk.KFAC(), hk.Direct(), warm_start=True),
+    lambda g: hk.Implicit(hk.curvature.KFAC(), hk.solvers.Direct(), warm_start=True),
     "warm_start=True",
     "Direct",
     "use GradientDescent or CG",
 )
 row(
     "preconditioner for Direct",
-    lambda g: hk.Implicit(hk.KFAC(), hk.Direct(), preconditioner=hk.KFAC()),
+    lambda g: hk.Implicit(hk.curvature.KFAC(), hk.solvers.Direct(), preconditioner=hk.curvature.KFAC()),
     "preconditioner",
     "Direct",
     "use CG or GradientDescent",
 )
 row(
     "preconditioner for Neumann",
-    lambda g: hk.Implicit(hk.GGN(), hk.Neumann(), preconditioner=hk.KFAC()),
+    lambda g: hk.Implicit(hk.curvature.GGN(), hk.solvers.Neumann(), preconditioner=hk.curvature.KFAC()),
     "solver=Neumann takes no preconditioner",
     "use CG or GradientDescent",
 )
 row(
     "preconditioner class for gradient descent",
-    lambda g: hk.gradient_descent(preconditioner=hk.KFAC),
+    lambda g: hk.gradient_descent(preconditioner=hk.curvature.KFAC),
     "preconditioner",
     "KFAC",
     "KFAC()",
 )
 row(
     "graph with preconditioned gradient descent",
-    lambda g: hk.gradient_descent(step=0.1, preconditioner=hk.KFAC(), graph=True),
+    lambda g: hk.gradient_descent(step=0.1, preconditioner=hk.curvature.KFAC(), graph=True),
     "graph=True",
     "preconditioner=KFAC",
     "graph=False",
 )
 row(
     "Direct with Hessian",
-    touching(lambda g: None, lambda: hk.Implicit(hk.Hessian(), hk.Direct())),
+    touching(lambda g: None, lambda: hk.Implicit(hk.curvature.Hessian(), hk.solvers.Direct())),
     "solver is Direct",
     "HessianOperator",
     "use CG",
 )
 row(
     "Hessian as preconditioner",
-    touching(lambda g: None, lambda: hk.pcg(preconditioner=hk.Hessian())),
+    touching(lambda g: None, lambda: hk.pcg(preconditioner=hk.curvature.Hessian())),
     "preconditioner=Hessian",
     "no inverse",
     "KFAC",
 )
 row(
     "GGN as preconditioner of gradient descent",
-    touching(lambda g: None, lambda: hk.gradient_descent(preconditioner=hk.GGN())),
+    touching(lambda g: None, lambda: hk.gradient_descent(preconditioner=hk.curvature.GGN())),
     "preconditioner=GGN",
     "no inverse",
     "KFAC",

@@ -298,7 +298,7 @@ for label, method in {"mc": hk.kfac, "type-2": lambda: hk.kfac(fisher="type-2"),
     )
 row(
     "scalar loss, GGN",
-    touching(lambda g: setattr(g, "inner", scalar_inner), lambda: hk.cg(curvature=hk.GGN())),
+    touching(lambda g: setattr(g, "inner", scalar_inner), lambda: hk.cg(curvature=hk.curvature.GGN())),
     "inner returned a plain scalar tensor",
     "Gauss–Newton",
     "losses.cross_entropy",

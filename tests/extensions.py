@@ -162,14 +162,14 @@ class SteepestDescent(Solver):
 
     def _solve(
         self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None, watch: Watch
-    ) -> hk.Solution:
+    ) -> hk.solution.Solution:
         v, r = trees.zeros_like(b), b
         for _ in range(self.iterations):
             product = operator.matvec(r)
             step = trees.dot(r, r) / trees.dot(r, product)
             v, r = trees.add(v, r, alpha=step), trees.add(r, product, alpha=-step)
         residual = float(trees.norm(r) / trees.norm(b))
-        return hk.Solution(v, hk.Status.BUDGET, self.iterations, self.iterations, residual)
+        return hk.solution.Solution(v, hk.Status.BUDGET, self.iterations, self.iterations, residual)
 
 
 # --- a loss -----------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def quadratics(module: nn.Module) -> Layer | None:
 class HeavyBall(Algorithm):
     """Several steps on θ, then m ← βm + dΦ/dλ and λ ← λ − γm (Polyak, 1964)."""
 
-    hypergradient: hk.Hypergradient = field(default_factory=lambda: hk.cg(10, 0.0))
+    hypergradient: hk.hypergradient.Hypergradient = field(default_factory=lambda: hk.cg(10, 0.0))
     inner_steps: int = 10
     momentum: float = 0.5
 

@@ -12,7 +12,7 @@ import hyperkron as hk
 from resuming import CLASSES, EXAMPLES, FEATURES, inner, outer
 
 
-class Poison(hk.Source):
+class Poison(hk.algorithms.Source):
     """Batches whose draws number ``bad`` hold a NaN (or another value)."""
 
     def __init__(self, bad: set[int], seed: int = 1, value: float = math.nan) -> None:

@@ -132,14 +132,14 @@ IMPLICIT: dict[str, Callable[..., hk.Implicit]] = {
     "kfac-exact": lambda **k: hk.kfac(1e-2, split="exact", **k),
     "ekfac": lambda **k: hk.ekfac(1e-2, **k),
     "cg-hessian": lambda **k: hk.cg(3, 30.0, **k),
-    "cg-ggn": lambda **k: hk.cg(3, curvature=hk.GGN(1e-2), warm_start=True, **k),
+    "cg-ggn": lambda **k: hk.cg(3, curvature=hk.curvature.GGN(1e-2), warm_start=True, **k),
     "pcg": lambda **k: hk.pcg(3, 1e-2, **k),
-    "pcg-hessian": lambda **k: hk.pcg(3, 1e-2, curvature=hk.Hessian(30.0), **k),
+    "pcg-hessian": lambda **k: hk.pcg(3, 1e-2, curvature=hk.curvature.Hessian(30.0), **k),
     "neumann": lambda **k: hk.neumann(3, 30.0, **k),
     "gradient-descent": lambda **k: hk.gradient_descent(2, 30.0, **k),
     "identity": lambda **k: hk.identity(0.1, **k),
 }
-METHODS: dict[str, Callable[[Net], hk.Hypergradient]] = {
+METHODS: dict[str, Callable[[Net], hk.hypergradient.Hypergradient]] = {
     **{f"{name}/auto": lambda model, make=make: make() for name, make in IMPLICIT.items()},
     **{
         f"{name}/{mode}": lambda model, name=name, mode=mode: IMPLICIT[name](cross=mode)

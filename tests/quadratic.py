@@ -97,10 +97,11 @@ class Quadratic:
         nn.init.zeros_(model.weight)
         return model, hk.as_hyper(torch.zeros(3, dtype=dtype))
 
-    def batches(self, batch_size: int | None = None, dtype: torch.dtype = torch.float64) -> hk.BatchSources:
+    def batches(self, batch_size: int | None = None, dtype: torch.dtype = torch.float64) -> hk.algorithms.BatchSources:
         """Both levels in batches, by default one full batch."""
         inner, outer = ([x.to(dtype) for x in part] for part in self.data())
         size = self.examples if batch_size is None else batch_size
-        return hk.BatchSources(
-            hk.Examples(*inner, batch_size=size, seed=1), hk.Examples(*outer, batch_size=size, seed=2)
+        return hk.algorithms.BatchSources(
+            hk.algorithms.Examples(*inner, batch_size=size, seed=1),
+            hk.algorithms.Examples(*outer, batch_size=size, seed=2),
         )

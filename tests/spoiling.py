@@ -33,7 +33,7 @@ class Given:
     def problem(self) -> hk.BilevelProblem:
         return hk.BilevelProblem(self.inner, self.outer)
 
-    def run(self, method: hk.Hypergradient | None = None) -> hk.HypergradientResult:
+    def run(self, method: hk.hypergradient.Hypergradient | None = None) -> hk.HypergradientResult:
         extra = {} if self.curvature_batch is None else {"curvature_batch": self.curvature_batch}
         method = hk.kfac(1e-2) if method is None else method
         return method.backward(self.problem, self.model, self.hyper, (self.x, self.y), self.held, **extra)
@@ -65,7 +65,7 @@ class Table(dict[str, tuple[Spoil, type[Exception], list[str]]]):
         self[name] = (spoil, error, list(fragments))
 
 
-def setting(method: hk.Hypergradient | None = None, **attributes: Any) -> Spoil:
+def setting(method: hk.hypergradient.Hypergradient | None = None, **attributes: Any) -> Spoil:
     """Set attributes of a good problem, then run."""
 
     def spoil(given: Given) -> Any:
@@ -76,7 +76,9 @@ def setting(method: hk.Hypergradient | None = None, **attributes: Any) -> Spoil:
     return spoil
 
 
-def touching(touch: Callable[[Given], Any], method: Callable[[], hk.Hypergradient] | None = None) -> Spoil:
+def touching(
+    touch: Callable[[Given], Any], method: Callable[[], hk.hypergradient.Hypergradient] | None = None
+) -> Spoil:
     """Change a good problem in place, then run."""
 
     def spoil(given: Given) -> Any:

@@ -93,7 +93,7 @@ def test_a_curvature_solves_directly() -> None:
     case = two_heads()
     params = list(oracles.trainable(case.model).values())
     matrix = torch.diag(oracles.gradient(case.plain_inner(), params).detach().square())
-    result = hk.Implicit(SquaredGradient(), hk.Direct()).compute(*case.arguments)
+    result = hk.Implicit(SquaredGradient(), hk.solvers.Direct()).compute(*case.arguments)
     assert oracles.relative(oracles.flat(result.solution.value), solution(case, matrix)) < 1e-12
     cross = oracles.hessian(case.plain_inner, params, list(case.hyper.parameters()))
     assert oracles.relative(oracles.flat(result.grads), -cross.T @ solution(case, matrix)) < 1e-6  # a difference
@@ -105,7 +105,7 @@ def test_a_curvature_is_made_definite_to_precondition(monkeypatch: pytest.Monkey
     case = two_heads()
     params = list(oracles.trainable(case.model).values())
     matrix = oracles.hessian(case.plain_inner, params) + DELTA * torch.eye(16, dtype=torch.float64)
-    method = hk.pcg(60, curvature=hk.Hessian(DELTA), preconditioner=SquaredGradient())
+    method = hk.pcg(60, curvature=hk.curvature.Hessian(DELTA), preconditioner=SquaredGradient())
 
     def error() -> float:
         return oracles.relative(oracles.flat(method.compute(*case.arguments).solution.value), solution(case, matrix))
@@ -117,10 +117,10 @@ def test_a_curvature_is_made_definite_to_precondition(monkeypatch: pytest.Monkey
 
 def test_a_curvature_says_what_it_is_for() -> None:
     with pytest.raises(hk.HyperkronError, match="SquaredGradient makes no sense in SOBA"):
-        hk.SOBA(curvature=SquaredGradient())
+        hk.algorithms.SOBA(curvature=SquaredGradient())
     with pytest.raises(hk.HyperkronError, match="graph=True does not work with SquaredGradient and CG"):
-        hk.Implicit(SquaredGradient(), hk.CG(), graph=True)
-    assert hk.Implicit(SquaredGradient(), hk.Direct()).measures_curvature
+        hk.Implicit(SquaredGradient(), hk.solvers.CG(), graph=True)
+    assert hk.Implicit(SquaredGradient(), hk.solvers.Direct()).measures_curvature
 
 
 # --- its memory ------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_a_curvature_says_what_it_is_for() -> None:
 
 def test_what_a_curvature_remembers_is_reported_and_saved() -> None:
     case = two_heads()
-    first, second = (hk.Implicit(LazySquaredGradient(), hk.Direct()) for _ in range(2))
+    first, second = (hk.Implicit(LazySquaredGradient(), hk.solvers.Direct()) for _ in range(2))
     problem, model, hyper, inner, outer = case.arguments
     results = [first.compute(problem, model, hyper, (inner[0] * k, inner[1]), outer) for k in range(1, 5)]
     assert [result.stats["curvature_age"] for result in results] == [0, 1, 2, 0]
@@ -142,7 +142,7 @@ def test_what_a_curvature_remembers_is_reported_and_saved() -> None:
 @pytest.mark.parametrize("odd", [0, 6])  # a step that measures anew on a batch of another size, which is not recorded
 def test_a_curvature_is_recorded(device: str, curvature: Curvature, recordings: int, odd: int) -> None:
     def run(graph: bool) -> list[Any]:
-        replaying.METHOD[:] = [hk.Implicit(curvature, hk.Direct(), graph=graph)]
+        replaying.METHOD[:] = [hk.Implicit(curvature, hk.solvers.Direct(), graph=graph)]
         return replaying.trained(replaying.METHOD[0], device, size=lambda i: 5 if 0 < i == odd else 8)
 
     expected, found = run(False), run(True)
@@ -154,13 +154,13 @@ def test_a_curvature_is_recorded(device: str, curvature: Curvature, recordings: 
 @pytest.mark.parametrize("method", ["replayed", "adopt"])
 def test_a_memory_that_cannot_be_recorded_is_refused(device: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KeptDiagonal, method, getattr(CurvatureState, method))
-    replaying.METHOD[:] = [hk.Implicit(LazySquaredGradient(), hk.Direct(), graph=True)]
+    replaying.METHOD[:] = [hk.Implicit(LazySquaredGradient(), hk.solvers.Direct(), graph=True)]
     with pytest.raises(hk.HyperkronError, match=rf"KeptDiagonal .* has no {method}\(\); write it, or use graph=False"):
         replaying.trained(replaying.METHOD[0], device, size=lambda i: 5 if i == 6 else 8)
 
 
 def test_a_replay_that_fails_lets_go_of_what_it_has_written_over(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    method, gone = hk.Implicit(LazySquaredGradient(1), hk.Direct(), graph=True), []
+    method, gone = hk.Implicit(LazySquaredGradient(1), hk.solvers.Direct(), graph=True), []
     monkeypatch.setattr(KeptDiagonal, "let_go", lambda state: gone.append(state.kept))
     replaying.METHOD[:] = [method]
     arguments = replaying.PROBLEM, replaying.network(device), hk.SampleWeights(80).to(device)
@@ -191,23 +191,23 @@ def counted(case: cases.Case, calls: list[int]) -> tuple[Any, ...]:
 def test_an_operator_gives_the_cross_term_from_its_own_graph() -> None:
     case = cases.make(cases.mlp(3, 2), (3,), hyper=cases.random_weights(5))
     wanted, evaluations = oracles.implicit(case, case.hessian()), {}
-    for curvature in (hk.Hessian(), GraphHessian()):
+    for curvature in (hk.curvature.Hessian(), GraphHessian()):
         calls: list[int] = []
-        method = hk.Implicit(curvature, hk.CG(40, tolerance=1e-12))
+        method = hk.Implicit(curvature, hk.solvers.CG(40, tolerance=1e-12))
         arguments = counted(case, calls)
         assert oracles.relative(method.compute(*arguments).grads, wanted) < 1e-8
         assert method.compute(*arguments).stats["cross"] == "reverse"
         evaluations[type(curvature)] = len(calls)
-    assert evaluations[GraphHessian] == evaluations[hk.Hessian]
+    assert evaluations[GraphHessian] == evaluations[hk.curvature.Hessian]
 
 
 def test_single_loop_algorithms_take_any_curvature_of_products() -> None:
     found = []
-    for curvature in (hk.Hessian(), GraphHessian()):
+    for curvature in (hk.curvature.Hessian(), GraphHessian()):
         problem = Quadratic()
         model, hyper = problem.modules()
-        data = (hk.Examples(*part, batch_size=problem.examples) for part in problem.data())
-        hk.fit(problem.problem(), model, hyper, hk.SOBA(curvature=curvature), *data, steps=5)
+        data = (hk.algorithms.Examples(*part, batch_size=problem.examples) for part in problem.data())
+        hk.fit(problem.problem(), model, hyper, hk.algorithms.SOBA(curvature=curvature), *data, steps=5)
         found.append(hyper().detach().clone())
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0.0)
 
@@ -219,25 +219,25 @@ def test_a_solver() -> None:
     case = cases.make(cases.mlp(3, 2), (3,), hyper=cases.random_weights(5))
     b = oracles.gradient(case.plain_outer(), list(case.params.values())).detach()
     matrix = case.hessian() + DELTA * torch.eye(len(b), dtype=b.dtype)
-    one = hk.Implicit(hk.Hessian(DELTA), SteepestDescent(1)).compute(*case.arguments)
+    one = hk.Implicit(hk.curvature.Hessian(DELTA), SteepestDescent(1)).compute(*case.arguments)
     first = (b @ b) / (b @ matrix @ b) * b
     assert oracles.relative(oracles.flat(one.solution.value), first) < 1e-12
     assert one.stats["residual"] == pytest.approx(float((b - matrix @ first).norm() / b.norm()), rel=1e-9)
-    many = hk.Implicit(hk.Hessian(DELTA), SteepestDescent(300)).compute(*case.arguments)
+    many = hk.Implicit(hk.curvature.Hessian(DELTA), SteepestDescent(300)).compute(*case.arguments)
     assert oracles.relative(many.grads, oracles.implicit(case, case.hessian(), damping=DELTA)) < 1e-9
     assert (many.status, many.stats["products"]) == (hk.Status.BUDGET, 300)
 
 
 def test_what_a_solver_does_not_do_is_refused_by_its_flags() -> None:
     for options, named in (
-        ({"preconditioner": hk.KFAC()}, "SteepestDescent takes no preconditioner"),
+        ({"preconditioner": hk.curvature.KFAC()}, "SteepestDescent takes no preconditioner"),
         ({"warm_start": True}, "SteepestDescent has no use for warm_start"),
         ({"graph": True}, "solver=SteepestDescent.*may read from the device"),
     ):
         with pytest.raises(hk.HyperkronError, match=named):
-            hk.Implicit(hk.Hessian(), SteepestDescent(), **options)  # type: ignore[arg-type]
+            hk.Implicit(hk.curvature.Hessian(), SteepestDescent(), **options)  # type: ignore[arg-type]
     with pytest.raises(hk.HyperkronError, match=r"SteepestDescent.*cannot be warm-started"):
-        hk.AmIGO(hypergradient=hk.Implicit(hk.Hessian(), SteepestDescent()))
+        hk.algorithms.AmIGO(hypergradient=hk.Implicit(hk.curvature.Hessian(), SteepestDescent()))
 
 
 # --- a loss ----------------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_a_loss(counts: cases.Case) -> None:
 def test_every_curvature_reads_a_loss(counts: cases.Case) -> None:
     """The Gauss–Newton matrix and its blocks, dense, with the output Hessian by autograd."""
     wanted = oracles.implicit(counts, counts.ggn(), damping=DELTA)
-    found = hk.cg(40, DELTA, curvature=hk.GGN(DELTA)).compute(*counts.arguments)
+    found = hk.cg(40, DELTA, curvature=hk.curvature.GGN(DELTA)).compute(*counts.arguments)
     assert oracles.relative(found.grads, wanted) < 1e-8
     one = cases.make(cases.mlp(3, 1), (3,), loss="poisson", count=1)  # one example: B ⊗ A is the block itself
     exact = hk.kfac(DELTA, fisher="type-2", split="exact").compute(*one.arguments)
@@ -287,8 +287,8 @@ def test_every_curvature_reads_a_loss(counts: cases.Case) -> None:
 @pytest.mark.parametrize(
     "curvature",
     [
-        hk.KFAC(DELTA, fisher="type-2", split="exact", strict=True, layers=[quadratics]),
-        hk.EKFAC(DELTA, fisher="type-2", strict=True, layers=[quadratics]),
+        hk.curvature.KFAC(DELTA, fisher="type-2", split="exact", strict=True, layers=[quadratics]),
+        hk.curvature.EKFAC(DELTA, fisher="type-2", strict=True, layers=[quadratics]),
     ],
 )
 @pytest.mark.parametrize("count", [4, 30])  # fewer rows than columns, and more
@@ -296,7 +296,7 @@ def test_a_layer(curvature: Any, count: int) -> None:
     """For the squared error of one layer and equal weights the block B ⊗ A is the Gauss–Newton matrix."""
     torch.manual_seed(0)
     case = cases.make(Quadratics(3, 2), (3,), count=count)
-    result = hk.Implicit(curvature, hk.Direct(), cross="reverse").compute(*case.arguments)
+    result = hk.Implicit(curvature, hk.solvers.Direct(), cross="reverse").compute(*case.arguments)
     assert oracles.relative(result.grads, oracles.implicit(case, case.ggn(), damping=DELTA)) < 1e-10
     assert result.stats["coverage"] == 1.0
 
@@ -305,7 +305,7 @@ def test_a_layer(curvature: Any, count: int) -> None:
 
 
 def sources(problem: Quadratic) -> tuple[Any, Any]:
-    return tuple(hk.Examples(*part, batch_size=problem.examples) for part in problem.data())  # type: ignore[return-value]
+    return tuple(hk.algorithms.Examples(*part, batch_size=problem.examples) for part in problem.data())  # type: ignore[return-value]
 
 
 def test_an_algorithm_is_run_by_fit(tmp_path: Path) -> None:

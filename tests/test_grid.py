@@ -113,10 +113,10 @@ def test_the_oracle_agrees_with_dense_matrices(hyper: str) -> None:
 # --- the grid sees what is wrong -----------------------------------------------------------------------------
 
 
-class Broken(hk.Hypergradient):
+class Broken(hk.hypergradient.Hypergradient):
     """A right method whose result is spoilt, with or without a word."""
 
-    def __init__(self, method: hk.Hypergradient, spoil: Any) -> None:
+    def __init__(self, method: hk.hypergradient.Hypergradient, spoil: Any) -> None:
         self.method, self.spoil = method, spoil
 
     def compute(self, *arguments: Any) -> hk.HypergradientResult:
@@ -126,7 +126,7 @@ class Broken(hk.Hypergradient):
     def curvature(self) -> Any:
         return self.method.curvature  # type: ignore[attr-defined]
 
-    def fresh(self) -> hk.Hypergradient:
+    def fresh(self) -> hk.hypergradient.Hypergradient:
         return Broken(self.method.fresh(), self.spoil)
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,8 +206,8 @@ def test_only_a_warning_that_names_what_is_wrong_excuses_it() -> None:
 
 def test_low_coverage_must_be_told() -> None:
     class Uncovered(Broken):
-        def coverage(self, model: Any) -> hk.Coverage:
-            return hk.Coverage(())
+        def coverage(self, model: Any) -> hk.curvature.Coverage:
+            return hk.curvature.Coverage(())
 
         @property
         def curvature(self) -> Any:

@@ -158,6 +158,14 @@ def test_clipped_weights_come_back_from_above_one() -> None:
         lambda m, w, _: hk.losses.cross_entropy(m(X), noisy, weight=w(INDEX)) + hk.losses.l2(m, 0.01),
         lambda m, w, _: hk.losses.cross_entropy(m(X), Y),
     )
-    hk.fit(problem, model, weights, hk.aid_cg(5, inner_steps=5, inner_rate=0.5, outer_rate=10.0), None, None, steps=10)
+    hk.fit(
+        problem,
+        model,
+        weights,
+        hk.algorithms.aid_cg(5, inner_steps=5, inner_rate=0.5, outer_rate=10.0),
+        None,
+        None,
+        steps=10,
+    )
     learned = weights(INDEX).detach()
     assert float(learned[:3].mean()) < 0.5 < float(learned[3:].mean())

@@ -73,8 +73,14 @@ def recipes(draw: st.DrawFn, norm: bool = True) -> Recipe:
 fishers = st.sampled_from(["type-2", "mc", "empirical"])
 sharings = st.sampled_from(["expand", "reduce"])
 curvatures = st.one_of(
-    st.builds(hk.KFAC, st.just(0.1), fisher=fishers, sharing=sharings, split=st.sampled_from(["pi", "plain", "exact"])),
-    st.builds(hk.EKFAC, st.just(0.1), fisher=fishers, sharing=sharings),
+    st.builds(
+        hk.curvature.KFAC,
+        st.just(0.1),
+        fisher=fishers,
+        sharing=sharings,
+        split=st.sampled_from(["pi", "plain", "exact"]),
+    ),
+    st.builds(hk.curvature.EKFAC, st.just(0.1), fisher=fishers, sharing=sharings),
 )
 
 
@@ -84,7 +90,7 @@ def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-9) -> bool:
 
 @given(recipes(), curvatures)
 def test_kronecker_operators_are_symmetric_positive_definite_and_inverted(
-    recipe: Recipe, curvature: hk.KFAC | hk.EKFAC
+    recipe: Recipe, curvature: hk.curvature.KFAC | hk.curvature.EKFAC
 ) -> None:
     case = recipe.build()
     with case.point() as point:
@@ -102,8 +108,10 @@ def test_kronecker_operators_are_symmetric_positive_definite_and_inverted(
 def test_products_are_symmetric_and_the_ggn_is_positive(recipe: Recipe) -> None:
     case = recipe.build()
     with case.point() as point:
-        hessian = oracles.dense(hk.Hessian(0.1).operator(point, hk.Hessian().init()).matvec, case.params)
-        ggn = oracles.dense(hk.GGN(0.1).operator(point, hk.GGN().init()).matvec, case.params)
+        hessian = oracles.dense(
+            hk.curvature.Hessian(0.1).operator(point, hk.curvature.Hessian().init()).matvec, case.params
+        )
+        ggn = oracles.dense(hk.curvature.GGN(0.1).operator(point, hk.curvature.GGN().init()).matvec, case.params)
     eye = torch.eye(len(ggn), dtype=DOUBLE)
     assert close(hessian, hessian.T)
     assert close(ggn, ggn.T)
@@ -125,7 +133,7 @@ def test_factors_equal_the_loops(recipe: Recipe, fisher: str, sharing: str, samp
 
 @given(recipes(), curvatures, st.floats(-3.0, 3.0))
 def test_solutions_are_linear_in_the_right_hand_side(
-    recipe: Recipe, curvature: hk.KFAC | hk.EKFAC, factor: float
+    recipe: Recipe, curvature: hk.curvature.KFAC | hk.curvature.EKFAC, factor: float
 ) -> None:
     case = recipe.build()
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -144,9 +152,9 @@ def test_hypergradients_follow_a_permutation_of_the_batch(recipe: Recipe, random
     case = recipe.build()
     x, y = case.inner_batch
     for curvature, solver in (
-        (hk.KFAC(0.1, fisher="type-2"), hk.Direct()),
-        (hk.EKFAC(0.1, fisher="type-2"), hk.Direct()),
-        (hk.GGN(0.1), hk.CG(50, 1e-10)),
+        (hk.curvature.KFAC(0.1, fisher="type-2"), hk.solvers.Direct()),
+        (hk.curvature.EKFAC(0.1, fisher="type-2"), hk.solvers.Direct()),
+        (hk.curvature.GGN(0.1), hk.solvers.CG(50, 1e-10)),
     ):
         made = lambda c=curvature, s=solver: hk.Implicit(c, s, cross="reverse")  # noqa: E731
         wanted = made().compute(*case.arguments).grads["weight"]
@@ -165,10 +173,10 @@ def test_hypergradients_follow_a_permutation_of_the_batch(recipe: Recipe, random
 @given(recipes(norm=False))
 def test_the_kfac_hypergradient_is_the_formula_with_its_own_matrix(recipe: Recipe) -> None:
     case = recipe.build()
-    curvature = hk.KFAC(0.1, fisher="type-2")
+    curvature = hk.curvature.KFAC(0.1, fisher="type-2")
     with case.point() as point:
         matrix = oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
-    result = hk.Implicit(curvature, hk.Direct(), cross="reverse").compute(*case.arguments)
+    result = hk.Implicit(curvature, hk.solvers.Direct(), cross="reverse").compute(*case.arguments)
     wanted = oracles.implicit(case, matrix)
     assert result.status.ok
     assert close(oracles.flat(result.grads), oracles.flat(wanted))

@@ -47,7 +47,7 @@ def linear(works: list[model.Work], e: model.Encoder) -> float:
     return model.flops(w for w in works if w not in [model.attention(e, n) for n in (2, 5)])
 
 
-def run(work: scaling.Workload, method: hk.Hypergradient) -> hk.HypergradientResult:
+def run(work: scaling.Workload, method: hk.hypergradient.Hypergradient) -> hk.HypergradientResult:
     """One hypergradient."""
     return method.backward(work.problem, work.model, work.hyper, work.batches[0], work.outer_batch)
 
@@ -78,7 +78,7 @@ def test_forward_and_backward(e: model.Encoder) -> None:
 @pytest.mark.parametrize("e", [PRIMAL, WIDE, FEW])
 def test_stages_of_a_kfac_hypergradient(e: model.Encoder) -> None:
     work, stages = scaling.make(e, "cpu"), model.stages(e, "cpu")
-    curvature = hk.KFAC(damping=1e-2)
+    curvature = hk.curvature.KFAC(damping=1e-2)
     with Point(work.problem, work.model, work.hyper, work.batches[0], work.outer_batch) as point:
         made: list[Any] = []
         plain, batched = counted(lambda: made.append(curvature.operator(point, curvature.init())))
@@ -94,7 +94,7 @@ def test_stages_of_a_kfac_hypergradient(e: model.Encoder) -> None:
 
 def test_conjugate_gradients() -> None:
     work = scaling.make(PRIMAL, "cpu")
-    method = hk.cg(3, curvature=hk.GGN(1e-1), cross="difference")
+    method = hk.cg(3, curvature=hk.curvature.GGN(1e-1), cross="difference")
     results: list[Any] = []
     run(work, method)  # the first call also looks for autocast
     plain, _ = counted(lambda: results.append(run(work, method)))
@@ -158,7 +158,7 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("e", [PRIMAL, WIDE, FEW])
 def test_calls_are_about_what_the_dispatcher_counts(e: model.Encoder) -> None:
     work = scaling.make(e, "cpu")
-    methods = [hk.kfac(1e-1, cross="difference"), hk.cg(3, curvature=hk.GGN(1e-1), cross="difference")]
+    methods = [hk.kfac(1e-1, cross="difference"), hk.cg(3, curvature=hk.curvature.GGN(1e-1), cross="difference")]
     kfac, cg = (lambda m=m: run(work, m) for m in methods)
     stages = model.stages(e, "cpu")
     params = list(work.model.parameters())

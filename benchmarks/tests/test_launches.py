@@ -55,7 +55,7 @@ def test_the_way_of_a_gpu_agrees_with_that_of_a_cpu(dtype: torch.dtype, toleranc
         work.model.to(dtype), work.hyper.to(dtype)
         (x, y, index), outer = work.batches[0], work.outer_batch
         batches = [(x[:8].to(dtype), y[:8], index[:8]), (outer[0][:8].to(dtype), outer[1][:8], outer[2][:8])]
-        method = hk.Implicit(hk.KFAC(damping=0.1), hk.Direct(), cross="reverse")
+        method = hk.Implicit(hk.curvature.KFAC(damping=0.1), hk.solvers.Direct(), cross="reverse")
         with launches.as_on_gpu() if way else torch.enable_grad():
             result = method.compute(work.problem, work.model, work.hyper, *batches)
         assert result.solution is not None

@@ -95,7 +95,7 @@ def measure(setting: Setting, seeds: int) -> dict[str, list[float]]:
     methods = {
         "identity": hk.identity,
         "KFAC 1e-2": lambda: hk.kfac(1e-2),
-        "CG-50 on GGN 1e-2": lambda: hk.cg(50, curvature=hk.GGN(1e-2)),
+        "CG-50 on GGN 1e-2": lambda: hk.cg(50, curvature=hk.curvature.GGN(1e-2)),
     }
     for name, make in methods.items():
         found[name] = hypergradient(work, both, make, inner, seeds)

@@ -162,30 +162,30 @@ def prepare(device: str) -> None:
         torch.backends.cudnn.allow_tf32 = False  # matrix products have no TF32 unless it is asked for
 
 
-def algorithm(name: str, setting: Setting, seed: int, refresh: int) -> hk.Algorithm:
+def algorithm(name: str, setting: Setting, seed: int, refresh: int) -> hk.algorithms.Algorithm:
     rates: dict[str, Any] = {"inner_rate": setting.inner, "outer_rate": setting.outer, "seed": seed}
-    falling = rates | {k: hk.Rate(rates[k], 1 / 3) for k in ("inner_rate", "outer_rate")}
+    falling = rates | {k: hk.algorithms.Rate(rates[k], 1 / 3) for k in ("inner_rate", "outer_rate")}
     kfac = hk.kfac(setting.solver, refresh_every=refresh, seed=seed) if name.endswith("KFAC") else None
     if name == "AID-CG":
         return hk.AID(hk.cg(3, setting.solver), **rates)
     if name == "AID-KFAC" and kfac is not None:
         return hk.AID(kfac, **rates)
     if name == "AmIGO":
-        return hk.AmIGO(linear_rate=setting.solver, **rates)
+        return hk.algorithms.AmIGO(linear_rate=setting.solver, **rates)
     if name == "AmIGO-KFAC":
-        return hk.AmIGO(hypergradient=kfac, **rates)
+        return hk.algorithms.AmIGO(hypergradient=kfac, **rates)
     if name == "AmIGO-PCG":  # KFAC not in place of the solve, but of its many steps: one, from the last solution
-        near = hk.KFAC(setting.solver, refresh_every=refresh, seed=seed)
-        exact = hk.Hessian(setting.solver)
+        near = hk.curvature.KFAC(setting.solver, refresh_every=refresh, seed=seed)
+        exact = hk.curvature.Hessian(setting.solver)
         step = hk.pcg(1, curvature=exact, preconditioner=near, tolerance=0.0, warm_start=True)
-        return hk.AmIGO(hypergradient=step, **rates)
+        return hk.algorithms.AmIGO(hypergradient=step, **rates)
     if name == "AmIGO-PGD":  # two steps from the last solution, as long as AmIGO's ten where there is no curvature
-        near = hk.KFAC(setting.solver, split="exact", refresh_every=4 * refresh, seed=seed)
-        two = hk.gradient_descent(2, step=1.0, curvature=hk.Hessian(0.02), preconditioner=near)
-        return hk.AmIGO(hypergradient=two, **rates)
+        near = hk.curvature.KFAC(setting.solver, split="exact", refresh_every=4 * refresh, seed=seed)
+        two = hk.gradient_descent(2, step=1.0, curvature=hk.curvature.Hessian(0.02), preconditioner=near)
+        return hk.algorithms.AmIGO(hypergradient=two, **rates)
     if name == "MRBO":
-        return hk.MRBO(hk.StochasticNeumann(10, setting.solver), **falling)
-    return hk.MRBO(kfac, **falling)
+        return hk.algorithms.MRBO(hk.algorithms.StochasticNeumann(10, setting.solver), **falling)
+    return hk.algorithms.MRBO(kfac, **falling)
 
 
 @dataclass
@@ -206,9 +206,9 @@ class Trial:
         self.algorithm = algorithm(self.name, self.setting, self.seed, self.plan.refresh)
         self.state = self.algorithm.init(cleaning(), self.model, self.weights, project=hk.Box(0.0, 1.0))
         sizes = self.plan.batches(self.name)  # a batch of all is a view: nothing is copied
-        inner = hk.Examples(x, y, torch.arange(len(x), device=device), batch_size=sizes[0], seed=self.seed)
-        self.batches = hk.BatchSources(
-            inner, hk.Examples(*self.split.validation, batch_size=sizes[1], seed=self.seed + 1)
+        inner = hk.algorithms.Examples(x, y, torch.arange(len(x), device=device), batch_size=sizes[0], seed=self.seed)
+        self.batches = hk.algorithms.BatchSources(
+            inner, hk.algorithms.Examples(*self.split.validation, batch_size=sizes[1], seed=self.seed + 1)
         )
         self.seconds = self.cpu = 0.0
         self.curve: list[dict[str, float]] = []

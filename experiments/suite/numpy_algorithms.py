@@ -33,8 +33,8 @@ class Oracles(ABC):
     hyper: Array
 
     def __init__(self, case: Case, seed: int, batch: int = 64) -> None:
-        self.inner = hk.Examples(*case.inner, batch_size=batch, seed=seed)
-        self.outer = hk.Examples(*case.outer, batch_size=batch, seed=seed + 1000)
+        self.inner = hk.algorithms.Examples(*case.inner, batch_size=batch, seed=seed)
+        self.outer = hk.algorithms.Examples(*case.outer, batch_size=batch, seed=seed + 1000)
         self.train, self.validation = ([_arrays(x.batch(i)) for i in range(len(x))] for x in (self.inner, self.outer))
 
     @abstractmethod

@@ -49,25 +49,27 @@ COMPARED |= dict.fromkeys(("cleaning-0.7", "cleaning-0.9"), ("SABA", "MRBO"))
 """The algorithms that run on a problem, where not all of them do."""
 
 
-def algorithm(name: str, step: float, ratio: float, seed: int = 0) -> hk.Algorithm:
+def algorithm(name: str, step: float, ratio: float, seed: int = 0) -> hk.algorithms.Algorithm:
     """An algorithm with its published exponents."""
     outer = step / ratio
     if name == "SABA":
-        return hk.SABA(inner_rate=step, outer_rate=outer, seed=seed)
+        return hk.algorithms.SABA(inner_rate=step, outer_rate=outer, seed=seed)
     if name in ("SOBA", "FSLA"):
-        kind = hk.SOBA if name == "SOBA" else hk.FSLA
-        return kind(inner_rate=hk.Rate(step, 1 / 2), outer_rate=hk.Rate(outer, 1 / 2), seed=seed)
+        kind = hk.algorithms.SOBA if name == "SOBA" else hk.algorithms.FSLA
+        return kind(inner_rate=hk.algorithms.Rate(step, 1 / 2), outer_rate=hk.algorithms.Rate(outer, 1 / 2), seed=seed)
     if name == "AmIGO":
-        return hk.AmIGO(linear_rate=step, inner_rate=step, outer_rate=outer, seed=seed)
+        return hk.algorithms.AmIGO(linear_rate=step, inner_rate=step, outer_rate=outer, seed=seed)
     if name == "stocBiO":
-        return hk.StocBiO(step_size=step, inner_rate=step, outer_rate=outer, seed=seed)
+        return hk.algorithms.StocBiO(step_size=step, inner_rate=step, outer_rate=outer, seed=seed)
     if name == "MRBO":
-        series = hk.StochasticNeumann(10, step, seed=seed)
-        return hk.MRBO(series, inner_rate=hk.Rate(step, 1 / 3), outer_rate=hk.Rate(outer, 1 / 3), seed=seed)
+        series = hk.algorithms.StochasticNeumann(10, step, seed=seed)
+        return hk.algorithms.MRBO(
+            series, inner_rate=hk.algorithms.Rate(step, 1 / 3), outer_rate=hk.algorithms.Rate(outer, 1 / 3), seed=seed
+        )
     if name in ("F2SA", "F2SA-paper"):  # ℓ grows as t^(6/7) in the suite, as t^(1/7) in the paper
-        growth = hk.Rate(0.1, 1 / 7 if name == "F2SA" else 6 / 7)
-        y, z, hyper = hk.Rate(step, 5 / 7), hk.Rate(step, 4 / 7), hk.Rate(outer, 4 / 7)
-        return hk.F2SA(growth=growth, inner_rate=y, second_rate=z, outer_rate=hyper, seed=seed)
+        growth = hk.algorithms.Rate(0.1, 1 / 7 if name == "F2SA" else 6 / 7)
+        y, z, hyper = hk.algorithms.Rate(step, 5 / 7), hk.algorithms.Rate(step, 4 / 7), hk.algorithms.Rate(outer, 4 / 7)
+        return hk.algorithms.F2SA(growth=growth, inner_rate=y, second_rate=z, outer_rate=hyper, seed=seed)
     raise ValueError(f"name={name!r} is none of {', '.join(NAMES)}.")
 
 
@@ -89,8 +91,8 @@ def by_library(case: Case, name: str, step: float, ratio: float, seed: int) -> T
     model, hyper = case.start()
     method = algorithm(name, step, ratio, seed)
     state = method.init(case.problem, model, hyper)
-    inner = hk.Examples(*case.inner, batch_size=64, seed=seed)
-    batches = hk.BatchSources(inner, hk.Examples(*case.outer, batch_size=64, seed=seed + 1000))
+    inner = hk.algorithms.Examples(*case.inner, batch_size=64, seed=seed)
+    batches = hk.algorithms.BatchSources(inner, hk.algorithms.Examples(*case.outer, batch_size=64, seed=seed + 1000))
 
     def place(at: tuple[dict[str, Tensor], dict[str, Tensor]]) -> tuple[nn.Module, nn.Module]:
         state.inner.place(at[0])
@@ -185,7 +187,7 @@ def run(
     return {"failed": failed, "curve": curve}
 
 
-def _snapshot(state: hk.State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _snapshot(state: hk.algorithms.State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(θ, λ). The θ of F2SA that follows θ*(λ) is its z; its y is also pulled by J_out and would score too well."""
     return state.twins.get("z", state.inner).values(), state.outer.values()
 

@@ -18,7 +18,6 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:  # what a type checker sees; without __getattr__, so that it finds misspelt names
     from hyperkron._public_names import *  # noqa: F403
     from hyperkron._public_names import __all__ as __all__
-    from hyperkron.algorithms import *  # noqa: F403
 else:
 
     def __getattr__(name: str) -> object:

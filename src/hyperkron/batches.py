@@ -203,8 +203,8 @@ def as_source(data: Any, argument: str = "data") -> Source:
         return Fixed(data)
     if isinstance(data, list):
         raise HyperkronError(
-            f"{argument} is a list, which may be one batch or many: pass a tuple (or hyperkron.Fixed(batch)) for "
-            "one batch, a DataLoader or hyperkron.Examples(...) for many."
+            f"{argument} is a list, which may be one batch or many: pass a tuple (or hyperkron.algorithms.Fixed(batch)) "
+            "for one batch, a DataLoader or hyperkron.algorithms.Examples(...) for many."
         )
     if isinstance(data, Iterable) and not isinstance(data, Iterator):
         return Loader(data)
@@ -212,7 +212,7 @@ def as_source(data: Any, argument: str = "data") -> Source:
         return FunctionSource(data)
     raise HyperkronError(
         f"{argument} is a {type(data).__name__}; pass a DataLoader (or any re-iterable), a function () -> batch, "
-        "a batch as tensor, tuple or dict, or hyperkron.Examples(...)."
+        "a batch as tensor, tuple or dict, or hyperkron.algorithms.Examples(...)."
     )
 
 
@@ -253,7 +253,8 @@ class BatchSources:
             if not isinstance(source, Examples):
                 raise HyperkronError(
                     f"{algorithm} returns to batches by their index and to the full sum, which {argument} "
-                    f"({type(source).__name__}) cannot give; pass hyperkron.Examples(*tensors, batch_size=…)."
+                    f"({type(source).__name__}) cannot give; pass "
+                    "hyperkron.algorithms.Examples(*tensors, batch_size=…)."
                 )
         assert isinstance(self.inner_source, Examples)
         assert isinstance(self.outer_source, Examples)

@@ -70,7 +70,7 @@ class Method:
         radius: of SAMA's finite difference.
     """
 
-    make: Callable[[Setting], hk.Hypergradient]
+    make: Callable[[Setting], hk.hypergradient.Hypergradient]
     mode: str = "auto"
     solved: str | None = None
     equals: Callable[[Truth], Tensor] | None = None
@@ -178,18 +178,20 @@ def _kronecker() -> dict[str, Method]:
 
 def _iterative() -> dict[str, Method]:
     def curvature(s: Setting, which: str) -> Any:
-        return (hk.GGN if which == "ggn" else hk.Hessian)(s.truth.damping(which))
+        return (hk.curvature.GGN if which == "ggn" else hk.curvature.Hessian)(s.truth.damping(which))
 
-    def cg(which: str, count: int = 200, tolerance: float = 1e-7, **more: Any) -> Callable[[Setting], hk.Hypergradient]:
+    def cg(
+        which: str, count: int = 200, tolerance: float = 1e-7, **more: Any
+    ) -> Callable[[Setting], hk.hypergradient.Hypergradient]:
         return lambda s: hk.cg(count, curvature=curvature(s, which), tolerance=tolerance, **more)
 
-    def pcg(s: Setting) -> hk.Hypergradient:
+    def pcg(s: Setting) -> hk.hypergradient.Hypergradient:
         return hk.pcg(200, s.truth.damping("ggn"), tolerance=1e-7)
 
-    def neumann(s: Setting) -> hk.Hypergradient:
+    def neumann(s: Setting) -> hk.hypergradient.Hypergradient:
         return hk.neumann(6, curvature=curvature(s, "hessian"), step=s.truth.step("hessian"))
 
-    def descent(which: str, count: int, **more: Any) -> Callable[[Setting], hk.Hypergradient]:
+    def descent(which: str, count: int, **more: Any) -> Callable[[Setting], hk.hypergradient.Hypergradient]:
         return lambda s: hk.gradient_descent(count, step=s.truth.step(which), curvature=curvature(s, which), **more)
 
     return {

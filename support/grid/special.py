@@ -141,14 +141,14 @@ def _() -> Outcome:
 def _() -> Outcome:
     """Five hundred Monte-Carlo vectors come close to the exact ones."""
     pair = Pair("mlp", "weights clip")
-    sampled = hk.Implicit(hk.KFAC(DAMPING, samples=500), hk.Direct())
+    sampled = hk.Implicit(hk.curvature.KFAC(DAMPING, samples=500), hk.solvers.Direct())
     exact = hk.kfac(DAMPING, fisher="type-2")
     arguments = pair.problem, pair.model, pair.hyper, pair.inner, pair.outer
     found, wanted = (flat(list(m.compute(*arguments).grads.values()), pair.truth.hypers) for m in (sampled, exact))
     return relative(found, wanted), 0.06, False
 
 
-def _other_batch(method: hk.Hypergradient, matrix: str) -> Outcome:
+def _other_batch(method: hk.hypergradient.Hypergradient, matrix: str) -> Outcome:
     pair = Pair("mlp", "weights clip")
     other = tuple(x.flip(0)[:5].contiguous() for x in pair.inner)
     truth = type(pair.truth)(pair.kind, pair.twin, pair.truth.hyper, other, pair.truth.batches["outer"], SEED)
@@ -169,12 +169,12 @@ def _() -> Outcome:
 @case
 def _() -> Outcome:
     """Curvature on a batch of its own, Gauss–Newton."""
-    return _other_batch(hk.cg(100, curvature=hk.GGN(2.0), tolerance=1e-9), "ggn")
+    return _other_batch(hk.cg(100, curvature=hk.curvature.GGN(2.0), tolerance=1e-9), "ggn")
 
 
 def _in_pieces(method: str) -> Outcome:
     pair = Pair("mlp", "weights clip")
-    pair.problem = hk.Accumulated(problem(pair.kind), micro_batch=3)
+    pair.problem = hk.training.Accumulated(problem(pair.kind), micro_batch=3)
     return _implicit(pair, pair._compute(METHODS[method], pair.model, pair.hyper, pair.inner, pair.outer))
 
 

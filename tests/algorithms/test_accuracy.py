@@ -93,14 +93,14 @@ class Case:
 
 def exact_kfac() -> hk.Implicit:
     """KFAC without Monte-Carlo noise, damped exactly: here it is the inverse Hessian itself."""
-    return hk.Implicit(hk.KFAC(0.0, fisher="type-2", split="exact"), hk.Direct())
+    return hk.Implicit(hk.curvature.KFAC(0.0, fisher="type-2", split="exact"), hk.solvers.Direct())
 
 
 def in_expectation(terms: int) -> Callable[[State, pytest.MonkeyPatch], None]:
     """HIA's mean over its random term is the series of its K terms (test_hia_is_unbiased_for_the_series)."""
 
     def setup(state: State, _: pytest.MonkeyPatch) -> None:
-        state.hypergradient = hk.StochasticNeumann(terms - 1, ETA)
+        state.hypergradient = hk.algorithms.StochasticNeumann(terms - 1, ETA)
 
     return setup
 
@@ -139,18 +139,20 @@ def gap(multiplier: float) -> float:
 
 def pbgd(gamma: float, ramp: int = 0, **options: Any) -> Case:
     rate = max(gamma, 1.0) * gap(gamma)  # the step is divided by γ where that is above 1
-    return penalty(hk.PBGD(1, gamma, ramp, inner_rate=rate, outer_rate=rate), gamma, rate=gap(gamma), **options)
+    return penalty(
+        hk.algorithms.PBGD(1, gamma, ramp, inner_rate=rate, outer_rate=rate), gamma, rate=gap(gamma), **options
+    )
 
 
-def f2sa(first: float, growth: hk.Rate | float, last: float, **options: Any) -> Case:
+def f2sa(first: float, growth: hk.algorithms.Rate | float, last: float, **options: Any) -> Case:
     rates = {"inner_rate": 1 / (last * L + L_F), "outer_rate": 1 / L_PHI}
-    return penalty(hk.F2SA(T, first, growth, ETA, **rates), last, **options)
+    return penalty(hk.algorithms.F2SA(T, first, growth, ETA, **rates), last, **options)
 
 
 def meha(c: float, proximal: float, **options: Any) -> Case:
     rates = {"inner_rate": 1 / (L + L_F / c), "outer_rate": c / (KAPPA * L_PHI)}  # λ's step is divided by c
     rest, rate = D.envelope(c, proximal), 1 / (KAPPA * L_PHI)
-    algorithm = hk.MEHA(proximal, c, 1 / (L + proximal), **rates)
+    algorithm = hk.algorithms.MEHA(proximal, c, 1 / (L + proximal), **rates)
     return Case(algorithm, rest, f"the envelope's penalty at c = {c:.3g}, γ = {proximal:.3g}", rate, **options)
 
 
@@ -158,7 +160,7 @@ def bome(barrier: Any, **options: Any) -> Case:
     """ϵ = 0.01 for the default 1e-8: µ is 2 and not 279, so that 1/(µL) is not a tiny step."""
     found = D.dynamic(3, ETA, 0.5, 0.01, barrier == "value")
     rates = {"inner_rate": 1 / (float(found[-1]) * L + L_F), "outer_rate": 1 / (KAPPA * L_PHI)}
-    algorithm = hk.BOME(3, 0.5, barrier, ETA, 0.01, **rates)
+    algorithm = hk.algorithms.BOME(3, 0.5, barrier, ETA, 0.01, **rates)
     return Case(algorithm, found[12:15], f"∇f + µ∇q = 0 at µ = {float(found[-1]):.2g}", **options)
 
 
@@ -167,7 +169,7 @@ def bvfsm(problem: Quadratic, weight: float, margin: float, t: int, **options: A
     rest, p = dense.barrier(r, weight, margin)
     pull, smooth = 2 * weight * r, dense.inner[1]
     rates = {"inner_rate": 1 / (p * smooth + dense.outer_smoothness + pull), "outer_rate": 1 / dense.outer[1]}
-    algorithm = hk.BVFSM(T, 1 / (smooth + pull), weight, margin, **rates)
+    algorithm = hk.algorithms.BVFSM(T, 1 / (smooth + pull), weight, margin, **rates)
     options = {"problem": problem, "curvature": dense.penalty_curvature(p), "frozen": t, **options}
     return Case(algorithm, rest, f"the gap's weight {p:.2g} at r = {r:.2g}", **options)
 
@@ -183,17 +185,19 @@ def finite_sum(kind: Any, slower: int, rest: Tensor, where: str, *first: Any, **
 def vrbo() -> Case:
     dense = Dense(SUM)
     step = 1 / dense.batch_smoothness(BATCH)
-    rest, method = dense.implicit(dense.series(1, step)), hk.StochasticNeumann(1, step)
-    return finite_sum(hk.VRBO, 1, rest, "H⁻¹ cut after the power 1", method, 2)
+    rest, method = dense.implicit(dense.series(1, step)), hk.algorithms.StochasticNeumann(1, step)
+    return finite_sum(hk.algorithms.VRBO, 1, rest, "H⁻¹ cut after the power 1", method, 2)
 
 
 CASES: dict[str, Case] = {
-    "AID-CG": optimum(hk.aid_cg(3, inner_steps=T, **DOUBLE)),  # three distinct eigenvalues
+    "AID-CG": optimum(hk.algorithms.aid_cg(3, inner_steps=T, **DOUBLE)),  # three distinct eigenvalues
     "AID-CG, damped": Case(
-        hk.aid_cg(3, 0.1, inner_steps=T, **DOUBLE), D.implicit(torch.linalg.inv(D.H + 0.1 * D.eye)), "H + 0.1 I for H"
+        hk.algorithms.aid_cg(3, 0.1, inner_steps=T, **DOUBLE),
+        D.implicit(torch.linalg.inv(D.H + 0.1 * D.eye)),
+        "H + 0.1 I for H",
     ),
-    "AID-Neumann": series(hk.aid_neumann(3, ETA, inner_steps=T, **DOUBLE), 3),
-    "AID-FP": series(hk.aid_fp(10, ETA, inner_steps=T, **DOUBLE), 9),
+    "AID-Neumann": series(hk.algorithms.aid_neumann(3, ETA, inner_steps=T, **DOUBLE), 3),
+    "AID-FP": series(hk.algorithms.aid_fp(10, ETA, inner_steps=T, **DOUBLE), 9),
     "AID-KFAC": optimum(hk.AID(exact_kfac(), T, **DOUBLE)),
     "AID-KFAC, default damping": Case(
         hk.AID(hk.kfac(1e-3, fisher="type-2"), T, **DOUBLE), D.implicit(D.factored(1e-3)), "the factors damped apart"
@@ -203,47 +207,53 @@ CASES: dict[str, Case] = {
         D.implicit(torch.linalg.inv(D.H + 0.1 * D.eye)),
         "H + 0.1 I for H",
     ),
-    "AID-GGN-CG": optimum(hk.aid_ggn_cg(3, 0.0, inner_steps=T, **DOUBLE)),
-    "AID-GGN-Neumann": series(hk.aid_ggn_neumann(3, ETA, inner_steps=T, **DOUBLE), 3),
-    "SAMA": identity(hk.SAMA(T, **DOUBLE)),
-    "T1-T2": identity(hk.T1T2(**SINGLE)),
-    "DARTS": identity(hk.DARTS(**SINGLE)),
-    "Unrolled": series(hk.Unroll(5, SGD(ETA), outer_rate=1 / L_PHI), 4),
+    "AID-GGN-CG": optimum(hk.algorithms.aid_ggn_cg(3, 0.0, inner_steps=T, **DOUBLE)),
+    "AID-GGN-Neumann": series(hk.algorithms.aid_ggn_neumann(3, ETA, inner_steps=T, **DOUBLE), 3),
+    "SAMA": identity(hk.algorithms.SAMA(T, **DOUBLE)),
+    "T1-T2": identity(hk.algorithms.T1T2(**SINGLE)),
+    "DARTS": identity(hk.algorithms.DARTS(**SINGLE)),
+    "Unrolled": series(hk.algorithms.Unroll(5, SGD(ETA), outer_rate=1 / L_PHI), 4),
     "Unrolled, restarted": Case(
-        hk.Unroll(5, SGD(ETA), restart=True, outer_rate=1 / L_PHI), D.restarted(5, ETA), "the minimum of f(λ, θ_5(λ))"
+        hk.algorithms.Unroll(5, SGD(ETA), restart=True, outer_rate=1 / L_PHI),
+        D.restarted(5, ETA),
+        "the minimum of f(λ, θ_5(λ))",
     ),
-    "Truncated": series(hk.Unroll(5, SGD(ETA), last=3, outer_rate=1 / L_PHI), 2),
-    "AmIGO": optimum(hk.AmIGO(T, T, ETA, **DOUBLE)),
-    "AmIGO-GGN": optimum(hk.AmIGO(T, T, ETA, hk.GGN(), **DOUBLE)),
-    "AmIGO-KFAC": optimum(hk.AmIGO(T, hypergradient=exact_kfac(), **DOUBLE)),
-    "AmIGO-CG": optimum(hk.AmIGO(T, hypergradient=hk.cg(2, 0.0, warm_start=True), **DOUBLE)),
-    "MRBO": series(hk.MRBO(hk.StochasticNeumann(2, ETA), **SINGLE), 2),
-    "MRBO-KFAC": optimum(hk.MRBO(exact_kfac(), **SINGLE)),
-    "SUSTAIN": series(hk.SUSTAIN(terms=3, step_size=ETA, **SINGLE), 2, setup=in_expectation(3)),
-    "TTSA": series(hk.TTSA(3, ETA, **SINGLE), 2, setup=in_expectation(3)),
-    "BSA": series(hk.BSA(3, ETA, T, **DOUBLE), 2, setup=in_expectation(3)),
-    "stocBiO": series(hk.StocBiO(T, 3, ETA, **DOUBLE), 3),
+    "Truncated": series(hk.algorithms.Unroll(5, SGD(ETA), last=3, outer_rate=1 / L_PHI), 2),
+    "AmIGO": optimum(hk.algorithms.AmIGO(T, T, ETA, **DOUBLE)),
+    "AmIGO-GGN": optimum(hk.algorithms.AmIGO(T, T, ETA, hk.curvature.GGN(), **DOUBLE)),
+    "AmIGO-KFAC": optimum(hk.algorithms.AmIGO(T, hypergradient=exact_kfac(), **DOUBLE)),
+    "AmIGO-CG": optimum(hk.algorithms.AmIGO(T, hypergradient=hk.cg(2, 0.0, warm_start=True), **DOUBLE)),
+    "MRBO": series(hk.algorithms.MRBO(hk.algorithms.StochasticNeumann(2, ETA), **SINGLE), 2),
+    "MRBO-KFAC": optimum(hk.algorithms.MRBO(exact_kfac(), **SINGLE)),
+    "SUSTAIN": series(hk.algorithms.SUSTAIN(terms=3, step_size=ETA, **SINGLE), 2, setup=in_expectation(3)),
+    "TTSA": series(hk.algorithms.TTSA(3, ETA, **SINGLE), 2, setup=in_expectation(3)),
+    "BSA": series(hk.algorithms.BSA(3, ETA, T, **DOUBLE), 2, setup=in_expectation(3)),
+    "stocBiO": series(hk.algorithms.StocBiO(T, 3, ETA, **DOUBLE), 3),
     "stocBiO, misscaled": Case(
-        hk.StocBiO(T, 3, ETA, True, inner_rate=ETA, outer_rate=ETA / L_PHI),
+        hk.algorithms.StocBiO(T, 3, ETA, True, inner_rate=ETA, outer_rate=ETA / L_PHI),
         D.implicit(D.misscaled(3, ETA)),
         "the published code's sum for H⁻¹",
         variant=True,
     ),
-    "TGDA": optimum(hk.TGDA(inner_steps=T, **DOUBLE)),
-    "SOBA": optimum(hk.SOBA(**JOINT)),
-    "FSLA": optimum(hk.FSLA(**SINGLE)),
-    "SABA": finite_sum(hk.SABA, 2, SUM.solution(), "λ*"),
-    "SRBA": finite_sum(hk.SRBA, 2, SUM.solution(), "λ*", tolerance=1e-4),  # one step in three has no noise at all
+    "TGDA": optimum(hk.algorithms.TGDA(inner_steps=T, **DOUBLE)),
+    "SOBA": optimum(hk.algorithms.SOBA(**JOINT)),
+    "FSLA": optimum(hk.algorithms.FSLA(**SINGLE)),
+    "SABA": finite_sum(hk.algorithms.SABA, 2, SUM.solution(), "λ*"),
+    "SRBA": finite_sum(
+        hk.algorithms.SRBA, 2, SUM.solution(), "λ*", tolerance=1e-4
+    ),  # one step in three has no noise at all
     "VRBO": vrbo(),
-    "PZOBO": series(hk.PZOBO(T, 3, **DOUBLE), T - 1, setup=quadrature),
+    "PZOBO": series(hk.algorithms.PZOBO(T, 3, **DOUBLE), T - 1, setup=quadrature),
     "F2SA": f2sa(4.0, 0.0, 4.0),
-    "F2SA, growing ℓ": f2sa(1.0, hk.Rate(4.0, 3.0), 1.0 + 4.0 * sum(t**-3 for t in range(1, 40)), variant=True),
+    "F2SA, growing ℓ": f2sa(
+        1.0, hk.algorithms.Rate(4.0, 3.0), 1.0 + 4.0 * sum(t**-3 for t in range(1, 40)), variant=True
+    ),
     "PBGD": pbgd(1.5, 20),
     "PBGD, default penalty": pbgd(0.2, variant=True),
     "MEHA": meha(4.0, 0.01),
     "MEHA, strong envelope": meha(4.0, 0.5, variant=True),
     "ScaleBiO": penalty(
-        hk.ScaleBiO(0.5, 3.0, 20, 1.5, inner_rate=gap(0.5), outer_rate=gap(0.5)), 1.5, rate=gap(0.5) / 3
+        hk.algorithms.ScaleBiO(0.5, 3.0, 20, 1.5, inner_rate=gap(0.5), outer_rate=gap(0.5)), 1.5, rate=gap(0.5) / 3
     ),
     "BOME": bome("gradient"),
     "BOME, by value": bome("value", variant=True),
@@ -284,10 +294,10 @@ SPREAD = 3 * Dense(REALIZABLE).inner[1] / Dense(REALIZABLE).inner[0]  # K = 3 fo
 @pytest.mark.parametrize(
     ("algorithm", "steps"),
     [
-        noisy(hk.TTSA, 3, ROUND, slower=SPREAD, steps=90),
-        noisy(hk.BSA, 3, ROUND, 5, slower=3, steps=50),
-        noisy(hk.SUSTAIN, slower=SPREAD, steps=90, terms=3, step_size=ROUND, momentum=0.5),
-        noisy(hk.PZOBO, 5, slower=1.4, steps=25),  # 1 + (dim λ + 1)/samples for Gaussian directions
+        noisy(hk.algorithms.TTSA, 3, ROUND, slower=SPREAD, steps=90),
+        noisy(hk.algorithms.BSA, 3, ROUND, 5, slower=3, steps=50),
+        noisy(hk.algorithms.SUSTAIN, slower=SPREAD, steps=90, terms=3, step_size=ROUND, momentum=0.5),
+        noisy(hk.algorithms.PZOBO, 5, slower=1.4, steps=25),  # 1 + (dim λ + 1)/samples for Gaussian directions
     ],
 )
 def test_noise_that_vanishes_with_b_does_not_keep_it_from_the_optimum(algorithm: Algorithm, steps: int) -> None:
@@ -303,7 +313,7 @@ def test_bsg1_follows_its_map_and_rests_where_only_the_direct_term_is_left() -> 
     """At an inner minimum ∂_θ g = 0, so its one point of rest is ∂_λ f = 0: here λ = 0, whatever λ* is."""
     model, hyper = GENERIC.modules()
     torch.nn.init.ones_(next(hyper.parameters()))
-    algorithm = hk.BSG1(3, 0.5, **DOUBLE)
+    algorithm = hk.algorithms.BSG1(3, 0.5, **DOUBLE)
     state, batches = algorithm.init(GENERIC.problem(), model, hyper), GENERIC.batches()
     point = torch.cat([torch.zeros(6), torch.ones(3)]).double()
     for step in range(300):
@@ -320,10 +330,10 @@ def test_bsg1_reaches_the_optimum_of_a_single_residual() -> None:
         lambda m, h, _: 0.5 * (m() - 2 * h()).square().sum(), lambda m, h, _: 0.5 * (m() - 3).square().sum()
     )
     model, hyper = (hk.as_hyper(torch.tensor(x, dtype=torch.float64)) for x in (0.5, 0.0))
-    algorithm = hk.BSG1(1, epsilon=1e-14, inner_rate=0.5, outer_rate=0.1)
+    algorithm = hk.algorithms.BSG1(1, epsilon=1e-14, inner_rate=0.5, outer_rate=0.1)
     state = algorithm.init(problem, model, hyper)
     for _ in range(150):
-        algorithm.step(state, hk.BatchSources(None, None))
+        algorithm.step(state, hk.algorithms.BatchSources(None, None))
     assert abs(float(hyper().detach()) - 1.5) < 1e-5
 
 
@@ -335,7 +345,7 @@ def test_bome_with_its_default_constants_rests_where_it_should(barrier: Any) -> 
     with torch.no_grad():
         model.weight.copy_(found[:6].reshape(2, 3))
         next(hyper.parameters()).copy_(found[12:15])
-    algorithm = hk.BOME(barrier=barrier)
+    algorithm = hk.algorithms.BOME(barrier=barrier)
     report = algorithm.step(algorithm.init(GENERIC.problem(), model, hyper), GENERIC.batches())
     assert report.stats["multiplier"] == pytest.approx(float(found[-1]), rel=1e-6)
     assert relative(hyper().detach(), found[12:15]) < 1e-7
@@ -392,7 +402,7 @@ def test_the_identity_is_exact_where_the_hessian_is_a_multiple_of_it() -> None:
 def test_every_algorithm_has_a_case() -> None:
     named = {getattr(hk, name) for name in hk.algorithms.__all__}
     classes = {x for x in named if isinstance(x, type) and issubclass(x, Algorithm) and x is not Algorithm}
-    assert classes == {type(case.algorithm) for case in CASES.values()} | {hk.BSG1}
+    assert classes == {type(case.algorithm) for case in CASES.values()} | {hk.algorithms.BSG1}
     assert all(case.tolerance <= 1e-4 for case in CASES.values())
     assert all(case.bias < 1e-12 for case in CASES.values() if case.where == "λ*")
     assert all(case.bias > 1e-3 for case in CASES.values() if case.where != "λ*")

@@ -21,16 +21,18 @@ from tests.algorithms.test_accuracy import CASES, DOUBLE
 SUM = Quadratic(examples=6, noise=0.2)  # in batches of two, which disagree
 
 ALGORITHMS: dict[str, Algorithm] = {name: case.algorithm for name, case in CASES.items() if not case.variant}
-ALGORITHMS["BSG-1"] = hk.BSG1(1, **DOUBLE)
-ALGORITHMS["AID-KFAC, Monte Carlo"] = hk.aid_kfac(0.1, inner_steps=1)
+ALGORITHMS["BSG-1"] = hk.algorithms.BSG1(1, **DOUBLE)
+ALGORITHMS["AID-KFAC, Monte Carlo"] = hk.algorithms.aid_kfac(0.1, inner_steps=1)
 
 
-def start(algorithm: Algorithm, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[State, hk.BatchSources]:
+def start(
+    algorithm: Algorithm, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[State, hk.algorithms.BatchSources]:
     model, hyper = SUM.modules(dtype)
     return algorithm.init(SUM.problem(), model, hyper, **options), SUM.batches(2, dtype)
 
 
-def run(algorithm: Algorithm, state: State, batches: hk.BatchSources, steps: int) -> Tensor:
+def run(algorithm: Algorithm, state: State, batches: hk.algorithms.BatchSources, steps: int) -> Tensor:
     for _ in range(steps):
         algorithm.step(state, batches)
     return state.hyper().detach().clone()
@@ -41,14 +43,16 @@ def _algorithm(request: pytest.FixtureRequest) -> Algorithm:
     return ALGORITHMS[request.param]
 
 
-def optimizers(algorithm: Algorithm) -> tuple[State, hk.BatchSources]:
+def optimizers(algorithm: Algorithm) -> tuple[State, hk.algorithms.BatchSources]:
     """A state with Adam on θ, momentum on λ, and schedulers on both."""
     model, hyper = SUM.modules()
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
     momentum = torch.optim.SGD(hyper.parameters(), lr=0.01, momentum=0.9)
-    inner: hk.Updates | None = hk.Updates(adam, torch.optim.lr_scheduler.CosineAnnealingLR(adam, 10), clip=1.0)
-    outer = hk.Updates(momentum, torch.optim.lr_scheduler.ReduceLROnPlateau(momentum, patience=0))
-    if isinstance(algorithm, hk.Unroll):  # it has functional steps of its own
+    inner: hk.algorithms.Updates | None = hk.algorithms.Updates(
+        adam, torch.optim.lr_scheduler.CosineAnnealingLR(adam, 10), clip=1.0
+    )
+    outer = hk.algorithms.Updates(momentum, torch.optim.lr_scheduler.ReduceLROnPlateau(momentum, patience=0))
+    if isinstance(algorithm, hk.algorithms.Unroll):  # it has functional steps of its own
         inner = None
     state = algorithm.init(SUM.problem(), model, hyper, inner=inner, outer=outer)
     return state, SUM.batches(2)
@@ -105,13 +109,15 @@ def test_everything_follows_the_models_device(algorithm: Algorithm) -> None:
     problem, device = SUM.problem(), torch.device("cuda")
     model, hyper = (module.to(device) for module in SUM.modules())
     inner, outer = ([x.to(device) for x in part] for part in SUM.data())
-    batches = hk.BatchSources(hk.Examples(*inner, batch_size=2, seed=1), hk.Examples(*outer, batch_size=2, seed=2))
+    batches = hk.algorithms.BatchSources(
+        hk.algorithms.Examples(*inner, batch_size=2, seed=1), hk.algorithms.Examples(*outer, batch_size=2, seed=2)
+    )
     state = algorithm.init(problem, model, hyper)
     reached = run(algorithm, state, batches, 2)
     held = [x for tree in state.trees.values() for x in tree.values()]
     held += [x for twin in state.twins.values() for x in twin.params.values()]
     assert all(x.device.type == "cuda" for x in held)
-    if not isinstance(algorithm, hk.PZOBO):  # it draws its directions on the device
+    if not isinstance(algorithm, hk.algorithms.PZOBO):  # it draws its directions on the device
         assert torch.allclose(reached.cpu(), run(algorithm, *start(algorithm), 2), rtol=1e-8, atol=1e-10)
 
 

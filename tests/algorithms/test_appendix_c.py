@@ -70,7 +70,9 @@ def test_finitely_many_steps_are_the_neumann_series(case: Case, steps: int) -> N
 def test_infinitely_many_steps_are_the_implicit_hypergradient(case: Case) -> None:
     """The error is the contraction (1 − η·λmin) to the power T."""
     eta = rate(case)
-    implicit = hk.Implicit(hk.Hessian(), hk.CG(300, 1e-14), cross="reverse").compute(*case.arguments).grads
+    implicit = (
+        hk.Implicit(hk.curvature.Hessian(), hk.solvers.CG(300, 1e-14), cross="reverse").compute(*case.arguments).grads
+    )
     assert oracles.relative(implicit, oracles.implicit(case, case.hessian())) < 1e-8
     contraction = 1 - eta * float(torch.linalg.eigvalsh(case.hessian())[0])
     errors = []
@@ -84,6 +86,10 @@ def test_infinitely_many_steps_are_the_implicit_hypergradient(case: Case) -> Non
 def test_kfac_lies_between_the_identity_and_the_hessian(case: Case) -> None:
     """ "A middle ground between I and H": closer to the exact hypergradient than one step, where KFAC is not exact."""
     exact = oracles.implicit(case, case.hessian())
-    kfac = hk.Implicit(hk.KFAC(1e-6, fisher="type-2", split="exact"), hk.Direct()).compute(*case.arguments).grads
+    kfac = (
+        hk.Implicit(hk.curvature.KFAC(1e-6, fisher="type-2", split="exact"), hk.solvers.Direct())
+        .compute(*case.arguments)
+        .grads
+    )
     one = hk.identity(rate(case)).compute(*case.arguments).grads
     assert oracles.relative(kfac, exact) < oracles.relative(one, exact)

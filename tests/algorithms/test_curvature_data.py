@@ -23,14 +23,14 @@ WITH: dict[str, Any] = {
     for name in hk.algorithms.__all__
     if isinstance(getattr(hk, name, None), type)
     and issubclass(getattr(hk, name), Algorithm)
-    and getattr(hk, name) is not hk.SUSTAIN  # its series is its own
+    and getattr(hk, name) is not hk.algorithms.SUSTAIN  # its series is its own
     and "hypergradient" in {f.name for f in dataclasses.fields(getattr(hk, name))}
 }
 
 
-def curvature_data() -> hk.Examples:
+def curvature_data() -> hk.algorithms.Examples:
     """Three batches of two, unlike those of the inner data."""
-    return hk.Examples(*(3 * x for x in SUM.data()[0]), batch_size=2, seed=5)
+    return hk.algorithms.Examples(*(3 * x for x in SUM.data()[0]), batch_size=2, seed=5)
 
 
 def rows(batches: list[Any]) -> set[tuple[float, ...]]:
@@ -46,17 +46,17 @@ def test_all_of_them_are_here() -> None:
 def test_the_curvature_is_measured_on_its_own_batch(name: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
     crossed: list[Any] = []
-    usual = hk.Hessian.operator
+    usual = hk.curvature.Hessian.operator
 
-    def operator(self: hk.Hessian, point: Point, state: Any) -> Any:
+    def operator(self: hk.curvature.Hessian, point: Point, state: Any) -> Any:
         measured.append(point.curvature_batch)
         crossed.append(point.inner_batch)
         return usual(self, point, state)
 
-    monkeypatch.setattr(hk.Hessian, "operator", operator)
+    monkeypatch.setattr(hk.curvature.Hessian, "operator", operator)
     algorithm = WITH[name](hypergradient=hk.cg(3, 0.1, warm_start=True))
     state, data = algorithm.init(SUM.problem(), *SUM.modules()), SUM.batches(2)
-    batches = hk.BatchSources(data.inner_source, data.outer_source, curvature_data() if own else None)
+    batches = hk.algorithms.BatchSources(data.inner_source, data.outer_source, curvature_data() if own else None)
     for _ in range(2):
         algorithm.step(state, batches)
     inner, other = rows([SUM.data()[0]]), rows([curvature_data().full()])
@@ -102,13 +102,15 @@ def test_algorithms_without_such_a_curvature_refuse_it(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [hk.unrolled(2), hk.identity(), hk.sama(), hk.hia(3)], ids=["unrolled", "identity", "sama", "hia"]
+    "method",
+    [hk.unrolled(2), hk.identity(), hk.sama(), hk.algorithms.hia(3)],
+    ids=["unrolled", "identity", "sama", "hia"],
 )
 def test_hypergradients_that_measure_none_refuse_it(method: Any) -> None:
     algorithm = hk.AID(method, 1)
     state = algorithm.init(SUM.problem(), *SUM.modules())
     with pytest.raises(hk.HyperkronError, match=f"{type(method).__name__} measures no curvature"):
-        algorithm.step(state, hk.BatchSources(*SUM.data(), curvature_data()))
+        algorithm.step(state, hk.algorithms.BatchSources(*SUM.data(), curvature_data()))
 
 
 def test_its_place_in_the_data_is_resumed(tmp_path: Path) -> None:
@@ -148,7 +150,7 @@ def test_a_repeated_step_gets_the_same_batch() -> None:
 def test_stocbio_takes_a_hypergradient(method: Any) -> None:
     """Without the series it is AID's order of things, draw by draw."""
     reached = []
-    for make in (hk.StocBiO, hk.AID):
+    for make in (hk.algorithms.StocBiO, hk.AID):
         algorithm = make(hypergradient=method(), inner_steps=3)
         state, batches = algorithm.init(SUM.problem(), *SUM.modules()), SUM.batches(2)
         for _ in range(3):
@@ -159,22 +161,24 @@ def test_stocbio_takes_a_hypergradient(method: Any) -> None:
 
 
 def test_stocbio_is_the_series_by_default() -> None:
-    state = hk.StocBiO(terms=4, step_size=0.2, misscaled=True).init(SUM.problem(), *SUM.modules())
+    state = hk.algorithms.StocBiO(terms=4, step_size=0.2, misscaled=True).init(SUM.problem(), *SUM.modules())
     method = state.hypergradient
-    assert isinstance(method, hk.StochasticNeumann)
+    assert isinstance(method, hk.algorithms.StochasticNeumann)
     assert (method.terms, method.step, method.misscaled) == (4, 0.2, True)
 
 
 @pytest.mark.parametrize("option", [{"terms": 4}, {"step_size": 0.2}, {"misscaled": True}], ids=str)
 def test_stocbio_refuses_settings_of_a_series_that_is_replaced(option: Any) -> None:
     with pytest.raises(hk.HyperkronError, match="belong to the Neumann series"):
-        hk.StocBiO(hypergradient=hk.kfac(), **option)
+        hk.algorithms.StocBiO(hypergradient=hk.kfac(), **option)
 
 
 # --- Monte-Carlo samples -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("named", "curvature"), [(hk.kfac, hk.KFAC), (hk.ekfac, hk.EKFAC)], ids=["kfac", "ekfac"])
+@pytest.mark.parametrize(
+    ("named", "curvature"), [(hk.kfac, hk.curvature.KFAC), (hk.ekfac, hk.curvature.EKFAC)], ids=["kfac", "ekfac"]
+)
 def test_named_methods_take_the_number_of_samples(named: Any, curvature: Any) -> None:
     inner, outer = SUM.data()
     model, hyper = SUM.modules()
@@ -184,7 +188,7 @@ def test_named_methods_take_the_number_of_samples(named: Any, curvature: Any) ->
         method.compute(SUM.problem(), model, hyper, inner, outer).grads["value"]
         for method in (
             named(0.1, samples=500),
-            hk.Implicit(curvature(0.1, samples=500), hk.Direct()),
+            hk.Implicit(curvature(0.1, samples=500), hk.solvers.Direct()),
             named(0.1),
             named(0.1, fisher="type-2"),
         )

@@ -49,13 +49,13 @@ def test_every_product_has_its_own_batch() -> None:
     problem = Quadratic(examples=6, noise=0.2)
     model, hyper, _, outer = at_random_point(problem)
     source = problem.batches(2).inner_source
-    assert isinstance(source, hk.Examples)
+    assert isinstance(source, hk.algorithms.Examples)
     x0, x1, x2 = (source.batch(i) for i in range(3))
     found = StochasticNeumann(2, 0.3).compute(problem.problem(), model, hyper, Batches([x0, x1, x2]), outer)
-    state = hk.aid_cg().init(problem.problem(), model, hyper)
+    state = hk.algorithms.aid_cg().init(problem.problem(), model, hyper)
     _, b, direct = derivatives.outer_parts(state, outer)
-    p1 = trees.add(b, derivatives.product(state, x1, b, hk.Hessian()), -0.3)
-    p2 = trees.add(p1, derivatives.product(state, x2, p1, hk.Hessian()), -0.3)
+    p1 = trees.add(b, derivatives.product(state, x1, b, hk.curvature.Hessian()), -0.3)
+    p2 = trees.add(p1, derivatives.product(state, x2, p1, hk.curvature.Hessian()), -0.3)
     v = {n: 0.3 * (b[n] + p1[n] + p2[n]) for n in b}
     wanted = direct["value"] - derivatives.cross_term(state, x0, v)["value"]
     assert relative(found.grads["value"], wanted) < 1e-12
@@ -67,7 +67,7 @@ def test_hia_is_unbiased_for_the_series() -> None:
     model, hyper, inner, outer = at_random_point(problem)
     terms = 5
     drawn: dict[int, Tensor] = {}
-    method = hk.hia(terms, 0.3)
+    method = hk.algorithms.hia(terms, 0.3)
     while len(drawn) < terms:
         result = method.compute(problem.problem(), model, hyper, inner, outer)
         drawn[int(result.stats["products"])] = result.grads["value"]
@@ -82,7 +82,7 @@ def test_the_misscaled_sum_is_the_published_one() -> None:
     x = inner[0]
     hessian = x.T @ x / len(x) + 2 * problem.ridge * torch.eye(3, dtype=x.dtype)
     result = StochasticNeumann(3, 0.2, misscaled=True).compute(problem.problem(), model, hyper, inner, outer)
-    state = hk.aid_cg().init(problem.problem(), model, hyper)
+    state = hk.algorithms.aid_cg().init(problem.problem(), model, hyper)
     b = derivatives.outer_parts(state, outer)[1]["weight"]
     step = torch.eye(3, dtype=x.dtype) - 0.2 * hessian
     powers = [b @ torch.linalg.matrix_power(step, k) for k in range(4)]
@@ -100,8 +100,8 @@ def test_bsg1_is_exact_for_a_single_residual() -> None:
         lambda m, h, _: 0.5 * (m() - 2 * h()).square().sum(), lambda m, h, _: 0.5 * (m() - 3).square().sum()
     )
     model, hyper = (hk.as_hyper(torch.tensor(x, dtype=torch.float64)) for x in (1.0, 0.25))
-    algorithm = hk.BSG1(1, epsilon=1e-14, inner_rate=0.0, outer_rate=1.0)
-    algorithm.step(algorithm.init(problem, model, hyper), hk.BatchSources(None, None))
+    algorithm = hk.algorithms.BSG1(1, epsilon=1e-14, inner_rate=0.0, outer_rate=1.0)
+    algorithm.step(algorithm.init(problem, model, hyper), hk.algorithms.BatchSources(None, None))
     exact = (1.0 - 3.0) * 2.0  # ∂_θ f · dθ*/dλ
     assert float(hyper().detach()) == pytest.approx(0.25 - exact, rel=1e-9)
 
@@ -112,8 +112,8 @@ def test_amigo_with_one_batch_is_warm_started_gradient_descent() -> None:
     rates = {"inner_rate": 0.5, "outer_rate": 0.3}
     ends = []
     for algorithm in (
-        hk.AmIGO(2, 3, 0.4, **rates),
-        hk.AmIGO(2, hypergradient=hk.gradient_descent(3, step=0.4), **rates),
+        hk.algorithms.AmIGO(2, 3, 0.4, **rates),
+        hk.algorithms.AmIGO(2, hypergradient=hk.gradient_descent(3, step=0.4), **rates),
     ):
         model, hyper = problem.modules()
         state, batches = algorithm.init(problem.problem(), model, hyper), problem.batches()
@@ -127,7 +127,7 @@ def test_mrbo_compares_two_points_under_the_same_draws() -> None:
     """Monte-Carlo KFAC gives the same hypergradient at the same point, and only one draw is spent."""
     problem = Quadratic()
     model, hyper, inner, outer = at_random_point(problem)
-    algorithm = hk.MRBO(hk.kfac(0.1))
+    algorithm = hk.algorithms.MRBO(hk.kfac(0.1))
     state = algorithm.init(problem.problem(), model, hyper)
     here, there = two_points(state, inner, outer, state.inner.values(), state.outer.values())
     assert torch.equal(here.grads["value"], there.grads["value"])
@@ -139,11 +139,11 @@ def test_mrbo_momentum_is_the_recursive_one() -> None:
     """The second step by hand, on other batches than the first: with the same ones the correction would vanish."""
     problem, eta = Quadratic(examples=6, noise=0.2), 0.25
     model, hyper = problem.modules()
-    algorithm = hk.MRBO(hk.cg(3, 0.0), eta, inner_rate=0.3, outer_rate=0.2)
+    algorithm = hk.algorithms.MRBO(hk.cg(3, 0.0), eta, inner_rate=0.3, outer_rate=0.2)
     source, outer = problem.batches(2).inner_source, problem.data()[1]
-    assert isinstance(source, hk.Examples)
+    assert isinstance(source, hk.algorithms.Examples)
     order = iter([0, 1, 2, 0])  # a batch for θ, then one for the hypergradient, at each step
-    batches = hk.BatchSources(lambda: source.batch(next(order)), outer)
+    batches = hk.algorithms.BatchSources(lambda: source.batch(next(order)), outer)
     state = algorithm.init(problem.problem(), model, hyper)
 
     def directions(first: int, second: int) -> tuple[Tensor, Tensor]:
@@ -166,11 +166,11 @@ def test_fsla_momentum_is_the_recursive_one() -> None:
     """The second step of λ by hand, with v and θ read from the state."""
     problem, eta = Quadratic(examples=6, noise=0.2), 0.25
     model, hyper = problem.modules()
-    algorithm = hk.FSLA(momentum=eta, inner_rate=0.3, outer_rate=0.2)
+    algorithm = hk.algorithms.FSLA(momentum=eta, inner_rate=0.3, outer_rate=0.2)
     source, outer = problem.batches(2).inner_source, problem.data()[1]
-    assert isinstance(source, hk.Examples)
+    assert isinstance(source, hk.algorithms.Examples)
     order = iter([0, 1, 2, 1, 2, 0])  # θ, v, λ at each step
-    batches = hk.BatchSources(lambda: source.batch(next(order)), outer)
+    batches = hk.algorithms.BatchSources(lambda: source.batch(next(order)), outer)
     state = algorithm.init(problem.problem(), model, hyper)
 
     def h(batch: int) -> Tensor:
@@ -192,12 +192,12 @@ def test_saba_reduces_the_variance_of_every_oracle_by_its_table() -> None:
     problem = Quadratic(examples=8, noise=0.2)
     model, hyper = problem.modules()
     nn.init.ones_(next(hyper.parameters()))
-    algorithm = hk.SABA(inner_rate=0.2, outer_rate=0.1)
+    algorithm = hk.algorithms.SABA(inner_rate=0.2, outer_rate=0.1)
     state, batches = algorithm.init(problem.problem(), model, hyper), problem.batches(3)
     inner, outer = batches.finite("the test")
     tables = {name: [torch.zeros(())] * 3 for name in ("inner", "product", "crossed", "b", "direct")}
     for i, j in [(0, 2), (2, 1), (1, 0), (0, 0), (2, 2)]:
-        found = derivatives.parts(state, inner.batch(i), outer.batch(j), state.trees["v"], hk.Hessian())
+        found = derivatives.parts(state, inner.batch(i), outer.batch(j), state.trees["v"], hk.curvature.Hessian())
         along = {}
         for name, table in tables.items():
             source, k = (inner, i) if name in ("inner", "product", "crossed") else (outer, j)
@@ -218,7 +218,7 @@ def test_vrbo_keeps_its_directions_up_by_differences() -> None:
     """λ's second step by hand: the full direction at the first point, moved by one batch's difference."""
     problem, method = Quadratic(examples=8, noise=0.2), hk.cg(3, 0.0)
     model, hyper = problem.modules()
-    algorithm = hk.VRBO(method, 1, inner_rate=0.2, outer_rate=0.1)
+    algorithm = hk.algorithms.VRBO(method, 1, inner_rate=0.2, outer_rate=0.1)
     state, batches = algorithm.init(problem.problem(), model, hyper), problem.batches(3)
     inner, outer = batches.finite("the test")
 
@@ -239,7 +239,7 @@ def test_vrbo_keeps_its_directions_up_by_differences() -> None:
 def test_unroll_moves_theta_by_its_own_steps(restart: bool) -> None:
     problem = Quadratic()
     model, hyper = problem.modules()
-    algorithm = hk.Unroll(3, SGD(0.4), restart=restart, outer_rate=0.0)
+    algorithm = hk.algorithms.Unroll(3, SGD(0.4), restart=restart, outer_rate=0.0)
     state, batches = algorithm.init(problem.problem(), model, hyper), problem.batches()
     for _ in range(2):
         algorithm.step(state, batches)
@@ -256,7 +256,7 @@ def test_pzobo_is_a_gaussian_estimate_of_the_unrolled_hypergradient() -> None:
     """θ_T is affine in λ here, so each difference is exact: ∂_λ f + mean_q u_q (u_q · Jᵀb)."""
     problem = Quadratic()
     model, hyper = problem.modules()
-    algorithm = hk.PZOBO(4, samples=3, radius=0.5, seed=7, inner_rate=0.4, outer_rate=1.0)
+    algorithm = hk.algorithms.PZOBO(4, samples=3, radius=0.5, seed=7, inner_rate=0.4, outer_rate=1.0)
     state, batches = algorithm.init(problem.problem(), model, hyper), problem.batches()
     inner, outer = batches.inner(), batches.outer()
     exact = hk.unrolled(4, SGD(0.4)).compute(problem.problem(), model, hyper, inner, outer).grads["value"]
@@ -274,7 +274,7 @@ def test_sama_reads_adam_and_nudges() -> None:
     for name, make in (("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)):
         for nudge in (False, True):
             model, hyper = problem.modules()
-            algorithm = hk.SAMA(2, alpha=0.1, nudge=nudge)
+            algorithm = hk.algorithms.SAMA(2, alpha=0.1, nudge=nudge)
             state = algorithm.init(problem.problem(), model, hyper, inner=make(model.parameters(), lr=0.1))
             batches = problem.batches()
             before = [algorithm.step(state, batches) for _ in range(2)]
@@ -288,8 +288,19 @@ def test_batch_norm_counts_the_real_steps_only() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     problem = Quadratic(examples=6, noise=0.2)
     _, hyper = problem.modules()
-    counted: list[tuple[Any, int]] = [(hk.aid_cg(2, inner_steps=3), 3), (hk.F2SA(2), 2), (hk.BOME(4), 1)]
-    counted += [(hk.SOBA(), 1), (hk.SRBA(), 1), (hk.SABA(), 1), (hk.MRBO(), 1), (hk.Unroll(3), 3), (hk.DARTS(), 1)]
+    counted: list[tuple[Any, int]] = [
+        (hk.algorithms.aid_cg(2, inner_steps=3), 3),
+        (hk.algorithms.F2SA(2), 2),
+        (hk.algorithms.BOME(4), 1),
+    ]
+    counted += [
+        (hk.algorithms.SOBA(), 1),
+        (hk.algorithms.SRBA(), 1),
+        (hk.algorithms.SABA(), 1),
+        (hk.algorithms.MRBO(), 1),
+        (hk.algorithms.Unroll(3), 3),
+        (hk.algorithms.DARTS(), 1),
+    ]
     for algorithm, steps in counted:
         state = algorithm.init(problem.problem(), model, hyper)
         before = int(model[1].num_batches_tracked)
@@ -312,12 +323,12 @@ def test_a_twin_moves_as_its_original(kind: Any) -> None:
     groups = [{"params": [model.weight]}, {"params": [bias], "lr": 0.5}]
     if kind is torch.optim.LBFGS:
         with pytest.raises(hk.HyperkronError, match="closure"):
-            hk.Updates(kind([model.weight]))
+            hk.algorithms.Updates(kind([model.weight]))
         return
     if kind.__name__ == "Muon":  # for matrices only
         groups = [{"params": [model.weight]}]
     params = {"weight": model.weight} if len(groups) == 1 else {"weight": model.weight, "bias": bias}
-    own = LevelOptimizer(params, kind(groups, lr=0.1), hk.Rate(0.0))
+    own = LevelOptimizer(params, kind(groups, lr=0.1), hk.algorithms.Rate(0.0))
     twin = own.twin()
     direction = {name: torch.full_like(p, 0.3) for name, p in params.items()}
     if kind is torch.optim.SparseAdam:
@@ -335,7 +346,7 @@ def test_t1t2_finds_the_same_direction_by_any_cross_term(cross: Any) -> None:
     ends = []
     for mode in ("reverse", cross):
         model, hyper = problem.modules()
-        algorithm = hk.T1T2(cross=mode)
+        algorithm = hk.algorithms.T1T2(cross=mode)
         state, batches = algorithm.init(problem.problem(), model, hyper), problem.batches()
         for _ in range(3):
             algorithm.step(state, batches)
@@ -368,21 +379,21 @@ def tensors(state: Any) -> list[Tensor]:
     ("make", "says"),
     [
         (lambda: hk.AID("kfac"), "hypergradient='kfac' is a str"),
-        (lambda: hk.AID(hk.KFAC()), "Implicit"),
-        (lambda: hk.aid_cg(inner_steps=0), "inner_steps=0"),
-        (lambda: hk.SOBA(curvature=hk.KFAC()), "KFAC makes no sense in SOBA"),
-        (lambda: hk.FSLA(curvature=hk.EKFAC()), "AmIGO"),
-        (lambda: hk.AmIGO(hypergradient=hk.cg(3)), "warm_start=True"),
-        (lambda: hk.AmIGO(hypergradient=hk.neumann(3)), "cannot be warm-started"),
-        (lambda: hk.AmIGO(hypergradient=hk.unrolled(3)), "no linear system"),
-        (lambda: hk.SUSTAIN(hk.cg(3)), "use MRBO"),
-        (lambda: hk.Rate(-1.0), "scale=-1.0"),
-        (lambda: hk.aid_cg(inner_rate=float("nan")), "finite"),
-        (lambda: hk.StochasticNeumann(3, 0.1, sampled=True, misscaled=True), "HIA"),
-        (lambda: hk.BOME(barrier="none"), "barrier"),
-        (lambda: hk.Updates("sgd"), "torch.optim"),
-        (lambda: hk.BatchSources([1, 2], None), "one batch or many"),
-        (lambda: hk.Examples(torch.zeros(3), torch.zeros(2), batch_size=1), "lengths"),
+        (lambda: hk.AID(hk.curvature.KFAC()), "Implicit"),
+        (lambda: hk.algorithms.aid_cg(inner_steps=0), "inner_steps=0"),
+        (lambda: hk.algorithms.SOBA(curvature=hk.curvature.KFAC()), "KFAC makes no sense in SOBA"),
+        (lambda: hk.algorithms.FSLA(curvature=hk.curvature.EKFAC()), "AmIGO"),
+        (lambda: hk.algorithms.AmIGO(hypergradient=hk.cg(3)), "warm_start=True"),
+        (lambda: hk.algorithms.AmIGO(hypergradient=hk.neumann(3)), "cannot be warm-started"),
+        (lambda: hk.algorithms.AmIGO(hypergradient=hk.unrolled(3)), "no linear system"),
+        (lambda: hk.algorithms.SUSTAIN(hk.cg(3)), "use MRBO"),
+        (lambda: hk.algorithms.Rate(-1.0), "scale=-1.0"),
+        (lambda: hk.algorithms.aid_cg(inner_rate=float("nan")), "finite"),
+        (lambda: hk.algorithms.StochasticNeumann(3, 0.1, sampled=True, misscaled=True), "HIA"),
+        (lambda: hk.algorithms.BOME(barrier="none"), "barrier"),
+        (lambda: hk.algorithms.Updates("sgd"), "torch.optim"),
+        (lambda: hk.algorithms.BatchSources([1, 2], None), "one batch or many"),
+        (lambda: hk.algorithms.Examples(torch.zeros(3), torch.zeros(2), batch_size=1), "lengths"),
     ],
 )
 def test_nonsense_is_refused_with_the_reason(make: Any, says: str) -> None:
@@ -390,27 +401,29 @@ def test_nonsense_is_refused_with_the_reason(make: Any, says: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("algorithm", [hk.SABA(), hk.SRBA(), hk.VRBO()], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize(
+    "algorithm", [hk.algorithms.SABA(), hk.algorithms.SRBA(), hk.algorithms.VRBO()], ids=lambda a: type(a).__name__
+)
 def test_finite_sum_methods_ask_for_a_finite_sum(algorithm: Any) -> None:
     problem = Quadratic()
     inner, outer = problem.data()
     state = algorithm.init(problem.problem(), *problem.modules())
     with pytest.raises(hk.HyperkronError, match="Examples"):
-        algorithm.step(state, hk.BatchSources(inner, outer))
+        algorithm.step(state, hk.algorithms.BatchSources(inner, outer))
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     problem = Quadratic()
     model, hyper = problem.modules()
     with pytest.raises(hk.HyperkronError, match="outer_optimizer does not hold value"):
-        hk.aid_cg().init(problem.problem(), model, hyper, outer=torch.optim.SGD(model.parameters(), lr=0.1))
+        hk.algorithms.aid_cg().init(problem.problem(), model, hyper, outer=torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(hk.HyperkronError, match="functional steps"):
-        hk.Unroll(3).init(problem.problem(), model, hyper, inner=torch.optim.SGD(model.parameters(), lr=0.1))
+        hk.algorithms.Unroll(3).init(problem.problem(), model, hyper, inner=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_divergence_is_named() -> None:
     problem = Quadratic()
-    algorithm = hk.SOBA(inner_rate=1e200, outer_rate=1e200)
+    algorithm = hk.algorithms.SOBA(inner_rate=1e200, outer_rate=1e200)
     run = hk.fit(problem.problem(), *problem.modules(), algorithm, *problem.data(), steps=0)
     with pytest.raises(hk.NonFiniteError):
         run.advance(10)

@@ -99,7 +99,9 @@ def test_the_gauss_newton_matrix_is_the_information_of_two_outcomes() -> None:
     _, evidence = some()
     problem = hk.BilevelProblem(lambda m, h, b: likelihood(m(x), evidence), lambda m, h, b: m(x).sum())
     with Point(problem, model, nn.Linear(1, 1, dtype=DOUBLE), None, None) as point:
-        found = oracles.dense(hk.GGN().operator(point, hk.GGN().init()).matvec, oracles.trainable(model))
+        found = oracles.dense(
+            hk.curvature.GGN().operator(point, hk.curvature.GGN().init()).matvec, oracles.trainable(model)
+        )
     e = (evidence - evidence.max(1, keepdim=True).values).exp()
     s = (model(x).softmax(1) * e).sum(1)
     slopes = oracles.jacobian(s, list(model.parameters()))
@@ -191,7 +193,7 @@ def solved() -> tuple[Converged, Evidence, Tensor]:
 
 def test_the_exact_hypergradient_is_that_of_solving_again(solved: tuple[Converged, Evidence, Tensor]) -> None:
     case, at, wanted = solved
-    found = case.hypergradient(hk.cg(200, curvature=hk.Hessian(0.0), tolerance=1e-12), at)
+    found = case.hypergradient(hk.cg(200, curvature=hk.curvature.Hessian(0.0), tolerance=1e-12), at)
     assert oracles.relative(found, wanted) < 1e-5
     assert float(wanted.abs().min()) > 1e-3  # there is something to agree with
 
@@ -207,7 +209,11 @@ def test_the_outer_objective_asks_for_few_experts_and_whole_labels() -> None:
 @pytest.mark.parametrize("name", ["ggn", "kfac"])
 def test_approximate_curvature_gives_the_right_signs(name: str, solved: tuple[Converged, Evidence, Tensor]) -> None:
     case, at, wanted = solved
-    method = hk.cg(200, curvature=hk.GGN(1e-3), tolerance=1e-10) if name == "ggn" else hk.kfac(1e-3, fisher="type-2")
+    method = (
+        hk.cg(200, curvature=hk.curvature.GGN(1e-3), tolerance=1e-10)
+        if name == "ggn"
+        else hk.kfac(1e-3, fisher="type-2")
+    )
     found = case.hypergradient(method, at)
     direct = torch.stack(
         [

@@ -71,7 +71,7 @@ def test_the_operator_graph_gives_the_cross_term_for_free() -> None:
 def test_another_curvature_batch_does_not_lend_its_graph() -> None:
     case = make(mlp(3, 4, 2), (3,), hyper=random_weights(5))
     x, y = case.inner_batch
-    made = hk.Implicit(hk.Hessian(5.0), hk.CG(100, 1e-12), cross="reverse")
+    made = hk.Implicit(hk.curvature.Hessian(5.0), hk.solvers.CG(100, 1e-12), cross="reverse")
     found = made.compute(*case.arguments, curvature_batch=(2 * x, y)).grads
     curved = make(mlp(3, 4, 2), (3,), hyper=case.hyper)
     curved.model, curved.inner_batch = case.model, (2 * x, y)

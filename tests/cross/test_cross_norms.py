@@ -59,7 +59,7 @@ def test_hessian_products_through_weight_norm_are_right(old: bool) -> None:
         assert result.solution is not None
         v = oracles.flat(result.solution.value)
         b = oracles.gradient(hk.losses.cross_entropy(elementary(model, X), Y.flip(0)).value, params)
-        if isinstance(made.curvature, hk.Hessian):
+        if isinstance(made.curvature, hk.curvature.Hessian):
             assert float((hessian @ v + damping * v - b).norm() / b.norm()) < 1e-10
         mixed = oracles.hessian(
             lambda: hk.losses.cross_entropy(elementary(model, X), Y, weight=hyper(index)).value, params, [hyper.weight]
@@ -110,7 +110,7 @@ def test_weight_norm_in_micro_batches_and_in_hyper_is_right() -> None:
     batch = X, Y, torch.arange(5)
     made = [
         hk.cg(30, 3.0, tolerance=1e-13).compute(p, model, hyper, batch, batch).grads
-        for p in (problem, hk.Accumulated(problem, 2))
+        for p in (problem, hk.training.Accumulated(problem, 2))
     ]
     assert oracles.relative(made[1], made[0]) < 1e-8
 

@@ -24,7 +24,7 @@ METHODS: dict[str, Callable[..., hk.Implicit]] = {
     "ekfac": lambda **options: hk.ekfac(0.1, **options),
     "identity": hk.identity,
     "pcg": lambda **options: hk.pcg(50, 0.1, **options),
-    "cg, GGN": lambda **options: hk.cg(50, curvature=hk.GGN(0.1), **options),
+    "cg, GGN": lambda **options: hk.cg(50, curvature=hk.curvature.GGN(0.1), **options),
 }
 
 

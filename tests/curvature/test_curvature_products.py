@@ -71,7 +71,7 @@ CASES: dict[str, Callable[[], Case]] = {
 def test_products_equal_the_dense_matrix(name: str, damping: float) -> None:
     case = CASES[name]()
     eye = damping * torch.eye(sum(p.numel() for p in case.params.values()), dtype=DOUBLE)
-    for curvature, wanted in ((hk.Hessian(damping), case.hessian()), (hk.GGN(damping), case.ggn())):
+    for curvature, wanted in ((hk.curvature.Hessian(damping), case.hessian()), (hk.curvature.GGN(damping), case.ggn())):
         with case.point() as point:
             operator = curvature.operator(point, curvature.init())
             found = oracles.dense(operator.matvec, case.params)
@@ -126,16 +126,16 @@ def test_sums_of_losses_on_several_outputs() -> None:
         both = torch.cat([logits, values], dim=1)
         sigma = hyper().detach()
         wanted = oracles.ggn(both, lambda f: plain(f[:, :3], f[:, 3:], sigma), list(params.values()))
-        found = oracles.dense(hk.GGN().operator(point, hk.GGN().init()).matvec, params)
+        found = oracles.dense(hk.curvature.GGN().operator(point, hk.curvature.GGN().init()).matvec, params)
         assert oracles.relative(found, wanted) < 1e-10
         hessian = oracles.hessian(lambda: plain(*model(x), sigma), list(params.values()))
-        found = oracles.dense(hk.Hessian().operator(point, hk.Hessian().init()).matvec, params)
+        found = oracles.dense(hk.curvature.Hessian().operator(point, hk.curvature.Hessian().init()).matvec, params)
         assert oracles.relative(found, hessian) < 1e-10
 
 
 def test_dropout_draws_one_mask_for_all_products() -> None:
     case = make(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2)), (3,))
-    for curvature in (hk.Hessian(), hk.GGN()):
+    for curvature in (hk.curvature.Hessian(), hk.curvature.GGN()):
         with case.point() as point:
             operator = curvature.operator(point, curvature.init())
             matrix = oracles.dense(operator.matvec, case.params)
@@ -148,8 +148,10 @@ def test_ggn_and_hessian_agree_where_the_model_is_linear() -> None:
     for loss in ("mse", "cross_entropy", "binary"):
         case = make(nn.Linear(3, 2), (3,), loss=loss, hyper=random_weights(5))
         with case.point() as point:
-            hessian = oracles.dense(hk.Hessian().operator(point, hk.Hessian().init()).matvec, case.params)
-            ggn = oracles.dense(hk.GGN().operator(point, hk.GGN().init()).matvec, case.params)
+            hessian = oracles.dense(
+                hk.curvature.Hessian().operator(point, hk.curvature.Hessian().init()).matvec, case.params
+            )
+            ggn = oracles.dense(hk.curvature.GGN().operator(point, hk.curvature.GGN().init()).matvec, case.params)
         assert oracles.relative(hessian, ggn) < 1e-12
 
 
@@ -209,7 +211,7 @@ def test_ggn_refuses_a_plain_scalar() -> None:
     case = make(nn.Linear(3, 2), (3,))
     scalar = hk.BilevelProblem(lambda m, h, b: case.inner(m, h, b).value, case.outer)
     with pytest.raises(hk.HyperkronError, match=r"plain scalar.*Hessian\(\)"):
-        hk.cg(3, curvature=hk.GGN(0.1)).compute(scalar, *case.arguments[1:])
+        hk.cg(3, curvature=hk.curvature.GGN(0.1)).compute(scalar, *case.arguments[1:])
     result = hk.cg(30, 0.1).compute(scalar, *case.arguments[1:])  # the Hessian needs no more than a scalar
     assert oracles.relative(result.grads, oracles.implicit(case, case.hessian(), damping=0.1)) < 1e-8
 
@@ -224,7 +226,7 @@ def test_adam_diagonal_is_the_derivative_of_the_step() -> None:
         before = {p: {k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()}
         optimizer.step()
     case = make(model, (3,))
-    curvature = hk.AdamDiagonal(optimizer)
+    curvature = hk.curvature.AdamDiagonal(optimizer)
     b = {n: torch.ones_like(p) for n, p in case.params.items()}
     with case.point() as point:
         operator = curvature.operator(point, curvature.init())
@@ -236,7 +238,7 @@ def test_adam_diagonal_is_the_derivative_of_the_step() -> None:
         (slope,) = torch.autograd.grad((m / s.sqrt()).sum(), g)
         assert oracles.relative(v[name], 0.1 * slope) < 1e-10
         assert oracles.relative(back[name], b[name]) < 1e-12
-    sgd = hk.AdamDiagonal(torch.optim.SGD(model.parameters(), lr=0.1))
+    sgd = hk.curvature.AdamDiagonal(torch.optim.SGD(model.parameters(), lr=0.1))
     with case.point() as point:
         v = sgd.operator(point, sgd.init()).solve(b)
     assert all(math.isclose(float(x.min()), 0.1) and math.isclose(float(x.max()), 0.1) for x in v.values())
@@ -257,4 +259,4 @@ def test_curvature_that_is_not_counted_is_said(
     case = make(nn.Linear(3, 2), (3,))
     problem = hk.BilevelProblem(lambda m, h, b: case.inner(m, h, b) + extra(m), case.outer)
     with pytest.warns(hk.HyperkronWarning, match=message):
-        hk.cg(3, curvature=hk.GGN(0.1)).compute(problem, *case.arguments[1:])
+        hk.cg(3, curvature=hk.curvature.GGN(0.1)).compute(problem, *case.arguments[1:])

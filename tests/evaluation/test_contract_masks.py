@@ -18,10 +18,10 @@ from photographs import Case
 
 
 CURVATURES: dict[str, Curvature] = {
-    "hessian": hk.Hessian(0.1),
-    "ggn": hk.GGN(0.1),
-    "kfac": hk.KFAC(0.1),
-    "ekfac": hk.EKFAC(0.1),
+    "hessian": hk.curvature.Hessian(0.1),
+    "ggn": hk.curvature.GGN(0.1),
+    "kfac": hk.curvature.KFAC(0.1),
+    "ekfac": hk.curvature.EKFAC(0.1),
 }
 
 

@@ -38,7 +38,9 @@ def test_batches_made_in_inference_mode(name: str) -> None:
 
 
 @pytest.mark.parametrize("data", ["batch", "function", "examples"])
-@pytest.mark.parametrize("algorithm", [hk.aid_cg(2, inner_steps=2), hk.F2SA()], ids=["AID-CG", "F2SA"])
+@pytest.mark.parametrize(
+    "algorithm", [hk.algorithms.aid_cg(2, inner_steps=2), hk.algorithms.F2SA()], ids=["AID-CG", "F2SA"]
+)
 def test_fit_takes_them(algorithm: Any, data: str) -> None:
     reached = []
     for make in (lambda batch: batch, unfit):
@@ -47,7 +49,7 @@ def test_fit_takes_them(algorithm: Any, data: str) -> None:
         sources: Any = {
             "batch": given,
             "function": lambda given=given: given,
-            "examples": hk.Examples(*given, batch_size=4),
+            "examples": hk.algorithms.Examples(*given, batch_size=4),
         }
         hk.fit(PROBLEM, model, weights, algorithm, sources[data], given, steps=2)
         reached.append(weights.weight.detach())
@@ -100,7 +102,7 @@ def test_parameters_made_in_inference_mode_are_refused(which: str) -> None:
     for use in (
         lambda: hk.kfac().compute(PROBLEM, *given, batch, batch),
         lambda: hk.unrolled(2).compute(PROBLEM, *given, batch, batch),
-        lambda: hk.fit(PROBLEM, *given, hk.SOBA(), batch, batch, steps=1),
+        lambda: hk.fit(PROBLEM, *given, hk.algorithms.SOBA(), batch, batch, steps=1),
     ):
         with pytest.raises(hk.HyperkronError, match=rf"{which} parameter .* torch.inference_mode.*deepcopy\({which}\)"):
             use()

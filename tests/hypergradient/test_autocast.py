@@ -130,7 +130,7 @@ def test_micro_batches_do_without_autocast_too() -> None:
     weights, batch = hk.SampleWeights(32), (x, torch.arange(32) % 4, torch.arange(32))
     rounding = problem(True)
     pieces = [
-        hk.Accumulated(whole, micro_batch=8)
+        hk.training.Accumulated(whole, micro_batch=8)
         for whole in (problem(False), hk.BilevelProblem(rounding.inner, rounding.outer, autocast=False))
     ]
     wanted, found = (hk.cg(3).compute(p, model, weights, batch, batch).grads for p in pieces)
@@ -158,7 +158,7 @@ def test_algorithms_of_gradients_do_without_autocast_but_for_steps_of_theta(live
     rounding = problem(True)
     plain = hk.BilevelProblem(rounding.inner, rounding.outer, autocast=False)
     for name, given in {"plain": plain, "float32": problem(False), "bfloat16": rounding}.items():
-        state = hk.BOME().init(given, model, hk.SampleWeights(32))
+        state = hk.algorithms.BOME().init(given, model, hk.SampleWeights(32))
         found[name] = gradients(state, "inner", batch, live=live).theta
     same = "bfloat16" if live else "float32"
     assert all(torch.equal(found["plain"][name], found[same][name]) for name in found["plain"])
@@ -281,7 +281,7 @@ def test_looking_costs_one_evaluation_of_each_objective_now_and_then(
     arguments = looking(False), given, hk.SampleWeights(32), batch, batch
     monkeypatch.setattr(implicit, "RECHECK", 3)
     calls: list[int] = []
-    method, counts = hk.Implicit(hk.Identity(), hk.Direct(), cross="reverse"), []
+    method, counts = hk.Implicit(hk.curvature.Identity(), hk.solvers.Direct(), cross="reverse"), []
     model.register_forward_hook(lambda *_: calls.append(1))
     for _ in range(4):
         method.compute(*arguments)

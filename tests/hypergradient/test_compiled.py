@@ -16,7 +16,7 @@ METHODS: dict[str, Any] = {
     "kfac": lambda: hk.kfac(0.01),
     "ekfac": lambda: hk.ekfac(0.01),
     "cg": lambda: hk.cg(5),
-    "cg, GGN": lambda: hk.cg(5, curvature=hk.GGN(0.01)),
+    "cg, GGN": lambda: hk.cg(5, curvature=hk.curvature.GGN(0.01)),
     "pcg": lambda: hk.pcg(5),
     "neumann": lambda: hk.neumann(3),
     "gradient_descent": lambda: hk.gradient_descent(3),
@@ -25,7 +25,7 @@ METHODS: dict[str, Any] = {
     "sama": hk.sama,
     "unrolled": lambda: hk.unrolled(3),
     "one_step": lambda: hk.one_step(0.1),
-    "stochastic Neumann": lambda: hk.StochasticNeumann(3),
+    "stochastic Neumann": lambda: hk.algorithms.StochasticNeumann(3),
 }
 
 
@@ -123,7 +123,9 @@ def test_a_compiled_lambda_keeps_its_names() -> None:
     assert torch.allclose(weights.weight.grad, wanted, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("algorithm", [hk.aid_kfac(0.1, inner_steps=2), hk.SOBA()], ids=["AID", "SOBA"])
+@pytest.mark.parametrize(
+    "algorithm", [hk.algorithms.aid_kfac(0.1, inner_steps=2), hk.algorithms.SOBA()], ids=["AID", "SOBA"]
+)
 def test_fit_trains_the_compiled_model(algorithm: Any) -> None:
     reached = []
     for compile in (False, True):

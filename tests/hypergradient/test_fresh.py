@@ -24,9 +24,9 @@ from quadratic import Quadratic
 
 WEIGHT = nn.Parameter(torch.ones(2))
 OTHERS: dict[str, Any] = {
-    "curvature": hk.GGN(0.7),
-    "solver": hk.Neumann(4, 0.2),
-    "preconditioner": hk.KFAC(0.3),
+    "curvature": hk.curvature.GGN(0.7),
+    "solver": hk.solvers.Neumann(4, 0.2),
+    "preconditioner": hk.curvature.KFAC(0.3),
     "optimizer": Adam(0.03),
     "radius": 0.3,
     "split": "plain",
@@ -34,7 +34,7 @@ OTHERS: dict[str, Any] = {
 """Options whose other value cannot be guessed from their type."""
 SPECIAL = {("sama", "optimizer"): torch.optim.SGD([WEIGHT], lr=0.3)}
 NEEDS: dict[str, dict[str, Any]] = {
-    "Implicit": {"curvature": hk.Hessian(0.1), "solver": hk.CG(3)},
+    "Implicit": {"curvature": hk.curvature.Hessian(0.1), "solver": hk.solvers.CG(3)},
     "Unrolled": {"steps": 3},
 }
 """What must be given."""
@@ -118,7 +118,7 @@ def test_a_fresh_one_keeps_every_option_and_drops_all_memory(maker: str, given: 
     assert described(method) == before, "the two share memory"
 
 
-@pytest.mark.parametrize("method", [hk.kfac, hk.cg, lambda: hk.hia(4)], ids=["kfac", "cg", "hia"])
+@pytest.mark.parametrize("method", [hk.kfac, hk.cg, lambda: hk.algorithms.hia(4)], ids=["kfac", "cg", "hia"])
 def test_there_is_memory_to_drop(method: Any) -> None:
     assert described(used(method())) != described(method())
 
@@ -126,7 +126,7 @@ def test_there_is_memory_to_drop(method: Any) -> None:
 WITH = [c for c in subclasses(Algorithm) if "hypergradient" in {f.name for f in dataclasses.fields(c)}]
 
 
-@pytest.mark.parametrize("kind", [c for c in WITH if c is not hk.SUSTAIN], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("kind", [c for c in WITH if c is not hk.algorithms.SUSTAIN], ids=lambda c: c.__name__)
 def test_algorithms_take_the_method_as_it_is(kind: Any) -> None:
     """Each has a fresh one of its own, with all of its options."""
     problem = Quadratic(ridge=0.1)

@@ -29,13 +29,13 @@ LOSSES: dict[str, tuple[Any, Target]] = {
     "mse": (hk.losses.mse, lambda f, g: torch.randn(f.shape, generator=g)),
     "binary": (hk.losses.binary_cross_entropy, lambda f, g: torch.rand(f.shape, generator=g)),
 }
-METHODS: dict[str, Callable[[torch.optim.Optimizer], hk.Hypergradient]] = {
+METHODS: dict[str, Callable[[torch.optim.Optimizer], hk.hypergradient.Hypergradient]] = {
     "kfac": lambda _: hk.kfac(0.1, fisher="type-2"),
     "kfac, exact": lambda _: hk.kfac(0.1, fisher="type-2", split="exact"),
     "kfac, mc": lambda _: hk.kfac(0.1),
     "ekfac": lambda _: hk.ekfac(0.1, fisher="type-2"),
     "cg": lambda _: hk.cg(6, damping=0.5),
-    "cg, ggn": lambda _: hk.cg(6, damping=0.1, curvature=hk.GGN(0.1)),
+    "cg, ggn": lambda _: hk.cg(6, damping=0.1, curvature=hk.curvature.GGN(0.1)),
     "pcg": lambda _: hk.pcg(4, damping=0.1),
     "neumann": lambda _: hk.neumann(6, damping=0.5),
     "gradient_descent": lambda _: hk.gradient_descent(6, damping=0.5),
@@ -141,7 +141,7 @@ def test_vectors_far_outside_float16_are_scaled_into_it() -> None:
     inner = lambda m, h, b: hk.losses.cross_entropy(m(b[0].half()), b[1], weight=h())  # noqa: E731
     problem = hk.BilevelProblem(inner, inner)
     with Point(problem, model, Weights(24), (x, y), (x, y)) as point:
-        for kind in (hk.Hessian(), hk.GGN()):
+        for kind in (hk.curvature.Hessian(), hk.curvature.GGN()):
             operator = kind.operator(point, kind.init())
             v = trees.map(lambda p: torch.randn(p.shape, generator=torch.Generator().manual_seed(2)), point.params)
             one = operator.matvec(v)

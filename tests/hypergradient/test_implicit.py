@@ -19,28 +19,32 @@ def convex() -> Case:
     return make(mlp(3, 4, 3), (3,), loss="cross_entropy", hyper=random_weights(5), decay={"0.weight": 0.1})
 
 
-SOLVERS: dict[str, Callable[[hk.Hessian | hk.GGN], hk.Implicit]] = {
-    "cg": lambda a: hk.Implicit(a, hk.CG(200, 1e-12)),
-    "pcg": lambda a: hk.Implicit(a, hk.CG(200, 1e-12), preconditioner=hk.KFAC(1.0)),
-    "pcg by ekfac": lambda a: hk.Implicit(a, hk.CG(200, 1e-12), preconditioner=hk.EKFAC(1.0)),
-    "neumann": lambda a: hk.Implicit(a, hk.Neumann(300)),
-    "gradient descent": lambda a: hk.Implicit(a, hk.GradientDescent(300)),
-    "gradient descent by kfac": lambda a: hk.Implicit(a, hk.GradientDescent(100), preconditioner=hk.KFAC(1.0)),
-    "gradient descent by ekfac": lambda a: hk.Implicit(a, hk.GradientDescent(100), preconditioner=hk.EKFAC(1.0)),
+SOLVERS: dict[str, Callable[[hk.curvature.Hessian | hk.curvature.GGN], hk.Implicit]] = {
+    "cg": lambda a: hk.Implicit(a, hk.solvers.CG(200, 1e-12)),
+    "pcg": lambda a: hk.Implicit(a, hk.solvers.CG(200, 1e-12), preconditioner=hk.curvature.KFAC(1.0)),
+    "pcg by ekfac": lambda a: hk.Implicit(a, hk.solvers.CG(200, 1e-12), preconditioner=hk.curvature.EKFAC(1.0)),
+    "neumann": lambda a: hk.Implicit(a, hk.solvers.Neumann(300)),
+    "gradient descent": lambda a: hk.Implicit(a, hk.solvers.GradientDescent(300)),
+    "gradient descent by kfac": lambda a: hk.Implicit(
+        a, hk.solvers.GradientDescent(100), preconditioner=hk.curvature.KFAC(1.0)
+    ),
+    "gradient descent by ekfac": lambda a: hk.Implicit(
+        a, hk.solvers.GradientDescent(100), preconditioner=hk.curvature.EKFAC(1.0)
+    ),
 }
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("curvature", [hk.Hessian, hk.GGN])
+@pytest.mark.parametrize("curvature", [hk.curvature.Hessian, hk.curvature.GGN])
 @pytest.mark.parametrize("cross", ["auto", "reverse"])
 def test_converged_solvers_give_the_dense_hypergradient(
-    solver: str, curvature: type[hk.Hessian] | type[hk.GGN], cross: str
+    solver: str, curvature: type[hk.curvature.Hessian] | type[hk.curvature.GGN], cross: str
 ) -> None:
     case = convex()
-    matrix = case.hessian() if curvature is hk.Hessian else case.ggn()
+    matrix = case.hessian() if curvature is hk.curvature.Hessian else case.ggn()
     assert float(torch.linalg.eigvalsh(matrix)[0]) > -0.9
     made = SOLVERS[solver](curvature(1.0))
-    made.cross = hk.Implicit(hk.Identity(), hk.Direct(), cross=cross).cross  # type: ignore[arg-type]
+    made.cross = hk.Implicit(hk.curvature.Identity(), hk.solvers.Direct(), cross=cross).cross  # type: ignore[arg-type]
     result = made.compute(*case.arguments)
     assert result.status.ok
     assert oracles.relative(result.grads, oracles.implicit(case, matrix, damping=1.0)) < 1e-6
@@ -51,11 +55,11 @@ def test_converged_solvers_give_the_dense_hypergradient(
     ("made", "curvature"),
     [
         (lambda: hk.cg(200, 1.0, tolerance=1e-12), "hessian"),
-        (lambda: hk.cg(200, curvature=hk.GGN(1.0), tolerance=1e-12), "ggn"),
+        (lambda: hk.cg(200, curvature=hk.curvature.GGN(1.0), tolerance=1e-12), "ggn"),
         (lambda: hk.pcg(200, 1.0, tolerance=1e-12), "ggn"),
         (lambda: hk.neumann(300, 1.0), "hessian"),
         (lambda: hk.gradient_descent(300, 1.0), "hessian"),
-        (lambda: hk.gradient_descent(100, 1.0, preconditioner=hk.KFAC(1.0)), "hessian"),
+        (lambda: hk.gradient_descent(100, 1.0, preconditioner=hk.curvature.KFAC(1.0)), "hessian"),
     ],
     ids=["cg", "cg on the ggn", "pcg", "neumann", "gradient descent", "gradient descent by kfac"],
 )
@@ -130,22 +134,28 @@ def ill_conditioned() -> Case:
 def test_preconditioning_by_kfac_saves_products() -> None:
     case = ill_conditioned()
     damping = 1e-4
-    exact = hk.Implicit(hk.GGN(damping), hk.CG(2000, 1e-14), cross="reverse").compute(*case.arguments).grads
+    exact = (
+        hk.Implicit(hk.curvature.GGN(damping), hk.solvers.CG(2000, 1e-14), cross="reverse")
+        .compute(*case.arguments)
+        .grads
+    )
     preconditioners = {
         "none": None,
-        "kfac": hk.KFAC(damping, fisher="type-2"),
-        "kfac, mc": hk.KFAC(damping),
-        "kfac, exact damping": hk.KFAC(damping, fisher="type-2", split="exact"),
-        "ekfac": hk.EKFAC(damping, fisher="type-2"),
+        "kfac": hk.curvature.KFAC(damping, fisher="type-2"),
+        "kfac, mc": hk.curvature.KFAC(damping),
+        "kfac, exact damping": hk.curvature.KFAC(damping, fisher="type-2", split="exact"),
+        "ekfac": hk.curvature.EKFAC(damping, fisher="type-2"),
     }
     spent, early = {}, {}
     for name, preconditioner in preconditioners.items():
-        made = hk.Implicit(hk.GGN(damping), hk.CG(2000, 1e-6), preconditioner=preconditioner, cross="reverse")
+        made = hk.Implicit(
+            hk.curvature.GGN(damping), hk.solvers.CG(2000, 1e-6), preconditioner=preconditioner, cross="reverse"
+        )
         result = made.compute(*case.arguments)
         assert result.status is hk.Status.CONVERGED
         assert oracles.relative(result.grads, exact) < 1e-4
         spent[name] = int(result.stats["products"])
-        made = hk.Implicit(hk.GGN(damping), hk.CG(10), preconditioner=preconditioner, cross="reverse")
+        made = hk.Implicit(hk.curvature.GGN(damping), hk.solvers.CG(10), preconditioner=preconditioner, cross="reverse")
         early[name] = oracles.relative(made.compute(*case.arguments).grads, exact)
     print(f"products to a residual of 1e-6: {spent}; error of the hypergradient after 10 products: {early}")
     for name in list(preconditioners)[1:]:
@@ -169,24 +179,26 @@ def test_warm_start_continues_from_the_previous_solution() -> None:
     assert oracles.relative(result.grads, wanted) < 1e-6
 
 
-def kfac_matrix(case: Case, curvature: hk.KFAC) -> Tensor:
+def kfac_matrix(case: Case, curvature: hk.curvature.KFAC) -> Tensor:
     """B ⊗ A and its damping at the point of ``case``, column by column."""
     with case.point() as point:
         return oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("curvature", [hk.Hessian, hk.GGN])
+@pytest.mark.parametrize("curvature", [hk.curvature.Hessian, hk.curvature.GGN])
 def test_a_few_preconditioned_steps_are_the_formula_with_their_polynomial(
-    curvature: type[hk.Hessian] | type[hk.GGN], steps: int
+    curvature: type[hk.curvature.Hessian] | type[hk.curvature.GGN], steps: int
 ) -> None:
     """v_k = (I − (I − ηM⁻¹A)^k) A⁻¹b, all dense, as the inverse of one matrix."""
-    case, second = convex(), hk.KFAC(1.0, fisher="type-2")
-    matrix, m = case.hessian() if curvature is hk.Hessian else case.ggn(), kfac_matrix(case, second)
+    case, second = convex(), hk.curvature.KFAC(1.0, fisher="type-2")
+    matrix, m = case.hessian() if curvature is hk.curvature.Hessian else case.ggn(), kfac_matrix(case, second)
     eye = torch.eye(len(m), dtype=DOUBLE)
     power = torch.linalg.matrix_power(eye - 0.7 * torch.linalg.solve(m, matrix + eye), steps)
     approximate = (eye - power) @ torch.linalg.inv(matrix + eye)
-    made = hk.Implicit(curvature(1.0), hk.GradientDescent(steps, step=0.7), preconditioner=second, cross="reverse")
+    made = hk.Implicit(
+        curvature(1.0), hk.solvers.GradientDescent(steps, step=0.7), preconditioner=second, cross="reverse"
+    )
     result = made.compute(*case.arguments)
     assert result.status is hk.Status.BUDGET and result.stats["products"] == steps - 1
     assert oracles.relative(result.grads, oracles.implicit(case, torch.linalg.inv(approximate))) < 1e-9
@@ -194,10 +206,12 @@ def test_a_few_preconditioned_steps_are_the_formula_with_their_polynomial(
 
 def test_amigo_follows_by_preconditioned_steps_from_the_last_solution() -> None:
     """v of two steps, the second from where the first ended, by hand on the full batch at the θ and λ of each."""
-    case, second = convex(), hk.KFAC(1.0, fisher="type-2")
-    algorithm = hk.AmIGO(3, hypergradient=hk.gradient_descent(2, 1.0, step=0.5, preconditioner=second), outer_rate=0.1)
+    case, second = convex(), hk.curvature.KFAC(1.0, fisher="type-2")
+    algorithm = hk.algorithms.AmIGO(
+        3, hypergradient=hk.gradient_descent(2, 1.0, step=0.5, preconditioner=second), outer_rate=0.1
+    )
     state = algorithm.init(case.problem, case.model, case.hyper)
-    batches, params = hk.BatchSources(case.inner_batch, case.outer_batch), list(case.params.values())
+    batches, params = hk.algorithms.BatchSources(case.inner_batch, case.outer_batch), list(case.params.values())
     v = torch.zeros(sum(p.numel() for p in params), dtype=DOUBLE)
     for _ in range(2):
         before = case.hyper.weight.detach().clone()
@@ -234,14 +248,14 @@ def test_curvature_can_come_from_another_batch(solver: str) -> None:
     other = make(mlp(3, 4, 3), (3,), loss="cross_entropy", hyper=case.hyper, seed=7, decay=case.decay)
     other.model = case.model
     made = {
-        "kfac": hk.Implicit(hk.KFAC(1.0, fisher="type-2", split="exact"), hk.Direct()),
-        "cg": hk.cg(200, curvature=hk.GGN(1.0), tolerance=1e-12),
+        "kfac": hk.Implicit(hk.curvature.KFAC(1.0, fisher="type-2", split="exact"), hk.solvers.Direct()),
+        "cg": hk.cg(200, curvature=hk.curvature.GGN(1.0), tolerance=1e-12),
         "pcg": hk.pcg(200, 1.0, tolerance=1e-12),
     }[solver]
     found = made.compute(*case.arguments, curvature_batch=other.inner_batch).grads
     if solver == "kfac":
         with other.point() as point:
-            curvature = hk.KFAC(1.0, fisher="type-2", split="exact")
+            curvature = hk.curvature.KFAC(1.0, fisher="type-2", split="exact")
             matrix = oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
     else:
         matrix = other.ggn() + torch.eye(len(other.ggn()), dtype=DOUBLE)
@@ -250,16 +264,18 @@ def test_curvature_can_come_from_another_batch(solver: str) -> None:
 
 def test_combinations_without_sense_are_refused() -> None:
     with pytest.raises(hk.HyperkronError, match="takes no preconditioner"):
-        hk.Implicit(hk.GGN(), hk.Neumann(3), preconditioner=hk.KFAC())
+        hk.Implicit(hk.curvature.GGN(), hk.solvers.Neumann(3), preconditioner=hk.curvature.KFAC())
     with pytest.raises(hk.HyperkronError, match="warm_start"):
-        hk.Implicit(hk.KFAC(), hk.Direct(), warm_start=True)
+        hk.Implicit(hk.curvature.KFAC(), hk.solvers.Direct(), warm_start=True)
     case = convex()
     with pytest.raises(hk.HyperkronError, match="no inverse"):
-        hk.Implicit(hk.GGN(1.0), hk.Direct()).compute(*case.arguments)
+        hk.Implicit(hk.curvature.GGN(1.0), hk.solvers.Direct()).compute(*case.arguments)
     with pytest.raises(hk.HyperkronError, match="no inverse"):
-        hk.Implicit(hk.GGN(1.0), hk.CG(3), preconditioner=hk.GGN(1.0)).compute(*case.arguments)
+        hk.Implicit(hk.curvature.GGN(1.0), hk.solvers.CG(3), preconditioner=hk.curvature.GGN(1.0)).compute(
+            *case.arguments
+        )
     with pytest.raises(hk.HyperkronError, match="no inverse"):
-        hk.gradient_descent(3, 1.0, preconditioner=hk.Hessian(1.0)).compute(*case.arguments)
+        hk.gradient_descent(3, 1.0, preconditioner=hk.curvature.Hessian(1.0)).compute(*case.arguments)
     with pytest.raises(hk.HyperkronError, match="cross='backward'"):
         hk.kfac(cross="backward")  # type: ignore[arg-type]
 
@@ -276,8 +292,10 @@ class Pool(nn.Module):
         return self.head(self.mean(torch.tanh(self.norm(self.conv(x))))) * self.scale
 
 
-@pytest.mark.parametrize("curvature", [hk.KFAC(0.5), hk.KFAC(0.5, split="exact"), hk.EKFAC(0.5)])
-def test_a_direct_solve_is_the_inverse_of_the_product(curvature: hk.KFAC | hk.EKFAC) -> None:
+@pytest.mark.parametrize(
+    "curvature", [hk.curvature.KFAC(0.5), hk.curvature.KFAC(0.5, split="exact"), hk.curvature.EKFAC(0.5)]
+)
+def test_a_direct_solve_is_the_inverse_of_the_product(curvature: hk.curvature.KFAC | hk.curvature.EKFAC) -> None:
     """And the hypergradient is the formula with exactly this matrix in the place of A."""
     case = make(Pool(), (2, 3, 3), loss="cross_entropy", hyper=random_weights(5))
     with case.point() as point:
@@ -286,5 +304,5 @@ def test_a_direct_solve_is_the_inverse_of_the_product(curvature: hk.KFAC | hk.EK
         inverse = oracles.dense(operator.solve, case.params)
     eye = torch.eye(len(matrix), dtype=DOUBLE)
     assert oracles.relative(matrix @ inverse, eye) < 1e-10
-    found = hk.Implicit(curvature, hk.Direct(), cross="reverse").compute(*case.arguments).grads
+    found = hk.Implicit(curvature, hk.solvers.Direct(), cross="reverse").compute(*case.arguments).grads
     assert oracles.relative(found, oracles.implicit(case, matrix)) < 1e-8

@@ -178,10 +178,10 @@ def test_a_loaded_state_is_continued(device: str) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"curvature": hk.EKFAC(1e-2), "solver": hk.CG(3)}, "EKFAC and CG"),
-        ({"curvature": hk.KFAC(1e-2), "solver": hk.CG(3)}, "KFAC and CG"),
-        ({"curvature": hk.KFAC(1e-2, ema=0.9), "solver": hk.Direct()}, "ema=0.9"),
-        ({"curvature": hk.KFAC(1e-2, split="exact"), "solver": hk.Direct()}, "split='exact'"),
+        ({"curvature": hk.curvature.EKFAC(1e-2), "solver": hk.solvers.CG(3)}, "EKFAC and CG"),
+        ({"curvature": hk.curvature.KFAC(1e-2), "solver": hk.solvers.CG(3)}, "KFAC and CG"),
+        ({"curvature": hk.curvature.KFAC(1e-2, ema=0.9), "solver": hk.solvers.Direct()}, "ema=0.9"),
+        ({"curvature": hk.curvature.KFAC(1e-2, split="exact"), "solver": hk.solvers.Direct()}, "split='exact'"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(options: dict[str, Any], named: str) -> None:
@@ -205,7 +205,7 @@ def test_a_resnet_is_replayed_as_it_is_computed(tf32: bool, monkeypatch: pytest.
         hk.kfac(fisher="empirical", cross="difference", graph=graph) for graph in (False, False, True)
     )
 
-    def solved(method: hk.Hypergradient, coarse: bool) -> hk.HypergradientResult:
+    def solved(method: hk.hypergradient.Hypergradient, coarse: bool) -> hk.HypergradientResult:
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", coarse)
         return method.compute(PROBLEM, model, weights, (x, y, index), (x, y, index))
 

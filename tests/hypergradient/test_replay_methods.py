@@ -100,9 +100,9 @@ def test_sama_is_recorded_where_no_moments_are_read(device: str, adam: bool) -> 
 SOLVED: dict[str, Callable[..., hk.Implicit]] = {
     "cg": functools.partial(hk.cg, 2, 1.0),
     "cg, warm": functools.partial(hk.cg, 2, 1.0, warm_start=True),
-    "cg, GGN": functools.partial(hk.cg, 3, curvature=hk.GGN(0.1), cross="difference"),
+    "cg, GGN": functools.partial(hk.cg, 3, curvature=hk.curvature.GGN(0.1), cross="difference"),
     "neumann": functools.partial(hk.neumann, 5, 1.0, step=0.05),
-    "neumann, GGN": functools.partial(hk.neumann, 5, step=0.05, curvature=hk.GGN(0.1), cross="reverse"),
+    "neumann, GGN": functools.partial(hk.neumann, 5, step=0.05, curvature=hk.curvature.GGN(0.1), cross="reverse"),
     "gradient descent": functools.partial(hk.gradient_descent, 5, 1.0, step=0.05),
 }
 """Solvers that do all their iterations in :func:`trained`."""

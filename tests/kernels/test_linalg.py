@@ -130,7 +130,7 @@ def test_an_error_in_work_side_by_side_is_raised() -> None:
 def test_the_first_decompositions_of_a_process_may_be_side_by_side() -> None:
     """torch loads their library at the first call, and fails where two threads are the first."""
     script = (
-        "import torch; from hyperkron import linalg; m = torch.eye(40, device='cuda');"
+        "import torch; from hyperkron.kernels import linalg; m = torch.eye(40, device='cuda');"
         "linalg.side_by_side([lambda: torch.linalg.eigh(m)] * 8, m.device); print('done')"
     )
     for _ in range(3):

@@ -121,13 +121,13 @@ def problem() -> tuple[hk.BilevelProblem, nn.Module, nn.Module, Any, Any]:
 
 
 @pytest.mark.parametrize("cross", ["auto", "reverse", "forward", "difference"])
-@pytest.mark.parametrize("curvature", [hk.Hessian(0.5), hk.GGN(0.5), hk.Identity(0.3)])
+@pytest.mark.parametrize("curvature", [hk.curvature.Hessian(0.5), hk.curvature.GGN(0.5), hk.curvature.Identity(0.3)])
 @pytest.mark.parametrize("solver", [CG(2), Neumann(4, step=0.1), GradientDescent(4, step=0.1)])
 def test_a_recorded_hypergradient_reads_nothing(
     curvature: Curvature, solver: Solver, cross: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(classification, "answers_at_once", lambda x: False)  # as on a GPU
-    if isinstance(curvature, hk.Identity) and isinstance(solver, CG):
+    if isinstance(curvature, hk.curvature.Identity) and isinstance(solver, CG):
         solver = Neumann(2, step=0.1)  # CG would be done at once
     method = hk.Implicit(curvature, solver, cross=cross, graph=True)
     at = problem()
@@ -155,20 +155,26 @@ class Reading(CG):
     [
         ({"solver": Neumann(3)}, r"step=None of Neumann.*pass step=.*or graph=False"),
         ({"solver": GradientDescent(3)}, r"step=None of GradientDescent.*pass step="),
-        ({"solver": CG(3), "preconditioner": hk.KFAC(0.1)}, r"preconditioner=KFAC; leave the preconditioner out, or"),
-        ({"solver": CG(3), "preconditioner": hk.Identity()}, r"preconditioner=Identity"),
-        ({"solver": GradientDescent(3, step=0.1), "preconditioner": hk.KFAC(0.1)}, r"preconditioner=KFAC; leave"),
         (
-            {"solver": CG(3), "curvature": hk.KFAC(0.1)},
+            {"solver": CG(3), "preconditioner": hk.curvature.KFAC(0.1)},
+            r"preconditioner=KFAC; leave the preconditioner out, or",
+        ),
+        ({"solver": CG(3), "preconditioner": hk.curvature.Identity()}, r"preconditioner=Identity"),
+        (
+            {"solver": GradientDescent(3, step=0.1), "preconditioner": hk.curvature.KFAC(0.1)},
+            r"preconditioner=KFAC; leave",
+        ),
+        (
+            {"solver": CG(3), "curvature": hk.curvature.KFAC(0.1)},
             r"KFAC and CG; use KFAC, EKFAC.*with Direct.*Hessian, GGN",
         ),
-        ({"solver": CG(3), "curvature": hk.EKFAC(0.1)}, r"EKFAC and CG; use"),
-        ({"solver": Direct(), "curvature": hk.GGN(0.1)}, r"GGN and Direct; use"),
+        ({"solver": CG(3), "curvature": hk.curvature.EKFAC(0.1)}, r"EKFAC and CG; use"),
+        ({"solver": Direct(), "curvature": hk.curvature.GGN(0.1)}, r"GGN and Direct; use"),
         ({"solver": Reading(3)}, r"solver=Reading\(iterations=3.*may read from the device.*or graph=False"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(options: dict[str, Any], named: str) -> None:
-    options = {"curvature": hk.Hessian(0.1), **options}
+    options = {"curvature": hk.curvature.Hessian(0.1), **options}
     hk.Implicit(**options)
     with pytest.raises(HyperkronError, match=f"graph=True does not work with {named}"):
         hk.Implicit(**options, graph=True)
@@ -189,7 +195,7 @@ def test_a_gauss_newton_matrix_in_parts_is_not_recorded() -> None:
 
     whole, *rest = problem()
     at = Halves(whole.inner, whole.outer), *rest
-    method = hk.cg(2, curvature=hk.GGN(0.5), graph=True)
+    method = hk.cg(2, curvature=hk.curvature.GGN(0.5), graph=True)
     method.compute(*at)
     with Point(*at, recording=True) as point, pytest.raises(HyperkronError, match=r"counts the rows .* whole batches"):
         method._answer(point, None)

@@ -67,7 +67,7 @@ def test_gradients_are_those_of_the_whole_batch(level: Any, masked: bool, size: 
     setting = Setting(masked)
     found = [
         hk.algorithms.derivatives.gradients(setting.state(problem), level, setting.batch)
-        for problem in (setting.problem, hk.Accumulated(setting.problem, size))
+        for problem in (setting.problem, hk.training.Accumulated(setting.problem, size))
     ]
     torch.testing.assert_close(found[1].value, found[0].value, **TOLERANCE)
     torch.testing.assert_close(found[1].theta, found[0].theta, **TOLERANCE)
@@ -79,9 +79,9 @@ def test_products_and_cross_terms_are_those_of_the_whole_batch(masked: bool) -> 
     setting = Setting(masked)
     v = trees.normal_like(dict(setting.model.named_parameters()), torch.Generator().manual_seed(1))
     found = []
-    for problem in (setting.problem, hk.Accumulated(setting.problem, 4)):
+    for problem in (setting.problem, hk.training.Accumulated(setting.problem, 4)):
         with Point(problem, setting.model, setting.hyper, setting.batch, setting.batch) as point:
-            ggn = hk.GGN(0.1).operator(point, hk.GGN().init())
+            ggn = hk.curvature.GGN(0.1).operator(point, hk.curvature.GGN().init())
             found.append(
                 (
                     HessianOperator(point, 0.1).matvec(v),
@@ -97,18 +97,20 @@ def test_products_and_cross_terms_are_those_of_the_whole_batch(masked: bool) -> 
 
 def kronecker(kind: Any, **options: Any) -> hk.Implicit:
     """The raw parameter's curvature is estimated with random signs, which pieces draw otherwise: 1 for it here."""
-    return hk.Implicit(kind(1e-2, fallback="identity", **options), hk.Direct(), cross="reverse")
+    return hk.Implicit(kind(1e-2, fallback="identity", **options), hk.solvers.Direct(), cross="reverse")
 
 
 METHODS = {
-    "kfac": lambda: kronecker(hk.KFAC, fisher="type-2"),
-    "kfac exact": lambda: kronecker(hk.KFAC, fisher="type-2", split="exact"),
-    "ekfac": lambda: kronecker(hk.EKFAC, fisher="type-2"),
-    "empirical": lambda: kronecker(hk.KFAC, fisher="empirical"),
+    "kfac": lambda: kronecker(hk.curvature.KFAC, fisher="type-2"),
+    "kfac exact": lambda: kronecker(hk.curvature.KFAC, fisher="type-2", split="exact"),
+    "ekfac": lambda: kronecker(hk.curvature.EKFAC, fisher="type-2"),
+    "empirical": lambda: kronecker(hk.curvature.KFAC, fisher="empirical"),
     "cg": lambda: hk.cg(40, 1e-1, cross="reverse"),
-    "ggn": lambda: hk.cg(40, curvature=hk.GGN(1e-1), cross="reverse"),
+    "ggn": lambda: hk.cg(40, curvature=hk.curvature.GGN(1e-1), cross="reverse"),
     "neumann": lambda: hk.neumann(5, step=0.1),
-    "pcg": lambda: hk.Implicit(hk.GGN(0.1), hk.CG(60), preconditioner=hk.KFAC(0.1), cross="reverse"),
+    "pcg": lambda: hk.Implicit(
+        hk.curvature.GGN(0.1), hk.solvers.CG(60), preconditioner=hk.curvature.KFAC(0.1), cross="reverse"
+    ),
     "unrolled": lambda: hk.unrolled(3),
     "identity": lambda: hk.identity(cross="reverse"),
 }
@@ -118,7 +120,7 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_hypergradients_are_those_of_the_whole_batch(name: str, masked: bool) -> None:
     setting, found = Setting(masked), []
-    for problem in (setting.problem, hk.Accumulated(setting.problem, 5)):
+    for problem in (setting.problem, hk.training.Accumulated(setting.problem, 5)):
         result = METHODS[name]().compute(problem, setting.model, setting.hyper, setting.batch, setting.batch)
         found.append((result.grads, result.status))
     assert found[0][1] is found[1][1]
@@ -130,8 +132,8 @@ def test_hypergradients_are_those_of_the_whole_batch(name: str, masked: bool) ->
 def test_norm_layers_have_the_same_diagonal_in_parts() -> None:
     setting = Setting(masked=True)
     diagonals = []
-    for problem in (setting.problem, hk.Accumulated(setting.problem, 5)):
-        curvature = hk.KFAC(1e-2, fisher="type-2")
+    for problem in (setting.problem, hk.training.Accumulated(setting.problem, 5)):
+        curvature = hk.curvature.KFAC(1e-2, fisher="type-2")
         with Point(problem, setting.model, setting.hyper, setting.batch, None) as point:
             diagonals.append(curvature.operator(point, curvature.init()).diagonal["norm.weight"])
     torch.testing.assert_close(diagonals[1], diagonals[0], rtol=1e-9, atol=1e-12)
@@ -141,8 +143,8 @@ def test_only_one_piece_is_alive_at_a_time() -> None:
     """The largest batch the model ever sees is the piece, in gradients, products and factors alike."""
     setting, seen = Setting(), []
     setting.model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
-    problem = hk.Accumulated(setting.problem, 4)
-    for method in (hk.kfac(1e-2), hk.ekfac(1e-2), hk.cg(3, 0.1), hk.cg(3, curvature=hk.GGN(0.1))):
+    problem = hk.training.Accumulated(setting.problem, 4)
+    for method in (hk.kfac(1e-2), hk.ekfac(1e-2), hk.cg(3, 0.1), hk.cg(3, curvature=hk.curvature.GGN(0.1))):
         method.compute(problem, setting.model, setting.hyper, setting.batch, setting.batch)
     assert max(seen) == 4
 
@@ -152,7 +154,9 @@ def test_dropout_draws_the_same_masks_in_gradient_and_products() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 1)).double()
     x = torch.randn(8, D, dtype=torch.float64)
-    problem = hk.Accumulated(hk.BilevelProblem(lambda m, h, b: m(b).square().mean(), lambda m, h, b: m(b).mean()), 3)
+    problem = hk.training.Accumulated(
+        hk.BilevelProblem(lambda m, h, b: m(b).square().mean(), lambda m, h, b: m(b).mean()), 3
+    )
     params = dict(model.named_parameters())
     v = trees.normal_like(params, torch.Generator().manual_seed(1))
 
@@ -195,7 +199,7 @@ def test_dropout_draws_the_same_masks_in_gradient_and_products() -> None:
 )
 def test_what_is_no_mean_over_examples_is_refused(inner: Any) -> None:
     model, x = nn.Linear(D, 2), torch.randn(12, D)
-    problem = hk.Accumulated(hk.BilevelProblem(inner, lambda m, h, b: m(b).mean()), 4)
+    problem = hk.training.Accumulated(hk.BilevelProblem(inner, lambda m, h, b: m(b).mean()), 4)
     for _ in range(2):  # also the second time
         with pytest.raises(hk.HyperkronError, match="is not a mean over examples"):
             problem.inner(model, nn.Module(), x)
@@ -204,7 +208,7 @@ def test_what_is_no_mean_over_examples_is_refused(inner: Any) -> None:
 
 def test_batch_norm_is_refused_in_training_only() -> None:
     model = nn.Sequential(nn.Linear(D, 3), nn.BatchNorm1d(3))
-    problem = hk.Accumulated(hk.BilevelProblem(lambda m, h, b: m(b).mean(), lambda m, h, b: m(b).mean()), 4)
+    problem = hk.training.Accumulated(hk.BilevelProblem(lambda m, h, b: m(b).mean(), lambda m, h, b: m(b).mean()), 4)
     x = torch.randn(12, D)
     with pytest.raises(hk.HyperkronError, match=r"BatchNorm \(1\).*GroupNorm"):
         problem.inner(model, nn.Module(), x)
@@ -220,7 +224,7 @@ def test_differently_masked_criteria_are_refused() -> None:
         out = model(batch[0])
         return hk.losses.cross_entropy(out, batch[1]) + hk.losses.mse(out, torch.zeros_like(out))
 
-    problem = hk.Accumulated(hk.BilevelProblem(inner, inner), 4)
+    problem = hk.training.Accumulated(hk.BilevelProblem(inner, inner), 4)
     with pytest.raises(hk.HyperkronError, match="mask them alike"):
         problem.inner(model, nn.Module(), (x, y))
 
@@ -228,13 +232,13 @@ def test_differently_masked_criteria_are_refused() -> None:
 def test_a_piece_without_a_valid_row_is_refused() -> None:
     setting = Setting(masked=True)
     with pytest.raises(hk.HyperkronError, match="ignore_index"):
-        hk.Accumulated(setting.problem, 1).inner(setting.model, setting.hyper, setting.batch)
+        hk.training.Accumulated(setting.problem, 1).inner(setting.model, setting.hyper, setting.batch)
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "4"])
 def test_bad_sizes_are_refused(size: Any) -> None:
     with pytest.raises(hk.HyperkronError, match="micro_batch"):
-        hk.Accumulated(Setting().problem, size)
+        hk.training.Accumulated(Setting().problem, size)
 
 
 # --- batches -----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
     data = (path / "manifest.json").read_bytes()
     for place in range(0, len(data)):
         (path / "manifest.json").write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
-        with pytest.raises(hk.DamagedCheckpoint):
+        with pytest.raises(hk.training.DamagedCheckpoint):
             checkpoint.read(path)
 
 
@@ -51,11 +51,11 @@ def test_damage_is_found_and_the_checkpoint_before_is_taken(tmp_path: Path, name
         middle = len(data) // 2
         flipped = data[:middle] + bytes([data[middle] ^ 16]) + data[middle + 1 :]
         path.write_bytes({"flip": flipped, "cut": data[:-1], "grow": data + b" "}[damage])
-    with pytest.raises(hk.DamagedCheckpoint, match=name):
+    with pytest.raises(hk.training.DamagedCheckpoint, match=name):
         checkpoint.read(path.parent)
     with pytest.warns(hk.HyperkronWarning, match=f"(?s)continuing from step-00000003.*step-00000004.*{name}"):
         assert checkpoint.newest(tmp_path).state["step"] == 3
-    with pytest.raises(hk.CheckpointError, match=r"step 4 in .* is intact"):
+    with pytest.raises(hk.training.CheckpointError, match=r"step 4 in .* is intact"):
         checkpoint.newest(tmp_path, step=4)
 
 
@@ -66,30 +66,30 @@ def test_content_that_parses_but_differs_is_found_by_its_hash(tmp_path: Path) ->
     data = tensors.read_bytes()
     tensors.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert not torch.equal(load_file(tensors)["weight"], torch.arange(6.0))
-    with pytest.raises(hk.DamagedCheckpoint, match=r"tensors-rank00000\.safetensors has another SHA-256"):
+    with pytest.raises(hk.training.DamagedCheckpoint, match=r"tensors-rank00000\.safetensors has another SHA-256"):
         checkpoint.read(path)
     tensors.write_bytes(data)
     text = state.read_text()
     state.write_text(text.replace('"step": 3', '"step": 7'))
     assert state.read_text() != text
-    with pytest.raises(hk.DamagedCheckpoint, match=r"state-rank00000\.json has another SHA-256"):
+    with pytest.raises(hk.training.DamagedCheckpoint, match=r"state-rank00000\.json has another SHA-256"):
         checkpoint.read(path)
-    with pytest.raises(hk.DamagedCheckpoint, match="SHA-256"):
+    with pytest.raises(hk.training.DamagedCheckpoint, match="SHA-256"):
         checkpoint.check(path)
 
 
 def test_nothing_intact_is_an_error_that_lists_what_was_wrong(tmp_path: Path) -> None:
-    with pytest.raises(hk.CheckpointError, match="there is no checkpoint"):
+    with pytest.raises(hk.training.CheckpointError, match="there is no checkpoint"):
         checkpoint.newest(tmp_path / "absent")
     for step in (1, 2):
         (write(tmp_path, step) / "manifest.json").unlink()
-    with pytest.raises(hk.CheckpointError, match=r"(?s)step-00000002.*step-00000001"):
+    with pytest.raises(hk.training.CheckpointError, match=r"(?s)step-00000002.*step-00000001"):
         checkpoint.newest(tmp_path)
 
 
 def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
     write(tmp_path).rename(tmp_path / "step-00000009")
-    with pytest.raises(hk.DamagedCheckpoint, match="is of step 3"):
+    with pytest.raises(hk.training.DamagedCheckpoint, match="is of step 3"):
         checkpoint.read(tmp_path / "step-00000009")
 
 
@@ -114,7 +114,7 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
     (tmp_path / "secret.json").write_text("{}")
     for name in ("../../secret.json", "/etc/hostname", "state-rank00000.json/../../../secret.json", "other.json"):
         forge(path, lambda manifest, name=name: manifest.update(files={name: {"size": 2, "sha256": ""}}))
-        with pytest.raises(hk.DamagedCheckpoint, match="lists"):
+        with pytest.raises(hk.training.DamagedCheckpoint, match="lists"):
             checkpoint.read(path)
 
 
@@ -133,7 +133,7 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
 def test_absurd_tensor_files_are_refused(tmp_path: Path, tensors: bytes, named: str) -> None:
     path = write(tmp_path)
     forge(path, tensors=tensors)
-    with pytest.raises(hk.DamagedCheckpoint, match=named):
+    with pytest.raises(hk.training.DamagedCheckpoint, match=named):
         checkpoint.read(path)
 
 
@@ -141,7 +141,7 @@ def test_offsets_outside_the_file_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
     header = json.dumps({"weight": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24]}}).encode()
     forge(path, tensors=len(header).to_bytes(8, "little") + header + bytes(8))
-    with pytest.raises(hk.DamagedCheckpoint, match="safetensors"):
+    with pytest.raises(hk.training.DamagedCheckpoint, match="safetensors"):
         checkpoint.read(path)
 
 
@@ -161,14 +161,14 @@ def test_offsets_outside_the_file_are_refused(tmp_path: Path) -> None:
 def test_malformed_state_files_are_refused(tmp_path: Path, state: bytes) -> None:
     path = write(tmp_path)
     forge(path, state=state)
-    with pytest.raises(hk.DamagedCheckpoint):
+    with pytest.raises(hk.training.DamagedCheckpoint):
         checkpoint.read(path)
 
 
 def test_oversized_json_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path)
     monkeypatch.setattr(checkpoint, "MAX_MANIFEST", 100)
-    with pytest.raises(hk.DamagedCheckpoint, match="larger than 100 bytes"):
+    with pytest.raises(hk.training.DamagedCheckpoint, match="larger than 100 bytes"):
         checkpoint.read(path)
 
 
@@ -178,7 +178,9 @@ def test_oversized_json_is_refused_unread(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
     forge(path, lambda manifest: manifest.update(format=checkpoint.FORMAT + 1))
-    with pytest.raises(hk.CheckpointError, match=r"format 2, but this version of hyperkron reads formats up to 1"):
+    with pytest.raises(
+        hk.training.CheckpointError, match=r"format 2, but this version of hyperkron reads formats up to 1"
+    ):
         checkpoint.newest(tmp_path)
 
 
@@ -186,7 +188,7 @@ def test_an_older_format_is_migrated_step_by_step(tmp_path: Path, monkeypatch: p
     path = write(tmp_path)
     monkeypatch.setattr(checkpoint, "FORMAT", 3)
     monkeypatch.setitem(checkpoint.MIGRATIONS, 1, lambda state: {**state, "log": ["1 to 2"]})
-    with pytest.raises(hk.CheckpointError, match="no way to format 3"):
+    with pytest.raises(hk.training.CheckpointError, match="no way to format 3"):
         checkpoint.read(path)
     monkeypatch.setitem(checkpoint.MIGRATIONS, 2, lambda state: {**state, "log": [*state["log"], "2 to 3"]})
     assert checkpoint.read(path).state["log"] == ["1 to 2", "2 to 3"]
@@ -230,7 +232,7 @@ def test_a_failed_save_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(files, place, full)
-        with pytest.raises(hk.CheckpointError, match=r"step 2 could not be saved.*No space left"):
+        with pytest.raises(hk.training.CheckpointError, match=r"step 2 could not be saved.*No space left"):
             write(tmp_path, 2)
     assert checkpoint.check(first) == before
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
@@ -275,7 +277,7 @@ def test_the_newest_and_the_protected_are_kept(tmp_path: Path) -> None:
 
 def test_a_later_checkpoint_is_not_overtaken(tmp_path: Path) -> None:
     later = write(tmp_path, 9)
-    with pytest.raises(hk.CheckpointError, match="further than this run, which is at step 3"):
+    with pytest.raises(hk.training.CheckpointError, match="further than this run, which is at step 3"):
         write(tmp_path, 3)
     (later / "manifest.json").unlink()  # damaged: it would not be resumed
     write(tmp_path, 3)

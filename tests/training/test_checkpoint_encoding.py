@@ -131,7 +131,7 @@ def test_parameters_and_numpy_numbers_are_stored_as_what_they_are() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_other_types_are_refused_by_place_and_name(bad: Any, named: str) -> None:
-    with pytest.raises(hk.CheckpointError, match=r"state\['inner'\]\['1'\]") as caught:
+    with pytest.raises(hk.training.CheckpointError, match=r"state\['inner'\]\['1'\]") as caught:
         split({"inner": [0, bad]})
     assert named in str(caught.value)
 
@@ -139,7 +139,7 @@ def test_other_types_are_refused_by_place_and_name(bad: Any, named: str) -> None
 def test_a_state_that_holds_itself_is_refused() -> None:
     state: list[Any] = []
     state.append(state)
-    with pytest.raises(hk.CheckpointError, match="deeper"):
+    with pytest.raises(hk.training.CheckpointError, match="deeper"):
         split(state)
 
 
@@ -162,7 +162,7 @@ def test_a_state_that_holds_itself_is_refused() -> None:
 )
 def test_malformed_trees_are_refused(tree: Any) -> None:
     tensors = {"x": torch.full((6,), 255, dtype=torch.uint8)}
-    with pytest.raises(hk.CheckpointError):
+    with pytest.raises(hk.training.CheckpointError):
         join({"a": tree}, tensors.__getitem__)
 
 

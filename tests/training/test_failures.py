@@ -149,12 +149,12 @@ def test_other_parameters_than_before_have_no_previous_inverse(monkeypatch: pyte
     setting.run(method)
     setting.model[0].requires_grad_(False)
     monkeypatch.setattr(kfac, "factored_inverses", _fail)
-    with pytest.raises(hk.FactorizationError):
+    with pytest.raises(hk.solution.FactorizationError):
         setting.run(method)
 
 
 def _fail(*args: Any, **kwargs: Any) -> Any:
-    raise hk.FactorizationError("no")
+    raise hk.solution.FactorizationError("no")
 
 
 def test_a_failed_factorisation_goes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_a_failed_factorisation_goes_the_same_way(monkeypatch: pytest.MonkeyPatc
     setting.run(method)
     monkeypatch.setattr(kfac, "factored_inverses", _fail)
     assert [setting.run(method).status for _ in range(2)] == [Status.KEPT_PREVIOUS] * 2
-    with pytest.raises(hk.FactorizationError, match="3 in a row"):
+    with pytest.raises(hk.solution.FactorizationError, match="3 in a row"):
         setting.run(method)
 
 
@@ -228,8 +228,8 @@ def test_kept_inverses_travel_with_the_state() -> None:
 def ones_setting(delta: float, dtype: torch.dtype = torch.float32) -> tuple[Setting, hk.Implicit]:
     setting = Setting(nn.Linear(D, C, bias=False), dtype)
     setting.x = torch.ones_like(setting.x)
-    curvature = hk.KFAC(1.0, fisher="type-2", split=lambda a, b, damping: (delta * damping, damping))
-    return setting, hk.Implicit(curvature, hk.Direct(), cross="reverse")
+    curvature = hk.curvature.KFAC(1.0, fisher="type-2", split=lambda a, b, damping: (delta * damping, damping))
+    return setting, hk.Implicit(curvature, hk.solvers.Direct(), cross="reverse")
 
 
 def damped_by(setting: Setting, method: hk.Implicit) -> float:
@@ -263,7 +263,7 @@ def test_float64_then_more_damping(delta: float, dtype: torch.dtype, status: Sta
 @pytest.mark.parametrize("delta", [0.0, 1e-25])
 def test_more_damping_has_an_end(delta: float) -> None:
     setting, method = ones_setting(delta)
-    with pytest.raises(hk.FactorizationError, match=r"factor of size 3 .*1000 times .*raise damping"):
+    with pytest.raises(hk.solution.FactorizationError, match=r"factor of size 3 .*1000 times .*raise damping"):
         setting.run(method)
 
 
@@ -287,7 +287,7 @@ def test_more_damping_is_the_same_damping_everywhere(rows: int, monkeypatch: pyt
         return factor, info
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", cholesky_ex)
-    curvature = hk.KFAC(1e-4, fisher="type-2", split="plain")
+    curvature = hk.curvature.KFAC(1e-4, fisher="type-2", split="plain")
     v = torch.randn(3, 8, dtype=torch.float64)
     with Point(problem, model, hyper, (x, y), (x, y)) as point:
         operator = curvature.operator(point, curvature.init())
@@ -306,7 +306,7 @@ def test_singular_factors_without_damping(make: Callable[..., hk.Implicit]) -> N
     setting = Setting(nn.Linear(D, C), torch.float64)
     singular = setting.x.clone()
     singular[:, 0] = 0.0
-    with pytest.raises(hk.FactorizationError, match="raise damping"):
+    with pytest.raises(hk.solution.FactorizationError, match="raise damping"):
         setting.run(make(0.0, fisher="type-2"), singular)
     method = make(0.0, fisher="type-2")
     assert setting.run(method).status is Status.DIRECT
@@ -378,7 +378,7 @@ def test_enough_damping_makes_it_definite() -> None:
 
 def test_a_divergent_series_is_visible() -> None:
     setting = Setting(dtype=torch.float64)
-    result = setting.run(hk.Implicit(hk.GGN(0.1), hk.Neumann(20, step=100.0)))
+    result = setting.run(hk.Implicit(hk.curvature.GGN(0.1), hk.solvers.Neumann(20, step=100.0)))
     assert result.status is Status.DIVERGED
     assert not result.status.ok
 

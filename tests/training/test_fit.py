@@ -24,7 +24,14 @@ def prepare(steps: int = 5, algorithm: Any = None, data: Any = None, **options: 
     model, hyper = PROBLEM.modules()
     inner, outer = PROBLEM.data() if data is None else data
     return hk.fit(
-        PROBLEM.problem(), model, hyper, algorithm or hk.aid_cg(3, inner_steps=2), inner, outer, steps=steps, **options
+        PROBLEM.problem(),
+        model,
+        hyper,
+        algorithm or hk.algorithms.aid_cg(3, inner_steps=2),
+        inner,
+        outer,
+        steps=steps,
+        **options,
     )
 
 
@@ -74,7 +81,7 @@ def test_any_optimizer_on_both_levels(optimizer: Any) -> None:
         PROBLEM.problem(),
         model,
         hyper,
-        hk.aid_cg(3, inner_steps=3),
+        hk.algorithms.aid_cg(3, inner_steps=3),
         *PROBLEM.data(),
         steps=40,
         inner_optimizer=optimizer(model.parameters(), lr=0.1),
@@ -92,18 +99,20 @@ def test_schedulers_advance_once_a_step() -> None:
         PROBLEM.problem(),
         model,
         hyper,
-        hk.aid_cg(3, inner_steps=4),
+        hk.algorithms.aid_cg(3, inner_steps=4),
         *PROBLEM.data(),
         steps=3,
-        inner_optimizer=hk.Updates(adam, torch.optim.lr_scheduler.ExponentialLR(adam, 0.1)),
-        outer_optimizer=hk.Updates(sgd, torch.optim.lr_scheduler.StepLR(sgd, 2, 0.5)),
+        inner_optimizer=hk.algorithms.Updates(adam, torch.optim.lr_scheduler.ExponentialLR(adam, 0.1)),
+        outer_optimizer=hk.algorithms.Updates(sgd, torch.optim.lr_scheduler.StepLR(sgd, 2, 0.5)),
     )
     assert adam.param_groups[0]["lr"] == pytest.approx(1e-3)
     assert sgd.param_groups[0]["lr"] == pytest.approx(0.5)
 
 
 def test_own_rates_decay() -> None:
-    run = prepare(3, hk.SOBA(inner_rate=hk.Rate(0.4, 0.5), outer_rate=hk.Rate(0.1, 1.0)))
+    run = prepare(
+        3, hk.algorithms.SOBA(inner_rate=hk.algorithms.Rate(0.4, 0.5), outer_rate=hk.algorithms.Rate(0.1, 1.0))
+    )
     assert run.state.inner.lr == pytest.approx(0.2)
     assert run.state.outer.lr == pytest.approx(0.025)
 
@@ -111,8 +120,8 @@ def test_own_rates_decay() -> None:
 def test_clipping_bounds_a_step() -> None:
     model, hyper = PROBLEM.modules()
     sgd = torch.optim.SGD(hyper.parameters(), lr=1.0)
-    updates = hk.Updates(sgd, clip=1e-3)
-    hk.fit(PROBLEM.problem(), model, hyper, hk.aid_cg(3), *PROBLEM.data(), steps=1, outer_optimizer=updates)
+    updates = hk.algorithms.Updates(sgd, clip=1e-3)
+    hk.fit(PROBLEM.problem(), model, hyper, hk.algorithms.aid_cg(3), *PROBLEM.data(), steps=1, outer_optimizer=updates)
     assert float(hyper().detach().norm()) == pytest.approx(1e-3)
 
 
@@ -158,8 +167,8 @@ class Dropping(nn.Module):
 
 def dropping(steps: int, seed: int = 0) -> hk.Run:
     _, hyper = PROBLEM.modules()
-    callbacks = [hk.EarlyStopping(patience=100)]
-    algorithm = hk.aid_kfac(0.1, refresh_every=2, inner_steps=2)
+    callbacks = [hk.training.EarlyStopping(patience=100)]
+    algorithm = hk.algorithms.aid_kfac(0.1, refresh_every=2, inner_steps=2)
     return hk.fit(
         PROBLEM.problem(), Dropping(), hyper, algorithm, *loaders(), steps=steps, callbacks=callbacks, seed=seed
     )
@@ -207,18 +216,18 @@ def test_callbacks_are_called_and_add_to_the_history() -> None:
         def on_end(self, run: hk.Run) -> None:
             calls.append("end")
 
-    run = prepare(3, callbacks=[Spy(), hk.Every(2, lambda run: {"second": 1.0})])
+    run = prepare(3, callbacks=[Spy(), hk.training.Every(2, lambda run: {"second": 1.0})])
     assert calls == ["start", "step 0", "step 1", "step 2", "end"]
     assert run.history.column("second") == [None, 1.0, None]
     assert run.history[-1]["mean"] == float(run.state.hyper().detach().mean())
 
 
 def test_early_stopping_stops() -> None:
-    run = prepare(50, callbacks=[hk.EarlyStopping("outer_loss", patience=3, margin=1e9)])
+    run = prepare(50, callbacks=[hk.training.EarlyStopping("outer_loss", patience=3, margin=1e9)])
     assert len(run.history) == 4  # the first reading is the best for ever
     assert run.stopped is not None
     assert "outer_loss" in run.stopped
-    assert prepare(5, callbacks=[hk.EarlyStopping("step", 2, "max")]).stopped is None
+    assert prepare(5, callbacks=[hk.training.EarlyStopping("step", 2, "max")]).stopped is None
 
 
 def test_history_is_plain_and_writable(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from resuming import ALGORITHMS, CLASSES, EXAMPLES, FEATURES, digest, inner, out
 def test_a_bad_batch_leaves_no_trace(method: str, level: str, value: float, tmp_path: Path) -> None:
     bad = Poison({0, 1, 2, 3}, value=value)
     data = [bad, Poison(set(), 2)] if level == "inner" else [Poison(set(), 2), bad]
-    run = prepare(ALGORITHMS[method](), *data, [hk.SkipFailures(folder=tmp_path)], steps=0)
+    run = prepare(ALGORITHMS[method](), *data, [hk.training.SkipFailures(folder=tmp_path)], steps=0)
     bad.drawn = 4
     run.advance(2)
     before = digest(memory(run), tmp_path)
@@ -51,8 +51,8 @@ def test_finite_sums_are_undone_too(tmp_path: Path) -> None:
     """SABA writes its tables in place and asks for batches by number."""
     x, y = torch.randn(EXAMPLES, FEATURES), torch.randint(CLASSES, (EXAMPLES,))
     broken = x.clone()
-    data = [hk.Examples(z, y, torch.arange(EXAMPLES), batch_size=8) for z in (broken, x)]
-    run = prepare(hk.SABA(), *data, [hk.SkipFailures(folder=tmp_path)], steps=4, rates=None)
+    data = [hk.algorithms.Examples(z, y, torch.arange(EXAMPLES), batch_size=8) for z in (broken, x)]
+    run = prepare(hk.algorithms.SABA(), *data, [hk.training.SkipFailures(folder=tmp_path)], steps=4, rates=None)
     before = digest(memory(run), tmp_path)
     broken[:] = math.nan
     run.advance(1)
@@ -70,7 +70,8 @@ def test_a_nan_gradient_behind_a_finite_loss_is_found_in_the_step_that_made_it(t
         return inner(model, hyper, batch) + 0.0 * (0.0 * model[0].weight).square().sum().sqrt()
 
     run = prepare(
-        hk.SOBA(), Poison(set()), Poison(set(), 2), [hk.SkipFailures(limit=2, folder=tmp_path)], rates=None,
+        hk.algorithms.SOBA(), Poison(set()), Poison(set(), 2),
+        [hk.training.SkipFailures(limit=2, folder=tmp_path)], rates=None,
         problem=hk.BilevelProblem(rooted, outer),
     )  # fmt: skip
     parts = ("model", "hyper", "trees")  # the rates decay with the step
@@ -83,7 +84,7 @@ def test_a_nan_gradient_behind_a_finite_loss_is_found_in_the_step_that_made_it(t
 
 def test_the_run_ends_after_n_in_a_row_and_names_the_file_with_the_batches(tmp_path: Path) -> None:
     bad = Poison({3, 4, 5, 6, 7, 8, 9})
-    guard = hk.SkipFailures(limit=2, folder=tmp_path / "notes")
+    guard = hk.training.SkipFailures(limit=2, folder=tmp_path / "notes")
     run = prepare(hk.AID(hk.kfac(1e-2), inner_steps=1), bad, Poison(set(), 2), [guard])
     run.advance(1)
     after_first = digest(memory(run), tmp_path)
@@ -104,7 +105,7 @@ def test_the_run_ends_after_n_in_a_row_and_names_the_file_with_the_batches(tmp_p
 
 
 def test_a_good_step_in_between_starts_the_count_anew(tmp_path: Path) -> None:
-    guard = hk.SkipFailures(limit=2, folder=tmp_path)
+    guard = hk.training.SkipFailures(limit=2, folder=tmp_path)
     run = prepare(hk.AID(hk.identity(), inner_steps=1), Poison({2, 6, 10}), Poison(set(), 2), [guard], steps=8)
     assert guard.skipped == 3 and guard.streak == 0
     assert run.history.column("status").count("SKIPPED") == 3
@@ -114,7 +115,7 @@ def test_a_good_step_in_between_starts_the_count_anew(tmp_path: Path) -> None:
 def test_every_skipped_step_has_its_own_file_named_after_it(tmp_path: Path) -> None:
     """Five in a row, from step 0, then a good one and another bad one: six files, each of the step it names."""
     bad = Poison({*range(10), 12})
-    guard = hk.SkipFailures(limit=6, folder=tmp_path)
+    guard = hk.training.SkipFailures(limit=6, folder=tmp_path)
     run = prepare(hk.AID(hk.identity(), inner_steps=1), bad, Poison(set(), 2), [guard], steps=8)
     skipped = [row["step"] for row in run.history if row.get("status") == "SKIPPED"]
     files = {int(path.stem[-8:]): json.loads(path.read_text()) for path in tmp_path.glob("failed-*.json")}
@@ -129,7 +130,7 @@ def test_files_of_skipped_steps_are_bounded_and_share_a_folder(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.setattr(guards, "MAX_DUMPS", 3)
-    guard = hk.SkipFailures(limit=9)
+    guard = hk.training.SkipFailures(limit=9)
     prepare(hk.AID(hk.identity(), inner_steps=1), Poison(set(range(12))), Poison(set(), 2), [guard], steps=5)
     assert guard.skipped == 5 and guard.path is None
     assert sum("further ones get none" in str(w.message) for w in recwarn) == 1
@@ -146,12 +147,12 @@ def test_schedules_and_rates_advance_with_skipped_steps(tmp_path: Path) -> None:
     """A decaying rate belongs to the step, not to how many of the steps before it succeeded."""
     rates = []
     for bad in (set(), {0, 1}, {4, 5}):  # none, the first of three, the last
-        algorithm = hk.AID(hk.identity(), inner_steps=1, inner_rate=hk.Rate(0.1, 0.5))
+        algorithm = hk.AID(hk.identity(), inner_steps=1, inner_rate=hk.algorithms.Rate(0.1, 0.5))
         model, weights = network(), hk.SampleWeights(EXAMPLES)
         sgd = torch.optim.SGD(weights.parameters(), lr=0.1)
-        updates = hk.Updates(sgd, torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5))
+        updates = hk.algorithms.Updates(sgd, torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5))
         problem, data = hk.BilevelProblem(inner, outer), (Poison(bad), Poison(set(), 2))
-        callbacks = [hk.SkipFailures(folder=tmp_path)]
+        callbacks = [hk.training.SkipFailures(folder=tmp_path)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch: the schedule moves before the first step of the optimizer
             run = hk.fit(
@@ -168,13 +169,15 @@ def test_other_errors_pass(tmp_path: Path) -> None:
 
     problem = hk.BilevelProblem(broken, outer)
     with pytest.raises(KeyError, match="mine"):
-        prepare(hk.AID(hk.kfac()), Poison(set()), Poison(set()), hk.default_guards(tmp_path), 1, problem=problem)
+        prepare(
+            hk.AID(hk.kfac()), Poison(set()), Poison(set()), hk.training.default_guards(tmp_path), 1, problem=problem
+        )
 
 
 def test_statuses_can_be_refused(tmp_path: Path) -> None:
     """A hypergradient of a diverged series is not followed where the user says so."""
-    diverging = hk.Implicit(hk.GGN(0.1), hk.Neumann(20, step=100.0))
-    guard = hk.SkipFailures(folder=tmp_path, statuses={Status.DIVERGED})
+    diverging = hk.Implicit(hk.curvature.GGN(0.1), hk.solvers.Neumann(20, step=100.0))
+    guard = hk.training.SkipFailures(folder=tmp_path, statuses={Status.DIVERGED})
     run = prepare(hk.AID(diverging, inner_steps=1), Poison(set()), Poison(set(), 2), [guard], rates=None)
     before = digest(memory(run), tmp_path)
     run.advance(1)
@@ -186,13 +189,13 @@ def test_statuses_can_be_refused(tmp_path: Path) -> None:
 
 def test_guarded_runs_without_failures_are_the_same_runs(tmp_path: Path) -> None:
     plain = start("KFAC", steps=4)
-    guarded = start("KFAC", [hk.SkipFailures(folder=tmp_path)], steps=4)
+    guarded = start("KFAC", [hk.training.SkipFailures(folder=tmp_path)], steps=4)
     assert digest(memory(plain), tmp_path) == digest(memory(guarded), tmp_path)
 
 
 def test_skips_and_their_count_survive_a_resume(tmp_path: Path) -> None:
     def make(steps: int) -> hk.Run:
-        guards = [hk.SkipFailures(limit=3, folder=tmp_path / "notes")]
+        guards = [hk.training.SkipFailures(limit=3, folder=tmp_path / "notes")]
         algorithm = hk.AID(hk.kfac(1e-2, ema=0.5), inner_steps=1)
         return prepare(algorithm, Poison({2, 3, 7}), Poison(set(), 2), guards, steps=steps)
 
@@ -216,7 +219,9 @@ def test_effective_sample_size(weights: list[float], effective: float) -> None:
 def test_a_collapse_is_said_once_and_can_end_the_run() -> None:
     def make(**options: Any) -> hk.Run:
         algorithm = hk.AID(hk.identity(), inner_steps=1)
-        return prepare(algorithm, Poison(set()), Poison(set(), 2), [hk.WatchWeights(0.2, **options)], rates=None)
+        return prepare(
+            algorithm, Poison(set()), Poison(set(), 2), [hk.training.WatchWeights(0.2, **options)], rates=None
+        )
 
     run = make()
     run.advance(2)
@@ -237,14 +242,14 @@ def test_a_collapse_is_said_once_and_can_end_the_run() -> None:
 
 def test_other_hyperparameters_have_no_weights_to_collapse() -> None:
     run = prepare(
-        hk.AID(hk.identity(), inner_steps=1), Poison(set()), Poison(set(), 2), [hk.WatchWeights()], rates=None
+        hk.AID(hk.identity(), inner_steps=1), Poison(set()), Poison(set(), 2), [hk.training.WatchWeights()], rates=None
     )
     run.state.hyper = hk.as_hyper(torch.zeros(3))
-    assert run.callbacks[0].on_step(run, hk.StepReport(0, 0.0, None, 0.0)) is None
+    assert run.callbacks[0].on_step(run, hk.algorithms.StepReport(0, 0.0, None, 0.0)) is None
 
 
-def report(step: int, age: int = 0, status: Status = Status.DIRECT) -> hk.StepReport:
-    return hk.StepReport(step, 0.0, None, 0.0, status, {"curvature_age": age})
+def report(step: int, age: int = 0, status: Status = Status.DIRECT) -> hk.algorithms.StepReport:
+    return hk.algorithms.StepReport(step, 0.0, None, 0.0, status, {"curvature_age": age})
 
 
 class Stopped:
@@ -255,7 +260,7 @@ class Stopped:
 
 
 def test_old_inverses_are_said_once_and_end_the_run_where_they_stay() -> None:
-    guard, run = hk.WatchInverses(age=4, limit=3), Stopped()
+    guard, run = hk.training.WatchInverses(age=4, limit=3), Stopped()
     assert all(guard.on_step(run, report(i, age=i)) is None for i in range(5))
     with pytest.warns(hk.HyperkronWarning, match="stale: its age is 5"):
         assert guard.on_step(run, report(5, age=5)) == {"guard": "STALE"}
@@ -263,7 +268,7 @@ def test_old_inverses_are_said_once_and_end_the_run_where_they_stay() -> None:
         warnings.simplefilter("error")  # it was said
         assert run.reason is None and guard.on_step(run, report(6, age=6)) is not None
         assert guard.on_step(run, report(7, age=0)) is None  # refreshed
-        other = hk.WatchInverses(age=4, limit=3)
+        other = hk.training.WatchInverses(age=4, limit=3)
         other.load_state_dict(copy.deepcopy(guard.state_dict()))
         for i in range(3):
             assert run.reason is None
@@ -272,7 +277,7 @@ def test_old_inverses_are_said_once_and_end_the_run_where_they_stay() -> None:
 
 
 def test_repeatedly_kept_inverses_are_stale() -> None:
-    guard, run = hk.WatchInverses(kept=3, window=10), Stopped()
+    guard, run = hk.training.WatchInverses(kept=3, window=10), Stopped()
     kept = [0, 5, 11, 13]  # three within ten steps from 13 on, until 5 has left the window
     found = []
     with warnings.catch_warnings():
@@ -286,11 +291,11 @@ def test_repeatedly_kept_inverses_are_stale() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: hk.SkipFailures(limit=0),
-        lambda: hk.SkipFailures(statuses={"DIVERGED"}),
-        lambda: hk.HalveOnOutOfMemory(micro_batch=0),
-        lambda: hk.WatchWeights(fraction=2.0),
-        lambda: hk.WatchInverses(kept=True),
+        lambda: hk.training.SkipFailures(limit=0),
+        lambda: hk.training.SkipFailures(statuses={"DIVERGED"}),
+        lambda: hk.training.HalveOnOutOfMemory(micro_batch=0),
+        lambda: hk.training.WatchWeights(fraction=2.0),
+        lambda: hk.training.WatchInverses(kept=True),
     ],
 )
 def test_bad_arguments_are_named(make: Any) -> None:

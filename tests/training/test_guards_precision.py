@@ -22,7 +22,7 @@ def test_clipping_is_by_the_norm_of_the_whole_level(level: str) -> None:
         model, weights = network().double(), hk.SampleWeights(EXAMPLES).double()
         moved = model if level == "inner" else weights
         before = copy.deepcopy(moved)
-        options = {f"{level}_optimizer": hk.Updates(torch.optim.SGD(moved.parameters(), lr=1.0), clip=clip)}
+        options = {f"{level}_optimizer": hk.algorithms.Updates(torch.optim.SGD(moved.parameters(), lr=1.0), clip=clip)}
         x, y, index = Poison(set()).next()
         data = x.double(), y, index
         algorithm = hk.AID(hk.identity(), inner_steps=1, inner_rate=0.0)
@@ -38,7 +38,9 @@ def amp_run(
 ) -> hk.Run:
     model, weights = network(), hk.SampleWeights(EXAMPLES)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
-    updates = hk.Updates(torch.optim.Adam(model.parameters(), lr=0.02), clip=1.0, autocast=autocast, scaler=scaler)
+    updates = hk.algorithms.Updates(
+        torch.optim.Adam(model.parameters(), lr=0.02), clip=1.0, autocast=autocast, scaler=scaler
+    )
     problem = hk.BilevelProblem(lambda m, h, b: inner(m, h, b) * factor, outer)
     algorithm = hk.AID(hk.kfac(1e-2, cross="reverse"), inner_steps=2)
     data = Poison(set()), Poison(set(), 2)
@@ -76,7 +78,7 @@ def test_autocast_is_for_the_steps_of_theta_only() -> None:
     seen: list[bool] = []
     model, weights = network(), hk.SampleWeights(EXAMPLES)
     model.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
-    updates = hk.Updates(torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.bfloat16)
+    updates = hk.algorithms.Updates(torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.bfloat16)
     algorithm = hk.AID(hk.kfac(1e-2, cross="reverse"), inner_steps=2)
     data = Poison(set()), Poison(set(), 2)
     hk.fit(hk.BilevelProblem(inner, outer), model, weights, algorithm, *data, steps=1, inner_optimizer=updates)
@@ -89,7 +91,9 @@ def test_half_precision_underflows_without_a_scale_and_not_with_one() -> None:
     def gradient(scaler: Any) -> Tensor:
         model, weights = nn.Linear(4, 1, bias=False), hk.SampleWeights(8)
         nn.init.constant_(model.weight, 0.5)
-        updates = hk.Updates(torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.float16, scaler=scaler)
+        updates = hk.algorithms.Updates(
+            torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.float16, scaler=scaler
+        )
         problem = hk.BilevelProblem(lambda m, h, b: 1e-8 * m(b).float().mean(), lambda m, h, b: m(b).mean())
         state = hk.AID(hk.identity()).init(problem, model, weights, inner=updates)
         return hk.algorithms.derivatives.gradients(state, "inner", torch.ones(8, 4), live=True).theta["weight"]
@@ -102,9 +106,9 @@ def test_half_precision_underflows_without_a_scale_and_not_with_one() -> None:
 
 def test_scalers_are_for_theta() -> None:
     model, weights = network(), hk.SampleWeights(EXAMPLES)
-    updates = hk.Updates(torch.optim.SGD(weights.parameters(), lr=0.1), scaler=torch.amp.GradScaler("cpu"))
+    updates = hk.algorithms.Updates(torch.optim.SGD(weights.parameters(), lr=0.1), scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(hk.HyperkronError, match="inner_optimizer"):
         hk.AID(hk.identity()).init(hk.BilevelProblem(inner, outer), model, weights, outer=updates)
     for bad in ({"autocast": torch.float64}, {"scaler": "yes"}):
         with pytest.raises(hk.HyperkronError, match=next(iter(bad))):
-            hk.Updates(torch.optim.SGD(weights.parameters(), lr=0.1), **bad)
+            hk.algorithms.Updates(torch.optim.SGD(weights.parameters(), lr=0.1), **bad)

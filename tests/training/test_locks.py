@@ -38,12 +38,12 @@ def hold(folder: Path) -> subprocess.Popen[str]:
 
 def test_another_process_is_refused_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
     holder = hold(tmp_path)
-    with pytest.raises(hk.CheckpointError) as caught:
+    with pytest.raises(hk.training.CheckpointError) as caught:
         start("SAMA", [hk.Checkpoint(tmp_path, every=1)], steps=1)
     message = str(caught.value)
     assert f"process {holder.pid} on {socket.gethostname()} since 20" in message and "choose another folder" in message
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]  # nothing was written
-    with pytest.raises(hk.CheckpointError, match=f"process {holder.pid}"):
+    with pytest.raises(hk.training.CheckpointError, match=f"process {holder.pid}"):
         start("SAMA").save(tmp_path)
     holder.send_signal(signal.SIGKILL)
     holder.wait()
@@ -56,16 +56,16 @@ def test_a_run_holds_its_folder_from_its_first_step_to_its_last(tmp_path: Path) 
     refused: list[str] = []
 
     def intrude(run: hk.Run) -> None:
-        with pytest.raises(hk.CheckpointError, match=f"process {os.getpid()} on"):
+        with pytest.raises(hk.training.CheckpointError, match=f"process {os.getpid()} on"):
             start("SAMA", [hk.Checkpoint(tmp_path, every=1)], steps=1)
         refused.append("run")
-        with pytest.raises(hk.CheckpointError, match="being written"):
+        with pytest.raises(hk.training.CheckpointError, match="being written"):
             start("SAMA").save(tmp_path)
         run.save(tmp_path)  # its own lock does not stop it
         if len(run.history) == 1:
             raise KeyError("mine")
 
-    run = start("SAMA", [hk.Every(1, intrude), hk.Checkpoint(tmp_path, every=1)])
+    run = start("SAMA", [hk.training.Every(1, intrude), hk.Checkpoint(tmp_path, every=1)])
     with pytest.raises(KeyError):
         run.advance(5)
     assert refused == ["run", "run"]
@@ -89,7 +89,7 @@ def test_threads_exclude_each_other(tmp_path: Path) -> None:
                     (tmp_path / "mine").unlink()
                     with lock:
                         holders -= 1
-            except hk.CheckpointError:
+            except hk.training.CheckpointError:
                 continue
 
     workers = [threading.Thread(target=work) for _ in range(4)]
@@ -130,11 +130,11 @@ def test_a_lock_file_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / ".lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(hk.CheckpointError, match="could not be locked"):
+    with pytest.raises(hk.training.CheckpointError, match="could not be locked"):
         FolderLock(folder).acquire()
     (folder / ".lock").unlink()
     os.mkfifo(folder / ".lock")
-    with pytest.raises(hk.CheckpointError, match="not an ordinary file"):
+    with pytest.raises(hk.training.CheckpointError, match="not an ordinary file"):
         FolderLock(folder).acquire()
     assert (tmp_path / "precious").read_text() == "precious"
 
@@ -153,7 +153,7 @@ def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_flock")
 def test_without_locks_of_the_system_the_file_is_the_lock(tmp_path: Path) -> None:
     with FolderLock(tmp_path) as lock:
-        with pytest.raises(hk.CheckpointError, match=f"process {os.getpid()} on .* delete"):
+        with pytest.raises(hk.training.CheckpointError, match=f"process {os.getpid()} on .* delete"):
             FolderLock(tmp_path).acquire()
         with lock:
             assert lock.held
@@ -176,6 +176,6 @@ def test_without_locks_of_the_system_only_a_dead_holder_is_replaced(tmp_path: Pa
         with FolderLock(tmp_path) as lock:
             assert locks.read_record(lock.path)["pid"] == os.getpid()
     else:
-        with pytest.raises(hk.CheckpointError, match="being written by"):
+        with pytest.raises(hk.training.CheckpointError, match="being written by"):
             FolderLock(tmp_path).acquire()
     assert [path.name for path in tmp_path.iterdir()] == ([] if free else [".lock-holder"])

@@ -248,7 +248,7 @@ def test_an_object_that_refuses_to_be_looked_at_does_not_stop_a_run() -> None:
 def test_a_subclass_of_a_library_is_described_whole() -> None:
     """What its base reads is not named by any code that is described."""
 
-    class Named(hk.Examples):
+    class Named(hk.algorithms.Examples):
         pass
 
     first, second = (Named(torch.zeros(3) + i, batch_size=2) for i in (0, 1))

@@ -80,10 +80,16 @@ def test_any_schedule_continues(schedule: Any, tmp_path: Path) -> None:
     def prepare(steps: int) -> hk.Run:
         model, hyper = problem.modules()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-        updates = hk.Updates(optimizer, schedule(optimizer))
+        updates = hk.algorithms.Updates(optimizer, schedule(optimizer))
         data = problem.data()
         return hk.fit(
-            problem.problem(), model, hyper, hk.aid_cg(2, inner_steps=1), *data, steps=steps, inner_optimizer=updates
+            problem.problem(),
+            model,
+            hyper,
+            hk.algorithms.aid_cg(2, inner_steps=1),
+            *data,
+            steps=steps,
+            inner_optimizer=updates,
         )
 
     whole = prepare(6)
@@ -119,7 +125,7 @@ def quadratic(steps: int = 0, algorithm: Any = None, callbacks: Any = (), lr: fl
         PROBLEM.problem(),
         model,
         hyper,
-        algorithm or hk.aid_cg(3, inner_steps=2),
+        algorithm or hk.algorithms.aid_cg(3, inner_steps=2),
         tuple(inner),
         tuple(outer),
         steps=steps,
@@ -130,8 +136,8 @@ def quadratic(steps: int = 0, algorithm: Any = None, callbacks: Any = (), lr: fl
 
 def test_a_changed_configuration_is_refused_with_a_list(tmp_path: Path) -> None:
     quadratic(2).save(tmp_path)
-    other = quadratic(0, hk.aid_cg(4, inner_steps=5), lr=0.2)
-    with pytest.raises(hk.CheckpointError) as caught:
+    other = quadratic(0, hk.algorithms.aid_cg(4, inner_steps=5), lr=0.2)
+    with pytest.raises(hk.training.CheckpointError) as caught:
         other.resume(tmp_path)
     for line in (
         "config algorithm.hypergradient.solver.iterations: 3 in the checkpoint, 4 in this run",
@@ -147,11 +153,13 @@ def test_a_changed_configuration_is_refused_with_a_list(tmp_path: Path) -> None:
 def test_a_changed_model_is_refused_and_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     quadratic(2).save(tmp_path)
     other = quadratic(1, dtype=torch.float32)
-    with pytest.raises(hk.CheckpointError, match=r"model weight: float64 \[2, 3\] in the checkpoint, float32 \[2, 3\]"):
+    with pytest.raises(
+        hk.training.CheckpointError, match=r"model weight: float64 \[2, 3\] in the checkpoint, float32 \[2, 3\]"
+    ):
         other.resume(tmp_path)
     small = start("SAMA", steps=1)
     before = digest(small.state_dict(), tmp_path)
-    with pytest.raises(hk.CheckpointError, match="does not fit into this run"):
+    with pytest.raises(hk.training.CheckpointError, match="does not fit into this run"):
         small.resume(tmp_path, allow_changes=True)
     assert digest(small.state_dict(), tmp_path) == before
 
@@ -163,9 +171,11 @@ def test_another_world_size_is_refused() -> None:
 
 
 def test_other_callbacks_are_a_change_that_can_be_allowed(tmp_path: Path) -> None:
-    quadratic(2, callbacks=[hk.EarlyStopping(patience=9)]).save(tmp_path)
-    callbacks = [hk.Every(1, lambda run: None), hk.EarlyStopping(patience=9)]
-    with pytest.raises(hk.CheckpointError, match=r"callbacks.0: EarlyStopping in the checkpoint, Every in this run"):
+    quadratic(2, callbacks=[hk.training.EarlyStopping(patience=9)]).save(tmp_path)
+    callbacks = [hk.training.Every(1, lambda run: None), hk.training.EarlyStopping(patience=9)]
+    with pytest.raises(
+        hk.training.CheckpointError, match=r"callbacks.0: EarlyStopping in the checkpoint, Every in this run"
+    ):
         quadratic(0, callbacks=callbacks).resume(tmp_path)
     run = quadratic(0, callbacks=callbacks).resume(tmp_path, allow_changes=True)
     assert run.callbacks[1].best == min(run.history.column("outer_loss"))
@@ -207,7 +217,7 @@ def saved_steps(folder: Path) -> list[int]:
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     scores = iter([3.0, 1.0, float("nan"), 2.0, 1.5, 9.0, 1.0, 4.0, 5.0])
     callback = hk.Checkpoint(tmp_path, every=1, keep=2, best="score")
-    run = quadratic(7, callbacks=[hk.Every(1, lambda run: {"score": next(scores)}), callback])
+    run = quadratic(7, callbacks=[hk.training.Every(1, lambda run: {"score": next(scores)}), callback])
     assert (callback.best_step, callback.best_value) == (2, 1.0)
     assert saved_steps(tmp_path) == [7, 6, 2]
     run.advance(2)
@@ -222,7 +232,7 @@ def test_it_saves_on_time_and_at_the_end(tmp_path: Path) -> None:
 
 def test_a_run_that_forgets_to_resume_does_not_touch_the_checkpoints(tmp_path: Path) -> None:
     quadratic(4, callbacks=[hk.Checkpoint(tmp_path)])
-    with pytest.raises(hk.CheckpointError, match="resume=folder"):
+    with pytest.raises(hk.training.CheckpointError, match="resume=folder"):
         quadratic(1, callbacks=[hk.Checkpoint(tmp_path)])
     assert saved_steps(tmp_path) == [4]
 
@@ -239,7 +249,7 @@ def test_a_full_disk_is_a_warning_on_the_way_and_an_error_at_the_end(
     monkeypatch.setattr(files, "write_tensors", full)
     with (
         pytest.warns(hk.HyperkronWarning, match="No space left on device"),
-        pytest.raises(hk.CheckpointError, match="step 4 could not be saved"),
+        pytest.raises(hk.training.CheckpointError, match="step 4 could not be saved"),
     ):
         run.advance(2)
     assert saved_steps(tmp_path) == [2, 1]
@@ -265,13 +275,13 @@ def test_a_signal_saves_at_the_next_boundary(tmp_path: Path, number: signal.Sign
             signal.raise_signal(number)
 
     before = signal.getsignal(number)
-    callbacks = [hk.Every(1, raising), hk.Checkpoint(tmp_path, every=100)]
-    with pytest.raises(hk.Interrupted) as caught:
+    callbacks = [hk.training.Every(1, raising), hk.Checkpoint(tmp_path, every=100)]
+    with pytest.raises(hk.training.Interrupted) as caught:
         quadratic(50, callbacks=callbacks)
     assert caught.value.code == code and caught.value.signal is number
     assert signal.getsignal(number) is before
     assert saved_steps(tmp_path) == [4]
-    resumed = quadratic(0, callbacks=[hk.Every(1, lambda run: None), hk.Checkpoint(tmp_path, every=100)])
+    resumed = quadratic(0, callbacks=[hk.training.Every(1, lambda run: None), hk.Checkpoint(tmp_path, every=100)])
     assert len(resumed.resume(tmp_path).advance(2).history) == 6
 
 
@@ -282,12 +292,12 @@ def test_a_second_interrupt_is_not_waited_for(tmp_path: Path) -> None:
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        quadratic(5, callbacks=[hk.Every(1, impatient), hk.Checkpoint(tmp_path)])
+        quadratic(5, callbacks=[hk.training.Every(1, impatient), hk.Checkpoint(tmp_path)])
 
 
 def test_without_checkpoints_an_interrupt_is_what_it_always_was() -> None:
     with pytest.raises(KeyboardInterrupt):
-        quadratic(5, callbacks=[hk.Every(1, lambda run: signal.raise_signal(signal.SIGINT))])
+        quadratic(5, callbacks=[hk.training.Every(1, lambda run: signal.raise_signal(signal.SIGINT))])
 
 
 def test_another_thread_can_run_too(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 METHODS = {
     "KFAC": lambda: hk.AID(hk.kfac(1e-2, refresh_every=3, ema=0.5), inner_steps=2),
     "EKFAC": lambda: hk.AID(hk.ekfac(1e-2, refresh_every=2), inner_steps=2),
-    "CG": lambda: hk.AID(hk.cg(3, curvature=hk.GGN(1e-2), warm_start=True), inner_steps=2),
-    "SAMA": lambda: hk.SAMA(2),
-    "SABA": lambda: hk.SABA(),
+    "CG": lambda: hk.AID(hk.cg(3, curvature=hk.curvature.GGN(1e-2), warm_start=True), inner_steps=2),
+    "SAMA": lambda: hk.algorithms.SAMA(2),
+    "SABA": lambda: hk.algorithms.SABA(),
 }
 
 
@@ -32,12 +32,12 @@ def start(method: str, steps: int = 0, scaler: bool = False) -> hk.Run:
         torch.randint(CLASSES, (EXAMPLES,), generator=generator),
     )
     tensors = x.cuda(), y.cuda(), torch.arange(EXAMPLES, device="cuda")
-    data = [hk.Examples(*tensors, batch_size=8, seed=seed) for seed in (1, 2)]
+    data = [hk.algorithms.Examples(*tensors, batch_size=8, seed=seed) for seed in (1, 2)]
     options: dict[str, Any] = {}
     if scaler:
         adam = torch.optim.AdamW(model.parameters(), lr=0.02)
         grad_scaler = torch.amp.GradScaler("cuda", growth_interval=3)
-        options["inner_optimizer"] = hk.Updates(adam, clip=1.0, autocast=torch.float16, scaler=grad_scaler)
+        options["inner_optimizer"] = hk.algorithms.Updates(adam, clip=1.0, autocast=torch.float16, scaler=grad_scaler)
     problem = hk.BilevelProblem(inner, outer)
     return hk.fit(problem, model, weights, METHODS[method](), *data, steps=steps, projection=hk.Box(), **options)
 
@@ -91,7 +91,7 @@ def test_real_memory_runs_out_and_the_step_is_repeated_in_pieces() -> None:
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 0.7 * needed) / total)
     try:
         with pytest.warns(hk.HyperkronWarning, match="out of memory at step 0"):
-            run = make([hk.HalveOnOutOfMemory()])
+            run = make([hk.training.HalveOnOutOfMemory()])
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert run.callbacks[0].micro_batch < 2**17

@@ -24,7 +24,7 @@ LOG = "log-rank00000.jsonl"
 def start(callbacks: Any, steps: int = 0, resume: Any = None) -> hk.Run:
     model, hyper = PROBLEM.modules()
     inner, outer = PROBLEM.data()
-    algorithm = hk.aid_cg(3, inner_steps=2)
+    algorithm = hk.algorithms.aid_cg(3, inner_steps=2)
     return hk.fit(
         PROBLEM.problem(), model, hyper, algorithm, inner, outer, steps=steps, callbacks=callbacks, resume=resume
     )
@@ -51,7 +51,7 @@ def test_every_line_is_on_its_way_to_the_disk_after_its_step(tmp_path: Path) -> 
     """What another process sees, without any buffer of this one; nothing stays open."""
     seen: list[int] = []
 
-    class Look(hk.Callback):
+    class Look(hk.training.Callback):
         def on_boundary(self, run: hk.Run) -> None:
             seen.append(len(read_log(tmp_path / LOG)))
 
@@ -210,7 +210,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_wandb(fake: Any, tmp_path: Path) -> None:
     wandb = fake("wandb")
-    run = start([hk.WandB("project", "name", every=2, tags=["a"]), hk.Checkpoint(tmp_path)], 3)
+    run = start([hk.training.WandB("project", "name", every=2, tags=["a"]), hk.Checkpoint(tmp_path)], 3)
     ((_, options),) = wandb.of("init")
     assert options["project"] == "project" and options["name"] == "name" and options["tags"] == ["a"]
     assert options["config"]["algorithm.inner_steps"] == "2" and "resume" not in options
@@ -218,13 +218,13 @@ def test_wandb(fake: Any, tmp_path: Path) -> None:
     assert [options["step"] for _, options in logged] == [0, 2]
     assert logged[0][0][0]["outer_loss"] == run.history[0]["outer_loss"] and "step" not in logged[0][0][0]
     assert len(wandb.of("finish")) == 1
-    start([hk.WandB("project", "name", every=2, tags=["a"]), hk.Checkpoint(tmp_path)], 5, tmp_path)
+    start([hk.training.WandB("project", "name", every=2, tags=["a"]), hk.Checkpoint(tmp_path)], 5, tmp_path)
     assert wandb.of("init")[-1][1]["id"] == "id-7" and wandb.of("init")[-1][1]["resume"] == "allow"
 
 
 def test_mlflow(fake: Any, tmp_path: Path) -> None:
     mlflow = fake("mlflow")
-    run = start([hk.MLflow("experiment"), hk.Checkpoint(tmp_path)], 2)
+    run = start([hk.training.MLflow("experiment"), hk.Checkpoint(tmp_path)], 2)
     assert mlflow.of("set_experiment")[0][0] == ("experiment",)
     (params,) = mlflow.of("log_params")
     assert params[0][0]["algorithm.inner_steps"] == "2"
@@ -233,16 +233,16 @@ def test_mlflow(fake: Any, tmp_path: Path) -> None:
     assert metrics[1][0][0]["outer_loss"] == run.history[1]["outer_loss"]
     assert all(isinstance(x, float) for x in metrics[0][0][0].values())
     assert len(mlflow.of("end_run")) == 1
-    start([hk.MLflow("experiment"), hk.Checkpoint(tmp_path)], 3, tmp_path)
+    start([hk.training.MLflow("experiment"), hk.Checkpoint(tmp_path)], 3, tmp_path)
     assert mlflow.of("start_run")[-1][1] == {"run_id": "run-7"} and len(mlflow.of("log_params")) == 1
 
 
 def test_trackio(fake: Any, tmp_path: Path) -> None:
     trackio = fake("trackio")
-    start([hk.Trackio("project"), hk.Checkpoint(tmp_path)], 2)
+    start([hk.training.Trackio("project"), hk.Checkpoint(tmp_path)], 2)
     assert trackio.of("init")[0][1]["project"] == "project"
     assert [options["step"] for _, options in trackio.of("log")] == [0, 1] and len(trackio.of("finish")) == 1
-    start([hk.Trackio("project"), hk.Checkpoint(tmp_path)], 3, tmp_path)
+    start([hk.training.Trackio("project"), hk.Checkpoint(tmp_path)], 3, tmp_path)
     assert trackio.of("init")[-1][1]["name"] == "name-7" and trackio.of("init")[-1][1]["resume"] == "allow"
 
 
@@ -253,13 +253,13 @@ def test_trackers_close_after_an_error_too(fake: Any) -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        start([hk.WandB("project"), hk.Every(1, failing)], 3)
+        start([hk.training.WandB("project"), hk.training.Every(1, failing)], 3)
     assert len(wandb.of("finish")) == 1
 
 
 def test_what_is_not_finite_is_left_out(fake: Any) -> None:
     wandb = fake("wandb")
-    start([hk.Every(1, lambda run: {"bad": float("nan"), "text": "x"}), hk.WandB("project")], 1)
+    start([hk.training.Every(1, lambda run: {"bad": float("nan"), "text": "x"}), hk.training.WandB("project")], 1)
     assert "bad" not in wandb.of("log")[0][0][0] and wandb.of("log")[0][0][0]["text"] == "x"
 
 
@@ -268,10 +268,12 @@ def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "board"
-    start([hk.TensorBoard(folder), hk.Checkpoint(tmp_path / "run", every=2)], 2)
+    start([hk.training.TensorBoard(folder), hk.Checkpoint(tmp_path / "run", every=2)], 2)
     # killed at step 4: the steps after the checkpoint are done again
-    start([hk.TensorBoard(folder), hk.Checkpoint(tmp_path / "elsewhere")], 0).resume(tmp_path / "run").advance(2)
-    run = start([hk.TensorBoard(folder), hk.Checkpoint(tmp_path / "run")], 5, tmp_path / "run")
+    start([hk.training.TensorBoard(folder), hk.Checkpoint(tmp_path / "elsewhere")], 0).resume(tmp_path / "run").advance(
+        2
+    )
+    run = start([hk.training.TensorBoard(folder), hk.Checkpoint(tmp_path / "run")], 5, tmp_path / "run")
     found = EventAccumulator(str(folder))
     found.Reload()
     events = found.Scalars("outer_loss")
@@ -284,11 +286,11 @@ def test_tensorboard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tracker", "module", "extra"),
     [
-        (lambda: hk.WandB("p"), "wandb", "wandb"),
-        (lambda: hk.MLflow("p"), "mlflow", "mlflow"),
-        (lambda: hk.Trackio("p"), "trackio", "trackio"),
-        (lambda: hk.TensorBoard("p"), "torch.utils.tensorboard", "track"),
-        (lambda: hk.RichProgress(), "rich.progress", "cli"),
+        (lambda: hk.training.WandB("p"), "wandb", "wandb"),
+        (lambda: hk.training.MLflow("p"), "mlflow", "mlflow"),
+        (lambda: hk.training.Trackio("p"), "trackio", "trackio"),
+        (lambda: hk.training.TensorBoard("p"), "torch.utils.tensorboard", "track"),
+        (lambda: hk.training.RichProgress(), "rich.progress", "cli"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(
@@ -303,11 +305,11 @@ def test_a_missing_package_is_named_with_its_extra(
 
 def test_rich_progress(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
-    start([hk.RichProgress()], 3)
+    start([hk.training.RichProgress()], 3)
     assert "3/3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("every", [0, True, 1.5])
 def test_bad_arguments_are_named(every: Any) -> None:
     with pytest.raises(hk.HyperkronError, match="every"):
-        hk.TensorBoard("folder", every=every)
+        hk.training.TensorBoard("folder", every=every)

@@ -25,7 +25,7 @@ class AID(Algorithm):
     ``hk.fit(…, curvature_data=…)``, on batches of its own.
 
     Args:
-        hypergradient: any :class:`~hyperkron.Hypergradient`, such as ``hk.kfac(damping=1e-3)``.
+        hypergradient: any :class:`~hyperkron.hypergradient.Hypergradient`, such as ``hk.kfac(damping=1e-3)``.
         inner_steps: T.
 
     Reference: Grazzi, Franceschi, Pontil & Salzo, "On the iteration complexity of hypergradient computation"

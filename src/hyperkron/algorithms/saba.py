@@ -24,7 +24,7 @@ class SABA(SOBA):
             q̂ = q_i − table_q[i] + mean(table_q) ;      table_q[i] ← q_i
         θ ← θ − ρ ∂̂_θ g ,      v ← v − ρ (Ĥv − ∂̂_θ f) ,      λ ← λ − γ (∂̂_λ f − X̂(v))
 
-    Constant rates; tables start at zero. It needs :class:`~hyperkron.Examples` on both levels and keeps
+    Constant rates; tables start at zero. It needs :class:`~hyperkron.algorithms.Examples` on both levels and keeps
     (batches × dimension) numbers: for small models.
 
     Reference: Dagréou et al., "A framework for bilevel optimization that enables stochastic and global variance

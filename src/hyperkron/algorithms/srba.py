@@ -22,7 +22,7 @@ class SRBA(SOBA):
         else:                    D_t = D(z_t; i, j) − D(z_{t−1}; i, j) + D_{t−1}
         z_{t+1} = z_t − rates · D_t ,      z = (θ, v, λ),  D = (∂_θ g, Hv − ∂_θ f, ∂_λ f − X(v))
 
-    It needs :class:`~hyperkron.Examples` on both levels.
+    It needs :class:`~hyperkron.algorithms.Examples` on both levels.
 
     Reference: Dagréou et al., "A lower bound and a near-optimal algorithm for bilevel empirical risk minimization"
     (AISTATS 2024).

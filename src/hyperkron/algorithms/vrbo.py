@@ -23,7 +23,8 @@ class VRBO(Algorithm):
         λ ← λ − γ d_λ
         T times:   d_θ += ∂_θ g_B(z) − ∂_θ g_B(z⁻) ,    d_λ += h_B(z) − h_B(z⁻) ,    θ ← θ − α d_θ
 
-    with z = (λ, θ) and z⁻ the point before the last move. It needs :class:`~hyperkron.Examples` on both levels.
+    with z = (λ, θ) and z⁻ the point before the last move. It needs :class:`~hyperkron.algorithms.Examples` on both
+    levels.
 
     Reference: Yang, Ji & Liang, "Provably faster algorithms for bilevel optimization" (NeurIPS 2021).
 

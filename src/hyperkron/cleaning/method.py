@@ -107,7 +107,7 @@ class Work:
         return replace(self.plan, epochs=SHORT_TRAINING * self.plan.epochs, least=self.plan.least // 3)
 
     def quick(self, rows: int) -> TrainingPlan:
-        """The same for networks of this many rows, half of all: where there are few, half the steps at twice the rate."""
+        """The same for networks of this many rows, half of all: if they are few, half the steps at twice the rate."""
         plan = replace(self.short, least=self.short.least // 2)
         faster = self.short.steps(rows) / plan.steps(rows)
         return plan.faster(faster)

@@ -65,7 +65,8 @@ class Implicit(Hypergradient):
 
     Example:
         >>> import hyperkron as hk
-        >>> method = hk.Implicit(hk.GGN(damping=1e-3), hk.CG(20), preconditioner=hk.KFAC(damping=1e-3))
+        >>> from hyperkron.curvature import GGN, KFAC
+        >>> method = hk.Implicit(GGN(damping=1e-3), hk.solvers.CG(20), preconditioner=KFAC(damping=1e-3))
     """
 
     solver: Solver

@@ -32,7 +32,8 @@ def kfac(
     """The KFAC hypergradient: v = (B ⊗ A + damping)⁻¹ ∂_θ J_out, layer by layer, without iterations.
 
     Args:
-        damping, fisher, samples, sharing, split, refresh_every, ema, seed, keep_previous: see :class:`hyperkron.KFAC`.
+        damping, fisher, samples, sharing, split, refresh_every, ema, seed, keep_previous: see
+            :class:`hyperkron.curvature.KFAC`.
         cross, graph: see :class:`hyperkron.Implicit`.
 
     Reference: Liao, Dangel & Yu, "Efficient bilevel optimization with KFAC-based hypergradients" (AISTATS 2026).
@@ -87,7 +88,7 @@ def ekfac(
 
     Args:
         damping, fisher, samples, sharing, refresh_every, ema, basis_every, seed, keep_previous: see
-            :class:`hyperkron.EKFAC`.
+            :class:`hyperkron.curvature.EKFAC`.
         cross, graph: see :class:`hyperkron.Implicit`.
 
     Reference: George et al., "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis" (2018).
@@ -198,8 +199,8 @@ def gradient_descent(
 ) -> Implicit:
     """AmIGO's linear solve: gradient steps v ← v − ηM⁻¹(Hv − ∂_θ J_out) from the previous solution.
 
-    In AmIGO, ``hk.gradient_descent(1, step=1.0, preconditioner=hk.KFAC(1.0))`` replaces ten plain steps by one step
-    preconditioned by KFAC.
+    In AmIGO, ``hk.gradient_descent(1, step=1.0, preconditioner=hk.curvature.KFAC(1.0))`` replaces ten plain steps by one
+    step preconditioned by KFAC.
 
     Args:
         iterations: number of steps; each is one product with the curvature.

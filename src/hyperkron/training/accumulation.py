@@ -47,7 +47,7 @@ class Accumulated(BilevelProblem):
         >>> import hyperkron as hk
         >>> model, x = nn.Linear(2, 1), torch.randn(7, 2)
         >>> whole = hk.BilevelProblem(lambda m, h, b: m(b).square().mean(), lambda m, h, b: m(b).mean())
-        >>> pieces = hk.Accumulated(whole, micro_batch=3)
+        >>> pieces = hk.training.Accumulated(whole, micro_batch=3)
         >>> [len(part) for part in pieces.parts(x)]
         [3, 3, 1]
         >>> bool((pieces.inner(model, nn.Module(), x).value - whole.inner(model, None, x)).abs() < 1e-6)

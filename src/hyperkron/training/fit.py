@@ -297,13 +297,13 @@ def fit(
         model: θ; trained in place.
         hyper: λ; trained in place.
         algorithm: ``AID(hk.kfac())``, ``AmIGO()``, …
-        inner_data: batches of J_in: a loader, a function, a fixed batch, or :class:`hyperkron.Examples`.
+        inner_data: batches of J_in: a loader, a function, a fixed batch, or :class:`hyperkron.algorithms.Examples`.
         outer_data: batches of J_out.
         curvature_data: separate batches of J_in to measure A on, for example larger ones; ``None`` uses the inner batch
             of the cross term.
         steps: number of steps of the algorithm (each may contain several steps of θ); 0 only prepares the run.
-        inner_optimizer: optimizer of θ, or :class:`hyperkron.Updates` with scheduler and clipping; ``None`` uses the
-            algorithm's own step sizes.
+        inner_optimizer: optimizer of θ, or :class:`hyperkron.algorithms.Updates` with scheduler and clipping; ``None``
+            uses the algorithm's own step sizes.
         outer_optimizer: the same for λ.
         projection: applied to every parameter of λ: :class:`Box`, :class:`Simplex`, :class:`Ball` or a function.
         callbacks: see :class:`Callback`.
@@ -324,7 +324,7 @@ def fit(
         ...     lambda m, h, batch: hk.losses.mse(m(batch), 3 * batch),
         ... )
         >>> x = torch.ones(2, 1)
-        >>> run = hk.fit(problem, model, shift, hk.aid_cg(1, outer_rate=0.5), x, x, steps=50)
+        >>> run = hk.fit(problem, model, shift, hk.algorithms.aid_cg(1, outer_rate=0.5), x, x, steps=50)
         >>> round(float(shift().detach()), 3)  # inner targets that fit the outer ones
         3.0
         >>> run.history.column("outer_loss")[-1] < 1e-6

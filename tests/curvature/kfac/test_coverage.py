@@ -71,7 +71,9 @@ def make() -> tuple[Any, ...]:
     return problem, model, weights, (x, y), (x, y)
 
 
-def operator(curvature: hk.KFAC | hk.EKFAC) -> tuple[KroneckerOperator, dict[str, Tensor], dict[str, str]]:
+def operator(
+    curvature: hk.curvature.KFAC | hk.curvature.EKFAC,
+) -> tuple[KroneckerOperator, dict[str, Tensor], dict[str, str]]:
     """The curvature at a point, ones shaped like θ, and the notes that go into a result."""
     with Point(*make()) as point:
         made = curvature.operator(point, curvature.init())
@@ -79,29 +81,29 @@ def operator(curvature: hk.KFAC | hk.EKFAC) -> tuple[KroneckerOperator, dict[str
 
 
 def test_the_table_is_what_a_person_reads() -> None:
-    coverage = hk.KFAC().coverage(make()[1])
+    coverage = hk.curvature.KFAC().coverage(make()[1])
     assert str(coverage) == TABLE
-    assert str(hk.EKFAC().coverage(make()[1])) == TABLE
+    assert str(hk.curvature.EKFAC().coverage(make()[1])) == TABLE
 
 
 def test_fractions_count_numbers_not_tensors() -> None:
-    coverage = hk.KFAC().coverage(make()[1])
+    coverage = hk.curvature.KFAC().coverage(make()[1])
     assert coverage.covered == pytest.approx(88 / 104)
     assert [row.parameter for row in coverage.uncovered] == ["positions", "norm.weight", "norm.bias"]
     assert [row.count for row in coverage.uncovered] == [8, 4, 4]
-    assert hk.KFAC().coverage(nn.Linear(2, 2)).covered == 1.0
-    assert hk.KFAC().coverage(nn.LayerNorm(2)).covered == 0.0
-    assert "0.0 % of 4 parameters" in str(hk.KFAC().coverage(nn.LayerNorm(2)))
+    assert hk.curvature.KFAC().coverage(nn.Linear(2, 2)).covered == 1.0
+    assert hk.curvature.KFAC().coverage(nn.LayerNorm(2)).covered == 0.0
+    assert "0.0 % of 4 parameters" in str(hk.curvature.KFAC().coverage(nn.LayerNorm(2)))
 
 
 def test_every_trainable_parameter_is_listed_once_and_no_other() -> None:
     model = make()[1]
-    listed = [row.parameter for row in hk.KFAC().coverage(model).rows]
+    listed = [row.parameter for row in hk.curvature.KFAC().coverage(model).rows]
     assert listed == [name for name, p in model.named_parameters() if p.requires_grad]
 
 
 @pytest.mark.parametrize("fallback", ["diagonal", "identity", "zero"])
-@pytest.mark.parametrize("curvature", [hk.KFAC, hk.EKFAC])
+@pytest.mark.parametrize("curvature", [hk.curvature.KFAC, hk.curvature.EKFAC])
 def test_the_table_says_what_happens(curvature: Any, fallback: Literal["diagonal", "identity", "zero"]) -> None:
     """The inverse of ones shows it: nothing, a constant, one number for each tensor, one for each entry, or a block."""
     made, ones, notes = operator(curvature(DAMPING, fallback=fallback))
@@ -135,8 +137,10 @@ def test_strict_names_the_first_five_and_counts_the_rest() -> None:
     model = nn.Sequential(*[nn.LayerNorm(D) for _ in range(3)], nn.Linear(D, C))
     problem, _, weights, _, _ = make()
     batch = (torch.randn(5, D), torch.arange(5) % C)
-    method = hk.Implicit(hk.KFAC(strict=True), hk.Direct())
-    with pytest.raises(hk.CoverageError, match=r"0\.weight \(LayerNorm\), .*2\.weight \(LayerNorm\) and 1 more;"):
+    method = hk.Implicit(hk.curvature.KFAC(strict=True), hk.solvers.Direct())
+    with pytest.raises(
+        hk.solution.CoverageError, match=r"0\.weight \(LayerNorm\), .*2\.weight \(LayerNorm\) and 1 more;"
+    ):
         method.compute(problem, model, weights, batch, batch)
     model[:3].requires_grad_(False)  # the remedy it names
     weights.float()
@@ -149,8 +153,8 @@ def test_strict_also_sees_layers_that_are_never_called() -> None:
     for name, p in model.named_parameters():
         p.requires_grad_(name.startswith(("up", "functional")))
     problem, _, weights, batch, _ = make()
-    with pytest.raises(hk.CoverageError, match=r"functional\.weight, functional\.bias .*never called"):
-        hk.Implicit(hk.KFAC(strict=True), hk.Direct()).compute(problem, model, weights, batch, batch)
+    with pytest.raises(hk.solution.CoverageError, match=r"functional\.weight, functional\.bias .*never called"):
+        hk.Implicit(hk.curvature.KFAC(strict=True), hk.solvers.Direct()).compute(problem, model, weights, batch, batch)
 
 
 def test_freezing_and_unfreezing_between_calls_is_noticed() -> None:

@@ -92,7 +92,7 @@ def test_conv1d_is_a_linear_layer_with_its_weight_transposed(shape: tuple[int, .
     with torch.no_grad():
         for name, p in plain.params.items():
             case.params[name].copy_(p.mT if p.dim() == 2 else p)
-    assert hk.KFAC().coverage(case.model).covered == 1.0
+    assert hk.curvature.KFAC().coverage(case.model).covered == 1.0
     decay: dict[str, float | Tensor] = {"0.weight": 0.2, "2.bias": 0.1}
     plain.decay = case.decay = decay
     for method in (hk.kfac(0.1, fisher="type-2", split=split), hk.ekfac(0.1, fisher="type-2")):
@@ -119,7 +119,7 @@ def test_gpt2_is_covered_and_nearer_the_exact_answer_than_the_identity() -> None
             optimizer.step()
         methods = {"kfac": hk.kfac(0.1), "ekfac": hk.ekfac(0.1), "identity": hk.identity()}
         direct = 0.1 * case.hyper.weight.detach()  # type: ignore[operator]
-        exact = hk.cg(40, curvature=hk.GGN(0.1)).compute(*case.arguments).grads["weight"] - direct
+        exact = hk.cg(40, curvature=hk.curvature.GGN(0.1)).compute(*case.arguments).grads["weight"] - direct
         for name, method in methods.items():
             result = method.compute(*case.arguments)
             found = result.grads["weight"] - direct
@@ -133,12 +133,12 @@ def test_gpt2_is_covered_and_nearer_the_exact_answer_than_the_identity() -> None
 def test_a_tied_head_is_its_linear_block_with_the_embedding_in_the_damping() -> None:
     case, apart = (make(TiedHead(tied), (4,), loss="cross_entropy", tokens=5, count=6) for tied in (True, False))
     apart.inner_batch = case.inner_batch
-    rows = {row.parameter: row for row in hk.KFAC().coverage(case.model).rows}
+    rows = {row.parameter: row for row in hk.curvature.KFAC().coverage(case.model).rows}
     assert rows["embed.weight"].reason == "Linear, with bias, tied to embed (Embedding)"
     a, b = apart.slow_factors()["out"]
     by_lookup = apart.measured().diagonal["embed.weight"].mean()
     block = oracles.kron(a, b) + (0.1 + by_lookup) * torch.eye(20, dtype=DOUBLE)
-    curvature = hk.KFAC(0.1, fisher="type-2", split="exact")
+    curvature = hk.curvature.KFAC(0.1, fisher="type-2", split="exact")
     with case.point() as point:
         found = oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
     order = torch.cat([torch.arange(15).reshape(5, 3), torch.arange(15, 20)[:, None]], 1).reshape(-1)
@@ -150,7 +150,7 @@ def test_a_tied_head_is_its_linear_block_with_the_embedding_in_the_damping() -> 
 def test_little_coverage_is_said_once_with_what_and_what_to_do(kind: type[nn.Module]) -> None:
     case = make(Recurrent(kind), (4, 3), loss="cross_entropy")
     method = hk.kfac(0.1)
-    share = hk.KFAC().coverage(case.model).covered
+    share = hk.curvature.KFAC().coverage(case.model).covered
     assert share < coverage.LEAST_COVERED
     with pytest.warns(hk.HyperkronWarning, match=rf"only {100 * share:.1f} % .*weight_hh_l0 .*{kind.__name__}.*pcg"):
         first = method.compute(*case.arguments)

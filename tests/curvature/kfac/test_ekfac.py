@@ -62,8 +62,8 @@ def blocks(case: Case, sharing: str) -> list[tuple[Tensor, Tensor, Tensor, Tenso
     found = []
     dense = {}
     for kind, curvature in (
-        ("kfac", hk.KFAC(0.1, fisher="type-2", split="exact", sharing=sharing)),  # type: ignore[arg-type]
-        ("ekfac", hk.EKFAC(0.1, fisher="type-2", sharing=sharing)),  # type: ignore[arg-type]
+        ("kfac", hk.curvature.KFAC(0.1, fisher="type-2", split="exact", sharing=sharing)),  # type: ignore[arg-type]
+        ("ekfac", hk.curvature.EKFAC(0.1, fisher="type-2", sharing=sharing)),  # type: ignore[arg-type]
     ):
         with case.point() as point:
             operator = curvature.operator(point, curvature.init())
@@ -130,7 +130,7 @@ def test_damping_is_added_to_the_spectrum(fisher: str) -> None:
     case = CASES["mlp"]()
     matrices = []
     for damping in (0.1, 0.7):
-        curvature = hk.EKFAC(damping, fisher=fisher)  # type: ignore[arg-type]
+        curvature = hk.curvature.EKFAC(damping, fisher=fisher)  # type: ignore[arg-type]
         with case.point() as point:
             matrices.append(oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params))
     eye = torch.eye(len(matrices[0]), dtype=DOUBLE)
@@ -139,7 +139,7 @@ def test_damping_is_added_to_the_spectrum(fisher: str) -> None:
 
 def test_l2_penalty_joins_the_damping() -> None:
     case = CASES["mlp"]()
-    curvature = hk.EKFAC(0.1, fisher="type-2")
+    curvature = hk.curvature.EKFAC(0.1, fisher="type-2")
     with case.point() as point:
         before = oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
     case.decay = dict.fromkeys(case.params, 0.25)
@@ -157,15 +157,21 @@ def test_it_is_exact_where_kfac_is() -> None:
 def test_monte_carlo_spectrum_converges_to_the_exact_one() -> None:
     case = CASES["mlp"]()
     matrices = []
-    for curvature in (hk.EKFAC(0.1, fisher="type-2"), hk.EKFAC(0.1, samples=2), hk.EKFAC(0.1, samples=2000)):
+    for curvature in (
+        hk.curvature.EKFAC(0.1, fisher="type-2"),
+        hk.curvature.EKFAC(0.1, samples=2),
+        hk.curvature.EKFAC(0.1, samples=2000),
+    ):
         with case.point() as point:
             matrices.append(oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params))
     coarse, fine = (oracles.relative(m, matrices[0]) for m in matrices[1:])
     assert fine < 0.2 * coarse  # the basis is sampled too, and turns freely between nearly equal eigenvalues
 
 
-@pytest.mark.parametrize("curvature", [hk.EKFAC(fisher="type-2"), hk.KFAC(fisher="type-2", split="exact")])
-def test_factors_that_are_mostly_zero(curvature: hk.KFAC | hk.EKFAC) -> None:
+@pytest.mark.parametrize(
+    "curvature", [hk.curvature.EKFAC(fisher="type-2"), hk.curvature.KFAC(fisher="type-2", split="exact")]
+)
+def test_factors_that_are_mostly_zero(curvature: hk.curvature.KFAC | hk.curvature.EKFAC) -> None:
     """A 3×3 kernel on an image of one pixel sees padding at eight of nine taps, on which LAPACK may give up."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(128, 8, 3, padding=1), nn.Flatten(), nn.Linear(8, 4))
@@ -175,10 +181,10 @@ def test_factors_that_are_mostly_zero(curvature: hk.KFAC | hk.EKFAC) -> None:
         lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=w(b[2])),
         lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1]),
     )
-    found = hk.Implicit(curvature, hk.Direct(), cross="reverse").compute(problem, model, weights, batch, batch)
+    found = hk.Implicit(curvature, hk.solvers.Direct(), cross="reverse").compute(problem, model, weights, batch, batch)
     model, weights = model.double(), weights.double()
     batch = batch[0].double(), *batch[1:]
-    exact = hk.Implicit(curvature, hk.Direct(), cross="reverse").compute(problem, model, weights, batch, batch)
+    exact = hk.Implicit(curvature, hk.solvers.Direct(), cross="reverse").compute(problem, model, weights, batch, batch)
     assert oracles.relative(found.grads["weight"].double(), exact.grads["weight"]) < 1e-2
 
 
@@ -218,19 +224,21 @@ def _dependent(case: Case) -> Case:
     return case
 
 
-def full(curvature: hk.KFAC | hk.EKFAC) -> hk.KFAC | hk.EKFAC:
+def full(curvature: hk.curvature.KFAC | hk.curvature.EKFAC) -> hk.curvature.KFAC | hk.curvature.EKFAC:
     """The same curvature with complete bases only.
 
     They come from dense factors. But Monte-Carlo spectra are not zero where B is, and depend on the vectors that
     complete its basis there, of which one choice is as good as another; so B's are then had from its rows.
     """
     kind = type(curvature)
-    drawn = kind is hk.EKFAC and curvature.fisher == "mc"
+    drawn = kind is hk.curvature.EKFAC and curvature.fisher == "mc"
     complete = {"_thin": False, "_low_rank": drawn}
     return type(kind.__name__, (kind,), complete)(**vars(curvature))  # type: ignore[no-any-return]
 
 
-def both(case: Case, curvature: hk.KFAC | hk.EKFAC) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], str]:
+def both(
+    case: Case, curvature: hk.curvature.KFAC | hk.curvature.EKFAC
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], str]:
     """(matrix, inverse) of ``curvature`` and of that with complete bases, and how the former was had."""
     found, how = [], ""
     for one in (full(curvature), curvature):
@@ -247,7 +255,11 @@ def both(case: Case, curvature: hk.KFAC | hk.EKFAC) -> tuple[tuple[Tensor, Tenso
 @pytest.mark.parametrize("kind", ["ekfac", "exact"])
 @pytest.mark.parametrize("name", WIDE)
 def test_a_thin_basis_gives_what_the_complete_one_does(name: str, kind: str, fisher: str) -> None:
-    curvature = hk.EKFAC(1e-3, fisher=fisher) if kind == "ekfac" else hk.KFAC(1e-3, fisher=fisher, split="exact")  # type: ignore[arg-type]
+    curvature = (
+        hk.curvature.EKFAC(1e-3, fisher=fisher)
+        if kind == "ekfac"
+        else hk.curvature.KFAC(1e-3, fisher=fisher, split="exact")
+    )  # type: ignore[arg-type]
     (matrix, inverse), (wanted, wanted_inverse), how = both(WIDE[name](), curvature)
     assert "thin" in how
     assert oracles.relative(matrix, wanted) < 1e-12
@@ -258,7 +270,7 @@ def test_a_thin_basis_gives_what_the_complete_one_does(name: str, kind: str, fis
 @pytest.mark.parametrize("name", ["wide", "dependent rows", "convolution", "groups"])
 def test_the_thin_spectrum_is_the_diagonal_of_the_exact_block(name: str) -> None:
     case = WIDE[name]()
-    state = (curvature := hk.EKFAC(1e-3, fisher="type-2")).init()
+    state = (curvature := hk.curvature.EKFAC(1e-3, fisher="type-2")).init()
     with case.point() as point:
         matrix = oracles.dense(curvature.operator(point, state).matvec, case.params)
     assert_best(case, state, 1e-3)
@@ -285,11 +297,13 @@ def assert_best(case: Case, state: KroneckerState, damping: float, tolerance: fl
 def test_reduced_factors_do_not_span_the_gradients_of_all_positions() -> None:
     """Their rows are means over positions, and S is measured at every position: the basis stays complete."""
     case = WIDE["convolution"]()
-    curvature = hk.EKFAC(1e-3, fisher="type-2", sharing="reduce")
+    curvature = hk.curvature.EKFAC(1e-3, fisher="type-2", sharing="reduce")
     (matrix, _), (wanted, _), how = both(case, curvature)
     assert "thin" not in how
     assert torch.equal(matrix, wanted)
-    (matrix, _), (wanted, _), how = both(case, hk.KFAC(1e-3, fisher="type-2", sharing="reduce", split="exact"))
+    (matrix, _), (wanted, _), how = both(
+        case, hk.curvature.KFAC(1e-3, fisher="type-2", sharing="reduce", split="exact")
+    )
     assert "thin" in how
     assert oracles.relative(matrix, wanted) < 1e-12
 
@@ -297,7 +311,9 @@ def test_reduced_factors_do_not_span_the_gradients_of_all_positions() -> None:
 @pytest.mark.parametrize("fisher", ["type-2", "empirical"])
 @pytest.mark.parametrize("name", WIDE)
 def test_a_lasting_basis_from_rows_gives_what_that_of_the_matrix_does(name: str, fisher: str) -> None:
-    (matrix, inverse), (wanted, wanted_inverse), how = both(WIDE[name](), hk.EKFAC(1e-3, fisher=fisher, basis_every=2))  # type: ignore[arg-type]
+    (matrix, inverse), (wanted, wanted_inverse), how = both(
+        WIDE[name](), hk.curvature.EKFAC(1e-3, fisher=fisher, basis_every=2)
+    )  # type: ignore[arg-type]
     assert "thin" not in how
     assert oracles.relative(matrix, wanted) < 1e-12
     assert oracles.relative(inverse, wanted_inverse) < 1e-10
@@ -321,12 +337,16 @@ def test_bases_from_rows_diagonalise_the_factor(rank: int, thin: bool) -> None:
 
 
 def test_no_thin_basis_without_damping_or_with_an_average() -> None:
-    for curvature in (hk.EKFAC(0.0, fisher="type-2"), hk.KFAC(0.0, fisher="type-2", split="exact")):
+    for curvature in (hk.curvature.EKFAC(0.0, fisher="type-2"), hk.curvature.KFAC(0.0, fisher="type-2", split="exact")):
         state = curvature.init()
-        with WIDE["wide"]().point() as point, contextlib.suppress(hk.FactorizationError):  # rounding decides
+        with WIDE["wide"]().point() as point, contextlib.suppress(hk.solution.FactorizationError):  # rounding decides
             curvature.operator(point, state)
         assert state.inverses is None or "thin" not in state.inverses.strategies()
-    for curvature in (hk.EKFAC(0.1, ema=0.5), hk.KFAC(0.1, split="exact", ema=0.5), hk.EKFAC(0.1, basis_every=2)):
+    for curvature in (
+        hk.curvature.EKFAC(0.1, ema=0.5),
+        hk.curvature.KFAC(0.1, split="exact", ema=0.5),
+        hk.curvature.EKFAC(0.1, basis_every=2),
+    ):
         assert "thin" not in both(WIDE["wide"](), curvature)[2]
 
 
@@ -334,8 +354,11 @@ def test_no_thin_basis_without_damping_or_with_an_average() -> None:
 def test_a_penalty_that_takes_all_damping_is_refused(alpha: float | Tensor) -> None:
     case = WIDE["wide"]()
     case.decay = {"0.weight": alpha, "0.bias": alpha}
-    curvature = hk.EKFAC(0.1, fisher="type-2")
-    with case.point() as point, pytest.raises(hk.FactorizationError, match=r"spectrum of 0 reaches down to .*damping"):
+    curvature = hk.curvature.EKFAC(0.1, fisher="type-2")
+    with (
+        case.point() as point,
+        pytest.raises(hk.solution.FactorizationError, match=r"spectrum of 0 reaches down to .*damping"),
+    ):
         curvature.operator(point, curvature.init())
 
 
@@ -359,15 +382,15 @@ def test_thin_eigenvectors_are_orthonormal_in_float32_whatever_the_rank() -> Non
 def test_thin_bases_in_float32_are_as_good_as_complete_ones(damping: float) -> None:
     errors, exact = [], None
     for curvature, dtype in (
-        (full(hk.EKFAC(damping, fisher="type-2")), DOUBLE),
-        (hk.EKFAC(damping, fisher="type-2"), torch.float32),
-        (full(hk.EKFAC(damping, fisher="type-2")), torch.float32),
+        (full(hk.curvature.EKFAC(damping, fisher="type-2")), DOUBLE),
+        (hk.curvature.EKFAC(damping, fisher="type-2"), torch.float32),
+        (full(hk.curvature.EKFAC(damping, fisher="type-2")), torch.float32),
     ):
         torch.manual_seed(0)
         case = make(mlp(60, 48, 40, 3), (60,), loss="cross_entropy", count=12, hyper=random_weights(12))
         case.model, case.hyper = case.model.to(dtype), case.hyper.to(dtype)
         case.inner_batch, case.outer_batch = ((x.to(dtype), y) for x, y in (case.inner_batch, case.outer_batch))
-        found = hk.Implicit(curvature, hk.Direct(), cross="reverse").compute(*case.arguments).grads
+        found = hk.Implicit(curvature, hk.solvers.Direct(), cross="reverse").compute(*case.arguments).grads
         exact = exact or found
         errors.append(oracles.relative({n: x.double() for n, x in found.items()}, exact))
     print(f"δ = {damping}: thin {errors[1]:.1e}, complete {errors[2]:.1e}")

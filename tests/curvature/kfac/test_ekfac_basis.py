@@ -52,7 +52,7 @@ class Course:
         x, y = self.case.inner_batch
         self.case.inner_batch = (x.roll(1, 1) * 0.97, y)
 
-    def call(self, curvature: hk.EKFAC, state: KroneckerState) -> tuple[int, int]:
+    def call(self, curvature: hk.curvature.EKFAC, state: KroneckerState) -> tuple[int, int]:
         """Passes and eigendecompositions of one call, after which θ and the batch move on."""
         before = self.passes, self.decompositions
         with self.case.point() as point:
@@ -69,14 +69,14 @@ def test_passes_and_eigendecompositions_are_those_promised(monkeypatch: pytest.M
         ({"basis_every": 2, "refresh_every": 2}, [(2, 4), (0, 0), (1, 0), (0, 0), (2, 4), (0, 0), (1, 0)]),
         ({"basis_every": 2, "ema": 0.5}, [(2, 4), (1, 0), (2, 4), (1, 0)]),
     ):
-        course, curvature = Course(monkeypatch), hk.EKFAC(0.1, **options)  # type: ignore[arg-type]
+        course, curvature = Course(monkeypatch), hk.curvature.EKFAC(0.1, **options)  # type: ignore[arg-type]
         state = curvature.init()
         assert [course.call(curvature, state) for _ in wanted] == wanted
         monkeypatch.undo()
 
 
 def test_the_spectrum_is_the_best_one_in_a_basis_older_than_theta() -> None:
-    course, curvature = Course(), hk.EKFAC(0.1, fisher="type-2", basis_every=4)
+    course, curvature = Course(), hk.curvature.EKFAC(0.1, fisher="type-2", basis_every=4)
     state, bases = curvature.init(), []
     for refresh in range(4):
         with course.case.point() as point:
@@ -85,7 +85,7 @@ def test_the_spectrum_is_the_best_one_in_a_basis_older_than_theta() -> None:
         assert state.basis_age == refresh
         assert_best(course.case, state, 0.1)
         bases.append([(block.a, block.b) for block in state.inverses.blocks.values()])
-        fresh = hk.EKFAC(0.1, fisher="type-2")
+        fresh = hk.curvature.EKFAC(0.1, fisher="type-2")
         with course.case.point() as point:
             fresh.operator(point, newest := fresh.init())
         assert state.diagonal.keys() == newest.diagonal.keys() == {"1.weight", "1.bias"}
@@ -102,7 +102,7 @@ def test_the_spectrum_is_the_best_one_in_a_basis_older_than_theta() -> None:
 def test_every_refresh_with_a_basis_of_its_own_is_what_it_was() -> None:
     """Measure, decompose, measure: bit for bit, with basis_every=1, and at the first refresh with any."""
     course, generator = Course(), torch.Generator().manual_seed(5)
-    curvature = hk.EKFAC(0.1, seed=5)
+    curvature = hk.curvature.EKFAC(0.1, seed=5)
     state = curvature.init()
     for refresh in range(3):
         made = plan(course.case.model, "diagonal")
@@ -111,7 +111,7 @@ def test_every_refresh_with_a_basis_of_its_own_is_what_it_was() -> None:
             factors = measure(point, made, **how)
             bases, _ = eigen.eigen_bases({n: (factors.a[n], factors.b[n]) for n in factors.a})
             found = measure(point, made, basis={n: (a, b) for n, (_, a, _, b) in bases.items()}, diagonal=False, **how)
-        first = hk.EKFAC(0.1, seed=5, basis_every=3)
+        first = hk.curvature.EKFAC(0.1, seed=5, basis_every=3)
         with course.case.point() as point:
             curvature.operator(point, state)
             first.operator(point, other := first.init())
@@ -153,7 +153,7 @@ def test_a_resumed_run_continues_bit_for_bit(name: str, stop: int) -> None:
 
 
 def test_a_spectrum_that_is_not_finite_keeps_the_previous_inverse_and_basis() -> None:
-    course, curvature = Course(), hk.EKFAC(0.1, basis_every=3)
+    course, curvature = Course(), hk.curvature.EKFAC(0.1, basis_every=3)
     state = curvature.init()
     course.call(curvature, state)
     good, before = course.case.inner_batch, state.inverses
@@ -183,7 +183,7 @@ class Offset(nn.Module):
 def test_a_diagonal_that_is_not_finite_keeps_the_previous_one() -> None:
     torch.manual_seed(0)
     case = make(Offset(), (3,), count=6)
-    curvature = hk.EKFAC(0.1, fisher="type-2", basis_every=3)
+    curvature = hk.curvature.EKFAC(0.1, fisher="type-2", basis_every=3)
     state = curvature.init()
     for slope, status in ((1.0, hk.Status.DIRECT), (1e200, hk.Status.KEPT_PREVIOUS), (2.0, hk.Status.DIRECT)):
         case.model.slope = slope  # type: ignore[assignment]
@@ -209,7 +209,7 @@ class Branches(nn.Module):
 def test_layers_that_come_and_go_make_a_new_basis() -> None:
     torch.manual_seed(0)
     case = make(Branches(), (3,), loss="cross_entropy", count=8)
-    curvature = hk.EKFAC(0.1, fisher="type-2", basis_every=10)
+    curvature = hk.curvature.EKFAC(0.1, fisher="type-2", basis_every=10)
     state = curvature.init()
     ages = []
     for wide in (True, True, False, False, True, True):
@@ -218,7 +218,9 @@ def test_layers_that_come_and_go_make_a_new_basis() -> None:
             found = oracles.dense(curvature.operator(point, state).matvec, case.params)
         ages.append(state.basis_age)
         with case.point() as point:
-            fresh = oracles.dense(hk.EKFAC(0.1, fisher="type-2").operator(point, curvature.init()).matvec, case.params)
+            fresh = oracles.dense(
+                hk.curvature.EKFAC(0.1, fisher="type-2").operator(point, curvature.init()).matvec, case.params
+            )
         assert oracles.relative(found, fresh) < 1e-12  # θ stands still, so the old basis is the new one
     assert ages == [0, 1, 0, 1, 0, 1]
 
@@ -231,11 +233,11 @@ def test_a_lasting_basis_with_a_batch_in_parts_and_a_penalty() -> None:
         lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1]),
     )
     x, rest = torch.randn(8, 4, dtype=DOUBLE), (torch.arange(8) % 3, torch.arange(8))
-    curvature = hk.EKFAC(0.1, fisher="type-2", basis_every=5)
+    curvature = hk.curvature.EKFAC(0.1, fisher="type-2", basis_every=5)
     whole, parts = curvature.init(), curvature.init()
     for refresh in range(3):
         matrices = []
-        for given, state in ((problem, whole), (hk.Accumulated(problem, 3), parts)):
+        for given, state in ((problem, whole), (hk.training.Accumulated(problem, 3), parts)):
             batch = (x * 0.8**refresh, *rest)
             with Point(given, model, weights, batch, batch) as point:
                 matrices.append(oracles.dense(curvature.operator(point, state).matvec, oracles.trainable(model)))
@@ -246,7 +248,7 @@ def test_a_lasting_basis_with_a_batch_in_parts_and_a_penalty() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "2", None])
 def test_bad_values_of_basis_every_are_refused(value: Any) -> None:
-    for build in (hk.ekfac, hk.EKFAC):
+    for build in (hk.ekfac, hk.curvature.EKFAC):
         with pytest.raises(
             hk.HyperkronError, match=rf"basis_every={value!r} must be a whole number ≥ 1; 1 makes a new"
         ):

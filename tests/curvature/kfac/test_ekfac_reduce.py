@@ -64,7 +64,7 @@ def optimum(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
 def test_it_is_the_best_diagonal_in_the_one_basis(name: str, every: int) -> None:
     torch.manual_seed(0)
     case = CASES[name]()
-    curvature = hk.EKFAC(DAMPING, fisher="type-2", sharing="reduce", basis_every=every)
+    curvature = hk.curvature.EKFAC(DAMPING, fisher="type-2", sharing="reduce", basis_every=every)
     with case.point() as point:
         matrix = oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
     matrix = matrix - DAMPING * torch.eye(len(matrix), dtype=DOUBLE)

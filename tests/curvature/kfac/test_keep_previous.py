@@ -102,7 +102,7 @@ def test_the_previous_inverses_are_gone_while_new_ones_are_measured(
     setting.probe = lambda: alive.append((sum(r() is not None for r in old), sum(r() is not None for r in diagonal)))
     setting.run(method)
     basis = (
-        4 if method.curvature == hk.EKFAC(1e-2, basis_every=3, keep_previous=False, refresh_every=2) else 0
+        4 if method.curvature == hk.curvature.EKFAC(1e-2, basis_every=3, keep_previous=False, refresh_every=2) else 0
     )  # Q of two blocks serves on
     assert alive[0] == ((len(old), len(diagonal)) if keep else (basis, 0))
 
@@ -174,6 +174,6 @@ def test_with_keep_previous_the_same_refresh_is_survived(make: Callable[..., hk.
 
 @pytest.mark.parametrize("value", [0, 1, None, "no"])
 def test_other_values_are_refused(value: Any) -> None:
-    for make in (hk.kfac, hk.ekfac, hk.KFAC, hk.EKFAC):
+    for make in (hk.kfac, hk.ekfac, hk.curvature.KFAC, hk.curvature.EKFAC):
         with pytest.raises(hk.HyperkronError, match=f"keep_previous={value!r} must be True or False; False saves"):
             make(keep_previous=value)

@@ -25,8 +25,8 @@ def only(model: nn.Module, *trained: str) -> nn.Module:
 
 
 def method(case: Case, damping: float = 0.05, sharing: str = "expand", cross: str = "auto") -> hk.Implicit:
-    curvature = hk.KFAC(damping, fisher="type-2", split="exact", sharing=sharing)  # type: ignore[arg-type]
-    return hk.Implicit(curvature, hk.Direct(), cross=cross)  # type: ignore[arg-type]
+    curvature = hk.curvature.KFAC(damping, fisher="type-2", split="exact", sharing=sharing)  # type: ignore[arg-type]
+    return hk.Implicit(curvature, hk.solvers.Direct(), cross=cross)  # type: ignore[arg-type]
 
 
 def factors(case: Case, name: str, **how: object) -> tuple[Tensor, Tensor]:
@@ -70,8 +70,8 @@ def test_hypergradient_is_exact_where_kfac_is_the_hessian(name: str, cross: str)
     wanted = oracles.implicit(case, case.hessian(), damping=0.05)
     assert oracles.relative(result.grads, wanted) < 1e-8
     with case.point() as point:
-        operator = hk.KFAC(0.05, fisher="type-2", split="exact", sharing=sharing).operator(  # type: ignore[arg-type]
-            point, hk.KFAC().init()
+        operator = hk.curvature.KFAC(0.05, fisher="type-2", split="exact", sharing=sharing).operator(  # type: ignore[arg-type]
+            point, hk.curvature.KFAC().init()
         )
         eye = 0.05 * torch.eye(len(case.hessian()), dtype=DOUBLE)
         assert oracles.relative(oracles.dense(operator.matvec, case.params), case.hessian() + eye) < 1e-12
@@ -271,7 +271,7 @@ def test_damping_is_split_as_declared(build: Callable[[], nn.Module], shape: tup
     a, b = case.slow_factors()["0"]
     order = oracles.joint_order(case.model[0], "0.", case.params)  # type: ignore[index]
     wanted = torch.block_diag(*[damped(a[g], b[g], 0.01, split) for g in range(len(a))])
-    curvature = hk.KFAC(0.01, fisher="type-2", split=SPLITS[split])  # type: ignore[arg-type]
+    curvature = hk.curvature.KFAC(0.01, fisher="type-2", split=SPLITS[split])  # type: ignore[arg-type]
     with case.point() as point:
         operator = curvature.operator(point, curvature.init())
         found = oracles.dense(operator.matvec, case.params)[order][:, order]
@@ -283,7 +283,7 @@ def test_damping_is_split_as_declared(build: Callable[[], nn.Module], shape: tup
 def test_unknown_split_is_refused_by_name() -> None:
     case = make(nn.Linear(3, 2), (3,))
     with pytest.raises(hk.HyperkronError, match="split='half'"):
-        hk.Implicit(hk.KFAC(split="half"), hk.Direct()).compute(*case.arguments)  # type: ignore[arg-type]
+        hk.Implicit(hk.curvature.KFAC(split="half"), hk.solvers.Direct()).compute(*case.arguments)  # type: ignore[arg-type]
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def three_batches(case: Case) -> list[tuple[Tensor, Tensor]]:
 
 def test_moving_average_of_factors() -> None:
     case = make(nn.Sequential(nn.Linear(3, 2)), (3,), loss="cross_entropy")
-    curvature = hk.KFAC(0.01, fisher="type-2", split="exact", ema=0.3)
+    curvature = hk.curvature.KFAC(0.01, fisher="type-2", split="exact", ema=0.3)
     state = curvature.init()
     order = oracles.joint_order(case.model[0], "0.", case.params)  # type: ignore[index]
     average: tuple[Tensor, Tensor] | None = None
@@ -323,7 +323,7 @@ def test_refresh_every_keeps_the_inverse_and_shows_its_age(every: int) -> None:
         state = copy.deepcopy(made.state.curvature)
         state.age = -1  # reading the operator in use once more must not refresh it
         with case.point() as point:
-            reading = hk.KFAC(0.01, fisher="type-2", refresh_every=1000)
+            reading = hk.curvature.KFAC(0.01, fisher="type-2", refresh_every=1000)
             matrices.append(oracles.flat(reading.operator(point, state).solve(b)))
         with torch.no_grad():
             for p in case.model.parameters():
@@ -350,7 +350,7 @@ def test_newly_trained_parameters_refresh_the_curvature_at_once() -> None:
 
 METHODS: dict[str, Callable[[], hk.Implicit]] = {
     "kfac": lambda: hk.kfac(0.01, refresh_every=2, ema=0.4),
-    "kfac exact": lambda: hk.Implicit(hk.KFAC(0.01, split="exact", samples=2), hk.Direct()),
+    "kfac exact": lambda: hk.Implicit(hk.curvature.KFAC(0.01, split="exact", samples=2), hk.solvers.Direct()),
     "ekfac": lambda: hk.ekfac(0.01, refresh_every=3, ema=0.2),
     "pcg": lambda: hk.pcg(3, 0.01, warm_start=True),
     "gradient descent": lambda: hk.gradient_descent(4, 0.1),

@@ -80,7 +80,7 @@ def test_diagonals_are_exact_per_example(name: str, fisher: str) -> None:
     build, shape, tokens = DIAGONAL[name]
     case = make(build(), shape, loss="cross_entropy", tokens=tokens, hyper=random_weights(5))
     found = case.measured(fisher, samples=2).diagonal
-    uncovered = {row.parameter: row for row in hk.KFAC().coverage(case.model).uncovered}
+    uncovered = {row.parameter: row for row in hk.curvature.KFAC().coverage(case.model).uncovered}
     assert set(found) == set(uncovered)
     term = case.inner(case.model, case.hyper, case.inner_batch).terms[0]
     vectors = list(term.vectors(fisher, 2, torch.Generator().manual_seed(0)))  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def test_diagonals_are_exact_per_example(name: str, fisher: str) -> None:
         assert oracles.relative(diagonal.reshape(-1), exact) < 1e-12
     ones = {n: torch.ones_like(p) for n, p in case.params.items()}
     for split, damped in (("pi", lambda d: (d.sqrt() + 0.3**0.5).square()), ("exact", lambda d: d + 0.3)):
-        curvature = hk.KFAC(0.3, fisher=fisher, samples=2, split=split)  # type: ignore[arg-type]
+        curvature = hk.curvature.KFAC(0.3, fisher=fisher, samples=2, split=split)  # type: ignore[arg-type]
         with case.point() as point:
             solved = curvature.operator(point, curvature.init()).solve(ones)
         for parameter, diagonal in found.items():
@@ -151,18 +151,22 @@ def elsewhere(case: Case) -> hk.BilevelProblem:
     return hk.BilevelProblem(case.inner, outer)
 
 
-@pytest.mark.parametrize("curvature", [hk.KFAC(0.1, fisher="type-2"), hk.EKFAC(0.1, fisher="type-2")])
-def test_unused_parameters_get_zero(curvature: hk.KFAC | hk.EKFAC) -> None:
+@pytest.mark.parametrize(
+    "curvature", [hk.curvature.KFAC(0.1, fisher="type-2"), hk.curvature.EKFAC(0.1, fisher="type-2")]
+)
+def test_unused_parameters_get_zero(curvature: hk.curvature.KFAC | hk.curvature.EKFAC) -> None:
     case = make(Unused(), (3,))
-    made = hk.Implicit(curvature, hk.Direct())
+    made = hk.Implicit(curvature, hk.solvers.Direct())
     result = made.compute(elsewhere(case), case.model, case.hyper, case.inner_batch, case.outer_batch)
     assert result.solution is not None
     for name, v in result.solution.value.items():
         assert bool((v == 0).all()) == (not name.startswith("used"))
 
 
-@pytest.mark.parametrize("curvature", [hk.KFAC(0.1, fisher="type-2", split="exact"), hk.EKFAC(0.1, fisher="type-2")])
-def test_a_penalty_alone_is_curvature_too(curvature: hk.KFAC | hk.EKFAC) -> None:
+@pytest.mark.parametrize(
+    "curvature", [hk.curvature.KFAC(0.1, fisher="type-2", split="exact"), hk.curvature.EKFAC(0.1, fisher="type-2")]
+)
+def test_a_penalty_alone_is_curvature_too(curvature: hk.curvature.KFAC | hk.curvature.EKFAC) -> None:
     case = make(Unused(), (3,), decay={"layer.weight": 0.2, "norm.bias": 0.3, "raw": torch.tensor([0.1, 0.2, 0.3])})
     with case.point() as point:
         v = curvature.operator(point, curvature.init()).solve({n: torch.ones_like(p) for n, p in case.params.items()})
@@ -175,16 +179,16 @@ def test_a_penalty_alone_is_curvature_too(curvature: hk.KFAC | hk.EKFAC) -> None
 def test_preconditioner_reaches_what_kfac_does_not() -> None:
     """Without curvature somewhere KFAC's solution is zero there, but a preconditioner must be positive definite."""
     case = make(Unused(), (3,))
-    made = hk.pcg(100, 0.1, preconditioner=hk.KFAC(0.1, fisher="type-2", fallback="zero"), tolerance=1e-10)
+    made = hk.pcg(100, 0.1, preconditioner=hk.curvature.KFAC(0.1, fisher="type-2", fallback="zero"), tolerance=1e-10)
     result = made.compute(elsewhere(case), case.model, case.hyper, case.inner_batch, case.outer_batch)
     assert result.status is hk.Status.CONVERGED
     assert oracles.relative(result.grads, oracles.implicit(case, case.ggn(), damping=0.1)) < 1e-8
 
 
 def test_a_model_without_any_kronecker_block() -> None:
-    for curvature in (hk.KFAC(0.1), hk.KFAC(0.1, split="exact"), hk.EKFAC(0.1)):
+    for curvature in (hk.curvature.KFAC(0.1), hk.curvature.KFAC(0.1, split="exact"), hk.curvature.EKFAC(0.1)):
         case = make(nn.LayerNorm(3), (3,))
-        assert hk.Implicit(curvature, hk.Direct()).compute(*case.arguments).status is hk.Status.DIRECT
+        assert hk.Implicit(curvature, hk.solvers.Direct()).compute(*case.arguments).status is hk.Status.DIRECT
 
 
 def test_sparse_embedding_gradients() -> None:

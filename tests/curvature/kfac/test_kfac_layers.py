@@ -123,7 +123,7 @@ def test_the_operator_is_the_damped_kronecker_product(name: str) -> None:
     for block, (a, b) in case.slow_factors().items():
         order = oracles.joint_order(case.model.get_submodule(block), f"{block}.", case.params)
         wanted[order[:, None], order] = oracles.kron(a, b) + 0.1 * torch.eye(len(order), dtype=DOUBLE)
-    curvature = hk.KFAC(0.1, fisher="type-2", split="exact")
+    curvature = hk.curvature.KFAC(0.1, fisher="type-2", split="exact")
     with case.point() as point:
         operator = curvature.operator(point, curvature.init())
         assert oracles.relative(oracles.dense(operator.matvec, case.params), wanted) < 1e-12
@@ -168,7 +168,7 @@ def test_a_module_called_twice_sums_its_uses() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_parameter_tied_between_layers_sums_its_uses(bias: bool) -> None:
     case = make(Tied(bias), (3,), loss="cross_entropy")
-    rows = {row.parameter: row for row in hk.KFAC().coverage(case.model).rows}
+    rows = {row.parameter: row for row in hk.curvature.KFAC().coverage(case.model).rows}
     assert rows["one.weight"].curvature == "kronecker"
     assert "tied over 2 modules" in rows["one.weight"].reason
     assert "two.weight" not in rows
@@ -235,18 +235,20 @@ OUTSIDE: dict[str, tuple[Build, tuple[int, ...], int, dict[str, str]]] = {
 def test_what_kfac_does_not_cover_is_named_and_gets_the_scaled_identity(name: str) -> None:
     build, shape, tokens, reasons = OUTSIDE[name]
     case = make(build(), shape, loss="cross_entropy", tokens=tokens)
-    coverage = hk.KFAC().coverage(case.model)
+    coverage = hk.curvature.KFAC().coverage(case.model)
     rows = {row.parameter: row for row in coverage.rows}
     assert set(rows) == set(case.params)
     for parameter, reason in reasons.items():
         assert rows[parameter].curvature == "scaled identity"
         assert rows[parameter].reason == reason
         assert f"{parameter} " in str(coverage)
-    strict = hk.Implicit(hk.KFAC(strict=True), hk.Direct())
-    with pytest.raises(hk.CoverageError, match=r"no Kronecker block for .*" + next(iter(reasons)).replace(".", r"\.")):
+    strict = hk.Implicit(hk.curvature.KFAC(strict=True), hk.solvers.Direct())
+    with pytest.raises(
+        hk.solution.CoverageError, match=r"no Kronecker block for .*" + next(iter(reasons)).replace(".", r"\.")
+    ):
         strict.compute(*case.arguments)
     for fallback, curvature in (("identity", 1.0), ("zero", None)):
-        made = hk.KFAC(0.25, fallback=fallback)  # type: ignore[arg-type]
+        made = hk.curvature.KFAC(0.25, fallback=fallback)  # type: ignore[arg-type]
         assert {row.curvature for row in made.coverage(case.model).uncovered} == {fallback}
         with case.point() as point:
             solved = made.operator(point, made.init()).solve({n: torch.ones_like(p) for n, p in case.params.items()})

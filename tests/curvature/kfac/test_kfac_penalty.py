@@ -23,9 +23,9 @@ DECAYS: dict[str, dict[str, float | Tensor]] = {
     "one of each input": {"0.weight": torch.tensor([0.1, 0.5, 2.0], dtype=DOUBLE)},
 }
 EXACT: dict[str, Callable[..., Any]] = {
-    "kfac": lambda damping: hk.KFAC(damping, fisher="type-2", split="exact"),
-    "ekfac": lambda damping: hk.EKFAC(damping, fisher="type-2"),
-    "ekfac, lasting basis": lambda damping: hk.EKFAC(damping, fisher="type-2", basis_every=3),
+    "kfac": lambda damping: hk.curvature.KFAC(damping, fisher="type-2", split="exact"),
+    "ekfac": lambda damping: hk.curvature.EKFAC(damping, fisher="type-2"),
+    "ekfac, lasting basis": lambda damping: hk.curvature.EKFAC(damping, fisher="type-2", basis_every=3),
 }
 
 
@@ -47,7 +47,7 @@ def test_a_block_that_kfac_has_exactly_stays_exact(name: str, kind: str, damping
     assert oracles.relative(matrix, whole) < tolerance
     assert oracles.relative(inverse, torch.linalg.inv(whole)) < 100 * tolerance
     if damping:
-        method = hk.Implicit(EXACT[kind](damping), hk.Direct(), cross="reverse")
+        method = hk.Implicit(EXACT[kind](damping), hk.solvers.Direct(), cross="reverse")
         wanted = oracles.implicit(case, case.hessian(), damping=damping)
         assert oracles.relative(method.compute(*case.arguments).grads, wanted) < 1e-8
 
@@ -96,7 +96,7 @@ def test_damping_with_uneven_penalties_is_as_declared(name: str, split: str) -> 
         return torch.kron(b + mean.sqrt() / pi * torch.eye(len(b), dtype=DOUBLE), a + pi * mean.sqrt() * e)
 
     wanted = built(case, block)
-    matrix, inverse = matrices(case, hk.KFAC(DAMPING, fisher="type-2", split=split))  # type: ignore[arg-type]
+    matrix, inverse = matrices(case, hk.curvature.KFAC(DAMPING, fisher="type-2", split=split))  # type: ignore[arg-type]
     assert oracles.relative(matrix, wanted) < 1e-11
     assert oracles.relative(inverse, torch.linalg.inv(wanted)) < 1e-9
 
@@ -108,7 +108,7 @@ def test_ekfac_adds_the_penalty_to_what_it_measures(name: str, sharing: Any) -> 
     torch.manual_seed(0)
     case = LAYERS[name]()
     case.decay = {key: alpha for key, alpha in DECAYED.items() if key in case.params}
-    curvature = hk.EKFAC(DAMPING, fisher="type-2", sharing=sharing)
+    curvature = hk.curvature.EKFAC(DAMPING, fisher="type-2", sharing=sharing)
     matrix, inverse = matrices(case, curvature)
     assert oracles.relative(inverse, torch.linalg.inv(matrix)) < 1e-9
     term = case.inner(case.model, case.hyper, case.inner_batch).terms[0]
@@ -127,7 +127,7 @@ def test_ekfac_adds_the_penalty_to_what_it_measures(name: str, sharing: Any) -> 
 def test_a_lasting_basis_follows_a_penalty_that_changes() -> None:
     """The spectrum is that of the block in the coordinates of the penalty as it is now: its trace there is exact."""
     case = make(nn.Sequential(nn.Linear(3, 2)), (3,), count=9)
-    curvature = hk.EKFAC(DAMPING, fisher="type-2", basis_every=5)
+    curvature = hk.curvature.EKFAC(DAMPING, fisher="type-2", basis_every=5)
     state = curvature.init()
     for alpha in (0.1, 0.1, 0.7):
         case.decay = {"0.weight": alpha}
@@ -142,9 +142,9 @@ def test_a_lasting_basis_follows_a_penalty_that_changes() -> None:
 @pytest.mark.parametrize("split", ["exact", "pi"])
 def test_scales_are_part_of_the_state(split: Any) -> None:
     case = make(mlp(4, 3, 2), (4,), count=6, decay={"0.weight": 0.3})
-    first = hk.Implicit(hk.KFAC(DAMPING, split=split, refresh_every=9), hk.Direct())
+    first = hk.Implicit(hk.curvature.KFAC(DAMPING, split=split, refresh_every=9), hk.solvers.Direct())
     first.compute(*case.arguments)
-    second = hk.Implicit(hk.KFAC(DAMPING, split=split, refresh_every=9), hk.Direct())
+    second = hk.Implicit(hk.curvature.KFAC(DAMPING, split=split, refresh_every=9), hk.solvers.Direct())
     second.load_state_dict(first.state_dict())
     wanted, found = first.compute(*case.arguments), second.compute(*case.arguments)
     assert torch.equal(found.grads["weight"], wanted.grads["weight"])

@@ -53,7 +53,7 @@ def test_padding_is_in_no_factor(sharing: Any, low_rank: bool) -> None:
     case, seen = padded([5, 2, 3, 1])
     x, _ = case.inner_batch
     x[~seen] = 7.0
-    curvature = hk.KFAC(0.1, fisher="type-2", sharing=sharing)
+    curvature = hk.curvature.KFAC(0.1, fisher="type-2", sharing=sharing)
     inputs: dict[str, Tensor] = {}
     for name in ("qkv", "out", "head"):
         layer = case.model.get_submodule(name)
@@ -63,7 +63,7 @@ def test_padding_is_in_no_factor(sharing: Any, low_rank: bool) -> None:
     with case.point() as point:
         state = curvature.init()
         made = state.plan(point.model, point.params, "diagonal")
-        kind = type("Kept", (hk.KFAC,), {"_low_rank": low_rank})(**vars(curvature))
+        kind = type("Kept", (hk.curvature.KFAC,), {"_low_rank": low_rank})(**vars(curvature))
         measured = kind._measure(point, state, made)
     for name, given in inputs.items():
         rows = torch.cat([given, torch.ones_like(given[..., :1])], -1)
@@ -111,8 +111,10 @@ def test_parts_of_a_batch_count_their_own_tokens() -> None:
 
     problem = Parted(inner, case.outer)
     with Point(problem, case.model, case.hyper, (x, y), case.outer_batch) as point:
-        state = hk.KFAC().init()
-        parted = hk.KFAC(0.1, fisher="type-2")._measure(point, state, state.plan(case.model, point.params, "diagonal"))
+        state = hk.curvature.KFAC().init()
+        parted = hk.curvature.KFAC(0.1, fisher="type-2")._measure(
+            point, state, state.plan(case.model, point.params, "diagonal")
+        )
     for name in whole.a:
         assert oracles.relative(dense(parted.a[name]), dense(whole.a[name])) < 1e-12
 

@@ -73,7 +73,7 @@ def test_calls_by_keyword_are_calls(fisher: Any) -> None:
 
 def test_a_norm_used_as_a_function_gets_the_measured_multiple_of_the_identity() -> None:
     case = make(AsFunction(), (3,))
-    curvature = hk.KFAC(0.1)
+    curvature = hk.curvature.KFAC(0.1)
     with case.point() as point:
         v = curvature.operator(point, curvature.init()).solve({n: torch.ones_like(p) for n, p in case.params.items()})
         assert "norm.weight" in point.notes["uncalled"]

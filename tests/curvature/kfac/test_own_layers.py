@@ -24,7 +24,9 @@ def test_rows_that_are_not_linear_in_the_input_are_made_of_it_unscaled(
     torch.manual_seed(0)
     case = cases.make(module(3, 2), (3,), count=30)
     method = hk.Implicit(
-        hk.KFAC(DELTA, fisher="type-2", split="exact", layers=[quadratics]), hk.Direct(), cross="reverse"
+        hk.curvature.KFAC(DELTA, fisher="type-2", split="exact", layers=[quadratics]),
+        hk.solvers.Direct(),
+        cross="reverse",
     )
     wanted = oracles.implicit(case, case.ggn(), damping=DELTA)
     assert oracles.relative(method.compute(*case.arguments).grads, wanted) < 1e-10
@@ -32,24 +34,24 @@ def test_rows_that_are_not_linear_in_the_input_are_made_of_it_unscaled(
 
 def test_a_layer_is_found_beside_the_others_and_only_where_it_was_given() -> None:
     model = nn.Sequential(Quadratics(3, 2), nn.Linear(2, 2))
-    rows = hk.KFAC(layers=[quadratics]).coverage(model).rows
+    rows = hk.curvature.KFAC(layers=[quadratics]).coverage(model).rows
     assert {row.curvature for row in rows} == {"kronecker"}
     assert [row.reason for row in rows[::2]] == ["Quadratics, with bias", "Linear, with bias"]
-    assert hk.KFAC().coverage(model).covered < 0.5
-    method, case = hk.Implicit(hk.KFAC(strict=True), hk.Direct()), cases.make(model, (3,))
-    with pytest.raises(hk.CoverageError, match="Quadratics"):
+    assert hk.curvature.KFAC().coverage(model).covered < 0.5
+    method, case = hk.Implicit(hk.curvature.KFAC(strict=True), hk.solvers.Direct()), cases.make(model, (3,))
+    with pytest.raises(hk.solution.CoverageError, match="Quadratics"):
         method.compute(*case.arguments)
 
 
 @pytest.mark.parametrize("layers", [quadratics, "Quadratics", [QuadraticsLayer(3, 2)]])
 def test_layers_that_are_no_functions_are_refused(layers: Any) -> None:
     with pytest.raises(hk.HyperkronError, match=r"layers=.* list of functions"):
-        hk.KFAC(layers=layers)
+        hk.curvature.KFAC(layers=layers)
 
 
 def test_a_function_that_returns_no_layer_is_refused() -> None:
     with pytest.raises(hk.HyperkronError, match=r"returned True for a Linear; return a hyperkron\.curvature\.Layer"):
-        hk.EKFAC(layers=[lambda module: True]).coverage(nn.Linear(2, 2))  # type: ignore[list-item,return-value]
+        hk.curvature.EKFAC(layers=[lambda module: True]).coverage(nn.Linear(2, 2))  # type: ignore[list-item,return-value]
 
 
 class Named(nn.Module):
@@ -66,6 +68,6 @@ class Named(nn.Module):
 def test_a_module_may_be_called_by_keyword() -> None:
     torch.manual_seed(0)
     case = cases.make(Named(), (3,))
-    curvature = hk.KFAC(DELTA, fisher="type-2", split="exact", strict=True, layers=[quadratics])
-    result = hk.Implicit(curvature, hk.Direct(), cross="reverse").compute(*case.arguments)
+    curvature = hk.curvature.KFAC(DELTA, fisher="type-2", split="exact", strict=True, layers=[quadratics])
+    result = hk.Implicit(curvature, hk.solvers.Direct(), cross="reverse").compute(*case.arguments)
     assert oracles.relative(result.grads, oracles.implicit(case, case.ggn(), damping=DELTA)) < 1e-10

@@ -48,7 +48,7 @@ class Coverage:
     Example:
         >>> import torch, hyperkron as hk
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
-        >>> print(hk.KFAC().coverage(model))
+        >>> print(hk.curvature.KFAC().coverage(model))
         parameter  shape   curvature  why
         0.weight   (3, 4)  kronecker  Linear, with bias
         0.bias     (3,)    kronecker  Linear, with weight

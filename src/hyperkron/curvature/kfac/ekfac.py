@@ -46,7 +46,7 @@ class EKFAC(Kronecker):
 
     Example:
         >>> import hyperkron as hk
-        >>> method = hk.Implicit(hk.EKFAC(damping=1e-2, basis_every=10), hk.Direct())
+        >>> method = hk.Implicit(hk.curvature.EKFAC(damping=1e-2, basis_every=10), hk.solvers.Direct())
     """
 
     basis_every: int = 1
