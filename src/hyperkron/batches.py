@@ -203,8 +203,8 @@ def as_source(data: Any, argument: str = "data") -> Source:
         return Fixed(data)
     if isinstance(data, list):
         raise HyperkronError(
-            f"{argument} is a list, which may be one batch or many: pass a tuple (or hyperkron.algorithms.Fixed(batch)) "
-            "for one batch, a DataLoader or hyperkron.algorithms.Examples(...) for many."
+            f"{argument} is a list, which may be one batch or many: pass a tuple (or "
+            "hyperkron.algorithms.Fixed(batch)) for one batch, a DataLoader or hyperkron.algorithms.Examples(...) for many."
         )
     if isinstance(data, Iterable) and not isinstance(data, Iterator):
         return Loader(data)

@@ -199,8 +199,8 @@ def gradient_descent(
 ) -> Implicit:
     """AmIGO's linear solve: gradient steps v ← v − ηM⁻¹(Hv − ∂_θ J_out) from the previous solution.
 
-    In AmIGO, ``hk.gradient_descent(1, step=1.0, preconditioner=hk.curvature.KFAC(1.0))`` replaces ten plain steps by one
-    step preconditioned by KFAC.
+    In AmIGO, ``hk.gradient_descent(1, step=1.0, preconditioner=hk.curvature.KFAC(1.0))`` replaces ten plain steps by
+    one step preconditioned by KFAC.
 
     Args:
         iterations: number of steps; each is one product with the curvature.
