@@ -1,10 +1,11 @@
 """Every model × λ × hypergradient × cross mode against an independent oracle; prints how many are silently wrong.
 
-    python benchmarks/correctness_grid.py [--only TEXT ... --sample N --seed 0 --workers 2 --no-record]
+    python benchmarks/correctness_grid.py [--only TEXT ... --sample N --seed 0 --workers 2 --keep FILE --no-record]
 
 What is right, and to which tolerance, is written in support/grid/cells.py. The exit code is 1 if a cell is silently
 wrong or ended in an exception other than a HyperkronError. ``--only`` takes cells whose name, ``model | λ | method``,
 contains every TEXT; such a run, and a sample, leave no record. The whole grid writes benchmarks/results/grid.json.
+With ``--keep`` what is done is kept in FILE, and the same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import json
 import multiprocessing
 import random
 import sys
@@ -87,7 +89,8 @@ def main() -> int:
     """Run, print and record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="text that a cell's name must contain")
-    parser.add_argument("--sample", type=int, help="so many cells, drawn at random")
+    parser.add_argument("--sample", type=int, help="number of cells, drawn at random")
+    parser.add_argument("--keep", type=Path, help="file of the finished cells; they are not repeated")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--list", type=int, default=200, help="how many bad cells to print")
@@ -95,11 +98,20 @@ def main() -> int:
     options = parser.parse_args()
     asked, started = tasks(options.only, options.sample, options.seed), time.time()
     total = sum(len(methods) for *_, methods in asked)
-    records: list[Record] = []
-    context, bar = multiprocessing.get_context("spawn"), tqdm(total=total, unit="cell", desc="grid")
+    records = kept(options.keep)
+    done = {(record.model, record.hyper) for record in records}
+    asked = [task for task in asked if task[:2] not in done]
+    context, bar = (
+        multiprocessing.get_context("spawn"),
+        tqdm(total=total, initial=len(records), unit="cell", desc="grid"),
+    )
     with context.Pool(options.workers, maxtasksperchild=40) as pool, bar:
         for (_, _, methods), found in pool.imap_unordered(work, asked):
             records += found
+            keep(options.keep, found)
+            for record in found:
+                if record.bad:
+                    bar.write(describe(record))
             bar.update(len(methods))
             bar.set_postfix(bad=sum(record.bad for record in records))
     for by in ("model", "hyper", "method"):
@@ -115,6 +127,19 @@ def main() -> int:
     if not (options.only or options.sample or options.no_record):
         record_all(records, counts)
     return 1 if bad else 0
+
+
+def kept(path: Path | None) -> list[Record]:
+    """The cells that an earlier run has finished."""
+    lines = path.read_text("utf-8").splitlines() if path is not None and path.exists() else []
+    return [Record(**json.loads(line)) for line in lines]
+
+
+def keep(path: Path | None, found: list[Record]) -> None:
+    """Add the cells of one model and λ."""
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in found))
 
 
 def record_all(records: list[Record], counts: collections.Counter[str]) -> None:

@@ -204,7 +204,8 @@ def as_source(data: Any, argument: str = "data") -> Source:
     if isinstance(data, list):
         raise HyperkronError(
             f"{argument} is a list, which may be one batch or many: pass a tuple (or "
-            "hyperkron.algorithms.Fixed(batch)) for one batch, a DataLoader or hyperkron.algorithms.Examples(...) for many."
+            "hyperkron.algorithms.Fixed(batch)) for one batch, a DataLoader or "
+            "hyperkron.algorithms.Examples(...) for many."
         )
     if isinstance(data, Iterable) and not isinstance(data, Iterator):
         return Loader(data)
