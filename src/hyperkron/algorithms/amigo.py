@@ -29,8 +29,9 @@ class AmIGO(Algorithm):
     All rates are constant. With ``hypergradient`` the v-loop is replaced: ``AmIGO(hypergradient=hk.kfac())`` is
     AmIGO-KFAC, and ``hk.gradient_descent(2, step=1.0, preconditioner=KFAC(δ, split="exact"))`` two steps from the
     last v, preconditioned by KFAC: where there is little curvature as long as ten steps of ρ = 1/(5δ), and where
-    there is much no longer than the way to the solution. On linear hypercleaning, with δ tuned, ``refresh_every=20`` and
-    ``curvature=hk.curvature.Hessian(0.02)``, these were about as good as ten plain ones in half the time
+    there is much no longer than the way to the solution. On linear hypercleaning, with δ tuned,
+    ``refresh_every=20`` and ``curvature=hk.curvature.Hessian(0.02)``, these were about as good as ten plain ones in
+    half the time
     (docs/benchmarks.md).
 
     Reference: Arbel & Mairal, "Amortized implicit differentiation for stochastic bilevel optimization" (ICLR 2022).
