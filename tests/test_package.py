@@ -22,12 +22,13 @@ def run(program: str) -> str:
     return done.stdout.strip()
 
 
-def test_import_alone_loads_nothing_and_the_first_name_loads_all() -> None:
+def test_import_alone_loads_nothing_and_a_name_loads_what_it_needs() -> None:
     program = """
 import sys, hyperkron as hk
 assert hk.__version__ and "torch" not in sys.modules
 assert not hasattr(hk, "__wrapped__") and not hasattr(hk, "_private") and "torch" not in sys.modules
 assert hk.kfac(1e-3) is not None and "kfac" in vars(hk) and "torch" in sys.modules
+assert not {"hyperkron.training", "hyperkron.cleaning", "hyperkron.algorithms"} & set(sys.modules)
 """
     run(program)
 
@@ -36,6 +37,8 @@ def test_all_ways_to_a_name() -> None:
     from hyperkron import _public_names
 
     assert hk.__all__ == _public_names.__all__ and 30 < len(set(hk.__all__)) == len(hk.__all__) <= 45
+    names = {name for names in hk._NAMES.values() for name in names.split()}
+    assert names < set(hk.__all__) and all(getattr(hk, name) is getattr(_public_names, name) for name in hk.__all__)
     assert len({name.lower() for name in hk.__all__}) == len(hk.__all__), "names that differ by case only"
     program = """
 import hyperkron

@@ -5,8 +5,7 @@
 Each part of the formula is a part of the package: ``losses`` and ``BilevelProblem`` (J), curvatures (A), solvers
 (A⁻¹b), the cross term, and the hypergradients that combine them.
 
-All names are listed in ``_public_names.py``, which is imported with the first of them (PEP 562), so that the command
-line answers before torch is loaded.
+A name is imported when it is first used (PEP 562), with the part of the package it lives in and what that needs.
 """
 
 from __future__ import annotations
@@ -21,22 +20,32 @@ if TYPE_CHECKING:  # what a type checker sees; without __getattr__, so that it f
 else:
 
     def __getattr__(name: str) -> object:
-        """A part of the package, or one of its names; all names come with the first."""
+        """A part of the package, or one of its public names."""
         from importlib import import_module
         from importlib.util import find_spec
 
-        if name.startswith("_") and name != "__all__":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name.isidentifier() and find_spec(f"{__name__}.{name}") is not None:
-            return import_module(f"{__name__}.{name}")
-        public = import_module(f"{__name__}._public_names")
-        names = {known: getattr(public, known) for known in public.__all__}
-        globals().update(names, __all__=public.__all__)
-        try:
-            return globals()[name]
-        except KeyError:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        if name == "__all__":
+            return import_module(f"{__name__}._public_names").__all__
+        if not name.startswith("_") and name.isidentifier():
+            if find_spec(f"{__name__}.{name}") is not None:
+                return import_module(f"{__name__}.{name}")
+            for part, names in _NAMES.items():
+                if name in names.split():
+                    globals()[name] = getattr(import_module(f"{__name__}.{part}"), name)
+                    return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        __getattr__("__all__")
-        return sorted(globals().keys() - {"TYPE_CHECKING", "annotations"})
+        return sorted({*globals(), *__getattr__("__all__")} - {"TYPE_CHECKING", "annotations"})
+
+    _NAMES = {
+        "problem": "BilevelProblem",
+        "hyper": "SampleWeights MetaWeightNet DomainWeights LabelCorrection WeightDecay Augmentation as_hyper",
+        "hypergradient": "Implicit kfac ekfac cg pcg neumann gradient_descent identity sama "
+        "unrolled truncated one_step",
+        "algorithms": "AID",
+        "training": "fit Box Ball Simplex Run InnerLoop Checkpoint",
+        "cleaning": "clean CleanConfig CleanResult",
+        "solution": "HypergradientResult Status HyperkronError HyperkronWarning NonFiniteError",
+    }
+    """Where each name lives; _public_names.py has the same for type checkers."""

@@ -39,6 +39,9 @@ from hyperkron.validation import check_one_of, check_positive
 
 Mode = Literal["auto", "reverse", "forward", "difference"]
 
+NOTICEABLE = 0.05
+"""Relative error of a finite difference of a given radius (SAMA's) above which a warning says so: an angle of 3°."""
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -231,7 +234,7 @@ class Cross:
             _warn_stopped(reasons)
         found = weighting.difference(point, v, radius, form).cross if form else difference(point, v, radius)
         error = _distance(found, near.cross)
-        if error > 0.5:
+        if error > NOTICEABLE:
             warn_once(
                 "cross-radius",
                 f"the finite-difference cross term at radius {radius:g} is {error:.0%} away from that at a small one; "
