@@ -364,9 +364,9 @@ def main() -> int:
             lambda: signals(options.signals, scratch, chance),
             *(lambda method=method: consecutive(method, options.steps, scratch) for method in options.methods),
         ]
-        faults += faults_files.faults(Child, written, scratch)
         faults += faults_runtime.faults(Child, written, scratch, options.races)
         if not options.no_cases:
+            faults += faults_files.faults(Child, written, scratch)
             faults += faults_clean.faults(written, scratch)
             faults.append(lambda: hostile.malicious(written, scratch))
             faults += [lambda name=name: hostile.numbers(name, written, scratch) for name in numerics.CASES]

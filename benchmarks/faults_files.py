@@ -144,7 +144,7 @@ def _changed_sources() -> dict[str, Callable[[Path], str]]:
             out.unlink()
             WRITERS[suffix](train, change(_rows()))
             code, _, err = _command("export", "run", act, "suspects", "-o", str(out))
-            return "" if code == 1 and "does not hold the rows" in err and not out.exists() else f"code {code}"
+            return "" if code == 1 and "no longer holds the rows" in err and not out.exists() else f"code {code}"
 
         return attempt
 
@@ -240,7 +240,7 @@ ARGUMENTS = {
 
 
 def _damaged(judge: Judge, scratch: Path) -> dict[str, Callable[[Path], str]]:
-    whole = scratch / "whole"
+    whole = scratch / "finished"
 
     def finish() -> str:
         from hyperkron.cleaning import CleanConfig, clean

@@ -19,12 +19,12 @@ from tests.algorithms.test_algorithms import ALGORITHMS
 
 SUM = Quadratic(examples=6, noise=0.2)
 WITH: dict[str, Any] = {
-    name: getattr(hk, name)
+    name: getattr(hk.algorithms, name)
     for name in hk.algorithms.__all__
-    if isinstance(getattr(hk, name, None), type)
-    and issubclass(getattr(hk, name), Algorithm)
-    and getattr(hk, name) is not hk.algorithms.SUSTAIN  # its series is its own
-    and "hypergradient" in {f.name for f in dataclasses.fields(getattr(hk, name))}
+    if isinstance(getattr(hk.algorithms, name, None), type)
+    and issubclass(getattr(hk.algorithms, name), Algorithm)
+    and getattr(hk.algorithms, name) is not hk.algorithms.SUSTAIN  # its series is its own
+    and "hypergradient" in {f.name for f in dataclasses.fields(getattr(hk.algorithms, name))}
 }
 
 

@@ -243,7 +243,7 @@ def test_a_hypergradient_that_is_not_finite_is_a_collapse(data: Blobs, monkeypat
         (Status.MORE_DAMPING, []),
         (
             Status.KEPT_PREVIOUS,
-            ["with so many, rely on the suspects only if the curves of κ, β and γ in the report become flat."],
+            ["with this many, rely on the suspects only if the curves of κ, β and γ in the report become flat."],
         ),
     ],
 )

@@ -176,5 +176,5 @@ def test_power_iteration_estimates_from_below_and_repeats_itself() -> None:
 
 
 def test_power_iteration_refuses_no_iterations() -> None:
-    with pytest.raises(HyperkronError, match="iterations is 0"):
+    with pytest.raises(HyperkronError, match="iterations=0 must be a whole number ≥ 1"):
         power_iteration(DenseOperator(A), unflatten(B), 0)
