@@ -98,3 +98,16 @@ def test_torch_is_left_as_it_was() -> None:
         assert all(getattr(checkpoint, name) is not own for name, own in zip(names, before, strict=True))
         raise RuntimeError
     assert [getattr(checkpoint, name) for name in names] == before
+
+
+def test_a_model_that_changes_flags_is_refused_in_forward_mode_by_name() -> None:
+    """torch.func, which forward mode needs where λ is in front of the model, cannot call requires_grad_()."""
+
+    class Marks(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x.requires_grad else x.clone().requires_grad_()).softmax(1)
+
+    hyper = hk.as_hyper(torch.zeros_like(X))
+    problem = hk.BilevelProblem(lambda m, h, b: hk.losses.cross_entropy(m(X + h()), Y), outer)
+    with pytest.raises(hk.HyperkronError, match="cross='reverse' or cross='auto'"):
+        hk.identity(cross="forward").compute(problem, Marks(None), hyper, None, None)

@@ -78,7 +78,7 @@ def forward_mode() -> Iterator[None]:
     try:
         yield
     except RuntimeError as failure:
-        if not any(words in str(failure) for words in ("forward AD", "forward mode", "jvp")):
+        if not any(words in str(failure) for words in ("forward AD", "forward mode", "jvp", "functorch transform")):
             raise
         raise NoForwardModeError(str(failure).strip().splitlines()[0]) from failure
 
