@@ -44,6 +44,7 @@ SAMPLE = sample()
 ONCE_WRONG: dict[tuple[str, str], list[str]] = {
     ("mlp", "mwn"): ["identity, auto", "kfac, auto", "ekfac", "pcg", "cg ggn, auto", "sama", "sama wide"],
     ("mlp dropout", "mwn normalised"): ["sama wide"],
+    ("mlp dropout", "mwn no_grad"): ["kfac exact"],
     ("old spectral norm", "weights clip"): ["kfac, auto", "identity, forward"],
     ("weight norm", "weights clip"): ["cg hessian, auto", "unrolled adam"],
     ("straight-through", "domains"): ["kfac empirical", "sama"],

@@ -268,6 +268,8 @@ class Kind:
         """Whether a model can have it."""
         if self.inner is _weights_of_padded:
             return spec.lengthwise
+        if self.draws and spec.dtype != torch.float64:  # the oracle would draw other numbers
+            return False
         return not (self.inner is _augmented and spec.inputs == "tokens")
 
 

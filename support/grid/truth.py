@@ -160,16 +160,23 @@ class Truth:
 
     def doubt(self, v: Tensor, step: float = 1e-5) -> float:
         """How far X(v) and Hv are from central differences of the first derivatives, where nothing is detached."""
-        direction, sides = v / v.norm(), []
+        direction = v / v.norm()
+        return relative(self._seen(direction, step), torch.cat([self.hessian(direction), self.cross(direction)]))
+
+    def difference(self, v: Tensor, radius: float) -> Tensor:
+        """[∂_λ J_in(θ + εv) − ∂_λ J_in(θ − εv)] / 2ε with ε = radius/‖v‖, which is SAMA's cross term."""
+        return self._seen(v / v.norm(), radius)[len(v) :] * v.norm()
+
+    def _seen(self, direction: Tensor, step: float) -> Tensor:
+        """The central difference of ∂_θ J_in and ∂_λ J_in along a unit vector."""
+        sides = []
         for sign in (1, -1):
             moved = [p.detach() + sign * step * x for p, x in zip(self.params, self.split(direction), strict=True)]
             params = dict(zip(self.named, [p.requires_grad_() for p in moved], strict=True))
             wanted = [*params.values(), *self.hypers]
             value = self.evaluate("inner", params).value
             sides.append(flat(torch.autograd.grad(value, wanted, allow_unused=True), wanted))
-        seen = (sides[0] - sides[1]) / (2 * step)
-        told = torch.cat([self.hessian(direction), self.cross(direction)])
-        return relative(seen, told)
+        return (sides[0] - sides[1]) / (2 * step)
 
     def unrolled(self, steps: int, update: Callable[..., Any], constant: int = 0) -> Tensor:
         """dΦ_T/dλ with all steps in one graph; what precedes step ``constant`` is held constant."""
