@@ -31,8 +31,7 @@ from hyperkron.hypergradient import Hypergradient, cg, kfac, sama
 
 RESULT = records.RESULTS / "paper" / "encoder-length.jsonl"
 RATES = (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0, 10000.0)
-PRINTED = 100.0
-"""The largest step size of the printed grid."""
+"""The printed grid, 0.01 to 100, and two values beyond it."""
 REFERENCES = ("Baseline", "trusted only", "trusted + noisy")
 METHODS: dict[str, Callable[[torch.optim.Optimizer, int], Hypergradient]] = {
     "SAMA": lambda optimizer, seed: sama(optimizer, alpha=0.1, graph=True),

@@ -22,7 +22,7 @@ def test_every_run_is_there_once() -> None:
     assert found[0] == ("a", "Baseline", 0.0, 0)
 
 
-def test_a_run_of_each_method(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_each_method() -> None:
     """θ and λ move, and a larger step size moves λ further."""
     pytest.importorskip("transformers")
     case = TextCase(batch=16, inner_steps=2, steps=4, looks=2, tokens=16)

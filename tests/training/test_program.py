@@ -23,7 +23,6 @@ from hyperkron.training.contents import Contents
 from hyperkron.training.fingerprint import differences
 from hyperkron.training.program import BYTECODE, MOVING, Program, comparable
 
-ROOT = Path(__file__).resolve().parents[2]
 LETTERS = {"a", "b", "c", "d"}
 
 
