@@ -163,6 +163,19 @@ def test_where_theta_itself_must_be_moved_a_warning_tells_the_error(dtype: torch
             method.compute(PROBLEM, model, kind(), *batches())
 
 
+@pytest.mark.parametrize("dtype", HALF)
+def test_sama_in_micro_batches_which_have_no_forward_mode(dtype: torch.dtype) -> None:
+    model, optimizer = trained(OPTIMIZERS["adam"], dtype)
+
+    def indexed(model: nn.Module, hyper: Any, batch: Any) -> Any:
+        return hk.losses.cross_entropy(model(batch[0]), batch[1], weight=hyper.a[batch[2]])
+
+    problem, (first, second) = hk.BilevelProblem(indexed, outer), batches()
+    hyper, first = Weights(), (*first, torch.arange(ROWS))
+    result = hk.sama(optimizer).compute(hk.training.Accumulated(problem, 5), model, hyper, first, second)
+    assert off(result, model, hyper) < 1e-4
+
+
 @pytest.mark.parametrize("build", [hk.sama, lambda o: hk.Implicit(hk.curvature.AdamDiagonal(o), hk.solvers.Direct())])
 def test_a_v_outside_the_range_of_float16_has_a_cross_term(build: Any) -> None:
     """v = 1e-9·∂θJ_out would be zero in float16."""

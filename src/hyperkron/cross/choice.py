@@ -347,7 +347,7 @@ def _forwarded(point: Point, v: Tree, state: CrossState, reasons: list[str]) -> 
     """X(v) by forward mode, which is then decided for; ``None`` and the reason where that is impossible or wrong."""
     try:
         found, tangent = forward_and_slope(point, v)
-    except (UndifferentiableError, RuntimeError) as failure:
+    except (HyperkronError, RuntimeError) as failure:
         _reraise_out_of_memory(failure)
         reasons.append(f"forward: {_first_line(failure)}")
         return None
