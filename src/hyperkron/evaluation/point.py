@@ -208,11 +208,6 @@ class Point:
         return self.execution.recorded
 
     @property
-    def queues(self) -> bool:
-        """Whether the device works through a queue, so that waiting for a result before going on costs time."""
-        return self.execution.queued
-
-    @property
     def small(self) -> bool:
         """Whether an evaluation of J_in, after the first, is known to wait for Python rather than for the GPU."""
         with self.autocast or nullcontext():
@@ -227,10 +222,6 @@ class Point:
     def settle(self) -> None:
         """Read all pending finite checks; raise for the first that failed."""
         self.execution.settle()
-
-    def read(self, numbers: Tensor) -> list[Any]:
-        """The numbers of a vector, copied to the host; zeros while recording."""
-        return self.execution.read_flags(numbers)
 
     @property
     def drew(self) -> bool:

@@ -66,9 +66,6 @@ class Execution:
         device: where the work is done.
         recorded: nothing is read before a replay.
 
-    Attributes:
-        queued: the device works through a queue, so that waiting for a result before going on costs time.
-
     Example:
         >>> step = Execution(torch.device("cpu"), recorded=True)
         >>> step.read_flags(torch.tensor([0, 1])), step.later(torch.tensor([2.5]))  # doctest: +ELLIPSIS
@@ -78,13 +75,17 @@ class Execution:
     """
 
     def __init__(self, device: torch.device, *, recorded: bool = False) -> None:
-        self.recorded = recorded
-        self.queued = device.type != "cpu"
+        self.device, self.recorded = device, recorded
         self._finite: list[tuple[Tensor, Callable[[str], Exception]]] = []
         self._flags: list[Tensor] = []
         self._later: list[Tensor] = []
         self._sizes: list[list[int]] = []  # of these three in a recording
         self._replayed: list[list[float]] = []
+
+    @property
+    def queued(self) -> bool:
+        """Whether the device works through a queue, so that waiting for a result before going on costs time."""
+        return self.device.type != "cpu"
 
     def check_finite(self, value: Tensor, error: Callable[[str], Exception]) -> None:
         """Require that ``value``, a few numbers, is finite: known at once on a CPU, else by :meth:`settle`.
