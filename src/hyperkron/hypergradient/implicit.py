@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,11 +171,15 @@ class Implicit(Hypergradient):
         operator = self.curvature.operator(point, state.curvature)
         value, b, direct = first or outer_gradients(point)
         del first
+        if point.dtype == torch.float16:  # whose range is too narrow for v: the cross term takes it in float32
+            b = trees.widened(b)
         v, solution = self._solve(point, operator, b, start)
         del b
         if not point.recording:
             operator.release()
         crossed = self.cross.term(point, v, operator, state.cross)
+        rounded = trees.cast(v, point.params)
+        solution = solution.then(lambda found: dataclasses.replace(found, value=rounded))
         grads = trees.add(direct, crossed, alpha=-1.0)
         point.finite("hypergradient", trees.norm(grads), "raise damping, or look for extreme values in the batches")
         return Answer(point.execution.later(value), grads, solution, point.notes)
