@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from hyperkron.curvature.base import l2_curvature
+from hyperkron.curvature.base import l2_curvature, warn_opaque
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.factors import scaled
 from hyperkron.curvature.kfac.layers import WeightSharing
@@ -142,11 +142,7 @@ def _probes(
     pairs: Iterable[tuple[Tensor, Tensor]]
     if loss.terms:
         if loss.opaque:
-            warn_once(
-                "opaque",
-                "the inner loss contains a plain tensor whose curvature KFAC cannot see (harmless if it depends on "
-                "λ only); write an L2 penalty as hyperkron.losses.l2(...) to have its curvature counted.",
-            )
+            warn_opaque("KFAC")
         pairs = ((t.output, v) for t in loss.terms for v in t.vectors(fisher, samples, generator, checked=checked))
     elif fisher == "empirical":
         warn_once(
