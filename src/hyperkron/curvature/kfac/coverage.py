@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hyperkron.curvature.kfac.layers import Layer, LayerOf, has_diagonal, kronecker_layer
+from hyperkron.curvature.kfac.diagonals import has_diagonal
+from hyperkron.curvature.kfac.layers import Layer, LayerOf, kronecker_layer
 from hyperkron.evaluation.point import trainable
 from hyperkron.solution import warn_once
 

@@ -70,6 +70,11 @@ def added(a: Factor, b: Factor) -> Factor:
     return dense(a) + dense(b)
 
 
+def add_to(sums: dict[str, Any], name: str, value: Factor) -> None:
+    """Add to the sum of that name, or begin one."""
+    sums[name] = added(sums[name], value) if name in sums else value
+
+
 @dataclass(frozen=True)
 class Primal:
     """(M + δI)⁻¹ of dense factors, (L, d, d).

@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,12 +44,19 @@ class Layer(ABC):
         groups: how many blocks W has side by side, 1 for most.
         d_in, d_out: the sizes of one block.
         homogeneous: whether the rows of c·x are c times those of x, so that x may be scaled first.
+        tokens: whether input and output have their features in the last dimension, examples in the first, and all
+            positions as rows, in their order. Those that the loss leaves out (``ignore_index``) then do not count in A.
+        keeps_input: whether autograd keeps the module's input, which can then be read after the backward pass.
+        same_rows: a name, if any: layers that have it in common make the same rows of the same input.
     """
 
     groups: int
     d_in: int
     d_out: int
     homogeneous: ClassVar[bool] = False
+    tokens: ClassVar[bool] = False
+    keeps_input: ClassVar[bool] = False
+    same_rows: ClassVar[str | None] = None
 
     @abstractmethod
     def inputs(self, x: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
@@ -99,6 +106,8 @@ class LinearLayer(Layer):
     groups: int = 1
 
     homogeneous: ClassVar[bool] = True
+    tokens: ClassVar[bool] = True
+    same_rows: ClassVar[str | None] = "the input"
 
     def inputs(self, x: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
         if sharing == "reduce" and x.dim() > 2:
@@ -133,6 +142,7 @@ class ConvLayer(Layer):
     module: nn.Conv1d | nn.Conv2d | nn.Conv3d
 
     homogeneous: ClassVar[bool] = True
+    keeps_input: ClassVar[bool] = True
 
     @property
     def groups(self) -> int:  # type: ignore[override]
@@ -288,107 +298,3 @@ def kronecker_layer(module: nn.Module, layers: Sequence[LayerOf] = ()) -> Layer 
         if isinstance(module, kind) and type(module).forward is kind.forward:
             return ConvLayer(module)
     return None
-
-
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
-
-
-def has_diagonal(module: nn.Module) -> bool:
-    """Whether the exact per-example diagonal of ``module``'s block is known in closed form."""
-    return isinstance(module, _NORMS) or type(module) is nn.Embedding
-
-
-def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """Σ_n (∂/∂p s_nᵀf_n)² for each parameter p of a norm layer or embedding, from its input and output gradient.
-
-    A norm layer is z = weight·x̂ + bias, so an example's gradient is Σ_positions g·x̂ and Σ_positions g; batch
-    statistics count as constants (batch norm layers have :func:`batch_norm_squares`, which treats many at once). An
-    embedding's row gets the sum of g over the positions where it was looked up.
-    """
-    if isinstance(module, nn.Embedding):
-        return {"weight": _embedding_squares(module, x, g)}
-    normalised, axes = _normalised(module, x)
-    keep = [a % g.dim() for a in axes]
-    positions = [a for a in range(1, g.dim()) if a not in keep]
-
-    def total(t: Tensor) -> Tensor:
-        return (t.sum(positions) if positions else t).square().sum(0)
-
-    found = {"weight": total(g * normalised)}
-    if getattr(module, "bias", None) is not None:
-        found["bias"] = total(g)
-    return found
-
-
-def _embedding_squares(module: nn.Embedding, index: Tensor, g: Tensor) -> Tensor:
-    """For each row of the table, Σ_n (Σ g over the positions of example n where the row was looked up)²."""
-    count, width = module.weight.shape
-    examples = torch.arange(index.shape[0] if index.dim() > 1 else index.numel(), device=index.device)
-    pairs = (index.reshape(len(examples), -1) + count * examples[:, None]).reshape(-1)
-    distinct, where = torch.unique(pairs, return_inverse=True)
-    sums = g.new_zeros(len(distinct), width).index_add_(0, where, g.reshape(-1, width))
-    diagonal = g.new_zeros(count, width).index_add_(0, distinct % count, sums.square())
-    if module.padding_idx is not None:
-        diagonal[module.padding_idx] = 0.0  # its row receives no gradient
-    return diagonal
-
-
-def _normalised(module: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
-    """x̂ of a norm layer and the dimensions its weight lives on."""
-    if isinstance(module, nn.LayerNorm):
-        shape = list(module.normalized_shape)
-        return F.layer_norm(x, shape, eps=module.eps), list(range(-len(shape), 0))
-    if isinstance(module, nn.RMSNorm):
-        shape = list(module.normalized_shape)
-        return F.rms_norm(x, shape, eps=module.eps), list(range(-len(shape), 0))
-    assert isinstance(module, nn.GroupNorm)
-    return F.group_norm(x, module.num_groups, eps=module.eps), [1]
-
-
-class BatchNormSums(NamedTuple):
-    """What the diagonal of a batch norm layer is made of: Σ g·x and Σ g over positions (N, C), mean and 1/std (C,)."""
-
-    along: Tensor
-    plain: Tensor
-    mean: Tensor
-    scale: Tensor
-
-    def fits(self, other: BatchNormSums) -> bool:
-        """Whether the channels of both can be treated as those of one layer."""
-        mine, its = self.along, other.along
-        return len(mine) == len(its) and mine.dtype == its.dtype and mine.device == its.device
-
-
-def batch_norm_sums(module: nn.modules.batchnorm._BatchNorm, x: Tensor, g: Tensor) -> BatchNormSums:
-    """The sums of one call of a batch norm layer, from its input and output gradient."""
-    mean, scale = _batch_norm_statistics(module, x)
-    x, g = x.flatten(2) if x.dim() > 2 else x[:, :, None], g.flatten(2) if g.dim() > 2 else g[:, :, None]
-    return BatchNormSums((g * x).sum(2), g.sum(2), mean, scale)
-
-
-def _batch_norm_statistics(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean and 1/std of every channel that ``module`` normalises ``x`` by."""
-    if not module.training and module.running_mean is not None and module.running_var is not None:
-        return module.running_mean, (module.running_var + module.eps).rsqrt()
-    if x.is_cuda:  # the layer's own kernel; a general reduction would hold several times the memory of x
-        mean, scale = torch.batch_norm_stats(x, module.eps)
-        return mean, scale
-    variance, mean = torch.var_mean(x.flatten(2) if x.dim() > 2 else x[:, :, None], dim=(0, 2), correction=0)
-    return mean, (variance + module.eps).rsqrt()
-
-
-def batch_norm_squares(sums: list[BatchNormSums]) -> list[tuple[Tensor, Tensor]]:
-    """The squared gradients of weight and bias for each of ``sums``.
-
-    With statistics per channel, Σ g·x̂ = (Σ g·x − mean·Σ g)/std needs no normalised copy of x. Layers of one batch are
-    treated together, their channels side by side: what is left to compute is small, and launches are what it costs. The
-    memory of ``sums`` is used.
-    """
-    if any(not sums[0].fits(other) for other in sums[1:]):
-        return [squares for one in sums for squares in batch_norm_squares([one])]
-    along, plain, mean, scale = (
-        parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1) for parts in zip(*sums, strict=True)
-    )
-    along.addcmul_(mean, plain, value=-1).mul_(scale)
-    widths = [one.mean.numel() for one in sums]
-    return list(zip(*(x.square_().sum(0).split(widths) for x in (along, plain)), strict=True))
