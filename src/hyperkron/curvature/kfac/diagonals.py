@@ -33,15 +33,17 @@ def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tens
     """
     if isinstance(module, nn.Embedding):
         return {"weight": _embedding_squares(module, x, g)}
+    weighted = range(1, 2)  # the dimensions of z that the weight has
     if isinstance(module, nn.GroupNorm):
-        normalised, weighted = F.group_norm(x, module.num_groups, eps=module.eps), [1]
+        normalised = F.group_norm(x, module.num_groups, eps=module.eps)
     else:
         assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
-        normalise, shape = (
-            F.layer_norm if isinstance(module, nn.LayerNorm) else F.rms_norm,
-            list(module.normalized_shape),
-        )
-        normalised, weighted = normalise(x, shape, eps=module.eps), list(range(g.dim() - len(shape), g.dim()))
+        shape = list(module.normalized_shape)
+        weighted = range(g.dim() - len(shape), g.dim())
+        if isinstance(module, nn.LayerNorm):
+            normalised = F.layer_norm(x, shape, eps=module.eps)
+        else:
+            normalised = F.rms_norm(x, shape, eps=module.eps)
     positions = [axis for axis in range(1, g.dim()) if axis not in weighted]
 
     def total(t: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**24}
 """Patches are materialised at most this many numbers at a time, by device type."""
 WIDEST = torch.complex128
 """The dtype of sixteen bytes in which several numbers are copied as one."""
+UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
+"""The linear layer whose weights ``nn.MultiheadAttention`` uses without ever calling it."""
 
 
 class Layer(ABC):
@@ -44,6 +46,7 @@ class Layer(ABC):
         groups: how many blocks W has side by side, 1 for most.
         d_in, d_out: the sizes of one block.
         homogeneous: whether the rows of c·x are c times those of x, so that x may be scaled first.
+        output_dim: which dimension of W its outputs lie in.
         tokens: whether input and output have their features in the last dimension, examples in the first, and all
             positions as rows, in their order. Those that the loss leaves out (``ignore_index``) then do not count in A.
         keeps_input: whether autograd keeps the module's input, which can then be read after the backward pass.
@@ -53,6 +56,7 @@ class Layer(ABC):
     groups: int
     d_in: int
     d_out: int
+    output_dim: ClassVar[int] = 0
     homogeneous: ClassVar[bool] = False
     tokens: ClassVar[bool] = False
     keeps_input: ClassVar[bool] = False
@@ -128,6 +132,8 @@ class LinearLayer(Layer):
 class TransposedLayer(LinearLayer):
     """Hugging Face's ``Conv1D`` (GPT-2): a linear layer whose weight is (d_in, d_out)."""
 
+    output_dim: ClassVar[int] = -1
+
     def to_matrix(self, weight: Tensor) -> Tensor:
         return weight.mT[None]
 
@@ -150,7 +156,12 @@ class ConvLayer(Layer):
 
     @property
     def d_in(self) -> int:  # type: ignore[override]
-        return self.module.in_channels // self.module.groups * math.prod(self.module.kernel_size)
+        return self.module.in_channels // self.module.groups * self.taps
+
+    @property
+    def taps(self) -> int:
+        """The entries of the kernel."""
+        return math.prod(self.module.kernel_size)
 
     @property
     def d_out(self) -> int:  # type: ignore[override]
@@ -182,21 +193,17 @@ class ConvLayer(Layer):
 
     def ordered(self, rows: Tensor) -> Tensor:
         """Reorder the last dimension from (*kernel, C/groups), the order of patches, to that of the weight."""
-        taps = math.prod(self.module.kernel_size)
-        if taps == 1:
-            return rows
-        return rows.unflatten(-1, (taps, -1)).transpose(-1, -2).flatten(-2)
+        return rows if self.taps == 1 else rows.unflatten(-1, (self.taps, -1)).transpose(-1, -2).flatten(-2)
 
     def ordered_gram(self, gram: Tensor) -> Tensor:
         """Reorder both sides of Σ r rᵀ likewise, in one copy."""
-        taps, d = math.prod(self.module.kernel_size), gram.shape[-1]
-        if taps == 1:
+        if self.taps == 1:
             return gram
-        return gram.view(-1, taps, d // taps, taps, d // taps).permute(0, 2, 1, 4, 3).reshape(gram.shape)
+        sizes = (self.taps, gram.shape[-1] // self.taps)
+        return gram.view(-1, *sizes, *sizes).permute(0, 2, 1, 4, 3).reshape(gram.shape)
 
     def reordered(self, basis: Tensor) -> Tensor:
-        taps = math.prod(self.module.kernel_size)
-        return basis if taps == 1 else basis.unflatten(1, (-1, taps)).transpose(1, 2).flatten(1, 2)
+        return basis if self.taps == 1 else basis.unflatten(1, (-1, self.taps)).transpose(1, 2).flatten(1, 2)
 
     def _batched(self, x: Tensor) -> Tensor:
         """A single example as a batch of one."""
@@ -209,7 +216,7 @@ class ConvLayer(Layer):
             mean = self.patches(x).mean(dim=tuple(range(1, 1 + k)))
             yield mean.flatten(2).transpose(0, 1)
             return
-        for part in _parts(x, self._examples_per_chunk(x)):
+        for part in x.split(self._examples_per_chunk(x)):
             yield self._rows(self.patches(part))
 
     def _rows(self, patches: Tensor) -> Tensor:
@@ -249,16 +256,10 @@ class ConvLayer(Layer):
             yield rows.view(self.groups, len(part), -1, self.d_in).transpose(0, 1), gradient
 
     def _examples_per_chunk(self, x: Tensor) -> int:
-        m = self.module
-        per_example = x.shape[1:].numel() * (self.d_in * m.groups // x.shape[1])
-        for t in m.stride:
+        per_example = x.shape[1:].numel() * (self.d_in * self.groups // x.shape[1])
+        for t in self.module.stride:
             per_example //= t
         return max(1, CHUNK_ELEMENTS.get(x.device.type, 2**24) // max(1, per_example))
-
-
-def _parts(x: Tensor, size: int) -> tuple[Tensor, ...]:
-    """Stretches of at most ``size`` examples; ``x`` itself where that is one."""
-    return (x,) if len(x) <= size else x.split(size)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -290,6 +291,8 @@ def kronecker_layer(module: nn.Module, layers: Sequence[LayerOf] = ()) -> Layer 
                     "hyperkron.curvature.Layer, or None for modules of another kind."
                 )
             return found
+    if isinstance(module, UNCALLED):
+        return None
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return LinearLayer(module.in_features, module.out_features)
     if is_transposed(module):

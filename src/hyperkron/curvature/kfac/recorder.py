@@ -121,7 +121,10 @@ class Recorder:
         self.batch_size = 1
         self.called: set[str] = set()
         self.measured = found = Measured()
-        self._factors = [(found.a, found.b, sharing), *([(*found.wide, "expand")] if wide else [])]
+        self._factors: list[tuple[dict[str, Factor], dict[str, Factor], WeightSharing]]
+        self._factors = [(found.a, found.b, sharing)]
+        if wide:
+            self._factors.append((*found.wide, "expand"))
         self._diagonals = Diagonals(found.diagonal, dtype)
         self._waiting: list[_Call] = []
         self._grams: dict[tuple[Any, ...], tuple[Factor, int]] = {}
@@ -212,7 +215,7 @@ class Recorder:
         layered = [n for block in plan.blocks.values() for n in block.names]
         layered += [n for _, names in plan.diagonal for n in names.values()]
         found.uncalled = [n for n in layered if n not in self.called]
-        names = [*plan.rest, *found.uncalled] if self.diagonal and plan.measures_rest else []
+        names = [*plan.rest, *found.uncalled] if self.diagonal and plan.fallback == "diagonal" else []
         inputs = [self.token, *(params[name] for name in names)]
         for output, vector, last in _with_last(vectors):
             if names and signs is not None and vector.dim() > 0:
