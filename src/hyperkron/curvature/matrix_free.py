@@ -30,9 +30,8 @@ class MatrixFreeOperator(Operator):
 
     def matvec(self, v: Tree) -> Tree:
         self.products += 1
-        narrow = any(p.dtype == torch.float16 and v[name].dtype != p.dtype for name, p in self.params.items())
-        unit = trees.largest(v).clamp_min(1e-30) if narrow else None  # keeps v in the narrow range of float16
-        found = self._product(trees.cast(v if unit is None else trees.scale(v, 1.0 / unit), self.params))
+        low, unit = lowered(v, self.params)
+        found = self._product(low)
         whole = {
             name: torch.zeros_like(p) if x is None else x.detach().contiguous()
             for (name, p), x in zip(self.params.items(), found, strict=True)
@@ -41,3 +40,10 @@ class MatrixFreeOperator(Operator):
         if unit is not None:
             whole = trees.scale(whole, unit)
         return trees.add(whole, v, alpha=self.damping) if self.damping else whole
+
+
+def lowered(v: Tree, params: Tree) -> tuple[Tree, Tensor | None]:
+    """(v/c, c) in the dtypes of the parameters; c, which keeps v within the narrow range of float16, or ``None``."""
+    narrow = any(p.dtype == torch.float16 and v[name].dtype != p.dtype for name, p in params.items())
+    unit = trees.largest(v).clamp_min(1e-30) if narrow else None
+    return trees.cast(v if unit is None else trees.scale(v, 1.0 / unit), params), unit

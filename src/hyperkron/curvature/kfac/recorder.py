@@ -180,7 +180,7 @@ class Recorder:
         rows, d = output.numel() // (layer.groups * layer.d_out), layer.d_in
         if self.basis is not None:
             return _Call(block, x.detach(), rows)
-        smaller = x.numel() < layer.groups * d * (rows if self.low_rank and few_rows(rows, d) else d)
+        smaller = x.numel() < layer.groups * d * (rows if self._few(rows, d) else d)
         call = _Call(block, x, rows, masked=layer.tokens and x.dim() > 2)
         if call.masked:
             self._waiting.append(call)
@@ -291,8 +291,9 @@ class Recorder:
     def _without_rows(self, block: Block, x: Tensor, rows: int, sharing: WeightSharing) -> tuple[Factor, int] | None:
         """The same for layers that need not form their ``rows`` rows; ``None`` for others, and where rows are kept."""
         layer = block.layer
-        few = self.low_rank and few_rows(rows, layer.d_in)
-        total = None if few or sharing == "reduce" or block.weight is None else layer.input_gram(x.to(self.dtype))
+        if self._few(rows, layer.d_in) or sharing == "reduce" or block.weight is None:
+            return None
+        total = layer.input_gram(x.to(self.dtype))
         if total is None or block.bias is None:
             return None if total is None else (total, rows)
         whole = layer.inputs(x.to(self.dtype).sum(0, keepdim=True), "expand")  # a row is linear in the image
@@ -301,9 +302,11 @@ class Recorder:
 
     def _narrowed(self, x: Tensor, rows: int, d: int, sharing: WeightSharing) -> tuple[Tensor, Tensor | None]:
         """``x`` in half precision with its scale, where a matrix will be made of its ``rows`` rows of size ``d``."""
-        if sharing == "reduce" or (self.low_rank and few_rows(rows, d)):
-            return x, None
-        return narrowed(x, rows, d)
+        return (x, None) if sharing == "reduce" or self._few(rows, d) else narrowed(x, rows, d)
+
+    def _few(self, rows: int, d: int) -> bool:
+        """Whether the rows are kept in place of their matrix."""
+        return self.low_rank and few_rows(rows, d)
 
     def _on_gradient(self, call: _Call, g: Tensor) -> None:
         """B's share of a call, or that of EKFAC's S."""
