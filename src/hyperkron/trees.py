@@ -83,7 +83,8 @@ def dot(a: Tree, b: Tree) -> Tensor:
     left, right = _paired(a, b)
     if not left:
         return torch.zeros(())
-    return torch.stack([_dot(x, y) for x, y in zip(left, right, strict=True)]).sum()
+    found = [_dot(x, y) for x, y in zip(left, right, strict=True)]
+    return found[0] if len(found) == 1 else torch.stack(found).sum()
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch.func import functional_call
 from hyperkron.evaluation.inputs import culprits, differentiable_batch, tensors_of
 from hyperkron.evaluation.snapshot import Snapshot, reseed
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
-from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small
+from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small, twice_differentiable
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Objective
 from hyperkron.solution import HyperkronError, NonFiniteError
@@ -47,6 +47,7 @@ class Point:
             random state is left alone. The checks stay in :attr:`finite_checks` and :attr:`assumed_zero`, for whoever
             replays it.
         plain: the objectives are evaluated without autocast, wherever it is enabled.
+        variables: θ and λ, for a caller that has asked for them before; else they are read from the modules.
 
     Attributes:
         autocast: under which the objectives are evaluated, where the caller has it enabled.
@@ -66,6 +67,7 @@ class Point:
         curvature_batch: Any = None,
         recording: bool = False,
         plain: bool = False,
+        variables: tuple[Tree, Tree] | None = None,
     ) -> None:
         if not isinstance(problem, BilevelProblem):
             raise HyperkronError(f"problem is a {type(problem).__name__}; pass hyperkron.BilevelProblem(inner, outer).")
@@ -75,8 +77,7 @@ class Point:
         self.inner_batch = differentiable_batch(inner_batch)
         self.outer_batch = differentiable_batch(outer_batch)
         self.curvature_batch = self.inner_batch if curvature_batch is None else differentiable_batch(curvature_batch)
-        self.params = trainable(model, "model")
-        self.hypers = trainable(hyper, "hyper")
+        self.params, self.hypers = variables or (trainable(model, "model"), trainable(hyper, "hyper"))
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
         self.recording = recording
@@ -183,6 +184,9 @@ class Point:
     def _call(self, level: Level, batch: Any, params: Tree | None, differentiable: bool) -> Loss | Tensor:
         """The objective itself, under the kernels chosen for it."""
         function = self.problem.inner if level == "inner" else self.problem.outer
+        if params is None and not (self.queues or self.plain or self.autocast):  # nothing to choose or to substitute
+            with twice_differentiable(self.model, self.hyper) if differentiable else nullcontext():
+                return function(self.model, self.hyper, batch)
 
         def call() -> Loss | Tensor:
             with WithoutAutocast(self.device.type) if self.plain else nullcontext() as mode:
@@ -219,6 +223,8 @@ class Point:
 
     def finite(self, name: str, value: Tensor, remedy: str) -> None:
         """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
+        if value.device.type == "cpu" and value.ndim == 0 and math.isfinite(value.item()):
+            return
         self.finite_checks.append((name, remedy, value.detach()))
         if value.device.type == "cpu":
             self.settle()
