@@ -109,12 +109,12 @@ def _checked_nodes(outputs: list[Tensor]) -> list[torch.autograd.graph.Node]:
 
 def graph_nodes(tensors: list[Tensor]) -> Iterator[torch.autograd.graph.Node]:
     """Every node of the autograd graph behind ``tensors``, once."""
-    seen: set[torch.autograd.graph.Node | None] = {None}
+    seen: set[torch.autograd.graph.Node] = set()
     waiting = [t.grad_fn for t in tensors if t.grad_fn is not None]
     while waiting:
         node = waiting.pop()
         yield node
         for further, _ in node.next_functions:
-            if further not in seen:
+            if further is not None and further not in seen:
                 seen.add(further)
                 waiting.append(further)

@@ -110,7 +110,7 @@ class NumpyRandomState:
 
 def _numpy_memory() -> bytes | None:
     """The memory of numpy's global generator; ``None`` where it is not numpy's default one."""
-    generator = getattr(sys.modules["numpy"].random, "get_bit_generator", lambda: None)()
+    generator: Any = getattr(sys.modules["numpy"].random, "get_bit_generator", lambda: None)()
     if type(generator).__name__ != "MT19937":
         return None
     return ctypes.string_at(generator.ctypes.state_address, 4 * 624 + 4)
