@@ -93,8 +93,10 @@ class Point:
         self._snapshot = Snapshot(self.model, self.hyper, self.device, self.recording)
         self._stack = ExitStack()
         self._stack.callback(self._snapshot.restore)
-        self._stack.enter_context(torch.inference_mode(False))
-        self._stack.enter_context(torch.enable_grad())
+        if torch.is_inference_mode_enabled():
+            self._stack.enter_context(torch.inference_mode(False))
+        if not torch.is_grad_enabled():
+            self._stack.enter_context(torch.enable_grad())
         self._stack.enter_context(differentiable_checkpoints())
         if "torch._dynamo" in sys.modules:  # without it nothing can have been compiled
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
