@@ -48,6 +48,18 @@ class HessianOperator(MatrixFreeOperator):
         """∂²_λθ J_in · v from the same graph; only where the curvature batch is the inner batch."""
         return dict(zip(hypers, self._along(trees.cast(v, self.params), hypers), strict=True))
 
+    def matvec_and_cross(self, v: Tree, hypers: Tree) -> tuple[Tree, dict[str, Tensor | None]]:
+        """Both from one backward pass."""
+        if self._live is None:
+            self._build()
+        if not self._live or any(p.dtype == torch.float16 for p in self.params.values()):
+            return self.matvec(v), self.cross(v, hypers)
+        self.products += 1
+        low, wanted = trees.cast(v, self.params), [*self.params.values(), *hypers.values()]
+        found = gradients_of(self._live, wanted, [low[n] for n in self._names], retain_graph=True)
+        count = len(self.params)
+        return damped(self.params, found[:count], v, self.damping), dict(zip(hypers, found[count:], strict=True))
+
 
 @dataclass(frozen=True)
 class Hessian(Curvature):
