@@ -110,22 +110,6 @@ def lasting(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-class Quiet:
-    """A progress that shows nothing."""
-
-    def start(self, total: int) -> None:
-        """Show nothing."""
-
-    def advance(self, steps: int, stage: str) -> None:
-        """Show nothing."""
-
-    def message(self, text: str) -> None:
-        """Show nothing."""
-
-    def stop(self) -> None:
-        """Show nothing."""
-
-
 class Lines:
     """A progress for files and pipes: messages at once, and a line with the time left every ten seconds.
 
@@ -215,13 +199,12 @@ class Bar:
         self._bar = None
 
 
-def progress(quiet: bool) -> Quiet | Lines | Bar:
-    """The progress that fits: none where it is to be quiet, a bar on a terminal, lines elsewhere."""
+def progress(quiet: bool) -> Any:
+    """The progress that fits: none where it is to be quiet, a bar on a terminal with rich, lines elsewhere."""
     if quiet:
-        return Quiet()
-    if sys.stderr.isatty():
-        try:
-            return Bar()
-        except ImportError:
-            return Lines()
+        from hyperkron.cleaning.config import SilentProgress
+
+        return SilentProgress()
+    with contextlib.suppress(ImportError):
+        return Bar() if sys.stderr.isatty() else Lines()
     return Lines()

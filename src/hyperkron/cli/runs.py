@@ -91,10 +91,10 @@ def _check_rows(folder: Path, train: str) -> str | None:
     from hyperkron.training.writing import read_plain
 
     record = parse(read_text(folder / "config.json") or "{}", folder / "config.json").child("rows")
-    if not record.raw:
+    if record.count("version") != RowHashes.VERSION:
         return (
-            f"the run in {folder} was made before hyperkron recorded its rows, so it is not known whether {train} "
-            "still holds them. If the file was changed or sorted since, the wrong rows are exported: "
+            f"the run in {folder} was made by another version of hyperkron, so it is not known whether {train} still "
+            "holds its rows. If the file was changed or sorted since, the wrong rows are exported: "
             "run `hyperkron clean` again."
         )
     now = row_hashes(train)

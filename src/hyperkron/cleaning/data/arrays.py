@@ -15,7 +15,6 @@ from hyperkron.cleaning.data.idx import find_idx, read_idx
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Place, Raw
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, read_bounded
-from hyperkron.cleaning.data.provenance import RowHashes
 from hyperkron.cleaning.data.values import Array, label_names
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import open_plain
@@ -89,14 +88,6 @@ def read_npz_rows(place: Place) -> Raw:
         bounds.columns(width)
         bounds.cells(y.size * (width + 1))
     return array_rows(x, y, place.name, classes)
-
-
-def npz_hashes(place: Place) -> RowHashes:
-    """A row is the bytes of its input and its label; their types, and the names of the classes, count too."""
-    content = read_npz(place.path, place.options)
-    x, y = (content[name] for name in _keys(content, place)[:2])
-    head = repr((x.dtype, x.shape[1:], y.dtype, content["classes"].tolist() if "classes" in content else None))
-    return RowHashes.of(head, (a.tobytes() + b.tobytes() for a, b in zip(x, y.reshape(len(y), -1), strict=False)))
 
 
 def write_npz(place: Place, kept: Kept) -> bytes:

@@ -16,7 +16,6 @@ from hyperkron.cleaning.data.formulas import FormulaCells
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Frame, Place
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, read_bounded, read_text
-from hyperkron.cleaning.data.provenance import RowHashes
 from hyperkron.cleaning.data.values import Cells
 from hyperkron.solution import HyperkronError
 
@@ -148,12 +147,6 @@ def read_csv(place: Place) -> Frame:
     expected = "\t" if _is_tabbed(path) else ","
     notes = (f"{path.name}: fields are taken to be separated by {file.delimiter!r}.",)
     return Frame(path.name, columns, path.parent, notes if file.delimiter != expected else ())
-
-
-def csv_hashes(place: Place) -> RowHashes:
-    """A row is its fields; quotes and line ends do not count."""
-    file = _open(place.path, place.options)
-    return RowHashes.of_json(repr(file.header), (fields for fields, _ in file.records))
 
 
 def csv_line(fields: Sequence[str], delimiter: str = ",", end: str = "\n") -> str:

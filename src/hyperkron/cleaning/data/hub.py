@@ -10,8 +10,7 @@ from typing import Any
 from hyperkron.cleaning.data.files import need
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Frame, Place
-from hyperkron.cleaning.data.parquet import arrow_bytes, arrow_columns, arrow_hashes
-from hyperkron.cleaning.data.provenance import RowHashes
+from hyperkron.cleaning.data.parquet import arrow_bytes, arrow_columns
 from hyperkron.solution import HyperkronError
 
 PREFIX = "hf:"
@@ -72,12 +71,6 @@ def read_hub(place: Place) -> Frame:
         if type(feature).__name__ == "ClassLabel" and feature.names
     }
     return Frame(place.source, arrow_columns(_arrow(dataset)), own_folder(place.source), class_names=names)
-
-
-def hub_hashes(place: Place) -> RowHashes:
-    """The hashes of the rows; names and types of the columns count too."""
-    dataset = _load(place.source)
-    return arrow_hashes(_arrow(dataset), str(dataset.features))
 
 
 def write_hub(place: Place, kept: Kept) -> bytes:

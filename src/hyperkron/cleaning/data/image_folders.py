@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+from contextlib import suppress
 from pathlib import Path
 
 from hyperkron.cleaning.data.arrays import pictures_npz, read_npz
@@ -63,21 +63,18 @@ def read_class_folder(place: Place) -> Raw:
 
 
 def folder_hashes(place: Place) -> RowHashes:
-    """A row is the name, the class and the bytes of a file."""
-    files = class_files(place.path, place.part)
-    return RowHashes.of("", (json.dumps(list(file)).encode() + _file_hash(place.path / file[0]) for file in files))
+    """A row is the name, the class and the bytes of a file; no bytes where it cannot be read."""
 
-
-def _file_hash(path: Path) -> bytes:
-    """The SHA-256 of a file; nothing where it cannot be read, which is the reader's to tell."""
-    try:
-        with open_plain(path) as file:
+    def content(path: Path) -> bytes:
+        with suppress(OSError), open_plain(path) as file:
             digest = hashlib.sha256()
             for chunk in iter(lambda: file.read(_CHUNK), b""):
                 digest.update(chunk)
             return digest.digest()
-    except OSError:
         return b""
+
+    files = class_files(place.path, place.part)
+    return RowHashes.of_bytes("", (repr(file).encode() + content(place.path / file[0]) for file in files))
 
 
 def write_class_folder(place: Place, kept: Kept) -> bytes:

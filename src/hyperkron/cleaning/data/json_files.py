@@ -10,7 +10,6 @@ from hyperkron.cleaning.data.csv_files import lines
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Frame, Place
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, read_text
-from hyperkron.cleaning.data.provenance import RowHashes
 from hyperkron.solution import HyperkronError
 
 Record = tuple[dict[str, Any], str]
@@ -88,19 +87,6 @@ def read_json_rows(place: Place) -> Frame:
     bounds.field(max((_longest(value) for value, _ in records), default=0))
     columns = {name: [value.get(name) for value, _ in records] for name in names}
     return Frame(place.path.name, columns, place.path.parent)
-
-
-def json_hashes(place: Place) -> RowHashes:
-    """A row is the text of its line, or the values of its object."""
-    records = _records(place)
-    if _is_list(place.path):
-        return RowHashes.of_json("", (value for value, _ in records))
-    return line_hashes("", records)
-
-
-def line_hashes(head: str, records: list[Record]) -> RowHashes:
-    """The hashes of lines; white space around them does not count."""
-    return RowHashes.of(head, (text.strip() for _, text in records))
 
 
 def write_json(place: Place, kept: Kept) -> bytes:

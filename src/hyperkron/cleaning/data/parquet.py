@@ -11,7 +11,6 @@ from hyperkron.cleaning.data.files import need
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Frame, Place
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions
-from hyperkron.cleaning.data.provenance import RowHashes
 from hyperkron.cleaning.data.values import Values
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import open_plain
@@ -90,12 +89,6 @@ def arrow_columns(table: Any) -> dict[str, Values]:
     return columns
 
 
-def arrow_hashes(table: Any, head: str) -> RowHashes:
-    """A row is its values."""
-    batches = table.to_batches(max_chunksize=4096)
-    return RowHashes.of(head, (repr(tuple(row.values())) for batch in batches for row in batch.to_pylist()))
-
-
 def arrow_bytes(table: Any, kept: Kept, column: str, name: str) -> bytes:
     """The rows to keep as a Parquet file, with the types and metadata of the table."""
     arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
@@ -122,12 +115,6 @@ def read_parquet(place: Place) -> Frame:
     table = _table(place.path, place.options)
     refuse_repeated(table.column_names, repr(str(place.path)))
     return Frame(place.path.name, arrow_columns(table), place.path.parent)
-
-
-def parquet_hashes(place: Place) -> RowHashes:
-    """The hashes of the rows; names and types of the columns count too."""
-    table = _table(place.path, place.options)
-    return arrow_hashes(table, repr([(field.name, str(field.type)) for field in table.schema]))
 
 
 def write_parquet(place: Place, kept: Kept) -> bytes:

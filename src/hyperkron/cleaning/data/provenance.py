@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hyperkron.cleaning.data.files import listing, several
+from hyperkron.cleaning.data.labelled import Frame, Raw
 
 HASH_BYTES = 8
 """Bytes of the hash of one row."""
@@ -24,10 +24,13 @@ class RowHashes:
         each: h_0, h_1, …, 8 bytes each.
 
     Example:
-        >>> a, b = RowHashes.of("names", [b"1", b"2", b"3"]), RowHashes.of("names", [b"3", b"1", b"2"])
+        >>> a, b = (RowHashes.of_bytes("names", rows) for rows in ([b"1", b"2", b"3"], [b"3", b"1", b"2"]))
         >>> a.sha256 == b.sha256, a.difference(b)
         (False, 'the same 3 rows stand in another order')
     """
+
+    VERSION: ClassVar[int] = 2
+    """Of what is hashed; hashes of another version say nothing."""
 
     sha256: str
     each: bytes
@@ -36,24 +39,28 @@ class RowHashes:
         return len(self.each) // HASH_BYTES
 
     @classmethod
-    def of(cls, head: str, rows: Iterable[str | bytes]) -> RowHashes:
-        """The hashes of rows.
+    def of(cls, source: Frame | Raw) -> RowHashes:
+        """The hashes of what was read: all columns, or inputs and labels of every kind."""
+        head: Any = (list(source.columns), source.class_names) if isinstance(source, Frame) else source.classes
+        table = source.columns if isinstance(source, Frame) else source.inputs
+        parts: list[Any] = [*table.values()] if isinstance(table, Mapping) else [table]
+        if isinstance(source, Raw):
+            parts += [part for part in (source.labels, source.gold, source.weak) if part is not None]
+        wide = [part for part in parts if getattr(part, "ndim", 1) > 1]
+        flat = [part if isinstance(part, list) else part.tolist() for part in parts if getattr(part, "ndim", 1) == 1]
+        rows = enumerate(map(repr, zip(*flat, strict=True)))
+        content = (row.encode("utf-8", "surrogatepass") + b"".join(x[i].tobytes() for x in wide) for i, row in rows)
+        return cls.of_bytes(repr(head), content)
 
-        Args:
-            head: what all rows have in common, such as the names of the columns.
-            rows: the content of each.
-        """
+    @classmethod
+    def of_bytes(cls, head: str, rows: Iterable[bytes]) -> RowHashes:
+        """The hashes of rows, given as bytes; ``head`` is what they have in common, such as names of columns."""
         each, whole = bytearray(), hashlib.sha256(head.encode("utf-8", "surrogatepass"))
         for row in rows:
-            digest = hashlib.sha256(row.encode("utf-8", "surrogatepass") if isinstance(row, str) else row).digest()
+            digest = hashlib.sha256(row).digest()
             whole.update(digest)
             each += digest[:HASH_BYTES]
         return cls(whole.hexdigest(), bytes(each))
-
-    @classmethod
-    def of_json(cls, head: str, rows: Iterable[Any]) -> RowHashes:
-        """The hashes of rows of plain values, written so that no two different rows are alike."""
-        return cls.of(head, (json.dumps(row, sort_keys=True) for row in rows))
 
     def difference(self, now: RowHashes) -> str:
         """In words, what has become of these rows.

@@ -26,38 +26,32 @@ class Form(NamedTuple):
 
     Attributes:
         read: its rows, or its columns where their roles have yet to be found.
-        hashes: of its rows.
         write: the content of a file with some of its rows.
+        hashes: of its rows, where these are not hashes of what ``read`` gives.
     """
 
     read: Callable[[Place], Raw | Frame]
-    hashes: Callable[[Place], RowHashes]
     write: Callable[[Place, Kept], bytes]
+    hashes: Callable[[Place], RowHashes] | None = None
 
 
 def _pictures(read: Callable[[Place], Raw]) -> Form:
-    """Pictures that are hashed by their pixels and written as ``.npz``."""
-
-    def hashes(place: Place) -> RowHashes:
-        raw = read(place)
-        assert not isinstance(raw.inputs, Mapping)
-        rows = zip(raw.rows.tolist(), raw.labels, raw.inputs, strict=True)
-        return RowHashes.of(repr(raw.classes), (repr((i, name)).encode() + x.tobytes() for i, name, x in rows))
+    """Pictures that are written as ``.npz``."""
 
     def write(place: Place, kept: Kept) -> bytes:
         kept.require_suffix(place.path.name, ".npz")
         return arrays.pictures_npz(read(place), kept)
 
-    return Form(read, hashes, write)
+    return Form(read, write)
 
 
-_CSV = Form(csv_files.read_csv, csv_files.csv_hashes, csv_files.write_csv)
-_JSON = Form(json_files.read_json_rows, json_files.json_hashes, json_files.write_json)
-_PARQUET = Form(parquet.read_parquet, parquet.parquet_hashes, parquet.write_parquet)
-_HUB = Form(hub.read_hub, hub.hub_hashes, hub.write_hub)
-_NPZ = Form(arrays.read_npz_rows, arrays.npz_hashes, arrays.write_npz)
-_FOLDER = Form(image_folders.read_class_folder, image_folders.folder_hashes, image_folders.write_class_folder)
-_WRENCH = Form(wrench.read_wrench, wrench.wrench_hashes, wrench.write_wrench)
+_CSV = Form(csv_files.read_csv, csv_files.write_csv)
+_JSON = Form(json_files.read_json_rows, json_files.write_json)
+_PARQUET = Form(parquet.read_parquet, parquet.write_parquet)
+_HUB = Form(hub.read_hub, hub.write_hub)
+_NPZ = Form(arrays.read_npz_rows, arrays.write_npz)
+_WRENCH = Form(wrench.read_wrench, wrench.write_wrench)
+_FOLDER = Form(image_folders.read_class_folder, image_folders.write_class_folder, image_folders.folder_hashes)
 _IDX, _CIFAR, _SHEETS = map(_pictures, (arrays.read_idx_rows, arrays.read_cifar, image_folders.read_sheets))
 
 _PART = re.compile(r"(?P<path>.+):(?P<part>[A-Za-z]\w*)\Z")
@@ -224,4 +218,4 @@ def row_hashes(source: str | os.PathLike[str], options: ReadOptions | None = Non
         '1 row of 2 differ: rows 1'
     """
     form, place = locate(source, "source", options or ReadOptions())
-    return form.hashes(place)
+    return form.hashes(place) if form.hashes is not None else RowHashes.of(form.read(place))

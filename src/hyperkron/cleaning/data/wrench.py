@@ -9,18 +9,16 @@ Reference: Zhang et al., "WRENCH: A comprehensive benchmark for weak supervision
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 from hyperkron.cleaning.data.files import listing, np, several
-from hyperkron.cleaning.data.json_files import line_hashes, lines_of, read_json, read_json_lines
+from hyperkron.cleaning.data.json_files import lines_of, read_json, read_json_lines
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Place, Raw
 from hyperkron.cleaning.data.limits import ReadOptions
-from hyperkron.cleaning.data.provenance import RowHashes
 from hyperkron.cleaning.data.values import Array
 from hyperkron.solution import HyperkronError
 
@@ -119,15 +117,6 @@ def read_wrench(place: Place) -> Raw:
     labels = true if gold else [classes[k] for k in majority_vote(votes, len(classes))]
     raw = Raw(name, "text", texts, labels, np.arange(len(texts)), notes, weak=votes, gold=true, classes=classes)
     return raw if gold or abstain == "first" else raw.without(silent, "no vote")
-
-
-def wrench_hashes(place: Place) -> RowHashes:
-    """A row is its entry; the names of the classes count too."""
-    path, classes = _part_file(place.path, place.part), repr(_class_names(place.path, place.options))
-    if path.suffix != ".json":
-        return line_hashes(classes, read_json_lines(path, place.options))
-    found = RowHashes.of_json("", read_json(path, place.options).items())
-    return RowHashes(hashlib.sha256((classes + found.sha256).encode()).hexdigest(), found.each)
 
 
 def write_wrench(place: Place, kept: Kept) -> bytes:
