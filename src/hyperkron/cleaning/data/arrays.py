@@ -22,9 +22,6 @@ from hyperkron.training.writing import open_plain
 _PIXELS = 32 * 32 * 3
 
 
-# --- npz ---------------------------------------------------------------------------------------------------
-
-
 def read_npz(path: Path, options: ReadOptions) -> dict[str, Array]:
     """Every array of a ``.npz`` file; pickled ones, and sizes that do not add up, are refused."""
     try:
@@ -198,9 +195,6 @@ def _as_pictures(x: Array, name: str) -> tuple[Array, tuple[str, ...]]:
     return x.astype(np.uint8), ()
 
 
-# --- idx ---------------------------------------------------------------------------------------------------
-
-
 def read_idx_rows(place: Place) -> Raw:
     """MNIST and its relatives: ``train-images-idx3-ubyte`` with labels, or ``t10k-…`` for the part ``test``."""
     folder, part = place.path, place.part or "train"
@@ -210,9 +204,6 @@ def read_idx_rows(place: Place) -> Raw:
     files = (find_idx(folder, f"{prefix}-{what}-ubyte") for what in ("images-idx3", "labels-idx1"))
     images, labels = (read_idx(file, place.options.max_bytes).numpy() for file in files)
     return array_rows(images, labels, f"{folder.name}:{part}")
-
-
-# --- CIFAR -------------------------------------------------------------------------------------------------
 
 
 def read_cifar(place: Place) -> Raw:

@@ -71,12 +71,7 @@ def refuse_other_kind(raw: Raw, kind: str, shape: tuple[int, ...] | None, other:
 
 
 def keys(raw: Raw, numeric: frozenset[str]) -> list[Hashable]:
-    """Something for every row that is equal where the inputs are.
-
-    Args:
-        raw: the rows.
-        numeric: the columns of a table that are compared as numbers; the others are compared as text.
-    """
+    """Something for every row that is equal where the inputs are; columns that are not ``numeric`` count as text."""
     if isinstance(raw.inputs, list):
         return [" ".join(text.split()) for text in raw.inputs]
     if not isinstance(raw.inputs, Mapping):

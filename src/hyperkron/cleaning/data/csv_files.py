@@ -8,8 +8,8 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hyperkron.cleaning.data.files import listing
 from hyperkron.cleaning.data.formulas import FormulaCells
@@ -23,16 +23,8 @@ _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _CROWDED = 10  # times max_columns: marks in a line that is refused before it is split
 
 
-@dataclass(frozen=True)
-class CsvFile:
-    """A CSV file, not interpreted.
-
-    Attributes:
-        header: the names of the columns.
-        head: the text of the header.
-        records: (fields, text) for every row.
-        delimiter: between fields.
-    """
+class _File(NamedTuple):
+    """A CSV file: the names and the text of its header, and (fields, text) for every row."""
 
     header: list[str]
     head: str
@@ -88,7 +80,7 @@ def _is_tabbed(path: Path) -> bool:
     return path.name.lower().removesuffix(".gz").endswith((".tsv", ".tab"))
 
 
-def _open(path: Path, options: ReadOptions, *, texts: bool = False) -> CsvFile:
+def _open(path: Path, options: ReadOptions, *, texts: bool = False) -> _File:
     """The records of a file; without ``texts`` the text of each is left empty, which saves memory."""
     text, bounds = read_text(path, options), Bounds(path, options)
     first = next((line for line in lines(text) if line.strip()), "")
@@ -110,7 +102,7 @@ def _open(path: Path, options: ReadOptions, *, texts: bool = False) -> CsvFile:
             f"{bounds.name} has {len(header)} columns but {len(ragged)} rows have another number of fields: "
             f"{listing(ragged)}. Put quotes around fields that contain {delimiter!r}, or complete the rows."
         )
-    return CsvFile(header, head, rows, delimiter)
+    return _File(header, head, rows, delimiter)
 
 
 def _check_header(header: list[str], bounds: Bounds) -> None:

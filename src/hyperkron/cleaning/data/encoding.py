@@ -18,12 +18,9 @@ _STRANGE = 0.05  # a column with at most this part of values that are no numbers
 
 @dataclass(frozen=True)
 class Number:
-    """A column of numbers: z = (x − mean) / scale, 0 where x is missing.
+    """A column of numbers: z = (x − mean) / scale over the training rows, 0 where x is missing.
 
-    Attributes:
-        name: of the column.
-        mean, scale: mean and standard deviation over the training rows that have a value.
-        flagged: whether values were missing in training, so that an input of its own says where they are.
+    ``flagged`` says that values were missing in training, so that an input of its own says where they are.
     """
 
     name: str
@@ -33,24 +30,15 @@ class Number:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the columns of ``matrix``."""
         return (self.name,)
 
     def matrix(self, values: Values) -> Array:
-        """float32 (N, 1), NaN where a number is missing."""
         return numbers(values)[0][:, None].astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Category:
-    """A column of names, one 0/1 input for each.
-
-    Attributes:
-        name: of the column.
-        values: that have an input of their own.
-        other: whether one more input stands for all other values.
-        flagged: whether values were missing in training, so that an input of its own says where they are.
-    """
+    """A column of names: one 0/1 input for each of ``values``, one for all others, one for a missing value."""
 
     name: str
     values: tuple[str, ...]
@@ -59,12 +47,10 @@ class Category:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the columns of ``matrix``."""
         extra = ("(other)",) * self.other + ("(missing)",) * self.flagged
         return tuple(f"{self.name}={value}" for value in (*self.values, *extra))
 
     def matrix(self, values: Values) -> Array:
-        """float32 (N, inputs), one 1 in every row; none where a value has no input."""
         place: dict[str | None, int] = {value: i for i, value in enumerate(self.values)}
         other = len(place) if self.other else -1
         missing = len(place) + self.other if self.flagged else -1

@@ -30,24 +30,14 @@ def is_formula(cell: str) -> bool:
 
 
 class FormulaCells:
-    """Counts the formulas among the cells that are written, and escapes them where that is asked for.
-
-    Args:
-        what: becomes of them.
-        columns: the names of the columns.
-    """
+    """Counts the formulas among the cells that are written, and escapes them where that is asked for."""
 
     def __init__(self, what: Formulas, columns: Sequence[str]) -> None:
         self._what, self._columns = what, columns
         self._found, self._first = 0, ""
 
     def row(self, cells: Sequence[str], number: int | None = None) -> list[str] | None:
-        """The cells of a row with its formulas escaped; None where they stay as they are.
-
-        Args:
-            cells: of the row.
-            number: of the row in the source; None for the header.
-        """
+        """The cells of a row (None: the header) with its formulas escaped; None where they stay as they are."""
         places = [i for i, cell in enumerate(cells) if is_formula(cell)]
         if not places:
             return None

@@ -70,7 +70,7 @@ def read_hub(place: Place) -> Frame:
         for column, feature in dataset.features.items()
         if type(feature).__name__ == "ClassLabel" and feature.names
     }
-    return Frame(place.source, arrow_columns(_arrow(dataset)), own_folder(place.source), class_names=names)
+    return Frame(place.source, arrow_columns(_arrow(dataset)), _own_folder(place.source), class_names=names)
 
 
 def write_hub(place: Place, kept: Kept) -> bytes:
@@ -82,13 +82,8 @@ def write_hub(place: Place, kept: Kept) -> bytes:
     return arrow_bytes(_arrow(dataset), kept.numbered(names), column, place.source)
 
 
-def own_folder(source: str) -> Path:
-    """Where the files of a dataset lie: its folder, or what the client keeps of it; images elsewhere are not its own.
-
-    Example:
-        >>> own_folder("hf:org/photos:test").name
-        'datasets--org--photos'
-    """
+def _own_folder(source: str) -> Path:
+    """Where the files of a dataset lie: its folder, or what the client keeps of it."""
     match = _SOURCE.match(source)
     assert match is not None
     folder = Path(match["name"])

@@ -25,9 +25,6 @@ _PARTS = ("train", "trusted", "valid", "validation", "val", "test")
 _CHUNK = 2**20
 
 
-# --- folders by class --------------------------------------------------------------------------------------
-
-
 def class_files(folder: Path, part: str | None = None) -> list[tuple[str, str]]:
     """(path relative to the folder, class) of the images of ``folder/class/…`` or ``folder/part/class/…``, in order."""
     root = folder
@@ -90,9 +87,6 @@ def write_class_folder(place: Place, kept: Kept) -> bytes:
         lines.append(csv_line(cells.row(fields, row) or fields))
     cells.tell(name)
     return "".join(lines).encode()
-
-
-# --- sheets of tiles ---------------------------------------------------------------------------------------
 
 
 def read_sheets(place: Place) -> Raw:

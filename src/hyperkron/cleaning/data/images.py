@@ -86,17 +86,10 @@ def load_images(
     options: ReadOptions,
     shape: tuple[int, ...] | None = None,
 ) -> tuple[Array, Array, list[str]]:
-    """Pictures of one shape.
+    """Pictures of one shape, uint8 (N, C, H, W); which of them could not be read; and messages.
 
-    Args:
-        values: paths relative to ``folder``, or bytes.
-        folder: that no path may leave; None for paths of the caller's own, which may lead anywhere.
-        where: what messages call the source.
-        options: size and limits.
-        shape: (C, H, W) to come to; None to choose by what is there.
-
-    Returns:
-        uint8 (N, C, H, W), which of them could not be read, and messages.
+    ``values`` are bytes, or paths relative to ``folder``, which none may leave; without a folder they are the caller's
+    own and may lead anywhere. ``shape`` is (C, H, W), None to choose it by what is there.
     """
     sizes: Counter[tuple[int, int]] = Counter()
     modes: set[str] = set()

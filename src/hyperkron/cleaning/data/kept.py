@@ -16,15 +16,7 @@ from hyperkron.solution import HyperkronError
 
 @dataclass(frozen=True)
 class Kept:
-    """Rows to write.
-
-    Attributes:
-        rows: their positions in the source, in order.
-        labels: the new labels of some: names of classes, or their numbers where the source stores numbers.
-        out: the file they are written to.
-        column: of the labels, where it was named.
-        formulas: what becomes of CSV cells that a spreadsheet would run.
-    """
+    """The positions of the rows to write, in order, and the new labels of some: names of classes, or their numbers."""
 
     rows: list[int]
     labels: Mapping[int, Any]

@@ -22,16 +22,10 @@ Kind: TypeAlias = Literal["text", "table", "image"]
 
 @dataclass(frozen=True)
 class Place:
-    """A source on the disk or on the Hub, and how to read it.
+    """A source on the disk or on the Hub, the argument that named it, and how to read it.
 
-    Attributes:
-        argument: that it was given as, for messages.
-        source: as it was given.
-        path: of the file or folder.
-        part: of the source that is meant, such as ``test``.
-        options: how to read.
-        gold: whether true labels are wanted where there are weak ones too; None to go by the part.
-        shape: (C, H, W) that pictures must come to; None where they may choose.
+    ``gold`` says whether true labels are wanted where there are weak ones too (None goes by the part), ``shape`` is the
+    (C, H, W) that pictures must come to.
     """
 
     argument: str
@@ -52,12 +46,7 @@ class Place:
 class Frame:
     """Named columns of one length, whose roles are not known yet.
 
-    Attributes:
-        name: what messages call it.
-        columns: the values, as they stand in the source.
-        folder: that paths of images are relative to; None where there is none.
-        messages: what was noticed.
-        class_names: for columns of numbers that stand for classes, the names of these.
+    Paths of images are relative to ``folder``; ``class_names`` has the names of classes that a column has numbers of.
     """
 
     name: str
@@ -88,14 +77,7 @@ def pick(values: Any, at: Array) -> Any:
 class Raw:
     """One source as read, before labels became numbers: what the checks of ``checks.py`` work on.
 
-    Attributes:
-        name: what messages call the source.
-        inputs: texts, pictures, or the columns of a table.
-        labels: names; None where there is none.
-        rows: the position of each row in the source.
-        trusted: which rows a column flags as trusted.
-        classes: names in the order of the source, where it has one.
-        left_out: for each reason, the positions in the source of the rows that are not here.
+    The attributes are those of :class:`Labelled`; ``trusted`` says which rows a column flags.
     """
 
     name: str

@@ -57,12 +57,7 @@ class ReadOptions:
 
 
 class Bounds:
-    """Refuses whatever a file holds beyond its limits.
-
-    Args:
-        path: of the file.
-        options: the limits.
-    """
+    """Refuses whatever a file holds beyond its limits, and more than an honest file of its size can hold."""
 
     def __init__(self, path: Path, options: ReadOptions) -> None:
         self.name, self.options = repr(str(path)), options
@@ -72,7 +67,6 @@ class Bounds:
             self.stored = 0
 
     def columns(self, count: int) -> None:
-        """Refuse a table of more columns than ``max_columns``."""
         if count > self.options.max_columns:
             raise HyperkronError(
                 f"{self.name} has {count} columns or more; at most max_columns={self.options.max_columns} are read. "
@@ -80,7 +74,6 @@ class Bounds:
             )
 
     def cells(self, count: int) -> None:
-        """Refuse a table of more cells than ``max_cells``, or than its file can honestly hold."""
         if count > self.options.max_cells:
             raise HyperkronError(
                 f"{self.name} has {count} cells (rows × columns) or more; at most max_cells={self.options.max_cells} "
@@ -94,7 +87,6 @@ class Bounds:
             )
 
     def size(self, count: int) -> None:
-        """Refuse a file of more bytes, once decompressed, than ``max_bytes`` or than an honest file grows to."""
         if count > self.options.max_bytes:
             raise HyperkronError(
                 f"{self.name} holds {count} bytes or more once decompressed, more than "
@@ -108,7 +100,6 @@ class Bounds:
             )
 
     def field(self, length: int, line: int | None = None) -> None:
-        """Refuse a field of more characters or bytes than ``max_field``."""
         if length > self.options.max_field:
             where = self.name if line is None else f"{self.name} line {line}"
             raise HyperkronError(

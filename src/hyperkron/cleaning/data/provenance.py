@@ -63,11 +63,7 @@ class RowHashes:
         return cls(whole.hexdigest(), bytes(each))
 
     def difference(self, now: RowHashes) -> str:
-        """In words, what has become of these rows.
-
-        Args:
-            now: the rows that are there now, of which ``sha256`` differs.
-        """
+        """In words, what has become of these rows, where there are others now."""
         before, after = self._list(), now._list()
         if before == after:
             return "the names of the columns or classes have changed"

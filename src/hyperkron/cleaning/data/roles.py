@@ -165,14 +165,7 @@ def _holds_images(values: Values) -> bool:
 
 
 def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[int, ...] | None) -> tuple[Raw, Roles]:
-    """The rows of a frame, and the roles its columns got.
-
-    Args:
-        frame: the columns.
-        asked: the roles that are named.
-        options: how to read.
-        shape: (C, H, W) that pictures must come to; None where they may choose.
-    """
+    """The rows of a frame, and the roles its columns got; pictures come to ``shape`` if it is given."""
     found, notes = resolve(frame, asked)
     label, flagged = str(found.label), found.trusted_column
     classes = frame.class_names.get(label, ())

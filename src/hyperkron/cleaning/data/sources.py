@@ -22,13 +22,7 @@ Source: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
 
 
 class Form(NamedTuple):
-    """What can be done with a source of one form.
-
-    Attributes:
-        read: its rows, or its columns where their roles have yet to be found.
-        write: the content of a file with some of its rows.
-        hashes: of its rows, where these are not hashes of what ``read`` gives.
-    """
+    """How a source of one form is read (as rows or as columns), written with some of its rows, and hashed."""
 
     read: Callable[[Place], Raw | Frame]
     write: Callable[[Place, Kept], bytes]
@@ -74,12 +68,7 @@ _KNOWN = (
 
 
 def split_source(source: str) -> tuple[Path, str | None]:
-    """The path of a source and the part it names.
-
-    Example:
-        >>> split_source("no/such/folder:test")[1]
-        'test'
-    """
+    """The path of a source and the part it names, as in ``folder:test``."""
     match = _PART.match(source)
     if match is None or Path(source).exists():
         return Path(source), None
@@ -130,15 +119,7 @@ def _form_of_folder(path: Path) -> Form:
 def locate(
     source: str | os.PathLike[str], argument: str, options: ReadOptions, part: str | None = None, **more: Any
 ) -> tuple[Form, Place]:
-    """The form of a source and where it lies.
-
-    Args:
-        source: a path, ``folder:part`` or ``hf:NAME:SPLIT``.
-        argument: that it was given as, for messages.
-        options: how to read.
-        part: of the source, where it does not name one itself.
-        more: attributes of ``Place``.
-    """
+    """The form of a source (a path, ``folder:part`` or ``hf:NAME:SPLIT``) and where it lies."""
     text = os.fspath(source)
     if text.startswith(hub.PREFIX):
         text = text if part is None else f"{text}:{part}"

@@ -80,10 +80,6 @@ def _class_names(folder: Path, options: ReadOptions) -> tuple[str, ...]:
 def majority_vote(votes: Array, classes: int) -> Array:
     """The class most labelling functions vote for; ties, and rows without any vote, go to the class of lowest number.
 
-    Args:
-        votes: (N, F), −1 where a function abstains.
-        classes: how many.
-
     Example:
         >>> import numpy as np
         >>> majority_vote(np.array([[2, 2, 0], [1, 0, -1], [-1, -1, -1]]), 3).tolist()
