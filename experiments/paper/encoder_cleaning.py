@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from experiments.cells import OutOfTime
 from experiments.paper import texts
 from experiments.paper.encoder_answer import answer
 from experiments.paper.encoder_page import NOTE_BASE, NOTE_MINILM, plot, tables, verdict
 from experiments.paper.encoder_settings import BASE, MINILM, Part, Settings
 from experiments.paper.entries import Entry, Stage, compete
-from experiments.paper.recipe import Job, OutOfTime, Recipe, Scale
+from experiments.paper.recipe import Job, Recipe, Scale
 from experiments.paper.side_by_side import fill
 from experiments.paper.text_cleaning import TextMethod, TextTrial, text_methods
 from experiments.paper.texts import TextSplit

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from experiments.cells import OutOfTime
 from experiments.paper import plots
-from experiments.paper.recipe import Job, Judgement, OutOfTime, Recipe, Result, Table, Verdict
+from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
 from hyperkron import losses
 from hyperkron.algorithms import AID, SAMA, BatchSources
 from hyperkron.algorithms.base import Algorithm

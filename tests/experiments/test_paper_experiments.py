@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from experiments import paper
+from experiments.cells import Cells
 from experiments.paper import amortization, batch_size, cleaning, compare, diagnostic, inverses, networks
 from experiments.paper.cleaning import Budget, Case, Split
 from experiments.paper.image_entries import RelativeTrial
 from experiments.paper.methods import Method, Rates, methods
-from experiments.paper.recipe import Cells, Job
+from experiments.paper.recipe import Job
 from experiments.paper.references import KINDS, references, rows_of
 from experiments.paper.tuning import Search
 from hyperkron.solution import HyperkronError

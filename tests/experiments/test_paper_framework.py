@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from experiments import paper, records
+from experiments.cells import Cells, OutOfTime
 from experiments.paper import datasets, page, places
 from experiments.paper.__main__ import main
 from experiments.paper.printed import printed
-from experiments.paper.recipe import Cells, Job, Judgement, OutOfTime, Recipe, Result, Table, Verdict
+from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
 from experiments.paper.tuning import Clock, Search, at_edge, interval, settings_of, shown, tune
 from hyperkron.solution import HyperkronError
 
