@@ -132,9 +132,7 @@ def descend(state: State, batches: BatchSources, steps: int) -> Tensor | None:
     """``steps`` real steps of θ on J_in, each on a fresh batch; the loss before the last of them."""
     loss = None
     for _ in range(steps):
-        found = gradients(state, "inner", batches.inner(), live=True, hyper=False)
-        state.inner.step(found.theta)
-        loss = found.value
+        loss = state.loop.step(batches.inner())
     return loss
 
 
