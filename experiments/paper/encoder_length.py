@@ -62,9 +62,10 @@ def run(source: Source, task: Task, case: TextCase) -> dict[str, Any]:
     method = text_methods(TextRates())[TRIALS.get(name, name)]
     model = source.model(split.classes, 1, seed)
     trial = TextTrial(case, split, model, method, setting, seed, case.steps)
-    if trial.state is not None:
-        trial.state.hypergradient = METHODS[name](trial.state.inner.optimizer, seed)
-    trial.run(test=True)
+    if name in METHODS:
+        state = trial.run.state
+        state.hypergradient = METHODS[name](state.inner.optimizer, seed)
+    trial.train(test=True)
     weights = trial.weights.weight.detach()
     return {
         "dataset": dataset,
