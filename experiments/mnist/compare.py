@@ -38,16 +38,17 @@ from experiments.cells import Cells, OutOfTime
 from experiments.mnist import tuning
 from experiments.mnist.problem import (
     DAMPINGS,
+    DECAY,
     SOLVER,
     PaperPlan,
     Plan,
     Setting,
     Split,
     Trial,
-    cleaning,
     clock,
     noisy_mnist,
     prepare,
+    problem,
 )
 from experiments.mnist.tables import table
 from experiments.paper.recipe import Job
@@ -148,7 +149,7 @@ def diagnose(setting: Setting, split: Split, plan: Plan) -> dict[str, Any]:
     run.advance(20)
     x, y = split.train
     index = torch.arange(len(x), device=split.device)
-    point = (cleaning(), run.model, run.weights)
+    point = (problem(DECAY), run.run.state.model, run.run.state.hyper)
     exact = hk.cg(500, tolerance=1e-4).compute(*point, (x, y, index), split.validation)
     part = index[: plan.batches(run.name)[0]]
     batch = (x[part], y[part], part)
@@ -183,7 +184,7 @@ def settings_of(plan: Plan, device: str) -> dict[str, Any]:
     """What a result depends on."""
     kind = torch.device(device).type
     where = {} if kind == "cpu" else {"device": kind}
-    return asdict(plan) | {"noise": 0.5, "decay": 1e-3, "tuning_seed": 0, "solver": SOLVER} | where
+    return asdict(plan) | {"noise": 0.5, "decay": DECAY, "tuning_seed": 0, "solver": SOLVER} | where
 
 
 def recorded(path: Path, settings: dict[str, Any]) -> dict[str, Any]:

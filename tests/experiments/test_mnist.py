@@ -77,12 +77,12 @@ def test_a_full_batch_is_not_copied(small: Any, folder: str) -> None:
         cleaning.Trial(name, cleaning.Setting(0.1, 10.0, 0.1), split, small, 0) for name in ("AID-CG", "MRBO")
     )
     for _ in range(2):
-        (x, y, index), (others, _) = whole.batches.inner(), whole.batches.outer()
+        (x, y, index), (others, _) = whole.run.batches.inner(), whole.run.batches.outer()
         assert (x.data_ptr(), len(x), len(y)) == (split.train[0].data_ptr(), 500, 500)
         assert torch.equal(index, torch.arange(500))
         assert (others.data_ptr(), len(others)) == (split.validation[0].data_ptr(), 200)
-    assert [len(x) for x in parts.batches.inner()] == [100, 100, 100]
-    assert torch.equal(whole.model.weight, parts.model.weight)  # all methods start at one point
+    assert [len(x) for x in parts.run.batches.inner()] == [100, 100, 100]
+    assert torch.equal(whole.run.state.model.weight, parts.run.state.model.weight)  # all methods start at one point
 
 
 def test_a_run_stops_at_the_limit_and_goes_on_from_there(
