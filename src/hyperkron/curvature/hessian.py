@@ -50,15 +50,12 @@ class HessianOperator(MatrixFreeOperator):
 
     def matvec_and_cross(self, v: Tree, hypers: Tree) -> tuple[Tree, dict[str, Tensor | None]]:
         """Both from one backward pass."""
-        if self._live is None:
-            self._build()
-        if not self._live or any(p.dtype == torch.float16 for p in self.params.values()):
+        if any(p.dtype == torch.float16 for p in self.params.values()):
             return self.matvec(v), self.cross(v, hypers)
         self.products += 1
-        low, wanted = trees.cast(v, self.params), [*self.params.values(), *hypers.values()]
-        found = gradients_of(self._live, wanted, [low[n] for n in self._names], retain_graph=True)
+        found = self._along(trees.cast(v, self.params), {**self.params, **{f"λ {n}": x for n, x in hypers.items()}})
         count = len(self.params)
-        return damped(self.params, found[:count], v, self.damping), dict(zip(hypers, found[count:], strict=True))
+        return self._damped(found[:count], v), dict(zip(hypers, found[count:], strict=True))
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ class Point:
     def _call(self, level: Level, batch: Any, params: Tree | None, differentiable: bool) -> Loss | Tensor:
         """The objective itself, under the kernels chosen for it."""
         function = self.problem.inner if level == "inner" else self.problem.outer
-        if params is None and not (self.queues or self.plain or self.autocast):  # nothing to choose or to substitute
+        if params is None and not (self.execution.queued or self.plain or self.autocast):  # nothing to choose or to substitute
             with twice_differentiable(self.model, self.hyper) if differentiable else nullcontext():
                 return function(self.model, self.hyper, batch)
 
