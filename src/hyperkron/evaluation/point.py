@@ -222,7 +222,8 @@ class Point:
 
     def finite(self, name: str, value: Tensor, remedy: str) -> None:
         """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
-        if value.device.type == "cpu" and value.ndim == 0 and math.isfinite(value.item()):
+        readable = value.device.type == "cpu" and value.ndim == 0 and not self.execution.recorded
+        if readable and math.isfinite(value.item()):
             return
         self.execution.check_finite(
             value, lambda found: NonFiniteError(f"{name} is {found}; {self.culprits() or remedy}.")
