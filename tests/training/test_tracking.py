@@ -109,7 +109,7 @@ def test_lines_are_strict_json(tmp_path: Path) -> None:
 def test_a_full_disk_is_a_warning_and_the_lines_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hyperkron.training import jsonl
 
-    log, real = JSONLog(tmp_path), jsonl.open_log
+    log, real = JSONLog(tmp_path), jsonl.open_ordinary
     log.begin(rows(1))
 
     def full(path: Path) -> int:
@@ -120,7 +120,7 @@ def test_a_full_disk_is_a_warning_and_the_lines_follow(tmp_path: Path, monkeypat
         os.close(descriptor)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(jsonl, "open_log", full)
+    monkeypatch.setattr(jsonl, "open_ordinary", full)
     with pytest.warns(hk.HyperkronWarning, match="No space left"):
         log.write(rows(2))
     monkeypatch.undo()
