@@ -112,8 +112,8 @@ def test_a_full_disk_is_a_warning_and_the_lines_follow(tmp_path: Path, monkeypat
     log, real = JSONLog(tmp_path), jsonl.open_ordinary
     log.begin(rows(1))
 
-    def full(path: Path) -> int:
-        descriptor = real(path)
+    def full(path: Path, *options: Any, **more: Any) -> int:
+        descriptor = real(path, *options, **more)
         os.write(descriptor, b"")  # nothing
         os.lseek(descriptor, 0, os.SEEK_END)
         os.write(descriptor, b'{"half')

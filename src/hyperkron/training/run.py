@@ -125,11 +125,11 @@ class Run:
         self._random: dict[str, Any] | None = None
         self._log: JSONLog | None = None
         self._locks: dict[Path, FolderLock] = {}
-        parts = fingerprint.parts(algorithm, state, batches)
-        kinds = [type(callback) for callback in self.callbacks]
-        self._config = fingerprint.describe({**parts, "callbacks": kinds})
+        self._settings = Program(fingerprint.settings(algorithm, state), [state.model, state.hyper])
+        data = {level: getattr(batches, f"{level}_source") for level in ("inner", "outer", "curvature")}
+        parts = {f"{level}_data": source for level, source in data.items() if source is not None}
         parts |= {"problem": state.problem, "model": state.model, "hyper": state.hyper}
-        self._program = Program(parts, [state.model, state.hyper], self._config)
+        self._program = Program(parts, [state.model, state.hyper])
 
     def stop(self, reason: str) -> None:
         """End the run after this step."""
@@ -333,7 +333,9 @@ class Run:
     def about(self) -> checkpoint.About:
         """What this run is made of; a checkpoint is resumed only where it is the same."""
         model, hyper = fingerprint.tensors(self.state.model), fingerprint.tensors(self.state.hyper)
-        return checkpoint.About(model, hyper, self._config, program=self._program.lines())
+        kinds = {f"callbacks.{i}": type(callback).__qualname__ for i, callback in enumerate(self.callbacks)}
+        config = {**self._settings.begin(), **kinds}
+        return checkpoint.About(model, hyper, config, program=self._program.lines())
 
     def save(self, folder: str | Path) -> Path:
         """Write everything the rest of the run depends on to ``folder/step-…``, and return that path.
