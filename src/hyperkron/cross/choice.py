@@ -292,7 +292,7 @@ class Cross:
             return None
 
     def _searched(self, point: Point, v: Tree, way: Way) -> _Found:
-        """X(v) by ``way``; by a difference, at the first radius whose answer agrees with that of the next, or the best."""
+        """X(v) by ``way``; of a difference, at the first radius that agrees with the next, or else at the best."""
         if way.mode != "difference":
             found = _computed(point, v, way)
             return _Found(way, found.cross, found.changes)

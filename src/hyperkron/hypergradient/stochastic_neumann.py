@@ -25,7 +25,7 @@ from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.hypergradient.unrolled import Batches
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, Solution, Status
-from hyperkron.solvers.base import check_step
+from hyperkron.solvers.fixed_step import check_step
 from hyperkron.trees import Tree
 from hyperkron.validation import check_whole
 
