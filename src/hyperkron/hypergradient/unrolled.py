@@ -234,24 +234,6 @@ class _Iterate:
 _Adjoint = Sequence[Tensor | None]  # one for each tensor of an _Iterate; None stands for zero
 
 
-@dataclass(frozen=True)
-class _StepGraph:
-    """One step as a graph from (θ^t, s^t) and λ to (θ^{t+1}, s^{t+1})."""
-
-    before: _Iterate
-    after: _Iterate
-
-    def pull_back(self, adjoint: _Adjoint, hypers: Tree) -> tuple[_Adjoint, _Adjoint]:
-        """α^{t+1} ↦ α^t and α^{t+1} ∂_λ step_t, the latter one for each of ``hypers``; the graph is spent."""
-        known = [(x, a) for x, a in zip(self.after.tensors(), adjoint, strict=True) if a is not None]
-        known = [(x, a) for x, a in known if x.requires_grad]
-        before = self.before.tensors()
-        found = torch.autograd.grad(
-            [x for x, _ in known], [*before, *hypers.values()], [a for _, a in known], allow_unused=True
-        )
-        return found[: len(before)], found[len(before) :]
-
-
 class _Sweep:
     """The forward and backward sweeps of one call."""
 
@@ -274,13 +256,13 @@ class _Sweep:
     def hypergradient(self) -> tuple[Tensor, Tree]:
         """J_out(λ, θ^T) and dΦ_T/dλ."""
         hypers = self.point.hypers
-        step = self.linearise(self.forward())  # the last step is not recomputed
-        outer_loss, adjoint, direct = self._outer(step.after.map(Tensor.detach))
-        adjoint, through = step.pull_back(adjoint, hypers)
-        del step  # a graph goes before the next one is made
+        before, after = self.linearise(self.forward())  # the last step is not recomputed
+        outer_loss, adjoint, direct = self._outer(after.map(Tensor.detach))
+        adjoint, through = self._pull_back(before, after, adjoint)
+        del before, after  # a graph goes before the next one is made
         for t in reversed(range(self.first, self.steps - 1)):
             self._finite(f"∂Φ/∂θ after unrolled step {t + 1} of {self.steps}", adjoint)
-            adjoint, further = self.linearise(self._recall(t)).pull_back(adjoint, hypers)
+            adjoint, further = self._pull_back(*self.linearise(self._recall(t)), adjoint)
             through = _sum(through, further)
         if all(x is None for x in through):
             raise HyperkronError(
@@ -308,10 +290,21 @@ class _Sweep:
         """One step without a graph."""
         return self._step(iterate, self._gradient(iterate.t, trees.map(_leaf, iterate.params), False))
 
-    def linearise(self, iterate: _Iterate) -> _StepGraph:
-        """One step with its graph."""
+    def linearise(self, iterate: _Iterate) -> tuple[_Iterate, _Iterate]:
+        """(θ^t, s^t) and (θ^{t+1}, s^{t+1}), with the graph from the one and λ to the other."""
         before = iterate.map(_leaf)
-        return _StepGraph(before, self._step(before, self._gradient(before.t, before.params, True)))
+        return before, self._step(before, self._gradient(before.t, before.params, True))
+
+    def _pull_back(self, before: _Iterate, after: _Iterate, adjoint: _Adjoint) -> tuple[_Adjoint, _Adjoint]:
+        """α^{t+1} ↦ α^t and α^{t+1} ∂_λ step_t, for each parameter of λ; the graph is spent."""
+        pairs = zip(after.tensors(), adjoint, strict=True)
+        known = [(x, a) for x, a in pairs if a is not None and x.requires_grad]
+        inputs = before.tensors()
+        count = len(inputs)
+        found = torch.autograd.grad(
+            [x for x, _ in known], [*inputs, *self.point.hypers.values()], [a for _, a in known], allow_unused=True
+        )
+        return found[:count], found[count:]
 
     def _recall(self, t: int) -> _Iterate:
         """(θ^t, s^t), recomputed from the kept iterate before it where it was not kept; then forgotten."""
