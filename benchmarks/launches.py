@@ -29,7 +29,7 @@ from workloads import INNER_STEPS, Workload, _batches
 import hyperkron as hk
 from hyperkron import cross, trees
 from hyperkron.cleaning.models import resnet18
-from hyperkron.curvature.kfac import factors, grams, inverse, kronecker, layers, recorder
+from hyperkron.curvature.kfac import diagonals, factors, grams, inverse, kronecker, layers, recorder
 from hyperkron.evaluation import point, snapshot
 from hyperkron.hypergradient import implicit
 from hyperkron.kernels import linalg
@@ -53,9 +53,9 @@ STAGES: dict[str, list[Place]] = {
     "Gram matrices": [
         (recorder.Recorder, "_input_gram"),
         (recorder.Recorder, "_on_gradient"),
-        (recorder.Recorder, "finish"),
+        (recorder.Recorder, "_finish"),
     ],
-    "diagonals": [(recorder, "squared_gradients"), (hk.curvature.KFAC, "_diagonal")],
+    "diagonals": [(diagonals, "squared_gradients"), (hk.curvature.KFAC, "_diagonal")],
     "damping": [(inverse._Systems, "shifts")],
     "factorisation": [(hk.curvature.KFAC, "_invert"), (inverse._Systems, "outcome")],
     "solve": [(Direct, "solve")],
@@ -160,8 +160,8 @@ def as_on_gpu(shrink: int = SHRINK) -> Iterator[None]:
         (layers.ConvLayer, "_examples_per_chunk", examples),
         (layers.ConvLayer, "input_gram", lambda self, x: None),
         (inverse, "_common_sizes", lambda sizes, *_: {n: n + 1 if n + 1 in sizes else n for n in sizes}),  # 2 %
-        (recorder, "WAITING", recorder.WAITING // shrink**2),
-        (layers, "_batch_norm_statistics", statistics),
+        (diagonals, "WAITING", diagonals.WAITING // shrink**2),
+        (diagonals, "_batch_norm_statistics", statistics),
         (inverse, "factorize", factorize),
         (inverse, "_alone", lambda factor: False),
         (Execution, "queued", True),

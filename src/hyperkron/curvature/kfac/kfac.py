@@ -86,13 +86,12 @@ class KFAC(Kronecker):
         """With δ split between the factors a balanced eigenvalue λ becomes (√λ + √δ)²; so does the diagonal."""
         if self.split == "exact":
             return super()._damped(diagonals, damping)
-        if isinstance(damping[0], float):
-            damped = torch._foreach_sqrt(diagonals)
-            torch._foreach_add_(damped, [math.sqrt(x) for x in damping])
-            torch._foreach_mul_(damped, damped)
-            return damped
-        roots = (x.to(d.device, d.dtype).sqrt() for d, x in zip(diagonals, damping, strict=True))
-        return [(d.sqrt() + root).square() for d, root in zip(diagonals, roots, strict=True)]
+        roots: Any = [
+            math.sqrt(x) if isinstance(x, float) else x.to(d.device, d.dtype).sqrt()
+            for d, x in zip(diagonals, damping, strict=True)
+        ]
+        shifted = torch._foreach_add(torch._foreach_sqrt(diagonals), roots)
+        return torch._foreach_mul(shifted, shifted)
 
     def _invert(
         self,

@@ -289,9 +289,7 @@ class Kronecker(Curvature):
 
         ``damping`` holds numbers only or tensors only; for numbers a few launches do for all parameters.
         """
-        if isinstance(damping[0], float):
-            return torch._foreach_add(diagonals, damping)
-        return [d + x for d, x in zip(diagonals, damping, strict=True)]
+        return torch._foreach_add(diagonals, damping)
 
     @abstractmethod
     def _invert(
