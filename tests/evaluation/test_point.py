@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import hyperkron as hk
 from hyperkron import trees
 from hyperkron.cross import ways
 from hyperkron.evaluation.point import Point, trainable
+from hyperkron.kernels.execution import Execution
 
 N, D, C = 5, 3, 2
 
@@ -182,6 +184,19 @@ def test_checks_of_finiteness_name_the_first_that_failed() -> None:
         with pytest.raises(hk.NonFiniteError, match="the step is infinite; make it smaller"):
             point.finite("the step", torch.tensor([1.0, float("inf")]), "make it smaller")
         point.settle()  # read once
+
+
+def test_checks_that_wait_for_the_device_are_read_when_the_block_ends() -> None:
+    def check(point: Point, *then: Exception) -> None:
+        with patch.object(Execution, "settle"):  # as on a GPU
+            point.finite("the step", torch.tensor(float("nan")), "make it smaller")
+        for error in then:
+            raise error
+
+    with pytest.raises(hk.NonFiniteError, match="the step is nan; make it smaller"), make() as point:
+        check(point)
+    with pytest.raises(KeyError, match="first"), make() as point:
+        check(point, KeyError("first"))
 
 
 def test_a_recording_leaves_its_checks_to_the_replay() -> None:

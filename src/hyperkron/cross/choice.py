@@ -86,22 +86,23 @@ class _Found:
 class Cross:
     """How the cross term is computed.
 
+    ``auto`` decides on the first call, and whenever the inner loss is another function or has another structure. After
+    every 100 calls it checks its decision, and may then move to a more exact way, never back.
+
+    - Where λ only weights examples or penalties (:mod:`hyperkron.cross.weighting`): the finite difference of the row
+      losses at two radii, whose distance is its error; where that is above ``tolerance`` at every radius, forward mode,
+      and for models in TF32 the difference in full float32. A backward pass tells whether the row losses move as their
+      gradients say; if not, the next way is tried, and last double backward.
+    - Where λ does more: double backward; if that is impossible forward mode, and last a difference, with a warning.
+    - θ in half precision is too coarse for a small step: forward mode, then a difference with θ in float32, then double
+      backward; θ itself moves only where none of them works, with a warning. So too for ``difference``.
+
+    ``difference`` and ``forward`` are compared with the gradients likewise, and replaced by double backward, with a
+    warning, where gradients are stopped so that they would be wrong.
+
     Args:
-        mode: ``auto`` reads from the inner loss what λ does. Where it only weights examples or penalties, it takes the
-            finite difference of the row losses (:mod:`hyperkron.cross.weighting`), at two radii, whose distance tells
-            its error; where that is above ``tolerance`` at every radius, forward mode, and, where the model runs in
-            TF32, the finite difference in full float32 (before forward mode where a convolutional model has small
-            tensors only). One backward pass tells whether the row losses move as their gradients say; where they do
-            not, the next of these ways is tried. If none is right, and wherever λ does more, it takes double
-            backward, where that is impossible forward mode, and last a finite difference with a warning. It decides
-            on the first call and whenever the inner loss is another function or made otherwise. After every 100 calls
-            it looks again, and may then move to a more exact way, never back. ``difference`` and ``forward`` are
-            compared likewise with the gradients, and give way to double backward, with a warning, where gradients are
-            stopped so that they would be wrong. A θ in half precision is too coarse to be moved by a small step, so
-            ``auto`` and ``difference`` take forward mode first, then a difference with θ in float32, then double
-            backward, and move θ itself only where none of them works, with a warning.
-        radius: ε‖v‖ of the finite difference; ``None`` tries 1e-2, 3e-3 and 1e-3 (float64: 1e-4 and 1e-5; TF32:
-            1e-1, 3e-2 and 1e-2).
+        mode: ``auto``, ``reverse``, ``forward`` or ``difference``.
+        radius: ε‖v‖ of the finite difference; ``None`` tries those of the model's precision (:class:`_Precision`).
         tolerance: relative error at which a finite difference is exact enough; ``None`` means 5 %, an angle of 3°
             (float64: 1e-6). Models of smooth activations stay far below, those of ReLU and batch norm come close.
     """

@@ -103,9 +103,11 @@ class Point:
             self._stack.enter_context(torch.autocast(self.device.type, enabled=False))
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._stack is not None
-        self._stack.close()
+        with self._stack:
+            if kind is None:
+                self.settle()
 
     def inner(self, batch: Any = None, *, differentiable: bool = False) -> Loss:
         """J_in at this point; ``differentiable`` asks for kernels that can be differentiated twice."""
@@ -220,7 +222,7 @@ class Point:
         )
 
     def settle(self) -> None:
-        """Read all pending finite checks; raise for the first that failed."""
+        """Read all pending finite checks and raise for the first that failed, as at the end of the with block."""
         self.execution.settle()
 
     @property

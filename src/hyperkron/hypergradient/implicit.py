@@ -172,7 +172,6 @@ class Implicit(Hypergradient):
         if answer is None:
             with place(plain=plain) as point:
                 answer = self._answer(point, start)
-                point.settle()
             if recorded:
                 self._replays.saw(point)
         solution = answer.solution.wait()

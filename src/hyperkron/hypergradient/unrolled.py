@@ -113,7 +113,6 @@ class Unrolled(Hypergradient):
         with Point(problem, model, hyper, inner_batch, outer_batch) as point:
             sweep = _Sweep(self, point)
             outer_loss, grads = sweep.hypergradient()
-            point.settle()
         stats: dict[str, float | int | str] = {
             "steps": self.steps,
             "differentiated": self.steps - sweep.first,
@@ -127,7 +126,6 @@ class Unrolled(Hypergradient):
         with Point(problem, model, hyper, inner_batch, None) as point:
             sweep = _Sweep(self, point)
             params = sweep.advance(sweep.forward()).params
-            point.settle()
         return trees.map(torch.clone, params)
 
     def state_dict(self) -> dict[str, Any]:
