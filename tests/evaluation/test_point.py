@@ -138,7 +138,7 @@ def test_a_buffer_that_modules_share_stays_shared() -> None:
 def test_substituted_parameters_are_attached() -> None:
     with make() as point:
         doubled = {name: (2 * p.detach()).requires_grad_() for name, p in point.params.items()}
-        loss = point.substituted("inner", doubled, point.inner_batch, stream=0, differentiable=True, where="at 2θ")
+        loss = point.evaluate("inner", point.inner_batch, doubled, differentiable=True, where="at 2θ")
         gradients = torch.autograd.grad(loss.value, list(doubled.values()))
         assert all(float(g.norm()) > 0 for g in gradients)
         with point.moved(trees.map(Tensor.detach, doubled)):

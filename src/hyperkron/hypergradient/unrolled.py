@@ -329,7 +329,7 @@ class _Sweep:
         batch = given[t] if isinstance(given, Batches) else given
         where = f"at unrolled step {t + 1} of {self.steps}"
         hint = where if t == 0 else f"{where} (if the steps diverge, lower the optimizer's lr)"
-        loss = self.point.substituted("inner", params, batch, stream=t, differentiable=True, where=hint)
+        loss = self.point.evaluate("inner", batch, params, stream=t, differentiable=True, where=hint)
         self.gradients += 1
         found = _gradient(loss.value, list(params.values()), create_graph)
         grads = {name: g for name, g in zip(params, found, strict=True) if g is not None}
@@ -341,7 +341,7 @@ class _Sweep:
         """J_out(λ, θ^T), the adjoint of (θ^T, s^T), and ∂_λ J_out for each of λ's parameters."""
         point, params = self.point, trees.map(_leaf, iterate.params)
         where = f"after {self.steps} unrolled steps (if they diverge, lower the optimizer's lr)"
-        loss = point.substituted("outer", params, point.outer_batch, stream=0, differentiable=False, where=where).value
+        loss = point.evaluate("outer", point.outer_batch, params, where=where).value
         found = _gradient(loss, [*params.values(), *point.hypers.values()], False)
         adjoint, direct = found[: len(params)], found[len(params) :]
         if all(a is None for a in adjoint):
