@@ -10,7 +10,6 @@ given to ``torch.compile`` is evaluated as it was written: compiled code has no 
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -178,7 +177,7 @@ class Point:
     def _call(self, level: Level, batch: Any, params: Tree | None, differentiable: bool) -> Loss | Tensor:
         """The objective itself, under the kernels chosen for it."""
         function = self.problem.inner if level == "inner" else self.problem.outer
-        if params is None and not (self.execution.queued or self.plain or self.autocast):  # nothing to choose or to substitute
+        if params is None and not (self.execution.queued or self.plain or self.autocast):  # nothing to choose
             with twice_differentiable(self.model, self.hyper) if differentiable else nullcontext():
                 return function(self.model, self.hyper, batch)
 
@@ -217,9 +216,6 @@ class Point:
 
     def finite(self, name: str, value: Tensor, remedy: str) -> None:
         """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
-        readable = value.device.type == "cpu" and value.ndim == 0 and not self.execution.recorded
-        if readable and math.isfinite(value.item()):
-            return
         self.execution.check_finite(
             value, lambda found: NonFiniteError(f"{name} is {found}; {self.culprits() or remedy}.")
         )
