@@ -34,7 +34,7 @@ from hyperkron.curvature.kfac.factors import (
 )
 from hyperkron.kernels.execution import Execution, Pending
 from hyperkron.kernels.linalg import Cholesky, Factorization, factorize, full_precision, gram, stream
-from hyperkron.solution import FactorizationError, HyperkronError, Status
+from hyperkron.solution import FactorizationError, Status
 
 SplitFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Split = Literal["pi", "plain", "exact"] | SplitFunction
@@ -193,13 +193,11 @@ class _Systems:
         at_a, at_b = _sent(places, torch.long, like.device)
         if callable(split):
             delta_a, delta_b = self._by_callable(damping, split)
-        elif split in ("pi", "plain"):
+        else:
             traces = torch.cat([x.diagonal(dim1=-2, dim2=-1).sum(-1) for x in self.stacks if x is not None])
             sizes = tuple(tuple(dimension(self.factors[i + side * self.count]) for i, _ in groups) for side in (0, 1))
             mean_a, mean_b = torch.stack([traces[at_a], traces[at_b]]) / _sent(sizes, like.dtype, like.device)
             delta_a, delta_b = split_damping(mean_a, mean_b, _vector([damping[i] for i, _ in groups], like), split)
-        else:
-            raise HyperkronError(f"split={split!r} is unknown; use 'pi', 'plain', 'exact' or a callable (A, B, δ).")
         found = like.new_empty(2 * len(groups))
         found[at_a], found[at_b] = delta_a, delta_b
         self.factors = []

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.curvature.base import Curvature, CurvatureState, check_damping
-from hyperkron.curvature.kfac.capture import accumulation_dtype, measure
+from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.eigen import EigenInverses, checked, damped
 from hyperkron.curvature.kfac.factors import Factor, Factors, dense, stored
 from hyperkron.curvature.kfac.inverse import BlockInverses, FactorsNeeded
 from hyperkron.curvature.kfac.layers import LayerOf, WeightSharing, checked_layers
-from hyperkron.curvature.kfac.penalty import column_scales, mean_damping, scaled_factor
+from hyperkron.curvature.kfac.penalty import mean_damping, scaled_factor
 from hyperkron.curvature.kfac.recorder import Basis, Measured
 from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState
 from hyperkron.evaluation.point import Point, independent
@@ -162,7 +162,6 @@ class Kronecker(Curvature):
         checked: bool = True,
         diagonal: bool = True,
     ) -> Measured:
-        like = torch.empty((), device=point.device, dtype=accumulation_dtype(point.dtype))
         return measure(
             point,
             made,
@@ -175,7 +174,7 @@ class Kronecker(Curvature):
             checked=checked,
             diagonal=diagonal,
             wide=basis is None and self._wide,
-            scales=lambda l2: column_scales(made, l2, self.damping, like),
+            damping=self.damping,
         )
 
     @property
