@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -255,3 +256,30 @@ def test_an_ordinary_inner_loss_keeps_the_cheap_cross_term(activation: type[nn.M
             optimizer.zero_grad()
             outer(model, None, (x, y)).backward()
             optimizer.step()
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_numpy_random_numbers_are_the_same_in_every_evaluation_and_put_back(pending: bool) -> None:
+    """Also the normal number that numpy keeps for its next call, which is not in its generator's memory."""
+    np.random.seed(3)
+    if pending:
+        np.random.randn()
+    drawn: list[float] = []
+
+    def loss(model: nn.Module, hyper: nn.Module, batch: Any) -> torch.Tensor:
+        drawn.append(float(np.random.randn()))
+        return (model.weight * hyper()).sum() * drawn[-1]
+
+    def left() -> tuple[Any, ...]:
+        kind, words, *rest = np.random.get_state()
+        return kind, words.tolist(), *rest
+
+    model, hyper = nn.Linear(2, 1, bias=False), hk.as_hyper(torch.ones(()))
+    before = left()
+    for _ in range(2):
+        with Point(hk.BilevelProblem(loss, loss), model, hyper, None, None) as point:
+            point.inner()
+            point.outer()
+        assert left() == before
+    assert len(drawn) == 4 and len(set(drawn)) == 1
+    assert np.random.randn() == drawn[0]

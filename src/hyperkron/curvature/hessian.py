@@ -48,6 +48,15 @@ class HessianOperator(MatrixFreeOperator):
         """∂²_λθ J_in · v from the same graph; only where the curvature batch is the inner batch."""
         return dict(zip(hypers, self._along(trees.cast(v, self.params), hypers), strict=True))
 
+    def matvec_and_cross(self, v: Tree, hypers: Tree) -> tuple[Tree, dict[str, Tensor | None]]:
+        """Both from one backward pass."""
+        if any(p.dtype == torch.float16 for p in self.params.values()):
+            return self.matvec(v), self.cross(v, hypers)
+        self.products += 1
+        found = self._along(trees.cast(v, self.params), {**self.params, **{f"λ {n}": x for n, x in hypers.items()}})
+        count = len(self.params)
+        return self._damped(found[:count], v), dict(zip(hypers, found[count:], strict=True))
+
 
 @dataclass(frozen=True)
 class Hessian(Curvature):

@@ -31,7 +31,10 @@ class MatrixFreeOperator(Operator):
     def matvec(self, v: Tree) -> Tree:
         self.products += 1
         low, unit = lowered(v, self.params)
-        found = self._product(low)
+        return self._damped(self._product(low), v, unit)
+
+    def _damped(self, found: tuple[Tensor | None, ...], v: Tree, unit: Tensor | None = None) -> Tree:
+        """unit·Av + δv as a tree with the dtypes of ``v``."""
         whole = {
             name: torch.zeros_like(p) if x is None else x.detach().contiguous()
             for (name, p), x in zip(self.params.items(), found, strict=True)

@@ -10,6 +10,7 @@ given to ``torch.compile`` is evaluated as it was written: compiled code has no 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,7 +24,7 @@ from hyperkron.evaluation.inputs import culprits, differentiable_batch, tensors_
 from hyperkron.evaluation.snapshot import Snapshot, reseed
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.execution import Execution
-from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small
+from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small, twice_differentiable
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Objective
 from hyperkron.solution import HyperkronError, NonFiniteError
@@ -46,6 +47,7 @@ class Point:
         recording: what happens inside is recorded as a CUDA graph: nothing is read from the device, and its random
             state is left alone.
         plain: the objectives are evaluated without autocast, wherever it is enabled.
+        variables: θ and λ, for a caller that has asked for them before; else they are read from the modules.
 
     Attributes:
         autocast: under which the objectives are evaluated, where the caller has it enabled.
@@ -64,6 +66,7 @@ class Point:
         curvature_batch: Any = None,
         recording: bool = False,
         plain: bool = False,
+        variables: tuple[Tree, Tree] | None = None,
     ) -> None:
         if not isinstance(problem, BilevelProblem):
             raise HyperkronError(f"problem is a {type(problem).__name__}; pass hyperkron.BilevelProblem(inner, outer).")
@@ -73,8 +76,7 @@ class Point:
         self.inner_batch = differentiable_batch(inner_batch)
         self.outer_batch = differentiable_batch(outer_batch)
         self.curvature_batch = self.inner_batch if curvature_batch is None else differentiable_batch(curvature_batch)
-        self.params = trainable(model, "model")
-        self.hypers = trainable(hyper, "hyper")
+        self.params, self.hypers = variables or (trainable(model, "model"), trainable(hyper, "hyper"))
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
         self.execution = Execution(self.device, recorded=recording)
@@ -88,8 +90,10 @@ class Point:
         self._snapshot = Snapshot(self.model, self.hyper, self.device, self.recording)
         self._stack = ExitStack()
         self._stack.callback(self._snapshot.restore)
-        self._stack.enter_context(torch.inference_mode(False))
-        self._stack.enter_context(torch.enable_grad())
+        if torch.is_inference_mode_enabled():
+            self._stack.enter_context(torch.inference_mode(False))
+        if not torch.is_grad_enabled():
+            self._stack.enter_context(torch.enable_grad())
         self._stack.enter_context(differentiable_checkpoints())
         if "torch._dynamo" in sys.modules:  # without it nothing can have been compiled
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -179,6 +183,9 @@ class Point:
     def _call(self, level: Level, batch: Any, params: Tree | None, differentiable: bool) -> Loss | Tensor:
         """The objective itself, under the kernels chosen for it."""
         function = self.problem.inner if level == "inner" else self.problem.outer
+        if params is None and not (self.execution.queued or self.plain or self.autocast):  # nothing to choose or to substitute
+            with twice_differentiable(self.model, self.hyper) if differentiable else nullcontext():
+                return function(self.model, self.hyper, batch)
 
         def call() -> Loss | Tensor:
             with WithoutAutocast(self.device.type) if self.plain else nullcontext() as mode:
@@ -215,6 +222,9 @@ class Point:
 
     def finite(self, name: str, value: Tensor, remedy: str) -> None:
         """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
+        readable = value.device.type == "cpu" and value.ndim == 0 and not self.execution.recorded
+        if readable and math.isfinite(value.item()):
+            return
         self.execution.check_finite(
             value, lambda found: NonFiniteError(f"{name} is {found}; {self.culprits() or remedy}.")
         )
