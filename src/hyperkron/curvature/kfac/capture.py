@@ -6,7 +6,7 @@ depends on, and the hooks of :mod:`~hyperkron.curvature.kfac.recorder` collect w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,14 +16,12 @@ from hyperkron.curvature.base import l2_curvature, warn_opaque
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.factors import add_to, scaled
 from hyperkron.curvature.kfac.layers import WeightSharing
+from hyperkron.curvature.kfac.penalty import column_scales
 from hyperkron.curvature.kfac.recorder import Basis, Measured, Recorder
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import Fisher, Loss
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, warn_once
-
-Scales = Callable[[dict[str, Tensor | float]], dict[str, Tensor]]
-"""The scales of blocks that penalties fall on unevenly, from 2α by parameter."""
 
 
 def measure(
@@ -39,25 +37,26 @@ def measure(
     checked: bool = True,
     diagonal: bool = True,
     wide: bool = False,
-    scales: Scales | None = None,
+    damping: float | None = None,
 ) -> Measured:
     """Run J_in on the curvature batch and collect the factors, or, given a ``basis``, EKFAC's corrected spectrum.
 
     With ``low_rank`` a factor of fewer rows than dimensions is returned as its rows (see :class:`LowRank`). A batch
     that the problem wants evaluated in parts is measured part by part. Negative weights are refused; where they are not
     ``checked``, because that waits for the device, factors are nan. Parameters outside blocks are left alone where
-    ``diagonal`` is false. ``wide`` asks for the factors over all positions as well. ``scales`` makes
-    :attr:`Measured.scales` of the penalties' curvature.
+    ``diagonal`` is false. ``wide`` asks for the factors over all positions as well, ``damping`` for
+    :attr:`Measured.scales`.
     """
-    dtype, found, counts = accumulation_dtype(point.dtype), [], []
+    like = torch.empty((), device=point.device, dtype=accumulation_dtype(point.dtype))
+    found, counts = [], []
     parts = point.problem.parts(point.curvature_batch)
     for part in parts:
-        recorder = Recorder(plan, sharing, basis, dtype, low_rank, diagonal, wide)
+        recorder = Recorder(plan, sharing, basis, like.dtype, low_rank, diagonal, wide)
         with recorder.attached():
             loss = point.inner(part)
             recorder.saw(loss)
-        recorder.measured.l2 = l2_curvature(loss, point.params)
-        recorder.measured.scales = {} if scales is None else scales(recorder.measured.l2)
+        recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
+        recorder.measured.scales = {} if damping is None else column_scales(plan, l2, damping, like)
         vectors = _vectors(loss, recorder.batch_size, fisher, samples, generator, checked)
         # Monte-Carlo vectors of different examples are independent already
         found.append(recorder.backward(point.params, vectors, None if fisher == "mc" else generator))
@@ -87,7 +86,7 @@ def _merged(parts: list[Measured], weights: list[float]) -> Measured:
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Factors are accumulated in float32 at least."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _vectors(
