@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Facts, State, StepReport
+from hyperkron.algorithms.base import State, StepReport
 from hyperkron.algorithms.soba import SOBA
 from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate, as_rate
@@ -34,19 +33,6 @@ class FSLA(SOBA):
     momentum: Rate | float = field(default=Rate(0.5, 0.5))
     inner_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
     outer_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
-
-    facts: ClassVar[Facts] = Facts(
-        name="FSLA",
-        reference="Li, Gu & Huang, AAAI 2022",
-        calls="1 ∂g, 1 Hv, 3 ∂f, 2 X",
-        memory="v, d_λ and the previous point",
-        accuracy="the optimum; stochastic rate T^(−1/2)",
-        use="stochastic problems, single-loop",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        as_rate(self.momentum)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """One step on θ, v and λ in turn."""

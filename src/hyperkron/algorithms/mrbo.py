@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
@@ -56,19 +56,6 @@ class MRBO(Algorithm):
     momentum: Rate | float = field(default=Rate(0.5, 2 / 3))
     inner_rate: Rate | float = field(default=Rate(0.1, 1 / 3), kw_only=True)
     outer_rate: Rate | float = field(default=Rate(0.1, 1 / 3), kw_only=True)
-
-    facts: ClassVar[Facts] = Facts(
-        name="MRBO, MRBO-KFAC",
-        reference="Yang, Ji & Liang, NeurIPS 2021",
-        calls="2 ∂g, 2 hypergradients",
-        memory="4 vectors: d_θ, d_λ and the previous point",
-        accuracy="the optimum, up to the error of h; stochastic rate T^(−2/3)",
-        use="noisy hypergradients, single-loop",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        as_rate(self.momentum)
 
     def _method(self) -> Hypergradient:
         return StochasticNeumann(10, 0.1)

@@ -225,7 +225,7 @@ class Point:
 
     def finite(self, name: str, value: Tensor, remedy: str) -> None:
         """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
-        if value.device.type == "cpu" and value.ndim == 0 and math.isfinite(value.item()):
+        if not (self.recording or self.queues) and value.ndim == 0 and math.isfinite(value.item()):
             return
         self.finite_checks.append((name, remedy, value.detach()))
         if value.device.type == "cpu":
