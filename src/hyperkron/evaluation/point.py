@@ -179,8 +179,9 @@ class Point:
             loss = as_loss(value)
         except HyperkronError as error:
             raise HyperkronError(f"{level} did not return a loss: {error}") from None
-        usual = f"look for nan, inf or extreme values in {level}_batch, in hyper and in the model's parameters"
-        self.finite(f"{level} loss{where}", loss.value, remedy or usual)
+        if self.recording or self.queues or not math.isfinite(loss.value.item()):
+            usual = f"look for nan, inf or extreme values in {level}_batch, in hyper and in the model's parameters"
+            self.finite(f"{level} loss{where}", loss.value, remedy or usual)
         return loss
 
     def _call(self, level: Level, batch: Any, params: Tree | None, differentiable: bool) -> Loss | Tensor:
