@@ -72,6 +72,13 @@ def placed(params: Tree, values: Tree) -> Iterator[None]:
 
 
 @contextmanager
+def elsewhere(state: State, theta: Tree, hyper: Tree) -> Iterator[None]:
+    """θ and λ look at other values inside the block."""
+    with placed(state.params, theta), placed(state.hypers, hyper):
+        yield
+
+
+@contextmanager
 def _kept_buffers(model: nn.Module) -> Iterator[None]:
     kept = [(b, b.detach().clone()) for b in model.buffers()]
     try:

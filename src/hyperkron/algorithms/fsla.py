@@ -49,11 +49,7 @@ class FSLA(SOBA):
         direction = h
         if "d" in memory:
             keep = 1.0 - min(1.0, as_rate(self.momentum)(state.step))
-            with (
-                derivatives.placed(state.params, old_theta),
-                derivatives.placed(state.hypers, memory["old hyper"]),
-                derivatives.oracles(state) as there,
-            ):
+            with derivatives.elsewhere(state, old_theta, memory["old hyper"]), derivatives.oracles(state) as there:
                 _, h_old = there.hypergradient(*pair, old_v)
             direction = trees.add(h, trees.add(memory["d"], h_old, alpha=-1.0), alpha=keep)
         memory["d"], memory["old hyper"] = direction, state.outer.values()

@@ -27,7 +27,7 @@ def two_points(
     assert method is not None
     other = method.fresh()
     other.load_state_dict(method.state_dict())
-    with derivatives.placed(state.params, theta), derivatives.placed(state.hypers, hyper):
+    with derivatives.elsewhere(state, theta, hyper):
         there = other.compute(state.problem, state.model, state.hyper, inner_batch, outer_batch, **own)
     here = method.compute(state.problem, state.model, state.hyper, inner_batch, outer_batch, **own)
     return here, there
@@ -76,8 +76,8 @@ class MRBO(Algorithm):
         memory = state.trees
         if memory:
             keep = 1.0 - min(1.0, as_rate(self.momentum)(state.step))
-            with derivatives.placed(state.hypers, memory["lambda"]):
-                old = derivatives.gradients(state, "inner", theta_batch, theta=memory["theta"], hyper=False)
+            with derivatives.elsewhere(state, memory["theta"], memory["lambda"]):
+                old = derivatives.gradients(state, "inner", theta_batch, hyper=False)
             result, there = two_points(state, *pair, memory["theta"], memory["lambda"], **own)
             d_theta = _corrected(inner.theta, memory["d_theta"], old.theta, keep)
             d_lambda = _corrected(result.grads, memory["d_lambda"], there.grads, keep)

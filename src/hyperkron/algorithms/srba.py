@@ -46,11 +46,8 @@ class SRBA(SOBA):
         if full:
             moves = {"theta": found.inner, "v": found.system(), "hyper": found.hyper()}
         else:
-            with (
-                derivatives.placed(state.params, memory["old theta"]),
-                derivatives.placed(state.hypers, memory["old hyper"]),
-                derivatives.oracles(state) as there,
-            ):
+            old_point = memory["old theta"], memory["old hyper"]
+            with derivatives.elsewhere(state, *old_point), derivatives.oracles(state) as there:
                 old = there.parts(*pair, memory["old v"], self.curvature)
             change = derivatives.weighted_change(found, old, inner.share(i), outer.share(j))
             moves = {name: trees.add(memory[f"d {name}"], x) for name, x in change.items()}

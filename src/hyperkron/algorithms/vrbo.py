@@ -59,12 +59,10 @@ class VRBO(Algorithm):
             i, j = inner.index(), outer.index()
             batch, share = inner.batch(i), inner.share(i)
             new = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
-            with derivatives.placed(state.hypers, old_hyper):
-                old = derivatives.gradients(state, "inner", batch, theta=old_theta, hyper=False)
-            pair, own = (
-                (batches.inners(method.inner_batches), outer.batch(j)),
-                derivatives.curvature_batch(state, batches),
-            )
+            with derivatives.elsewhere(state, old_theta, old_hyper):
+                old = derivatives.gradients(state, "inner", batch, hyper=False)
+            pair = batches.inners(method.inner_batches), outer.batch(j)
+            own = derivatives.curvature_batch(state, batches)
             here, there = two_points(state, *pair, old_theta, old_hyper, **own)
             old_theta, old_hyper = state.inner.values(), state.outer.values()
             memory["d theta"] = _moved(memory["d theta"], new.theta, old.theta, share)
