@@ -101,6 +101,8 @@ class EarlyStopping(Callback):
         margin: the smallest change that counts as an improvement.
     """
 
+    remembers = ("best", "waited")
+
     def __init__(self, figure: str = "outer_loss", patience: int = 10, mode: str = "min", margin: float = 0.0) -> None:
         check_whole("patience", patience)
         check_one_of("mode", mode, ("min", "max"))
@@ -119,14 +121,6 @@ class EarlyStopping(Callback):
         self.waited += 1
         if self.waited >= self.patience:
             run.stop(f"{self.figure} has not improved for {self.patience} readings")
-
-    def state_dict(self) -> dict[str, Any]:
-        """The best reading and how long ago it was."""
-        return {"best": self.best, "waited": self.waited}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue waiting."""
-        self.best, self.waited = state["best"], state["waited"]
 
 
 class Checkpoint(Callback):
@@ -151,6 +145,7 @@ class Checkpoint(Callback):
     """
 
     catches_signals = True
+    remembers = ("_saved", "best_step", "best_value")
 
     def __init__(
         self, folder: str | Path, every: int = 100, keep: int = 3, best: str | None = None, mode: str = "min"
@@ -198,11 +193,3 @@ class Checkpoint(Callback):
         if self.best_value is None:
             return True
         return value < self.best_value if self.mode == "min" else value > self.best_value
-
-    def state_dict(self) -> dict[str, Any]:
-        """The best so far, and the last step saved."""
-        return {"saved": self._saved, "best_step": self.best_step, "best_value": self.best_value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue comparing."""
-        self._saved, self.best_step, self.best_value = state["saved"], state["best_step"], state["best_value"]

@@ -11,7 +11,6 @@ import json
 import os
 import tempfile
 import warnings
-from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -67,6 +66,7 @@ class SkipFailures(Callback):
     """
 
     undoes = True
+    remembers = ("skipped", "streak", "_files")
 
     def __init__(
         self, limit: int = 5, folder: str | Path | None = None, statuses: Collection[Status] = frozenset()
@@ -110,13 +110,12 @@ class SkipFailures(Callback):
         """Write the file of the failed step; its path, or ``None`` where that is not possible or allowed."""
         if self._files >= MAX_DUMPS:
             if self._files == MAX_DUMPS:
-                text = f"{MAX_DUMPS} files describe skipped steps; further ones get none."
-                warnings.warn(text, HyperkronWarning, stacklevel=2)
+                _warn(f"{MAX_DUMPS} files describe skipped steps; further ones get none.")
             self._files += 1
             return None
         if self._dumps is None:
             self._dumps = run.folder or Path(tempfile.mkdtemp(prefix="hyperkron-"))
-        path = self._dumps / f"failed-rank{run.rank:05d}-step-{run.state.step:08d}.json"
+        path = self._dumps / f"failed-rank00000-step-{run.state.step:08d}.json"
         temporary = path.with_name(f".{path.name}.tmp")
         content = {"step": run.state.step, "error": self._reason, "batches": describe(run.batches)}
         try:
@@ -124,16 +123,10 @@ class SkipFailures(Callback):
             temporary.write_text(json.dumps(content, indent=1), "utf-8")
             os.replace(temporary, path)
         except OSError as error:
-            warnings.warn(f"{path} could not be written: {error}", HyperkronWarning, stacklevel=2)
+            _warn(f"{path} could not be written: {error}")
             return None
         self._files += 1
         return path
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"skipped": self.skipped, "streak": self.streak, "files": self._files}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped, self.streak, self._files = state["skipped"], state["streak"], state["files"]
 
 
 class HalveOnOutOfMemory(Callback):
@@ -157,6 +150,7 @@ class HalveOnOutOfMemory(Callback):
     """
 
     undoes = True
+    remembers = ("micro_batch",)
 
     def __init__(self, micro_batch: int | None = None, least: int = 1) -> None:
         check_whole("least", least)
@@ -194,11 +188,9 @@ class HalveOnOutOfMemory(Callback):
         problem = self._problem(run)
         problem.resize(self.micro_batch)
         run.state.problem = problem  # a recorded inner step was for larger pieces
-        warnings.warn(
+        _warn(
             f"out of memory at step {run.state.step} with {now} examples; it is tried again, and the run goes on, in "
-            f"micro-batches of {self.micro_batch}.",
-            HyperkronWarning,
-            stacklevel=2,
+            f"micro-batches of {self.micro_batch}."
         )
         gc.collect()
         if torch.cuda.is_available():
@@ -209,11 +201,11 @@ class HalveOnOutOfMemory(Callback):
         """The size, where there is one."""
         return None if self.micro_batch is None else {"micro_batch": self.micro_batch}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"micro_batch": self.micro_batch}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.micro_batch = state["micro_batch"]
+def _warn(message: str, before: bool = False) -> bool:
+    if not before:
+        warnings.warn(message, HyperkronWarning, stacklevel=3)
+    return True
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -246,6 +238,8 @@ class WatchWeights(Callback):
         2.0
     """
 
+    remembers = ("_warned",)
+
     def __init__(
         self,
         fraction: float = 0.01,
@@ -272,18 +266,10 @@ class WatchWeights(Callback):
             f"the weights have collapsed at step {report.step}: an effective sample size of {effective:.4g} of {count} "
             f"examples. {Status.COLLAPSED.value}"
         )
-        if not self._warned:
-            self._warned = True
-            warnings.warn(message, HyperkronWarning, stacklevel=2)
+        self._warned = _warn(message, self._warned)
         if self.stop:
             run.stop(message)
         return {"effective_sample_size": effective, "guard": Status.COLLAPSED.name}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"warned": self._warned}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._warned = state["warned"]
 
 
 def effective_sample_size(weights: Tensor) -> float:
@@ -317,19 +303,20 @@ class WatchInverses(Callback):
         limit: stale steps in a row that end the run.
     """
 
+    remembers = ("_failed", "_streak", "_warned")
+
     def __init__(self, age: int = 100, kept: int = 3, window: int = 20, limit: int = 50) -> None:
         for name, value in (("age", age), ("kept", kept), ("window", window), ("limit", limit)):
             check_whole(name, value)
         self.age, self.kept, self.window, self.limit = age, kept, window, limit
-        self._failed: deque[int] = deque()
+        self._failed: list[int] = []
         self._streak, self._warned = 0, False
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
         """Read age and status."""
         if report.status is Status.KEPT_PREVIOUS:
             self._failed.append(report.step)
-        while self._failed and self._failed[0] <= report.step - self.window:
-            self._failed.popleft()
+        self._failed = [step for step in self._failed if step > report.step - self.window]
         age = report.stats.get("curvature_age", 0)
         old = isinstance(age, int) and age > self.age
         if not old and len(self._failed) < self.kept:
@@ -338,15 +325,7 @@ class WatchInverses(Callback):
         self._streak += 1
         why = f"its age is {age}" if old else f"refreshing it failed {len(self._failed)} times in {self.window} steps"
         message = f"the inverse used at step {report.step} is stale: {why}. {Status.STALE.value}"
-        if not self._warned:
-            self._warned = True
-            warnings.warn(message, HyperkronWarning, stacklevel=2)
+        self._warned = _warn(message, self._warned)
         if self._streak >= self.limit:
             run.stop(message)
         return {"guard": Status.STALE.name}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"failed": list(self._failed), "streak": self._streak, "warned": self._warned}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._failed, self._streak, self._warned = deque(state["failed"]), state["streak"], state["warned"]

@@ -119,16 +119,12 @@ class TensorBoard(Tracker):
 class _Identified(Tracker):
     """A tracker whose service gives a run an identity, by which it is found again."""
 
+    remembers = ("_id",)
+
     def __init__(self, project: str, name: str | None = None, every: int = 1, **options: Any) -> None:
         super().__init__(every)
         self.project, self.name, self._options = project, name, options
         self._id: str | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"id": self._id}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._id = state["id"]
 
 
 class WandB(_Identified):
