@@ -185,17 +185,11 @@ def test_checks_of_finiteness_name_the_first_that_failed() -> None:
         point.settle()  # read once
 
 
-def test_pending_checks_are_read_together() -> None:
-    """As on a GPU, where every question waits for the device."""
-    with make() as point:
-        point.finite_checks = [
-            ("one", "remedy one", torch.ones(())),
-            ("two", "remedy two", torch.tensor(float("nan"))),
-            ("three", "remedy three", torch.tensor(float("nan"))),
-        ]
-        with pytest.raises(hk.NonFiniteError, match="two is nan; remedy two"):
-            point.settle()
-        assert not point.finite_checks
+def test_a_recording_leaves_its_checks_to_the_replay() -> None:
+    with make(recording=True) as point:
+        point.finite("the step", torch.tensor(float("inf")), "make it smaller")
+        point.settle()
+        assert not point.execution.replayed(point.execution.unread())
 
 
 def test_a_point_is_used_inside_its_block() -> None:

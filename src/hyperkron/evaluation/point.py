@@ -23,6 +23,7 @@ from torch.func import functional_call
 from hyperkron.evaluation.inputs import culprits, differentiable_batch, tensors_of
 from hyperkron.evaluation.snapshot import Snapshot, reseed
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
+from hyperkron.kernels.execution import Execution
 from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small, twice_differentiable
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Objective
@@ -43,17 +44,15 @@ class Point:
             given.
         outer_batch: the batch of J_out.
         curvature_batch: another batch of J_in on which A is measured.
-        recording: what happens inside is being recorded as a CUDA graph: nothing is read from the device, and its
-            random state is left alone. The checks stay in :attr:`finite_checks` and :attr:`assumed_zero`, for whoever
-            replays it.
+        recording: what happens inside is recorded as a CUDA graph: nothing is read from the device, and its random
+            state is left alone.
         plain: the objectives are evaluated without autocast, wherever it is enabled.
         variables: θ and λ, for a caller that has asked for them before; else they are read from the modules.
 
     Attributes:
         autocast: under which the objectives are evaluated, where the caller has it enabled.
         met_autocast: whether a ``plain`` evaluation would have run under autocast.
-        finite_checks: values that must be finite, not read yet: (name, remedy, value).
-        assumed_zero: numbers that were taken to be zero while recording.
+        execution: eager or recorded, with what has not been read yet.
     """
 
     def __init__(
@@ -80,11 +79,9 @@ class Point:
         self.params, self.hypers = variables or (trainable(model, "model"), trainable(hyper, "hyper"))
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
-        self.recording = recording
+        self.execution = Execution(self.device, recorded=recording)
         self.plain, self.met_autocast = plain or problem.autocast is False, False
         self.autocast: torch.autocast | None = None
-        self.finite_checks: list[tuple[str, str, Tensor]] = []
-        self.assumed_zero: list[Tensor] = []
         self._stack: ExitStack | None = None
         self._snapshot: Snapshot | None = None
         self._away = False
@@ -179,7 +176,7 @@ class Point:
             loss = as_loss(value)
         except HyperkronError as error:
             raise HyperkronError(f"{level} did not return a loss: {error}") from None
-        if self.recording or self.queues or not math.isfinite(loss.value.item()):
+        if self.recording or self.execution.queued or not math.isfinite(loss.value.item()):
             usual = f"look for nan, inf or extreme values in {level}_batch, in hyper and in the model's parameters"
             self.finite(f"{level} loss{where}", loss.value, remedy or usual)
         return loss
@@ -187,7 +184,7 @@ class Point:
     def _call(self, level: Level, batch: Any, params: Tree | None, differentiable: bool) -> Loss | Tensor:
         """The objective itself, under the kernels chosen for it."""
         function = self.problem.inner if level == "inner" else self.problem.outer
-        if params is None and not (self.queues or self.plain or self.autocast):  # nothing to choose or to substitute
+        if params is None and not (self.execution.queued or self.plain or self.autocast):
             with twice_differentiable(self.model, self.hyper) if differentiable else nullcontext():
                 return function(self.model, self.hyper, batch)
 
@@ -214,9 +211,9 @@ class Point:
             )
 
     @property
-    def queues(self) -> bool:
-        """Whether the device works through a queue, so that waiting for a result before going on costs time."""
-        return self.device.type != "cpu"
+    def recording(self) -> bool:
+        """Whether what happens here is recorded as a CUDA graph."""
+        return self.execution.recorded
 
     @property
     def small(self) -> bool:
@@ -226,31 +223,16 @@ class Point:
 
     def finite(self, name: str, value: Tensor, remedy: str) -> None:
         """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
-        if not (self.recording or self.queues) and value.ndim == 0 and math.isfinite(value.item()):
+        readable = value.device.type == "cpu" and value.ndim == 0 and not self.execution.recorded
+        if readable and math.isfinite(value.item()):
             return
-        self.finite_checks.append((name, remedy, value.detach()))
-        if value.device.type == "cpu":
-            self.settle()
+        self.execution.check_finite(
+            value, lambda found: NonFiniteError(f"{name} is {found}; {self.culprits() or remedy}.")
+        )
 
     def settle(self) -> None:
         """Read all pending finite checks; raise for the first that failed."""
-        if not self.finite_checks or self.recording:
-            return
-        finite_checks, self.finite_checks = self.finite_checks, []
-        numbers = iter(torch.cat([value.reshape(-1) for _, _, value in finite_checks]).tolist())
-        for name, remedy, value in finite_checks:
-            bad = [x for x in itertools.islice(numbers, value.numel()) if not math.isfinite(x)]
-            if bad:
-                found = "nan" if any(map(math.isnan, bad)) else "infinite"
-                raise NonFiniteError(f"{name} is {found}; {self.culprits() or remedy}.")
-
-    def read(self, numbers: Tensor) -> list[Any]:
-        """The numbers of a vector, copied to the host; zeros while recording."""
-        if not self.recording:
-            found: list[Any] = numbers.tolist()
-            return found
-        self.assumed_zero.append(numbers)
-        return [0] * numbers.numel()
+        self.execution.settle()
 
     @property
     def drew(self) -> bool:
