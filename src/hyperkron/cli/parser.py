@@ -126,4 +126,9 @@ def parse(given: Sequence[str], version: str, defaults: Mapping[str, Any] | None
     found, unknown = top.parse_known_args(given)
     if unknown:
         made[found.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    if found.command == "export":
+        if (found.drop is None) == (found.relabel is None):
+            made["export"].error("export needs one of --drop suspects and --relabel suspects.")
+        if found.threshold is not None and not 0 <= found.threshold <= 1:
+            made["export"].error(f"--threshold={found.threshold!r} must lie between 0 and 1.")
     return found

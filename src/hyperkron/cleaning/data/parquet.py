@@ -24,13 +24,10 @@ def _table(path: Path, options: ReadOptions) -> Any:
         with open_plain(path):  # a pipe would be waited for
             pass
         with parquet.ParquetFile(path, memory_map=False) as file:
-            texts = _refuse_large(file.metadata, bounds)
-            schema = file.schema_arrow
-        texts = [name for name in texts if _is_flat_text(schema, name)]
-        if texts:
-            with parquet.ParquetFile(path, memory_map=False, read_dictionary=texts) as file:
-                _refuse_long_texts(file, texts, bounds)
-        with parquet.ParquetFile(path, memory_map=False) as file:
+            texts = [name for name in _refuse_large(file.metadata, bounds) if _is_flat_text(file.schema_arrow, name)]
+            if texts:
+                with parquet.ParquetFile(path, memory_map=False, read_dictionary=texts) as encoded:
+                    _refuse_long_texts(encoded, texts, bounds)
             return file.read()
     except (arrow.ArrowException, OSError) as error:
         raise HyperkronError(f"{str(path)!r} is not a readable Parquet file ({str(error)[:150]}).") from error
