@@ -25,7 +25,7 @@ def read_npz(path: Path, options: ReadOptions) -> dict[str, Array]:
     try:
         with open_plain(path) as stored, zipfile.ZipFile(stored) as archive:
             entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
-            Bounds(path, options).size(sum(entry.file_size for entry in entries))
+            Bounds(path, options).check("max_bytes", sum(entry.file_size for entry in entries))
             if not entries:
                 raise HyperkronError(f"{str(path)!r} is empty: it holds no array.")
             return {entry.filename.removesuffix(".npy"): _member(archive, entry, path) for entry in entries}
@@ -79,8 +79,8 @@ def read_npz_rows(place: Place) -> Raw:
     if x.ndim <= 2:
         width = x.shape[1] if x.ndim == 2 else 1
         bounds = Bounds(place.path, place.options)
-        bounds.columns(width)
-        bounds.cells(y.size * (width + 1))
+        bounds.check("max_columns", width)
+        bounds.check("max_cells", y.size * (width + 1))
     return array_rows(x, y, place.name, classes)
 
 
