@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blobs import Watch, blobs, quicken
 from hyperkron.cleaning import CleanConfig, clean, fold_models
-from hyperkron.cleaning.batched_training import Stack, stackable, train_batched
+from hyperkron.cleaning.batched_training import GroupLoss, stackable, train_batched
 from hyperkron.cleaning.evidence import certain, likelihood
 from hyperkron.cleaning.fold_models import FoldModels, Half, learn_evidence, moves, outer_steps
 from hyperkron.cleaning.method import Work, trusted_expert
@@ -111,10 +112,21 @@ def test_the_slope_is_that_of_the_likelihood() -> None:
     evidence[4:9] = certain(torch.arange(5), 5).double()
     evidence[9] = torch.tensor([0.0, -2e3, -2e3, -2e3, -2e3])  # beyond what exp can hold
     output.data[9] = torch.tensor([-80.0, 0, 0, 0, 0])
-    wanted = torch.autograd.grad(likelihood(output, evidence).value, output)[0]
-    slope, seen = Stack._slope(output.detach(), evidence - evidence.max(1, keepdim=True).values)
-    assert torch.allclose(slope / 60, wanted, atol=1e-12) and bool((slope[:4] == 0).all())
-    assert float(-seen.mean()) == pytest.approx(float(likelihood(output, evidence)), rel=1e-5)
+    label, belief = torch.randint(5, (60,), generator=random), torch.rand(60, generator=random, dtype=torch.float64)
+
+    def wanted(believing: bool) -> Tensor:
+        loss = likelihood(output, evidence).value
+        if believing:
+            loss = loss + (belief * F.cross_entropy(output, label, reduction="none")).mean()
+        return loss
+
+    seen = evidence - evidence.max(1, keepdim=True).values
+    for believing in (False, True):
+        told = (label[None, :, None], belief[None, :, None] / 60) if believing else (None, None)
+        found = GroupLoss.apply(output[None], seen[None], 1 / 60, *told, [])
+        [slope], [expected] = (torch.autograd.grad(loss, output) for loss in (found, wanted(believing)))
+        assert torch.allclose(slope, expected, atol=1e-12) and (believing or bool((slope[:4] == 0).all()))
+        assert found.item() == pytest.approx(wanted(believing).item(), rel=1e-5)
 
 
 def test_every_network_keeps_weights_of_its_own() -> None:
