@@ -21,8 +21,9 @@ from experiments.cleaning.datasets import Setting, load
 from experiments.records import write_result
 from hyperkron.cleaning.evidence import Evidence
 from hyperkron.cleaning.fold_models import Half, Learner, inner
-from hyperkron.cleaning.method import Work, halves, matrix_expert, opinion, pooled_expert, trusted_expert
+from hyperkron.cleaning.method import halves, matrix_expert, opinion, pooled_expert, trusted_expert
 from hyperkron.cleaning.trainer import Separate, descend
+from hyperkron.cleaning.work import Work
 
 STEP = 0.5
 
@@ -41,7 +42,7 @@ def trained(work: Work, half: Half, shift: Sequence[float], seed: int) -> tuple[
     learner, plan = Learner(work.build, work.inputs, work.given, half, work.short, seed), work.short
     group = Separate([learner.network], work.inputs)
     group.set_targets([learner.targets(evidence)])
-    descend(group, [learner.batches()], plan, plan.steps(len(half.noisy)), None)
+    descend(group, [learner.batches()], plan, plan.steps(len(half.noisy)))
     return learner, evidence
 
 

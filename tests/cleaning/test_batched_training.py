@@ -16,10 +16,11 @@ from hyperkron.cleaning import CleanConfig, clean, fold_models
 from hyperkron.cleaning.batched_training import GroupLoss, stackable, train_batched
 from hyperkron.cleaning.evidence import certain, likelihood
 from hyperkron.cleaning.fold_models import FoldModels, Half, learn_evidence, moves, outer_steps
-from hyperkron.cleaning.method import Work, trusted_expert
+from hyperkron.cleaning.method import trusted_expert
 from hyperkron.cleaning.models import linear, mlp, small_cnn
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, predict, train
+from hyperkron.cleaning.work import Work
 from hyperkron.hypergradient import kfac
 from hyperkron.solution import NonFiniteError
 
@@ -282,7 +283,7 @@ def test_the_announced_steps_are_made(
     rows: int, trusted: int, hypergradient: Any, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quicken(monkeypatch)
-    monkeypatch.setattr("hyperkron.cleaning.method.MANY_ROWS", 0 if many else 1e9)
+    monkeypatch.setattr("hyperkron.cleaning.work.MANY_ROWS", 0 if many else 1e9)
     data, watch = blobs(rows=rows, trusted=trusted), Watch()
     config = CleanConfig(epochs=3, compare=("noisy", "small-loss"), hypergradient=hypergradient)
     found = clean(data.train, data.trusted, config=config, progress=watch)
@@ -303,7 +304,7 @@ def test_with_many_rows_the_network_of_all_trusted_rows_is_trained_longer(monkey
     monkeypatch.setattr(Work, "fit", fit)
     for many, expected in ((1e9, [(3, "brief")]), (0, [(1, "short"), (2, "brief")])):
         made.clear()
-        monkeypatch.setattr("hyperkron.cleaning.method.MANY_ROWS", many)
+        monkeypatch.setattr("hyperkron.cleaning.work.MANY_ROWS", many)
         rows, given = torch.arange(72), torch.arange(72) % 3
         build = partial(linear, 6, 3)
         values = Dense(torch.zeros(72, 6))

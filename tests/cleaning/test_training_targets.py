@@ -17,10 +17,11 @@ from hyperkron.cleaning.alternatives import judged, targets_for
 from hyperkron.cleaning.batched_training import train_batched
 from hyperkron.cleaning.evidence import Evidence, Pool, frequencies, likelihood, logs, shifted
 from hyperkron.cleaning.fold_models import Half, Learner, inner
-from hyperkron.cleaning.method import Opinion, Outcome, Work, train_on
+from hyperkron.cleaning.method import Opinion, Outcome
 from hyperkron.cleaning.models import linear
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, Separate, TrainingPlan, TrainingTargets, train
+from hyperkron.cleaning.work import Work, train_on
 
 NOISY = torch.arange(8)
 TRUSTED = torch.arange(8, 12)

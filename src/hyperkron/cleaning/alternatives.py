@@ -15,8 +15,9 @@ from hyperkron import losses
 from hyperkron.algorithms import State
 from hyperkron.cleaning.config import ALTERNATIVES, OURS
 from hyperkron.cleaning.evidence import of_label
-from hyperkron.cleaning.method import Outcome, Work
+from hyperkron.cleaning.method import Outcome
 from hyperkron.cleaning.trainer import Interleaved, TrainingTargets, optimizer_for, predict, seeded, updates
+from hyperkron.cleaning.work import Work
 from hyperkron.hyper import SampleWeights
 from hyperkron.hypergradient import sama
 from hyperkron.problem import BilevelProblem
@@ -83,7 +84,7 @@ def judged(name: str, work: Work, outcome: Outcome) -> Tensor:
             found[ask] = predict(network, work.inputs, ask)
         return {"asked": found[work.trusted]}
 
-    return work.stages(f"judged-{name}", compute)["asked"].to(work.device)
+    return work.stages(f"judged-{name}", compute)["asked"]
 
 
 def _kept_by_cleanlab(predicted: Tensor, given: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ def _sama_weights(work: Work, noisy: Tensor, trusted: Tensor, half: int | None) 
         with seeded(work.config.seed, work.device):
             return {"weight": _Sama(work, noisy, trusted).weights()}
 
-    return work.stages(f"sama-weights-{'all' if half is None else half}", compute)["weight"].to(work.device)
+    return work.stages(f"sama-weights-{'all' if half is None else half}", compute)["weight"]
 
 
 SAMA_PROBLEM = BilevelProblem(

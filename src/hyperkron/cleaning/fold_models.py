@@ -24,7 +24,6 @@ from hyperkron.algorithms import State
 from hyperkron.cleaning.batched_training import Stack, stackable
 from hyperkron.cleaning.evidence import Evidence, certain, likelihood, of_label
 from hyperkron.cleaning.trainer import (
-    PROBLEM,
     Dense,
     Inputs,
     Interleaved,
@@ -33,17 +32,15 @@ from hyperkron.cleaning.trainer import (
     Tick,
     TrainingPlan,
     TrainingTargets,
-    positions,
+    descend,
     predict,
     seeded,
-    updates,
 )
 from hyperkron.cross import Mode
 from hyperkron.hypergradient import kfac
 from hyperkron.losses import Loss
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, Status
-from hyperkron.training import fit
 
 DAMPING = 1e-2
 """Of KFAC; see `experiments/cleaning/evidence_hypergradient.py` for how its hypergradient compares with retraining."""
@@ -209,22 +206,19 @@ def learn_evidence(
     group = Stack(networks, inputs) if stacked else Separate(networks, inputs)
     moving = _Moving(found, learners, group, "reverse" if stacked else "auto", tick)
     rate = OUTER_RATE * OUTER_STEPS / moves(total)
-    algorithm = Interleaved(total=total, due=outer_steps(total) if learn else range(0), move=moving.step)
     with seeded(seed, learners[0].device):  # for dropout
-        fit(
-            PROBLEM,
+        descend(
             group,
+            [learner.batches() for learner in learners],
+            plan,
+            total,
+            tick,
             found.evidence,
-            algorithm,
-            positions([learner.batches() for learner in learners], tick),
-            steps=algorithm.steps,
-            inner_optimizer=updates(group.optimizer(plan), total),
+            Interleaved(total=total, due=outer_steps(total) if learn else range(0), move=moving.step),
             outer_optimizer=torch.optim.Adam(found.evidence.parameters(), lr=rate, betas=(0.8, 0.95)),
             projection=at_most_one_observation,
-            seed=None,
         )
     moving.finish()
-    group.finish(plan, total)
     return found
 
 

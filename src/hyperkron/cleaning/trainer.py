@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hyperkron.algorithms import Algorithm, BatchSources, Facts, InnerOnly, State, StepReport, Updates, derivatives
+from hyperkron.algorithms import Algorithm, BatchSources, InnerOnly, State, StepReport, Updates, derivatives
 from hyperkron.cleaning.evidence import likelihood
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import NonFiniteError
@@ -206,15 +206,6 @@ class Interleaved(Algorithm):
     due: range = range(0)
     move: Callable[[State], float | None] = lambda state: None
 
-    facts: ClassVar[Facts] = Facts(
-        name="Interleaved",
-        reference="plain training, with steps of λ along the way",
-        calls="∂g, and what a step of λ takes",
-        memory="what a step of λ takes",
-        accuracy="that of the steps of λ",
-        use="the networks of clean that learn λ",
-    )
-
     @property
     def steps(self) -> int:
         """Steps of the algorithm."""
@@ -240,33 +231,36 @@ def group_loss(networks: Any, _: Any, parts: Any) -> Tensor:
     return loss
 
 
-PROBLEM = BilevelProblem(group_loss)
+def descend(
+    networks: NetworkGroup,
+    streams: Sequence[Iterator[Tensor]],
+    plan: TrainingPlan,
+    steps: int,
+    tick: Tick | None = None,
+    hyper: nn.Module | None = None,
+    algorithm: Interleaved | None = None,
+    **options: Any,
+) -> list[nn.Module]:
+    """Train the networks on positions in their targets, which the streams give, and λ as the algorithm says.
 
-
-def positions(streams: Sequence[Iterator[Tensor]], tick: Tick | None) -> Callable[[], tuple[Tensor, ...]]:
-    """What each network learns from in one step after the other, which is told to ``tick``."""
+    ``options`` are further arguments of ``fit``.
+    """
 
     def draw() -> tuple[Tensor, ...]:
         if tick is not None:
             tick(len(streams))
         return tuple(map(next, streams))
 
-    return draw
-
-
-def descend(
-    networks: NetworkGroup, streams: Sequence[Iterator[Tensor]], plan: TrainingPlan, steps: int, tick: Tick | None
-) -> list[nn.Module]:
-    """Train the networks on the positions that the streams give."""
     fit(
-        PROBLEM,
+        BilevelProblem(group_loss),
         networks,
-        None,
-        InnerOnly(steps, report_every=2),  # so never: the networks refuse a loss that is not finite
-        positions(streams, tick),
-        steps=1,
+        hyper,
+        algorithm or InnerOnly(steps, report_every=2),  # so never: ``finish`` refuses a loss that is not finite
+        draw,
+        steps=1 if algorithm is None else algorithm.steps,
         inner_optimizer=updates(networks.optimizer(plan), steps),
         seed=None,
+        **options,
     )
     return networks.finish(plan, steps)
 
