@@ -22,10 +22,10 @@ from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Job
 from experiments.paper.text_cleaning import WARM, TextCase, TextRates, TextTrial, _rows, order_auc, text_methods
 from experiments.trial import MEASURED, RelativeStep
-from hyperkron.algorithms import AID
+from hyperkron.algorithms import AID, inner_loop
 from hyperkron.cleaning.models import TextEncoder
 from hyperkron.hypergradient import cg, kfac
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, HyperkronWarning
 
 CPU = torch.device("cpu")
 
@@ -264,6 +264,20 @@ def test_weights_learn_to_tell_right_from_wrong_labels(encoder: TextEncoder, eas
         found = trial.figures()
         assert found["auc"] > 0.75, (name, found["auc"])
         assert found["outer_rate"] > 0 and len(found["curve"]["step"]) == 2
+
+
+def test_inner_steps_that_cannot_be_recorded_run_eagerly(
+    encoder: TextEncoder, easy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    trial = _trial(encoder, texts.split(*easy, 1), "SAMA", 3)
+    monkeypatch.setattr(inner_loop, "_Recorded", refuse)
+    monkeypatch.setattr(trial.run.state.loop, "_wants_graph", True)
+    with pytest.warns(HyperkronWarning, match="could not be recorded"):
+        trial.train(test=False)
+    assert trial.run.state.step == 3 and not trial.failed and not trial.figures()["graph"]
 
 
 def test_tuning_does_not_touch_the_test_part(
