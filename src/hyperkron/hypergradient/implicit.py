@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,6 +170,8 @@ class Implicit(Hypergradient):
         value, b, direct = first or outer_gradients(point)
         del first
         preconditioner, watch = self._preconditioner(point, state), Watch(recording=point.recording)
+        if point.dtype == torch.float16:  # whose range is too narrow for v: the cross term takes it in float32
+            b = trees.widened(b)
         solution = self.solver.solve(operator, b, start=start, preconditioner=preconditioner, watch=watch)
         if solution.status is Status.NON_FINITE:
             blame = point.culprits()
@@ -177,6 +180,7 @@ class Implicit(Hypergradient):
         if not point.recording:
             operator.release()
         crossed = self.cross.term(point, solution.value, operator, state.cross)
+        solution = dataclasses.replace(solution, value=trees.cast(solution.value, point.params))
         grads = trees.add(direct, crossed, alpha=-1.0)
         point.finite("hypergradient", trees.norm(grads), "raise damping, or look for extreme values in the batches")
         return Answer(value, grads, solution, watch, point.notes)
