@@ -93,10 +93,10 @@ def test_a_stage_may_have_fewer_seeds_and_trials(tmp_path: Path) -> None:
     assert not found.cut_short and sum(x.startswith("tune B") for x in log.done) == 1
 
 
-def test_an_edge_of_two_values_is_none(tmp_path: Path) -> None:
+def test_both_of_two_values_are_at_an_edge(tmp_path: Path) -> None:
     log = Log(tmp_path, (1,))
     two = Entry("A", {"a": (1.0, 2.0), "b": (1.0, 2.0, 3.0)}, lambda x: x["a"] + x["b"], lambda x, seed: {"seed": seed})
-    assert compete(log.job, [Stage("one", [two])], 6).stages["one"]["A"]["edge"] == ["b"]
+    assert compete(log.job, [Stage("one", [two])], 6).stages["one"]["A"]["edge"] == ["a", "b"]
 
 
 def test_a_partial_recipe_is_incomplete_until_all_is_there(tmp_path: Path) -> None:
