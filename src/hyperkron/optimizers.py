@@ -130,6 +130,7 @@ class LevelOptimizer:
     ) -> None:
         self.params = params
         self.rate: Rate | None = rate if given is None else None
+        self._plain = given is None and all(p.device.type == "cpu" for p in params.values())
         if given is None:
             given = torch.optim.SGD(list(params.values()) or [torch.zeros(0)], lr=rate(0))
         updates = given if isinstance(given, Updates) else Updates(given)
@@ -170,7 +171,9 @@ class LevelOptimizer:
             ratio = self.clip / trees.norm(gradients).clamp(min=torch.finfo(torch.float32).tiny)
             for name, g in trees.scale(gradients, ratio.clamp(max=1.0)).items():
                 self.params[name].grad = g
-        if self.scaler is None or not self.scaler.is_enabled():
+        if self._plain:
+            self._descend()
+        elif self.scaler is None or not self.scaler.is_enabled():
             self.optimizer.step()
         else:
             self._scaled_step(self.scaler)
@@ -178,6 +181,14 @@ class LevelOptimizer:
             self.scheduler.step()
         if self.project is not None:
             self._project()
+
+    def _descend(self) -> None:
+        """What ``torch.optim.SGD`` does on the CPU, without its hooks, which cost more than a small step."""
+        with torch.no_grad():
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.add_(p.grad, alpha=-group["lr"])
 
     def _scaled_step(self, scaler: torch.amp.GradScaler) -> None:
         """The step, unless the gradient is not finite; the scale follows. Scales are powers of two: none is rounded."""
@@ -241,7 +252,9 @@ class LevelOptimizer:
         known = inspect.signature(type(self.optimizer)).parameters
         settings = {key: value for key, value in self.optimizer.defaults.items() if key in known}
         optimizer = type(self.optimizer)(groups, **settings)
-        return LevelOptimizer(copies, Updates(optimizer, clip=self.clip), Rate(0.0))
+        made = LevelOptimizer(copies, Updates(optimizer, clip=self.clip), Rate(0.0))
+        made._plain = self._plain
+        return made
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer and scheduler as nested dictionaries of tensors and plain values; not the parameters."""

@@ -30,7 +30,7 @@ from hyperkron.cross.ways import (
 )
 from hyperkron.cross.weighting import ChangedError, Weighted
 from hyperkron.curvature.base import Operator
-from hyperkron.curvature.half_precision import lowered
+from hyperkron.curvature.matrix_free import lowered
 from hyperkron.evaluation.differentiation import UndifferentiableError
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.linalg import tf32_products
