@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,6 +181,12 @@ class Implicit(Hypergradient):
         grads = trees.add(direct, crossed, alpha=-1.0)
         point.finite("hypergradient", trees.norm(grads), "raise damping, or look for extreme values in the batches")
         return Answer(value, grads, solution, watch, point.notes)
+
+    def inverse(self, point: Point) -> Callable[[Tree], Solution]:
+        """b ↦ (A + δI)⁻¹ b, with A measured once at ``point`` and used for any number of right-hand sides."""
+        operator = self.curvature.operator(point, self.state.curvature)
+        preconditioner = self._preconditioner(point, self.state)
+        return lambda b: self.solver.solve(operator, b, preconditioner=preconditioner)
 
     def _preconditioner(self, point: Point, state: ImplicitState) -> Invertible | None:
         if self.preconditioner is None:
