@@ -20,6 +20,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 
 import torch
 from common import alternating, peak_memory, write_result
@@ -27,8 +30,9 @@ from curvlinops import KFACInverseLinearOperator, KFACLinearOperator
 from torch import Tensor, nn
 
 import hyperkron as hk
-from hyperkron.cleaning.models import TransformerClassifier, resnet18
+from hyperkron.cleaning.models import resnet18
 from hyperkron.evaluation.point import Point
+from transformer import TransformerClassifier
 
 SEED = 0
 DAMPING = 1e-3

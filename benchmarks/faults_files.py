@@ -107,7 +107,7 @@ def _run_of(train: Path, rows: int = ROWS) -> None:
     """The run folder ``run`` of a source, as `clean` leaves it."""
     run, hashes = train.parent / "run", row_hashes(train)
     run.mkdir()
-    record = {"count": len(hashes), "sha256": hashes.sha256}
+    record = {"count": len(hashes), "sha256": hashes.sha256, "version": hashes.VERSION}
     source = {"train": str(train), "trusted": None, "test": None, "reading": {"text": "text", "label": "label"}}
     (run / "config.json").write_text(json.dumps({"format": 1, "source": source, "rows": record}))
     (run / "rows.hashes").write_bytes(hashes.each)

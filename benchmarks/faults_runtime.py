@@ -160,6 +160,7 @@ def start(
         callbacks=[] if folder is None else [hk.Checkpoint(folder, every=1, keep=3)],
         resume=resume,
         allow_changes=allow_changes,
+        clock=lambda: 0.0,  # so that the checkpoints of two runs are the same bytes
     )
 
 

@@ -29,10 +29,11 @@ from workloads import INNER_STEPS, Workload, _batches
 import hyperkron as hk
 from hyperkron import cross, trees
 from hyperkron.cleaning.models import resnet18
-from hyperkron.curvature.kfac import factors, grams, inverse, kronecker, layers, recorder
+from hyperkron.curvature.kfac import diagonals, factors, grams, inverse, kronecker, layers, recorder
 from hyperkron.evaluation import point, snapshot
 from hyperkron.hypergradient import implicit
 from hyperkron.kernels import linalg
+from hyperkron.kernels.execution import Execution
 from hyperkron.losses import classification
 from hyperkron.solvers import Direct
 
@@ -52,11 +53,11 @@ STAGES: dict[str, list[Place]] = {
     "Gram matrices": [
         (recorder.Recorder, "_input_gram"),
         (recorder.Recorder, "_on_gradient"),
-        (recorder.Recorder, "finish"),
+        (recorder.Recorder, "_finish"),
     ],
-    "diagonals": [(recorder, "squared_gradients"), (hk.curvature.KFAC, "_diagonal")],
+    "diagonals": [(diagonals, "squared_gradients"), (hk.curvature.KFAC, "_diagonal")],
     "damping": [(inverse._Systems, "shifts")],
-    "factorisation": [(hk.curvature.KFAC, "_invert"), (hk.curvature.KFAC, "_complete")],
+    "factorisation": [(hk.curvature.KFAC, "_invert"), (inverse._Systems, "outcome")],
     "solve": [(Direct, "solve")],
     "cross term": [(cross.Cross, "term")],
 }
@@ -137,8 +138,8 @@ def as_on_gpu(shrink: int = SHRINK) -> Iterator[None]:
     def solve(self: Direct, operator: Any, b: trees.Tree, **options: Any) -> Any:
         return hk.solution.Solution(operator.solve(b), operator.status)
 
-    def finite(self: point.Point, name: str, value: torch.Tensor, remedy: str) -> None:
-        self.finite_checks.append((name, remedy, value.detach()))
+    def check_finite(self: Execution, value: torch.Tensor, error: Callable[[str], Exception]) -> None:
+        self._finite.append((value.detach(), error))
 
     def norm(a: trees.Tree) -> torch.Tensor:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(a.values()))))
@@ -159,14 +160,14 @@ def as_on_gpu(shrink: int = SHRINK) -> Iterator[None]:
         (layers.ConvLayer, "_examples_per_chunk", examples),
         (layers.ConvLayer, "input_gram", lambda self, x: None),
         (inverse, "_common_sizes", lambda sizes, *_: {n: n + 1 if n + 1 in sizes else n for n in sizes}),  # 2 %
-        (recorder, "WAITING", recorder.WAITING // shrink**2),
-        (layers, "_batch_norm_statistics", statistics),
+        (diagonals, "WAITING", diagonals.WAITING // shrink**2),
+        (diagonals, "_batch_norm_statistics", statistics),
         (inverse, "factorize", factorize),
         (inverse, "_alone", lambda factor: False),
-        (point.Point, "queues", True),
+        (Execution, "queued", True),
         (classification, "answers_at_once", lambda x: False),
         (Direct, "solve", solve),
-        (point.Point, "finite", finite),
+        (Execution, "check_finite", check_finite),
         (trees, "norm", norm),
     ]
     with ExitStack() as patches:

@@ -46,13 +46,13 @@ from torch import Tensor, nn
 from workloads import Workload
 
 import hyperkron as hk
-from hyperkron.cleaning.models import TransformerClassifier
 from hyperkron.cross import difference
 from hyperkron.curvature.kfac.factors import DUAL_RATIO, Dual, Primal
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.kernels.linalg import factorize, full_precision, gram
 from storages import Storages
+from transformer import TransformerClassifier
 
 SEED = 0
 DAMPING = 1e-3

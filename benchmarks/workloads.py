@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 
 import torch
 from torch import Tensor, nn
 
 import hyperkron as hk
-from hyperkron.cleaning.models import TransformerClassifier, resnet18
+from hyperkron.cleaning.models import resnet18
+from transformer import TransformerClassifier
 
 INNER_STEPS = 10
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -69,40 +70,57 @@ def score(model: nn.Module, rows: Rows) -> tuple[float, float]:
     return float((model(rows[0]).argmax(1) != rows[1]).double().mean()), outer(model, None, rows).item()
 
 
+class KeepBest(hk.training.Callback):
+    """Keeps what ``copied`` returns at the step where the network scores best on ``rows``."""
+
+    def __init__(self, rows: Rows, copied: Callable[[], Any], every: int = 1) -> None:
+        self.rows, self.copied, self.every = rows, copied, every
+        self.best: tuple[float, float] = (2.0, 0.0)
+
+    def on_step(self, run: hk.Run, report: hk.algorithms.StepReport) -> None:
+        if report.step % self.every == 0 and (now := score(run.state.model, self.rows)) < self.best:
+            self.best, self.kept = now, self.copied()
+
+
 def clean(digits: Digits, rate: float, steps: int) -> tuple[tuple[float, float], Tensor]:
     """Ten steps of θ, one of λ, over and over; the best score on the way, and the weights that had it."""
     model, weights = network(), hk.SampleWeights(len(digits.wrong))
-    problem, hypergradient = hk.BilevelProblem(inner, outer), hk.kfac(damping=0.1)
-    inner_optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    outer_optimizer = torch.optim.SGD(weights.parameters(), lr=rate)
-    batch, best = (*digits.noisy, torch.arange(len(digits.wrong))), (2.0, 0.0)
-    for _ in range(steps):
-        for _ in range(10):
-            inner_optimizer.zero_grad()
-            inner(model, weights, batch).backward()
-            inner_optimizer.step()
-        outer_optimizer.zero_grad()
-        hypergradient.backward(problem, model, weights, batch, digits.trusted)  # fills weights.weight.grad
-        outer_optimizer.step()
-        weights.weight.data.clamp_(0, 1)
-        if (now := score(model, digits.held_out)) < best:
-            best, kept = now, weights.weight.detach().clone()
-    return best, kept
+    best = KeepBest(digits.held_out, lambda: weights.weight.detach().clone())
+    hk.fit(
+        hk.BilevelProblem(inner, outer),
+        model,
+        weights,
+        hk.AID(hk.kfac(damping=0.1), inner_steps=10),
+        (*digits.noisy, torch.arange(len(digits.wrong))),
+        digits.trusted,
+        steps=steps,
+        inner_optimizer=torch.optim.Adam(model.parameters(), lr=3e-3),
+        outer_optimizer=torch.optim.SGD(weights.parameters(), lr=rate),
+        projection=hk.Box(0.0, 1.0),
+        callbacks=[best],
+        seed=None,
+    )
+    return best.best, best.kept
 
 
-def train(digits: Digits, weights: Tensor, steps: int) -> nn.Module:
+def train(digits: Digits, given: Tensor, steps: int) -> nn.Module:
     """A fresh network on the weighted noisy rows and the trusted rows, as it was when it scored best."""
     x, y = (torch.cat(pair) for pair in zip(digits.noisy, digits.trusted, strict=True))
-    weight = torch.cat([weights, torch.ones(len(digits.trusted[0]))])
-    model, best = network(), (2.0, 0.0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for step in range(steps):
-        optimizer.zero_grad()
-        inner(model, lambda _: weight, (x, y, None)).backward()
-        optimizer.step()
-        if step % 5 == 0 and (now := score(model, digits.held_out)) < best:
-            best, kept = now, copy.deepcopy(model)
-    return kept
+    weight = torch.cat([given, torch.ones(len(digits.trusted[0]))])
+    model = network()
+    best = KeepBest(digits.held_out, lambda: copy.deepcopy(model), every=5)
+    hk.fit(
+        hk.BilevelProblem(lambda model, _, batch: inner(model, weight.__getitem__, batch)),
+        model,
+        None,
+        hk.algorithms.InnerOnly(),
+        (x, y, torch.arange(len(x))),
+        steps=steps,
+        inner_optimizer=torch.optim.Adam(model.parameters(), lr=3e-3),
+        callbacks=[best],
+        seed=None,
+    )
+    return best.kept
 
 
 def main(seed: int = 0, *, splits: int = 3, steps: int = 40) -> dict[str, float]:

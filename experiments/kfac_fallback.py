@@ -130,12 +130,9 @@ def trained(name: str, seed: int, steps: int, count: int) -> tuple[nn.Module, nn
     x, y = data(kind, count)
     first, second = (x[:count], y[:count]), (x[count:], y[count:])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        inner(model, weights, first).backward()
-        optimizer.step()
+    plain = hk.algorithms.InnerOnly()
+    hk.fit(PROBLEM, model, weights, plain, first, steps=steps, inner_optimizer=optimizer, seed=None)
     model.zero_grad()
-    weights.zero_grad()
     return model, weights, first, second
 
 

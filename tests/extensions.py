@@ -17,7 +17,7 @@ from hyperkron import trees
 from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, derivatives
 from hyperkron.curvature import Curvature, CurvatureState, Invertible, Layer, Operator, Point
 from hyperkron.losses import Loss, Term
-from hyperkron.solvers import Solver, Watch
+from hyperkron.solvers import Solver
 from hyperkron.trees import Tree
 
 DELTA = 0.3
@@ -161,7 +161,7 @@ class SteepestDescent(Solver):
     iterations: int = 10
 
     def _solve(
-        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None, watch: Watch
+        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None
     ) -> hk.solution.Solution:
         v, r = trees.zeros_like(b), b
         for _ in range(self.iterations):

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dense_operator import DenseInvertible, DenseOperator, random_spd, random_vector, unflatten
 from hyperkron.curvature.base import Invertible
-from hyperkron.solution import Solution
-from hyperkron.solvers import Solver, Watch
+from hyperkron.kernels.execution import Execution, Pending
+from hyperkron.solution import Solution, Status
+from hyperkron.solvers import Solver
 from hyperkron.trees import Tree
 
 N = 12
@@ -77,35 +78,51 @@ class System:
     preconditioner: Tensor | None = None
     dtype: torch.dtype = torch.float64
 
-    def solve(self, watch: Watch | None = None) -> Solution:
+    def solve(self) -> Solution:
+        operator, b, options = self._arguments()
+        solution = self.solver.solve(operator, b, **options)
+        assert solution.products == operator.products
+        return solution
+
+    def _arguments(self) -> tuple[DenseOperator, Tree, dict[str, Any]]:
         start = None if self.start is None else unflatten(self.start.to(self.dtype))
         second: Invertible | None = None
         if self.preconditioner is not None:
             second = DenseInvertible(self.preconditioner.to(self.dtype))
-        operator, b = (
-            Turning(self.matrix.to(self.dtype), self.good, self.then, self.bad),
-            unflatten(self.b.to(self.dtype)),
-        )
-        solution = self.solver.solve(operator, b, start=start, preconditioner=second, watch=watch)
-        assert solution.products == operator.products
-        return solution
+        operator = Turning(self.matrix.to(self.dtype), self.good, self.then, self.bad)
+        return operator, unflatten(self.b.to(self.dtype)), {"start": start, "preconditioner": second}
 
-    def recorded(self) -> tuple[Solution, Watch, list[float]]:
-        """The solution of a recording, its watch and the numbers that were not read."""
-        watch = Watch(recording=True)
+    def recorded(self) -> Recorded:
+        """A recording of the solve, during which nothing is read."""
+        operator, b, options = self._arguments()
+        execution = Execution(torch.device("cpu"), recorded=True)
         with nothing_read():
-            solution = self.solve(watch)
-        return solution, watch, unread(watch)
+            value, solution = self.solver.record(operator, b, execution, **options)
+            unread = execution.unread()
+        return Recorded(execution, value, solution, unread, operator.products)
 
     def replayed(self) -> Solution | None:
         """What a replay makes of the recording."""
-        solution, watch, numbers = self.recorded()
-        return watch.replayed(solution, numbers)
+        return self.recorded().replayed()
 
 
-def unread(watch: Watch) -> list[float]:
-    """What a replay would read."""
-    return [x for part in watch.unread for x in part.double().reshape(-1).tolist()]
+@dataclass
+class Recorded:
+    """A recorded solve, and what a replay would read."""
+
+    execution: Execution
+    value: Tree
+    solution: Pending[Solution]
+    unread: Tensor
+    products: int
+
+    def replayed(self, unread: Tensor | None = None) -> Solution | None:
+        """The solution of a replay that left ``unread``; ``None`` where it is refused."""
+        if not self.execution.replayed(self.unread if unread is None else unread):
+            return None
+        solution = self.solution.wait()
+        assert solution.value is self.value and solution.products == self.products
+        return None if solution.status is Status.NON_FINITE else solution
 
 
 def alike(found: Solution, expected: Solution) -> bool:

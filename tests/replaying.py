@@ -48,9 +48,9 @@ class Rerun:
 
     def replay(self) -> Any:
         saved, cross = copy.copy(self.state), copy.copy(METHOD[0].state.cross)
-        self.point.finite_checks, self.point.assumed_zero = [], []
         with self.point:
             new = self.function()
+        self.point.execution.replayed(new[0])  # as the outputs' memory is looked for below
         fresh = self._inverses()
         vars(self.state).update(vars(saved))
         vars(METHOD[0].state.cross).update(vars(cross))
@@ -62,14 +62,17 @@ class Rerun:
 def _written(old: Any, new: Any) -> None:
     def tensors(x: Any) -> list[Tensor]:
         if isinstance(x, replay.Answer):
-            x = (x.value, x.grads, x.solution.value)
+            return tensors((x.grads, x.solution.wait().value))
         if isinstance(x, tuple):
             return [t for part in x for t in tensors(part)]
         return [t for t in pytree.tree_flatten(x)[0] if isinstance(t, Tensor)]
 
     with torch.no_grad():
         for mine, its in zip(tensors(old), tensors(new), strict=True):
-            mine.copy_(its)
+            if mine.shape == its.shape:
+                mine.copy_(its)
+            else:  # the function has found on the CPU, where it can, that something is wrong
+                mine.fill_(torch.nan)
 
 
 METHOD: list[hk.Implicit] = []

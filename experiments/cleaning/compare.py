@@ -12,18 +12,20 @@ Data: `digits` comes with scikit-learn; MNIST, Fashion-MNIST (idx files), CIFAR-
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from experiments import records
+from experiments.cells import Lines
 from experiments.cleaning.datasets import DATA, TEXTS, Problem, Setting, load, prepare, settings
+from experiments.workers import share
 from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig
 from hyperkron.cleaning.alternatives import available, judged, targets_for
 from hyperkron.cleaning.choice import choose, judge
@@ -217,9 +219,8 @@ def _detection(work: Work, outcome: Outcome, without: Outcome, problem: Problem)
 Job = tuple[Setting, int, str, dict[str, float] | None]
 
 
-def _job(job: Job, times: bool) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    return timed(*job[:3]) if times else measure(*job)
+def _worker(times: bool) -> Callable[[Job], dict[str, Any]]:
+    return lambda job: timed(*job[:3]) if times else measure(*job)
 
 
 def main() -> None:
@@ -240,10 +241,10 @@ def main() -> None:
         prepare()
         return
     options.out = options.out or (TIMES if options.times else RESULTS)
-    known = [json.loads(line) for line in options.out.open()] if options.out.exists() else []
-    done = {(r["setting"], r["seed"]) for r in known if not r.get("earlier")}
-    before = options.alternatives_from.open() if options.alternatives_from else []
-    taken = {(r["setting"], r["seed"]): r["test"] for r in map(json.loads, before)}
+    lines = Lines(options.out)
+    done = {(r["setting"], r["seed"]) for r in lines.rows if not r.get("earlier")}
+    before = Lines(options.alternatives_from).rows if options.alternatives_from else []
+    taken = {(r["setting"], r["seed"]): r["test"] for r in before}
     only = [o for o in options.only.split(",") if o]
     jobs = [
         (s, seed, options.device, taken.get((str(s), seed)))
@@ -254,12 +255,11 @@ def main() -> None:
     first = {word: place for place, word in enumerate(only)}
     jobs.sort(key=lambda job: next((at for word, at in first.items() if str(job[0]).startswith(word)), 0))
     if not options.report:
-        _run(jobs, options)
+        _run(jobs, lines, options)
     if not options.times:
         from experiments.cleaning.tables import table
 
-        times = [json.loads(line) for line in TIMES.open()] if TIMES.exists() else []
-        print(table([json.loads(line) for line in options.out.open()], times))
+        print(table(lines.rows, Lines(TIMES).rows))
 
 
 def _present(setting: Setting) -> bool:
@@ -267,26 +267,24 @@ def _present(setting: Setting) -> bool:
     return setting.dataset == "digits" or place.exists()
 
 
-def _run(jobs: list[Job], options: argparse.Namespace) -> None:
-    begin = time.perf_counter()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+def _run(jobs: list[Job], lines: Lines, options: argparse.Namespace) -> None:
+    begin = time.monotonic()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with options.out.open("a") as file, multiprocessing.get_context("spawn").Pool(options.workers) as workers:
-        waiting: list[Any] = []
-        while jobs or waiting:
-            while jobs and len(waiting) < options.workers and time.perf_counter() - begin < options.limit:
-                waiting.append(workers.apply_async(_job, (jobs.pop(0), options.times)))
-            if not waiting:
-                break
-            for result in [w for w in waiting if w.ready()]:
-                waiting.remove(result)
-                record = result.get()
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-                shown = record["seconds"] if options.times else record["test"]
-                scores = {name: round(value if options.times else 100 * value, 1) for name, value in shown.items()}
-                print(f"{time.perf_counter() - begin:6.0f} s", record["setting"], record["seed"], scores, flush=True)
-            time.sleep(0.05)
+
+    def missing() -> list[tuple[list[Any], Job]]:
+        done = {(r["setting"], r["seed"]) for r in lines.rows if not r.get("earlier")}
+        return [([str(job[0]), job[1]], job) for job in jobs if (str(job[0]), job[1]) not in done]
+
+    def keep(key: list[Any], record: dict[str, Any], seconds: float, busy: float) -> None:
+        lines.append(record)
+        shown = record["seconds"] if options.times else record["test"]
+        scores = {name: round(value if options.times else 100 * value, 1) for name, value in shown.items()}
+        print(f"{time.monotonic() - begin:6.0f} s", *key, scores, flush=True)
+
+    def late() -> bool:
+        return time.monotonic() - begin > options.limit
+
+    share(options.workers, partial(_worker, options.times), missing, keep, late=late)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +34,28 @@ from torch import nn
 
 import hyperkron as hk
 from experiments import records
+from experiments.cells import Cells, OutOfTime
+from experiments.mnist import tuning
 from experiments.mnist.problem import (
     DAMPINGS,
+    DECAY,
     SOLVER,
     PaperPlan,
     Plan,
     Setting,
     Split,
     Trial,
-    cleaning,
     clock,
     noisy_mnist,
     prepare,
+    problem,
 )
 from experiments.mnist.tables import table
-from experiments.mnist.tuning import Deadline, OutOfTime, Save, tune
+from experiments.paper.recipe import Job
 
 RESULT = "mnist/small.json"
 PAPER = "mnist/paper.json"
 PLANS = {"small": (Plan(), RESULT), "paper": (PaperPlan(), PAPER)}
-KEYS = ("settings", "trials", "tuned", "curves", "verdicts", "diagnosis")
 PAIRS = (
     ("AID-CG", "AID-KFAC"),
     ("AmIGO", "AmIGO-KFAC"),
@@ -68,7 +72,7 @@ NEAR = 1.001
 
 
 def compete(
-    pair: tuple[str, str], tuned: dict[str, Any], split: Split, seed: int, plan: Plan, deadline: Deadline
+    pair: tuple[str, str], tuned: dict[str, Any], split: Split, seed: int, plan: Plan, check_time: Callable[[], None]
 ) -> dict[str, Any]:
     """Both methods of a pair, in turns, for the same iterations; the quicker one then goes on for the same time."""
 
@@ -76,7 +80,7 @@ def compete(
         return Trial(name, Setting(**tuned[name]["setting"]), split, plan, seed)
 
     def go_on(run: Trial) -> None:
-        deadline.left()
+        check_time()
         run.advance(plan.block)
         run.look(test=split.test, second=split.second)
 
@@ -145,7 +149,7 @@ def diagnose(setting: Setting, split: Split, plan: Plan) -> dict[str, Any]:
     run.advance(20)
     x, y = split.train
     index = torch.arange(len(x), device=split.device)
-    point = (cleaning(), run.model, run.weights)
+    point = (problem(DECAY), run.run.state.model, run.run.state.hyper)
     exact = hk.cg(500, tolerance=1e-4).compute(*point, (x, y, index), split.validation)
     part = index[: plan.batches(run.name)[0]]
     batch = (x[part], y[part], part)
@@ -180,67 +184,82 @@ def settings_of(plan: Plan, device: str) -> dict[str, Any]:
     """What a result depends on."""
     kind = torch.device(device).type
     where = {} if kind == "cpu" else {"device": kind}
-    return asdict(plan) | {"noise": 0.5, "decay": 1e-3, "tuning_seed": 0, "solver": SOLVER} | where
+    return asdict(plan) | {"noise": 0.5, "decay": DECAY, "tuning_seed": 0, "solver": SOLVER} | where
 
 
-def load(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier run with the same settings has already found."""
+def recorded(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The result of an earlier run with the same settings, or an empty one."""
+    empty: dict[str, Any] = {"settings": settings, "tuned": {}, "curves": {}, "verdicts": {}, "diagnosis": {}}
     if not path.exists():
-        return {"settings": settings} | {key: {} for key in KEYS[1:]}
-    record = json.loads(path.read_text("utf-8"))
+        return empty
+    record: dict[str, Any] = json.loads(path.read_text("utf-8"))
     if record.get("settings") != json.loads(json.dumps(settings)):
         raise SystemExit(f"{path.name} holds a run with other settings; name another file by --out, or remove this one")
-    return {key: record.get(key, {}) for key in KEYS}
+    return {key: record[key] for key in empty}
 
 
-def save(path: Path, record: dict[str, Any]) -> None:
-    """Write the record so that the file is whole at any moment."""
-    records.write_result(path.with_suffix(".part"), record).replace(path)
+def complete(record: dict[str, Any], plan: Plan) -> bool:
+    """Whether every pair has every seed."""
+    return set(record["curves"]) == {f"{called(pair)} seed {seed}" for pair in PAIRS for seed in plan.seeds}
 
 
-def main(
-    folder: str, plan: Plan, path: Path, device: str = "cpu", workers: int = 2, deadline: Deadline | None = None
-) -> None:
-    """Whatever of the plan the file does not hold yet."""
-    prepare(device)
-    record = load(path, settings_of(plan, device))
+def called(pair: tuple[str, str]) -> str:
+    """What a pair is called in the record."""
+    return pair[0] if pair[1].endswith("KFAC") else f"{pair[0]}, {pair[1]}"
+
+
+def job_of(
+    folder: str, plan: Plan, path: Path, device: str, say: Callable[[str], None] = print, limit: float | None = None
+) -> Job:
+    """A run of the plan; its finished pieces are in a file beside the result."""
+    cells = Cells(path.with_suffix(".cells.jsonl"), settings_of(plan, device))
+    deadline = math.inf if limit is None else time.monotonic() + limit
+    return Job("paper", plan, plan.seeds, torch.device(device), cells, Path(folder), deadline, say)
+
+
+def main(job: Job, path: Path, workers: int = 1) -> None:
+    """Run what is missing of the plan, and write the result."""
+    prepare(str(job.device))
+    settings = settings_of(job.settings, str(job.device))
+    if complete(recorded(path, settings), job.settings):
+        return
+    record: dict[str, Any] = {"settings": settings, "tuned": {}, "curves": {}, "verdicts": {}, "diagnosis": {}}
     try:
-        _run(folder, plan, record, device, workers, deadline or Deadline(), partial(save, path, record))
+        _run(job, record, workers)
     except OutOfTime:
-        print("The limit is reached; the same command goes on from here.", flush=True)
+        job.say("The limit is reached; the same command goes on from here.")
+    if record["tuned"]:
+        records.write_result(path, record)
 
 
-def _run(
-    folder: str, plan: Plan, record: dict[str, Any], device: str, workers: int, deadline: Deadline, write: Save
-) -> None:
-    if set(record["tuned"]) != set(SOLVER):
-        tune(folder, plan, record, device, workers, deadline, write)
-    if not record["diagnosis"]:
-        deadline.left()
-        split = noisy_mnist(folder, plan.counts, seed=0).to(device)
-        record["diagnosis"] = diagnose(Setting(**record["tuned"]["AID-CG"]["setting"]), split, plan)
-        write()
-    for seed in plan.seeds:
-        names = {pair: pair[0] if pair[1].endswith("KFAC") else f"{pair[0]}, {pair[1]}" for pair in PAIRS}
-        left = {pair: name for pair, name in names.items() if f"{name} seed {seed}" not in record["curves"]}
-        if not left:
-            continue
-        split = noisy_mnist(folder, plan.counts, seed=seed).to(device)
-        for pair, name in left.items():
-            curves = _rounded(compete(pair, record["tuned"], split, seed, plan, deadline))
-            record["curves"][f"{name} seed {seed}"] = {method: _columns(curve) for method, curve in curves.items()}
-            record["verdicts"].setdefault(name, {})[str(seed)] = verdict(pair, curves, clock(split.device))
-            write()
-            print(f"{name} seed {seed}", record["verdicts"][name][str(seed)], flush=True)
+def _run(job: Job, record: dict[str, Any], workers: int) -> None:
+    plan: Plan = job.settings
+    split = lru_cache(1)(lambda seed: noisy_mnist(str(job.data), plan.counts, seed=seed).to(job.device))
+    record["tuned"] = chosen = tuning.tuned(job, workers)
+    start = Setting(**chosen["AID-CG"]["setting"])
+    record["diagnosis"] = job.cell(["diagnosis"], lambda: diagnose(start, split(0), plan))
+    for seed in job.seeds:
+        for pair in PAIRS:
+            found = job.cell(
+                [called(pair), seed],
+                lambda p=pair, s=seed: _columns(compete(p, chosen, split(s), s, plan, job.check_time)),  # type: ignore[misc]
+            )
+            record["curves"][f"{called(pair)} seed {seed}"] = found
+            outcome = verdict(pair, _rows(found), clock(job.device))
+            record["verdicts"].setdefault(called(pair), {})[str(seed)] = outcome
 
 
-def _rounded(curves: dict[str, Any]) -> dict[str, Any]:
-    return {name: [{k: round(x, 5) for k, x in row.items()} for row in curve] for name, curve in curves.items()}
+def _columns(curves: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
+    """Rounded, with a list for each quantity in place of a dictionary for each row."""
+    return {name: {key: [round(row[key], 5) for row in curve] for key in curve[0]} for name, curve in curves.items()}
 
 
-def _columns(curve: list[dict[str, float]]) -> dict[str, list[float]]:
-    """A list for each quantity in place of a dictionary for each row."""
-    return {key: [row[key] for row in curve] for key in curve[0]}
+def _rows(curves: dict[str, dict[str, list[float]]]) -> dict[str, list[dict[str, float]]]:
+    """What :func:`_columns` was made of."""
+    return {
+        name: [dict(zip(of, values, strict=True)) for values in zip(*of.values(), strict=True)]
+        for name, of in curves.items()
+    }
 
 
 if __name__ == "__main__":
@@ -258,4 +277,5 @@ if __name__ == "__main__":
     if arguments.table:
         print(table(json.loads(file.read_text("utf-8"))))
     else:
-        main(arguments.data, chosen, file, arguments.device, arguments.workers, Deadline(arguments.limit))
+        job = job_of(arguments.data, chosen, file, arguments.device, limit=arguments.limit)
+        main(job, file, arguments.workers)

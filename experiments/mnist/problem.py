@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import hyperkron as hk
 from experiments import records
+from experiments.paper import networks
+from experiments.paper.cleaning import Part, Split, loss_and_error, noisy_split, pretrain, problem
+from experiments.paper.datasets import Images
+from experiments.trial import Looks
+from hyperkron.algorithms import Examples
 from hyperkron.cleaning.data import mnist
 
+DECAY = 1e-3
 DAMPINGS = (1e-2, 1e-1, 1.0, 10.0)
 STEPS = (0.01, 0.03, 0.1, 0.3)
 SOLVER = {
@@ -31,70 +36,10 @@ SOLVER = {
 # --- the problem -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Split:
-    """Standardised images and labels; the training labels are partly wrong, ``clean`` says which are right."""
-
-    train: tuple[Tensor, Tensor]
-    validation: tuple[Tensor, Tensor]
-    second: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    clean: Tensor
-
-    @property
-    def device(self) -> torch.device:
-        return self.train[0].device
-
-    def to(self, device: str | torch.device) -> Split:
-        """The same on another device."""
-        parts = (self.train, self.validation, self.second, self.test)
-        train, validation, second, test = ((x.to(device), y.to(device)) for x, y in parts)
-        return Split(train, validation, second, test, self.clean.to(device))
-
-
-def noisy_mnist(
-    folder: str | Path, counts: tuple[int, int, int], noise: float = 0.5, seed: int = 0, clip: float = 10.0
-) -> Split:
-    """MNIST's training part cut at random into training, validation and second validation; noise in the first.
-
-    Pixels are standardised, and cut off at ±``clip``.
-    """
+def noisy_mnist(folder: str | Path, counts: tuple[int, int, int], seed: int = 0) -> Split:
+    """MNIST's training part cut at random into training, validation and second validation; noise in the first."""
     data = mnist(folder)
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(data.images), generator=generator)[: sum(counts)].split(list(counts))
-    labels = data.labels[order[0]].clone()
-    again = torch.rand(len(labels), generator=generator) < noise
-    labels[again] = torch.randint(10, (int(again.sum()),), generator=generator)
-    mean, deviation = data.images[order[0]].mean(0), data.images[order[0]].std(0)
-    scale = torch.where(deviation > 0, 1 / deviation.clamp(min=1e-12), torch.zeros_like(deviation))
-
-    def standard(x: Tensor) -> Tensor:
-        return ((x - mean) * scale).clamp(-clip, clip)
-
-    parts = [(standard(data.images[i]), data.labels[i]) for i in order]
-    test = (standard(data.test_images), data.test_labels)
-    return Split((parts[0][0], labels), parts[1], parts[2], test, labels == data.labels[order[0]])
-
-
-def cleaning(decay: float = 1e-3) -> hk.BilevelProblem:
-    """The two objectives."""
-
-    def inner(model: nn.Module, weights: nn.Module, batch: Any) -> hk.losses.Loss:
-        x, y, index = batch
-        return hk.losses.cross_entropy(model(x), y, weight=weights(index)) + hk.losses.l2(model, decay)
-
-    def outer(model: nn.Module, weights: nn.Module, batch: Any) -> hk.losses.Loss:
-        x, y = batch
-        return hk.losses.cross_entropy(model(x), y)
-
-    return hk.BilevelProblem(inner, outer)
-
-
-def loss_and_error(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    with torch.no_grad():
-        output = model(part[0])
-        wrong = (output.argmax(1) != part[1]).double().mean()
-        return float(nn.functional.cross_entropy(output, part[1])), float(wrong)
+    return noisy_split(Images((data.images, data.labels), (data.test_images, data.test_labels)), counts, seed)
 
 
 # --- how much is run ---------------------------------------------------------------------------------------
@@ -190,7 +135,7 @@ def algorithm(name: str, setting: Setting, seed: int, refresh: int) -> hk.algori
 
 @dataclass
 class Trial:
-    """One run of one method that can be advanced a few steps at a time, with its own clock."""
+    """One run of one method that can be advanced a few steps at a time, timed by the wall and by the processor."""
 
     name: str
     setting: Setting
@@ -200,54 +145,45 @@ class Trial:
 
     def __post_init__(self) -> None:
         (x, y), device = self.split.train, self.split.device
-        self.model = nn.Linear(x.shape[1], 10, device=device)
-        self.weights = hk.SampleWeights(len(x)).to(device)
-        self._pretrain()
-        self.algorithm = algorithm(self.name, self.setting, self.seed, self.plan.refresh)
-        self.state = self.algorithm.init(cleaning(), self.model, self.weights, project=hk.Box(0.0, 1.0))
+        model = networks.make("linear", x.shape[1], 0).to(device)
+        pretrain(model, self.split, self.plan.batch, seed=0, passes=2)  # all methods start at the same point
         sizes = self.plan.batches(self.name)  # a batch of all is a view: nothing is copied
-        inner = hk.algorithms.Examples(x, y, torch.arange(len(x), device=device), batch_size=sizes[0], seed=self.seed)
-        self.batches = hk.algorithms.BatchSources(
-            inner, hk.algorithms.Examples(*self.split.validation, batch_size=sizes[1], seed=self.seed + 1)
+        self.run = hk.fit(
+            problem(DECAY),
+            model,
+            hk.SampleWeights(len(x)).to(device),
+            algorithm(self.name, self.setting, self.seed, self.plan.refresh),
+            Examples(x, y, torch.arange(len(x), device=device), batch_size=sizes[0], seed=self.seed),
+            Examples(*self.split.validation, batch_size=sizes[1], seed=self.seed + 1),
+            steps=0,
+            projection=hk.Box(0.0, 1.0),
+            record_failure=True,
+            seed=None,
         )
         self.seconds = self.cpu = 0.0
         self.curve: list[dict[str, float]] = []
-        self.failed = False
-
-    def _pretrain(self) -> None:
-        """θ of every method starts at the same point: a few passes over noisy training and validation data."""
-        nn.init.zeros_(self.model.weight)
-        nn.init.zeros_(self.model.bias)
-        x, y = (torch.cat(pair) for pair in zip(self.split.train, self.split.validation, strict=True))
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(x.device)
-        for i in order.split(self.plan.batch) * 2:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(self.model(x[i]), y[i]).backward()
-            optimizer.step()
 
     def advance(self, steps: int) -> None:
         """``steps`` more steps, on the clock."""
         records.synchronize(self.split.device)
         wall, cpu = time.perf_counter(), time.process_time()
-        try:
-            for _ in range(0 if self.failed else steps):
-                self.algorithm.step(self.state, self.batches)
-        except hk.HyperkronError:
-            self.failed = True
+        self.run.advance(steps)
         records.synchronize(self.split.device)
         self.seconds += time.perf_counter() - wall
         self.cpu += time.process_time() - cpu
+
+    @property
+    def failed(self) -> bool:
+        """Whether a step failed."""
+        return self.run.failure is not None
 
     @property
     def spent(self) -> float:
         """The time that counts in a comparison."""
         return float(getattr(self, clock(self.split.device)))
 
-    def look(self, **parts: tuple[Tensor, Tensor]) -> None:
+    def look(self, **parts: Part) -> None:
         """Add a row to the curve, off the clock."""
-        row = {"step": self.state.step, "seconds": self.seconds, "cpu": self.cpu}
-        for name, part in parts.items():
-            found = (math.inf, 1.0) if self.failed else loss_and_error(self.model, part)
-            row[f"{name}_loss"], row[f"{name}_error"] = (x if math.isfinite(x) else 1e9 for x in found)
-        self.curve.append(row)
+        found = Looks(parts, loss_and_error, start=True).look(self.run)
+        row = {name: x if math.isfinite(x) else 1e9 for name, x in found.items()}
+        self.curve.append({"step": self.run.state.step, "seconds": self.seconds, "cpu": self.cpu, **row})

@@ -28,8 +28,9 @@ from pathlib import Path
 import torch
 
 from experiments import records
+from experiments.cells import OutOfTime
 from experiments.paper import page, places
-from experiments.paper.recipe import Judgement, OutOfTime, Recipe, Result, Scale, Table, Verdict
+from experiments.paper.recipe import Judgement, Recipe, Result, Scale, Table, Verdict
 from hyperkron.solution import HyperkronError
 
 RESULTS = records.RESULTS / "paper"

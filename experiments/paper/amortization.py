@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.paper import plots
-from experiments.paper.cleaning import Budget, Case, Trial
+from experiments.paper.cleaning import Budget, Case
 from experiments.paper.compare import Contest, Splits, clearly_below, known, mean, runs, setting_text, summary, tuned
-from experiments.paper.image_entries import RelativeTrial
 from experiments.paper.methods import Rates, methods
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
@@ -42,14 +41,14 @@ def work(job: Job) -> dict[str, Any]:
     """Both methods at every interval, for the same number of steps; the setting tuned at one interval serves all."""
     settings: Settings = job.settings
     contest, splits = settings.contest, Splits(job, settings.contest)
-    trial = RelativeTrial if settings.relative else Trial
+    relative = settings.relative
     base = methods(contest.rates, inner_steps=settings.inner_steps, refresh=settings.tuned_at)
-    chosen = {kind: tuned(job, ["tau"], contest, splits, base[kind], trial) for kind in KINDS}
+    chosen = {kind: tuned(job, ["tau"], contest, splits, base[kind], relative=relative) for kind in KINDS}
     found: dict[str, dict[str, Any]] = {}
     for tau in settings.intervals:
         every = methods(contest.rates, inner_steps=settings.inner_steps, refresh=tau)
         found[str(tau)] = {
-            kind: summary(runs(job, [tau], contest, splits, every[kind], chosen[kind]["setting"], trial))
+            kind: summary(runs(job, [tau], contest, splits, every[kind], chosen[kind]["setting"], relative=relative))
             for kind in KINDS
         }
     return {"intervals": list(settings.intervals), "chosen": chosen, "found": found}

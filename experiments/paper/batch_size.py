@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.paper import plots
-from experiments.paper.cleaning import Budget, Case, Trial
+from experiments.paper.cleaning import Budget, Case
 from experiments.paper.compare import (
     Contest,
     Splits,
@@ -20,7 +20,6 @@ from experiments.paper.compare import (
     summary,
     tuned,
 )
-from experiments.paper.image_entries import RelativeTrial
 from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
 from experiments.paper.tuning import Search, shown
@@ -49,11 +48,6 @@ class Settings:
     inner_steps: int = 10
     relative: bool = False
 
-    @property
-    def kind(self) -> type[Trial]:
-        """How a run is done."""
-        return RelativeTrial if self.relative else Trial
-
     def at(self, batch: int) -> Contest:
         """The contest at a batch size."""
         if self.relative:
@@ -70,10 +64,11 @@ def work(job: Job) -> dict[str, Any]:
         contest = settings.at(batch)
         every = methods(contest.rates, inner_steps=settings.inner_steps, refresh=settings.refresh)
         choices = {name: _chosen(job, settings, splits, name, batch) for name in (KFAC, CG)}
-        found[str(batch)] = {
-            name: choice | summary(runs(job, [batch], contest, splits, every[name], choice["setting"], settings.kind))
-            for name, choice in choices.items()
-        }
+        found[str(batch)] = {}
+        for name, choice in choices.items():
+            setting = choice["setting"]
+            made = runs(job, [batch], contest, splits, every[name], setting, relative=settings.relative)
+            found[str(batch)][name] = choice | summary(made)
     return {"batches": list(settings.batches), "found": found}
 
 
@@ -82,7 +77,7 @@ def _chosen(job: Job, settings: Settings, splits: Splits, name: str, batch: int)
     size = batch if settings.tuned_at is None else settings.tuned_at
     there = settings.at(size)
     method = methods(there.rates, inner_steps=settings.inner_steps, refresh=settings.refresh)[name]
-    choice = tuned(job, [size], there, splits, method, settings.kind)
+    choice = tuned(job, [size], there, splits, method, relative=settings.relative)
     if size == batch or settings.relative:
         return choice
     return choice | {"setting": choice["setting"] | {"outer": choice["setting"]["outer"] * batch / size}}

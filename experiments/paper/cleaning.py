@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from experiments import trial
 from experiments.paper import networks
 from experiments.paper.datasets import Images
 from experiments.paper.methods import Method
-from experiments.paper.tuning import Clock, Setting
+from experiments.paper.tuning import Setting
 from hyperkron import losses
-from hyperkron.algorithms import BatchSources, Examples
+from hyperkron.algorithms import Examples
 from hyperkron.hyper import SampleWeights
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError
-from hyperkron.training import Box
+from hyperkron.training import Box, Callback, Run, fit
 
 Part = tuple[Tensor, Tensor]
 
@@ -43,6 +45,11 @@ class Split:
     test: Part
     clean: Tensor
     starts: dict[tuple[Case, int], nn.Module] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.train[0].device
 
     def to(self, device: torch.device | str) -> Split:
         """The same on another device."""
@@ -159,87 +166,102 @@ def start(case: Case, split: Split, seed: int) -> nn.Module:
 
 def _trained(case: Case, split: Split, seed: int) -> nn.Module:
     """A model after ``case.passes`` over noisy training and validation data."""
-    device = split.train[0].device
-    model = networks.make(case.network, split.train[0].shape[1], seed, case.width).to(device)
-    if not case.passes:
-        return model
-    x, y = (torch.cat(pair) for pair in zip(split.train, split.validation, strict=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(device)
-    for i in order.split(min(case.batch, 1000)) * case.passes:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x[i]), y[i]).backward()
-        optimizer.step()
+    model = networks.make(case.network, split.train[0].shape[1], seed, case.width).to(split.device)
+    if case.passes:
+        pretrain(model, split, min(case.batch, 1000), seed, case.passes)
     return model
 
 
-class Trial:
-    """One run of one method, with its own clock."""
-
-    def __init__(self, case: Case, split: Split, method: Method, setting: Setting, seed: int) -> None:
-        x, y = split.train
-        device = x.device
-        self.split, self.name = split, method.name
-        self.model = start(case, split, seed)
-        self.weights = SampleWeights(len(x)).to(device)
-        self.algorithm = method.algorithm(setting, seed)
-        momentum = setting.get("momentum", 0.0)
-        falling = method.name.startswith("MRBO")  # has its own rates, which fall
-        self.state = self.algorithm.init(
-            problem(case.decay),
-            self.model,
-            self.weights,
-            inner=None if falling else torch.optim.SGD(self.model.parameters(), lr=setting["inner"], momentum=momentum),
-            outer=None if falling else torch.optim.SGD(self.weights.parameters(), lr=setting["outer"]),
-            project=Box(0.0, 1.0),
-        )
-        count = min(case.batch, len(x))
-        inner = Examples(x, y, torch.arange(len(x), device=device), batch_size=count, seed=seed)
-        outer_count = min(case.batch, len(split.validation[0]))
-        self.batches = BatchSources(inner, Examples(*split.validation, batch_size=outer_count, seed=seed + 1))
-        self.clock = Clock(device)
-        self.failed = False
-        self.rows: list[dict[str, float]] = []
-
-    def advance(self, seconds: float, steps: int) -> None:
-        """Go on until the clock shows ``seconds`` or ``steps`` are done."""
-        while not self.failed and self.clock.seconds < seconds and self.state.step < steps:
-            try:
-                with self.clock:
-                    self.algorithm.step(self.state, self.batches)
-            except HyperkronError:
-                self.failed = True
-
-    def look(self, test: bool) -> None:
-        """Add a row to the curve, off the clock."""
-        row: dict[str, float] = {"step": self.state.step, "seconds": self.clock.seconds, "wall": self.clock.wall}
-        for name, part in (("second", self.split.second), *((("test", self.split.test),) if test else ())):
-            loss, error = (math.inf, 1.0) if self.failed else loss_and_error(self.model, part)
-            row[f"{name}_loss"], row[f"{name}_error"] = loss if math.isfinite(loss) else math.inf, error
-        self.rows.append(row)
-
-    def run(self, budget: Budget, test: bool) -> None:
-        """The whole run, with a look at the beginning, at equal distances, and at the end."""
-        self.look(test)
-        for i in range(budget.looks):
-            share = (i + 1) / budget.looks
-            self.advance(budget.seconds * share, math.ceil(budget.steps * share) if budget.steps < 1e6 else 10**9)
-            if self.rows[-1]["step"] != self.state.step or self.failed:
-                self.look(test)
-            if self.failed or self.state.step >= budget.steps:
-                break
-
-    def f1(self) -> float:
-        """How well weights above ½ find the right labels."""
-        kept, clean = self.weights.weight.detach() > 0.5, self.split.clean
-        right = int((kept & clean).sum())
-        return 2 * right / max(1, int(kept.sum()) + int(clean.sum()))
+def pretrain(model: nn.Module, split: Split, batch: int, seed: int, passes: int) -> None:
+    """Plain SGD over noisy training and validation data, in the same order in every pass."""
+    x, y = (torch.cat(pair) for pair in zip(split.train, split.validation, strict=True))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(split.device)
+    parts = order.split(batch) * passes
+    rows = iter(parts)
+    trial.train(
+        model,
+        lambda m, i: losses.cross_entropy(m(x[i]), y[i]),
+        lambda: next(rows),
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        len(parts),
+    )
 
 
-def warm_up(case: Case, split: Split, method: Method, setting: Setting, kind: type[Trial] = Trial) -> None:
+def prepare(
+    case: Case,
+    split: Split,
+    method: Method,
+    setting: Setting,
+    seed: int,
+    callbacks: Sequence[Callback] = (),
+    *,
+    relative: bool = False,
+) -> Run:
+    """A run of one method that has taken no step yet.
+
+    Args:
+        relative: whether ``outer`` of the setting is relative; see :mod:`experiments.paper.image_entries`.
+    """
+    x, y = split.train
+    model, weights = start(case, split, seed), SampleWeights(len(x)).to(split.device)
+    count, outer_count = min(case.batch, len(x)), min(case.batch, len(split.validation[0]))
+    absolute = {**setting, "outer": trial.TINY} if relative else setting
+    falling = method.name.startswith("MRBO")  # has its own rates, which fall
+    sgd = None if falling else torch.optim.SGD(model.parameters(), setting["inner"], setting.get("momentum", 0.0))
+    first = [trial.RelativeStep(setting["outer"], count)] if relative else []
+    return fit(
+        problem(case.decay),
+        model,
+        weights,
+        method.algorithm(absolute, seed),
+        Examples(x, y, torch.arange(len(x), device=split.device), batch_size=count, seed=seed),
+        Examples(*split.validation, batch_size=outer_count, seed=seed + 1),
+        steps=0,
+        inner_optimizer=sgd,
+        outer_optimizer=None if falling else torch.optim.SGD(weights.parameters(), lr=absolute["outer"]),
+        projection=Box(0.0, 1.0),
+        callbacks=[*first, *callbacks],
+        clock=trial.clock_of(split.device),
+        record_failure=True,
+        seed=None,
+    )
+
+
+def run(
+    case: Case,
+    split: Split,
+    method: Method,
+    setting: Setting,
+    budget: Budget,
+    seed: int,
+    *,
+    test: bool,
+    relative: bool = False,
+) -> tuple[Run, list[dict[str, Any]]]:
+    """A whole run, and its looks at the beginning, at equal distances, and at the end."""
+    looks = looks_at(split, budget, test, start=True)
+    made = prepare(case, split, method, setting, seed, [looks], relative=relative)
+    made.advance(budget.steps, seconds=budget.seconds)
+    return made, looks.of(made)
+
+
+def looks_at(split: Split, budget: Budget, test: bool, **when: bool) -> trial.Looks:
+    """Looks at the second validation part and perhaps at the test part."""
+    parts = {"second": split.second} | ({"test": split.test} if test else {})
+    return trial.Looks(parts, lambda model, part: loss_and_error(model, part), times=budget.looks, **when)
+
+
+def f1(weights: Tensor, clean: Tensor) -> float:
+    """How well weights above ½ find the right labels."""
+    kept = weights.detach() > 0.5
+    right = int((kept & clean).sum())
+    return 2 * right / max(1, int(kept.sum()) + int(clean.sum()))
+
+
+def warm_up(case: Case, split: Split, method: Method, setting: Setting, *, relative: bool = False) -> None:
     """One uncounted step on a GPU, so that the first method does not pay for the libraries' start."""
-    if split.train[0].device.type == "cuda":
-        kind(case, split, method, setting, 0).advance(1e-9, 1)
+    if split.device.type == "cuda":
+        prepare(case, split, method, setting, 0, relative=relative).advance(1)
 
 
 def tuning_loss(
@@ -249,12 +271,12 @@ def tuning_loss(
     setting: Setting,
     budget: Budget,
     seed: int = 0,
-    kind: type[Trial] = Trial,
+    *,
+    relative: bool = False,
 ) -> float:
     """The lowest loss on the second validation part; the test part is not touched."""
-    trial = kind(case, split, method, setting, seed)
-    trial.run(budget, test=False)
-    return min(row["second_loss"] for row in trial.rows)
+    _, rows = run(case, split, method, setting, budget, seed, test=False, relative=relative)
+    return float(min(row["second_loss"] for row in rows))
 
 
 def final(
@@ -264,21 +286,21 @@ def final(
     setting: Setting,
     budget: Budget,
     seed: int,
-    kind: type[Trial] = Trial,
+    *,
+    relative: bool = False,
 ) -> dict[str, Any]:
     """A run with the chosen setting: its curve, and the test figures where the second validation loss is lowest."""
-    warm_up(case, split, method, setting, kind)
-    trial = kind(case, split, method, setting, seed)
-    trial.run(budget, test=True)
-    best = min(trial.rows, key=lambda row: row["second_loss"])
-    first, last = (trial.rows[1] if len(trial.rows) > 2 else trial.rows[0]), trial.rows[-1]
+    warm_up(case, split, method, setting, relative=relative)
+    made, rows = run(case, split, method, setting, budget, seed, test=True, relative=relative)
+    best = min(rows, key=lambda row: row["second_loss"])
+    first, last = (rows[1] if len(rows) > 2 else rows[0]), rows[-1]
     steps = max(1.0, last["step"] - first["step"])
     return {
-        "failed": trial.failed,
+        "failed": made.failure is not None,
         "best": best,
-        "lowest_test_loss": min(row["test_loss"] for row in trial.rows),
+        "lowest_test_loss": min(row["test_loss"] for row in rows),
         "steps": last["step"],
         "step_seconds": (last["seconds"] - first["seconds"]) / steps,
-        "f1": trial.f1(),
-        "curve": {key: [float(f"{row[key]:.5g}") for row in trial.rows] for key in trial.rows[0]},
+        "f1": f1(made.state.hyper.weight, split.clean),
+        "curve": {key: [float(f"{row[key]:.5g}") for row in rows] for key in rows[0]},
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from experiments.paper import cleaning, datasets
@@ -82,7 +83,8 @@ def tuned(
     contest: Contest,
     splits: Splits,
     method: Method,
-    kind: type[cleaning.Trial] = cleaning.Trial,
+    *,
+    relative: bool = False,
 ) -> dict[str, Any]:
     """The setting of a method with the lowest second validation loss on the split of seed 0."""
 
@@ -91,9 +93,10 @@ def tuned(
     def score(setting: Setting, share: float) -> float:
         nonlocal warm
         if not warm:
-            cleaning.warm_up(contest.case, splits[0], method, setting, kind)
+            cleaning.warm_up(contest.case, splits[0], method, setting, relative=relative)
             warm = True
-        return cleaning.tuning_loss(contest.case, splits[0], method, setting, contest.budget.share(share), kind=kind)
+        budget = contest.budget.share(share)
+        return cleaning.tuning_loss(contest.case, splits[0], method, setting, budget, relative=relative)
 
     found = tune(job, [*key, method.name], method.grid, contest.search, score)
     return {"setting": found.setting, "second_loss": found.loss, "edge": at_edge(found.setting, method.grid)}
@@ -106,16 +109,15 @@ def runs(
     splits: Splits,
     method: Method,
     setting: Setting,
-    kind: type[cleaning.Trial] = cleaning.Trial,
+    *,
+    relative: bool = False,
 ) -> list[dict[str, Any]]:
     """The final run of every seed, with the test part looked at."""
-    return [
-        job.cell(
-            [*key, method.name, seed],
-            lambda s=seed: cleaning.final(contest.case, splits[s], method, setting, contest.budget, s, kind),  # type: ignore[misc]
-        )
-        for seed in job.seeds
-    ]
+
+    def one(seed: int) -> dict[str, Any]:
+        return cleaning.final(contest.case, splits[seed], method, setting, contest.budget, seed, relative=relative)
+
+    return [job.cell([*key, method.name, seed], partial(one, seed)) for seed in job.seeds]
 
 
 def compete(

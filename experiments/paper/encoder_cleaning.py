@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from experiments.cells import OutOfTime
 from experiments.paper import texts
 from experiments.paper.encoder_answer import answer
 from experiments.paper.encoder_page import NOTE_BASE, NOTE_MINILM, plot, tables, verdict
 from experiments.paper.encoder_settings import BASE, MINILM, Part, Settings
 from experiments.paper.entries import Entry, Stage, compete
-from experiments.paper.recipe import Job, OutOfTime, Recipe, Scale
+from experiments.paper.recipe import Job, Recipe, Scale
 from experiments.paper.side_by_side import fill
 from experiments.paper.text_cleaning import TextMethod, TextTrial, text_methods
 from experiments.paper.texts import TextSplit
@@ -89,7 +90,7 @@ def _entry(job: Job, source: Source, part: Part, layers: int, method: TextMethod
     @_tensor_cores()
     def score(setting: Setting) -> float:
         found = trial(setting, 0, math.ceil(steps * settings.short))
-        found.run(test=False)
+        found.train(test=False)
         best = min(found.rows, key=lambda row: (row["second_error"], row["second_loss"]))
         return best["second_error"] + 1e-4 * min(best["second_loss"], 100.0)  # the loss decides between equals
 
@@ -99,13 +100,13 @@ def _entry(job: Job, source: Source, part: Part, layers: int, method: TextMethod
         model, plain = source.model(split.classes, layers, seed + 100), TextMethod("Baseline", {}, None)
         found = TextTrial(settings.case, split, model, plain, {"inner": setting["inner"]}, seed + 100, steps)
         found.weights.weight.data.copy_(weights)
-        found.run(test=True)
+        found.train(test=True)
         return 100 * (1 - float(found.figures()["best"]["test_error"]))
 
     @_tensor_cores()
     def final(setting: Setting, seed: int) -> dict[str, Any]:
         found = trial(setting, seed, steps)
-        found.run(test=True)
+        found.train(test=True)
         learnt = method.algorithm is not None and not found.failed and (layers == 1 or settings.again_deep)
         extra = {"again": again(found.weights.weight.detach(), setting, seed)} if learnt else {}
         return {**found.figures(), **extra}

@@ -11,22 +11,22 @@ ten inner steps, λ by SGD with momentum 0.9, weights within [0, 1], damping 1e-
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from queue import Empty
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from experiments import records
+from experiments.cells import Lines
 from experiments.paper.encoder_cleaning import Source
 from experiments.paper.encoder_settings import Part
 from experiments.paper.text_cleaning import TextCase, TextRates, TextTrial, text_methods
+from experiments.workers import share
 from hyperkron.hypergradient import Hypergradient, cg, kfac, sama
 
 RESULT = records.RESULTS / "paper" / "encoder-length.jsonl"
@@ -62,9 +62,10 @@ def run(source: Source, task: Task, case: TextCase) -> dict[str, Any]:
     method = text_methods(TextRates())[TRIALS.get(name, name)]
     model = source.model(split.classes, 1, seed)
     trial = TextTrial(case, split, model, method, setting, seed, case.steps)
-    if trial.state is not None:
-        trial.state.hypergradient = METHODS[name](trial.state.inner.optimizer, seed)
-    trial.run(test=True)
+    if name in METHODS:
+        state = trial.run.state
+        state.hypergradient = METHODS[name](state.inner.optimizer, seed)
+    trial.train(test=True)
     weights = trial.weights.weight.detach()
     return {
         "dataset": dataset,
@@ -80,28 +81,19 @@ def run(source: Source, task: Task, case: TextCase) -> dict[str, Any]:
     }
 
 
-def _work(queue: Any, options: argparse.Namespace, started: float) -> None:
-    """Take tasks until none is left, or until the time is up; each finished run is appended at once."""
-    torch.set_num_threads(1)
+def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:
+    """What carries out a task, with the encoder and the data loaded once."""
     torch.set_float32_matmul_precision("high")
     case = TextCase(steps=options.steps, looks=min(25, options.steps), tokens=100)
     settings = SimpleNamespace(case=case)
     job = SimpleNamespace(data=options.data, device=torch.device(options.device), settings=settings)
     source = Source(job, options.encoder)  # type: ignore[arg-type]  # it needs these three of a job
-    while time.time() - started < 60 * options.limit_minutes:
-        try:
-            task = queue.get(timeout=1)
-        except Empty:
-            return
-        row = run(source, task, case)
-        with options.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{task}: {100 * (1 - row['last']['test_error']):.1f} %", flush=True)
+    return lambda task: run(source, task, case)
 
 
-def recorded(path: Path) -> list[dict[str, Any]]:
-    """The finished runs of a file."""
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+def key(row: dict[str, Any]) -> Task:
+    """The task of a recorded run."""
+    return row["dataset"], row["method"], row["rate"], row["seed"]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -147,26 +139,31 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=1, help="runs that share the device; default: 1")
     parser.add_argument("--limit-minutes", type=float, default=1e9, help="no run begins after this time")
     options = parser.parse_args(arguments)
-    rows = recorded(options.out)
+    lines = Lines(options.out)
     if options.table:
-        print(table(rows))
+        print(table(lines.rows))
         return
-    done = {(row["dataset"], row["method"], row["rate"], row["seed"]) for row in rows}
-    missing = [task for task in tasks(tuple(options.datasets), options.seeds) if task not in done]
-    print(f"{len(done)} runs are recorded, {len(missing)} are missing.")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    wanted = list(tasks(tuple(options.datasets), options.seeds))
+
+    def missing() -> list[tuple[list[Any], Task]]:
+        done = {key(row) for row in lines.rows}
+        return [(list(task), task) for task in wanted if task not in done]
+
+    def keep(name: list[Any], row: dict[str, Any], seconds: float, busy: float) -> None:
+        lines.append(row)
+        print(f"{tuple(name)}: {100 * (1 - row['last']['test_error']):.1f} %", flush=True)
+
+    print(f"{len(lines.rows)} runs are recorded, {len(missing())} are missing.")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    for task in missing:
-        queue.put(task)
-    started = time.time()
-    workers = [context.Process(target=_work, args=(queue, options, started)) for _ in range(options.workers)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    queue.cancel_join_thread()
+    deadline = time.monotonic() + 60 * options.limit_minutes
+    share(
+        options.workers,
+        partial(_worker, options),
+        missing,
+        keep,
+        late=lambda: time.monotonic() > deadline,
+        near=lambda task: task[0],
+    )
 
 
 if __name__ == "__main__":

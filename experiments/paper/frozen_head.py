@@ -32,7 +32,9 @@ from experiments.paper.text_cleaning import (
 )
 from experiments.paper.texts import MADE_UP, Corpus, Rows, TextSplit
 from experiments.paper.tuning import Difference, shown
+from experiments.trial import train
 from hyperkron import losses
+from hyperkron.algorithms import Updates
 from hyperkron.cleaning.models.encoder_head import Hidden, mean_pool
 from hyperkron.problem import BilevelProblem
 
@@ -149,18 +151,15 @@ def head(split: TextSplit, seed: int) -> Head:
 
 def again(settings: Settings, split: TextSplit, rows: Rows, weight: Tensor, case: FrozenCase, seed: int) -> float:
     """Test accuracy in % of a fresh head, trained on ``rows`` with fixed weights."""
-    model, batches = head(split, seed + 100), Shuffled(rows, case.batch, seed + 100)
+    model, problem = head(split, seed + 100), case.problem()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.inner)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.again)
-    for _ in range(settings.again):
-        x, mask, y, chosen = batches()
-        loss = losses.cross_entropy(model(x, mask), y, weight=weight[chosen])
-        if case.decay:
-            loss = loss + losses.l2(model, case.decay)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+    train(
+        model,
+        lambda m, batch: problem.inner(m, weight.__getitem__, batch),
+        Shuffled(rows, case.batch, seed + 100),
+        Updates(optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.again)),
+        settings.again,
+    )
     return 100 * (1 - loss_and_error(model, split.test)[1])
 
 
@@ -186,8 +185,7 @@ def _run(
             "wrong": float(weight[~split.clean].mean()),
             "trusted_loss": loss_and_error(trial.model, split.trusted)[0],
         }
-    assert trial.state is not None
-    return {"stops": found, "failed": trial.failed, "rate": trial.state.outer.lr}
+    return {"stops": found, "failed": trial.failed, "rate": trial.run.state.outer.lr}
 
 
 def _reference(settings: Settings, split: TextSplit, kind: str, case: FrozenCase, seed: int) -> dict[str, Any]:

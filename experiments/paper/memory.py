@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 
+from experiments.cells import OutOfTime
 from experiments.paper import plots
-from experiments.paper.recipe import Job, Judgement, OutOfTime, Recipe, Result, Table, Verdict
+from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
 from hyperkron import losses
-from hyperkron.algorithms import AID, SAMA, BatchSources
-from hyperkron.algorithms.base import Algorithm
+from hyperkron.algorithms import AID, SAMA, Algorithm, InnerOnly
 from hyperkron.cleaning.models.encoder_head import EncoderHead
 from hyperkron.hyper import SampleWeights
 from hyperkron.hypergradient import cg, kfac, neumann
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError
+from hyperkron.training import fit
 from support.storages import Storages
 
 METHODS: dict[str, Callable[[], Algorithm]] = {
@@ -61,7 +62,7 @@ class Settings:
     classes: int = 6
 
 
-def _step(settings: Settings, layers: int, device: torch.device, algorithm: Algorithm | None) -> Callable[[], object]:
+def _step(settings: Settings, layers: int, device: torch.device, algorithm: Algorithm) -> Callable[[], object]:
     """A model with its optimizer and batches, and one step: outer with an inner one in it, or the inner one alone."""
     try:
         from transformers import BertConfig, BertModel
@@ -89,17 +90,19 @@ def _step(settings: Settings, layers: int, device: torch.device, algorithm: Algo
         lambda m, w, b: losses.cross_entropy(m(b[0], b[1]), b[2], weight=w(b[3])),
         lambda m, w, b: losses.cross_entropy(m(b[0], b[1]), b[2]),
     )
-    if algorithm is None:
-
-        def inner() -> None:
-            losses.as_loss(problem.inner(model, weights, batch)).value.backward()
-            optimizer.step()
-
-        return inner
-    outer = torch.optim.SGD(weights.parameters(), lr=1.0)
-    state = algorithm.init(problem, model, weights, inner=optimizer, outer=outer)
-    batches = BatchSources(batch, batch)
-    return lambda: algorithm.step(state, batches)
+    run = fit(
+        problem,
+        model,
+        weights,
+        algorithm,
+        batch,
+        batch,
+        steps=0,
+        inner_optimizer=optimizer,
+        outer_optimizer=torch.optim.SGD(weights.parameters(), lr=1.0) if algorithm.moves_hyper else None,
+        seed=None,
+    )
+    return lambda: run.advance(1)
 
 
 def work(job: Job) -> dict[str, Any]:
@@ -109,7 +112,7 @@ def work(job: Job) -> dict[str, Any]:
     how, cut_short = "", False
 
     def one(layers: int, name: str) -> dict[str, Any]:
-        make = METHODS.get(name, lambda: None)
+        make = METHODS.get(name, InnerOnly)
         _step(settings, layers, job.device, make())()  # the libraries' own memory is not counted
         found, means = peak_bytes(job.device, lambda: _step(settings, layers, job.device, make()))
         return {"bytes": found, "how": means}

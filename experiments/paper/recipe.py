@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from experiments import records
+from experiments.cells import Cells, OutOfTime
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import check_whole
 
@@ -53,10 +53,6 @@ LISTED = {"listed": True}
 """For a field of settings that lists what is run, so that a change leaves the finished cells valid: the key of a cell
 must then name all that the cell depends on in that field.
 """
-
-
-class OutOfTime(HyperkronError):
-    """The time limit was reached; what is done is in the cell cache and the next run continues from there."""
 
 
 @dataclass(frozen=True)
@@ -103,65 +99,6 @@ class Result:
             raise HyperkronError(f"{str(path)!r} is no result of a recipe ({error}); run the recipe again.") from error
 
 
-class Cells:
-    """A cache of finished pieces of a run, one JSON line each, so that an interrupted run continues.
-
-    Lines of a run with other settings are kept in the file but not used. A last line cut short by a crash is ignored.
-
-    Args:
-        path: of the ``.jsonl`` file.
-        settings: what the pieces depend on besides their key.
-    """
-
-    def __init__(self, path: Path, settings: Any) -> None:
-        self.path = path
-        text = json.dumps(records.plain(settings), sort_keys=True)
-        self.mark = hashlib.sha256(text.encode()).hexdigest()[:12]
-        self.found: dict[str, dict[str, Any]] = {}
-        self._torn = False
-        if path.exists():
-            content = path.read_text("utf-8")
-            self._torn = bool(content) and not content.endswith("\n")
-            for line in content.splitlines():
-                self._take(line)
-
-    def _take(self, line: str) -> None:
-        try:
-            row = json.loads(line)
-            if row["settings"] == self.mark:
-                self.found[json.dumps(row["key"])] = row
-        except (ValueError, KeyError, TypeError):
-            return  # cut short
-
-    def get(self, key: Sequence[Any]) -> dict[str, Any] | None:
-        """The value of a finished piece, or ``None``."""
-        row = self.found.get(json.dumps(list(key)))
-        return None if row is None else dict(row["value"])
-
-    def put(
-        self, key: Sequence[Any], value: dict[str, Any], seconds: float, busy: float | None = None
-    ) -> dict[str, Any]:
-        """Write a finished piece down at once, and return its value as it will be read back."""
-        row = {"key": list(key), "settings": self.mark, "seconds": round(seconds, 3), "value": records.plain(value)}
-        if busy is not None:
-            row["busy"] = round(busy, 3)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(("\n" if self._torn else "") + json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-        self._torn = False
-        self._take(json.dumps(row))
-        return dict(self.found[json.dumps(list(key))]["value"])
-
-    def seconds(self) -> float:
-        """Time spent on all finished pieces."""
-        return float(sum(row["seconds"] for row in self.found.values()))
-
-    def busy(self) -> float | None:
-        """Processor time of all finished pieces; ``None`` where one does not have it."""
-        rows = self.found.values()
-        return float(sum(row["busy"] for row in rows)) if all("busy" in row for row in rows) else None
-
-
 @dataclass
 class Job:
     """One run of a recipe, as its ``work`` function sees it.
@@ -188,13 +125,22 @@ class Job:
         done = self.cells.get(key)
         if done is not None:
             return done
-        if time.monotonic() > self.deadline:
-            raise OutOfTime("the time limit was reached; run the same command again to continue.")
+        self.check_time()
         begin, busy = time.monotonic(), time.process_time()
         value = function()
         spent, busy = time.monotonic() - begin, time.process_time() - busy
         self.say(f"{' '.join(str(x) for x in key)}: {spent:.1f} s")
         return self.cells.put(key, value, spent, busy)
+
+    @property
+    def late(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() > self.deadline
+
+    def check_time(self) -> None:
+        """:class:`OutOfTime` where the deadline has passed."""
+        if self.late:
+            raise OutOfTime("the time limit was reached; run the same command again to continue.")
 
 
 @dataclass(frozen=True)

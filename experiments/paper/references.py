@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor
 
+from experiments import trial
 from experiments.paper import cleaning
 from experiments.paper.cleaning import Budget, Case, Part, Split
 from experiments.paper.recipe import Job
-from experiments.paper.tuning import Clock, Grid, Search, Setting, settings_of, tune
+from experiments.paper.tuning import Grid, Search, Setting, settings_of, tune
+from hyperkron import losses
 from hyperkron.solution import HyperkronError
 
 Kind = Literal["trusted only", "trusted + noisy", "trusted + correct"]
@@ -41,33 +43,35 @@ def rows_of(split: Split, kind: Kind) -> Part:
 
 def train(
     case: Case, split: Split, kind: Kind, setting: Setting, budget: Budget, seed: int, test: bool
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
     """Plain SGD with the decay of the inner problem, looked at as the methods are."""
     x, y = rows_of(split, kind)
     model = cleaning.start(Case(case.network, case.batch, case.decay, 0, case.width), split, seed)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=setting["inner"], momentum=setting["momentum"], weight_decay=2 * case.decay
+    looks = cleaning.looks_at(split, budget, test)
+    run = trial.train(
+        model,
+        lambda m, i: losses.cross_entropy(m(x[i]), y[i]),
+        _shuffled(len(x), case.batch, seed, x.device),
+        torch.optim.SGD(model.parameters(), setting["inner"], setting["momentum"], weight_decay=2 * case.decay),
+        10 * budget.steps,  # an outer step holds ten inner ones
+        seconds=budget.seconds,
+        callbacks=[looks],
+        clock=trial.clock_of(x.device),
+        record_failure=True,
     )
-    generator, clock = torch.Generator().manual_seed(seed), Clock(x.device)
-    step, looks, rows = 0, 0, []
-    steps = budget.steps * 10  # an outer step holds ten inner ones
-    while clock.seconds < budget.seconds and step < steps:
-        for i in torch.randperm(len(x), generator=generator).to(x.device).split(case.batch):
-            with clock:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x[i]), y[i]).backward()
-                optimizer.step()
-            step += 1
-            due = max(clock.seconds / budget.seconds, step / steps) * budget.looks
-            if due >= looks + 1 or due >= budget.looks:
-                looks = math.floor(due)
-                row = {"step": float(step), "seconds": clock.seconds}
-                for name, part in (("second", split.second), *((("test", split.test),) if test else ())):
-                    row[f"{name}_loss"], row[f"{name}_error"] = cleaning.loss_and_error(model, part)
-                rows.append(row)
-            if due >= budget.looks:
-                break
-    return [{key: v if math.isfinite(v) else math.inf for key, v in row.items()} for row in rows]
+    return looks.of(run)
+
+
+def _shuffled(count: int, batch: int, seed: int, device: torch.device) -> Callable[[], Tensor]:
+    """Row numbers, each epoch in a new order; its last batch may be smaller."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def forever() -> Iterator[Tensor]:
+        while True:
+            yield from torch.randperm(count, generator=generator).to(device).split(batch)
+
+    rows = forever()
+    return lambda: next(rows)
 
 
 def references(

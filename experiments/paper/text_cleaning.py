@@ -5,8 +5,8 @@
 θ, the last layers of an encoder and a head, is moved by AdamW with a cosine schedule, λ by SGD with momentum 0.9. Its
 step size ``outer`` is relative (see :mod:`experiments.paper.image_entries`): the root mean square by which the weights
 of a batch move in the first step that counts; a setting ``rate`` gives an absolute one instead. All methods train the
-same parameters on the same batches. On a GPU nine of ten inner steps replay one recorded graph; where that cannot be
-recorded all take the ordinary way.
+same parameters on the same batches. On a GPU the inner steps replay one recorded graph; where that cannot be recorded
+they take the ordinary way.
 """
 
 from __future__ import annotations
@@ -14,24 +14,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from experiments.paper.image_entries import MEASURED, TINY, relative_step
 from experiments.paper.references import KINDS
 from experiments.paper.texts import Rows, TextSplit, joined
-from experiments.paper.tuning import Clock, Grid, Setting
+from experiments.paper.tuning import Grid, Setting
+from experiments.trial import TINY, Looks, RelativeStep, clock_of
 from hyperkron import losses
-from hyperkron.algorithms import AID, SAMA, BatchSources, Updates
-from hyperkron.algorithms.base import Algorithm, State
-from hyperkron.batches import FunctionSource
+from hyperkron.algorithms import AID, SAMA, Algorithm, InnerOnly, Updates
 from hyperkron.hyper import SampleWeights
-from hyperkron.hypergradient import cg, kfac, neumann
+from hyperkron.hypergradient import Hypergradient, cg, kfac, neumann
 from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HyperkronError, warn_once
-from hyperkron.training import Box, InnerLoop
+from hyperkron.solution import HyperkronError
+from hyperkron.training import Box, fit
 
 MOMENTUM = 0.9
 WARM = 4
@@ -40,11 +38,14 @@ WARM = 4
 
 @dataclass(frozen=True)
 class TextMethod:
-    """A method: its name, its grid, and how a setting becomes an algorithm (``None``: plain training)."""
+    """A method: its name, its grid, and how a setting, a number of inner steps and a seed become an algorithm.
+
+    ``algorithm`` is ``None`` for plain training.
+    """
 
     name: str
     grid: Grid
-    algorithm: Callable[[Setting, int], Algorithm] | None
+    algorithm: Callable[[Setting, int, int], Algorithm] | None
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,17 @@ def text_methods(rates: TextRates) -> dict[str, TextMethod]:
     both: Grid = {"inner": rates.inner, "outer": rates.outer}
     damped, stepped = {**both, "damping": rates.damping}, {**both, "step": rates.step}
     found = [TextMethod(name, {"inner": rates.plain}, None) for name in ("Baseline", *KINDS)]
+
+    def aid(name: str, grid: Grid, make: Callable[[Setting, int], Hypergradient]) -> TextMethod:
+        return TextMethod(name, grid, lambda x, inner_steps, seed: AID(make(x, seed), inner_steps, seed=seed))
+
     found += [
-        TextMethod("SAMA", {**both, "alpha": rates.alpha}, lambda x, seed: SAMA(1, x["alpha"], seed=seed)),
-        TextMethod("KFAC", damped, lambda x, seed: AID(kfac(x["damping"], seed=seed), 1, seed=seed)),
-        TextMethod(
-            "KFAC-EMP", damped, lambda x, seed: AID(kfac(x["damping"], fisher="empirical", seed=seed), 1, seed=seed)
-        ),
-        TextMethod("CG", damped, lambda x, seed: AID(cg(3, x["damping"]), 1, seed=seed)),
-        TextMethod("Neumann-3", stepped, lambda x, seed: AID(neumann(3, step=x["step"]), 1, seed=seed)),
-        TextMethod("Neumann-10", stepped, lambda x, seed: AID(neumann(10, step=x["step"]), 1, seed=seed)),
+        TextMethod("SAMA", {**both, "alpha": rates.alpha}, lambda x, t, seed: SAMA(t, x["alpha"], seed=seed)),
+        aid("KFAC", damped, lambda x, seed: kfac(x["damping"], seed=seed)),
+        aid("KFAC-EMP", damped, lambda x, seed: kfac(x["damping"], fisher="empirical", seed=seed)),
+        aid("CG", damped, lambda x, seed: cg(3, x["damping"])),
+        aid("Neumann-3", stepped, lambda x, seed: neumann(3, step=x["step"])),
+        aid("Neumann-10", stepped, lambda x, seed: neumann(10, step=x["step"])),
     ]
     return {method.name: method for method in found}
 
@@ -159,13 +162,12 @@ def order_auc(weights: Tensor, clean: Tensor) -> float:
 
 
 class TextTrial:
-    """One run of one method, with its own clock.
+    """One run of one method.
 
     Attributes:
-        records: whether inner steps are recorded as a graph; false for all runs once one could not be recorded.
+        run: what ``fit`` made; an outer step is one of its steps, also where training is plain.
+        rows: the looks of :meth:`train`.
     """
-
-    records: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -179,103 +181,70 @@ class TextTrial:
     ) -> None:
         self.case, self.split, self.model, self.steps, self.name = case, split, model, steps, method.name
         rows = _rows(split, method.name)
-        self.device = rows.labels.device
-        plain = method.algorithm is None
-        self.weights = SampleWeights(len(rows), init=1.0 if plain else None).to(self.device)
+        device, self.plain = rows.labels.device, method.algorithm is None
+        self.weights = SampleWeights(len(rows), init=1.0 if self.plain else None).to(device)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        inner = torch.optim.AdamW(parameters, lr=setting["inner"], fused=self.device.type == "cuda")
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, steps)
-        self.loop = InnerLoop(case.problem(), model, self.weights, inner, graph=case.graph and TextTrial.records)
-        self.batches = BatchSources(
-            FunctionSource(Shuffled(rows, case.batch, seed)),
-            FunctionSource(Shuffled(split.trusted, case.batch, seed + 1000)),
+        inner = torch.optim.AdamW(parameters, lr=setting["inner"], fused=device.type == "cuda")
+        unit = RelativeStep(setting.get("outer", 0.0), min(case.batch, len(rows)), setting.get("rate"))
+        bilevel: dict[str, Any] = {
+            "outer_data": Shuffled(split.trusted, case.batch, seed + 1000),
+            "outer_optimizer": torch.optim.SGD(self.weights.parameters(), lr=TINY, momentum=MOMENTUM),
+            "projection": Box(0.0, 1.0),
+            "callbacks": [unit],
+        }
+        self.run = fit(
+            case.problem(),
+            model,
+            self.weights,
+            InnerOnly(case.inner_steps)
+            if method.algorithm is None
+            else method.algorithm(setting, case.inner_steps, seed),
+            Shuffled(rows, case.batch, seed),
+            steps=0,
+            graph=case.graph,
+            inner_optimizer=Updates(inner, torch.optim.lr_scheduler.CosineAnnealingLR(inner, steps)),
+            clock=clock_of(device),
+            record_failure=True,
+            seed=None,
+            **({} if self.plain else bilevel),
         )
-        self.touched = min(case.batch, len(rows))
-        self.wanted, self.rate = setting.get("outer", 0.0), setting.get("rate")
-        self.algorithm = None if method.algorithm is None else method.algorithm(setting, seed)
-        self.state: State | None = None
-        if self.algorithm is not None:
-            outer = torch.optim.SGD(self.weights.parameters(), lr=TINY, momentum=MOMENTUM)
-            updates = Updates(inner, self.schedule)
-            self.state = self.algorithm.init(
-                case.problem(), model, self.weights, inner=updates, outer=outer, project=Box(0.0, 1.0)
-            )
-        self.clock, self.step, self.failed = Clock(self.device), 0, False
-        self.norms: list[float] = []
-        self.rows: list[dict[str, float]] = []
+        self.rows: list[dict[str, Any]] = []
+
+    @property
+    def failed(self) -> bool:
+        """Whether a step failed."""
+        return self.run.failure is not None
 
     def advance(self, steps: int) -> None:
         """Go on until ``steps`` outer steps are done."""
-        while not self.failed and self.step < steps:
-            try:
-                with self.clock:
-                    self._step()
-            except (HyperkronError, torch.linalg.LinAlgError):
-                self.failed = True
-            self.step += 1
+        self.run.advance(max(0, steps - self.run.state.step))
 
-    def _step(self) -> None:
-        """T inner steps and, unless training is plain, one of λ; the last inner step is the algorithm's own."""
-        for _ in range(self.case.inner_steps - (self.algorithm is not None)):
-            self._inner()
-        if self.algorithm is None or self.state is None:
-            self.schedule.step()
-            return
-        direction = self.algorithm.step(self.state, self.batches).direction
-        if direction > 0 and len(self.norms) < MEASURED:
-            self.norms.append(direction)
-            if len(self.norms) == MEASURED:
-                relative = self.wanted * relative_step(self.norms, self.touched)
-                self.state.outer.set_lr(relative if self.rate is None else self.rate)
-
-    def _inner(self) -> None:
-        batch = self.batches.inner()
-        try:
-            self.loop.step(batch)
-        except RuntimeError as error:
-            recording = self.loop._wants_graph and self.loop._recorded is None
-            if isinstance(error, torch.OutOfMemoryError) or not recording:
-                raise
-            warn_once("text-graph", f"the inner steps could not be recorded ({error!s:.200}); they run eagerly.")
-            TextTrial.records = False
-            self.loop = InnerLoop(self.case.problem(), self.model, self.weights, self.loop.optimizer, graph=False)
-            self.loop.step(batch)
-
-    def look(self, test: bool) -> None:
-        """Add a row to the curve, off the clock."""
-        row: dict[str, float] = {"step": self.step}
-        for name, part in (("second", self.split.second), *((("test", self.split.test),) if test else ())):
-            loss, error = (math.inf, 1.0) if self.failed else loss_and_error(self.model, part)
-            row[f"{name}_loss"], row[f"{name}_error"] = loss if math.isfinite(loss) else math.inf, error
-        self.rows.append(row)
-
-    def run(self, test: bool) -> None:
+    def train(self, test: bool) -> None:
         """The whole run, looked at in equal distances and at its end."""
-        for i in range(self.case.looks):
-            self.advance(math.ceil(self.steps * (i + 1) / self.case.looks))
-            if not self.rows or self.rows[-1]["step"] != self.step:
-                self.look(test)
+        parts = {"second": self.split.second} | ({"test": self.split.test} if test else {})
+        looks = Looks(parts, lambda model, part: loss_and_error(model, part), times=self.case.looks)
+        self.run.callbacks.append(looks)
+        self.advance(self.steps)
+        self.rows = [{key: value for key, value in row.items() if key != "seconds"} for row in looks.of(self.run)]
 
     def price(self, steps: int) -> float:
         """Seconds of an outer step, after those that measure the unit of λ and record the graph."""
-        self.advance(WARM)
-        before = self.clock.seconds
-        self.advance(WARM + steps)
+        before = self.run.advance(WARM, seconds=math.inf).seconds
+        self.run.advance(steps, seconds=math.inf)
         if self.failed:
             raise HyperkronError(f"a step of {self.name} failed, so that it has no price; try another setting.")
-        return (self.clock.seconds - before) / steps
+        return (self.run.seconds - before) / steps
 
     def figures(self) -> dict[str, Any]:
         """The curve, the row with the lowest second validation error, and how well weights tell right from wrong."""
         best = min(self.rows, key=lambda row: (row["second_error"], row["second_loss"]))
-        bilevel = self.state is not None
         return {
             "failed": self.failed,
             "best": best,
             "last": self.rows[-1],
-            "graph": self.loop._recorded is not None,
-            "auc": order_auc(self.weights.weight, self.split.clean) if bilevel else None,
-            "outer_rate": self.state.outer.lr if self.state is not None else None,
+            "graph": self.run.state.loop.recorded,
+            "auc": None if self.plain else order_auc(self.weights.weight, self.split.clean),
+            "outer_rate": None if self.plain else self.run.state.outer.lr,
             "curve": {key: [float(f"{row[key]:.5g}") for row in self.rows] for key in self.rows[0]},
         }
 

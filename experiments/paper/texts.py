@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from experiments.paper.datasets import find
-from hyperkron.cleaning.data.labelled import ReadOptions
+from hyperkron.cleaning.data import ReadOptions
+from hyperkron.cleaning.data.labelled import Place
 from hyperkron.cleaning.data.wrench import read_wrench
 from hyperkron.cleaning.models.encoder import TextEncoder
 from hyperkron.cleaning.models.encoder_head import Hidden
@@ -51,7 +52,8 @@ def corpus(name: str, folder: Path | None) -> Corpus:
     if name == MADE_UP:
         return _made_up()
     where = find(f"wrench/{name}", folder)
-    train, valid, test = (read_wrench(where, part, ReadOptions(), gold=False) for part in ("train", "valid", "test"))
+    places = (Place("name", name, where, part, ReadOptions(), gold=False) for part in ("train", "valid", "test"))
+    train, valid, test = map(read_wrench, places)
     number = {label: i for i, label in enumerate(train.classes or ())}
 
     def labels(of: Any) -> Tensor:

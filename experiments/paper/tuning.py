@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,44 +22,6 @@ Setting = dict[str, float]
 
 Grid = Mapping[str, Sequence[float]]
 """The values of each name; a setting takes one of each."""
-
-
-class Clock:
-    """Time spent inside ``with clock:``, the device synchronised before every reading.
-
-    ``seconds`` is what budgets count: wall-clock time on a GPU; on a CPU the process's own time, which with one thread
-    is what wall-clock time would be on a machine that nobody else uses. ``wall`` is wall-clock time on both.
-
-    Example:
-        >>> clock = Clock("cpu")
-        >>> with clock:
-        ...     _ = sum(range(1000))
-        >>> clock.seconds > 0 and clock.wall > 0
-        True
-    """
-
-    def __init__(self, device: torch.device | str) -> None:
-        self.device = torch.device(device)
-        self.seconds = self.wall = 0.0
-        self._begin = (0.0, 0.0)
-
-    def _read(self) -> tuple[float, float]:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            now = time.perf_counter()
-            return now, now
-        return time.process_time(), time.perf_counter()
-
-    def __enter__(self) -> Clock:
-        self._begin = self._read()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        seconds, wall = self._read()
-        self.seconds += seconds - self._begin[0]
-        self.wall += wall - self._begin[1]
 
 
 def settings_of(grid: Grid, trials: int, seed: int = 0) -> list[Setting]:

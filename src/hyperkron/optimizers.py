@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hyperkron import trees
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
-from hyperkron.validation import check_nonnegative, check_positive
+from hyperkron.validation import check_nonnegative, check_one_of, check_positive
 
 Project = Callable[[Tensor], Tensor]
 """A projection of one parameter of λ onto its constraint set."""
@@ -62,8 +62,9 @@ class Updates:
 
     Args:
         optimizer: any ``torch.optim`` optimizer of the level's parameters.
-        scheduler: any ``torch.optim.lr_scheduler`` of that optimizer, stepped once after every step of the
-            algorithm (with the outer loss, for ``ReduceLROnPlateau``).
+        scheduler: any ``torch.optim.lr_scheduler`` of that optimizer (``ReduceLROnPlateau`` gets the outer loss).
+        schedule: when the scheduler steps: after every ``"step"`` of the algorithm, or after every ``"update"`` of this
+            level's parameters, of which a step of the algorithm may contain several.
         clip: the largest norm of a direction; longer ones are scaled down to it.
         autocast: θ's own steps evaluate J_in under autocast in this dtype (inner level only). Hypergradients do not.
         scaler: with ``torch.float16``, a ``torch.amp.GradScaler``: the loss of θ's own steps is scaled, its gradient
@@ -81,8 +82,12 @@ class Updates:
     clip: float | None = None
     autocast: torch.dtype | None = None
     scaler: torch.amp.GradScaler | None = None
+    schedule: Literal["step", "update"] = "step"
 
     def __post_init__(self) -> None:
+        check_one_of("schedule", self.schedule, ("step", "update"))
+        if self.schedule == "update" and isinstance(self.scheduler, ReduceLROnPlateau):
+            raise HyperkronError("schedule='update' has no outer loss for ReduceLROnPlateau; use schedule='step'.")
         if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise HyperkronError(f"autocast={self.autocast!r} must be torch.bfloat16, torch.float16 or None.")
         if self.scaler is not None and not isinstance(self.scaler, torch.amp.GradScaler):
@@ -125,11 +130,13 @@ class LevelOptimizer:
     ) -> None:
         self.params = params
         self.rate: Rate | None = rate if given is None else None
+        self._plain = given is None and all(p.device.type == "cpu" for p in params.values())
         if given is None:
-            given = torch.optim.SGD(list(params.values()), lr=rate(0))
+            given = torch.optim.SGD(list(params.values()) or [torch.zeros(0)], lr=rate(0))
         updates = given if isinstance(given, Updates) else Updates(given)
         self.optimizer, self.scheduler, self.clip = updates.optimizer, updates.scheduler, updates.clip
         self.autocast, self.scaler = updates.autocast, updates.scaler
+        self.each_update = updates.schedule == "update" and self.scheduler is not None
         if level != "inner" and (self.autocast or self.scaler) is not None:
             raise HyperkronError(
                 f"{level}_optimizer has autocast={self.autocast} and scaler={self.scaler!r:.40}, but λ moves along the "
@@ -153,23 +160,41 @@ class LevelOptimizer:
 
     def step(self, direction: Tree) -> None:
         """Move against ``direction``, as the optimizer moves against a gradient; then project."""
-        if self.clip is not None:
-            ratio = self.clip / trees.norm(direction).clamp(min=torch.finfo(torch.float32).tiny)
-            direction = trees.scale(direction, ratio.clamp(max=1.0))
         for name, p in self.params.items():
             p.grad = direction[name].detach()
-        if self.scaler is None or not self.scaler.is_enabled():
+        self.update()
+
+    def update(self) -> None:
+        """Move against the gradients that are in ``.grad``; then project."""
+        if self.clip is not None:
+            gradients = {name: p.grad for name, p in self.params.items() if p.grad is not None}
+            ratio = self.clip / trees.norm(gradients).clamp(min=torch.finfo(torch.float32).tiny)
+            for name, g in trees.scale(gradients, ratio.clamp(max=1.0)).items():
+                self.params[name].grad = g
+        if self._plain:
+            self._descend()
+        elif self.scaler is None or not self.scaler.is_enabled():
             self.optimizer.step()
         else:
             self._scaled_step(self.scaler)
-        self._project()
+        if self.each_update and self.scheduler is not None:
+            self.scheduler.step()
+        if self.project is not None:
+            self._project()
+
+    def _descend(self) -> None:
+        """What ``torch.optim.SGD`` does on the CPU, without its hooks, which cost more than a small step."""
+        with torch.no_grad():
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.add_(p.grad, alpha=-group["lr"])
 
     def _scaled_step(self, scaler: torch.amp.GradScaler) -> None:
         """The step, unless the gradient is not finite; the scale follows. Scales are powers of two: none is rounded."""
         scale = scaler.get_scale()
         for p in self.params.values():
-            assert p.grad is not None
-            p.grad = p.grad * scale
+            p.grad = None if p.grad is None else p.grad * scale
         scaler.unscale_(self.optimizer)
         scaler.step(self.optimizer)
         scaler.update()
@@ -206,11 +231,12 @@ class LevelOptimizer:
         if self.rate is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rate(t + 1) * self.factor
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            if metric is not None:
-                self.scheduler.step(metric)
-        elif self.scheduler is not None:
+        if self.scheduler is None or self.each_update:
+            return
+        if not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
+        elif metric is not None:
+            self.scheduler.step(metric)
 
     def twin(self) -> LevelOptimizer:
         """A copy of the parameters with a fresh optimizer of the same kind and settings.
@@ -226,7 +252,9 @@ class LevelOptimizer:
         known = inspect.signature(type(self.optimizer)).parameters
         settings = {key: value for key, value in self.optimizer.defaults.items() if key in known}
         optimizer = type(self.optimizer)(groups, **settings)
-        return LevelOptimizer(copies, Updates(optimizer, clip=self.clip), Rate(0.0))
+        made = LevelOptimizer(copies, Updates(optimizer, clip=self.clip), Rate(0.0))
+        made._plain = self._plain
+        return made
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer and scheduler as nested dictionaries of tensors and plain values; not the parameters."""

@@ -20,13 +20,19 @@ from hyperkron.solution import HyperkronError
 Objective = Callable[[nn.Module, nn.Module, Any], Loss | Tensor]
 
 
+def no_outer(model: nn.Module, hyper: nn.Module, batch: Any) -> Tensor:
+    """In place of an outer objective that was not given: an error."""
+    raise HyperkronError("outer was not given: use BilevelProblem(inner, outer), or an algorithm that moves θ alone.")
+
+
 @dataclass(frozen=True)
 class BilevelProblem:
     """The two objectives of a bilevel problem, as plain functions ``f(model, hyper, batch)``.
 
     Args:
         inner: J_in(λ, θ), minimised over the model's trainable parameters.
-        outer: J_out(λ, θ), minimised over the parameters of ``hyper`` through θ*(λ).
+        outer: J_out(λ, θ), minimised over the parameters of ``hyper`` through θ*(λ); may be left out where only θ is
+            trained (:class:`hyperkron.algorithms.InnerOnly`).
         autocast: whether hypergradients use ``torch.autocast`` if the caller, an objective or the model enables it.
             ``None`` (default): implicit hypergradients check, on their first call and after every 100 calls, whether
             autocast changes ∂θ J_in or ∂θ J_out too much (cosine below 0.99); if so, they run without it from then on,
@@ -45,7 +51,7 @@ class BilevelProblem:
     """
 
     inner: Objective
-    outer: Objective
+    outer: Objective = no_outer
     autocast: bool | None = None
 
     def __post_init__(self) -> None:

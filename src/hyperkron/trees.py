@@ -80,13 +80,17 @@ def dot(a: Tree, b: Tree) -> Tensor:
         >>> dot({"w": torch.ones(2), "b": torch.ones(())}, {"w": torch.ones(2), "b": torch.ones(())})
         tensor(3.)
     """
-    left, right = _paired(a, b)
+    left, right = _paired(a, b) if a is not b else (list(a.values()),) * 2
     if not left:
         return torch.zeros(())
-    return torch.stack([_dot(x, y) for x, y in zip(left, right, strict=True)]).sum()
+    found = [_dot(x, y) for x, y in zip(left, right, strict=True)]
+    return found[0] if len(found) == 1 else torch.stack(found).sum()
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
+    if x is y and x.dtype not in _LOW_PRECISION and x.numel() <= _DOT_LIMIT:
+        x = x.reshape(-1)
+        return torch.dot(x, x)
     if x.dtype in _LOW_PRECISION or y.dtype in _LOW_PRECISION:
         x, y = x.float(), y.float()
     if x.dtype != y.dtype or x.numel() > _DOT_LIMIT:

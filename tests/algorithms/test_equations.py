@@ -53,11 +53,12 @@ def test_every_product_has_its_own_batch() -> None:
     x0, x1, x2 = (source.batch(i) for i in range(3))
     found = StochasticNeumann(2, 0.3).compute(problem.problem(), model, hyper, Batches([x0, x1, x2]), outer)
     state = hk.algorithms.aid_cg().init(problem.problem(), model, hyper)
-    _, b, direct = derivatives.outer_parts(state, outer)
-    p1 = trees.add(b, derivatives.product(state, x1, b, hk.curvature.Hessian()), -0.3)
-    p2 = trees.add(p1, derivatives.product(state, x2, p1, hk.curvature.Hessian()), -0.3)
-    v = {n: 0.3 * (b[n] + p1[n] + p2[n]) for n in b}
-    wanted = direct["value"] - derivatives.cross_term(state, x0, v)["value"]
+    with derivatives.oracles(state) as here:
+        _, b, direct = here.outer(outer)
+        p1 = trees.add(b, here.product(x1, b, hk.curvature.Hessian()), -0.3)
+        p2 = trees.add(p1, here.product(x2, p1, hk.curvature.Hessian()), -0.3)
+        v = {n: 0.3 * (b[n] + p1[n] + p2[n]) for n in b}
+        wanted = direct["value"] - here.cross(x0, v)["value"]
     assert relative(found.grads["value"], wanted) < 1e-12
 
 
@@ -83,7 +84,8 @@ def test_the_misscaled_sum_is_the_published_one() -> None:
     hessian = x.T @ x / len(x) + 2 * problem.ridge * torch.eye(3, dtype=x.dtype)
     result = StochasticNeumann(3, 0.2, misscaled=True).compute(problem.problem(), model, hyper, inner, outer)
     state = hk.algorithms.aid_cg().init(problem.problem(), model, hyper)
-    b = derivatives.outer_parts(state, outer)[1]["weight"]
+    with derivatives.oracles(state) as here:
+        b = here.outer(outer)[1]["weight"]
     step = torch.eye(3, dtype=x.dtype) - 0.2 * hessian
     powers = [b @ torch.linalg.matrix_power(step, k) for k in range(4)]
     v = 0.2 * powers[3] + powers[1] + powers[2] + powers[3]
@@ -174,7 +176,8 @@ def test_fsla_momentum_is_the_recursive_one() -> None:
     state = algorithm.init(problem.problem(), model, hyper)
 
     def h(batch: int) -> Tensor:
-        return derivatives.hypergradient_at(state, source.batch(batch), outer, state.trees["v"])[1]["value"]
+        with derivatives.oracles(state) as here:
+            return here.hypergradient(source.batch(batch), outer, state.trees["v"])[1]["value"]
 
     algorithm.step(state, batches)
     d = state.trees["d"]["value"]
@@ -197,7 +200,8 @@ def test_saba_reduces_the_variance_of_every_oracle_by_its_table() -> None:
     inner, outer = batches.finite("the test")
     tables = {name: [torch.zeros(())] * 3 for name in ("inner", "product", "crossed", "b", "direct")}
     for i, j in [(0, 2), (2, 1), (1, 0), (0, 0), (2, 2)]:
-        found = derivatives.parts(state, inner.batch(i), outer.batch(j), state.trees["v"], hk.curvature.Hessian())
+        with derivatives.oracles(state) as here:
+            found = here.parts(inner.batch(i), outer.batch(j), state.trees["v"], hk.curvature.Hessian())
         along = {}
         for name, table in tables.items():
             source, k = (inner, i) if name in ("inner", "product", "crossed") else (outer, j)

@@ -13,6 +13,7 @@ import clean_command
 import run_folder
 from clean_command import CLEAN, OUT, Captured
 from fake_cleaning import FakeCleaning
+from hyperkron.cleaning.config import SilentProgress
 from hyperkron.cli import main, output
 from hyperkron.solution import HyperkronError
 
@@ -245,7 +246,7 @@ def test_after_a_stop_there_is_another_bar(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert isinstance(output.progress(False), output.Lines)
-    assert isinstance(output.progress(True), output.Quiet)
+    assert isinstance(output.progress(True), SilentProgress)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     bar = output.progress(False)

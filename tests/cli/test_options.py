@@ -268,9 +268,15 @@ def test_an_error_under_json_is_one_object() -> None:
     assert json.loads(done.stdout) == {"error": "no: do this", "type": "HyperkronError"}
 
 
-def test_without_jsonargparse_the_extra_is_named() -> None:
-    done = alone("sys.modules['jsonargparse'] = None\nsys.exit(main(['doctor']))")
-    assert done.returncode == 1 and "pip install 'hyperkron[cli]'" in done.stderr and "Traceback" not in done.stderr
+def test_only_configurations_in_yaml_need_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    (tmp_path / "a.json").write_text('{"seed": 3}')
+    (tmp_path / "a.yaml").write_text("seed: 3")
+    assert main(["clean", "--config", str(tmp_path / "a.json"), "--print-config"]) == 0
+    assert main(["clean", "--config", str(tmp_path / "a.yaml"), "--print-config"]) == 2
+    assert "pip install 'hyperkron[cli]', or write it as JSON" in capsys.readouterr().err
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

@@ -39,7 +39,8 @@ def record_rows(**config: Any) -> None:
     hashes = row_hashes("train.csv")
     (RUN / HASHES).write_bytes(hashes.each)
     kept = json.loads((RUN / "config.json").read_text()) | config
-    run_folder.write_json(RUN / "config.json", kept | {"rows": {"count": len(hashes), "sha256": hashes.sha256}})
+    rows = {"count": len(hashes), "sha256": hashes.sha256, "version": hashes.VERSION}
+    run_folder.write_json(RUN / "config.json", kept | {"rows": rows})
 
 
 # --- report ------------------------------------------------------------------------------------------------
@@ -174,15 +175,16 @@ def test_rows_that_are_not_those_of_the_run_are_refused(
     assert main(["export", "runs/mine", "--drop", "suspects", "-o", "clean.csv"]) == 0
 
 
+@pytest.mark.parametrize("record", [None, {"count": 40, "sha256": "of an earlier version"}])
 def test_a_run_that_did_not_record_its_rows_is_exported_with_a_warning(
-    rows: list[dict[str, Any]], capsys: Captured
+    record: Any, rows: list[dict[str, Any]], capsys: Captured
 ) -> None:
     config = json.loads((RUN / "config.json").read_text())
-    run_folder.write_json(RUN / "config.json", {key: config[key] for key in config if key != "rows"})
+    run_folder.write_json(RUN / "config.json", config | {"rows": record})
     assert main(["export", "runs/mine", "--drop", "suspects", "-o", "clean.csv", "--quiet"]) == 0
     err = capsys.readouterr().err
-    assert err.startswith("warning: the run in runs/mine was made before")
-    assert "it is not known whether train.csv still holds them" in err
+    assert err.startswith("warning: the run in runs/mine was made by another version")
+    assert "it is not known whether train.csv still holds its rows" in err
 
 
 @pytest.mark.parametrize("what", ["keep", "escape", "refuse"])

@@ -22,12 +22,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hyperkron.cleaning.models import TransformerClassifier
 from hyperkron.curvature import KFAC
 from hyperkron.curvature.kfac import KroneckerState
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import Loss, binary_cross_entropy, cross_entropy, mse
 from hyperkron.problem import BilevelProblem
+from transformer import TransformerClassifier
 
 curvlinops = pytest.importorskip("curvlinops", reason="curvlinops is a peer: pip install -r requirements/peers.txt")
 

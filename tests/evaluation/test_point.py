@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -184,17 +185,11 @@ def test_checks_of_finiteness_name_the_first_that_failed() -> None:
         point.settle()  # read once
 
 
-def test_pending_checks_are_read_together() -> None:
-    """As on a GPU, where every question waits for the device."""
-    with make() as point:
-        point.finite_checks = [
-            ("one", "remedy one", torch.ones(())),
-            ("two", "remedy two", torch.tensor(float("nan"))),
-            ("three", "remedy three", torch.tensor(float("nan"))),
-        ]
-        with pytest.raises(hk.NonFiniteError, match="two is nan; remedy two"):
-            point.settle()
-        assert not point.finite_checks
+def test_a_recording_leaves_its_checks_to_the_replay() -> None:
+    with make(recording=True) as point:
+        point.finite("the step", torch.tensor(float("inf")), "make it smaller")
+        point.settle()
+        assert not point.execution.replayed(point.execution.unread())
 
 
 def test_a_point_is_used_inside_its_block() -> None:
@@ -261,3 +256,30 @@ def test_an_ordinary_inner_loss_keeps_the_cheap_cross_term(activation: type[nn.M
             optimizer.zero_grad()
             outer(model, None, (x, y)).backward()
             optimizer.step()
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_numpy_random_numbers_are_the_same_in_every_evaluation_and_put_back(pending: bool) -> None:
+    """Also the normal number that numpy keeps for its next call, which is not in its generator's memory."""
+    np.random.seed(3)
+    if pending:
+        np.random.randn()
+    drawn: list[float] = []
+
+    def loss(model: nn.Module, hyper: nn.Module, batch: Any) -> torch.Tensor:
+        drawn.append(float(np.random.randn()))
+        return (model.weight * hyper()).sum() * drawn[-1]
+
+    def left() -> tuple[Any, ...]:
+        kind, words, *rest = np.random.get_state()
+        return kind, words.tolist(), *rest
+
+    model, hyper = nn.Linear(2, 1, bias=False), hk.as_hyper(torch.ones(()))
+    before = left()
+    for _ in range(2):
+        with Point(hk.BilevelProblem(loss, loss), model, hyper, None, None) as point:
+            point.inner()
+            point.outer()
+        assert left() == before
+    assert len(drawn) == 4 and len(set(drawn)) == 1
+    assert np.random.randn() == drawn[0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from experiments import records
+from experiments.cells import Lines
 from experiments.paper import encoder_length
 from experiments.paper.encoder_cleaning import Source
 from experiments.paper.text_cleaning import TextCase
@@ -47,7 +48,7 @@ def test_the_page_has_the_recorded_table(capsys: pytest.CaptureFixture[str], tmp
 
 def test_what_the_page_says_of_trec() -> None:
     """KFAC works at every step size, SAMA only from 1000 on."""
-    rows = [row for row in encoder_length.recorded(encoder_length.RESULT) if row["dataset"] == "trec"]
+    rows = [row for row in Lines(encoder_length.RESULT).rows if row["dataset"] == "trec"]
     end = {(row["method"], row["rate"]): 1 - row["last"]["test_error"] for row in rows if row["seed"] == 0}
     assert min(end["KFAC", rate] for rate in encoder_length.RATES) > 0.71
     assert max(end["SAMA", rate] for rate in (0.01, 0.1, 1.0)) < 0.58 < 0.77 < end["SAMA", 1000.0]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from experiments import paper, records
+from experiments.cells import OutOfTime
 from experiments.paper.__main__ import main
-from experiments.paper.recipe import Judgement, OutOfTime, Result, Verdict
+from experiments.paper.recipe import Judgement, Result, Verdict
 from hyperkron.solution import HyperkronError
 
 Captured = pytest.CaptureFixture[str]

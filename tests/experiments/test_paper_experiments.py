@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from experiments import paper
+from experiments import paper, trial
+from experiments.cells import Cells
 from experiments.paper import amortization, batch_size, cleaning, compare, diagnostic, inverses, networks
 from experiments.paper.cleaning import Budget, Case, Split
-from experiments.paper.image_entries import RelativeTrial
 from experiments.paper.methods import Method, Rates, methods
-from experiments.paper.recipe import Cells, Job
+from experiments.paper.recipe import Job
 from experiments.paper.references import KINDS, references, rows_of
 from experiments.paper.tuning import Search
 from hyperkron.solution import HyperkronError
@@ -184,11 +184,11 @@ def test_the_figure_that_counts_is_chosen_by_the_second_validation_part(monkeypa
 def test_every_method_runs_from_the_same_start_and_moves_its_weights() -> None:
     split, case = _split(), Case(batch=100)
     for name, method in methods(RATES).items():
-        trial = cleaning.Trial(case, split, method, {key: values[0] for key, values in method.grid.items()}, seed=1)
-        torch.testing.assert_close(trial.model.weight, cleaning.start(case, split, 1).weight)
-        trial.advance(60.0, 3)
-        assert not trial.failed and trial.state.step == 3, name
-        weights = trial.weights.weight.detach()
+        run = cleaning.prepare(case, split, method, {key: values[0] for key, values in method.grid.items()}, seed=1)
+        torch.testing.assert_close(run.state.model.weight, cleaning.start(case, split, 1).weight)
+        run.advance(3)
+        assert run.failure is None and run.state.step == 3, name
+        weights = run.state.hyper.weight.detach()
         moved = float((weights - 0.5).abs().max()) > 0
         assert moved or name == "BOME", name  # whose barrier does not act yet: both levels pull θ the same way
         assert float(weights.min()) >= 0 and float(weights.max()) <= 1, name
@@ -224,11 +224,12 @@ def test_a_run_that_diverges_has_no_loss() -> None:
 
 def test_a_budget_of_time_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     method = methods(RATES)["AID-identity"]
-    trial = cleaning.Trial(Case(batch=100), _split(), method, {"inner": 0.1, "outer": 1.0, "momentum": 0.0}, 1)
     now = iter(x / 2 for x in range(10_000))  # every reading is half a second later
-    monkeypatch.setattr(trial.clock, "_read", lambda: (next(now), 0.0))
-    trial.run(Budget(3.0, looks=3), test=False)
-    assert trial.state.step == 6 and [row["step"] for row in trial.rows] == [0, 2, 4, 6]
+    monkeypatch.setattr(trial, "clock_of", lambda device: lambda: next(now))
+    setting = {"inner": 0.1, "outer": 1.0, "momentum": 0.0}
+    run, rows = cleaning.run(Case(batch=100), _split(), method, setting, Budget(3.0, looks=3), 1, test=False)
+    assert run.state.step == 6 and [row["step"] for row in rows] == [0, 2, 4, 6]
+    assert [row["seconds"] for row in rows] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_references_train_on_the_rows_they_name(tmp_path: Path) -> None:
@@ -308,14 +309,14 @@ def test_a_relative_step_serves_all_batches_and_intervals(
         def watched(
             case: Any, split: Any, method: Any, setting: Any, *rest: Any, original: Any = original, **named: Any
         ):
-            kinds.add(named.get("kind", rest[-1]))
+            kinds.add(named["relative"])
             inner.add((case.batch, setting["outer"], method.algorithm(setting, 0).inner_steps))
             return original(case, split, method, setting, *rest, **named)
 
         monkeypatch.setattr(cleaning, name, watched)
     job = Job("smoke", settings, (1,), torch.device("cpu"), Cells(tmp_path / "x.jsonl", {}))
     module.work(job)
-    assert kinds == {RelativeTrial}
+    assert kinds == {True}
     assert inner == {(batch, 100.0, 3) for batch in ((50, 100) if module is batch_size else (50,))}
 
 

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from experiments import paper, records
+from experiments.cells import Cells, OutOfTime
 from experiments.paper import datasets, page, places
 from experiments.paper.__main__ import main
 from experiments.paper.printed import printed
-from experiments.paper.recipe import Cells, Job, Judgement, OutOfTime, Recipe, Result, Table, Verdict
-from experiments.paper.tuning import Clock, Search, at_edge, interval, settings_of, shown, tune
+from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
+from experiments.paper.tuning import Search, at_edge, interval, settings_of, shown, tune
+from experiments.trial import clock_of
 from hyperkron.solution import HyperkronError
 
 
@@ -229,23 +231,9 @@ def test_interval_against_a_table() -> None:
     assert math.isnan(interval([1.0])[1]) and shown([]) == "–"
 
 
-def test_the_clock_counts_only_what_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([1.0, 10.0, 2.5, 12.0, 5.0, 20.0, 5.5, 21.0])
-    monkeypatch.setattr(time, "process_time", lambda: next(now))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
-    clock = Clock("cpu")
-    for _ in range(2):
-        with clock:
-            pass
-    assert (clock.seconds, clock.wall) == (2.0, 3.0)
-
-
-def test_the_clock_waits_for_a_gpu_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    with Clock("cuda") as clock:
-        assert len(waits) == 1
-    assert len(waits) == 2 and clock.seconds == clock.wall
+def test_a_trial_is_timed_by_the_processor_or_on_a_gpu_by_the_wall() -> None:
+    assert clock_of(torch.device("cpu")) is time.process_time
+    assert clock_of(torch.device("cuda", 0)) is time.perf_counter
 
 
 # --- data --------------------------------------------------------------------------------------------------

@@ -14,17 +14,18 @@ import pytest
 import torch
 
 from experiments import paper
+from experiments.cells import Cells, OutOfTime
 from experiments.paper import cleaning, datasets, encoder_cleaning, encoder_settings, memory, texts
 from experiments.paper.cleaning import Case
 from experiments.paper.entries import Entry, Stage, compete
-from experiments.paper.image_entries import MEASURED, RelativeTrial
 from experiments.paper.methods import Rates, methods
-from experiments.paper.recipe import Cells, Job, OutOfTime
+from experiments.paper.recipe import Job
 from experiments.paper.text_cleaning import WARM, TextCase, TextRates, TextTrial, _rows, order_auc, text_methods
+from experiments.trial import MEASURED, RelativeStep
 from hyperkron.algorithms import AID
 from hyperkron.cleaning.models import TextEncoder
 from hyperkron.hypergradient import cg, kfac
-from hyperkron.solution import HyperkronError, HyperkronWarning
+from hyperkron.solution import HyperkronError
 
 CPU = torch.device("cpu")
 
@@ -143,20 +144,21 @@ def test_a_relative_step_means_the_same_for_every_method(name: str) -> None:
     split = cleaning.noisy_split(cleaning.made_up((12,), 500, 50), (300, 100, 100), 1)
     method = methods(Rates())[name]
     setting = {key: values[0] for key, values in method.grid.items()} | {"outer": 0.01, "damping": 0.1, "momentum": 0.0}
-    trial = RelativeTrial(Case(batch=100), split, method, setting, 1)
-    trial.advance(60.0, MEASURED)
-    torch.testing.assert_close(trial.weights.weight, torch.full((300,), 0.5))  # only measured so far
-    trial.advance(60.0, MEASURED + 1)
-    moved = float((trial.weights.weight.detach() - 0.5).norm() / math.sqrt(100))
-    assert 0.003 < moved < 0.03 and trial.state.step == MEASURED + 1
+    run = cleaning.prepare(Case(batch=100), split, method, setting, 1, relative=True)
+    weight = run.advance(MEASURED).state.hyper.weight
+    torch.testing.assert_close(weight, torch.full((300,), 0.5))  # only measured so far
+    run.advance(1)
+    moved = float((weight.detach() - 0.5).norm() / math.sqrt(100))
+    assert 0.003 < moved < 0.03 and run.state.step == MEASURED + 1
 
 
 def test_a_method_that_does_not_move_at_first_is_measured_later() -> None:
     split = cleaning.noisy_split(cleaning.made_up((12,), 500, 50), (300, 100, 100), 1)
     method = methods(Rates())["BOME"]
-    trial = RelativeTrial(Case(batch=100), split, method, {"inner": 0.1, "outer": 0.1, "eta": 0.1}, 1)
-    trial.advance(60.0, 3)
-    assert trial.norms == [] and not trial.failed
+    run = cleaning.prepare(Case(batch=100), split, method, {"inner": 0.1, "outer": 0.1, "eta": 0.1}, 1, relative=True)
+    run.advance(3)
+    [unit] = run.callbacks
+    assert isinstance(unit, RelativeStep) and unit.norms == [] and run.failure is None
 
 
 # --- texts -------------------------------------------------------------------------------------------------
@@ -238,16 +240,15 @@ def test_all_methods_train_the_same_parameters_on_the_same_batches(encoder: Text
         if method.algorithm is None:
             continue
         trial = _trial(encoder, split, name, 3)
-        assert trial.state is not None
-        assert len(trial.state.params) == sum(p.requires_grad for p in trial.model.parameters()) == 18, name
-        source, seen[name] = trial.batches.inner, []
+        assert len(trial.run.state.params) == sum(p.requires_grad for p in trial.model.parameters()) == 18, name
+        source, seen[name] = trial.run.batches.inner, []
 
         def watched(source: Any = source, log: list[list[int]] = seen[name]) -> Any:
             batch = source()
             log.append(batch[3].tolist())
             return batch
 
-        trial.batches.inner = watched  # type: ignore[method-assign]
+        trial.run.batches.inner = watched  # type: ignore[method-assign]
         trial.advance(2)
         assert not trial.failed, name
     assert len(set(map(str, seen.values()))) == 1 and len(seen["SAMA"]) >= 2 * 2
@@ -259,29 +260,10 @@ def test_weights_learn_to_tell_right_from_wrong_labels(encoder: TextEncoder, eas
         trial = _trial(encoder, split, name, 40)
         trial.advance(MEASURED)
         torch.testing.assert_close(trial.weights.weight, torch.full((300,), 0.5))
-        trial.run(test=True)
+        trial.train(test=True)
         found = trial.figures()
         assert found["auc"] > 0.75, (name, found["auc"])
         assert found["outer_rate"] > 0 and len(found["curve"]["step"]) == 2
-
-
-def test_inner_steps_that_cannot_be_recorded_run_eagerly(
-    encoder: TextEncoder, easy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TextTrial, "records", True)
-    trial = _trial(encoder, texts.split(*easy, 1), "SAMA", 3)
-    loop = trial.loop
-
-    def refuse(batch: Any) -> torch.Tensor:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(loop, "step", refuse)
-    with pytest.raises(RuntimeError, match="capturing"):  # nothing was being recorded: an error like any other
-        trial.advance(1)
-    monkeypatch.setattr(loop, "_wants_graph", True)
-    with pytest.warns(HyperkronWarning, match="could not be recorded"):
-        trial.advance(1)
-    assert trial.step == 1 and not trial.failed and trial.loop is not loop and not TextTrial.records
 
 
 def test_tuning_does_not_touch_the_test_part(
@@ -306,16 +288,13 @@ def test_tuning_does_not_touch_the_test_part(
     assert 40 in seen
 
 
-def test_a_price_is_the_time_of_a_step_without_the_first_ones(
-    encoder: TextEncoder, easy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_price_is_the_time_of_a_step_without_the_first_ones(encoder: TextEncoder, easy: Any) -> None:
     trial = _trial(encoder, texts.split(*easy, 1), "KFAC", 20)
-    costs = iter([100.0] * WARM + [2.0, 4.0, 6.0])
-    monkeypatch.setattr(
-        TextTrial, "_step", lambda self: setattr(self.clock, "seconds", self.clock.seconds + next(costs))
-    )
-    assert trial.price(3) == pytest.approx(4.0, abs=0.1)
-    trial.failed = True
+    costs = [100.0] * WARM + [2.0, 4.0, 6.0]
+    readings = iter([x for cost in costs for x in (0.0, cost)])
+    trial.run.clock = lambda: next(readings)
+    assert trial.price(3) == pytest.approx(4.0)
+    trial.run.failure = HyperkronError("diverged")
     with pytest.raises(HyperkronError, match="KFAC failed"):
         trial.price(3)
 
@@ -337,13 +316,13 @@ def test_a_fresh_network_is_trained_with_the_final_weights(monkeypatch: pytest.M
     entries = {n: encoder_cleaning._entry(job, source, settings.parts[0], 1, methods[n]) for n in ("KFAC", "Baseline")}
     setting = {name: values[0] for name, values in entries["KFAC"].grid.items()}
     seen: list[Any] = []
-    plain = TextTrial.run
+    plain = TextTrial.train
 
-    def run(self: TextTrial, test: bool) -> None:
+    def train(self: TextTrial, test: bool) -> None:
         seen.append((self.name, self.weights.weight.detach().clone()))
         plain(self, test)
 
-    monkeypatch.setattr(TextTrial, "run", run)
+    monkeypatch.setattr(TextTrial, "train", train)
     found = entries["KFAC"].final(setting, 1)
     assert [name for name, _ in seen] == ["KFAC", "Baseline"] and 0 <= found["again"] <= 100
     assert not torch.equal(seen[1][1], torch.ones_like(seen[1][1]))  # it is given the weights that were learnt

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from experiments import paper
+from experiments import paper, workers
+from experiments.cells import Cells
 from experiments.paper import encoder_cleaning, side_by_side
-from experiments.paper.entries import Entry, Stage, Task, carry_out, missing
-from experiments.paper.recipe import Cells, Job
+from experiments.paper.cleaning import Budget, Case
+from experiments.paper.compare import Contest, Splits
+from experiments.paper.entries import Entry, Stage, carry_out, compete, missing
+from experiments.paper.image_entries import method_entry
+from experiments.paper.methods import Rates, methods
+from experiments.paper.recipe import Job
+from experiments.paper.tuning import Search
 from hyperkron.solution import HyperkronError
+from inline_workers import use_threads
 
 CPU = torch.device("cpu")
 
@@ -53,38 +60,70 @@ def test_what_is_missing_comes_in_order_and_only_when_it_can_be_computed(tmp_pat
 
 
 def test_a_process_stays_with_its_stage() -> None:
-    tasks: list[tuple[list[Any], Task]] = [([], Task(stage, 0, {}, None)) for stage in (3, 4, 4)]
-    assert side_by_side._nearest(tasks, 4) == 1
-    assert side_by_side._nearest(tasks, 7) == side_by_side._nearest(tasks, None) == 0
+    assert workers.nearest([3, 4, 4], 4) == 1
+    assert workers.nearest([3, 4, 4], 7) == workers.nearest([3, 4, 4], None) == 0
 
 
-def _cells(folder: Path) -> dict[str, dict[str, Any]]:
-    """The cells in a folder, but for what is measured."""
-    (path,) = folder.glob("*.cells.jsonl")
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    return {json.dumps(row["key"]): row["value"] for row in rows if row["key"][0] not in ("price", "encoder")}
+# --- processes ---------------------------------------------------------------------------------------------
 
 
-def _alone(folder: Path) -> None:
-    torch.set_num_threads(1)
-    paper.run("encoder-base", "smoke", seeds=1, device="cpu", folder=folder)
+def _stages(seeds: int | None = None) -> list[Stage]:
+    """Two methods on made-up vectors."""
+    rates = Rates(inner=(0.1,), outer=(10.0, 100.0), momentum=(0.0,), damping=(0.1,))
+    contest = Contest("vectors", (60, 30, 30), Case(batch=20), rates, Search(2, 1, 1.0), Budget(60.0, 3, 1))
+    splits = Splits(Job("smoke", None, (1,), CPU, Cells(Path("none.jsonl"), {})), contest)
+    made = [method_entry(contest, splits, methods(rates)[name]) for name in ("AID-CG-3", "AID-identity")]
+    return [Stage("only", made, seeds)]
 
 
-def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
-    """That one a fresh process, too: what ran before in this one may have changed the kernels that torch takes."""
+def _worker() -> Any:
+    return partial(carry_out, _stages())
+
+
+def test_two_processes_find_what_this_one_finds(tmp_path: Path) -> None:
+    """Up to rounding: what ran before in this process may have changed the kernels that torch takes."""
     said: list[str] = []
-    process = multiprocessing.get_context("spawn").Process(target=_alone, args=(tmp_path / "alone",))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    shared = paper.run(
-        "encoder-base", "smoke", seeds=1, device="cpu", folder=tmp_path / "b", workers=2, say=said.append
-    )
-    assert _cells(tmp_path / "b") == _cells(tmp_path / "alone")
-    alone = paper.Result.read(tmp_path / "alone" / "encoder-base-smoke.json")
-    assert shared.complete and shared.seeds == alone.seeds
-    assert shared.figures["stages"].keys() == alone.figures["stages"].keys()
-    assert any("KFAC" in line and line.endswith(" s") for line in said)
+    jobs = [Job("smoke", None, (1,), CPU, Cells(tmp_path / name, {}), say=said.append) for name in ("one", "two")]
+    side_by_side.fill_stages(jobs[1], _stages(), 2, 2, _worker)
+    assert len(said) == 2 * (2 + 1) and all(line.endswith(" s") for line in said)
+    jobs[1].deadline = -math.inf  # nothing is left to do, so nothing is out of time
+    alone, shared = (compete(job, _stages(), 2) for job in jobs)
+    assert not shared.cut_short and _untimed(shared.stages) == pytest.approx(_untimed(alone.stages), rel=1e-5)
+
+
+def _untimed(value: Any, name: str = "") -> dict[str, Any]:
+    """The figures by their names, but for what is measured."""
+    if name.endswith(("/seconds", "/wall", "/step_seconds")):
+        return {}
+    if isinstance(value, dict):
+        return {k: x for key, part in value.items() for k, x in _untimed(part, f"{name}/{key}").items()}
+    if isinstance(value, list):
+        return {k: x for i, part in enumerate(value) for k, x in _untimed(part, f"{name}/{i}").items()}
+    return {name: value}
+
+
+def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
+    def nothing(key: list[Any], value: Any, seconds: float, busy: float) -> None: ...
+
+    with pytest.raises(HyperkronError, match=r"the process at a 1 ended with code 3.*use fewer workers"):
+        workers.share(1, partial(os._exit, 3), lambda: [(["a", 1], None)], nothing)
+
+
+def test_the_recipe_of_another_process_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stages are made again by its name, and the cells are written by the process that shares the work."""
+    use_threads(monkeypatch)
+    monkeypatch.setattr(encoder_cleaning, "_price", lambda *args: {"seconds": 1.0, "bytes": None})
+    recipe = paper.recipes()["encoder-base"]
+
+    def first(job: Job) -> tuple[list[Stage], int]:
+        stages, trials = encoder_cleaning.stages_of(job)
+        return [replace(stages[0], entries=stages[0].entries[:1])], trials
+
+    job = recipe.job("smoke", 1, CPU, tmp_path)
+    side_by_side.fill(job, replace(recipe, stages=first), 1)
+    written = recipe.job("smoke", 1, CPU, tmp_path).cells
+    job.cells, job.deadline = written, -math.inf
+    assert list(compete(job, *first(job)).stages["made-up/1/all/weak"]) == ["SAMA"]
 
 
 def _failing(job: Job) -> tuple[list[Stage], int]:
@@ -97,32 +136,10 @@ def _failing(job: Job) -> tuple[list[Stage], int]:
 
 
 def test_a_failure_is_named_and_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker runs in this process, on queues of this process."""
-    import queue
-    import threading
-
-    class Thread(threading.Thread):
-        pid: int | None = None
-        exitcode = None
-
-        def start(self) -> None:
-            self.pid = os.getpid()
-            super().start()
-
-        def kill(self) -> None:
-            pass
-
-    class Context:
-        Queue = queue.Queue
-
-        @staticmethod
-        def Process(target: Any, args: Any, daemon: bool) -> Thread:
-            return Thread(target=target, args=args, daemon=True)
-
+    use_threads(monkeypatch)
+    monkeypatch.setattr(encoder_cleaning, "_price", lambda *args: {"seconds": 1.0, "bytes": None})
     recipe = replace(paper.recipes()["encoder-base"], stages=_failing)
     monkeypatch.setattr(paper, "recipes", lambda: {"encoder-base": recipe})
-    monkeypatch.setattr(side_by_side.multiprocessing, "get_context", lambda kind: Context)
-    monkeypatch.setattr(side_by_side.signal, "signal", lambda *args: None)
     with pytest.raises(HyperkronError, match=r"tune made-up/1/all/weak .* failed: RuntimeError: out of luck"):
         recipe.run("smoke", 1, "cpu", tmp_path, workers=2)
 

@@ -13,12 +13,13 @@ import hyperkron as hk
 from hyperkron.curvature.kfac import inverse as inverse_module
 from hyperkron.curvature.kfac.factors import Dual, Factor, LowRank, Primal, added, dense, scaled
 from hyperkron.curvature.kfac.inverse import FactorsNeeded, _common_sizes, factored_inverses, load_inverses
-from hyperkron.evaluation.point import Point
 from hyperkron.kernels import linalg
+from hyperkron.kernels.execution import Execution
 from hyperkron.solution import Status
 
 DOUBLE = torch.float64
 TRUE = torch.tensor(True)
+CPU = Execution(torch.device("cpu"))
 
 
 def rows(groups: int, count: int, d: int, seed: int) -> Tensor:
@@ -68,7 +69,7 @@ def test_dual_and_primal_equal_the_plain_formula(
     monkeypatch.setattr(inverse_module, "ALONE", 1 if alone else 10**9)
     given = factors(low_rank)
     before = {name: [dense(x).clone() for x in pair] for name, pair in given.items()}
-    inverses, status, good = factored_inverses(given, dict.fromkeys(given, delta), split, TRUE, keep)()
+    inverses, status, good = factored_inverses(given, dict.fromkeys(given, delta), split, TRUE, CPU, keep=keep).wait()
     assert status is Status.DIRECT and good
     assert all(
         torch.equal(dense(x), y) for name, pair in given.items() for x, y in zip(pair, before[name], strict=True)
@@ -98,7 +99,7 @@ def test_float32_fast_paths_agree_with_float64(low_rank: bool) -> None:
     for name, pair in factors(low_rank).items():
         a, b = (LowRank(f.rows.float()) if isinstance(f, LowRank) else f.float() for f in pair)
         given[name] = (a, b)
-    inverses, _, _ = factored_inverses(given, dict.fromkeys(given, delta), "pi", TRUE, True)()
+    inverses, _, _ = factored_inverses(given, dict.fromkeys(given, delta), "pi", TRUE, CPU).wait()
     for name, found in inverses.solve(v).items():
         mine, its = ((x.double() - wanted[name]).norm() / wanted[name].norm() for x in (found, rounded[name]))
         assert mine < max(1e-5, its), name
@@ -107,9 +108,9 @@ def test_float32_fast_paths_agree_with_float64(low_rank: bool) -> None:
 def test_halved_systems_give_the_same_hypergradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU does with large factors, on small ones."""
     given = factors(False)
-    before = factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, True)()[0].solve(right_hand_sides())
+    before = factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, CPU).wait()[0].solve(right_hand_sides())
     monkeypatch.setattr(inverse_module, "factorize", lambda m, lean, own: linalg._halved(m, leaf=4))
-    after = factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, True)()[0].solve(right_hand_sides())
+    after = factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, CPU).wait()[0].solve(right_hand_sides())
     for name in before:
         torch.testing.assert_close(after[name], before[name], rtol=1e-9, atol=1e-9)
 
@@ -130,7 +131,7 @@ def test_systems_enlarged_for_alignment_give_the_same(
     if halved:
         monkeypatch.setattr(inverse_module, "factorize", lambda m, lean, own: linalg._halved(m, leaf=4))
     given = factors(low_rank)
-    inverses, _, _ = factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, True)()
+    inverses, _, _ = factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, CPU).wait()
     assert low_rank or {c.a.size for c in inverses.classes} == {16, 4, 56, 1}
     found, wanted = inverses.solve(right_hand_sides()), plain("pi", 1e-3)
     for name, back in inverses.matvec(found).items():
@@ -148,7 +149,7 @@ def test_large_factors_are_freed_one_by_one_on_a_cpu(monkeypatch: pytest.MonkeyP
         return plainly(matrices)
 
     monkeypatch.setattr(inverse_module, "factorize", counting)
-    factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, True, given.clear)()
+    factored_inverses(given, dict.fromkeys(given, 1e-3), "pi", TRUE, CPU, own=True).wait()
     assert alive == list(range(len(watched), 0, -1))
 
 
@@ -157,7 +158,7 @@ def test_a_factor_alone_that_fails_is_kept_and_tried_again(monkeypatch: pytest.M
     bad = torch.eye(3, dtype=DOUBLE)[None].clone()
     bad[0, 0, 0] = -1e-2  # damped by δ_A = 1e-2 it is singular; with ten times that it is not
     given: dict[str, tuple[Factor, Factor]] = {"bad": (bad, torch.eye(2, dtype=DOUBLE)[None].clone())}
-    inverses, status, good = factored_inverses(given, {"bad": 1e-4}, "plain", TRUE, True, given.clear)()
+    inverses, status, good = factored_inverses(given, {"bad": 1e-4}, "plain", TRUE, CPU, own=True).wait()
     assert status is Status.MORE_DAMPING and good
     found = inverses.solve({"bad": torch.ones(1, 2, 3, dtype=DOUBLE)})["bad"]
     damped = bad[0] + 0.1 * torch.eye(3, dtype=DOUBLE)
@@ -167,9 +168,9 @@ def test_a_factor_alone_that_fails_is_kept_and_tried_again(monkeypatch: pytest.M
 def test_without_the_factors_a_failure_asks_for_them() -> None:
     bad: dict[str, tuple[Factor, Factor]] = {"a": (-torch.eye(3, dtype=DOUBLE)[None], torch.eye(2, dtype=DOUBLE)[None])}
     with pytest.raises(FactorsNeeded):
-        factored_inverses(bad, {"a": 1e-3}, "pi", TRUE, False)()
+        factored_inverses(bad, {"a": 1e-3}, "pi", TRUE, CPU, keep=False).wait()
     with pytest.raises(FactorsNeeded):
-        factored_inverses(factors(False), dict.fromkeys(factors(False), 1e-3), "pi", ~TRUE, False)()
+        factored_inverses(factors(False), dict.fromkeys(factors(False), 1e-3), "pi", ~TRUE, CPU, keep=False).wait()
 
 
 def test_sums_and_scales_of_rows_are_those_of_matrices() -> None:
@@ -197,7 +198,7 @@ def test_waiting_late_for_the_factorisation_changes_nothing(monkeypatch: pytest.
     problem, model, weights, batch = _problem()
     early, late = hk.kfac(seed=3), hk.kfac(seed=3)
     first = [early.compute(problem, model, weights, batch, batch).grads["weight"] for _ in range(3)]
-    monkeypatch.setattr(Point, "queues", True)
+    monkeypatch.setattr(Execution, "queued", True)
     for expected in first:
         assert torch.equal(late.compute(problem, model, weights, batch, batch).grads["weight"], expected)
 
@@ -205,7 +206,7 @@ def test_waiting_late_for_the_factorisation_changes_nothing(monkeypatch: pytest.
 def test_a_late_failure_measures_the_same_factors_again(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, model, weights, batch = _problem()
     reference = hk.kfac(seed=3).compute(problem, model, weights, batch, batch)
-    monkeypatch.setattr(Point, "queues", True)
+    monkeypatch.setattr(Execution, "queued", True)
     true_factorize, calls = inverse_module.factorize, []
 
     def failing(matrices: Tensor, lean: bool, own: bool) -> Any:

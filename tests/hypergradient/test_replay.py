@@ -17,8 +17,8 @@ import hyperkron as hk
 import replaying
 from hyperkron import solution
 from hyperkron.curvature import KroneckerState
-from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient import replay
+from hyperkron.kernels.execution import Execution
 from replaying import METHOD, PROBLEM, Batch, Rerun, batch, close, inner, made, network, outer, trained
 
 device = replaying.device
@@ -86,7 +86,7 @@ def test_what_is_not_finite_is_found_and_named(device: str) -> None:
 
 
 def test_negative_weights_are_refused_by_name(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Point, "queues", True)
+    monkeypatch.setattr(Execution, "queued", True)
 
     def signed(model: nn.Module, weights: nn.Module, b: Batch) -> hk.losses.Loss:
         return hk.losses.cross_entropy(model(b[0]), b[1], weight=weights(b[2]) - 2.0)

@@ -73,7 +73,7 @@ def test_while_recording_a_spectrum_is_checked_without_being_read() -> None:
     blocks = {name: eigen.EigenBlock(eye, eye, spectrum) for name, spectrum in spectra.items()}
     with Point(PROBLEM, network("cpu"), hk.SampleWeights(8), None, None, recording=True) as point:
         eigen.checked(point, eigen.EigenInverses(blocks))
-    assert [flags.tolist() for flags in point.assumed_zero] == [[False, True, True, True]]
+    assert point.execution.unread().tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize("adam", [False, True])

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dense_operator import flatten, random_vector
 from hyperkron import trees
 from hyperkron.curvature.base import Operator
+from hyperkron.kernels.execution import Execution
 from hyperkron.solution import Solution, Status
-from hyperkron.solvers import CG, GradientDescent, Neumann, Solver, Watch
+from hyperkron.solvers import CG, GradientDescent, Neumann, Solver
 from hyperkron.trees import Tree
 from recorded import EYE, START, A, N, System, alike
 
@@ -154,10 +155,10 @@ class _Doubling(Operator):
 def test_a_recording_takes_no_number_from_the_host(solver: Solver, started: bool) -> None:
     """Tensors without memory cannot be read either."""
     b = {"weight": torch.empty(3, 2, device="meta"), "scale": torch.empty((), device="meta")}
-    watch = Watch(recording=True)
+    execution = Execution(torch.device("meta"), recorded=True)
     with _OneDevice():
-        solver.solve(_Doubling(), b, start=b if started and solver.uses_start else None, watch=watch)
-        assert len(watch.unread) == 2 + (started and solver.uses_start)
+        solver.record(_Doubling(), b, execution, start=b if started and solver.uses_start else None)
+        assert len(execution.unread()) == 4 + (started and solver.uses_start)  # flags, and the outcome's three
 
 
 @settings(max_examples=200)
@@ -186,4 +187,4 @@ def test_a_replay_is_the_ordinary_way_or_refused(
     if system.solve().status is Status.NON_FINITE:
         assert system.replayed() is None
     else:
-        same(system, system.recorded()[0].products)
+        same(system, system.recorded().products)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hyperkron as hk
-from hyperkron.training.callbacks import Callback
+from hyperkron.training.run import Callback
 from quadratic import Quadratic
 
 PROBLEM = Quadratic(examples=6, noise=0.2)
@@ -216,7 +216,7 @@ def test_callbacks_are_called_and_add_to_the_history() -> None:
         def on_end(self, run: hk.Run) -> None:
             calls.append("end")
 
-    run = prepare(3, callbacks=[Spy(), hk.training.Every(2, lambda run: {"second": 1.0})])
+    run = prepare(3, callbacks=[Spy(), hk.training.Evaluate(every=2, function=lambda run: {"second": 1.0})])
     assert calls == ["start", "step 0", "step 1", "step 2", "end"]
     assert run.history.column("second") == [None, 1.0, None]
     assert run.history[-1]["mean"] == float(run.state.hyper().detach().mean())

@@ -65,7 +65,7 @@ def test_a_run_holds_its_folder_from_its_first_step_to_its_last(tmp_path: Path) 
         if len(run.history) == 1:
             raise KeyError("mine")
 
-    run = start("SAMA", [hk.training.Every(1, intrude), hk.Checkpoint(tmp_path, every=1)])
+    run = start("SAMA", [hk.training.Evaluate(every=1, function=intrude), hk.Checkpoint(tmp_path, every=1)])
     with pytest.raises(KeyError):
         run.advance(5)
     assert refused == ["run", "run"]

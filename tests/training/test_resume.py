@@ -172,9 +172,9 @@ def test_another_world_size_is_refused() -> None:
 
 def test_other_callbacks_are_a_change_that_can_be_allowed(tmp_path: Path) -> None:
     quadratic(2, callbacks=[hk.training.EarlyStopping(patience=9)]).save(tmp_path)
-    callbacks = [hk.training.Every(1, lambda run: None), hk.training.EarlyStopping(patience=9)]
+    callbacks = [hk.training.Evaluate(every=1, function=lambda run: None), hk.training.EarlyStopping(patience=9)]
     with pytest.raises(
-        hk.training.CheckpointError, match=r"callbacks.0: EarlyStopping in the checkpoint, Every in this run"
+        hk.training.CheckpointError, match=r"callbacks.0: EarlyStopping in the checkpoint, Evaluate in this run"
     ):
         quadratic(0, callbacks=callbacks).resume(tmp_path)
     run = quadratic(0, callbacks=callbacks).resume(tmp_path, allow_changes=True)
@@ -217,7 +217,9 @@ def saved_steps(folder: Path) -> list[int]:
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     scores = iter([3.0, 1.0, float("nan"), 2.0, 1.5, 9.0, 1.0, 4.0, 5.0])
     callback = hk.Checkpoint(tmp_path, every=1, keep=2, best="score")
-    run = quadratic(7, callbacks=[hk.training.Every(1, lambda run: {"score": next(scores)}), callback])
+    run = quadratic(
+        7, callbacks=[hk.training.Evaluate(every=1, function=lambda run: {"score": next(scores)}), callback]
+    )
     assert (callback.best_step, callback.best_value) == (2, 1.0)
     assert saved_steps(tmp_path) == [7, 6, 2]
     run.advance(2)
@@ -275,13 +277,15 @@ def test_a_signal_saves_at_the_next_boundary(tmp_path: Path, number: signal.Sign
             signal.raise_signal(number)
 
     before = signal.getsignal(number)
-    callbacks = [hk.training.Every(1, raising), hk.Checkpoint(tmp_path, every=100)]
+    callbacks = [hk.training.Evaluate(every=1, function=raising), hk.Checkpoint(tmp_path, every=100)]
     with pytest.raises(hk.training.Interrupted) as caught:
         quadratic(50, callbacks=callbacks)
     assert caught.value.code == code and caught.value.signal is number
     assert signal.getsignal(number) is before
     assert saved_steps(tmp_path) == [4]
-    resumed = quadratic(0, callbacks=[hk.training.Every(1, lambda run: None), hk.Checkpoint(tmp_path, every=100)])
+    resumed = quadratic(
+        0, callbacks=[hk.training.Evaluate(every=1, function=lambda run: None), hk.Checkpoint(tmp_path, every=100)]
+    )
     assert len(resumed.resume(tmp_path).advance(2).history) == 6
 
 
@@ -292,12 +296,12 @@ def test_a_second_interrupt_is_not_waited_for(tmp_path: Path) -> None:
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        quadratic(5, callbacks=[hk.training.Every(1, impatient), hk.Checkpoint(tmp_path)])
+        quadratic(5, callbacks=[hk.training.Evaluate(every=1, function=impatient), hk.Checkpoint(tmp_path)])
 
 
 def test_without_checkpoints_an_interrupt_is_what_it_always_was() -> None:
     with pytest.raises(KeyboardInterrupt):
-        quadratic(5, callbacks=[hk.training.Every(1, lambda run: signal.raise_signal(signal.SIGINT))])
+        quadratic(5, callbacks=[hk.training.Evaluate(every=1, function=lambda run: signal.raise_signal(signal.SIGINT))])
 
 
 def test_another_thread_can_run_too(tmp_path: Path) -> None:

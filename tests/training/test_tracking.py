@@ -253,13 +253,19 @@ def test_trackers_close_after_an_error_too(fake: Any) -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        start([hk.training.WandB("project"), hk.training.Every(1, failing)], 3)
+        start([hk.training.WandB("project"), hk.training.Evaluate(every=1, function=failing)], 3)
     assert len(wandb.of("finish")) == 1
 
 
 def test_what_is_not_finite_is_left_out(fake: Any) -> None:
     wandb = fake("wandb")
-    start([hk.training.Every(1, lambda run: {"bad": float("nan"), "text": "x"}), hk.training.WandB("project")], 1)
+    start(
+        [
+            hk.training.Evaluate(every=1, function=lambda run: {"bad": float("nan"), "text": "x"}),
+            hk.training.WandB("project"),
+        ],
+        1,
+    )
     assert "bad" not in wandb.of("log")[0][0][0] and wandb.of("log")[0][0][0]["text"] == "x"
 
 

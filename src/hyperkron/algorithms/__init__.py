@@ -18,6 +18,8 @@ from hyperkron.algorithms.bvfsm import BVFSM
 from hyperkron.algorithms.darts import DARTS
 from hyperkron.algorithms.f2sa import F2SA
 from hyperkron.algorithms.fsla import FSLA
+from hyperkron.algorithms.inner_loop import InnerLoop
+from hyperkron.algorithms.inner_only import InnerOnly
 from hyperkron.algorithms.meha import MEHA
 from hyperkron.algorithms.mrbo import MRBO
 from hyperkron.algorithms.pbgd import PBGD
@@ -53,6 +55,8 @@ __all__ = [
     "FSLA",
     "Facts",
     "Fixed",
+    "InnerLoop",
+    "InnerOnly",
     "MEHA",
     "MRBO",
     "PBGD",

@@ -97,12 +97,14 @@ class AmIGO(Algorithm):
             result = derivatives.hypergradient(state, batches)
             state.outer.step(result.grads)
             return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
-        outer_loss, b, direct = derivatives.outer_parts(state, batches.outer())
+        outer_batch, *inner_batches = batches.outer(), *(batches.inner() for _ in range(self.linear_steps + 1))
         v, rate = state.trees["v"], as_rate(self.linear_rate)(state.step)
-        for _ in range(self.linear_steps):
-            residual = trees.add(derivatives.product(state, batches.inner(), v, self.curvature), b, alpha=-1.0)
-            v = trees.add(v, residual, alpha=-rate)
+        with derivatives.oracles(state) as here:
+            outer_loss, b, direct = here.outer(outer_batch)
+            for batch in inner_batches[:-1]:
+                residual = trees.add(here.product(batch, v, self.curvature), b, alpha=-1.0)
+                v = trees.add(v, residual, alpha=-rate)
+            direction = trees.add(direct, here.cross(inner_batches[-1], v), alpha=-1.0)
         state.trees["v"] = v
-        direction = trees.add(direct, derivatives.cross_term(state, batches.inner(), v), alpha=-1.0)
         state.outer.step(direction)
         return state.finish(outer_loss, direction, inner_loss)

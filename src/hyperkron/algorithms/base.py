@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import trees
+from hyperkron.algorithms.inner_loop import InnerLoop
 from hyperkron.batches import BatchSources
 from hyperkron.evaluation.point import trainable
 from hyperkron.hypergradient import Hypergradient
@@ -63,7 +64,7 @@ class StepReport:
 
     Attributes:
         step: its number, from 0.
-        outer_loss: J_out on the step's outer batch, before λ moved.
+        outer_loss: J_out on the step's outer batch, before λ moved; ``None`` where λ does not move.
         inner_loss: J_in on the step's last inner batch, where the method evaluated it.
         direction: the norm of the direction along which λ moved.
         status: of the hypergradient, where there was one.
@@ -71,7 +72,7 @@ class StepReport:
     """
 
     step: int
-    outer_loss: float
+    outer_loss: float | None
     inner_loss: float | None
     direction: float
     status: Status | None = None
@@ -83,6 +84,7 @@ class State:
 
     Attributes:
         inner, outer: how θ and λ move.
+        loop: θ's own steps on J_in, by ``inner``.
         hypergradient: the algorithm's own copy, with its caches.
         step: how many steps have been done.
         trees, numbers, twins: what the algorithm remembers: vectors, scalars, and second points of θ.
@@ -97,9 +99,11 @@ class State:
         inner: LevelOptimizer,
         outer: LevelOptimizer,
         seed: int,
+        graph: bool = False,
     ) -> None:
-        self.problem, self.model, self.hyper = problem, model, hyper
+        self.model, self.hyper = model, hyper
         self.inner, self.outer = inner, outer
+        self.loop = InnerLoop(problem, model, hyper, inner, graph=graph)
         self.hypergradient: Hypergradient | None = None
         self.step = 0
         self.trees: dict[str, Tree] = {}
@@ -107,6 +111,15 @@ class State:
         self.twins: dict[str, LevelOptimizer] = {}
         device = next(iter(inner.params.values())).device
         self.generator = torch.Generator(device).manual_seed(seed)
+
+    @property
+    def problem(self) -> BilevelProblem:
+        """The two objectives."""
+        return self.loop.problem
+
+    @problem.setter
+    def problem(self, problem: BilevelProblem) -> None:
+        self.loop.replace_problem(problem)
 
     @property
     def params(self) -> Tree:
@@ -120,7 +133,7 @@ class State:
 
     def finish(
         self,
-        outer_loss: Tensor | float,
+        outer_loss: Tensor | float | None,
         direction: Tree,
         inner_loss: Tensor | float | None = None,
         *,
@@ -130,9 +143,9 @@ class State:
         """Close the step: read its figures, refuse non-finite ones, advance the counter and the schedules."""
         report = StepReport(
             self.step,
-            float(outer_loss),
+            None if outer_loss is None else float(outer_loss),
             None if inner_loss is None else float(inner_loss),
-            float(trees.norm(direction)),
+            float(trees.norm(direction)) if direction else 0.0,
             status,
             stats or {},
         )
@@ -143,7 +156,7 @@ class State:
                     f"{name} is {value} at step {self.step}; lower inner_rate or outer_rate (or the optimizers' "
                     "lr), clip with Updates(optimizer, clip=1.0), or look for nan in the batches."
                 )
-        self._advance(report.outer_loss)
+        self._advance(report.inner_loss if report.outer_loss is None else report.outer_loss)
         return report
 
     def skip(self) -> StepReport:
@@ -218,6 +231,8 @@ class Algorithm(ABC):
     seed: int = 0
 
     facts: ClassVar[Facts]
+    moves_hyper: ClassVar[bool] = True
+    """Whether λ moves; where it does not, ``hyper`` may be a module without parameters."""
 
     def __post_init__(self) -> None:
         as_rate(self.inner_rate), as_rate(self.outer_rate)
@@ -232,25 +247,30 @@ class Algorithm(ABC):
         self,
         problem: BilevelProblem,
         model: nn.Module,
-        hyper: nn.Module,
+        hyper: nn.Module | None,
         *,
         inner: torch.optim.Optimizer | Updates | None = None,
         outer: torch.optim.Optimizer | Updates | None = None,
         project: Project | None = None,
+        graph: bool = False,
     ) -> State:
         """A fresh state at the current θ and λ.
 
         Args:
             problem: the two objectives.
             model: holds θ.
-            hyper: holds λ.
+            hyper: holds λ; may be ``None`` where λ does not move.
             inner: what moves θ; ``None`` for gradient descent at ``inner_rate``.
             outer: what moves λ; ``None`` for gradient descent at ``outer_rate``.
             project: the projection of λ, applied now and after every step.
+            graph: replay θ's own steps as a CUDA graph; see :class:`InnerLoop`.
         """
         theta = LevelOptimizer(trainable(model, "model"), inner, as_rate(self.inner_rate))
-        lam = LevelOptimizer(trainable(hyper, "hyper"), outer, as_rate(self.outer_rate), project=project, level="outer")
-        state = State(problem, model, hyper, theta, lam, self.seed)
+        if hyper is None:
+            hyper = nn.Module()
+        hypers = trainable(hyper, "hyper") if self.moves_hyper else {}
+        lam = LevelOptimizer(hypers, outer, as_rate(self.outer_rate), project=project, level="outer")
+        state = State(problem, model, hyper, theta, lam, self.seed, graph)
         method = getattr(self, "hypergradient", None)
         if method is not None:
             state.hypergradient = method.fresh()

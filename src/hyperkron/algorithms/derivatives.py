@@ -8,7 +8,7 @@ in ordinary training. Every other evaluation leaves the model's buffers as they 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hyperkron import cross, trees
 from hyperkron.algorithms.base import State
 from hyperkron.batches import BatchSources
-from hyperkron.curvature import Curvature
+from hyperkron.curvature import Curvature, Operator
 from hyperkron.curvature.hessian import HessianOperator
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.implicit import outer_gradients
@@ -99,42 +99,38 @@ def gradients(
         batch: on which batch.
         theta: parameters in place of the model's own.
         live: a real training step of θ, which advances buffers.
-        hyper: whether ∂λ is wanted; zero otherwise.
+        hyper: whether ∂λ is wanted; empty otherwise.
     """
     function = state.problem.inner if level == "inner" else state.problem.outer
     wanted = [*state.params.values(), *(state.hypers.values() if hyper else ())]
-    with ExitStack() as stack:
-        if theta is not None:
-            stack.enter_context(placed(state.params, theta))
-        if not live:
-            stack.enter_context(_kept_buffers(state.model))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(differentiable_checkpoints())
-        scaler = state.inner.scaler if live and level == "inner" else None
-        if live and level == "inner" and state.inner.autocast is not None:
-            stack.enter_context(torch.autocast(wanted[0].device.type, state.inner.autocast))
+    kind, own_step = wanted[0].device.type, live and level == "inner"
+    with (
+        nullcontext() if theta is None else placed(state.params, theta),
+        nullcontext() if live else _kept_buffers(state.model),
+        torch.enable_grad(),
+        differentiable_checkpoints(),
+        torch.autocast(kind, state.inner.autocast) if own_step and state.inner.autocast else nullcontext(),
+    ):
         plain = state.problem.autocast is False and not live
-        with WithoutAutocast(wanted[0].device.type) if plain else nullcontext():
+        with WithoutAutocast(kind) if plain else nullcontext():
             loss = as_loss(function(state.model, state.hyper, batch))
         if not loss.value.requires_grad:
             raise HyperkronError(f"{level} returned a loss that depends on neither model nor hyper; do not detach it.")
+        scaler = state.inner.scaler if own_step else None
         value = loss.value if scaler is None else scaler.scale(loss.value)
         found = torch.autograd.grad(value, wanted, allow_unused=True)
         if scaler is not None:
             found = tuple(g if g is None else g / scaler.get_scale() for g in found)
     filled = [torch.zeros_like(p) if g is None else g for p, g in zip(wanted, found, strict=True)]
-    count = len(state.params)
-    by_hyper = dict(zip(state.hypers, filled[count:], strict=True)) if hyper else trees.zeros_like(state.hypers)
-    return Gradients(loss.value.detach(), dict(zip(state.params, filled[:count], strict=True)), by_hyper)
+    by_hyper = dict(zip(state.hypers, filled[len(state.params) :], strict=True)) if hyper else {}
+    return Gradients(loss.value.detach(), dict(zip(state.params, filled, strict=False)), by_hyper)
 
 
 def descend(state: State, batches: BatchSources, steps: int) -> Tensor | None:
     """``steps`` real steps of θ on J_in, each on a fresh batch; the loss before the last of them."""
     loss = None
     for _ in range(steps):
-        found = gradients(state, "inner", batches.inner(), live=True, hyper=False)
-        state.inner.step(found.theta)
-        loss = found.value
+        loss = state.loop.step(batches.inner())
     return loss
 
 
@@ -178,49 +174,57 @@ def hypergradient(state: State, batches: BatchSources) -> HypergradientResult:
     return method.compute(state.problem, state.model, state.hyper, batch, outer_batch, **own)
 
 
-def product(state: State, batch: Any, v: Tree, curvature: Curvature) -> Tree:
-    """(A + δI) v on ``batch``."""
-    with Point(state.problem, state.model, state.hyper, batch, None) as point:
-        found = curvature.operator(point, curvature.init()).matvec(v)
-        point.settle()
-    return found
+class Oracles:
+    """The pieces of the implicit formula at one point (θ, λ), on any batches; see :func:`oracles`."""
 
+    def __init__(self, point: Point) -> None:
+        self._point = point
 
-def cross_term(state: State, batch: Any, v: Tree) -> Tree:
-    """X(v) = ∂λ⟨∂θ J_in, v⟩ on ``batch``."""
-    with Point(state.problem, state.model, state.hyper, batch, None) as point:
-        found = cross.reverse(point, v)
-        point.settle()
-    return found
+    def outer(self, batch: Any) -> tuple[Tensor, Tree, Tree]:
+        """J_out, b = ∂θ J_out and ∂λ J_out on ``batch``."""
+        self._point.outer_batch = batch
+        return outer_gradients(self._point)
 
+    def product(self, batch: Any, v: Tree, curvature: Curvature) -> Tree:
+        """(A + δI) v on ``batch``."""
+        return self._operator(batch, curvature).matvec(v)
 
-def outer_parts(state: State, batch: Any) -> tuple[Tensor, Tree, Tree]:
-    """J_out, b = ∂θ J_out and ∂λ J_out on ``batch``."""
-    with Point(state.problem, state.model, state.hyper, None, batch) as point:
-        found = outer_gradients(point)
-        point.settle()
-    return found
+    def cross(self, batch: Any, v: Tree) -> Tree:
+        """X(v) = ∂λ⟨∂θ J_in, v⟩ on ``batch``."""
+        self._point.inner_batch = batch
+        return cross.reverse(self._point, v)
 
+    def hypergradient(self, inner_batch: Any, outer_batch: Any, v: Tree) -> tuple[Tensor, Tree]:
+        """J_out and ∂λ f − X(v) for a given ``v``."""
+        outer_loss, _, direct = self.outer(outer_batch)
+        return outer_loss, trees.add(direct, self.cross(inner_batch, v), alpha=-1.0)
 
-def parts(state: State, inner_batch: Any, outer_batch: Any, v: Tree, curvature: Curvature) -> Parts:
-    """All pieces of the implicit formula at the current (θ, λ) and ``v``, on one batch of each level."""
-    with Point(state.problem, state.model, state.hyper, inner_batch, outer_batch) as point:
-        outer_loss, b, direct = outer_gradients(point)
-        operator = curvature.operator(point, curvature.init())
-        along, inner = operator.cross(v, point.hypers), operator.gradients
+    def parts(self, inner_batch: Any, outer_batch: Any, v: Tree, curvature: Curvature) -> Parts:
+        """All pieces for ``v``, on one batch of each level."""
+        outer_loss, b, direct = self.outer(outer_batch)
+        operator, point = self._operator(inner_batch, curvature), self._point
+        (product, along), inner = operator.matvec_and_cross(v, point.hypers), operator.gradients
         if along is None or inner is None:
             graph = HessianOperator(point, 0.0)
             along, inner = graph.cross(v, point.hypers), graph.gradients
-        result = Parts(
-            _filled(inner, point.params),
-            operator.matvec(v),
-            _filled(along, point.hypers),
-            b,
-            direct,
-            outer_loss,
-        )
+        return Parts(_filled(inner, point.params), product, _filled(along, point.hypers), b, direct, outer_loss)
+
+    def _operator(self, batch: Any, curvature: Curvature) -> Operator:
+        self._point.inner_batch = self._point.curvature_batch = batch
+        return curvature.operator(self._point, curvature.init())
+
+
+@contextmanager
+def oracles(state: State) -> Iterator[Oracles]:
+    """The oracles at the current (θ, λ), which must stay there inside the block.
+
+    All of them see the same random numbers, and when the block ends the model and the random states are what they were:
+    draw batches before it.
+    """
+    point = Point(state.problem, state.model, state.hyper, None, None, variables=(state.params, state.hypers))
+    with point:
+        yield Oracles(point)
         point.settle()
-    return result
 
 
 def _filled(found: Mapping[str, Tensor | None], like: Tree) -> Tree:
@@ -248,12 +252,3 @@ def weighted_change(new: Parts, old: Parts, inner_share: float, outer_share: flo
         "v": trees.add(change("product", inner_share), change("b", outer_share), alpha=-1.0),
         "hyper": trees.add(change("direct", outer_share), change("crossed", inner_share), alpha=-1.0),
     }
-
-
-def hypergradient_at(state: State, inner_batch: Any, outer_batch: Any, v: Tree) -> tuple[Tensor, Tree]:
-    """J_out and ∂λ f − X(v) for a given ``v``."""
-    with Point(state.problem, state.model, state.hyper, inner_batch, outer_batch) as point:
-        outer_loss, _, direct = outer_gradients(point)
-        found = trees.add(direct, cross.reverse(point, v), alpha=-1.0)
-        point.settle()
-    return outer_loss, found

@@ -54,16 +54,21 @@ class FSLA(SOBA):
         old_theta, old_v = state.inner.values(), memory["v"]
         inner = derivatives.gradients(state, "inner", batches.inner(), live=True, hyper=False)
         state.inner.step(inner.theta)
-        _, b, _ = derivatives.outer_parts(state, batches.outer())
-        residual = trees.add(derivatives.product(state, batches.inner(), old_v, self.curvature), b, alpha=-1.0)
-        memory["v"] = trees.add(old_v, residual, alpha=-as_rate(self._linear_rate())(state.step))
-        pair = batches.inner(), batches.outer()
-        outer_loss, h = derivatives.hypergradient_at(state, *pair, memory["v"])
+        outer_batch, batch, pair = batches.outer(), batches.inner(), (batches.inner(), batches.outer())
+        with derivatives.oracles(state) as here:
+            _, b, _ = here.outer(outer_batch)
+            residual = trees.add(here.product(batch, old_v, self.curvature), b, alpha=-1.0)
+            memory["v"] = trees.add(old_v, residual, alpha=-as_rate(self._linear_rate())(state.step))
+            outer_loss, h = here.hypergradient(*pair, memory["v"])
         direction = h
         if "d" in memory:
             keep = 1.0 - min(1.0, as_rate(self.momentum)(state.step))
-            with derivatives.placed(state.params, old_theta), derivatives.placed(state.hypers, memory["old hyper"]):
-                _, h_old = derivatives.hypergradient_at(state, *pair, old_v)
+            with (
+                derivatives.placed(state.params, old_theta),
+                derivatives.placed(state.hypers, memory["old hyper"]),
+                derivatives.oracles(state) as there,
+            ):
+                _, h_old = there.hypergradient(*pair, old_v)
             direction = trees.add(h, trees.add(memory["d"], h_old, alpha=-1.0), alpha=keep)
         memory["d"], memory["old hyper"] = direction, state.outer.values()
         state.outer.step(direction)

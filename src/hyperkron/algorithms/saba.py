@@ -47,7 +47,8 @@ class SABA(SOBA):
         """One joint step along variance-reduced directions."""
         inner, outer = batches.finite("SABA")
         i, j = inner.index(), outer.index()
-        found = derivatives.parts(state, inner.batch(i), outer.batch(j), state.trees["v"], self.curvature)
+        with derivatives.oracles(state) as here:
+            found = here.parts(inner.batch(i), outer.batch(j), state.trees["v"], self.curvature)
         of_inner, of_outer = (i, len(inner), inner.share(i)), (j, len(outer), outer.share(j))
         gradient = _reduced(state, "inner", found.inner, *of_inner)
         product = _reduced(state, "product", found.product, *of_inner)

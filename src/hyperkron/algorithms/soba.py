@@ -67,8 +67,9 @@ class SOBA(Algorithm):
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """One joint step."""
-        batch = batches.inner()
-        found = derivatives.parts(state, batch, batches.outer(), state.trees["v"], self.curvature)
+        batch, outer_batch = batches.inner(), batches.outer()
+        with derivatives.oracles(state) as here:
+            found = here.parts(batch, outer_batch, state.trees["v"], self.curvature)
         direction = found.hyper()
         self.move(state, found.inner, found.system(), direction, batch)
         return state.finish(found.outer_loss, direction)

@@ -54,19 +54,20 @@ class SRBA(SOBA):
         inner, outer = batches.finite("SRBA")
         period = self.period or max(1, (len(inner) + len(outer)) // 2)
         memory = state.trees
-        if state.step % period == 0:
-            pair = inner.full(), outer.full()
-            found = derivatives.parts(state, *pair, memory["v"], self.curvature)
+        full = state.step % period == 0
+        i, j = (0, 0) if full else (inner.index(), outer.index())
+        pair = (inner.full(), outer.full()) if full else (inner.batch(i), outer.batch(j))
+        with derivatives.oracles(state) as here:
+            found = here.parts(*pair, memory["v"], self.curvature)
+        if full:
             moves = {"theta": found.inner, "v": found.system(), "hyper": found.hyper()}
         else:
-            i, j = inner.index(), outer.index()
-            pair = inner.batch(i), outer.batch(j)
-            found = derivatives.parts(state, *pair, memory["v"], self.curvature)
             with (
                 derivatives.placed(state.params, memory["old theta"]),
                 derivatives.placed(state.hypers, memory["old hyper"]),
+                derivatives.oracles(state) as there,
             ):
-                old = derivatives.parts(state, *pair, memory["old v"], self.curvature)
+                old = there.parts(*pair, memory["old v"], self.curvature)
             change = derivatives.weighted_change(found, old, inner.share(i), outer.share(j))
             moves = {name: trees.add(memory[f"d {name}"], x) for name, x in change.items()}
         memory.update({f"d {name}": x for name, x in moves.items()})

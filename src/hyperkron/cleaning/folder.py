@@ -113,7 +113,7 @@ class RunFolder:
     def write_hashes(self, hashes: RowHashes) -> dict[str, Any]:
         """Put rows.hashes in place; what config.json says of it."""
         self._put("rows.hashes", hashes.each)
-        return {"count": len(hashes), "sha256": hashes.sha256}
+        return {"count": len(hashes), "sha256": hashes.sha256, "version": hashes.VERSION}
 
     def _put(self, name: str, data: bytes) -> None:
         with self._writing(name, len(data)), whole_file(self.path / name) as beside:

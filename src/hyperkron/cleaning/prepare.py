@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import Labelled
-from hyperkron.cleaning.models import HASHED, Hidden, TextEncoder, TextFeatures, default_model, text_features
+from hyperkron.cleaning.models import HashedNgrams, Hidden, TextEncoder, default_model
 from hyperkron.cleaning.trainer import Dense, Inputs
 from hyperkron.solution import HyperkronError
 
@@ -106,17 +106,12 @@ def prepare(
         return _trained_encoder(parts, config, encoder, device, progress)
     raw: Callable[[Any], Tensor] = _floats
     if kind == "text":
-        texts = [list(part.inputs) for part in parts]
-        found = text_features(texts, encoder or HASHED, cache=cache, device=device, progress=progress)
-        values, raw = list(found.parts), partial(_embedded, found, encoder, device)
-        if encoder is not None:
-            encoder.to("cpu")  # it waits there for further rows, out of the way of training
+        values, raw = _text_vectors([list(part.inputs) for part in parts], encoder, device, cache, progress)
     elif kind == "image":
         values = [_floats(part.inputs) for part in parts]
     else:
         values = [_floats(part.standardised()) for part in parts]
-        encoding = parts[0].encoding
-        raw = partial(_encoded, encoding)
+        raw = partial(_encoded, parts[0].encoding)
     scale = _Scale.of(values[0], kind)
     hidden = TEXT_HIDDEN if kind == "text" else None
     build = model or default_model(kind, tuple(values[0].shape[1:]), classes, hidden=hidden)
@@ -153,16 +148,29 @@ def _encoded(encoding: Any, rows: Any) -> Tensor:
     return _floats(encoding.standardise(rows))
 
 
-def _embedded(found: TextFeatures, encoder: TextEncoder | None, device: torch.device, rows: Any) -> Tensor:
-    """Further texts, by the encoder or the n-grams that the training texts went through."""
-    assert found.embed is not None
+def _text_vectors(
+    texts: list[list[str]],
+    encoder: TextEncoder | None,
+    device: torch.device,
+    cache: Path | None,
+    progress: TokenProgress | None,
+) -> tuple[list[Tensor], Callable[[Any], Tensor]]:
+    """Vectors of each list of texts, and what makes vectors of further ones in the same way."""
     if encoder is None:
-        return found.embed(list(rows))
-    encoder.to(device)
-    try:
-        return found.embed(list(rows)).cpu()
-    finally:
-        encoder.to("cpu")
+        hashed = HashedNgrams(texts[0])
+        return [hashed(part) for part in texts], lambda rows: hashed(list(rows))
+    flat = [text for part in texts for text in part]
+    found = encoder.embed(flat, cache=cache, progress=progress).split([len(part) for part in texts])
+    encoder.to("cpu")  # it waits there for further rows, out of the way of training
+
+    def embed(rows: Any) -> Tensor:
+        encoder.to(device)
+        try:
+            return encoder.embed(list(rows)).cpu()
+        finally:
+            encoder.to("cpu")
+
+    return list(found), embed
 
 
 def _refuse_misfit(build: Callable[[], nn.Module], inputs: Inputs, classes: int, device: torch.device) -> None:
@@ -189,16 +197,15 @@ def _trained_encoder(
     device: torch.device,
     progress: TokenProgress | None,
 ) -> Prepared:
-    both = [str(text) for part in parts[:2] for text in part.inputs]
-    inputs = States(encoder.prefix(both, config.layers, progress=progress), device)
-    test = None
-    if len(parts) > 2:
-        further = [str(text) for text in parts[2].inputs]
-        test = States(encoder.prefix(further, config.layers, progress=progress), device)
-    classes = len(parts[0].classes)
+    def states(*some: Any, progress: TokenProgress | None = progress) -> States:
+        texts = [str(text) for rows in some for text in rows]
+        return States(encoder.prefix(texts, config.layers, progress=progress), device)
+
+    inputs, classes = states(*(part.inputs for part in parts[:2])), len(parts[0].classes)
+    test = states(parts[2].inputs) if len(parts) > 2 else None
     return Prepared(
         inputs,
         test,
         lambda: encoder.with_head(classes, config.layers),
-        lambda rows: States(encoder.prefix([str(text) for text in rows], config.layers), device),
+        lambda rows: states(rows, progress=None),
     )

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0
     """
     from hyperkron.cli.output import ensure_streams, silence
+    from hyperkron.cli.parser import parse
 
     ensure_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -52,12 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             with _terminable():
-                wanted = _parsed(given)
+                wanted = parse(given, _version())
                 if getattr(wanted, "config", None) is not None:
                     from hyperkron.cli.config import read_config
 
-                    wanted = _parsed(given, read_config(wanted.config))
-                return _call(wanted, given)
+                    wanted = parse(given, _version(), read_config(wanted.config))
+                module, function = _COMMANDS[wanted.command]
+                code: int = getattr(import_module(f"hyperkron.cli.{module}"), function)(wanted, given)
+                return code
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -77,20 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
 
 
-def _parsed(given: list[str], defaults: Mapping[str, Any] | None = None) -> Any:
-    """The namespace of the command that was asked for, with its name."""
-    try:
-        from hyperkron.cli.parser import parser
-    except ImportError as error:
-        raise OSError(
-            f"the command line needs jsonargparse, which cannot be imported ({error}): pip install 'hyperkron[cli]'"
-        ) from error
-    top = parser(_version(), defaults).parse_args(given)
-    options = top[top.command]
-    options.command = top.command
-    return options
-
-
 def _version() -> str:
     try:
         return version("hyperkron")
@@ -98,49 +87,26 @@ def _version() -> str:
         return "unknown"
 
 
-def _call(options: Any, given: list[str]) -> int:
-    module, function = _COMMANDS[options.command]
-    code: int = getattr(import_module(f"hyperkron.cli.{module}"), function)(options, given)
-    return code
-
-
 def _failed(error: Exception, options: Any) -> int:
     """Say what went wrong, without a traceback where the message is meant for people."""
+    from hyperkron.cli.options import as_options
     from hyperkron.cli.output import UsageError, say, say_json
 
-    usage, debug = isinstance(error, UsageError), bool(getattr(options, "debug", False))
-    if debug or not (usage or _expected(error)):
+    solution = sys.modules.get("hyperkron.solution")  # whose errors are raised only once it has been imported
+    ours = solution is not None and isinstance(error, solution.HyperkronError)
+    usage = isinstance(error, UsageError)
+    if getattr(options, "debug", False) or not (usage or ours or isinstance(error, (OSError, MemoryError))):
         traceback.print_exception(error)
-    text = _in_words(error, options)
+    text = as_options(str(error)) if ours else str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        folder = getattr(options, "run", None) or getattr(options, "out", None)
+        where = error.filename or (f"a file in {folder}" if folder else "the output")
+        text = f"the disk is full ({error.strerror}): {where} cannot be written. Free some space, then try again."
     prog = f"hyperkron {options.command}" if options is not None else "hyperkron"
     say(f"{prog}: error: {text}" + (f"\nSee `{prog} --help`." if usage else ""))
     if getattr(options, "json", False):
         say_json({"error": text, "type": type(error).__name__})
     return USAGE if usage else ERROR
-
-
-def _in_words(error: Exception, options: Any) -> str:
-    """What an error says, in terms of the command line; a full disk with what to do about it."""
-    if isinstance(error, _ours()):
-        from hyperkron.cli.options import as_options
-
-        return as_options(str(error))
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        folder = getattr(options, "run", None) or getattr(options, "out", None)
-        where = error.filename or (f"a file in {folder}" if folder else "the output")
-        return f"the disk is full ({error.strerror}): {where} cannot be written. Free some space, then try again."
-    return str(error) or type(error).__name__
-
-
-def _expected(error: Exception) -> bool:
-    """Whether an error is the world's or the user's, and not ours."""
-    return isinstance(error, (OSError, MemoryError, *_ours()))
-
-
-def _ours() -> tuple[type[Exception], ...]:
-    """The errors of the package, if it has been imported."""
-    solution = sys.modules.get("hyperkron.solution")
-    return () if solution is None else (solution.HyperkronError,)
 
 
 def _interrupted(options: Any, code: int) -> int:

@@ -62,23 +62,18 @@ def clean(options: Any, given: list[str]) -> int:
     if compare is not None:
         settings["compare"] = compare
     config = cleaning.CleanConfig(budget=budget, **settings)
-    reading = _reading(options)
-    shown = progress(options.quiet)
-    try:
-        with _replacing(out, options.overwrite):
-            cleaning.clean(
-                options.train,
-                options.trusted,
-                test=options.test,
-                out=out,
-                model=_model(options.model),
-                config=config,
-                progress=shown,
-                command=shlex.join(["hyperkron", *given]),
-                **reading,
-            )
-    finally:
-        shown.stop()
+    with _progress(options) as shown, _replacing(out, options.overwrite):
+        cleaning.clean(
+            options.train,
+            options.trusted,
+            test=options.test,
+            out=out,
+            model=_model(options.model),
+            config=config,
+            progress=shown,
+            command=shlex.join(["hyperkron", *given]),
+            **_reading(options),
+        )
     return _finish(options, out)
 
 
@@ -93,12 +88,18 @@ def resume(options: Any, given: list[str]) -> int:
         say(f"The run in {out} is finished; reading its result again" if done else f"Continuing {out}")
     from hyperkron import cleaning
 
+    with _progress(options) as shown:
+        cleaning.resume(out, model=_model(options.model), expected=_expected(options), progress=shown)
+    return _finish(options, out)
+
+
+@contextmanager
+def _progress(options: Any) -> Iterator[Any]:
     shown = progress(options.quiet)
     try:
-        cleaning.resume(out, model=_model(options.model), expected=_expected(options), progress=shown)
+        yield shown
     finally:
         shown.stop()
-    return _finish(options, out)
 
 
 def _reading(options: Any) -> dict[str, Any]:
@@ -137,12 +138,12 @@ def _model(name: str | None) -> Callable[[], nn.Module] | None:
 
 def _need_packages(options: Any) -> None:
     """Miss a package now rather than after the training."""
-    for wanted, package, extra, flag in (
-        (not options.no_report, "jinja2", "report", "add --no-report"),
-        (options.tensorboard, "tensorboard", "track", "leave out --tensorboard"),
-    ):
-        if wanted and find_spec(package) is None:
-            raise ModuleNotFoundError(f"{package} is not installed: pip install 'hyperkron[{extra}]', or {flag}.")
+    if not options.no_report and find_spec("jinja2") is None:
+        raise ModuleNotFoundError("jinja2 is not installed: pip install 'hyperkron[report]', or add --no-report.")
+    if options.tensorboard and find_spec("tensorboard") is None:
+        raise ModuleNotFoundError(
+            "tensorboard is not installed: pip install 'hyperkron[track]', or leave out --tensorboard."
+        )
 
 
 def _free_folder(train: str) -> Path:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
-from hyperkron.cli.options import CLEAN, Option
+from hyperkron.cli.options import CLEAN, Kind, Option
 from hyperkron.cli.output import UsageError, nearest
 
 MAX_BYTES = 2**20
@@ -18,15 +16,26 @@ MAX_BYTES = 2**20
 _DURATION = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>s|m|h)?\Z", re.ASCII)
 _SECONDS = {None: 1, "s": 1, "m": 60, "h": 3600}
 _ALLOWED = {option.key: option for option in CLEAN if option.config}
-_WANTED = {
-    "text": "a text (in quotes, if it reads like a number or like yes and no)",
-    "whole": "a whole number",
-    "number": "a number",
-    "flag": "true or false",
-    "texts": "a list of texts",
-    "duration": "a time such as 90, 90s, 5m or 1h",
-    "names": "a text, or a list of names",
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(part, str) for part in value)
+
+
+_KINDS: dict[Kind, tuple[Callable[[Any], bool], str]] = {
+    "text": (lambda v: isinstance(v, str), "a text (in quotes, if it reads like a number or like yes and no)"),
+    "whole": (lambda v: _is_number(v) and isinstance(v, int), "a whole number"),
+    "number": (_is_number, "a number"),
+    "flag": (lambda v: isinstance(v, bool), "true or false"),
+    "texts": (lambda v: _are_texts(v) and bool(v), "a list of texts"),
+    "duration": (lambda v: _is_number(v) or isinstance(v, str), "a time such as 90, 90s, 5m or 1h"),
+    "names": (lambda v: _are_texts(v) or isinstance(v, str), "a text, or a list of names"),
 }
+"""For each kind of option, whether a value is one, and what it must be."""
 
 
 def seconds(text: str | float, name: str = "--budget") -> float:
@@ -97,65 +106,56 @@ def _text(path: Path) -> str:
 
 
 def _parse(text: str, path: Path) -> list[tuple[str, Any]]:
-    """Keys and values in their order. Structure is checked before values are made, so an alias cannot multiply."""
+    """Keys and values in their order."""
+    as_object = text.lstrip().startswith("{")
     try:
-        if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
-            entries = json.loads(text, object_pairs_hook=lambda pairs: pairs)
-            if not (isinstance(entries, list) and text.lstrip().startswith("{")):
-                raise UsageError(f"{path}: expected a JSON object of options.")
-            return entries
+        if not as_object and path.suffix.lower() != ".json":
+            return _parse_yaml(text, path)
+        entries: list[tuple[str, Any]] = json.loads(text, object_pairs_hook=lambda pairs: pairs)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path} is not JSON ({error}).") from error
+    except (RecursionError, ValueError) as error:
+        raise UsageError(f"{path} is not a configuration ({type(error).__name__}).") from error
+    if not as_object:
+        raise UsageError(f"{path}: expected a JSON object of options.")
+    return entries
+
+
+def _parse_yaml(text: str, path: Path) -> list[tuple[str, Any]]:
+    """The same for YAML. Structure is checked before values are made, so an alias cannot multiply."""
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise UsageError(
+            f"--config={str(path)!r}: YAML needs pyyaml, which cannot be imported ({error}): "
+            "pip install 'hyperkron[cli]', or write it as JSON."
+        ) from error
+
+    def value(node: Any) -> Any:
+        flat = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        if not all(isinstance(part, yaml.ScalarNode) for part in flat):
+            raise UsageError(f"{path}:{node.start_mark.line + 1}: a value is one word, a number, or a list of words.")
+        return yaml.SafeLoader("").construct_object(node, deep=True)
+
+    try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
             return []
         if not isinstance(root, yaml.MappingNode):
             raise UsageError(f"{path}: expected lines such as `label: target`.")
-        return [(_key(key, path), _value(value, path)) for key, value in root.value]
+        if not all(isinstance(key, yaml.ScalarNode) for key, _ in root.value):
+            raise UsageError(f"{path}: a key is not text.")
+        return [(str(key.value), value(node)) for key, node in root.value]
     except yaml.YAMLError as error:
         raise UsageError(f"{path} is not YAML of plain values ({' '.join(str(error).split())[:300]}).") from error
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{path} is not JSON ({error}).") from error
-    except (RecursionError, ValueError) as error:
-        raise UsageError(f"{path} is not a configuration ({type(error).__name__}).") from error
-
-
-def _key(node: Any, path: Path) -> str:
-    if not isinstance(node, yaml.ScalarNode):
-        raise UsageError(f"{path}: a key is not text.")
-    return str(node.value)
-
-
-def _value(node: Any, path: Path) -> Any:
-    flat = [node] if isinstance(node, yaml.ScalarNode) else node.value if isinstance(node, yaml.SequenceNode) else []
-    if not all(isinstance(part, yaml.ScalarNode) for part in flat) or isinstance(node, yaml.MappingNode):
-        raise UsageError(f"{path}:{node.start_mark.line + 1}: a value is one word, a number, or a list of words.")
-    loader = yaml.SafeLoader("")
-    try:
-        return loader.construct_object(node, deep=True)
-    finally:
-        loader.dispose()
 
 
 def _checked(value: Any, option: Option, path: str | Path) -> Any:
     """A value of the type that the option wants."""
-    plain = not isinstance(value, bool)
-    fits = {
-        "text": isinstance(value, str),
-        "whole": plain and isinstance(value, int),
-        "number": plain and isinstance(value, (int, float)),
-        "flag": isinstance(value, bool),
-        "texts": _texts(value),
-        "duration": plain and isinstance(value, (str, int, float)),
-        "names": isinstance(value, str) or _texts(value, empty=True),
-    }
-    if not fits[option.kind]:
+    fits, wanted = _KINDS[option.kind]
+    if not fits(value):
         shown = f"{value!r:.80}" if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
-        raise UsageError(f"{path}: {option.key} is {shown}; it must be {_WANTED[option.kind]}.")
-    if option.kind == "duration":
-        return str(value)
+        raise UsageError(f"{path}: {option.key} is {shown}; it must be {wanted}.")
     if option.kind == "names" and isinstance(value, list):
         return ",".join(value) or "none"
-    return value
-
-
-def _texts(value: Any, empty: bool = False) -> bool:
-    return isinstance(value, list) and (empty or bool(value)) and all(isinstance(part, str) for part in value)
+    return str(value) if option.kind == "duration" else value

@@ -7,8 +7,8 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "report": (("jinja2", "matplotlib"), "reports"),
     "track": (("tensorboard",), "--tensorboard"),
     "compare": (("cleanlab",), "cleanlab among the alternatives"),
-    "cli": (("jsonargparse", "rich"), "this command line"),
+    "cli": (("yaml", "rich"), "configuration files in YAML, and a progress bar"),
 }
 """The packages of every extra by the names they are imported by, and what they are for."""
 LITTLE_DISK = 2**30
@@ -31,134 +31,117 @@ TOLERANCE = 1e-8
 """Largest relative error of the self test, in float64."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        name: of it.
-        state: ``ok``, ``missing`` (something optional), or ``bad``.
-        detail: what was found.
-        remedy: what to do about it.
-    """
-
-    name: str
-    state: str
-    detail: str
-    remedy: str = ""
+Found = tuple[str, str, str]
+"""The state of something, ``ok``, ``missing`` (something optional) or ``bad``; what was found; and the remedy."""
 
 
 def doctor(options: Any, given: list[str]) -> int:
     """Look at everything and say what is missing; 1 where hyperkron cannot work."""
     found = []
-    for finding in findings():
-        found.append(finding)
+    looks: dict[str, Callable[[], Found]] = {
+        "python": _python,
+        "disk": _disk,
+        **{extra: partial(_extra, extra) for extra in EXTRAS},
+        "torch": _torch,
+        "device": _device,
+        "threads": _threads,
+        "encoder": _encoder,
+        "self test": _self_test,
+    }
+    for name, look in looks.items():
+        try:
+            state, detail, remedy = look()
+        except Exception as error:  # whatever is wrong here is what doctor is to say
+            state, detail, remedy = "bad", f"{type(error).__name__}: {str(error)[:300]}", _REINSTALL
+        found.append({"name": name, "state": state, "detail": detail, "remedy": remedy})
         if not options.json:
-            mark = {"ok": "ok     ", "missing": "missing", "bad": "BAD    "}[finding.state]
-            say(f"{mark}  {finding.name:10} {finding.detail}", sys.stdout)
-            if finding.remedy:
-                say(f"{'':20} {finding.remedy}", sys.stdout)
-    well = all(finding.state != "bad" for finding in found)
+            say(f"{'BAD' if state == 'bad' else state:7}  {name:10} {detail}", sys.stdout)
+            if remedy:
+                say(f"{'':20} {remedy}", sys.stdout)
+    well = all(finding["state"] != "bad" for finding in found)
     if options.json:
-        say_json({"ok": well, "findings": [asdict(finding) for finding in found]})
+        say_json({"ok": well, "findings": found})
     else:
         print("Everything needed is installed." if well else "hyperkron does not work here; fix the lines marked BAD.")
     return 0 if well else 1
 
 
-def findings() -> Iterator[Finding]:
-    """Every finding, one after the other, the quick ones first."""
-    for look in (_python, _disk, *_extras(), _torch, _device, _threads, _encoder, _self_test):
-        try:
-            yield look()
-        except Exception as error:  # whatever is wrong here is what doctor is to say
-            name = getattr(look, "__name__", "extra").strip("_").replace("_", " ")
-            yield Finding(name, "bad", f"{type(error).__name__}: {str(error)[:300]}", _REINSTALL)
+def _python() -> Found:
+    return "ok", f"{platform.python_version()} at {sys.executable}, on {platform.platform()}", ""
 
 
-def _python() -> Finding:
-    shown = f"{platform.python_version()} at {sys.executable}, on {platform.platform()}"
-    return Finding("python", "ok", shown)
+def _disk() -> Found:
+    free = shutil.disk_usage(Path.cwd()).free
+    shown = f"{free / 2**30:.1f} GiB free in the current folder"
+    if free < LITTLE_DISK:
+        return "missing", shown, "runs need space for a model and its log; free some"
+    if not os.access(Path.cwd(), os.W_OK):
+        return "missing", "the current folder cannot be written to", "change to another, or use --out"
+    return "ok", shown, ""
 
 
-def _torch() -> Finding:
+def _extra(extra: str) -> Found:
+    packages, purpose = EXTRAS[extra]
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        return "missing", f"{', '.join(missing)}: needed for {purpose}", f"pip install 'hyperkron[{extra}]'"
+    return "ok", f"{', '.join(packages)}: {purpose}", ""
+
+
+def _torch() -> Found:
     wanted = next((text for text in requires("hyperkron") or [] if text.startswith("torch")), "torch>=2.8")
     try:
         found = version("torch")
         import torch
     except (PackageNotFoundError, ImportError, OSError) as error:
-        return Finding("torch", "bad", f"cannot be imported ({str(error)[:200]})", f"pip install '{wanted}'")
+        return "bad", f"cannot be imported ({str(error)[:200]})", f"pip install '{wanted}'"
     least = tuple(int(part) for part in wanted.partition(">=")[2].split(".")[:2] if part.isdigit())
     if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < least:
-        return Finding("torch", "bad", f"{found} is too old", f"pip install '{wanted}'")
-    return Finding("torch", "ok", f"{torch.__version__}, {'with' if torch.version.cuda else 'without'} CUDA")
+        return "bad", f"{found} is too old", f"pip install '{wanted}'"
+    return "ok", f"{torch.__version__}, {'with' if torch.version.cuda else 'without'} CUDA", ""
 
 
-def _device() -> Finding:
+def _device() -> Found:
     import torch
 
-    if torch.cuda.is_available():
-        index = torch.cuda.current_device()
-        free, total = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
-        return Finding("device", "ok", f"cuda: {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
-    return Finding("device", "ok", f"cpu: {platform.processor() or platform.machine()} (no GPU that torch can use)")
+    if not torch.cuda.is_available():
+        return "ok", f"cpu: {platform.processor() or platform.machine()} (no GPU that torch can use)", ""
+    free, total = torch.cuda.mem_get_info()
+    name = torch.cuda.get_device_name()
+    return "ok", f"cuda: {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free", ""
 
 
-def _threads() -> Finding:
+def _threads() -> Found:
     import torch
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     used = torch.get_num_threads()
     remedy = "" if usable is None or used <= usable else f"more threads than cores are slow: OMP_NUM_THREADS={usable}"
-    return Finding("threads", "ok", f"torch uses {used}, {usable} cores are usable", remedy)
+    return "ok", f"torch uses {used}, {usable} cores are usable", remedy
 
 
-def _extras() -> list[Callable[[], Finding]]:
-    def look(extra: str) -> Finding:
-        packages, purpose = EXTRAS[extra]
-        missing = [name for name in packages if find_spec(name) is None]
-        if missing:
-            remedy = f"pip install 'hyperkron[{extra}]'"
-            return Finding(extra, "missing", f"{', '.join(missing)}: needed for {purpose}", remedy)
-        return Finding(extra, "ok", f"{', '.join(packages)}: {purpose}")
-
-    return [lambda extra=extra: look(extra) for extra in EXTRAS]  # type: ignore[misc]
-
-
-def _disk() -> Finding:
-    free = shutil.disk_usage(Path.cwd()).free
-    shown = f"{free / 2**30:.1f} GiB free in the current folder"
-    if free < LITTLE_DISK:
-        return Finding("disk", "missing", shown, "runs need space for a model and its log; free some")
-    if not os.access(Path.cwd(), os.W_OK):
-        return Finding("disk", "missing", "the current folder cannot be written to", "change to another, or use --out")
-    return Finding("disk", "ok", shown)
-
-
-def _encoder() -> Finding:
+def _encoder() -> Found:
     from hyperkron.cleaning.models import choose_encoder
 
     name = choose_encoder().name
     if Path(name).expanduser().is_dir():
-        return Finding("encoder", "ok", f"{name} (a folder)")
+        return "ok", f"{name} (a folder)", ""
     if find_spec("huggingface_hub") is not None:
         from huggingface_hub import try_to_load_from_cache
 
         if isinstance(try_to_load_from_cache(name, "model.safetensors"), str):
-            return Finding("encoder", "ok", f"{name} (in the Hugging Face cache)")
+            return "ok", f"{name} (in the Hugging Face cache)", ""
     remedy = "it is downloaded when first needed; offline, pass the folder of an encoder with --encoder"
-    return Finding("encoder", "missing", f"{name} is not on this computer", remedy)
+    return "missing", f"{name} is not on this computer", remedy
 
 
-def _self_test() -> Finding:
+def _self_test() -> Found:
     begin = time.perf_counter()
     error = self_test()
-    took = time.perf_counter() - begin
-    shown = f"a KFAC hypergradient agrees with a dense solve to {error:.0e} (in {took:.1f} s)"
     if not error <= TOLERANCE:
-        return Finding("self test", "bad", f"a KFAC hypergradient is off by {error:.1e}", _REINSTALL)
-    return Finding("self test", "ok", shown)
+        return "bad", f"a KFAC hypergradient is off by {error:.1e}", _REINSTALL
+    took = time.perf_counter() - begin
+    return "ok", f"a KFAC hypergradient agrees with a dense solve to {error:.0e} (in {took:.1f} s)", ""
 
 
 def self_test() -> float:

@@ -24,8 +24,7 @@ class Option:
         group: the heading in the help.
         config: whether a configuration file may hold it.
         short: a letter for it.
-        required: whether the command must have it; a positional argument always must, unless ``optional``.
-        optional: whether a positional argument may be left out.
+        required: whether the command must have it.
     """
 
     name: str
@@ -38,17 +37,16 @@ class Option:
     config: bool = True
     short: str | None = None
     required: bool = False
-    optional: bool = False
 
     @property
     def key(self) -> str:
-        """The name in Python and in a configuration file.
-
-        Example:
-            >>> Option("--trusted-column", "text", "").key
-            'trusted_column'
-        """
+        """The name in Python and in a configuration file: ``trusted_column`` for ``--trusted-column``."""
         return self.name.lstrip("-").replace("-", "_")
+
+    @property
+    def shown(self) -> str:
+        """The name in messages."""
+        return self.name if self.name.startswith("-") else str(self.metavar)
 
 
 ALTERNATIVES = ("noisy", "trusted", "pooled", "small-loss", "trusted-confidence", "cleanlab", "sama")
@@ -71,10 +69,10 @@ MODEL = Option(
 )
 TENSORBOARD = Option("--tensorboard", "flag", "also write a TensorBoard log", group=_OUTPUT)
 NO_REPORT = Option("--no-report", "flag", "do not write report.html", group=_OUTPUT)
-RUN = Option("run", "text", "the run folder, as given to `hyperkron clean --out`", "RUN")
+RUN = Option("run", "text", "the run folder, as given to `hyperkron clean --out`", "RUN", required=True)
 
 CLEAN = (
-    Option("train", "text", "the training rows: a file, a folder, or hf:NAME", "TRAIN", optional=True),
+    Option("train", "text", "the training rows: a file, a folder, or hf:NAME", "TRAIN"),
     Option("--trusted", "text", "rows with correct labels: a second file, a folder, or hf:NAME", "PATH", group=_DATA),
     Option("--trusted-column", "text", "the column of TRAIN that marks trusted rows", "COLUMN", group=_DATA),
     Option("--test", "text", "rows for a final evaluation; never used to choose a model", "PATH", group=_DATA),
@@ -150,8 +148,7 @@ def as_options(text: str) -> str:
     """
 
     def named(found: re.Match[str]) -> str:
-        option, value = _ARGUMENTS[found[1]], found[3]
-        name = option.name if option.name.startswith("-") else str(option.metavar)
+        name, value = _ARGUMENTS[found[1]].shown, found[3]
         return name if value == "True" else f"{name} ..." if value else f"{name}{found[2] or ''}="
 
     return re.sub(r"(--[\w-]+) \.\.\., \1", r"\1", _ARGUMENT.sub(named, text))

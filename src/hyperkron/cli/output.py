@@ -110,32 +110,15 @@ def lasting(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-class Quiet:
-    """A progress that shows nothing."""
-
-    def start(self, total: int) -> None:
-        """Show nothing."""
-
-    def advance(self, steps: int, stage: str) -> None:
-        """Show nothing."""
-
-    def message(self, text: str) -> None:
-        """Show nothing."""
-
-    def stop(self) -> None:
-        """Show nothing."""
-
-
 class Lines:
     """A progress for files and pipes: messages at once, and a line with the time left every ten seconds.
 
     Args:
         clock: gives seconds.
-        every: seconds between two lines.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, every: float = SECONDS_BETWEEN_LINES) -> None:
-        self._clock, self._every = clock, every
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._total, self._done, self._begin = 0, 0, clock()
         self._last = self._begin
 
@@ -149,16 +132,15 @@ class Lines:
         """Count, and say so if it is time."""
         self._done += steps
         now = self._clock()
-        if now - self._last >= self._every:
+        if now - self._last >= SECONDS_BETWEEN_LINES:
             self._last = now
-            say(self._line(stage, now - self._begin))
-
-    def _line(self, stage: str, elapsed: float) -> str:
-        text = f"[{lasting(elapsed)}] {stage}: step {self._done}"
-        if self._total <= 0:
-            return text
-        left = elapsed / max(self._done, 1) * max(self._total - self._done, 0)
-        return f"{text} of {self._total} ({min(self._done / self._total, 1):.0%}), about {lasting(left)} left"
+            elapsed = now - self._begin
+            text = f"[{lasting(elapsed)}] {stage}: step {self._done}"
+            if self._total > 0:
+                left = elapsed / max(self._done, 1) * max(self._total - self._done, 0)
+                share = min(self._done / self._total, 1)
+                text += f" of {self._total} ({share:.0%}), about {lasting(left)} left"
+            say(text)
 
     def message(self, text: str) -> None:
         """Say it."""
@@ -181,23 +163,15 @@ class Bar:
 
     def start(self, total: int) -> None:
         """Show the bar; those steps that are done stay done, unless it was stopped in between."""
-        if self._bar is None:
-            self._bar = self._made()
-            self._task = self._bar.add_task("", total=total)
-            self._bar.start()
-        else:
-            self._bar.update(self._task, total=total)
-
-    def _made(self) -> Any:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-        return Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            console=self._console,
-        )
+        if self._bar is not None:
+            self._bar.update(self._task, total=total)
+            return
+        columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(elapsed_when_finished=True))
+        self._bar = Progress(TextColumn("{task.description}", markup=False), *columns, console=self._console)
+        self._task = self._bar.add_task("", total=total)
+        self._bar.start()
 
     def advance(self, steps: int, stage: str) -> None:
         """Move it."""
@@ -215,13 +189,12 @@ class Bar:
         self._bar = None
 
 
-def progress(quiet: bool) -> Quiet | Lines | Bar:
-    """The progress that fits: none where it is to be quiet, a bar on a terminal, lines elsewhere."""
+def progress(quiet: bool) -> Any:
+    """The progress that fits: none where it is to be quiet, a bar on a terminal with rich, lines elsewhere."""
     if quiet:
-        return Quiet()
-    if sys.stderr.isatty():
-        try:
-            return Bar()
-        except ImportError:
-            return Lines()
+        from hyperkron.cleaning.config import SilentProgress
+
+        return SilentProgress()
+    with contextlib.suppress(ImportError):
+        return Bar() if sys.stderr.isatty() else Lines()
     return Lines()

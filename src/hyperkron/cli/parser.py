@@ -1,14 +1,12 @@
-"""The parser: jsonargparse with plain typed options, and mistakes answered in a sentence."""
+"""The parser: argparse with the options of ``options.py``, and mistakes answered in a sentence."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
-
-from jsonargparse import ArgumentParser
 
 from hyperkron.cli import options
 from hyperkron.cli.options import Option
@@ -41,108 +39,91 @@ COMMANDS: dict[str, tuple[tuple[Option, ...], str, str]] = {
     "resume": (options.RESUME, "continue an interrupted run", "example:\n  hyperkron resume runs/mine"),
     "doctor": (options.DOCTOR, "check this installation", "example:\n  hyperkron doctor"),
 }
-_TYPES: dict[str, type] = {"whole": int, "number": float}
-_WORDS = {"int": "a whole number", "float": "a number"}
-_WRONG_TYPE = re.compile(
-    r"""Parser key "(?P<key>[\w.]+)":\s+Expected a <class '(?P<type>\w+)'>.*?value: (?P<value>.*)"""
-)
+_TYPES: dict[str, tuple[type, str]] = {"whole": (int, "a whole number"), "number": (float, "a number")}
 
 
-class Parser(ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence, with the nearest option there is, and ends with the code 2."""
 
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        parser = getattr(ex, "subcommand_parser", None) or self
-        prog = parser.prog if parser is not self else f"{self.prog}{_command_of(message)}"
-        text = _plainly(" ".join(message.split()), parser)
-        sys.stderr.write(f"{prog}: error: {printable(text)}\nSee `{prog} --help`.\n")
+    def __init__(self, *, examples: str, wanted: Sequence[Option] = (), **more: Any) -> None:
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(epilog=examples, formatter_class=raw, allow_abbrev=False, **more)
+        self._wanted = wanted
+        groups: dict[str, Any] = {"": self}
+        for option in wanted:
+            if option.group not in groups:
+                groups[option.group] = self.add_argument_group(option.group)
+            names = (option.name,) if option.short is None else (option.short, option.name)
+            groups[option.group].add_argument(*names, **_settings(option))
+
+    def error(self, message: str) -> NoReturn:
+        text = self._plainly(" ".join(message.split()))
+        sys.stderr.write(f"{self.prog}: error: {printable(text)}\nSee `{self.prog} --help`.\n")
         self.exit(2)
 
-
-def _plainly(message: str, parser: argparse.ArgumentParser) -> str:
-    """The parser's message as a person would put it."""
-    if wrong := _WRONG_TYPE.search(message):
-        name = "--" + wrong["key"].rpartition(".")[2].replace("_", "-")
-        return f"{name}={wrong['value']} must be {_WORDS.get(wrong['type'], 'a text')}."
-    if message.startswith("unrecognized arguments: "):
-        given = message.removeprefix("unrecognized arguments: ").split()
-        known = [text for action in parser._actions for text in action.option_strings]
-        return f"{message}{nearest(given[0].partition('=')[0], known)}"
-    if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
-        return message + nearest(found[1], found[2].replace("'", "").split(", "))
-    if message.startswith('expected "') and message.endswith("but it was not provided."):
-        return f"name a command: {', '.join(COMMANDS)}."
-    if missing := re.match(r"the following arguments are required: (?P<keys>.*)", message):
-        keys = [key.partition(".") for key in missing["keys"].split(", ")]
-        return "; ".join(_missing(command, name) for command, _, name in keys) + "."
-    return message
+    def _plainly(self, message: str) -> str:
+        """The parser's message as a person would put it."""
+        if message.startswith("unrecognized arguments: "):
+            known = [name for action in self._actions for name in action.option_strings]
+            return message + nearest(message.split()[2].partition("=")[0], known)
+        if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            return message + nearest(found[1], found[2].replace("'", "").split(", "))
+        if wrong := re.search(r"argument \S+: (.*must be a .*number\.)", message):
+            return wrong[1]
+        if missing := re.match(r"the following arguments are required: (.*)", message):
+            names = missing[1].split(", ")
+            needed = [o for o in self._wanted if o.metavar in names or f"{o.short}/{o.name}" in names]
+            about = "; ".join(f"{self.prog.split()[-1]} needs {o.shown} ({o.help})" for o in needed if o.required)
+            return f"{about}." if about else f"name a command: {', '.join(COMMANDS)}."
+        return message
 
 
-def _command_of(message: str) -> str:
-    """The command that a message about a missing argument is about, after a space; nothing for other messages."""
-    found = re.match(r"the following arguments are required: (\w+)\.", " ".join(message.split()))
-    return f" {found[1]}" if found else ""
+def _settings(option: Option) -> dict[str, Any]:
+    """What argparse is to know about an option."""
+    if option.kind == "flag":
+        return {"help": option.help, "action": "store_true"}
+    default = "" if option.default is None else f" (default: {option.default})"
+    found: dict[str, Any] = {"help": option.help + default, "type": _type(option), "metavar": option.metavar}
+    if option.choices:
+        found |= {"choices": option.choices}
+    if option.kind == "texts":
+        found |= {"nargs": "+"}
+    if option.name.startswith("-"):
+        return found | {"default": option.default, "required": option.required}
+    return found if option.required else found | {"nargs": "?"}
 
 
-def _missing(command: str, name: str) -> str:
-    """What is missing, as help names it."""
-    option = next(option for option in COMMANDS[command][0] if option.key == name)
-    named = option.name if option.name.startswith("-") else str(option.metavar)
-    return f"{command} needs {named} ({option.help})"
+def _type(option: Option) -> Callable[[str], Any]:
+    kind, words = _TYPES.get(option.kind, (str, ""))
+
+    def converted(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{option.name}={text} must be {words}.") from error
+
+    return converted
 
 
-def _make(prog: str, about: str, examples: str | None = None, **more: Any) -> Parser:
-    parser = Parser(
-        prog=prog,
-        description=about,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        print_config=None,
-        allow_abbrev=False,
-        **more,
-    )
-    return parser
-
-
-def _add(parser: Parser, wanted: Iterable[Option]) -> None:
-    groups: dict[str, Any] = {"": parser}
-    for option in wanted:
-        if option.group not in groups:
-            groups[option.group] = parser.add_argument_group(option.group)
-        more: dict[str, Any] = {"help": option.help}
-        if option.kind == "flag":
-            more["action"] = "store_true"
-        else:
-            more |= {"type": _TYPES.get(option.kind, str), "default": option.default}
-            more |= {"choices": option.choices} if option.choices else {"metavar": option.metavar}
-        if option.kind == "texts":
-            more["nargs"] = "+"
-        if option.optional:
-            more["nargs"] = "?"
-        if option.required:
-            more["required"] = True
-        if not option.name.startswith("-"):
-            more.pop("default", None)
-        if option.default is not None and option.kind != "flag":
-            more["help"] += f" (default: {option.default})"
-        names = (option.name,) if option.short is None else (option.short, option.name)
-        groups[option.group].add_argument(*names, **more)
-
-
-def parser(version: str, defaults: Mapping[str, Any] | None = None) -> Parser:
-    """The parser of all commands.
+def parse(given: Sequence[str], version: str, defaults: Mapping[str, Any] | None = None) -> argparse.Namespace:
+    """The command that is asked for and its options.
 
     Args:
+        given: the arguments.
         version: printed by ``--version``.
         defaults: other defaults for options of ``clean``.
     """
-    top = _make("hyperkron", _ABOUT, _EXAMPLES, version=version)
-    commands = top.add_subcommands(dest="command", required=True, metavar="COMMAND", title="commands", description=None)
-    for name, (wanted, about, examples) in COMMANDS.items():
-        made = _make(f"hyperkron {name}", about[0].upper() + about[1:] + ".", examples)
-        _add(made, wanted)
-        commands.add_subcommand(name, made, help=about)
-        made.prog = f"hyperkron {name}"
-        if name == "clean" and defaults:
-            made.set_defaults(dict(defaults))
-    return top
+    top = Parser(prog="hyperkron", description=_ABOUT, examples=_EXAMPLES)
+    top.add_argument("--version", action="version", version=f"hyperkron {version}", help="print the version, and exit")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    made = {
+        name: commands.add_parser(
+            name, help=about, description=about[0].upper() + about[1:] + ".", examples=examples, wanted=wanted
+        )
+        for name, (wanted, about, examples) in COMMANDS.items()
+    }
+    made["clean"].set_defaults(**(defaults or {}))
+    found, unknown = top.parse_known_args(given)
+    if unknown:
+        made[found.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return found

@@ -7,9 +7,8 @@ import csv
 import io
 import math
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyperkron.cli.cleaning import HASHES, READING
 from hyperkron.cli.options import as_options
@@ -28,12 +27,10 @@ def report(options: Any, given: list[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class CsvRow:
+class CsvRow(NamedTuple):
     """A line of rows.csv."""
 
     row: int
-    given: str
     suggested: str
     suspect: bool
 
@@ -70,14 +67,13 @@ def export(options: Any, given: list[str]) -> int:
     notes += [as_options(str(warning.message)) for warning in caught]
     for note in notes:
         say(f"warning: {note}")
-    done = "dropped" if options.drop else "relabelled"
+    count, done = len(keep) + len(trusted), "dropped" if options.drop else "relabelled"
     if options.json:
-        count = len(keep) + len(trusted)
         found = {"file": str(written), "rows": count, "trusted": len(trusted), done: suspects, "warnings": notes}
         say_json(found)
     elif not options.quiet:
         also = f", {len(trusted)} of them trusted" if trusted else ""
-        say(f"{len(keep) + len(trusted)} rows written{also}; {suspects} suspects {done}.")
+        say(f"{count} rows written{also}; {suspects} suspects {done}.")
         say("Rows that were left out when the data was read are not included.")
         print(written)
     return 0
@@ -91,24 +87,20 @@ def _check_rows(folder: Path, train: str) -> str | None:
     from hyperkron.training.writing import read_plain
 
     record = parse(read_text(folder / "config.json") or "{}", folder / "config.json").child("rows")
-    if not record.raw:
+    if record.count("version") != RowHashes.VERSION:
         return (
-            f"the run in {folder} was made before hyperkron recorded its rows, so it is not known whether {train} "
-            "still holds them. If the file was changed or sorted since, the wrong rows are exported: "
+            f"the run in {folder} was made by another version of hyperkron, so it is not known whether {train} still "
+            "holds its rows. If the file was changed or sorted since, the wrong rows are exported: "
             "run `hyperkron clean` again."
         )
     now = row_hashes(train)
     if now.sha256 == record.text("sha256"):
         return None
+    what = f"there were {record.count('count')} rows and are {len(now)} now"
     with contextlib.suppress(OSError):
         before = RowHashes(record.text("sha256"), read_plain(folder / HASHES))
-        if len(before) == record.count("count"):
-            raise HyperkronError(_changed(folder, train, before.difference(now)))
-    raise HyperkronError(_changed(folder, train, f"there were {record.count('count')} rows and are {len(now)} now"))
-
-
-def _changed(folder: Path, train: str, what: str) -> str:
-    return (
+        what = before.difference(now) if len(before) == record.count("count") else what
+    raise HyperkronError(
         f"{train!r} no longer holds the rows of the run in {str(folder)!r}: {what}. Nothing was written. "
         "Restore the file, or run `hyperkron clean` again."
     )
@@ -158,7 +150,7 @@ def _row(line: dict[str, Any], threshold: float | None) -> CsvRow:
         suspect = probability >= threshold
     if math.isnan(probability) or line["suggested"] is None or not 0 <= int(line["row"]) < 2**62:
         raise ValueError
-    return CsvRow(int(line["row"]), line["given"], line["suggested"], suspect)
+    return CsvRow(int(line["row"]), line["suggested"], suspect)
 
 
 def _flagged(train: str, reading: dict[str, Any]) -> list[int]:

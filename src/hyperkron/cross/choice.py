@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -23,17 +23,19 @@ from hyperkron.cross.ways import (
     filled,
     forward,
     forward_and_slope,
+    half,
     moves_as_its_gradient,
     reverse,
     slope,
 )
 from hyperkron.cross.weighting import ChangedError, Weighted
 from hyperkron.curvature.base import Operator
+from hyperkron.curvature.matrix_free import lowered
 from hyperkron.evaluation.differentiation import UndifferentiableError
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.linalg import tf32_products
 from hyperkron.losses import Loss
-from hyperkron.solution import warn_once
+from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import Tree
 from hyperkron.validation import check_one_of, check_positive
 
@@ -69,9 +71,11 @@ class Cross:
             on the first call and whenever the inner loss is another function or made otherwise. After every 100 calls
             it looks again, and may then move to a more exact way, never back. ``difference`` and ``forward`` are
             compared likewise with the gradients, and give way to double backward, with a warning, where gradients are
-            stopped so that they would be wrong.
-        radius: ε‖v‖ of the finite difference; ``None`` tries 1e-2, 3e-3 and 1e-3 (float64: 1e-4 and 1e-5; TF32 and half
-            precision: 1e-1, 3e-2 and 1e-2).
+            stopped so that they would be wrong. A θ in half precision is too coarse to be moved by a small step, so
+            ``auto`` and ``difference`` take forward mode first, then a difference with θ in float32, then double
+            backward, and move θ itself only where none of them works, with a warning.
+        radius: ε‖v‖ of the finite difference; ``None`` tries 1e-2, 3e-3 and 1e-3 (float64: 1e-4 and 1e-5; TF32:
+            1e-1, 3e-2 and 1e-2).
         tolerance: relative error at which a finite difference is exact enough; ``None`` means 5 %, an angle of 3°
             (float64: 1e-6). Models of smooth activations stay far below, those of ReLU and batch norm come close.
     """
@@ -86,7 +90,12 @@ class Cross:
             check_positive("radius", self.radius, "None chooses it by dtype")
 
     def term(self, point: Point, v: Tree, operator: Operator | None, state: CrossState) -> Tree:
-        """∂²_λθ J_in · v, one tensor for each parameter of λ."""
+        """∂²_λθ J_in · v, one tensor for each parameter of λ; v in θ's dtype, or float32 where that is float16."""
+        low, unit = lowered(v, point.params)
+        found = self._term(point, low, operator, state)
+        return found if unit is None else {name: (x * unit).to(x.dtype) for name, x in found.items()}
+
+    def _term(self, point: Point, v: Tree, operator: Operator | None, state: CrossState) -> Tree:
         same_batch = point.curvature_batch is point.inner_batch
         if self.mode in ("auto", "reverse") and operator is not None and same_batch:
             found = operator.cross(v, point.hypers)
@@ -112,7 +121,7 @@ class Cross:
         if self.mode in ("auto", "reverse"):
             return self.mode == "auto" or state.mode == "reverse"
         if self.mode == "difference" and state.mode == "difference":
-            return self.radius in (None, state.radius)
+            return state.full or self.radius in (None, state.radius)
         return state.mode in (self.mode, "reverse")
 
     def _radii(self, point: Point, full: bool = False) -> tuple[float, ...]:
@@ -134,16 +143,17 @@ class Cross:
         loss = point.inner()
         form = weighting.structure(point, loss)
         if form and self.mode != "forward":
-            moves = state.weights == f"{form}m"  # and will again, also if it does not here
-            form = state.weights if moves else weighting.with_motion(point, v, self._radii(point)[0], form)
-        if self.mode == "auto" and form:
-            return self._auto(point, v, state, loss, form)
-        if self.mode == "auto":
-            del loss  # and its graph
-            return self._general(point, v, state)
+            moves = half(point) or state.weights == f"{form}m"  # and will again, also if it does not here
+            form = f"{form}m" if moves else weighting.with_motion(point, v, self._radii(point)[0], form)
         if self.mode == "forward":
             return self._forward(point, v, state, loss, form)
-        return self._difference(point, v, state, loss, form)
+        if self.mode == "difference" and not half(point):
+            return self._difference(point, v, state, loss, form)
+        way = replace(self, radius=None) if half(point) else self  # a given one may be lost in rounding
+        if form:
+            return way._auto(point, v, state, loss, form)
+        del loss  # and its graph
+        return way._general(point, v, state)
 
     # --- auto ------------------------------------------------------------------------------------------------------
 
@@ -154,10 +164,10 @@ class Cross:
         for mode, full in _rungs(point, state):
             try:
                 found = self._weighted(point, v, form, mode, full)
-            except (UndifferentiableError, RuntimeError) as failure:
-                if mode != "forward" or isinstance(failure, torch.OutOfMemoryError):
+            except (HyperkronError, RuntimeError) as failure:
+                if (mode, full) == ("difference", False) or isinstance(failure, torch.OutOfMemoryError):
                     raise
-                reasons.append(f"forward: {_first_line(failure)}")
+                reasons.append(f"{mode}: {_first_line(failure)}")
                 continue
             best = (found, mode, full) if best is None or found.error < best[0].error else best
             if found.error > tolerance:
@@ -171,9 +181,7 @@ class Cross:
         exact = _reversed(point, v, state, reasons)
         if exact is not None:
             return exact
-        if best is None:
-            raise UndifferentiableError("; ".join(reasons))
-        found, mode, full = best
+        found, mode, full = best or (self._weighted(point, v, form, "difference", False), "difference", False)
         _warn_stopped(reasons) if stopped else _warn_inexact(found.error, reasons)
         state.settle(mode, form, found.radius, full, found.error)
         return found.cross
@@ -181,21 +189,20 @@ class Cross:
     def _general(self, point: Point, v: Tree, state: CrossState) -> Tree:
         """Where λ does more than weight: an exact way if there is one."""
         reasons: list[str] = []
-        exact = _reversed(point, v, state, reasons)
-        if exact is not None:
-            return exact
-        try:
-            found, tangent = forward_and_slope(point, v)
-            if _tangent_is_slope(point, v, tangent):
-                state.settle("forward")
-                return found
-            reasons.append("forward: gradients are stopped by no_grad")
-        except (UndifferentiableError, RuntimeError) as failure:
-            _reraise_out_of_memory(failure)
-            reasons.append(f"forward: {_first_line(failure)}")
+        ways = (_reversed, _forwarded) if self.mode == "auto" else (_forwarded, _reversed)
+        for way in ways:
+            exact = way(point, v, state, reasons)
+            if exact is not None:
+                return exact
         tolerance, best = self._tolerance(point), None
-        for full in (False, True) if _tf32(point) else (False,):
-            near = self._search(point, lambda r, f=full: (difference(point, v, r, f), None), full)  # type: ignore[misc]
+        for full in (True, False) if half(point) else (False, True) if _tf32(point) else (False,):
+            try:
+                near = self._search(point, lambda r, f=full: (difference(point, v, r, f), None), full)  # type: ignore[misc]
+            except (HyperkronError, RuntimeError) as failure:
+                if not full or isinstance(failure, torch.OutOfMemoryError):
+                    raise
+                reasons.append(f"difference: {_first_line(failure)}")
+                continue
             if best is None or near.error < best.error:
                 best = near
                 state.settle("difference", "", near.radius, full, near.error)
@@ -204,7 +211,7 @@ class Cross:
         assert best is not None
         if not moves_as_its_gradient(point, v, self._radii(point)[0]):
             _warn_stopped(reasons)
-        elif best.error > tolerance:
+        elif best.error > tolerance or (half(point) and not state.full):
             _warn_inexact(best.error, reasons)
         return best.cross
 
@@ -233,12 +240,13 @@ class Cross:
         if not right:
             _warn_stopped(reasons)
         found = weighting.difference(point, v, radius, form).cross if form else difference(point, v, radius)
-        error = _distance(found, near.cross)
+        away = _distance(found, near.cross)
+        error = max(away, near.error)
         if error > NOTICEABLE:
             warn_once(
                 "cross-radius",
-                f"the finite-difference cross term at radius {radius:g} is {error:.0%} away from that at a small one; "
-                "lower radius (for SAMA: alpha), or use another cross.",
+                f"the finite-difference cross term at radius {radius:g} has an error of about {error:.0%}; "
+                f"{'lower' if away > near.error else 'change'} radius (for SAMA: alpha), or use another cross.",
             )
         state.settle("difference", form, radius, error=error)
         return found
@@ -312,6 +320,8 @@ def _rungs(point: Point, state: CrossState) -> list[tuple[str, bool]]:
     """The ways to try where λ only weights, the cheapest first, from the one that was last decided for."""
     finer = [("difference", True)] if _tf32(point) else []  # of small models it waits less for Python
     exact = [("forward", False)]
+    if half(point):
+        return [*exact, ("difference", True)]
     rungs = [("difference", False), *(finer + exact if point.small else exact + finer)]
     now = (state.mode, state.full)
     return rungs[rungs.index(now) :] if now in rungs else rungs
@@ -333,11 +343,26 @@ def _reversed(point: Point, v: Tree, state: CrossState, reasons: list[str], need
     return found
 
 
+def _forwarded(point: Point, v: Tree, state: CrossState, reasons: list[str]) -> Tree | None:
+    """X(v) by forward mode, which is then decided for; ``None`` and the reason where that is impossible or wrong."""
+    try:
+        found, tangent = forward_and_slope(point, v)
+    except (HyperkronError, RuntimeError) as failure:
+        _reraise_out_of_memory(failure)
+        reasons.append(f"forward: {_first_line(failure)}")
+        return None
+    if not _tangent_is_slope(point, v, tangent):
+        reasons.append("forward: gradients are stopped by no_grad")
+        return None
+    state.settle("forward")
+    return found
+
+
 def _tangent_is_slope(point: Point, v: Tree, tangent: Tensor) -> bool:
     """Whether J_in's tangent along v is ⟨∂_θ J_in, v⟩; ``no_grad`` stops gradients, but not tangents."""
     told, size, _ = slope(point, v)
     gap, scale = abs(float(tangent) - float(told)), max(abs(float(tangent)), abs(float(told)))
-    return gap <= _allowed(point, 0.0) * scale + 100 * torch.finfo(point.dtype).eps * float(size * trees.norm(v))
+    return gap <= _allowed(point, 0.0) * scale + weighting.rounding(point) * float(size * trees.norm(v))
 
 
 def _distance(found: Tree, wanted: Tree) -> float:

@@ -3,7 +3,8 @@
 - ``reverse``: differentiate the gradient's graph again; exact, the most memory;
 - ``forward``: one forward pass with tangent v on θ, then ∂_λ of the tangent; exact but for what ``no_grad`` stops;
 - ``difference``: [∂_λ J_in(θ + εv) − ∂_λ J_in(θ − εv)] / 2ε with ε = radius/‖v‖ and θ detached. Works with every
-  model; its error is O(radius²) plus rounding/radius, and it moves what the inner loss holds constant.
+  model; its error is O(radius²) plus rounding/radius, and it moves what the inner loss holds constant. A θ in half
+  precision cannot make so small a step: it is moved in float32 where the model accepts that.
 """
 
 from __future__ import annotations
@@ -114,25 +115,39 @@ def _refuse_normalisation(tangent: Tensor) -> None:
             raise UndifferentiableError(f"forward mode and then λ, through {kind.removesuffix('Backward0')}")
 
 
+def half(point: Point) -> bool:
+    """Whether θ is held in half precision."""
+    return point.dtype in (torch.float16, torch.bfloat16)
+
+
 def step_of(v: Tree, radius: float) -> Tensor:
     """ε = radius/‖v‖, or 1 where v is zero."""
     length = trees.norm(v)
     return torch.where(length > 0, radius / length, torch.ones_like(length))
 
 
-def sides(point: Point, v: Tree, epsilon: Tensor, full: bool, read: Callable[[Loss], T]) -> tuple[T, T]:
-    """What ``read`` makes of J_in at θ + εv and at θ − εv, with θ detached.
+def sides(point: Point, v: Tree, epsilon: Tensor, full: bool, read: Callable[[Loss, Tree], T]) -> tuple[T, T]:
+    """What ``read`` makes of J_in, and of the tensors that it sees as θ, at θ + εv and at θ − εv, with θ detached.
 
-    With ``full``, a model that runs in TF32 runs in float32 here: TF32 keeps so few digits of a weight that a small
-    step is lost.
+    With ``full``, a model that runs in TF32 or is held in half precision runs in float32 here: less keeps so few digits
+    of a weight that a small step is lost.
     """
     found = []
     for sign in (1.0, -1.0):
+        if full and half(point):  # parameters never change their dtype: graphs through them would be cut
+            moved = {n: p.detach().float().addcmul_(v[n].float(), sign * epsilon) for n, p in point.params.items()}
+            with full_precision():
+                loss = point.substituted(
+                    "inner", moved, point.inner_batch, stream=0, differentiable=False, where="in float32"
+                )
+            found.append(read(loss, moved))
+            del moved, loss
+            continue
         with torch.no_grad():
             moved = trees.add(point.params, v, alpha=(sign * epsilon).to(point.dtype))
         with point.moved(moved), full_precision() if full else nullcontext():
             del moved  # the parameters hold it now, and let go of it before the other side is made
-            found.append(read(point.inner()))
+            found.append(read(point.inner(), point.params))
     return found[0], found[1]
 
 
@@ -140,7 +155,7 @@ def difference(point: Point, v: Tree, radius: float, full: bool = False) -> Tree
     """X(v) by a central difference of ∂_λ J_in along v; the graph reaches λ only, never θ."""
     epsilon, hypers = step_of(v, radius), list(point.hypers.values())
 
-    def read(loss: Loss) -> tuple[Tensor | None, ...]:
+    def read(loss: Loss, _: Tree) -> tuple[Tensor | None, ...]:
         if not loss.value.requires_grad:
             return (None,) * len(hypers)
         return torch.autograd.grad(loss.value, hypers, allow_unused=True)

@@ -80,8 +80,7 @@ def structure(point: Point, loss: Loss) -> str:
 
 def with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
     """``form``, with ``m`` where weights move with θ: they are functions of it that were stopped."""
-    names = _ids_to_names(point.params)
-    up, down = sides(point, v, step_of(v, radius), False, lambda loss: _Read.of(loss, form, names))
+    up, down = sides(point, v, step_of(v, radius), False, lambda loss, params: _Read.of(loss, form, params))
     pairs = [*zip(up.weights, down.weights, strict=True), *((up.decays[n], down.decays[n]) for n in up.decays)]
     return form if all(torch.equal(a, b) for a, b in pairs) else f"{form}m"
 
@@ -89,13 +88,12 @@ def with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
 def difference(point: Point, v: Tree, radius: float, form: str, full: bool = False) -> Weighted:
     """X(v) from a central difference of the row losses; ``form`` is the :func:`structure` of the loss."""
     epsilon = step_of(v, radius)
-    names = _ids_to_names(point.params)
-    up, down = sides(point, v, epsilon, full, lambda loss: _Read.of(loss, form, names))
+    up, down = sides(point, v, epsilon, full, lambda loss, params: _Read.of(loss, form, params))
     changes = [(a - b) / (2 * epsilon).to(a.dtype) for a, b in zip(up.losses, down.losses, strict=True)]
     still = up
     if form.endswith("m"):
         with point.moved(trees.map(Tensor.detach, point.params)):
-            still = _Read.of(point.inner(), form, names)
+            still = _Read.of(point.inner(), form, point.params)
     return _weighted_sum(point, v, still.weights, changes, still.decays)
 
 
@@ -103,7 +101,7 @@ def forward(point: Point, v: Tree, form: str) -> Weighted:
     """X(v) from the tangents of the row losses."""
     with forward_mode(), dual_level():
         loss, params = along(point, v)
-        read = _Read.of(loss, form, _ids_to_names(params))
+        read = _Read.of(loss, form, params)
         terms = [t for t, letter in zip(loss.terms, form, strict=False) if letter == "w"]
         tangents = [unpack_dual(t.row_losses).tangent for t in terms]
         changes = [torch.zeros_like(c) if t is None else t for c, t in zip(read.losses, tangents, strict=True)]
@@ -122,7 +120,7 @@ def disagreement(point: Point, loss: Loss, v: Tree, form: str, changes: Tensor) 
     size = float(changes.norm())
     terms = [t for t, letter in zip(loss.terms, form, strict=False) if letter == "w"]
     rows = torch.cat([t.row_losses.reshape(-1) for t in terms])
-    rounding = 100 * torch.finfo(point.dtype).eps * float(trees.norm(v))
+    noise = rounding(point) * float(trees.norm(v))
     generator = torch.Generator().manual_seed(0)
     signs = [torch.randint(2, (len(rows),), generator=generator).to(rows) * 2 - 1 for _ in range(2)]
     gaps = []
@@ -130,8 +128,13 @@ def disagreement(point: Point, loss: Loss, v: Tree, form: str, changes: Tensor) 
         told, steep = slope_of(point, (rows * r).sum(), v, retain_graph=True)
         point.finite("the slope of the inner loss along v", told, "look for inf or extreme values in inner_batch")
         gap = abs(float(told.double() - (changes.double() * r.double()).sum()))
-        gaps.append(max(0.0, gap - rounding * float(steep)))
+        gaps.append(max(0.0, gap - noise * float(steep)))
     return max(gaps) / size if size else math.inf if any(gaps) else 0.0
+
+
+def rounding(point: Point) -> float:
+    """By how much rounding may change ⟨∂_θ J_in, v⟩, relative to ‖∂_θ J_in‖‖v‖."""
+    return min(100 * torch.finfo(point.dtype).eps, 0.03)
 
 
 @dataclass(frozen=True)
@@ -143,8 +146,9 @@ class _Read:
     decays: dict[str, Tensor]
 
     @classmethod
-    def of(cls, loss: Loss, form: str, names: dict[int, str]) -> _Read:
-        """From a loss whose θ carries no gradient; it must have the form that was decided on."""
+    def of(cls, loss: Loss, form: str, params: Tree) -> _Read:
+        """From a loss whose θ, ``params``, carries no gradient; it must have the form that was decided on."""
+        names = {id(x): name for name, x in params.items()}
         found = [(_product(term.factors), term.row_losses.detach()) for term in loss.terms]
         decays: dict[str, Tensor] = {}
         for penalty in loss.l2:
@@ -224,7 +228,3 @@ def _leaves(tensors: Iterable[Tensor], stop: set[Node] | None = None) -> set[int
 
 def _ids(tree: Tree) -> set[int]:
     return {id(x) for x in tree.values()}
-
-
-def _ids_to_names(tree: Tree) -> dict[int, str]:
-    return {id(x): name for name, x in tree.items()}

@@ -51,6 +51,10 @@ class Operator(ABC):
         """∂²_λθ J_in · v on the curvature batch, where the graph of :attr:`gradients` gives it; else ``None``."""
         return None
 
+    def matvec_and_cross(self, v: Tree, hypers: Tree) -> tuple[Tree, dict[str, Tensor | None] | None]:
+        """:meth:`matvec` and :meth:`cross` of one vector, for operators that get both at the price of one."""
+        return self.matvec(v), self.cross(v, hypers)
+
 
 class Invertible(Operator):
     """An operator that also applies its inverse b ↦ (A + δI)⁻¹ b, usually from a factorisation made once.

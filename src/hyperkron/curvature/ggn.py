@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from hyperkron import trees
 from hyperkron.curvature.base import Curvature, CurvatureState, Operator, check_damping, l2_curvature, warn_opaque
-from hyperkron.curvature.half_precision import damped, lowered, unit_roundoff
+from hyperkron.curvature.matrix_free import MatrixFreeOperator
 from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.point import Point, independent
+from hyperkron.losses import Loss
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
 
 
-class GGNOperator(Operator):
+class GGNOperator(MatrixFreeOperator):
     """v ↦ (Jᵀ (∇²_f c) J + L2 + δI) v, with J the Jacobian of the model's outputs."""
 
-    def __init__(self, point: Point, damping: float) -> None:
-        self.point, self.params, self.damping = point, point.params, damping
-        self.products, self.roundoff = 0, unit_roundoff(point)
-        self._built = False
-
-    def _build(self) -> None:
-        """The graph of the outputs and of Jᵀu, at the first product."""
-        self._built = True
+    @cached_property
+    def loss(self) -> Loss:
+        """The inner loss with the graph of the outputs."""
         loss = self.point.inner(self.point.curvature_batch, differentiable=True)
         if not loss.terms:
             raise HyperkronError(
@@ -36,41 +34,46 @@ class GGNOperator(Operator):
             )
         if loss.opaque:
             warn_opaque("the Gauss–Newton matrix")
-        self.l2 = l2_curvature(loss, self.params)
-        self.terms = loss.terms
-        # Jᵀu is linear in u, so its derivative in u gives J v: two reverse passes make one forward-mode product.
-        self._seeds = [torch.zeros_like(t.output, requires_grad=True) for t in self.terms]
-        outputs = [t.output for t in self.terms]
-        pulled = gradients_of(outputs, list(self.params.values()), self._seeds, create_graph=True)
-        if all(g is None for g in pulled):
+        return loss
+
+    @cached_property
+    def _graph(self) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        """The outputs f, vectors u shaped like them, and the graph of Jᵀu.
+
+        Jᵀu is linear in u, so its derivative in u gives J v: two reverse passes make one forward-mode product.
+        """
+        outputs = [term.output for term in self.loss.terms]
+        seeds = [torch.zeros_like(f, requires_grad=True) for f in outputs]
+        found = gradients_of(outputs, list(self.params.values()), seeds, create_graph=True)
+        if all(g is None for g in found):
             raise independent("inner")
-        self._pulled = [g for g in pulled if g is not None and g.requires_grad]
-        self._names = [n for n, g in zip(self.params, pulled, strict=True) if g is not None and g.requires_grad]
+        pulled = zip(self.params, found, strict=True)
+        return outputs, seeds, {name: g for name, g in pulled if g is not None and g.requires_grad}
+
+    def _product(self, v: Tree) -> tuple[Tensor | None, ...]:
+        outputs, seeds, pulled = self._graph
+        pushed = gradients_of(list(pulled.values()), seeds, [v[name] for name in pulled], retain_graph=True)
+        bent = [
+            term.hessian_product(torch.zeros_like(term.output) if j is None else j)
+            for term, j in zip(self.loss.terms, pushed, strict=True)
+        ]
+        return gradients_of(outputs, list(self.params.values()), bent, retain_graph=True)
+
+    @cached_property
+    def _l2(self) -> dict[str, Tensor | float]:
+        return l2_curvature(self.loss, self.params)
 
     def matvec(self, v: Tree) -> Tree:
-        self.products += 1
-        if not self._built:
-            self._build()
-        low, unit = lowered(v, self.params)
-        pushed = gradients_of(self._pulled, self._seeds, [low[n] for n in self._names], retain_graph=True)
-        bent = [
-            t.hessian_product(torch.zeros_like(t.output) if j is None else j)
-            for t, j in zip(self.terms, pushed, strict=True)
-        ]
-        outputs = [t.output for t in self.terms]
-        found = gradients_of(outputs, list(self.params.values()), bent, retain_graph=True)
-        out = damped(self.params, found, v, self.damping, unit)
-        for name, penalty in self.l2.items():
-            out[name] = out[name] + penalty * v[name]
-        return out
+        out = super().matvec(v)
+        return out | {name: out[name] + penalty * v[name] for name, penalty in self._l2.items()}
 
 
 class PartedGGNOperator(Operator):
     """The same operator on a batch that is evaluated in parts: Σ_k share_k A_k v, the graph of one part at a time."""
 
     def __init__(self, point: Point, damping: float) -> None:
-        self.point, self.damping = point, damping
-        self.products, self.roundoff = 0, unit_roundoff(point)
+        self.point, self.damping, self.products = point, damping, 0
+        self.roundoff = GGNOperator(point, damping).roundoff
 
     def matvec(self, v: Tree) -> Tree:
         self.products += 1
@@ -81,7 +84,7 @@ class PartedGGNOperator(Operator):
                 self.point.curvature_batch = part
                 operator = GGNOperator(self.point, 0.0)
                 found.append(operator.matvec(v))
-                counts.append(rows(operator.terms, 1))
+                counts.append(rows(operator.loss.terms, 1))
         finally:
             self.point.curvature_batch = whole
         total = trees.scale(v, self.damping)

@@ -1,70 +1,61 @@
-"""A = ∇²_θθ J_in, known through products with vectors; one graph is kept for all of them."""
+"""A = ∇²_θθ J_in, known through products with vectors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hyperkron import trees
-from hyperkron.curvature.base import Curvature, CurvatureState, Operator, check_damping
-from hyperkron.curvature.half_precision import damped, lowered, unit_roundoff
+from hyperkron.curvature.base import Curvature, CurvatureState, check_damping
+from hyperkron.curvature.matrix_free import MatrixFreeOperator
 from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.trees import Tree
 
 
-class HessianOperator(Operator):
-    """v ↦ (∇²_θθ J_in + δI) v by differentiating the gradient's graph, built once."""
+class HessianOperator(MatrixFreeOperator):
+    """v ↦ (∇²_θθ J_in + δI) v by differentiating the gradient's graph."""
 
-    def __init__(self, point: Point, damping: float) -> None:
-        self.point, self.params, self.damping = point, point.params, damping
-        self.products, self.roundoff = 0, unit_roundoff(point)
-        self._live: list[Tensor] | None = None
-        self._names: list[str] = []
-        self._gradients: Tree = {}
-
-    def _build(self) -> None:
-        """The graph of ∂_θ J_in, at the first product: what is computed before it does not add to its memory."""
+    @cached_property
+    def _graph(self) -> dict[str, Tensor | None]:
+        """∂_θ J_in with its graph."""
         loss = self.point.inner(self.point.curvature_batch, differentiable=True)
-        gradients = gradients_of(loss.value, list(self.params.values()), create_graph=True)
-        if all(g is None for g in gradients):
+        found = gradients_of(loss.value, list(self.params.values()), create_graph=True)
+        if all(g is None for g in found):
             raise independent("inner")
-        pairs = [(n, g) for n, g in zip(self.params, gradients, strict=True) if g is not None and g.requires_grad]
-        self._names, self._live = [n for n, _ in pairs], [g for _, g in pairs]
-        self._gradients = {
-            n: torch.zeros_like(p) if g is None else g.detach()
-            for (n, p), g in zip(self.params.items(), gradients, strict=True)
-        }
+        return dict(zip(self.params, found, strict=True))
 
     @property
     def gradients(self) -> Tree:
-        """∂_θ J_in on the curvature batch, which the products are derivatives of."""
-        if self._live is None:
-            self._build()
-        return self._gradients
+        return {n: torch.zeros_like(self.params[n]) if g is None else g.detach() for n, g in self._graph.items()}
 
-    def matvec(self, v: Tree) -> Tree:
-        self.products += 1
-        if self._live is None:
-            self._build()
-        if not self._live:  # J_in is linear in θ
-            return trees.scale(v, self.damping)
-        low, unit = lowered(v, self.params)
-        found = gradients_of(self._live, list(self.params.values()), [low[n] for n in self._names], retain_graph=True)
-        return damped(self.params, found, v, self.damping, unit)
+    def _along(self, v: Tree, inputs: Tree) -> tuple[Tensor | None, ...]:
+        """The derivative of vᵀ ∂_θ J_in in ``inputs``."""
+        live = {name: g for name, g in self._graph.items() if g is not None and g.requires_grad}
+        if not live:  # J_in is linear in θ
+            return (None,) * len(inputs)
+        vectors = [v[name] for name in live]
+        return gradients_of(list(live.values()), list(inputs.values()), vectors, retain_graph=True)
+
+    def _product(self, v: Tree) -> tuple[Tensor | None, ...]:
+        return self._along(v, self.params)
 
     def cross(self, v: Tree, hypers: Tree) -> dict[str, Tensor | None]:
         """∂²_λθ J_in · v from the same graph; only where the curvature batch is the inner batch."""
-        if self._live is None:
-            self._build()
-        if not self._live:
-            return dict.fromkeys(hypers)
-        low = trees.cast(v, self.params)
-        found = gradients_of(self._live, list(hypers.values()), [low[n] for n in self._names], retain_graph=True)
-        return dict(zip(hypers, found, strict=True))
+        return dict(zip(hypers, self._along(trees.cast(v, self.params), hypers), strict=True))
+
+    def matvec_and_cross(self, v: Tree, hypers: Tree) -> tuple[Tree, dict[str, Tensor | None]]:
+        """Both from one backward pass."""
+        if any(p.dtype == torch.float16 for p in self.params.values()):
+            return self.matvec(v), self.cross(v, hypers)
+        self.products += 1
+        found = self._along(trees.cast(v, self.params), {**self.params, **{f"λ {n}": x for n, x in hypers.items()}})
+        count = len(self.params)
+        return self._damped(found[:count], v), dict(zip(hypers, found[count:], strict=True))
 
 
 @dataclass(frozen=True)

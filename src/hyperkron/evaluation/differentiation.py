@@ -32,10 +32,10 @@ def gradients_of(
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` for first and second derivatives, with a named refusal where there is no second one."""
     watched: AbstractContextManager[None] = nullcontext()
+    foreign: list[torch.autograd.graph.Node] = []
     if create_graph:
-        nodes = list(graph_nodes([outputs] if isinstance(outputs, Tensor) else outputs))
-        _refuse_wrong_derivatives(nodes)
-        watched = _refusing_lost_graphs(nodes)
+        foreign = _checked_nodes([outputs] if isinstance(outputs, Tensor) else outputs)
+        watched = _refusing_lost_graphs(foreign) if foreign else watched
     try:
         with watched:
             found = torch.autograd.grad(
@@ -45,7 +45,7 @@ def gradients_of(
         if any(words in str(error) for words in ("not implemented", "not differentiable", "double backward")):
             raise UndifferentiableError(str(error).splitlines()[0]) from error
         raise
-    if create_graph:
+    if foreign:
         _refuse_dead_ends(found)
     return found
 
@@ -84,22 +84,27 @@ def _refusing_lost_graphs(nodes: list[torch.autograd.graph.Node]) -> Iterator[No
         raise UndifferentiableError(f"the backward pass of {lost[0].removesuffix('Backward')} records no graph")
 
 
-def _refuse_wrong_derivatives(nodes: list[torch.autograd.graph.Node]) -> None:
-    """Refuse the two derivatives that torch computes wrongly and in silence.
+def _checked_nodes(outputs: list[Tensor]) -> list[torch.autograd.graph.Node]:
+    """The nodes behind ``outputs`` that are not torch's own; refuses two derivatives that torch computes wrongly.
 
     The third derivative of batch norm, which the second one of a penalty on gradients needs, takes the statistics of
     the batch for constants (in evaluation mode they are); the second derivative of the fused weight norm takes the norm
     for one. Models with weight norm are evaluated without the fused kernel (``kernels/selection.py``).
     """
-    for node in nodes:
-        if "BatchNormBackwardBackward" in node.name() and getattr(node, "_saved_train", True):
+    foreign = []
+    for node in graph_nodes(outputs):
+        name = node.name()
+        if not name[-1].isdigit() and name != "torch::autograd::AccumulateGrad":  # torch's own: AddmmBackward0
+            foreign.append(node)
+        if "BatchNormBackwardBackward" in name and getattr(node, "_saved_train", True):
             raise UndifferentiableError(
                 "the loss holds gradients through batch norm, and torch's third derivative of that is wrong"
             )
-        if "WeightNormInterfaceBackward" in node.name():
+        if "WeightNormInterfaceBackward" in name:
             raise UndifferentiableError(
                 "torch's second derivative of torch._weight_norm is wrong; compute v * (g / norm) instead"
             )
+    return foreign
 
 
 def graph_nodes(tensors: list[Tensor]) -> Iterator[torch.autograd.graph.Node]:

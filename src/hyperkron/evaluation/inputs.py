@@ -40,7 +40,7 @@ def differentiable_batch(batch: Any) -> Any:
         >>> [x.is_inference() for x in differentiable_batch(made)]
         [False, False]
     """
-    if not any(x.is_inference() for _, x in tensors_of("", batch)):
+    if not _holds_inference(batch):
         return batch
     if isinstance(batch, Tensor):
         with torch.inference_mode(False):
@@ -51,6 +51,13 @@ def differentiable_batch(batch: Any) -> Any:
         return made
     parts = [differentiable_batch(x) for x in batch]
     return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+
+
+def _holds_inference(batch: Any) -> bool:
+    if isinstance(batch, Tensor):
+        return batch.is_inference()
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return any(map(_holds_inference, parts))
 
 
 def culprits(tensors: Iterable[tuple[str, Tensor]]) -> str:

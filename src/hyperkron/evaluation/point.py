@@ -23,7 +23,8 @@ from torch.func import functional_call
 from hyperkron.evaluation.inputs import culprits, differentiable_batch, tensors_of
 from hyperkron.evaluation.snapshot import Snapshot, reseed
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
-from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small
+from hyperkron.kernels.execution import Execution
+from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small, twice_differentiable
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Objective
 from hyperkron.solution import HyperkronError, NonFiniteError
@@ -43,16 +44,15 @@ class Point:
             given.
         outer_batch: the batch of J_out.
         curvature_batch: another batch of J_in on which A is measured.
-        recording: what happens inside is being recorded as a CUDA graph: nothing is read from the device, and its
-            random state is left alone. The checks stay in :attr:`finite_checks` and :attr:`assumed_zero`, for whoever
-            replays it.
+        recording: what happens inside is recorded as a CUDA graph: nothing is read from the device, and its random
+            state is left alone.
         plain: the objectives are evaluated without autocast, wherever it is enabled.
+        variables: θ and λ, for a caller that has asked for them before; else they are read from the modules.
 
     Attributes:
         autocast: under which the objectives are evaluated, where the caller has it enabled.
         met_autocast: whether a ``plain`` evaluation would have run under autocast.
-        finite_checks: values that must be finite, not read yet: (name, remedy, value).
-        assumed_zero: numbers that were taken to be zero while recording.
+        execution: eager or recorded, with what has not been read yet.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Point:
         curvature_batch: Any = None,
         recording: bool = False,
         plain: bool = False,
+        variables: tuple[Tree, Tree] | None = None,
     ) -> None:
         if not isinstance(problem, BilevelProblem):
             raise HyperkronError(f"problem is a {type(problem).__name__}; pass hyperkron.BilevelProblem(inner, outer).")
@@ -75,15 +76,12 @@ class Point:
         self.inner_batch = differentiable_batch(inner_batch)
         self.outer_batch = differentiable_batch(outer_batch)
         self.curvature_batch = self.inner_batch if curvature_batch is None else differentiable_batch(curvature_batch)
-        self.params = trainable(model, "model")
-        self.hypers = trainable(hyper, "hyper")
+        self.params, self.hypers = variables or (trainable(model, "model"), trainable(hyper, "hyper"))
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
-        self.recording = recording
+        self.execution = Execution(self.device, recorded=recording)
         self.plain, self.met_autocast = plain or problem.autocast is False, False
         self.autocast: torch.autocast | None = None
-        self.finite_checks: list[tuple[str, str, Tensor]] = []
-        self.assumed_zero: list[Tensor] = []
         self._stack: ExitStack | None = None
         self._snapshot: Snapshot | None = None
         self._away = False
@@ -92,8 +90,10 @@ class Point:
         self._snapshot = Snapshot(self.model, self.hyper, self.device, self.recording)
         self._stack = ExitStack()
         self._stack.callback(self._snapshot.restore)
-        self._stack.enter_context(torch.inference_mode(False))
-        self._stack.enter_context(torch.enable_grad())
+        if torch.is_inference_mode_enabled():
+            self._stack.enter_context(torch.inference_mode(False))
+        if not torch.is_grad_enabled():
+            self._stack.enter_context(torch.enable_grad())
         self._stack.enter_context(differentiable_checkpoints())
         if "torch._dynamo" in sys.modules:  # without it nothing can have been compiled
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -183,6 +183,9 @@ class Point:
     def _call(self, level: Level, batch: Any, params: Tree | None, differentiable: bool) -> Loss | Tensor:
         """The objective itself, under the kernels chosen for it."""
         function = self.problem.inner if level == "inner" else self.problem.outer
+        if params is None and not (self.execution.queued or self.plain or self.autocast):  # nothing to choose or to substitute
+            with twice_differentiable(self.model, self.hyper) if differentiable else nullcontext():
+                return function(self.model, self.hyper, batch)
 
         def call() -> Loss | Tensor:
             with WithoutAutocast(self.device.type) if self.plain else nullcontext() as mode:
@@ -207,9 +210,9 @@ class Point:
             )
 
     @property
-    def queues(self) -> bool:
-        """Whether the device works through a queue, so that waiting for a result before going on costs time."""
-        return self.device.type != "cpu"
+    def recording(self) -> bool:
+        """Whether what happens here is recorded as a CUDA graph."""
+        return self.execution.recorded
 
     @property
     def small(self) -> bool:
@@ -219,29 +222,16 @@ class Point:
 
     def finite(self, name: str, value: Tensor, remedy: str) -> None:
         """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
-        self.finite_checks.append((name, remedy, value.detach()))
-        if value.device.type == "cpu":
-            self.settle()
+        readable = value.device.type == "cpu" and value.ndim == 0 and not self.execution.recorded
+        if readable and math.isfinite(value.item()):
+            return
+        self.execution.check_finite(
+            value, lambda found: NonFiniteError(f"{name} is {found}; {self.culprits() or remedy}.")
+        )
 
     def settle(self) -> None:
         """Read all pending finite checks; raise for the first that failed."""
-        if not self.finite_checks or self.recording:
-            return
-        finite_checks, self.finite_checks = self.finite_checks, []
-        numbers = iter(torch.cat([value.reshape(-1) for _, _, value in finite_checks]).tolist())
-        for name, remedy, value in finite_checks:
-            bad = [x for x in itertools.islice(numbers, value.numel()) if not math.isfinite(x)]
-            if bad:
-                found = "nan" if any(map(math.isnan, bad)) else "infinite"
-                raise NonFiniteError(f"{name} is {found}; {self.culprits() or remedy}.")
-
-    def read(self, numbers: Tensor) -> list[Any]:
-        """The numbers of a vector, copied to the host; zeros while recording."""
-        if not self.recording:
-            found: list[Any] = numbers.tolist()
-            return found
-        self.assumed_zero.append(numbers)
-        return [0] * numbers.numel()
+        self.execution.settle()
 
     @property
     def drew(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,19 +38,21 @@ class Snapshot:
         self.cpu = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" and not recording else None
         self.drew = False
-        numpy = sys.modules.get("numpy")
-        self.numpy = numpy.random.get_state() if numpy is not None else None
+        self.numpy = NumpyRandomState() if "numpy" in sys.modules else None
+        self._evaluated = False
 
     def rewind(self) -> None:
         """Random states, modes and the values of buffers as they were: what an evaluation begins with."""
-        self._rewind_random()
+        if self._evaluated:
+            self._rewind_random()
+            self._rewind_modes()
+        self._evaluated = True
         fresh: dict[int, Tensor] = {}  # one copy for a buffer that modules share
         for group in self.groups:
             fresh.update(zip(map(id, group), _copies(group), strict=True))
         for module, own, _ in self.buffers:
             for name, buffer in own.items():
                 module._buffers[name] = fresh.get(id(buffer), buffer)
-        self._rewind_modes()
 
     def restore(self) -> None:
         """The whole promise, kept when the with block ends."""
@@ -77,7 +81,39 @@ class Snapshot:
             self.drew = self.drew or not torch.equal(torch.cuda.get_rng_state(self.device), self.cuda)
             torch.cuda.set_rng_state(self.cuda, self.device)
         if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+            self.numpy.restore()
+
+
+class NumpyRandomState:
+    """The state of numpy's global generator; it is read and written only where its memory has changed.
+
+    Reading and writing take longer than evaluating a small model. The memory holds 624 words and a position, but not
+    the normal number that ``numpy.random.randn`` may keep for its next call: with one pending, nothing is skipped.
+    """
+
+    known: ClassVar[tuple[bytes | None, Any]] = None, None
+    """The memory of the last state that was read with no number pending, and that state."""
+
+    def __init__(self) -> None:
+        self.memory, self.state = _numpy_memory(), self.known[1]
+        if self.memory is None or self.memory != self.known[0]:
+            self.state = sys.modules["numpy"].random.get_state()
+            if self.memory is not None and self.state[3]:
+                self.memory = None
+            NumpyRandomState.known = self.memory, self.state
+
+    def restore(self) -> None:
+        """The generator as it was."""
+        if self.memory is None or _numpy_memory() != self.memory:
+            sys.modules["numpy"].random.set_state(self.state)
+
+
+def _numpy_memory() -> bytes | None:
+    """The memory of numpy's global generator; ``None`` where it is not numpy's default one."""
+    generator: Any = getattr(sys.modules["numpy"].random, "get_bit_generator", lambda: None)()
+    if type(generator).__name__ != "MT19937":
+        return None
+    return ctypes.string_at(generator.ctypes.state_address, 4 * 624 + 4)
 
 
 def reseed(stream: int, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,15 +14,16 @@ from torch import Tensor, nn
 
 from hyperkron import trees
 from hyperkron.cross import RECHECK, Cross, CrossState, Mode
-from hyperkron.curvature import Curvature, CurvatureState, Invertible
+from hyperkron.curvature import Curvature, CurvatureState, Invertible, Operator
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.hypergradient.precision import too_coarse
 from hyperkron.hypergradient.replay import Answer, Replays, Request
 from hyperkron.kernels import graphs
+from hyperkron.kernels.execution import Pending
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, NonFiniteError, Solution, Status
-from hyperkron.solvers import Solver, Watch
+from hyperkron.solvers import Solver
 from hyperkron.trees import Tree
 
 
@@ -152,14 +154,15 @@ class Implicit(Hypergradient):
                 point.settle()
             if recorded:
                 self._replays.saw(point)
-        solution = answer.solution
+        solution = answer.solution.wait()
         if self.warm_start:
             self.state.start = solution.value
         self.state.calls += 1
         stats = {**self._stats(solution), **answer.notes}
         if plain and given is None:
             stats["autocast"] = "too coarse"
-        return HypergradientResult(answer.grads, solution.status, float(answer.value), solution, stats)
+        (outer_loss,) = answer.value.wait()
+        return HypergradientResult(answer.grads, solution.status, outer_loss, solution, stats)
 
     def _answer(self, point: Point, start: Tree | None) -> Answer:
         """The formula at ``point``; on a GPU its numbers have been asked for, not waited for, but for the solver's."""
@@ -169,18 +172,28 @@ class Implicit(Hypergradient):
         operator = self.curvature.operator(point, state.curvature)
         value, b, direct = first or outer_gradients(point)
         del first
-        preconditioner, watch = self._preconditioner(point, state), Watch(recording=point.recording)
-        solution = self.solver.solve(operator, b, start=start, preconditioner=preconditioner, watch=watch)
-        if solution.status is Status.NON_FINITE:
-            blame = point.culprits()
-            raise NonFiniteError(f"{self.solver!r}: {solution.status.value}{blame and f' Here {blame}.'}")
+        if point.dtype == torch.float16:  # whose range is too narrow for v: the cross term takes it in float32
+            b = trees.widened(b)
+        v, solution = self._solve(point, operator, b, start)
         del b
         if not point.recording:
             operator.release()
-        crossed = self.cross.term(point, solution.value, operator, state.cross)
+        crossed = self.cross.term(point, v, operator, state.cross)
+        rounded = trees.cast(v, point.params)
+        solution = solution.then(lambda found: dataclasses.replace(found, value=rounded))
         grads = trees.add(direct, crossed, alpha=-1.0)
         point.finite("hypergradient", trees.norm(grads), "raise damping, or look for extreme values in the batches")
-        return Answer(value, grads, solution, watch, point.notes)
+        return Answer(point.execution.later(value), grads, solution, point.notes)
+
+    def _solve(self, point: Point, operator: Operator, b: Tree, start: Tree | None) -> tuple[Tree, Pending[Solution]]:
+        preconditioner = self._preconditioner(point, self.state)
+        if point.recording:
+            return self.solver.record(operator, b, point.execution, start=start, preconditioner=preconditioner)
+        solution = self.solver.solve(operator, b, start=start, preconditioner=preconditioner)
+        if solution.status is Status.NON_FINITE:
+            blame = point.culprits()
+            raise NonFiniteError(f"{self.solver!r}: {solution.status.value}{blame and f' Here {blame}.'}")
+        return solution.value, Pending.ready(solution)
 
     def inverse(self, point: Point) -> Callable[[Tree], Solution]:
         """b ↦ (A + δI)⁻¹ b, with A measured once at ``point`` and used for any number of right-hand sides."""

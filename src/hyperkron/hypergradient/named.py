@@ -242,7 +242,8 @@ def sama(optimizer: torch.optim.Optimizer | None = None, *, alpha: float = 0.1, 
 
     If λ only weights examples or penalties, the difference is taken of the losses, not of ∂_λ J_in, so that weights
     computed from detached losses (``MetaWeightNet``) stay constant. If a difference would be wrong because gradients
-    are stopped elsewhere, double backward is used instead, with a warning.
+    are stopped elsewhere, double backward is used instead, with a warning. A model in half precision cannot make so
+    small a step; there ∂²_λθ J_in · v itself is computed.
 
     Args:
         optimizer: the inner optimizer; D is the diagonal of an Adam step, or 1 for others. ``None``: v = ∂_θ J_out.

@@ -5,15 +5,13 @@ recording makes one of them, and lets factorisations run beside the outer gradie
 granted that factorisations succeed and that all numbers are finite. Everything that a step would have read from the
 device on its way is read in one piece at the end; if something is not as it should be, the same step is done again in
 the ordinary way, which knows what to do about it. An iterative solver that ends early is as it should be: it does all
-its iterations, but holds the value that it ended with (:mod:`hyperkron.solvers.watch`).
+its iterations, but holds the value that it ended with (:mod:`hyperkron.solvers.recorded`).
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,11 +23,11 @@ from hyperkron import trees
 from hyperkron.cross.state import CrossState, inner_key
 from hyperkron.curvature import Curvature, CurvatureState
 from hyperkron.evaluation.point import Point
+from hyperkron.kernels.execution import Execution, Pending
 from hyperkron.kernels.graphs import Recording, StaticBatch, places
 from hyperkron.kernels.selection import LayoutError
 from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HyperkronError, Solution, warn_once
-from hyperkron.solvers import Watch
+from hyperkron.solution import HyperkronError, Solution, Status, warn_once
 from hyperkron.trees import Tree
 
 MISFITS = 3
@@ -41,12 +39,11 @@ WASTED = 4
 
 
 class Answer(NamedTuple):
-    """What a step found: J_out (a number once it has been read), dΦ/dλ, the solve and its watch, and notes."""
+    """What a step found: J_out, dΦ/dλ, the solve, and notes."""
 
-    value: Any
+    value: Pending[list[float]]
     grads: Tree
-    solution: Solution
-    watch: Watch
+    solution: Pending[Solution]
     notes: dict[str, str]
 
 
@@ -98,20 +95,21 @@ class _Step:
     """A recorded step; ``made`` is the state of a curvature that it measures again."""
 
     batches: StaticBatch
-    recording: Recording[tuple[list[Tensor], Answer]]
+    recording: Recording[tuple[Tensor, Answer]]
+    execution: Execution
     made: CurvatureState | None
 
     def replay(self, batches: Any) -> Answer | None:
         """Its answers on ``batches``, in memory of their own; ``None`` where something is not as it should be."""
         self.batches.fill(batches)
         unread, answer = self.recording.replay()
-        numbers = iter(torch.cat(unread).tolist())
-        finite, zero, watched = (list(itertools.islice(numbers, len(part))) for part in unread)
-        solution = answer.watch.replayed(answer.solution, watched)
-        if any(zero) or not all(map(math.isfinite, finite)) or solution is None:
+        if not self.execution.replayed(unread):
+            return None
+        solution = answer.solution.wait()
+        if solution.status is Status.NON_FINITE:
             return None
         solution = replace(solution, value=trees.map(Tensor.clone, solution.value))
-        return answer._replace(value=finite[0], grads=trees.map(Tensor.clone, answer.grads), solution=solution)
+        return answer._replace(grads=trees.map(Tensor.clone, answer.grads), solution=Pending.ready(solution))
 
 
 class Replays:
@@ -208,7 +206,7 @@ class Replays:
             _restore(states)
             with place() as point:
                 recording = Recording(
-                    lambda: _checked(point, wanted.work(point, start)),
+                    lambda: _recorded(point, wanted.work(point, start)),
                     generators=generators,
                     pool=self._steps[True].recording.pool if True in self._steps else None,
                 )
@@ -220,7 +218,7 @@ class Replays:
             return None
         finally:
             _restore(states)
-        return _Step(static, recording, made)
+        return _Step(static, recording, point.execution, made)
 
     def _give_up(self, reason: str) -> None:
         self._given_up = True
@@ -247,14 +245,9 @@ class Replays:
         return answer
 
 
-def _checked(point: Point, answer: Answer) -> tuple[list[Tensor], Answer]:
-    """What must be finite, J_out first, what must be zero, and what is watched, for ``answer`` to hold."""
-    finite = [answer.value, *(value for _, _, value in point.finite_checks)]
-    zero = (
-        [point.assumed_zero[0].new_zeros(1), *point.assumed_zero] if point.assumed_zero else [answer.value.new_zeros(1)]
-    )
-    watched = [answer.value.new_zeros(0), *answer.watch.unread]
-    return [_joined(part) for part in (finite, zero, watched)], answer
+def _recorded(point: Point, answer: Answer) -> tuple[Tensor, Answer]:
+    """What a replay has to read, and what it answers."""
+    return point.execution.unread(), answer
 
 
 def _restore(states: list[tuple[Any, Any]]) -> None:
@@ -262,7 +255,3 @@ def _restore(states: list[tuple[Any, Any]]) -> None:
     for state, before in states:
         vars(state).clear()  # also of what was not there before
         vars(state).update(vars(before))
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return torch.cat([x.detach().reshape(-1).double() for x in parts])

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
@@ -172,15 +171,14 @@ def chosen(
 
     It will be ``differentiable`` twice, or it is ``recording`` a CUDA graph.
     """
-    mode, idle = None, _conditions(device, size)
-    once = not (differentiable or recording)
-    with ExitStack() as stack:
-        if differentiable:
-            stack.enter_context(twice_differentiable(model, *([] if hyper is None else [hyper])))
-        if device.type == "cuda" and not (once and idle in _IDLE.get(model, ())) and _takes_part(model):
+    mode, once = None, not (differentiable or recording)
+    if device.type == "cuda":
+        idle = _conditions(device, size)
+        if not (once and idle in _IDLE.get(model, ())) and _takes_part(model):
             allowed = model not in _CONTIGUOUS_ONLY
             mode = Kernels(second_order=differentiable, channels_last=allowed, always=recording)
-            stack.enter_context(mode)
+    modules = [model] if hyper is None else [model, hyper]
+    with twice_differentiable(*modules) if differentiable else nullcontext(), mode or nullcontext():
         yield mode
     if once and mode is not None and not mode.converted:
         _IDLE.setdefault(model, set()).add(idle)
@@ -199,14 +197,30 @@ def _conditions(device: torch.device, size: int) -> Hashable:
 @contextmanager
 def twice_differentiable(*modules: nn.Module) -> Iterator[None]:
     """Attention and weight norm of ``modules`` through kernels that have right second derivatives and forward mode."""
-    fast = torch.backends.mha.get_fastpath_enabled()
+    fast, cuda = torch.backends.mha.get_fastpath_enabled(), torch.backends.cuda
+    before = (
+        cuda.math_sdp_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
     normalised = any(map(_has_weight_norm, modules))
-    with sdpa_kernel(SDPBackend.MATH), PlainWeightNorm() if normalised else nullcontext():
+    try:
         torch.backends.mha.set_fastpath_enabled(False)
-        try:
+        _set_attention(True, False, False, False)
+        with PlainWeightNorm() if normalised else nullcontext():
             yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        _set_attention(*before)
+
+
+def _set_attention(unfused: bool, flash: bool, efficient: bool, cudnn: bool) -> None:
+    """Which kernels attention may take: what ``torch.nn.attention.sdpa_kernel`` does, in a tenth of its time."""
+    torch.backends.cuda.enable_math_sdp(unfused)
+    torch.backends.cuda.enable_flash_sdp(flash)
+    torch.backends.cuda.enable_mem_efficient_sdp(efficient)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 def evaluate(

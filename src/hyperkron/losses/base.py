@@ -93,9 +93,8 @@ class Term(ABC):
             Martens and Grosse, 2015 (mc); Kunstner, Balles and Hennig, 2019 (empirical); Dangel et al., 2025.
         """
         check_one_of("fisher", fisher, get_args(Fisher))
-        if fisher != "mc":
-            samples = 1
-        else:
+        samples = samples if fisher == "mc" else 1
+        if fisher == "mc":
             check_whole("samples", samples, remedy="it is the number of Monte-Carlo vectors")
             _check_generator(generator, self.output)
         weights = self.coefficients if fisher == "empirical" else self.hessian_scale
@@ -108,8 +107,10 @@ class Term(ABC):
             )
         root = self._per_entry(weights / samples).sqrt()
         if fisher == "mc":
-            return self._sampled(root, samples, generator)
-        return self._exact(root) if fisher == "type-2" else iter([self._empirical(root)])
+            found = self._sampled(root, samples, generator)
+        else:
+            found = self._exact(root) if fisher == "type-2" else iter([self._empirical(root)])
+        return map(self._in_output_dtype, found)  # which holds on to no vector
 
     def hessian_product(self, v: Tensor) -> Tensor:
         """(∂²J/∂f²) v for v shaped like the output; exact, also where weights are negative."""
@@ -118,9 +119,8 @@ class Term(ABC):
                 f"v has shape {tuple(v.shape)} but the output has shape {tuple(self.output.shape)}; "
                 "pass one vector shaped like the output."
             )
-        work = self.coefficients.dtype
-        product = self._criterion_product(v.detach().to(work)).mul_(self._per_entry(self.hessian_scale))
-        return product.to(self.output.dtype)
+        product = self._criterion_product(v.detach().to(self.coefficients.dtype))
+        return self._in_output_dtype(product.mul_(self._per_entry(self.hessian_scale)))
 
     def scale(self, factor: float | Tensor) -> Term:
         """The same term times ``factor``."""
@@ -153,6 +153,9 @@ class Term(ABC):
     @abstractmethod
     def _criterion_product(self, v: Tensor) -> Tensor:
         """(∂²c/∂f²) v as a fresh tensor."""
+
+    def _in_output_dtype(self, x: Tensor) -> Tensor:
+        return x.to(self.output.dtype)
 
     def _per_entry(self, rows: Tensor) -> Tensor:
         """One number per row, shaped to multiply the output."""
@@ -242,12 +245,8 @@ class Loss:
             other = as_loss(other)
         if not isinstance(other, Loss):
             return NotImplemented
-        return Loss(
-            self.value + other.value,
-            self.terms + other.terms,
-            self.l2 + other.l2,
-            self.opaque or other.opaque,
-        )
+        opaque = self.opaque or other.opaque
+        return Loss(self.value + other.value, self.terms + other.terms, self.l2 + other.l2, opaque)
 
     __radd__ = __add__
 

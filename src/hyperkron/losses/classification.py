@@ -165,7 +165,7 @@ class SoftmaxTerm(Term):
         drawn = torch.searchsorted(cdf, uniform.mul_(cdf[..., -1:]), right=True).clamp_(max=p.shape[-1] - 1)
         del cdf, uniform
         for m in range(samples):
-            yield _less_at(p * root, drawn[..., m : m + 1], root).to(self.output.dtype)
+            yield _less_at(p * root, drawn[..., m : m + 1], root)
 
     def _exact(self, root: Tensor) -> Iterator[Tensor]:
         # s_c = √p_c (e_c − p)
@@ -174,16 +174,16 @@ class SoftmaxTerm(Term):
         for c in range(p.shape[-1]):
             vector = p * -scale[..., c : c + 1]
             vector[..., c] += scale[..., c]
-            yield vector.to(self.output.dtype)
+            yield vector
 
     def _empirical(self, root: Tensor) -> Tensor:
         # ∇c = |q| p − q, with q after smoothing
         keep, spread = 1 - self.smoothing, self.smoothing / self.probabilities.shape[-1]
         if self.mass is not None:
             gradient = self._per_entry(self.mass) * self.probabilities - keep * self.target
-            return gradient.sub_(spread).mul_(root).to(self.output.dtype)
+            return gradient.sub_(spread).mul_(root)
         vector = (self.probabilities - spread if spread else self.probabilities) * root
-        return _less_at(vector, self.target.unsqueeze(-1), keep * root).to(self.output.dtype)
+        return _less_at(vector, self.target.unsqueeze(-1), keep * root)
 
     def _criterion_product(self, v: Tensor) -> Tensor:
         p = self.probabilities

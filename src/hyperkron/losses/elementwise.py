@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,13 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hyperkron.losses._checks import (
-    answers_at_once,
-    check_dense_target,
-    check_output,
-    reduce_rows,
-    row_weights,
-)
+from hyperkron.losses._checks import answers_at_once, check_dense_target, check_output, reduce_rows, row_weights
 from hyperkron.losses.base import Loss, Term
 from hyperkron.solution import HyperkronError
 
@@ -94,39 +89,59 @@ def _elementwise(
 
 @dataclass(frozen=True, eq=False)
 class _ElementwiseTerm(Term):
-    """A criterion with a diagonal Hessian; rows are examples.
+    """−log q(y|f) with independent entries: ∂c/∂f = mean(f) − y, ∂²c/∂f² = diag(variance(f)); rows are examples.
 
     Attributes:
-        target: shaped like the output, detached.
+        target: y, shaped like the output, detached.
     """
 
     target: Tensor
 
-    def _at_entries(self, diagonal_root: Tensor) -> Iterator[Tensor]:
-        """One vector per output entry of an example, zero elsewhere; ``diagonal_root`` has shape (N, D)."""
-        for k in range(diagonal_root.shape[1]):
-            vector = self.output.new_zeros(diagonal_root.shape)
-            vector[:, k] = diagonal_root[:, k].to(vector.dtype)
+    @property
+    @abstractmethod
+    def mean(self) -> Tensor: ...
+
+    @property
+    @abstractmethod
+    def variance(self) -> Tensor: ...
+
+    @abstractmethod
+    def _noise(self, generator: torch.Generator | None) -> Tensor:
+        """mean − ỹ for one draw ỹ ~ q(·|f)."""
+
+    def _sampled(self, root: Tensor, samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        return (self._noise(generator).mul_(root) for _ in range(samples))
+
+    def _exact(self, root: Tensor) -> Iterator[Tensor]:
+        # one vector per output entry of an example, zero elsewhere
+        roots = (self.variance.sqrt() * root).reshape(len(self.output), -1)
+        for k in range(roots.shape[1]):
+            vector = torch.zeros_like(roots)
+            vector[:, k] = roots[:, k]
             yield vector.reshape(self.output.shape)
+
+    def _empirical(self, root: Tensor) -> Tensor:
+        return (self.mean - self.target).mul_(root)
+
+    def _criterion_product(self, v: Tensor) -> Tensor:
+        return self.variance * v
 
 
 @dataclass(frozen=True, eq=False)
 class SquaredTerm(_ElementwiseTerm):
     """½‖output − target‖² for each example."""
 
-    def _sampled(self, root: Tensor, samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
-        for _ in range(samples):
-            normal = torch.randn(self.output.shape, generator=generator, dtype=root.dtype, device=root.device)
-            yield normal.mul_(root).to(self.output.dtype)
+    @property
+    def mean(self) -> Tensor:
+        return self.point
 
-    def _exact(self, root: Tensor) -> Iterator[Tensor]:
-        return self._at_entries(root.expand(self.output.shape).reshape(len(self.output), -1))
+    @cached_property
+    def variance(self) -> Tensor:
+        return torch.ones_like(self.point)
 
-    def _empirical(self, root: Tensor) -> Tensor:
-        return (self.point - self.target).mul_(root).to(self.output.dtype)
-
-    def _criterion_product(self, v: Tensor) -> Tensor:
-        return v.clone()
+    def _noise(self, generator: torch.Generator | None) -> Tensor:
+        f = self.point
+        return torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,26 +149,15 @@ class BernoulliTerm(_ElementwiseTerm):
     """Binary cross-entropy of sigmoid(output) against the target, summed over an example's entries."""
 
     @cached_property
-    def probabilities(self) -> Tensor:
-        """p = sigmoid(f)."""
+    def mean(self) -> Tensor:
         return torch.sigmoid(self.point)
 
     @cached_property
     def variance(self) -> Tensor:
         """p (1 − p), without cancellation where p is near 1."""
-        return self.probabilities * torch.sigmoid(-self.point)
+        return self.mean * torch.sigmoid(-self.point)
 
-    def _sampled(self, root: Tensor, samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
-        p = self.probabilities
-        for _ in range(samples):
-            uniform = torch.rand(p.shape, generator=generator, dtype=p.dtype, device=p.device)
-            yield (p - (uniform < p).to(p.dtype)).mul_(root).to(self.output.dtype)
-
-    def _exact(self, root: Tensor) -> Iterator[Tensor]:
-        return self._at_entries((self.variance.sqrt() * root).reshape(len(self.output), -1))
-
-    def _empirical(self, root: Tensor) -> Tensor:
-        return (self.probabilities - self.target).mul_(root).to(self.output.dtype)
-
-    def _criterion_product(self, v: Tensor) -> Tensor:
-        return self.variance * v
+    def _noise(self, generator: torch.Generator | None) -> Tensor:
+        p = self.mean
+        uniform = torch.rand(p.shape, generator=generator, dtype=p.dtype, device=p.device)
+        return p - (uniform < p).to(p.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -37,17 +36,22 @@ def l2(parameters: nn.Module | Tensor | Iterable[Tensor], coefficient: Coefficie
         >>> model.weight.grad, decay.grad
         (tensor([[0.2000, 0.2000]]), tensor(2.))
     """
-    pairs = _pairs(_tensors(parameters), coefficient)
-    if isinstance(parameters, nn.Module) and any(p.requires_grad for p, _ in pairs):
-        pairs = [(p, alpha) for p, alpha in pairs if p.requires_grad]
+    tensors = _tensors(parameters)
+    given = coefficient if isinstance(coefficient, (list, tuple)) else [coefficient] * len(tensors)
+    if len(given) != len(tensors):
+        raise HyperkronError(
+            f"coefficient has {len(given)} entries for {len(tensors)} parameters; give one entry "
+            "per parameter (frozen ones included), or a single number."
+        )
+    trained = isinstance(parameters, nn.Module) and any(p.requires_grad for p in tensors)
     values, records = [], []
-    for parameter, alpha in pairs:
+    for parameter, alpha in zip(tensors, given, strict=True):
+        if trained and not parameter.requires_grad:
+            continue
         _check_coefficient(alpha, parameter)
         squares = parameter.to(torch.promote_types(parameter.dtype, torch.float32)).square()
-        if isinstance(alpha, Tensor) and alpha.ndim > 0:
-            values.append((alpha * squares).sum())
-        else:
-            values.append(alpha * squares.sum())
+        spread = isinstance(alpha, Tensor) and alpha.ndim > 0
+        values.append((alpha * squares).sum() if spread else alpha * squares.sum())
         records.append(L2(parameter, alpha.detach() if isinstance(alpha, Tensor) else float(alpha), (alpha,)))
     return Loss(torch.stack(values).sum(), l2=tuple(records))
 
@@ -79,18 +83,6 @@ def _tensors(parameters: Any) -> list[Tensor]:
                 f"parameters contains a tensor of dtype {p.dtype}, shape {tuple(p.shape)}; leave it out."
             )
     return found
-
-
-def _pairs(parameters: list[Tensor], coefficient: Any) -> list[tuple[Tensor, Any]]:
-    """Each parameter with its coefficient."""
-    if not isinstance(coefficient, (list, tuple)):
-        return list(zip(parameters, repeat(coefficient), strict=False))
-    if len(coefficient) != len(parameters):
-        raise HyperkronError(
-            f"coefficient has {len(coefficient)} entries for {len(parameters)} parameters; give one entry "
-            "per parameter (frozen ones included), or a single number."
-        )
-    return list(zip(parameters, coefficient, strict=True))
 
 
 def _check_coefficient(alpha: Any, parameter: Tensor) -> None:

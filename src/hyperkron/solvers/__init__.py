@@ -21,6 +21,5 @@ from hyperkron.solvers.direct import Direct
 from hyperkron.solvers.gradient_descent import GradientDescent
 from hyperkron.solvers.neumann import Neumann
 from hyperkron.solvers.spectrum import Spectrum, power_iteration
-from hyperkron.solvers.watch import Watch
 
-__all__ = ["CG", "Direct", "GradientDescent", "Neumann", "Solver", "Spectrum", "Watch", "power_iteration"]
+__all__ = ["CG", "Direct", "GradientDescent", "Neumann", "Solver", "Spectrum", "power_iteration"]

@@ -1,4 +1,4 @@
-"""What all solvers of (A + δI) v = b share: the interface, and the checks at the door."""
+"""What all solvers of (A + δI) v = b share: the interface, and the checks of arguments."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
+from hyperkron.kernels.execution import Execution, Pending, read
 from hyperkron.solution import HyperkronError, NonFiniteError, Solution, Status
-from hyperkron.solvers.watch import Watch, strange
 from hyperkron.trees import Tree
 from hyperkron.validation import check_positive
 
-_SAFE_RANGE = 1e-6, 1e6  # of the largest entry of b: float32 squares and products stay far from its limits
+_SMALLEST, _LARGEST = 1e-6, 1e6  # of the largest entry of b: float32 squares and products stay far from its limits
 
 
 class Solver(ABC):
     """A way to solve (A + δI) v = b for one right-hand side, given A + δI as an operator.
 
-    A solver is configuration only: a frozen dataclass that can be shared between threads and problems. A new
-    one implements :meth:`_solve` and declares the three flags, by which a caller refuses combinations that
-    make no sense before any work is done. To be recorded as a CUDA graph it must decide by what its ``watch`` looks at,
-    as :class:`~hyperkron.solvers.watch.Watch` says, and have a :meth:`check_graph` that refuses nothing.
+    A solver is configuration only: a frozen dataclass that can be shared between threads and problems. A new one
+    implements :meth:`_solve` and declares the three flags, by which a caller refuses combinations that make no sense
+    before any work is done. One that also implements :meth:`_record` can be recorded as a CUDA graph.
 
     Attributes:
         needs_products: whether it multiplies by the operator rather than by its inverse.
@@ -38,13 +38,7 @@ class Solver(ABC):
     uses_preconditioner: ClassVar[bool] = False
 
     def solve(
-        self,
-        operator: Operator,
-        b: Tree,
-        *,
-        start: Tree | None = None,
-        preconditioner: Invertible | None = None,
-        watch: Watch | None = None,
+        self, operator: Operator, b: Tree, *, start: Tree | None = None, preconditioner: Invertible | None = None
     ) -> Solution:
         """Solve (A + δI) v = b.
 
@@ -53,7 +47,6 @@ class Solver(ABC):
             b: the right-hand side.
             start: v₀, such as the previous solution; ``None`` starts from zero without spending a product.
             preconditioner: M ≈ A + δI, positive definite, whose inverse is applied to residuals.
-            watch: one of its own for this solve, by which it is recorded or not; ``None``: it is not.
 
         Returns:
             The solution with its status; for a ``b`` in half precision all arithmetic but the model's own is float32,
@@ -65,40 +58,75 @@ class Solver(ABC):
             NonFiniteError: for NaN or infinity in ``b`` or ``start``.
         """
         self._check(operator, start, preconditioner)
-        watch = Watch() if watch is None else watch
-        given, b = b, trees.widened(trees.map(torch.Tensor.detach, b))
-        (peak,) = watch.look(trees.largest(b))
-        extreme = watch.refuses(strange(peak) | (peak < _SAFE_RANGE[0]) | (peak > _SAFE_RANGE[1]))
-        if extreme and not math.isfinite(peak):
+        given, b = b, _prepared(b)
+        (peak,) = read(trees.largest(b))
+        if not math.isfinite(peak):
             raise NonFiniteError(_non_finite("b", b, "the outer loss and its batch"))
         if start is not None:
-            start = trees.widened(trees.map(torch.Tensor.detach, start))
-            if watch.refuses(strange(*watch.look(trees.largest(start)))):
+            start = _prepared(start)
+            if not math.isfinite(*read(trees.largest(start))):
                 raise NonFiniteError(_non_finite("start", start, "the previous solve, or pass start=None"))
-        if not extreme:
-            return _in_dtype_of(given, self._solve(operator, b, start, preconditioner, watch))
         if peak == 0.0:
             return Solution(trees.zeros_like(given), Status.CONVERGED, residual=0.0)
-        unit = 2.0 ** math.frexp(peak)[1]  # a power of two, so that scaling does not round
-        start = None if start is None else trees.scale(start, 1.0 / unit)
-        solution = self._solve(operator, trees.scale(b, 1.0 / unit), start, preconditioner, watch)
-        return _in_dtype_of(given, dataclasses.replace(solution, value=trees.scale(solution.value, unit)))
+        unit = 1.0
+        if not _SMALLEST <= peak <= _LARGEST:
+            unit = 2.0 ** math.frexp(peak)[1]  # a power of two, so that scaling does not round
+            b, start = trees.scale(b, 1.0 / unit), None if start is None else trees.scale(start, 1.0 / unit)
+        solution = self._solve(operator, b, start, preconditioner)
+        value = solution.value if unit == 1.0 else trees.scale(solution.value, unit)
+        return dataclasses.replace(solution, value=trees.cast(value, given))
 
     @abstractmethod
-    def _solve(
-        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None, watch: Watch
-    ) -> Solution:
-        """Solve for a finite, detached, non-zero ``b``, with arguments that :meth:`solve` has checked.
+    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
+        """Solve for a finite, detached, non-zero ``b``, with arguments that :meth:`solve` has checked."""
 
-        ``watch`` may be left alone by a solver that cannot be recorded as a CUDA graph.
+    def record(
+        self,
+        operator: Operator,
+        b: Tree,
+        execution: Execution,
+        *,
+        start: Tree | None = None,
+        preconditioner: Invertible | None = None,
+    ) -> tuple[Tree, Pending[Solution]]:
+        """Solve while a CUDA graph is recorded: all iterations are done, and nothing is read.
+
+        Args:
+            operator, b, start, preconditioner: as for :meth:`solve`.
+            execution: the recording; it refuses replays whose ``b`` or ``start`` need the care of :meth:`solve`.
+
+        Returns:
+            v, in memory that every replay overwrites, and the solution of the last replay.
         """
+        self._check(operator, start, preconditioner)
+        given, b = b, _prepared(b)
+        peak = trees.largest(b).double()
+        execution.read_flags(~((peak >= _SMALLEST) & (peak <= _LARGEST)).reshape(1))
+        if start is not None:
+            start = _prepared(start)
+            execution.read_flags(~trees.largest(start).isfinite().reshape(1))
+        value, solution = self._record(operator, b, start, preconditioner, execution)
+        value = trees.cast(value, given)
+        return value, solution.then(lambda found: dataclasses.replace(found, value=value))
+
+    def _record(
+        self,
+        operator: Operator,
+        b: Tree,
+        start: Tree | None,
+        preconditioner: Invertible | None,
+        execution: Execution,
+    ) -> tuple[Tree, Pending[Solution]]:
+        """:meth:`record` with arguments that were checked; see ``recorded.py``."""
+        raise NotImplementedError
 
     def check_graph(self) -> None:
-        """Refuse to be recorded as a CUDA graph, unless all it decides by is looked at by the watch."""
-        raise HyperkronError(
-            f"graph=True does not work with solver={self!r}, which may read from the device on its way; use Direct, CG "
-            "or Neumann, or graph=False."
-        )
+        """Refuse to be recorded as a CUDA graph, unless :meth:`_record` is implemented."""
+        if type(self)._record is Solver._record:
+            raise HyperkronError(
+                f"graph=True does not work with solver={self!r}, which may read from the device on its way; use "
+                "Direct, CG or Neumann, or graph=False."
+            )
 
     def _check(self, operator: Operator, start: Tree | None, preconditioner: Invertible | None) -> None:
         """Refuse arguments that this solver cannot use."""
@@ -126,14 +154,18 @@ def _non_finite(argument: str, tree: Tree, look: str) -> str:
     return f"{argument} holds NaN or infinity in {names}; check {look}"
 
 
-def _in_dtype_of(b: Tree, solution: Solution) -> Solution:
-    value = trees.cast(solution.value, b)
-    return solution if value is solution.value else dataclasses.replace(solution, value=value)
+def _prepared(tree: Tree) -> Tree:
+    return trees.widened(trees.map(Tensor.detach, tree))
 
 
 def epsilon(tree: Tree, operator: Operator) -> float:
     """The unit roundoff of products with ``operator``: of the coarsest dtype in ``tree``, or of the model's."""
     return max(operator.roundoff, *(torch.finfo(x.dtype).eps for x in tree.values()))
+
+
+def finite_or_none(residual: float) -> float | None:
+    """A residual, where it is known."""
+    return residual if math.isfinite(residual) else None
 
 
 def check_step(step: float | None) -> None:

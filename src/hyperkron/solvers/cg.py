@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
+from hyperkron.kernels.execution import Execution, Pending, read
 from hyperkron.solution import Solution, Status
-from hyperkron.solvers.base import Solver, epsilon
-from hyperkron.solvers.watch import Course, Number, Watch, among, either, first, ratio, root, strange
+from hyperkron.solvers.base import Solver, epsilon, finite_or_none
+from hyperkron.solvers.fixed_step import preconditioned
+from hyperkron.solvers.recorded import recorded_cg
 from hyperkron.trees import Tree
 from hyperkron.validation import check_interval, check_whole
 
@@ -43,9 +45,9 @@ class CG(Solver):
       for Newton–CG) or M⁻¹b (the preconditioner in place of A; b if M itself is at fault);
     - when a NaN or an infinity appears: ``NON_FINITE``, with the last finite iterate (v₀ at the first).
 
-    Numbers are copied to the host once in each iteration. A solve recorded as a CUDA graph spends the products of all
-    iterations, and reports these, but holds its value from where it stops; its numbers are read once for all. The
-    residual reported is the recursive one.
+    Numbers are copied to the host once in each iteration. A solve recorded as a CUDA graph (``recorded.py``) spends the
+    products of all iterations, and reports these, but holds its value from where it stops; its numbers are read once
+    for all. The residual reported is the recursive one.
 
     Reference for the use in hypergradients: Grazzi et al., 2020 (AID-CG).
 
@@ -70,77 +72,80 @@ class CG(Solver):
         remedy = "it is a relative residual, such as 1e-6"
         check_interval("tolerance", self.tolerance, 0, 1, brackets="[)", remedy=remedy)
 
-    def check_graph(self) -> None:
-        """All it decides by is looked at by the watch."""
-
-    def _solve(
-        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None, watch: Watch
-    ) -> Solution:
-        v, r, products, sizes = trees.zeros_like(b), b, 0, [trees.norm(b)]
+    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
+        eps = epsilon(b, operator)
+        v, r, products = trees.zeros_like(b), b, 0
         if start is not None:
             v, r, products = start, trees.add(b, operator.matvec(start), alpha=-1.0), 1
-            sizes.append(trees.norm(r))
-        course = _CGCourse(watch.look(*sizes), epsilon(b, operator), self.tolerance)
-        if watch.ends(course):
-            return watch.solution(v, products)
-        p = z = r if preconditioner is None else preconditioner.solve(r)
+        norm = trees.norm(b)
+        size, left = read(norm, norm if start is None else trees.norm(r))
+        residual, goal = left / size, max(self.tolerance, eps)
+        if not math.isfinite(residual):
+            return Solution(v, Status.NON_FINITE, products=products)
+        if residual <= goal:
+            return Solution(v, Status.CONVERGED, products=products, residual=residual)
+
+        p = z = preconditioned(r, preconditioner)
         rz = trees.dot(r, z)
-        for done in range(self.iterations):
+        largest, iterations = 0.0, 0
+        for _ in range(self.iterations):
             product = operator.matvec(p)
             products += 1
             curvature = trees.dot(p, product)
             step = rz / curvature
-            v_next, r_next = trees.add(v, p, alpha=step), trees.add(r, product, alpha=-step)
-            rr = trees.dot(r_next, r_next)
-            course.step(watch.look(rz, curvature, trees.dot(p, p), trees.dot(product, product), rr), done)
-            v = watch.choose(watch.alive & course.usable, v_next, v)
-            if done == 0 and start is None and watch.may(course.stuck):
-                (left,) = watch.look(trees.norm(trees.add(b, product, alpha=-1.0)))
-                v = watch.choose(course.stuck, trees.map(torch.clone, watch.choose(course.unfit, b, p)), v)
-                course.begin_stuck(left)
-            if watch.ends(course):
+            v_next, r = trees.add(v, p, alpha=step), trees.add(r, product, alpha=-step)
+            rr = trees.dot(r, r)
+            facts = _Facts(*read(rz, curvature, trees.dot(p, p), trees.dot(product, product), rr))
+            largest = max(largest, facts.norm)
+            status = facts.breakdown(eps * largest)
+            if status is not Status.BUDGET:
                 break
-            r = r_next
-            if done + 1 < self.iterations:
-                z = r if preconditioner is None else preconditioner.solve(r)
-                rz_next = rr if preconditioner is None else trees.dot(r, z)
-                p, rz = trees.add(z, p, alpha=rz_next / rz), rz_next
-        return watch.solution(v, products)
+            v, residual, iterations = v_next, math.sqrt(facts.rr) / size, iterations + 1
+            if residual <= goal:
+                status = Status.CONVERGED
+                break
+            if iterations == self.iterations:
+                break
+            z = preconditioned(r, preconditioner)
+            rz_next = rr if z is r else trees.dot(r, z)
+            p, rz = trees.add(z, p, alpha=rz_next / rz), rz_next
+
+        if status is not Status.NONPOSITIVE_CURVATURE or iterations > 0 or start is not None:
+            return Solution(v, status, iterations, products, residual)
+        if facts.rz <= 0.0:  # the preconditioner is at fault
+            return Solution(trees.map(torch.clone, b), status, 0, products)
+        (left,) = read(trees.norm(trees.add(b, product, alpha=-1.0)))
+        return Solution(trees.map(torch.clone, p), status, 0, products, finite_or_none(left / size))
+
+    def _record(
+        self,
+        operator: Operator,
+        b: Tree,
+        start: Tree | None,
+        preconditioner: Invertible | None,
+        execution: Execution,
+    ) -> tuple[Tree, Pending[Solution]]:
+        return recorded_cg(operator, b, start, preconditioner, execution, self.iterations, self.tolerance)
 
 
-class _CGCourse(Course):
-    """The residual so far, and ‖A‖ as far as it was seen.
+class _Facts(NamedTuple):
+    """The numbers by which an iteration is judged: rᵀz, pᵀAp, ‖p‖², ‖Ap‖² and the new ‖r‖²."""
 
-    Attributes:
-        usable: whether the last iteration leads to an iterate,
-        stuck: whether its direction is bad, and
-        unfit: whether that is for rᵀM⁻¹r.
-    """
+    rz: float
+    curvature: float
+    pp: float
+    qq: float
+    rr: float
 
-    def __init__(self, sizes: list[Number], eps: float, tolerance: float) -> None:
-        super().__init__(sizes)
-        self.eps, self.goal = eps, max(tolerance, eps)
-        self.iterations, self.largest = 0, 0.0
-        reached = self.residual <= self.goal
-        self.code = first((Status.NON_FINITE, strange(self.residual)), (Status.CONVERGED, reached))
+    @property
+    def norm(self) -> float:
+        """‖Ap‖/‖p‖, which ‖A‖ is not below."""
+        return math.sqrt(self.qq / self.pp) if self.pp > 0.0 else 0.0
 
-    def step(self, facts: list[Number], done: int) -> None:
-        """Another iteration after ``done``, from rᵀz, pᵀAp, ‖p‖², ‖Ap‖² and the new ‖r‖²."""
-        rz, curvature, pp, qq, rr = facts
-        norm, residual = root(ratio(qq, pp)), root(rr) / self.size
-        self.largest = either(norm > self.largest, norm, self.largest)
-        self.unfit = rz <= 0.0
-        self.code = first(
-            (Status.NON_FINITE, strange(rz, curvature, pp, qq)),
-            (Status.NONPOSITIVE_CURVATURE, self.unfit | (curvature <= self.eps * self.largest * pp)),
-            (Status.NON_FINITE, strange(rr)),
-            (Status.CONVERGED, residual <= self.goal),
-        )
-        self.stuck = among(self.code, Status.NONPOSITIVE_CURVATURE)
-        self.usable = among(self.code, Status.BUDGET, Status.CONVERGED)
-        self.iterations = done + self.usable
-        self.residual = either(self.usable, residual, self.residual)
-
-    def begin_stuck(self, left: Number) -> None:
-        """Where the first direction is bad, the value is it, and ``left`` = ‖b − Ap₀‖; or b, if M is at fault."""
-        self.residual = either(self.stuck, either(self.unfit, math.nan, left / self.size), self.residual)
+    def breakdown(self, rounding: float) -> Status:
+        """Why the iteration leads to no iterate; ``BUDGET`` where it does."""
+        if not all(map(math.isfinite, self[:4])):
+            return Status.NON_FINITE
+        if self.rz <= 0.0 or self.curvature <= rounding * self.pp:
+            return Status.NONPOSITIVE_CURVATURE
+        return Status.BUDGET if math.isfinite(self.rr) else Status.NON_FINITE

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
+from hyperkron.kernels.execution import Execution, Pending
 from hyperkron.solution import HyperkronError, NonFiniteError, Solution
 from hyperkron.solvers.base import Solver
-from hyperkron.solvers.watch import Watch
 from hyperkron.trees import Tree
 
 
@@ -29,36 +29,51 @@ class Direct(Solver):
     needs_products: ClassVar[bool] = False
 
     def solve(
-        self,
-        operator: Operator,
-        b: Tree,
-        *,
-        start: Tree | None = None,
-        preconditioner: Invertible | None = None,
-        watch: Watch | None = None,
+        self, operator: Operator, b: Tree, *, start: Tree | None = None, preconditioner: Invertible | None = None
     ) -> Solution:
         """As for every solver; on a GPU nothing is read back, and a non-finite value is left for the caller to find."""
         if next(iter(b.values())).is_cuda and isinstance(operator, Invertible):
-            self._check(operator, start, preconditioner)
-            detached = {name: x.detach() if x.requires_grad else x for name, x in b.items()}
-            return Solution(trees.cast(operator.solve(trees.widened(detached)), b), operator.status)
-        return super().solve(operator, b, start=start, preconditioner=preconditioner, watch=watch)
+            return self._unchecked(operator, b, start, preconditioner)
+        return super().solve(operator, b, start=start, preconditioner=preconditioner)
+
+    def record(
+        self,
+        operator: Operator,
+        b: Tree,
+        execution: Execution,
+        *,
+        start: Tree | None = None,
+        preconditioner: Invertible | None = None,
+    ) -> tuple[Tree, Pending[Solution]]:
+        """As on a GPU: nothing is read."""
+        solution = self._unchecked(operator, b, start, preconditioner)
+        return solution.value, Pending.ready(solution)
 
     def check_graph(self) -> None:
-        """On a GPU it reads nothing."""
+        """It can be recorded."""
 
-    def _solve(
-        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None, watch: Watch
+    def _unchecked(
+        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None
     ) -> Solution:
-        if not isinstance(operator, Invertible):
-            raise HyperkronError(
-                f"solver is Direct but {type(operator).__name__} has no inverse of its own; "
-                "use CG, or an invertible curvature such as KFAC"
-            )
-        value = operator.solve(b)
-        if not trees.is_finite(value):
+        self._check(operator, start, preconditioner)
+        detached = {name: x.detach() if x.requires_grad else x for name, x in b.items()}
+        solution = _applied(operator, trees.widened(detached))
+        return replace(solution, value=trees.cast(solution.value, b))
+
+    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
+        solution = _applied(operator, b)
+        if not trees.is_finite(solution.value):
             raise NonFiniteError(
                 f"{type(operator).__name__} turned a finite right-hand side into NaN or infinity; "
                 "raise the damping, or check the curvature batch"
             )
-        return Solution(value, operator.status)
+        return solution
+
+
+def _applied(operator: Operator, b: Tree) -> Solution:
+    if not isinstance(operator, Invertible):
+        raise HyperkronError(
+            f"solver is Direct but {type(operator).__name__} has no inverse of its own; "
+            "use CG, or an invertible curvature such as KFAC"
+        )
+    return Solution(operator.solve(b), operator.status)

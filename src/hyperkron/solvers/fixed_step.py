@@ -9,10 +9,10 @@ from torch import Tensor
 
 from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
+from hyperkron.kernels.execution import read
 from hyperkron.solution import HyperkronError, Solution, Status
-from hyperkron.solvers.base import Solver, epsilon
+from hyperkron.solvers.base import Solver, epsilon, finite_or_none
 from hyperkron.solvers.spectrum import power_iteration
-from hyperkron.solvers.watch import Course, Flag, Number, Watch, among, either, first, root, strange
 from hyperkron.trees import Tree
 
 
@@ -24,7 +24,6 @@ def fixed_step(
     step: float | None,
     power_iterations: int,
     seed: int,
-    watch: Watch,
     preconditioner: Invertible | None = None,
 ) -> Solution:
     """``updates`` times v ← v + ηz, r ← r − ηAz, z = M⁻¹r, from r = b − A·start; without a preconditioner M = I.
@@ -56,7 +55,7 @@ def fixed_step(
         if spectrum.largest == 0.0 or spectrum.rayleigh < -epsilon(b, operator) * spectrum.largest:
             value = trees.scale(b, step) if start is None else start
             return Solution(value, Status.NONPOSITIVE_CURVATURE, 0, spent)
-    return _iterate(operator, b, start, updates, step, spent, watch, preconditioner)
+    return _iterate(operator, b, start, updates, step, spent, preconditioner)
 
 
 def _iterate(
@@ -66,47 +65,54 @@ def _iterate(
     updates: int,
     step: float,
     products: int,
-    watch: Watch,
     preconditioner: Invertible | None,
 ) -> Solution:
     """The iteration of :func:`fixed_step` for a known step, after ``products`` were spent on finding it."""
-    plain, invert = preconditioner is None, _itself if preconditioner is None else preconditioner.solve
-    r, z = b, invert(b)
-    sizes = [_size(r, z)]
+    eps = epsilon(b, operator)
+    r, z = b, preconditioned(b, preconditioner)
+    norm = left = signed_norm(r, z)
     if start is not None:
         r, products = trees.add(b, operator.matvec(start), alpha=-1.0), products + 1
-        z = invert(r)
-        sizes.append(_size(r, z))
-    course = _FixedStepCourse(watch.look(*sizes), epsilon(b, operator), plain)
-    if start is None and not plain:
-        z = watch.choose(course.unfit, b, z)  # the identity in place of an M that is at fault
+        z = preconditioned(r, preconditioner)
+        left = signed_norm(r, z)
+    size, first = read(norm, left)
+    if preconditioner is not None and (size < 0.0 or first < 0.0):
+        value = trees.scale(b, step) if start is None else start  # the identity in place of an M that is at fault
+        return Solution(value, Status.NONPOSITIVE_CURVATURE, 0, products)
+    residual = first / size
+    if not math.isfinite(residual):
+        return Solution(trees.zeros_like(b) if start is None else start, Status.NON_FINITE, 0, products)
+
     v = trees.scale(z, step) if start is None else trees.add(start, z, alpha=step)
-    best = v if start is None else start
-    if watch.ends(course):
-        return watch.solution(trees.zeros_like(b) if start is None and not course.unfit else best, products)
-    for done in range(1, updates):
+    best, least, updates_to_best, done = v if start is None else start, residual, 0, 1
+    while done < updates:
         product = operator.matvec(z)
         products += 1
-        r_next = trees.add(r, product, alpha=-step)
-        z_next = invert(r_next)
-        facts = watch.look(trees.dot(z, product), _square(r_next, z_next))
-        course.step(facts, done, anyway=done == 1 and start is None)
-        best = watch.choose(watch.alive & course.better, v, best)
-        if watch.ends(course):
-            break
-        v, r, z = watch.choose(watch.alive, trees.add(v, z_next, alpha=step), v), r_next, z_next
-    return watch.solution(watch.choose(watch.ended(*_GROWN), best, v), products)
+        curvature = trees.dot(z, product)
+        r = trees.add(r, product, alpha=-step)
+        z = preconditioned(r, preconditioner)
+        slope, square = read(curvature, signed_square(r, z))
+        if not math.isfinite(slope) or (preconditioner is not None and math.isnan(square)):
+            return Solution(v, Status.NON_FINITE, done, products)
+        residual = math.sqrt(square) / size if 0.0 <= square < math.inf else math.inf
+        grows = residual > least * (1.0 + math.sqrt(eps))
+        if residual <= least or (done == 1 and start is None):
+            best, least, updates_to_best = v, residual, done
+        if grows or square < 0.0:
+            status = Status.NONPOSITIVE_CURVATURE if slope < 0.0 or square < 0.0 else Status.DIVERGED
+            return Solution(best, status, updates_to_best, products, finite_or_none(least))
+        if residual <= eps:
+            return Solution(v, Status.CONVERGED, done, products, residual)
+        v, done = trees.add(v, z, alpha=step), done + 1
+    return Solution(v, Status.BUDGET, done, products, residual)
 
 
-_GROWN = Status.NONPOSITIVE_CURVATURE, Status.DIVERGED
+def preconditioned(r: Tree, preconditioner: Invertible | None) -> Tree:
+    """z = M⁻¹r; r itself without a preconditioner."""
+    return r if preconditioner is None else preconditioner.solve(r)
 
 
-def _itself(r: Tree) -> Tree:
-    """M⁻¹r for M = I."""
-    return r
-
-
-def _square(r: Tree, z: Tree) -> Tensor:
+def signed_square(r: Tree, z: Tree) -> Tensor:
     """rᵀz for z = M⁻¹r; negative where M is not positive definite, infinite where r is, NaN where only z is."""
     rz = trees.dot(r, z)
     if z is r:
@@ -115,55 +121,12 @@ def _square(r: Tree, z: Tree) -> Tensor:
     return torch.where(rr.isfinite(), torch.where(rz <= 0.0, -rr, rz), math.inf)
 
 
-def _size(r: Tree, z: Tree) -> Tensor:
-    """The root of :func:`_square`, with its sign."""
+def signed_norm(r: Tree, z: Tree) -> Tensor:
+    """The root of :func:`signed_square`, with its sign."""
     if z is r:
         return trees.norm(r)
-    square = _square(r, z)
+    square = signed_square(r, z)
     return square.sign() * square.abs().sqrt()
-
-
-class _FixedStepCourse(Course):
-    """Residuals so far.
-
-    Attributes:
-        unfit: whether M is not positive definite, as far as the first residuals tell;
-        better: whether the last iterate of which the residual is known is the best so far; and
-        best: how many updates led to the best, 0 for the start, whose residual is
-        least: the smallest.
-    """
-
-    def __init__(self, sizes: list[Number], eps: float, plain: bool) -> None:
-        super().__init__(sizes)
-        self.eps, self.plain = eps, plain
-        self.unfit: Flag = not plain and (sizes[0] < 0.0) | (sizes[-1] < 0.0)
-        self.residual = either(self.unfit, math.nan, self.residual)
-        self.best, self.least = 0, self.residual
-        self.code = first((Status.NONPOSITIVE_CURVATURE, self.unfit), (Status.NON_FINITE, strange(self.residual)))
-        self.iterations = either(self.code == 0, 1, 0)
-
-    def step(self, facts: list[Number], done: int, *, anyway: bool) -> None:
-        """From zᵀAz and the next ‖r‖², that of the iterate after ``done`` updates, which may be the best ``anyway``."""
-        curvature, rr = facts
-        lost: Flag = not self.plain and rr != rr  # NaN
-        unfit: Flag = not self.plain and rr < 0.0
-        rr = either(unfit, math.inf, rr)
-        residual = either(strange(rr), math.inf, root(rr) / self.size)
-        grows = residual > self.least * (1.0 + math.sqrt(self.eps))
-        self.better = (residual <= self.least) | anyway
-        self.best, self.least = either(self.better, done, self.best), either(self.better, residual, self.least)
-        self.code = first(
-            (Status.NON_FINITE, strange(curvature)),
-            (Status.NON_FINITE, lost),
-            (Status.NONPOSITIVE_CURVATURE, unfit),
-            (Status.NONPOSITIVE_CURVATURE, grows & (curvature < 0.0)),
-            (Status.DIVERGED, grows),
-            (Status.CONVERGED, residual <= self.eps),
-        )
-        grown = among(self.code, *_GROWN)
-        self.iterations = either(grown, self.best, either(self.code == 0, done + 1, done))
-        known = either(grown, self.least, residual)
-        self.residual = either(among(self.code, Status.NON_FINITE), math.nan, known)
 
 
 def check_known(step: float | None, solver: Solver) -> None:

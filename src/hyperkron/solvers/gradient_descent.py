@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hyperkron.curvature.base import Invertible, Operator
+from hyperkron.kernels.execution import Execution, Pending
 from hyperkron.solution import Solution
 from hyperkron.solvers.base import Solver, check_step
 from hyperkron.solvers.fixed_step import check_known, fixed_step
-from hyperkron.solvers.watch import Watch
+from hyperkron.solvers.recorded import recorded_fixed_step
 from hyperkron.trees import Tree
 from hyperkron.validation import check_whole
 
@@ -64,9 +65,18 @@ class GradientDescent(Solver):
         """Refuse a step that is yet to be found."""
         check_known(self.step, self)
 
-    def _solve(
-        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None, watch: Watch
-    ) -> Solution:
+    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
         return fixed_step(
-            operator, b, start, self.iterations, self.step, self.power_iterations, self.seed, watch, preconditioner
+            operator, b, start, self.iterations, self.step, self.power_iterations, self.seed, preconditioner
         )
+
+    def _record(
+        self,
+        operator: Operator,
+        b: Tree,
+        start: Tree | None,
+        preconditioner: Invertible | None,
+        execution: Execution,
+    ) -> tuple[Tree, Pending[Solution]]:
+        step = 1.0 if self.step is None else self.step  # None: with a preconditioner only
+        return recorded_fixed_step(operator, b, start, preconditioner, execution, self.iterations, step)

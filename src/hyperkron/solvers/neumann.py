@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hyperkron.curvature.base import Invertible, Operator
+from hyperkron.kernels.execution import Execution, Pending
 from hyperkron.solution import Solution
 from hyperkron.solvers.base import Solver, check_step
 from hyperkron.solvers.fixed_step import check_known, fixed_step
-from hyperkron.solvers.watch import Watch
+from hyperkron.solvers.recorded import recorded_fixed_step
 from hyperkron.trees import Tree
 from hyperkron.validation import check_whole
 
@@ -59,7 +60,16 @@ class Neumann(Solver):
         """Refuse a step that is yet to be found."""
         check_known(self.step, self)
 
-    def _solve(
-        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None, watch: Watch
-    ) -> Solution:
-        return fixed_step(operator, b, None, self.terms + 1, self.step, self.power_iterations, self.seed, watch)
+    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
+        return fixed_step(operator, b, None, self.terms + 1, self.step, self.power_iterations, self.seed)
+
+    def _record(
+        self,
+        operator: Operator,
+        b: Tree,
+        start: Tree | None,
+        preconditioner: Invertible | None,
+        execution: Execution,
+    ) -> tuple[Tree, Pending[Solution]]:
+        assert self.step is not None  # check_graph
+        return recorded_fixed_step(operator, b, None, None, execution, self.terms + 1, self.step)

@@ -1,13 +1,14 @@
 """Running an algorithm: ``fit``, projections of λ, callbacks, checkpoints and the history."""
 
+from hyperkron.algorithms.inner_loop import InnerLoop
 from hyperkron.training.accumulation import Accumulated
-from hyperkron.training.callbacks import Callback, Checkpoint, EarlyStopping, Every
+from hyperkron.training.callbacks import Checkpoint, EarlyStopping, Evaluate
 from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint
-from hyperkron.training.fit import Run, fit
+from hyperkron.training.fit import fit
 from hyperkron.training.guards import HalveOnOutOfMemory, SkipFailures, WatchInverses, WatchWeights, default_guards
 from hyperkron.training.history import History
-from hyperkron.training.inner import InnerLoop
 from hyperkron.training.projection import Ball, Box, Simplex
+from hyperkron.training.run import Callback, Run, advance_all
 from hyperkron.training.signals import Interrupted
 from hyperkron.training.tracking import MLflow, RichProgress, TensorBoard, Tracker, Trackio, WandB
 
@@ -21,7 +22,7 @@ __all__ = [
     "CheckpointError",
     "DamagedCheckpoint",
     "EarlyStopping",
-    "Every",
+    "Evaluate",
     "HalveOnOutOfMemory",
     "History",
     "Interrupted",
@@ -36,6 +37,7 @@ __all__ = [
     "WandB",
     "WatchInverses",
     "WatchWeights",
+    "advance_all",
     "default_guards",
     "fit",
 ]

@@ -342,7 +342,7 @@ def _refuse_what_is_no_mean(pieces: _Pieces, model: nn.Module, hyper: nn.Module,
         return
     finally:
         set_random_state(before)
-    coarse = 0.1 if work.autocast[2] else 0.0
+    coarse = 0.1 if work.autocast[2] or any(x.dtype.itemsize == 2 for x in inputs) else 0.0
     pairs = zip((whole[0], *whole[1]), (both[0], *both[1]), strict=True)
     unlike = not drew and any(_unlike(x, y, coarse) for x, y in pairs)
     if unlike:
@@ -355,7 +355,7 @@ def _refuse_what_is_no_mean(pieces: _Pieces, model: nn.Module, hyper: nn.Module,
 
 
 def _unlike(x: Tensor | None, y: Tensor | None, coarse: float) -> bool:
-    """Whether two values differ by more than rounding, TF32 and autocast (``coarse``) included."""
+    """Whether two values differ by more than rounding, TF32 and half precision (``coarse``) included."""
     if x is None or y is None:
         return (x is None) != (y is None)
     size = float(torch.maximum(x.abs().max(), y.abs().max())) if x.numel() else 0.0

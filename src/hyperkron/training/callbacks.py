@@ -1,102 +1,100 @@
-"""Callbacks: they run around each step, can add values to the history, and can stop the run."""
+"""Callbacks for evaluation, early stopping and checkpoints; ``run.py`` has their base class."""
 
 from __future__ import annotations
 
-import enum
+import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hyperkron.algorithms import StepReport
-from hyperkron.solution import HyperkronWarning
+from hyperkron.solution import HyperkronError, HyperkronWarning
 from hyperkron.training import checkpoint
 from hyperkron.training.encoding import CheckpointError
+from hyperkron.training.history import Value
+from hyperkron.training.run import Callback, Run
 from hyperkron.validation import check_one_of, check_whole
 
-if TYPE_CHECKING:
-    from hyperkron.training.fit import Run
-    from hyperkron.training.history import Value
 
-
-class Verdict(enum.Enum):
-    """What to do with a failed step."""
-
-    SKIP = "Undo the step and continue with the next batches."
-    RETRY = "Undo the step and repeat it with the same batches and random states."
-
-
-class Callback:
-    """Base class of callbacks. Every method does nothing by default; override the ones you need.
-
-    ``on_step`` may return values for the step's row of the history, and may call ``run.stop(reason)``.
-
-    Attributes:
-        catches_signals: whether SIGTERM and SIGINT wait for the end of the step, so that this callback can save.
-        undoes: whether steps must be undoable, so that ``on_failure`` can skip or retry them.
-    """
-
-    catches_signals: bool = False
-    undoes: bool = False
-
-    def on_start(self, run: Run) -> None:
-        """Before the first step of a call of :meth:`Run.advance`."""
-
-    def on_report(self, run: Run, report: StepReport) -> None:
-        """After a step, while it can still be undone (with ``undoes``): raise an error to reject it."""
-
-    def on_failure(self, run: Run, error: Exception) -> Verdict | None:
-        """After an error in a step (with ``undoes``): what to do; ``None`` leaves it to the next callback."""
-        return None
-
-    def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        """After every step."""
-        return None
-
-    def on_boundary(self, run: Run) -> None:
-        """After every step and all ``on_step`` calls, when its row is in the history: the place to save."""
-
-    def on_end(self, run: Run) -> None:
-        """After the last step, also if the run was stopped or interrupted."""
-
-    def on_exit(self, run: Run) -> None:
-        """At the very end, also after an error: the place to close files."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next call depends on, as plain values."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`."""
-
-
-class Every(Callback):
-    """Calls ``function(run)`` every ``count`` steps and adds the values it returns to the history.
+class Evaluate(Callback):
+    """Calls ``function(run)`` after chosen steps; the values it returns go into the history. Not on the run's clock.
 
     Args:
-        count: how often, in steps.
         function: takes the run, returns a dictionary of values or ``None``.
+        every: after every ``every`` steps.
+        at: after these numbers of steps, such as ``(1, 10, 100)``.
+        times: this many times at equal distances of the steps or seconds that the run is given, the last at its end.
+        start: also before the first step; these values are in :attr:`rows` alone.
+
+    Attributes:
+        rows: the values of every evaluation, with the ``step`` and the ``seconds`` of training before it.
 
     Example:
-        >>> Every(10, lambda run: {"weight": float(run.state.hyper.value.mean())}).count
+        >>> Evaluate(lambda run: {"weight": float(run.state.hyper.weight.mean())}, every=10).every
         10
     """
 
-    def __init__(self, count: int, function: Callable[[Run], dict[str, Value] | None]) -> None:
-        check_whole("count", count, remedy="the function is called every count steps")
-        self.count, self.function = count, function
+    def __init__(
+        self,
+        function: Callable[[Run], dict[str, Value] | None],
+        *,
+        every: int | None = None,
+        at: Collection[int] = (),
+        times: int | None = None,
+        start: bool = False,
+    ) -> None:
+        for name, value in (("every", every), ("times", times)):
+            if value is not None:
+                check_whole(name, value)
+        if every is None and times is None and not at and not start:
+            raise HyperkronError(
+                "when to evaluate was not given; pass every=10, at=(1, 10, 100), times=5 or start=True."
+            )
+        self.function, self.every, self.at, self.times, self.start = function, every, frozenset(at), times, start
+        self.rows: list[dict[str, Value]] = []
+        self._reached = 0
+
+    def _evaluate(self, run: Run) -> dict[str, Value] | None:
+        values = self.function(run)
+        if values is not None:
+            self.rows.append({"step": run.state.step, "seconds": run.seconds, **values})
+        return values
+
+    def on_start(self, run: Run) -> None:
+        """Evaluate before the first step, where that is wanted."""
+        if self.start and not self.rows:
+            self._evaluate(run)
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        """Call the function every ``count`` steps."""
-        return self.function(run) if (report.step + 1) % self.count == 0 else None
+        """Evaluate where it is due."""
+        step, reached = report.step + 1, math.floor(run.progress * (self.times or 0) + 1e-9)
+        due = reached > self._reached or step in self.at or (self.every is not None and step % self.every == 0)
+        self._reached = max(self._reached, reached)
+        return self._evaluate(run) if due else None
+
+    def on_end(self, run: Run) -> None:
+        """With ``times``, evaluate a run that was stopped early."""
+        if self.times is not None and (not self.rows or self.rows[-1]["step"] != run.state.step):
+            self._evaluate(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows, and how many of the ``times`` are over."""
+        rows = [{name: value for name, value in row.items() if name != "seconds"} for row in self.rows]
+        return {"rows": json.dumps(rows), "reached": self._reached, "seconds": [row["seconds"] for row in self.rows]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after them."""
+        rows = zip(json.loads(state["rows"]), state["seconds"], strict=True)
+        self.rows, self._reached = [{"seconds": seconds, **row} for row, seconds in rows], state["reached"]
 
 
 class EarlyStopping(Callback):
     """Stops the run when a value has not improved ``patience`` times in a row.
 
     Args:
-        figure: a column of the history, such as ``outer_loss`` or one added by :class:`Every`. That callback must come
+        figure: a column of the history, such as ``outer_loss`` or one of :class:`Evaluate`. That callback must come
             before this one in the list.
         patience: how many values without improvement to wait for.
         mode: ``min`` if smaller is better, ``max`` if larger is better.
@@ -160,7 +158,8 @@ class Checkpoint(Callback):
         for name, value in (("every", every), ("keep", keep)):
             check_whole(name, value)
         check_one_of("mode", mode, ("min", "max"))
-        self.folder, self.every, self.keep, self.best, self.mode = Path(folder), every, keep, best, mode
+        self.folder: Path = Path(folder)
+        self.every, self.keep, self.best, self.mode = every, keep, best, mode
         self.best_step: int | None = None
         self.best_value: float | None = None
         self._saved: int | None = None

@@ -294,6 +294,27 @@ def newest(folder: str | Path, step: int | None = None, device: torch.device | s
     raise CheckpointError(f"no checkpoint{asked} in {folder} is intact:{fingerprint.listed(wrong)}")
 
 
+def differences(saved: Saved, now: About, *, allow: bool) -> list[str]:
+    """What differs between a checkpoint and the run that is to continue it; an error unless that is allowed.
+
+    Other versions of Python and torch, and a checkpoint that does not record its program, are warnings.
+    """
+    lines = saved.about.differences(now)
+    if lines and not allow:
+        raise CheckpointError(
+            f"{saved.path} belongs to another run:{fingerprint.listed(lines)}\n"
+            "Make this run as that one was made, choose another folder, or continue with these changes by "
+            "fit(…, allow_changes=True) or run.resume(folder, allow_changes=True)."
+        )
+    if versions := changed_versions(saved.versions):
+        text = f"{saved.path} {versions}: the run continues, but perhaps not bit for bit."
+        warnings.warn(text, HyperkronWarning, stacklevel=3)
+    if saved.about.program is None:
+        text = f"{saved.path} does not record code and data of its run: whether they are the same is not known."
+        warnings.warn(text, HyperkronWarning, stacklevel=3)
+    return lines
+
+
 def _read_manifest(path: Path, rank: int) -> dict[str, Any]:
     """The manifest, if it is byte for byte what its own hash says and describes this folder and these files."""
     manifest, data = files.read_json(path / MANIFEST, limit=MAX_MANIFEST)

@@ -16,10 +16,25 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from hyperkron.algorithms import Algorithm, BatchSources, State
+
 DEPTH = 8
 SHOWN = 20
 """Differences that a message lists."""
+_SETTINGS = ("rate", "optimizer", "scheduler", "clip", "project")
+_OPTIONS = ("autocast", "scaler", "each_update")
 _MOVING = frozenset({"state", "generator", "order", "served", "params", "optimizer"})
+
+
+def parts(algorithm: Algorithm, state: State, batches: BatchSources) -> dict[str, Any]:
+    """What decides how a run goes, by name: the algorithm, how each level moves, and the data."""
+    found: dict[str, Any] = {"algorithm": algorithm}
+    for level, optimizer in (("inner", state.inner), ("outer", state.outer)):
+        found[level] = {name: getattr(optimizer, name) for name in _SETTINGS} | {
+            name: value for name in _OPTIONS if (value := getattr(optimizer, name))
+        }
+    found |= {"inner_data": batches.inner_source, "outer_data": batches.outer_source}
+    return found if batches.curvature_source is None else {**found, "curvature_data": batches.curvature_source}
 
 
 def tensors(module: nn.Module) -> dict[str, str]:

@@ -14,7 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +23,10 @@ from hyperkron.algorithms import StepReport
 from hyperkron.hyper import DomainWeights, SampleWeights
 from hyperkron.solution import FactorizationError, HyperkronError, HyperkronWarning, NonFiniteError, Status
 from hyperkron.training.accumulation import Accumulated, batch_norms, length
-from hyperkron.training.callbacks import Callback, Verdict
+from hyperkron.training.history import Value
 from hyperkron.training.recording import describe
+from hyperkron.training.run import Callback, Run, Verdict
 from hyperkron.validation import check_interval, check_whole
-
-if TYPE_CHECKING:
-    from hyperkron.training.fit import Run
-    from hyperkron.training.history import Value
 
 MAX_DUMPS = 100
 """Files of bad batches that one run writes."""
@@ -194,7 +191,9 @@ class HalveOnOutOfMemory(Callback):
         if now <= self.least:
             return None
         self.micro_batch = max(self.least, -(-now // 2))
-        self._problem(run).resize(self.micro_batch)
+        problem = self._problem(run)
+        problem.resize(self.micro_batch)
+        run.state.problem = problem  # a recorded inner step was for larger pieces
         warnings.warn(
             f"out of memory at step {run.state.step} with {now} examples; it is tried again, and the run goes on, in "
             f"micro-batches of {self.micro_batch}.",

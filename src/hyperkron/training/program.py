@@ -71,7 +71,7 @@ class Program:
         self._contents = Contents()
         self._begin = self._describe()
 
-    def _describe(self) -> dict[str, str]:
+    def _describe(self) -> dict[str, str | _Unread]:
         walker = _Walker(self._contents, self._own)
         for name, part in self._parts.items():
             walker.walk(part, name)
@@ -81,11 +81,26 @@ class Program:
 
     def lines(self) -> dict[str, str]:
         """The lines as they were when the run was made; those that are others by now are ``MOVING``."""
-        now = self._describe()
+        begin = {path: self._read(line) for path, line in self._begin.items()}
+        now = {path: self._read(line) for path, line in self._describe().items()}
         return {
-            **{path: line if now.get(path) == line else MOVING for path, line in self._begin.items()},
-            **{path: MOVING for path in now if path not in self._begin},
+            **{path: line if now.get(path) == line else MOVING for path, line in begin.items()},
+            **{path: MOVING for path in now if path not in begin},
         }
+
+    def _read(self, line: str | _Unread) -> str:
+        if isinstance(line, str):
+            return line
+        return self._contents(line.tensor, line.room) if line.tensor._version == line.version else MOVING
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Unread:
+    """In place of a tensor's line: read when it is needed, and ``MOVING`` if the tensor has been written to by then."""
+
+    tensor: Tensor
+    version: int
+    room: int | None
 
 
 def comparable(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -131,7 +146,7 @@ class _Walker:
     """Collects lines; whatever has been met before is not described again below its own line."""
 
     def __init__(self, digest: Contents, own: Iterable[nn.Module]) -> None:
-        self.lines: dict[str, str] = {}
+        self.lines: dict[str, str | _Unread] = {}
         self._digest = digest
         self._seen: dict[int, Any] = {}  # by id, and kept so that no id is used twice
         self._state = {id(x) for m in own for x in (*m.parameters(), *m.buffers())}
@@ -158,7 +173,7 @@ class _Walker:
         if isinstance(x, (list, tuple, Mapping, set, frozenset)):
             self._collection(x, path, depth)
         elif isinstance(x, Tensor) or (type(x).__module__ == "numpy" and hasattr(x, "dtype") and hasattr(x, "shape")):
-            self.lines[path] = f"{x.dtype} {list(x.shape)}" if id(x) in self._state else self._digest(x)
+            self.lines[path] = f"{x.dtype} {list(x.shape)}" if id(x) in self._state else self._content(x)
         else:
             first = id(x) not in self._seen
             self._seen[id(x)] = x
@@ -186,6 +201,11 @@ class _Walker:
             else:
                 for name, part in parts:
                     self.walk(part, f"{path}.{name}", depth + 1)
+
+    def _content(self, x: Any, room: int | None = None) -> str | _Unread:
+        if isinstance(x, Tensor) and not x.is_inference():
+            return _Unread(x, x._version, room)
+        return self._digest(x, room)
 
     def _collection(self, x: Any, path: str, depth: int) -> None:
         if isinstance(x, Mapping):
@@ -243,7 +263,7 @@ class _Walker:
         if self._tied.setdefault(id(p), path) != path:
             self.lines[path] = f"the same as {self._tied[id(p)]}"
         elif not own:
-            self.lines[path] = self._digest(p, TEACHER)
+            self.lines[path] = self._content(p, TEACHER)
         elif isinstance(p, nn.Parameter) and not p.requires_grad:
             self.lines[path] = "frozen"
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 import importlib
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hyperkron.solution import HyperkronError
-from hyperkron.training.callbacks import Callback
+from hyperkron.training.history import Value
 from hyperkron.training.recording import plain
+from hyperkron.training.run import Callback, Run
 from hyperkron.validation import check_whole
-
-if TYPE_CHECKING:
-    from hyperkron.training.fit import Run
-    from hyperkron.training.history import Value
 
 
 def need(module: str, extra: str, who: str) -> Any:

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hyperkron.cleaning.data import ReadOptions, export_rows, files, read
+from hyperkron.cleaning.data import ReadOptions, export_rows, limits, read
+from hyperkron.cleaning.data.csv_files import refuse_repeated
 from hyperkron.cleaning.data.roles import _require
-from hyperkron.cleaning.data.tables import _refuse_repeated
 from hyperkron.cleaning.data.values import Cells, as_number, gaps, is_missing, numbers
 from hyperkron.solution import HyperkronError
 
@@ -50,8 +50,8 @@ def test_columns_are_found_without_going_through_all_of_them() -> None:
 
 def test_repeated_names_are_found_in_one_pass() -> None:
     with pytest.raises(HyperkronError, match="more than one column 'a', 'b'; rename"):
-        _refuse_repeated(iter(["b", "a", "c", "a", "b", "a"]), Path("x.csv"))
-    _refuse_repeated(iter(["b", "a"]), Path("x.csv"))
+        refuse_repeated(iter(["b", "a", "c", "a", "b", "a"]), "x.csv")
+    refuse_repeated(iter(["b", "a"]), "x.csv")
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_columns_of_repeated_texts_are_still_read(tmp_path: Path) -> None:
 
 
 def test_compressed_files_that_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "FREE_BYTES", 2**18)
-    monkeypatch.setattr(files, "FREE_CELLS", 2**12)
+    monkeypatch.setattr(limits, "FREE_BYTES", 2**18)
+    monkeypatch.setattr(limits, "FREE_CELLS", 2**12)
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"label,x\n" + b"a,1\nb,2\n" * 20_000))
     with pytest.raises(HyperkronError, match="16 cells a byte"):
         read(tmp_path / "a.csv.gz")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hyperkron.cleaning.models import EncoderUnavailable, TextEncoder, choose_encoder, hashed_ngrams, text_features
+from hyperkron.cleaning.models import EncoderUnavailable, HashedNgrams, TextEncoder, choose_encoder, load_encoder
 from hyperkron.cleaning.models.encoder import HUB_ENCODER
 from hyperkron.curvature import KFAC
 from hyperkron.solution import HyperkronError, HyperkronWarning, NonFiniteError
@@ -290,19 +290,18 @@ def test_missing_weights_are_not_made_up(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("offline")
 def test_an_encoder_that_was_asked_for_is_never_replaced(name: str, message: str) -> None:
     with pytest.raises(EncoderUnavailable, match=message):
-        text_features([TEXTS], name)
+        load_encoder(name)
 
 
 @pytest.mark.usefixtures("offline")
 def test_without_any_encoder_hashed_ngrams_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(HyperkronWarning, match="Using hashed n-grams: the default encoder is not available"):
-        found = text_features([TEXTS, TEXTS[:2]])
-    assert found.encoder == "hashed n-grams"
-    assert HUB_ENCODER in found.messages[0]
-    assert [len(x) for x in found.parts] == [6, 2]
+        encoder, messages = load_encoder()
+    assert encoder is None
+    assert HUB_ENCODER in messages[0]
     monkeypatch.setenv("HYPERKRON_ENCODER", "no-such-person/no-such-model")
     with pytest.raises(EncoderUnavailable, match="no-such-person"):
-        text_features([TEXTS])
+        load_encoder()
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,23 +310,25 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         TextEncoder("some/model")
 
 
-def test_text_features_by_an_encoder(encoder: TextEncoder, folder: Path) -> None:
-    found = text_features([TEXTS[:4], TEXTS[4:]], folder, max_length=32)
-    assert (found.encoder, found.messages) == (str(folder), ())
-    torch.testing.assert_close(torch.cat(found.parts), encoder.embed(TEXTS, max_length=32), rtol=1e-5, atol=1e-6)
+def test_an_encoder_that_is_there_is_loaded(folder: Path) -> None:
+    encoder, messages = load_encoder(folder)
+    assert encoder is not None
+    assert (encoder.name, messages) == (str(folder), ())
 
 
 def test_hashed_ngrams_keep_what_texts_share() -> None:
     topics = ["the cat sat on the mat", "stocks fell on the market", "a goal in the last minute"]
     texts = [f"{topics[i % 3]} number {i}" for i in range(30)]
-    train, test = hashed_ngrams([texts, ["cats sit on mats", "market stocks"]], dim=8)
+    hashed = HashedNgrams(texts, dim=8)
+    train, test = hashed(texts), hashed(["cats sit on mats", "market stocks"])
     assert train.shape == (30, 8)
     assert train.dtype == torch.float32
     assert float(train[:, 0].square().mean()) == pytest.approx(1, rel=1e-3)
     near = torch.nn.functional.normalize(test) @ torch.nn.functional.normalize(train).T
     assert near.argmax(1).remainder(3).tolist() == [0, 1]
-    assert torch.equal(hashed_ngrams([texts, texts[:1]], dim=8)[0], train)
-    assert hashed_ngrams([texts[:3]])[0].shape == (3, 2)
+    assert torch.equal(HashedNgrams(texts, dim=8)(texts), train)
+    assert HashedNgrams(texts[:3])(texts[:3]).shape == (3, 2)
+    assert hashed([]).shape == (0, 8)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +342,7 @@ def test_hashed_ngrams_keep_what_texts_share() -> None:
         (lambda e: e.with_head(3, -1), HyperkronError, "layers=-1"),
         (lambda e: e.with_head(0, 1), HyperkronError, "classes=0"),
         (lambda e: e.with_head(2, 1, dropout=1.0), HyperkronError, r"dropout=1\.0"),
-        (lambda _: hashed_ngrams([["one"]]), HyperkronError, "has 1 texts"),
+        (lambda _: HashedNgrams(["one"]), HyperkronError, "has 1 texts"),
     ],
 )
 def test_bad_arguments_are_named(encoder: TextEncoder, call: Any, error: type, message: str) -> None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from hyperkron.cleaning.models import TransformerClassifier, resnet18
+from hyperkron.cleaning.models import resnet18
 from hyperkron.curvature import KFAC
 from hyperkron.solution import HyperkronError
+from transformer import TransformerClassifier
 
 
 def transformer(**changes: int) -> TransformerClassifier:

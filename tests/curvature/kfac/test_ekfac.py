@@ -191,24 +191,24 @@ def test_factors_that_are_mostly_zero(curvature: hk.curvature.KFAC | hk.curvatur
 # --- thin bases ----------------------------------------------------------------------------------------------------
 
 WIDE: dict[str, Callable[[], Case]] = {
-    "wide": lambda: make(mlp(30, 21, 3), (30,), loss="cross_entropy", count=4, hyper=random_weights(4)),
-    "no bias": lambda: make(mlp(30, 21, 3, bias=False), (30,), loss="cross_entropy", count=4),
-    "dependent rows": lambda: _dependent(make(mlp(30, 21, 3), (30,), loss="cross_entropy", count=6)),
+    "wide": lambda: make(mlp(14, 10, 3), (14,), loss="cross_entropy", count=4, hyper=random_weights(4)),
+    "no bias": lambda: make(mlp(14, 10, 3, bias=False), (14,), loss="cross_entropy", count=4),
+    "dependent rows": lambda: _dependent(make(mlp(14, 12, 3), (14,), loss="cross_entropy", count=6)),
     "convolution": lambda: make(
-        nn.Sequential(nn.Conv2d(6, 24, 3, stride=2), nn.Tanh(), Mean(True), nn.Linear(24, 3)),
-        (6, 5, 5),
+        nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.Tanh(), Mean(True), nn.Linear(8, 3)),
+        (3, 5, 5),
         loss="cross_entropy",
-        count=4,
+        count=3,
     ),
     "groups": lambda: make(
-        nn.Sequential(nn.Conv2d(12, 4, 3, groups=2), nn.Tanh(), Mean(True), nn.Linear(4, 3)),
-        (12, 4, 4),
+        nn.Sequential(nn.Conv2d(6, 4, 3, groups=2), nn.Tanh(), Mean(True), nn.Linear(4, 3)),
+        (6, 4, 4),
         loss="cross_entropy",
-        count=4,
+        count=3,
     ),
     "l2": lambda: make(
-        mlp(30, 21, 3),
-        (30,),
+        mlp(14, 10, 3),
+        (14,),
         loss="cross_entropy",
         count=4,
         decay={"0.weight": torch.tensor(0.3, dtype=DOUBLE), "0.bias": torch.tensor(0.3, dtype=DOUBLE)},

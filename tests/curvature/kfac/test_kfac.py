@@ -141,10 +141,10 @@ def test_l2_penalty_of_one_layer_stays_in_its_block() -> None:
 def test_monte_carlo_converges_to_type_2_at_the_root_of_the_samples(loss: str) -> None:
     case = make(mlp(3, 5, 4), (3,), loss=loss, hyper=random_weights(5))
     exact = case.measured("type-2")
-    counts = [4**k for k in range(7)]  # 1 … 4096
+    counts = [4**k for k in range(6)]  # 1 … 1024
     errors = []
     for samples in counts:
-        seeds = range(16 if samples <= 64 else 4 if samples <= 1024 else 2)
+        seeds = range(16 if samples <= 64 else 4)
         squares = []
         for seed in seeds:
             drawn = case.measured("mc", samples=samples, seed=1000 * samples + seed)
@@ -156,7 +156,7 @@ def test_monte_carlo_converges_to_type_2_at_the_root_of_the_samples(loss: str) -
     slope = float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
     print(f"{loss}: error of B falls as M^{slope:.3f} from {errors[0]:.2e} (M=1) to {errors[-1]:.2e} (M={counts[-1]})")
     assert -0.6 < slope < -0.4
-    assert errors[-1] < errors[0] / 30
+    assert errors[-1] < errors[0] / 15  # √1024 = 32 on average
 
 
 def test_monte_carlo_is_unbiased() -> None:

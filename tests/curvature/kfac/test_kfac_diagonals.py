@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 import oracles
 from cases import Case, Mean, make, random_weights
-from hyperkron.curvature.kfac import layers, recorder
+from hyperkron.curvature.kfac import diagonals
 
 Build = Callable[[], nn.Module]
 
@@ -105,8 +105,8 @@ def test_batch_norm_sums_on_a_gpu_are_those_of_the_cpu(layout: torch.memory_form
     norm = nn.BatchNorm2d(5).train(training)
     norm.running_mean, norm.running_var = torch.randn(5), torch.rand(5) + 0.5
     x, g = 3 + torch.randn(6, 5, 4, 3), torch.randn(6, 5, 4, 3)
-    expected = layers.batch_norm_sums(norm, x, g)
-    found = layers.batch_norm_sums(norm.cuda(), *(t.cuda().contiguous(memory_format=layout) for t in (x, g)))
+    expected = diagonals.batch_norm_sums(norm, x, g)
+    found = diagonals.batch_norm_sums(norm.cuda(), *(t.cuda().contiguous(memory_format=layout) for t in (x, g)))
     for mine, its in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.cpu(), its, rtol=1e-5, atol=1e-5)
 
@@ -117,9 +117,9 @@ def test_batch_norms_need_not_wait_for_each_other(waiting: int, monkeypatch: pyt
     case = make(build(), shape, loss="cross_entropy", hyper=random_weights(5))
     together = case.measured("mc", samples=2).diagonal
     treated: list[int] = []
-    whole = recorder.batch_norm_squares
-    monkeypatch.setattr(recorder, "batch_norm_squares", lambda sums: treated.append(len(sums)) or whole(sums))
-    monkeypatch.setattr(recorder, "WAITING", waiting)
+    whole = diagonals.batch_norm_squares
+    monkeypatch.setattr(diagonals, "batch_norm_squares", lambda sums: treated.append(len(sums)) or whole(sums))
+    monkeypatch.setattr(diagonals, "WAITING", waiting)
     alone = case.measured("mc", samples=2).diagonal
     assert treated == ([1, 1, 1, 1] if waiting == 0 else [2, 2])  # for each of two samples
     assert set(alone) == set(together)

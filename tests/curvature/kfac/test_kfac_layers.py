@@ -92,7 +92,7 @@ def test_factors_larger_than_their_input_wait_until_activations_are_gone(monkeyp
         true = getattr(recorder.Recorder, name)
 
         def noted(*args: Any, name: str = name, true: Any = true) -> None:
-            order.append((name, args[1].name))
+            order.append((name, args[1].block.name))
             true(*args)
 
         monkeypatch.setattr(recorder.Recorder, name, noted)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +15,9 @@ import hyperkron as hk
 import oracles
 from extensions import DELTA, Quadratics, QuadraticsLayer, quadratics
 from hyperkron.curvature.kfac import recorder
+from hyperkron.curvature.kfac.capture import measure
+from hyperkron.curvature.kfac.coverage import plan
+from hyperkron.curvature.kfac.factors import dense
 
 
 @pytest.mark.parametrize("module", [Quadratics, nn.Linear])
@@ -71,3 +76,37 @@ def test_a_module_may_be_called_by_keyword() -> None:
     curvature = hk.curvature.KFAC(DELTA, fisher="type-2", split="exact", strict=True, layers=[quadratics])
     result = hk.Implicit(curvature, hk.solvers.Direct(), cross="reverse").compute(*case.arguments)
     assert oracles.relative(result.grads, oracles.implicit(case, case.ggn(), damping=DELTA)) < 1e-10
+
+
+@dataclass(frozen=True)
+class TokenQuadraticsLayer(QuadraticsLayer):
+    """The rows are [x, x²] at every token."""
+
+    tokens: ClassVar[bool] = True
+
+    def inputs(self, x: Tensor, sharing: str) -> Iterator[Tensor]:
+        for rows in super().inputs(x, sharing):
+            yield rows.flatten(1, -2)
+
+    def gradients(self, g: Tensor, sharing: str) -> Iterator[Tensor]:
+        yield g.reshape(1, -1, g.shape[-1])
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_tokens_without_a_loss_are_left_out_of_a_layer_of_ones_own(sharing: Any) -> None:
+    """A is the mean over the tokens that count, whatever the others hold."""
+    torch.manual_seed(0)
+    case = cases.make(Quadratics(3, 2), (4, 3), loss="cross_entropy", count=5)
+    (x, y), seen = case.inner_batch, torch.rand(5, 4) < 0.6
+    seen[:, 0] = True
+    x[~seen] = 7.0
+    case.inner_batch = (x, y.masked_fill(~seen, -100))
+    layer = TokenQuadraticsLayer(6, 2)
+    with case.point() as point:
+        made = plan(case.model, "diagonal", [lambda module: layer])
+        generator = torch.Generator().manual_seed(0)
+        found = measure(point, made, fisher="type-2", samples=1, sharing=sharing, generator=generator)
+    rows = torch.cat((x, x * x, torch.ones_like(x[..., :1])), -1)
+    means = [row[kept].mean(0) for row, kept in zip(rows, seen, strict=True)]
+    counted = torch.stack(means) if sharing == "reduce" else rows[seen]
+    assert oracles.relative(dense(found.a["Quadratics"])[0], counted.T @ counted / len(counted)) < 1e-12

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import re
 import zipfile
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hyperkron.cleaning.data.files import (
-    listing,
-    need,
-    read_bounded,
-    refuse_cells,
-    refuse_growth,
-    refuse_wide,
-    stored_bytes,
-)
+from hyperkron.cleaning.data.files import listing, need, np
 from hyperkron.cleaning.data.idx import find_idx, read_idx
-from hyperkron.cleaning.data.labelled import Raw, ReadOptions
-from hyperkron.cleaning.data.values import label_names
+from hyperkron.cleaning.data.kept import Kept
+from hyperkron.cleaning.data.labelled import Place, Raw
+from hyperkron.cleaning.data.limits import Bounds, ReadOptions, read_bounded
+from hyperkron.cleaning.data.values import Array, label_names
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import open_plain
 
-if TYPE_CHECKING:
-    from hyperkron.cleaning.data.labelled import Array
-
 _PIXELS = 32 * 32 * 3
-
-
-# --- npz ---------------------------------------------------------------------------------------------------
 
 
 def read_npz(path: Path, options: ReadOptions) -> dict[str, Array]:
@@ -38,13 +28,13 @@ def read_npz(path: Path, options: ReadOptions) -> dict[str, Array]:
         with open_plain(path) as stored, zipfile.ZipFile(stored) as archive:
             entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
             size = sum(entry.file_size for entry in entries)
-            refuse_growth(path, stored_bytes(path), size, options.max_bytes)
+            Bounds(path, options).size(size)
             if not entries:
                 raise HyperkronError(f"{str(path)!r} is empty: it holds no array.")
             return {entry.filename.removesuffix(".npy"): _member(archive, entry, path) for entry in entries}
+    except HyperkronError:
+        raise
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
-        if isinstance(error, HyperkronError):
-            raise
         raise HyperkronError(f"{str(path)!r} is not a readable .npz file ({str(error)[:150]}).") from error
 
 
@@ -61,10 +51,7 @@ def _member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) -> Arr
             f"{str(path)!r} holds Python objects under {entry.filename!r}, which could run code when read; save texts "
             "with np.asarray(texts, dtype=str), and numbers as numbers."
         )
-    count = 1
-    for length in shape:
-        count *= length
-    if count * dtype.itemsize != entry.file_size - start:
+    if prod(shape) * dtype.itemsize != entry.file_size - start:
         raise HyperkronError(
             f"{str(path)!r}: {entry.filename!r} claims shape {shape} of {dtype} but holds {entry.file_size - start} "
             "bytes; save it again."
@@ -73,31 +60,77 @@ def _member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) -> Arr
         return npy.read_array(file)  # objects were refused above, and numpy refuses them too
 
 
-def npz_keys(arrays: Mapping[str, Any], part: str | None, name: str) -> tuple[str, str]:
-    """The names of the inputs and the labels: ``x`` and ``y``, or ``x_train`` and ``y_train`` and so on."""
+def _keys(arrays: Mapping[str, Any], place: Place) -> tuple[str, str, str]:
+    """The names of the inputs and the labels, ``x`` and ``y``, or ``x_train`` and ``y_train`` and so on; their end."""
     by_lower = {key.lower(): key for key in arrays}
-    wanted = [f"_{part}"] if part else ["", "_train"]
-    for suffix in wanted:
+    for suffix in [f"_{place.part}"] if place.part else ["", "_train"]:
         for x in ("x", "inputs", "images", "data", "texts"):
             for y in ("y", "labels", "targets"):
                 if x + suffix in by_lower and y + suffix in by_lower:
-                    return by_lower[x + suffix], by_lower[y + suffix]
-    needed = f"x_{part} and y_{part}" if part else "x and y, or x_train and y_train"
-    raise HyperkronError(f"{name} must hold {needed}; it holds {listing(map(repr, sorted(arrays)), 12)}.")
+                    return by_lower[x + suffix], by_lower[y + suffix], suffix
+    needed = f"x_{place.part} and y_{place.part}" if place.part else "x and y, or x_train and y_train"
+    held = listing(map(repr, sorted(arrays)), 12)
+    raise HyperkronError(f"{place.path.name} must hold {needed}; it holds {held}.")
 
 
-def read_npz_rows(path: Path, part: str | None, options: ReadOptions) -> Raw:
+def read_npz_rows(place: Place) -> Raw:
     """The inputs and labels of a ``.npz`` file."""
-    arrays = read_npz(path, options)
-    x, y = npz_keys(arrays, part, path.name)
+    arrays = read_npz(place.path, place.options)
+    x, y = (arrays[name] for name in _keys(arrays, place)[:2])
     names = arrays.get("classes")
     classes = tuple(str(name) for name in names.tolist()) if names is not None and names.ndim == 1 else ()
-    name = f"{path.name}:{part}" if part else path.name
-    if arrays[x].ndim <= 2:
-        width = arrays[x].shape[1] if arrays[x].ndim == 2 else 1
-        refuse_wide(name, width, options.max_columns)
-        refuse_cells(name, len(arrays[y].reshape(-1)) * (width + 1), options.max_cells, stored_bytes(path))
-    return array_rows(arrays[x], arrays[y], name, classes)
+    if x.ndim <= 2:
+        width = x.shape[1] if x.ndim == 2 else 1
+        bounds = Bounds(place.path, place.options)
+        bounds.columns(width)
+        bounds.cells(y.size * (width + 1))
+    return array_rows(x, y, place.name, classes)
+
+
+def write_npz(place: Place, kept: Kept) -> bytes:
+    """Every array with as many rows as the inputs is cut to the kept ones; the others stay as they are."""
+    kept.require_suffix(place.path.name, ".npz")
+    content = read_npz(place.path, place.options)
+    x, y, suffix = _keys(content, place)
+    count = len(content[y])
+    rows = kept.within(count, place.path.name)
+
+    def belongs(name: str, value: Array) -> bool:
+        return name in (x, y) or (
+            value.ndim > 0 and len(value) == count and name.lower().endswith(suffix) and name != "classes"
+        )
+
+    cut = {name: value[rows] if belongs(name, value) else value for name, value in content.items()}
+    if kept.labels:
+        old = cut[y]
+        if "classes" in content and old.dtype.kind in "iu":
+            kept = kept.numbered([str(name) for name in content["classes"].tolist()])
+        labels = [kept.labels.get(row, value) for row, value in zip(rows, old.tolist(), strict=True)]
+        try:
+            cut[y] = np.asarray(labels, dtype=None if old.dtype.kind == "U" else old.dtype)
+        except ValueError as error:
+            raise HyperkronError(
+                f"labels cannot be written into {y!r} of {place.path.name}, which is {old.dtype}."
+            ) from error
+    return _npz(cut)
+
+
+def pictures_npz(raw: Raw, kept: Kept) -> bytes:
+    """Pictures of any source, with the names of their classes."""
+    at = {row: i for i, row in enumerate(raw.rows.tolist())}
+    lost = [row for row in kept.rows if row not in at]
+    if lost:
+        raise HyperkronError(
+            f"keep names rows {listing(lost)} that {raw.name} does not have, or whose image is broken."
+        )
+    picked = raw.take(np.array([at[row] for row in kept.rows], dtype=np.int64))
+    names = [kept.label(row, str(name)) for row, name in zip(kept.rows, picked.labels, strict=True)]
+    return _npz({"x": picked.inputs, "y": np.array(names, dtype=str)})
+
+
+def _npz(content: Mapping[str, Any]) -> bytes:
+    np.savez_compressed(file := io.BytesIO(), **content)
+    return file.getvalue()
 
 
 def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
@@ -109,7 +142,6 @@ def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
         name: what messages call the source.
         classes: the names that integer labels stand for.
     """
-    np = need("numpy")
     inputs, targets = np.asarray(x), np.asarray(y)
     if targets.ndim == 2 and 1 in targets.shape:
         targets = targets.reshape(-1)
@@ -140,7 +172,6 @@ def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
 
 def _as_pictures(x: Array, name: str) -> tuple[Array, tuple[str, ...]]:
     """uint8 (N, C, H, W) of an array of images, channels first, last or absent."""
-    np = need("numpy")
     if x.ndim == 3:
         x = x[:, None]
     elif x.ndim != 4:
@@ -164,50 +195,35 @@ def _as_pictures(x: Array, name: str) -> tuple[Array, tuple[str, ...]]:
     return x.astype(np.uint8), ()
 
 
-# --- idx ---------------------------------------------------------------------------------------------------
-
-
-def read_idx_rows(folder: Path, part: str | None, options: ReadOptions) -> Raw:
+def read_idx_rows(place: Place) -> Raw:
     """MNIST and its relatives: ``train-images-idx3-ubyte`` with labels, or ``t10k-…`` for the part ``test``."""
-    part = part or "train"
-    if part not in ("train", "test"):
+    folder, part = place.path, place.part or "train"
+    prefix = {"train": "train", "test": "t10k"}.get(part)
+    if prefix is None:
         raise HyperkronError(f"part={part!r} is not in {str(folder)!r}; there is train and test.")
-    prefix = "train" if part == "train" else "t10k"
-    images = read_idx(find_idx(folder, f"{prefix}-images-idx3-ubyte"), options.max_bytes)
-    labels = read_idx(find_idx(folder, f"{prefix}-labels-idx1-ubyte"), options.max_bytes)
-    return array_rows(images.numpy(), labels.numpy(), f"{folder.name}:{part}")
+    files = (find_idx(folder, f"{prefix}-{what}-ubyte") for what in ("images-idx3", "labels-idx1"))
+    images, labels = (read_idx(file, place.options.max_bytes).numpy() for file in files)
+    return array_rows(images, labels, f"{folder.name}:{part}")
 
 
-# --- CIFAR -------------------------------------------------------------------------------------------------
-
-
-def is_pickled_cifar(folder: Path) -> bool:
-    """Whether a folder holds the pickled version of CIFAR."""
-    return any((folder / name).is_file() for name in ("data_batch_1", "batches.meta")) or (
-        (folder / "meta").is_file() and (folder / "train").is_file()
-    )
-
-
-def read_cifar(folder: Path, part: str | None, options: ReadOptions) -> Raw:
+def read_cifar(place: Place) -> Raw:
     """The binary version of CIFAR-10 (``data_batch_1.bin`` …) or CIFAR-100 (``train.bin``).
 
     A record is one label byte (two for CIFAR-100: coarse and fine) and 3 × 32 × 32 pixels.
 
     Reference: Krizhevsky, "Learning multiple layers of features from tiny images" (2009).
     """
-    np = need("numpy")
-    part = part or "train"
+    folder, part = place.path, place.part or "train"
     ten = not (folder / "train.bin").is_file()
-    patterns = (
-        {"train": "data_batch_*.bin", "test": "test_batch.bin"} if ten else {"train": "train.bin", "test": "test.bin"}
-    )
-    files = sorted(folder.glob(patterns.get(part, ""))) if part in patterns else []
+    patterns = ("data_batch_*.bin", "test_batch.bin") if ten else ("train.bin", "test.bin")
+    pattern = dict(zip(("train", "test"), patterns, strict=True)).get(part)
+    files = sorted(folder.glob(pattern)) if pattern else []
     if not files:
         raise HyperkronError(f"part={part!r} is not in {str(folder)!r}; there is train and test.")
     ahead = 1 if ten else 2
     records = []
     for file in files:
-        content = np.frombuffer(read_bounded(file, options.max_bytes), dtype=np.uint8)
+        content = np.frombuffer(read_bounded(file, place.options), dtype=np.uint8)
         if not len(content) or len(content) % (ahead + _PIXELS):
             raise HyperkronError(
                 f"{str(file)!r} has {len(content)} bytes, no multiple of the {ahead + _PIXELS} of a CIFAR record; "

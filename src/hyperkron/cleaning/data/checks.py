@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterable, Mapping
 
 from hyperkron.cleaning.data.encoding import Number, TableEncoding
-from hyperkron.cleaning.data.files import listing, need, several
+from hyperkron.cleaning.data.files import listing, np, several
 from hyperkron.cleaning.data.labelled import Labelled, Raw
-from hyperkron.cleaning.data.values import LARGEST, category, exact_numbers, extremes, gaps, numbers, ordered
+from hyperkron.cleaning.data.values import LARGEST, Array, category, exact_numbers, extremes, gaps, numbers, ordered
 from hyperkron.solution import HyperkronError
 
-if TYPE_CHECKING:
-    from hyperkron.cleaning.data.labelled import Array, Columns
+
+def _were(count: int) -> str:
+    return "was" if count == 1 else "were"
 
 
 # --- rows that cannot be used ------------------------------------------------------------------------------
@@ -22,44 +22,56 @@ if TYPE_CHECKING:
 
 def usable(raw: Raw) -> Raw:
     """The rows that have a label and an input, with messages about the others."""
-    np = need("numpy")
     unlabelled = np.array([name is None for name in raw.labels], dtype=bool)
-    blank = _blank(raw)
-    for mask, what in ((unlabelled, "label"), (blank & ~unlabelled, "text" if raw.kind == "text" else "feature")):
-        if mask.any():
-            where = listing(raw.rows[mask].tolist())
-            count = int(mask.sum())
-            verb = "was" if count == 1 else "were"
-            raw = raw.noting(f"{raw.name}: {several(count, 'row')} without a {what} {verb} left out: rows {where}.")
+    blank = _blank(raw) & ~unlabelled
+    for mask, what in ((unlabelled, "label"), (blank, "text" if raw.kind == "text" else "feature")):
+        if count := int(mask.sum()):
+            about = f"{several(count, 'row')} without a {what} {_were(count)} left out"
+            raw = raw.noting(f"{raw.name}: {about}: rows {listing(raw.rows[mask].tolist())}.")
     if (unlabelled | blank).all():
         raise HyperkronError(f"{raw.name} has no usable row left: {' '.join(raw.messages) or 'it is empty.'}")
-    return raw.without(unlabelled, "no label").without((blank & ~unlabelled)[~unlabelled], "no input")
+    return raw.without(unlabelled, "no label").without(blank[~unlabelled], "no input")
 
 
 def _blank(raw: Raw) -> Array:
     """Rows without any input."""
-    np = need("numpy")
     if isinstance(raw.inputs, list):
         return np.array([not text.strip() for text in raw.inputs], dtype=bool)
     if isinstance(raw.inputs, Mapping):
-        blank = np.ones(len(raw), dtype=bool)
-        for values in raw.inputs.values():
-            blank &= gaps(values)
-        return blank
+        return np.logical_and.reduce([np.ones(len(raw), dtype=bool), *map(gaps, raw.inputs.values())])
     return np.zeros(len(raw), dtype=bool)
+
+
+def known_only(raw: Raw, classes: tuple[str, ...]) -> Raw:
+    """The rows whose labels are among the classes of the training rows."""
+    unknown = np.array([name not in classes for name in raw.labels], dtype=bool)
+    if not unknown.any():
+        return raw
+    names = listing(map(repr, sorted({str(name) for name in raw.labels if name not in classes})))
+    if unknown.all():
+        raise HyperkronError(f"{raw.name}: all labels are unknown ({names}); known: {listing(classes)}.")
+    where = listing(raw.rows[unknown].tolist())
+    note = f"{raw.name}: rows with labels unknown in training were left out ({names}): rows {where}."
+    return raw.take(np.flatnonzero(~unknown)).noting(note)
+
+
+def refuse_other_kind(raw: Raw, kind: str, shape: tuple[int, ...] | None, other: str) -> None:
+    """Refuse inputs that do not fit those of another source."""
+    if raw.kind != kind:
+        raise HyperkronError(
+            f"{raw.name} holds {raw.kind} inputs but {other} holds {kind} inputs; both must be of one kind."
+        )
+    if raw.kind == "image" and shape is not None and raw.shape != shape:
+        raise HyperkronError(
+            f"{raw.name} holds images of shape {raw.shape} but {other} of shape {shape}; scale them to one shape."
+        )
 
 
 # --- the same input more than once -------------------------------------------------------------------------
 
 
-def keys(raw: Raw, numeric: frozenset[str] = frozenset()) -> list[Hashable]:
-    """Something for every row that is equal where the inputs are.
-
-    Args:
-        raw: the rows.
-        numeric: the columns of a table that are compared as numbers; the others are compared as text.
-    """
-    np = need("numpy")
+def keys(raw: Raw, numeric: frozenset[str]) -> list[Hashable]:
+    """Something for every row that is equal where the inputs are; columns that are not ``numeric`` count as text."""
     if isinstance(raw.inputs, list):
         return [" ".join(text.split()) for text in raw.inputs]
     if not isinstance(raw.inputs, Mapping):
@@ -78,7 +90,7 @@ def numeric_columns(*parts: Raw) -> frozenset[str]:
     return frozenset(name for name in names if not any(numbers(table[name])[1] for table in tables))
 
 
-def duplicate_notes(raw: Raw, of: list[Hashable]) -> list[str]:
+def duplicate_notes(raw: Raw, of: Iterable[Hashable]) -> list[str]:
     """What to say about rows with the same input: how many, and how many of those contradict each other."""
     groups: dict[Hashable, list[int]] = {}
     for i, key in enumerate(of):
@@ -101,31 +113,22 @@ def duplicate_notes(raw: Raw, of: list[Hashable]) -> list[str]:
     return notes
 
 
-def without_overlap(
-    train: Raw, trusted: Raw, keep: bool, of: tuple[list[Hashable], list[Hashable]]
-) -> tuple[Raw, Array]:
-    """The training rows whose input is not in the trusted set, and their positions."""
-    np = need("numpy")
-    seen = set(of[1])
-    shared = np.array([key in seen for key in of[0]], dtype=bool)
-    if not shared.any():
-        return train, np.arange(len(train))
+def without_overlap(train: Raw, trusted: Raw, keep: bool, shared: Array) -> Raw:
+    """The training rows whose input is not in the trusted set; all with ``keep``."""
     count = int(shared.sum())
+    if not count:
+        return train
+    about = f"{train.name}: {several(count, 'training row')} also in the trusted set ({trusted.name})"
     where = listing(train.rows[shared].tolist())
-    about = f"{several(count, 'training row')} also in the trusted set ({trusted.name})"
     if keep:
-        return train.noting(f"{train.name}: {about}, kept as keep_overlap=True asks: rows {where}."), np.arange(
-            len(train)
-        )
+        return train.noting(f"{about}, kept as keep_overlap=True asks: rows {where}.")
     if shared.all():
         raise HyperkronError(
             f"every row of {train.name} is also in the trusted set ({trusted.name}), so nothing is left to clean; give "
             "another trusted set, or pass ReadOptions(keep_overlap=True)."
         )
-    kept = np.flatnonzero(~shared)
-    verb = "was" if count == 1 else "were"
     rest = train.without(shared, "also in the trusted set")
-    return rest.noting(f"{train.name}: {about} {verb} removed from training: rows {where}."), kept
+    return rest.noting(f"{about} {_were(count)} removed from training: rows {where}.")
 
 
 # --- classes -----------------------------------------------------------------------------------------------
@@ -135,7 +138,6 @@ def class_list(*parts: Raw) -> tuple[str, ...]:
     """One list for all: in the order the sources give, else sorted; refused where it makes no sense."""
     found = {name for raw in parts for name in raw.labels if name is not None}
     given = list(dict.fromkeys(name for raw in parts for name in raw.classes))
-    classes = (*given, *ordered([name for name in found if name not in given]))
     where = parts[0].name
     if len(found) < 2:
         raise HyperkronError(
@@ -147,29 +149,26 @@ def class_list(*parts: Raw) -> tuple[str, ...]:
             f"{where} has {len(found)} classes in {rows} rows, such as {listing(map(repr, sorted(found)))}; that is "
             "not a column of labels. Name the right one with label=... ."
         )
-    return classes
+    return (*given, *ordered(found - set(given)))
 
 
 def class_notes(train: Raw, trusted: Raw, classes: tuple[str, ...]) -> list[str]:
     """What to say about classes that only one side has, and about names that look alike."""
-    counts = [Counter(raw.labels) for raw in (train, trusted)]
-    if not set(counts[0]) & set(counts[1]):
-        ours, theirs = (listing(repr(name) for name in sorted(map(str, count))) for count in counts)
-        raise HyperkronError(
-            f"{train.name} and {trusted.name} share no label: {ours} against {theirs}. Use the same spelling in both."
-        )
+    ours, theirs = Counter(train.labels), Counter(trusted.labels)
+    if not set(ours) & set(theirs):
+        shown = " against ".join(listing(repr(name) for name in sorted(map(str, count))) for count in (ours, theirs))
+        raise HyperkronError(f"{train.name} and {trusted.name} share no label: {shown}. Use the same spelling in both.")
     notes = []
-    absent = [name for name in classes if not counts[1][name]]
+    absent = [f"{name!r} ({several(ours[name], 'training row')})" for name in classes if not theirs[name]]
     if absent:
-        shown = listing(f"{name!r} ({several(counts[0][name], 'training row')})" for name in absent)
         notes.append(
-            f"{trusted.name}: {several(len(absent), 'class')} absent from the trusted set: {shown}. No "
+            f"{trusted.name}: {several(len(absent), 'class')} absent from the trusted set: {listing(absent)}. No "
             "trusted row shows what they look like; add a few of each."
         )
-    unknown = [name for name in classes if counts[1][name] and not counts[0][name]]
+    only = [name for name in classes if theirs[name] and not ours[name]]
+    unknown = [f"{name!r} ({several(theirs[name], 'trusted row')})" for name in only]
     if unknown:
-        shown = listing(f"{name!r} ({several(counts[1][name], 'trusted row')})" for name in unknown)
-        notes.append(f"{train.name}: labels unknown in training, only in the trusted set: {shown}.")
+        notes.append(f"{train.name}: labels unknown in training, only in the trusted set: {listing(unknown)}.")
     alike: dict[str, list[str]] = {}
     for name in classes:
         alike.setdefault("".join(name.lower().split()), []).append(name)
@@ -184,53 +183,42 @@ def class_notes(train: Raw, trusted: Raw, classes: tuple[str, ...]) -> list[str]
 # --- the result --------------------------------------------------------------------------------------------
 
 
-def missing_notes(raw: Raw) -> list[str]:
-    """What to say about the gaps of a table."""
-    if not isinstance(raw.inputs, Mapping):
-        return []
-    counts = {name: int(gaps(values).sum()) for name, values in raw.inputs.items()}
-    gappy = [f"{name!r} ({count})" for name, count in counts.items() if count]
-    if not gappy:
-        return []
-    return [
-        f"{raw.name}: missing values in {several(len(gappy), 'column')}: {listing(gappy, 8)}. Numbers get the training "
-        "mean and a flag, categories an input of their own."
-    ]
-
-
-def _extreme_notes(name: str, columns: Columns, encoding: TableEncoding) -> list[str]:
-    """What to say about numbers that float32 cannot hold."""
+def _value_notes(raw: Raw, encoding: TableEncoding) -> list[str]:
+    """What to say about the gaps of a table, and about numbers that float32 cannot hold."""
+    assert isinstance(raw.inputs, Mapping)
+    notes, columns = [], raw.inputs
+    gappy = [f"{name!r} ({count})" for name, values in columns.items() if (count := int(gaps(values).sum()))]
+    if gappy:
+        notes.append(
+            f"{raw.name}: missing values in {several(len(gappy), 'column')}: {listing(gappy, 8)}. Numbers get the "
+            "training mean and a flag, categories an input of their own."
+        )
     found = {c.name: extremes(columns[c.name]) for c in encoding.columns if isinstance(c, Number)}
-    shown = [f"{column!r} ({len(values)}, such as {values[0]:g})" for column, values in found.items() if len(values)]
-    if not shown:
-        return []
-    return [
-        f"{name}: extreme values in {several(len(shown), 'column')}, taken as missing: {listing(shown, 8)}. Numbers "
-        f"must lie between -{LARGEST:g} and {LARGEST:g}; correct these, or rescale the column."
-    ]
+    shown = [f"{name!r} ({len(values)}, such as {values[0]:g})" for name, values in found.items() if len(values)]
+    if shown:
+        notes.append(
+            f"{raw.name}: extreme values in {several(len(shown), 'column')}, taken as missing: {listing(shown, 8)}. "
+            f"Numbers must lie between -{LARGEST:g} and {LARGEST:g}; correct these, or rescale the column."
+        )
+    return notes
 
 
-def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None, notes: list[str]) -> Labelled:
+def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None, notes: Iterable[str] = ()) -> Labelled:
     """The rows with labels as numbers and inputs as arrays."""
-    np = need("numpy")
-    place: dict[str | None, int] = {name: k for k, name in enumerate(classes)}
-    inputs: Any = raw.inputs
-    if isinstance(raw.inputs, Mapping):
+    number: dict[str | None, int] = {name: k for k, name in enumerate(classes)}
+    inputs = raw.inputs
+    if isinstance(inputs, Mapping):
         assert encoding is not None
-        inputs = encoding.matrix(raw.inputs)
-        notes = notes + _extreme_notes(raw.name, raw.inputs, encoding)
-    gold = None
-    if raw.gold is not None:
-        gold = np.array([place.get(name, -1) for name in raw.gold], dtype=np.int64)
+        inputs, notes = encoding.matrix(inputs), (*notes, *_value_notes(raw, encoding))
     return Labelled(
         kind=raw.kind,
         inputs=inputs,
-        labels=np.array([place[name] for name in raw.labels], dtype=np.int64),
+        labels=np.array([number[name] for name in raw.labels], dtype=np.int64),
         classes=classes,
         rows=raw.rows.astype(np.int64),
         messages=(*raw.messages, *notes),
         weak=raw.weak,
-        gold=gold,
+        gold=None if raw.gold is None else np.array([number.get(name, -1) for name in raw.gold], dtype=np.int64),
         encoding=encoding,
         source=raw.name,
         left_out={why: rows.astype(np.int64) for why, rows in raw.left_out.items()},

@@ -6,14 +6,11 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from hyperkron.cleaning.data.files import listing, need, several
-from hyperkron.cleaning.data.values import LARGEST, category, extremes, numbers
+from hyperkron.cleaning.data.files import listing, np, several
+from hyperkron.cleaning.data.values import LARGEST, Array, Columns, Values, category, extremes, numbers
 from hyperkron.solution import HyperkronError
-
-if TYPE_CHECKING:
-    from hyperkron.cleaning.data.labelled import Array, Columns
 
 FORMAT = 1
 _STRANGE = 0.05  # a column with at most this part of values that are no numbers is one of numbers
@@ -21,12 +18,9 @@ _STRANGE = 0.05  # a column with at most this part of values that are no numbers
 
 @dataclass(frozen=True)
 class Number:
-    """A column of numbers: z = (x − mean) / scale, 0 where x is missing.
+    """A column of numbers: z = (x − mean) / scale over the training rows, 0 where x is missing.
 
-    Attributes:
-        name: of the column.
-        mean, scale: mean and standard deviation over the training rows that have a value.
-        flagged: whether values were missing in training, so that an input of its own says where they are.
+    ``flagged`` says that values were missing in training, so that an input of its own says where they are.
     """
 
     name: str
@@ -34,22 +28,35 @@ class Number:
     scale: float
     flagged: bool
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def matrix(self, values: Values) -> Array:
+        return numbers(values)[0][:, None].astype(np.float32)
+
 
 @dataclass(frozen=True)
 class Category:
-    """A column of names, one 0/1 input for each.
-
-    Attributes:
-        name: of the column.
-        values: that have an input of their own.
-        other: whether one more input stands for all other values.
-        flagged: whether values were missing in training, so that an input of its own says where they are.
-    """
+    """A column of names: one 0/1 input for each of ``values``, one for all others, one for a missing value."""
 
     name: str
     values: tuple[str, ...]
     other: bool
     flagged: bool
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        extra = ("(other)",) * self.other + ("(missing)",) * self.flagged
+        return tuple(f"{self.name}={value}" for value in (*self.values, *extra))
+
+    def matrix(self, values: Values) -> Array:
+        place: dict[str | None, int] = {value: i for i, value in enumerate(self.values)}
+        other = len(place) if self.other else -1
+        missing = len(place) + self.other if self.flagged else -1
+        texts = [category(value) for value in values]
+        at = np.array([missing if text is None else place.get(text, other) for text in texts], dtype=np.int64)
+        return (at[:, None] == np.arange(len(self.inputs))).astype(np.float32)
 
 
 Column: TypeAlias = "Number | Category"
@@ -83,14 +90,7 @@ class TableEncoding:
     @property
     def names(self) -> tuple[str, ...]:
         """What each column of ``matrix`` is."""
-        found: list[str] = []
-        for column in self.columns:
-            if isinstance(column, Number):
-                found.append(column.name)
-            else:
-                found += [f"{column.name}={value}" for value in column.values]
-                found += [f"{column.name}=(other)"] * column.other + [f"{column.name}=(missing)"] * column.flagged
-        return tuple(found)
+        return tuple(name for column in self.columns for name in column.inputs)
 
     @classmethod
     def fit(cls, columns: Columns, max_categories: int = 50) -> tuple[TableEncoding, list[str]]:
@@ -107,33 +107,23 @@ class TableEncoding:
 
     def matrix(self, columns: Columns) -> Array:
         """The table as float32 (N, d), NaN where a number is missing."""
-        np = need("numpy")
-        parts = []
-        for column in self.columns:
-            if column.name not in columns:
-                raise HyperkronError(f"the table lacks the column {column.name!r} that was there in training.")
-            values = columns[column.name]
-            if isinstance(column, Number):
-                parts.append(numbers(values)[0][:, None].astype(np.float32))
-            else:
-                parts.append(_one_hot(column, values))
-        return np.concatenate(parts, axis=1)
+        absent = [column.name for column in self.columns if column.name not in columns]
+        if absent:
+            raise HyperkronError(f"the table lacks the column {absent[0]!r} that was there in training.")
+        return np.concatenate([column.matrix(columns[column.name]) for column in self.columns], axis=1)
 
     def standardise(self, matrix: Array) -> Array:
         """What a model takes: float32 (N, d + flags), without NaN."""
-        np = need("numpy")
         if matrix.ndim != 2 or matrix.shape[1] != len(self.names):
             raise HyperkronError(
                 f"matrix has shape {tuple(matrix.shape)}, but the encoding has {len(self.names)} columns."
             )
-        mean = np.zeros(matrix.shape[1])
-        scale = np.ones(matrix.shape[1])
-        flagged = []
-        at = {name: i for i, name in enumerate(self.names)}
+        mean, scale, flagged, at = np.zeros(len(self.names)), np.ones(len(self.names)), [], 0
         for column in self.columns:
             if isinstance(column, Number):
-                mean[at[column.name]], scale[at[column.name]] = column.mean, column.scale
-                flagged += [at[column.name]] if column.flagged else []
+                mean[at], scale[at] = column.mean, column.scale
+                flagged += [at] * column.flagged
+            at += len(column.inputs)
         missing = np.isnan(matrix)
         with np.errstate(over="ignore"):  # met below
             scaled = ((np.where(missing, mean, matrix) - mean) / scale).astype(np.float32)
@@ -168,17 +158,16 @@ class TableEncoding:
 
 
 def _column(entry: Mapping[str, Any]) -> Column:
+    name, flagged = str(entry["name"]), bool(entry["flagged"])
     if entry["kind"] == "number":
-        return Number(str(entry["name"]), float(entry["mean"]), float(entry["scale"]), bool(entry["flagged"]))
+        return Number(name, float(entry["mean"]), float(entry["scale"]), flagged)
     if entry["kind"] == "category":
-        values = tuple(str(value) for value in entry["values"])
-        return Category(str(entry["name"]), values, bool(entry["other"]), bool(entry["flagged"]))
+        return Category(name, tuple(map(str, entry["values"])), bool(entry["other"]), flagged)
     raise ValueError(f"no kind of column is called {entry['kind']!r}")
 
 
-def _fit_column(name: str, values: list[Any] | Array, cap: int) -> tuple[Column | None, str]:
+def _fit_column(name: str, values: Values, cap: int) -> tuple[Column | None, str]:
     """How one column is encoded, None if it is left out; and what to say about it."""
-    np = need("numpy")
     found, strange = numbers(values)
     here = found[~np.isnan(found)]
     if len(here) + len(strange) == 0:
@@ -206,7 +195,7 @@ def _fit_column(name: str, values: list[Any] | Array, cap: int) -> tuple[Column 
     return Number(name, mean, scale, flagged), message
 
 
-def _fit_category(name: str, values: list[Any] | Array, cap: int) -> tuple[Category | None, str]:
+def _fit_category(name: str, values: Values, cap: int) -> tuple[Category | None, str]:
     texts = [category(value) for value in values]
     counts = Counter(text for text in texts if text is not None)
     flagged = None in texts
@@ -226,20 +215,3 @@ def _fit_category(name: str, values: list[Any] | Array, cap: int) -> tuple[Categ
         f"({several(rest, 'row')}) share one. max_categories={cap} sets this."
     )
     return Category(name, common, other=True, flagged=flagged), message
-
-
-def _one_hot(column: Category, values: list[Any] | Array) -> Array:
-    np = need("numpy")
-    place = {value: i for i, value in enumerate(column.values)}
-    width = len(place) + column.other + column.flagged
-    at = np.full(len(values), -1)
-    for row, value in enumerate(values):
-        text = category(value)
-        if text is None:
-            at[row] = width - 1 if column.flagged else -1
-        else:
-            at[row] = place.get(text, len(place) if column.other else -1)
-    hot = np.zeros((len(values), width), dtype=np.float32)
-    chosen = np.flatnonzero(at >= 0)
-    hot[chosen, at[chosen]] = 1
-    return hot

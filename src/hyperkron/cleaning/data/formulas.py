@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from hyperkron.cleaning.data.files import several
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, HyperkronWarning
 
 Formulas: TypeAlias = Literal["keep", "escape", "refuse"]
 """What becomes of such cells: they stay, get an apostrophe before them, or the export is refused."""
@@ -29,50 +29,39 @@ def is_formula(cell: str) -> bool:
     return cell.startswith(_MARKS) and _NUMBER.match(cell) is None
 
 
-@dataclass
 class FormulaCells:
-    """Counts the formulas among the cells that are written, and escapes them where that is asked for.
+    """Counts the formulas among the cells that are written, and escapes them where that is asked for."""
 
-    Attributes:
-        what: becomes of them.
-        columns: the names of the columns.
-        found: how many there were.
-        first: the first one, for messages.
-    """
-
-    what: Formulas
-    columns: Sequence[str]
-    found: int = 0
-    first: str = field(default="", init=False)
+    def __init__(self, what: Formulas, columns: Sequence[str]) -> None:
+        self._what, self._columns = what, columns
+        self._found, self._first = 0, ""
 
     def row(self, cells: Sequence[str], number: int | None = None) -> list[str] | None:
-        """The cells of a row as they are to be written; None where they stay as they are.
-
-        Args:
-            cells: of the row.
-            number: of the row in the source; None for the header.
-        """
-        places = [i for i, cell in enumerate(cells) if cell.startswith(_MARKS) and is_formula(cell)]
+        """The cells of a row (None: the header) with its formulas escaped; None where they stay as they are."""
+        places = [i for i, cell in enumerate(cells) if is_formula(cell)]
         if not places:
             return None
-        if not self.found:
+        if not self._found:
             where = "the header" if number is None else f"row {number}"
-            self.first = f"{cells[places[0]][:40]!r} in {where}, column {self.columns[places[0]]!r}"
-        self.found += len(places)
-        if self.what != "escape":
+            self._first = f"{cells[places[0]][:40]!r} in {where}, column {self._columns[places[0]]!r}"
+        self._found += len(places)
+        if self._what != "escape":
             return None
         return [f"'{cell}" if i in places else cell for i, cell in enumerate(cells)]
 
-    def message(self, name: str) -> str | None:
-        """What to say about them; an error where they are refused."""
-        if not self.found:
-            return None
-        text = f"{name} has {several(self.found, 'cell')} that a spreadsheet takes for a formula, such as {self.first}"
-        if self.what == "refuse":
+    def tell(self, name: str) -> None:
+        """Warn about them; an error where they are refused."""
+        if not self._found:
+            return
+        text = f"{name} has {several(self._found, 'cell')} that a spreadsheet takes for a formula, such as "
+        text += self._first
+        if self._what == "refuse":
             raise HyperkronError(f"{text}; pass formulas='escape' for an apostrophe before each, or formulas='keep'.")
-        if self.what == "escape":
-            return f"{text}; an apostrophe was put before each."
-        return (
-            f"{text}; they are kept as they are. Do not open the file in a spreadsheet if you do not trust the data, "
-            "or pass formulas='escape'."
-        )
+        if self._what == "escape":
+            text += "; an apostrophe was put before each."
+        else:
+            text += (
+                "; they are kept as they are. Do not open the file in a spreadsheet if you do not trust the data, or "
+                "pass formulas='escape'."
+            )
+        warnings.warn(text, HyperkronWarning, stacklevel=2)

@@ -7,15 +7,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hyperkron.cleaning.data.files import listing, need
-from hyperkron.cleaning.data.tables import Frame, arrow_columns
+from hyperkron.cleaning.data.files import need
+from hyperkron.cleaning.data.kept import Kept
+from hyperkron.cleaning.data.labelled import Frame, Place
+from hyperkron.cleaning.data.parquet import arrow_bytes, arrow_columns
 from hyperkron.solution import HyperkronError
 
 PREFIX = "hf:"
 _SOURCE = re.compile(r"hf:(?P<name>[\w./-]+?)(@(?P<config>[\w.-]+))?(:(?P<split>.+))?\Z")
 
 
-def load_hub(source: str) -> Any:
+def _load(source: str) -> Any:
     """The dataset a source names; the split ``train`` when it names none.
 
     Nothing of the dataset's own code is run: versions of ``datasets`` that could are told not to.
@@ -55,27 +57,33 @@ def _remedy(error: Exception, split: str) -> str:
     return "Check the name on huggingface.co/datasets."
 
 
-def read_hub(source: str) -> tuple[Frame, dict[str, tuple[str, ...]]]:
+def _arrow(dataset: Any) -> Any:
+    """The table of a dataset, with pictures as bytes: they are decoded later, within our limits."""
+    return dataset.with_format("arrow")[:]
+
+
+def read_hub(place: Place) -> Frame:
     """The columns of a dataset, and the class names of each column that has them."""
-    dataset = load_hub(source)
+    dataset = _load(place.source)
     names = {
         column: tuple(feature.names)
         for column, feature in dataset.features.items()
         if type(feature).__name__ == "ClassLabel" and feature.names
     }
-    columns = arrow_columns(dataset.with_format("arrow")[:])  # pictures as bytes: decoded later, within our limits
-    if not columns or not len(dataset):
-        raise HyperkronError(f"source={source!r} is empty: it has {listing(columns) or 'no columns'} and no rows.")
-    return Frame(source, columns, len(dataset), own_folder(source)), names
+    return Frame(place.source, arrow_columns(_arrow(dataset)), _own_folder(place.source), class_names=names)
 
 
-def own_folder(source: str) -> Path:
-    """Where the files of a dataset lie: its folder, or what the client keeps of it; images elsewhere are not its own.
+def write_hub(place: Place, kept: Kept) -> bytes:
+    """The rows as Parquet."""
+    kept.require_suffix(place.source, ".parquet")
+    dataset = _load(place.source)
+    column = kept.label_column(place.path.name, dataset.column_names)
+    names = (getattr(dataset.features[column], "names", None) or ()) if column else ()
+    return arrow_bytes(_arrow(dataset), kept.numbered(names), column, place.source)
 
-    Example:
-        >>> own_folder("hf:org/photos:test").name
-        'datasets--org--photos'
-    """
+
+def _own_folder(source: str) -> Path:
+    """Where the files of a dataset lie: its folder, or what the client keeps of it."""
     match = _SOURCE.match(source)
     assert match is not None
     folder = Path(match["name"])

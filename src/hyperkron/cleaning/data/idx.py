@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hyperkron.cleaning.data.files import MAX_BYTES, read_bounded
+from hyperkron.cleaning.data.limits import ReadOptions, read_bounded
 from hyperkron.solution import HyperkronError
 
 _DTYPES = {
@@ -23,7 +23,7 @@ _DTYPES = {
 }
 
 
-def read_idx(path: str | Path, max_bytes: int = MAX_BYTES) -> Tensor:
+def read_idx(path: str | Path, max_bytes: int = ReadOptions.max_bytes) -> Tensor:
     """The array of an IDX file, gzip-compressed or not.
 
     The file holds two zero bytes, a code of the element type, the number of dimensions, the dimensions as big-endian
@@ -42,7 +42,7 @@ def read_idx(path: str | Path, max_bytes: int = MAX_BYTES) -> Tensor:
         >>> read_idx(path)
         tensor([7, 2, 1], dtype=torch.uint8)
     """
-    content = read_bounded(Path(path), max_bytes)
+    content = read_bounded(Path(path), ReadOptions(max_bytes=max_bytes))
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _DTYPES:
         raise HyperkronError(f"path={str(path)!r} is not an IDX file: it starts with {content[:4].hex() or 'nothing'}.")
     dtype, start = _DTYPES[content[2]], 4 + 4 * content[3]

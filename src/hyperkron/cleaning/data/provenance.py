@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from hyperkron.cleaning.data import arrays, images, wrench
-from hyperkron.cleaning.data.files import existing, listing, several
-from hyperkron.cleaning.data.hub import PREFIX, load_hub
-from hyperkron.cleaning.data.labelled import Raw, ReadOptions
-from hyperkron.cleaning.data.sources import form_of, split_source
-from hyperkron.cleaning.data.tables import parquet_table, read_csv_file, read_json, read_json_lines
-from hyperkron.solution import HyperkronError
-from hyperkron.training.writing import open_plain
+from hyperkron.cleaning.data.files import listing, several
+from hyperkron.cleaning.data.labelled import Frame, Raw
 
 HASH_BYTES = 8
 """Bytes of the hash of one row."""
-_CHUNK = 2**20
 
 
 @dataclass(frozen=True)
@@ -34,10 +24,13 @@ class RowHashes:
         each: h_0, h_1, …, 8 bytes each.
 
     Example:
-        >>> a, b = RowHashes.of("names", [b"1", b"2", b"3"]), RowHashes.of("names", [b"3", b"1", b"2"])
+        >>> a, b = (RowHashes.of_bytes("names", rows) for rows in ([b"1", b"2", b"3"], [b"3", b"1", b"2"]))
         >>> a.sha256 == b.sha256, a.difference(b)
         (False, 'the same 3 rows stand in another order')
     """
+
+    VERSION: ClassVar[int] = 2
+    """Of what is hashed; hashes of another version say nothing."""
 
     sha256: str
     each: bytes
@@ -46,13 +39,22 @@ class RowHashes:
         return len(self.each) // HASH_BYTES
 
     @classmethod
-    def of(cls, head: str, rows: Iterable[bytes]) -> RowHashes:
-        """The hashes of rows, given as bytes.
+    def of(cls, source: Frame | Raw) -> RowHashes:
+        """The hashes of what was read: all columns, or inputs and labels of every kind."""
+        head: Any = (list(source.columns), source.class_names) if isinstance(source, Frame) else source.classes
+        table = source.columns if isinstance(source, Frame) else source.inputs
+        parts: list[Any] = [*table.values()] if isinstance(table, Mapping) else [table]
+        if isinstance(source, Raw):
+            parts += [part for part in (source.labels, source.gold, source.weak) if part is not None]
+        wide = [part for part in parts if getattr(part, "ndim", 1) > 1]
+        flat = [part if isinstance(part, list) else part.tolist() for part in parts if getattr(part, "ndim", 1) == 1]
+        rows = enumerate(map(repr, zip(*flat, strict=True)))
+        content = (row.encode("utf-8", "surrogatepass") + b"".join(x[i].tobytes() for x in wide) for i, row in rows)
+        return cls.of_bytes(repr(head), content)
 
-        Args:
-            head: what all rows have in common, such as the names of the columns.
-            rows: the content of each.
-        """
+    @classmethod
+    def of_bytes(cls, head: str, rows: Iterable[bytes]) -> RowHashes:
+        """The hashes of rows, given as bytes; ``head`` is what they have in common, such as names of columns."""
         each, whole = bytearray(), hashlib.sha256(head.encode("utf-8", "surrogatepass"))
         for row in rows:
             digest = hashlib.sha256(row).digest()
@@ -61,11 +63,7 @@ class RowHashes:
         return cls(whole.hexdigest(), bytes(each))
 
     def difference(self, now: RowHashes) -> str:
-        """In words, what has become of these rows.
-
-        Args:
-            now: the rows that are there now, of which ``sha256`` differs.
-        """
+        """In words, what has become of these rows, where there are others now."""
         before, after = self._list(), now._list()
         if before == after:
             return "the names of the columns or classes have changed"
@@ -79,116 +77,3 @@ class RowHashes:
 
     def _list(self) -> list[bytes]:
         return [self.each[i : i + HASH_BYTES] for i in range(0, len(self.each), HASH_BYTES)]
-
-
-def row_hashes(source: str | os.PathLike[str], options: ReadOptions | None = None) -> RowHashes:
-    """The hashes of all rows of a source, whether they can be used or not.
-
-    A row of a table is its fields as they stand in the file, all columns of it; a picture in a folder is the bytes of
-    its file; where a table names files of pictures, the names count and not the pictures.
-
-    Args:
-        source: a path, ``folder:part`` or ``hf:NAME:SPLIT``.
-        options: how to read.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a.csv"
-        >>> _ = path.write_text("text,label\\na,x\\nb,y\\n")
-        >>> before = row_hashes(path)
-        >>> _ = path.write_text("text,label\\na,x\\nc,y\\n")
-        >>> before.difference(row_hashes(path))
-        '1 row of 2 differ: rows 1'
-    """
-    options, text = options or ReadOptions(), os.fspath(source)
-    if text.startswith(PREFIX):
-        dataset = load_hub(text)
-        return _arrow(dataset.with_format("arrow")[:], str(dataset.features))
-    path, part = (Path(text), None) if isinstance(source, Path) else split_source(text)
-    form = form_of(existing(path, "source"))
-    readers: dict[str, Callable[[Path, str | None, ReadOptions], RowHashes]] = {
-        "csv": _csv,
-        "jsonl": lambda path, part, options: RowHashes.of("", _texts(t for _, t in read_json_lines(path, options))),
-        "json": lambda path, part, options: _json(read_json(path, options), path),
-        "parquet": lambda path, part, options: _parquet(path, options),
-        "wrench": _wrench,
-        "npz": _npz,
-        "folder": _folder,
-        "idx": lambda path, part, options: _raw(arrays.read_idx_rows(path, part, options)),
-        "cifar": lambda path, part, options: _raw(arrays.read_cifar(path, part, options)),
-    }
-    return readers[form](path, part, options) if form in readers else _raw(images.read_sheets(path, part, options))
-
-
-def _texts(rows: Iterable[str]) -> Iterator[bytes]:
-    return (row.strip().encode("utf-8", "surrogatepass") for row in rows)
-
-
-def _fields(values: Iterable[str]) -> bytes:
-    """Fields as bytes in which no two different rows are alike."""
-    return json.dumps(list(values)).encode("ascii")
-
-
-def _csv(path: Path, part: str | None, options: ReadOptions) -> RowHashes:
-    file = read_csv_file(path, options, texts=False)
-    return RowHashes.of(repr(file.header), (_fields(fields) for fields, _ in file.records))
-
-
-def _json(content: Any, path: Path) -> RowHashes:
-    if isinstance(content, dict):
-        content = list(content.items())
-    if not isinstance(content, list):
-        raise HyperkronError(f"source={str(path)!r} is not a list of JSON objects.")
-    return RowHashes.of("", (json.dumps(entry, sort_keys=True).encode("ascii") for entry in content))
-
-
-def _wrench(folder: Path, part: str | None, options: ReadOptions) -> RowHashes:
-    path, classes = wrench.part_file(folder, part or "train"), repr(wrench.class_names(folder, options))
-    if path.name.endswith(".json"):
-        found = _json(read_json(path, options), path)
-        return RowHashes(hashlib.sha256((classes + found.sha256).encode()).hexdigest(), found.each)
-    return RowHashes.of(classes, _texts(text for _, text in read_json_lines(path, options)))
-
-
-def _parquet(path: Path, options: ReadOptions) -> RowHashes:
-    table = parquet_table(path, options)
-    return _arrow(table, repr([(field.name, str(field.type)) for field in table.schema]))
-
-
-def _arrow(table: Any, head: str) -> RowHashes:
-    batches = table.to_batches(max_chunksize=4096)
-    rows = (repr(tuple(row.values())) for batch in batches for row in batch.to_pylist())
-    return RowHashes.of(head, (row.encode("utf-8", "surrogatepass") for row in rows))
-
-
-def _npz(path: Path, part: str | None, options: ReadOptions) -> RowHashes:
-    content = arrays.read_npz(path, options)
-    x, y = (content[name] for name in arrays.npz_keys(content, part, path.name))
-    head = repr((x.dtype, x.shape[1:], y.dtype, content["classes"].tolist() if "classes" in content else None))
-    return RowHashes.of(head, (a.tobytes() + b.tobytes() for a, b in zip(x, y.reshape(len(y), -1), strict=False)))
-
-
-def _folder(folder: Path, part: str | None, options: ReadOptions) -> RowHashes:
-    def rows() -> Iterator[bytes]:
-        for name, of_class in images.class_files(folder, part):
-            yield _fields([name, of_class]) + _file_hash(folder / name)
-
-    return RowHashes.of("", rows())
-
-
-def _file_hash(path: Path) -> bytes:
-    """The SHA-256 of a file; nothing where it cannot be read, which is the reader's to tell."""
-    digest = hashlib.sha256()
-    try:
-        with open_plain(path) as file:
-            while data := file.read(_CHUNK):
-                digest.update(data)
-    except OSError:
-        return b""
-    return digest.digest()
-
-
-def _raw(raw: Raw) -> RowHashes:
-    assert not isinstance(raw.inputs, dict)
-    rows = zip(raw.rows.tolist(), raw.labels, raw.inputs, strict=True)
-    return RowHashes.of(repr(raw.classes), (repr((i, name)).encode() + x.tobytes() for i, name, x in rows))

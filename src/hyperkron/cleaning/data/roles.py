@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hyperkron.cleaning.data.files import listing, nearest, need
+from hyperkron.cleaning.data.files import listing, nearest, np
 from hyperkron.cleaning.data.images import FORMATS, load_images
-from hyperkron.cleaning.data.labelled import Raw, ReadOptions
-from hyperkron.cleaning.data.tables import Frame
-from hyperkron.cleaning.data.values import as_number, flags, is_missing, label_names
+from hyperkron.cleaning.data.labelled import Frame, Kind, Raw
+from hyperkron.cleaning.data.limits import ReadOptions
+from hyperkron.cleaning.data.values import Values, as_number, flags, gaps, is_missing, label_names
 from hyperkron.solution import HyperkronError
-
-if TYPE_CHECKING:
-    from hyperkron.cleaning.data.labelled import Array
 
 LABELS = ("label", "labels", "target", "class", "category", "y")
 """Names of columns taken for the label, the first that is there, when none is named."""
@@ -34,57 +31,55 @@ class Roles:
     text: str | None = None
     label: str | None = None
     image: str | None = None
-    features: tuple[str, ...] | None = None
-    trusted: str | None = None
+    features: Sequence[str] | None = None
+    trusted_column: str | None = None
+
+    def __post_init__(self) -> None:
+        kinds = self.given("text", "image", "features")
+        if len(kinds) > 1:
+            raise HyperkronError(f"{' and '.join(kinds)} contradict each other; name one of text, image and features.")
+        if isinstance(self.features, str):
+            raise HyperkronError(f"features={self.features!r} must be a list of names, such as [{self.features!r}].")
+        if self.features is not None and not self.features:
+            raise HyperkronError("features=[] names no column; leave it out to use all.")
+
+    def given(self, *names: str) -> list[str]:
+        """Those of some roles that are named, as arguments."""
+        return [f"{name}={value!r}" for name in names if (value := getattr(self, name)) is not None]
+
+    def inputs(self) -> tuple[str | None, ...]:
+        """The columns other than the label, None for some that are not named."""
+        return (self.text, self.image, self.trusted_column, *(self.features or ()))
 
 
-def roles(
-    text: str | None,
-    label: str | None,
-    image: str | None,
-    features: Sequence[str] | None,
-    trusted_column: str | None = None,
-) -> Roles:
-    """The roles as asked for; an error where they contradict each other."""
-    kinds = {"text": text, "image": image, "features": features}
-    named = [f"{name}={value!r}" for name, value in kinds.items() if value is not None]
-    if len(named) > 1:
-        raise HyperkronError(f"{' and '.join(named)} contradict each other; name one of text, image and features.")
-    if isinstance(features, str):
-        raise HyperkronError(f"features={features!r} must be a list of names, such as [{features!r}].")
-    if features is not None and not features:
-        raise HyperkronError("features=[] names no column; leave it out to use all.")
-    return Roles(text, label, image, None if features is None else tuple(features), trusted_column)
-
-
-def resolve(frame: Frame, asked: Roles) -> tuple[Roles, tuple[str, ...]]:
+def resolve(frame: Frame, asked: Roles) -> tuple[Roles, list[str]]:
     """Every role of a frame's columns, named or inferred, and what to say about it."""
-    arguments = {"text": asked.text, "label": asked.label, "image": asked.image, "trusted_column": asked.trusted}
-    arguments |= {"features": None} | {f"features[{i}]": name for i, name in enumerate(asked.features or ())}
+    arguments = (
+        vars(asked) | {"features": None} | {f"features[{i}]": name for i, name in enumerate(asked.features or ())}
+    )
     for argument, name in arguments.items():
         if name is not None:
             _require(frame.name, frame.columns, argument, name)
-    label = label_column(frame.name, list(frame.columns), asked)
-    found = replace(asked, label=label)
-    if label in (asked.text, asked.image, asked.trusted, *(asked.features or ())):
+    label = label_column(frame.name, list(frame.columns), asked.label)
+    if label in asked.inputs():
         raise HyperkronError(f"label={label!r} is also named as another column's role; the label cannot be an input.")
-    if asked.text is None and asked.image is None and asked.features is None:
+    found = replace(asked, label=label)
+    if not asked.given("text", "image", "features"):
         found = _infer_input(frame, found)
-    used = {found.text, found.label, found.image, found.trusted, *(found.features or ())}
-    unused = [name for name in frame.columns if name not in used]
+    unused = [name for name in frame.columns if name != label and name not in found.inputs()]
     messages = []
     if unused:
         messages.append(f"{frame.name}: columns not used: {listing(map(repr, unused), 12)}.")
-    if asked.trusted is None and any(name.lower() in TRUSTED for name in unused):
+    if asked.trusted_column is None and any(name.lower() in TRUSTED for name in unused):
         messages.append(f"{frame.name}: to take the trusted rows from a column, pass trusted_column=....")
-    return found, tuple(messages)
+    return found, messages
 
 
-def label_column(source: str, columns: Sequence[str], asked: Roles) -> str:
+def label_column(source: str, columns: Sequence[str], label: str | None) -> str:
     """The column of the labels, named or inferred."""
-    if asked.label is not None:
-        _require(source, columns, "label", asked.label)
-        return asked.label
+    if label is not None:
+        _require(source, columns, "label", label)
+        return label
     found = _first_of(source, columns, LABELS)
     if found is None:
         raise HyperkronError(
@@ -120,12 +115,12 @@ def _first_of(source: str, columns: Iterable[str], wanted: tuple[str, ...]) -> s
 
 def _infer_input(frame: Frame, found: Roles) -> Roles:
     """Text, image or features, whichever the columns leave no doubt about."""
-    taken = {found.label, found.trusted}
+    taken = {found.label, found.trusted_column}
     free = [name for name in frame.columns if name not in taken and name.lower() not in _IGNORED | set(TRUSTED)]
     image = _first_of(frame.name, free, IMAGES)
     if image is not None and _holds_images(frame.columns[image]):
         return replace(found, image=image)
-    free = [name for name in free if not _is_empty(frame.columns[name])] or free
+    free = [name for name in free if not gaps(frame.columns[name]).all()] or free
     texts = [name for name in free if _holds_prose(frame.columns[name])]
     named = _first_of(frame.name, free, TEXTS)
     if named is not None and not _holds_numbers(frame.columns[named]):
@@ -142,19 +137,15 @@ def _infer_input(frame: Frame, found: Roles) -> Roles:
     return replace(found, features=tuple(free))
 
 
-def _sample(values: list[Any] | Array) -> list[Any]:
+def _sample(values: Values) -> list[Any]:
     return [value for value in values[:: max(1, len(values) // _LOOK)] if not is_missing(value)]
 
 
-def _is_empty(values: list[Any] | Array) -> bool:
-    return all(is_missing(value) for value in values)
-
-
-def _holds_numbers(values: list[Any] | Array) -> bool:
+def _holds_numbers(values: Values) -> bool:
     return all(as_number(value) is not None for value in _sample(values))
 
 
-def _holds_prose(values: list[Any] | Array) -> bool:
+def _holds_prose(values: Values) -> bool:
     """Mostly different values of several words."""
     if not isinstance(values, list) or not any(isinstance(value, str) and value.count(" ") > 1 for value in values):
         return False
@@ -163,7 +154,7 @@ def _holds_prose(values: list[Any] | Array) -> bool:
     return bool(seen) and 2 * len(several_words) > len(seen) and 2 * len(set(seen)) > len(seen)
 
 
-def _holds_images(values: list[Any] | Array) -> bool:
+def _holds_images(values: Values) -> bool:
     suffixes = tuple(f".{suffix}" for suffix in FORMATS)
     return all(
         (isinstance(value, str) and value.lower().endswith(suffixes))
@@ -173,54 +164,35 @@ def _holds_images(values: list[Any] | Array) -> bool:
     )
 
 
-def frame_rows(
-    frame: Frame, found: Roles, options: ReadOptions, shape: tuple[int, ...] | None, classes: tuple[str, ...] = ()
-) -> Raw:
-    """The rows of a frame in the given roles.
-
-    Args:
-        frame: the columns.
-        found: the roles, resolved.
-        options: how to read.
-        shape: (C, H, W) that pictures must come to; None where they may choose.
-        classes: the names that integer labels stand for.
-    """
-    np = need("numpy")
-    assert found.label is not None
-    for argument, name in (("label", found.label), ("text", found.text), ("image", found.image)):
-        if name is not None:
-            _require(frame.name, frame.columns, argument, name)
-    for name in found.features or ():
-        _require(frame.name, frame.columns, "features", name)
-    labels = label_names(frame.columns[found.label], f"{frame.name}: label={found.label!r}")
-    if classes:
-        labels = [_class_name(name, classes) for name in labels]
-    trusted = None
-    if found.trusted is not None:
-        _require(frame.name, frame.columns, "trusted_column", found.trusted)
-        trusted = flags(frame.columns[found.trusted], found.trusted)
-    every = np.arange(frame.count)
+def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[int, ...] | None) -> tuple[Raw, Roles]:
+    """The rows of a frame, and the roles its columns got; pictures come to ``shape`` if it is given."""
+    found, notes = resolve(frame, asked)
+    label, flagged = str(found.label), found.trusted_column
+    classes = frame.class_names.get(label, ())
+    labels = [
+        _class_name(name, classes) for name in label_names(frame.columns[label], f"{frame.name}: label={label!r}")
+    ]
+    trusted = None if flagged is None else flags(frame.columns[flagged], flagged)
+    kind: Kind = "image"
+    inputs: Any
+    broken = np.zeros(len(frame), dtype=bool)
     if found.text is not None:
-        return Raw(
-            frame.name, "text", _texts(frame, found.text), labels, every, frame.messages, trusted, classes=classes
-        )
-    if found.features is not None:
-        columns = {name: frame.columns[name] for name in found.features}
-        return Raw(frame.name, "table", columns, labels, every, frame.messages, trusted, classes=classes)
-    assert found.image is not None
-    values = frame.columns[found.image]
-    pictures, kept, notes = load_images(
-        list(values), frame.folder, f"{frame.name}: image={found.image!r}", options, shape
-    )
-    rest = Raw(frame.name, "text", [""] * frame.count, labels, every, (*frame.messages, *notes), trusted)
-    rest = rest.without(~np.isin(every, kept), "unreadable image")
-    return replace(rest, kind="image", inputs=pictures, classes=classes)
+        kind, inputs = "text", _texts(frame, found.text)
+    elif found.features is not None:
+        kind, inputs = "table", {name: frame.columns[name] for name in found.features}
+    else:
+        where = f"{frame.name}: image={found.image!r}"
+        inputs, broken, seen = load_images(list(frame.columns[str(found.image)]), frame.folder, where, options, shape)
+        notes = [*seen, *notes]
+    messages = (*frame.messages, *notes)
+    raw = Raw(frame.name, kind, inputs, labels, np.arange(len(frame)), messages, trusted, classes=classes)
+    return raw.without(broken, "unreadable image"), found
 
 
 def _class_name(name: str | None, classes: tuple[str, ...]) -> str | None:
-    if name is None or name == "-1":  # how Hugging Face writes a label that is not known
+    if classes and name == "-1":  # how Hugging Face writes a label that is not known
         return None
-    return classes[int(name)] if name.isdecimal() and int(name) < len(classes) else name
+    return classes[int(name)] if name and name.isdecimal() and int(name) < len(classes) else name
 
 
 def _texts(frame: Frame, column: str) -> list[str]:

@@ -1,48 +1,82 @@
-"""What a source is: its path, its part, and the form of what lies there."""
+"""What a source is, and the functions that read, hash and write each form of it."""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
-from hyperkron.cleaning.data.arrays import is_pickled_cifar
-from hyperkron.cleaning.data.files import listing
+from hyperkron.cleaning.data import arrays, csv_files, hub, image_folders, json_files, parquet, wrench
+from hyperkron.cleaning.data.files import existing, listing, np
+from hyperkron.cleaning.data.kept import Kept
+from hyperkron.cleaning.data.labelled import Frame, Place, Raw
+from hyperkron.cleaning.data.limits import ReadOptions
+from hyperkron.cleaning.data.provenance import RowHashes
+from hyperkron.cleaning.data.values import Values
 from hyperkron.solution import HyperkronError
+
+Source: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
+"""A path, a path with a part (``folder:test``), ``hf:NAME``, a dictionary of arrays or columns, or a DataFrame."""
+
+
+class Form(NamedTuple):
+    """How a source of one form is read (as rows or as columns), written with some of its rows, and hashed."""
+
+    read: Callable[[Place], Raw | Frame]
+    write: Callable[[Place, Kept], bytes]
+    hashes: Callable[[Place], RowHashes] | None = None
+
+
+def _pictures(read: Callable[[Place], Raw]) -> Form:
+    """Pictures that are written as ``.npz``."""
+
+    def write(place: Place, kept: Kept) -> bytes:
+        kept.require_suffix(place.path.name, ".npz")
+        return arrays.pictures_npz(read(place), kept)
+
+    return Form(read, write)
+
+
+_CSV = Form(csv_files.read_csv, csv_files.write_csv)
+_JSON = Form(json_files.read_json_rows, json_files.write_json)
+_PARQUET = Form(parquet.read_parquet, parquet.write_parquet)
+_HUB = Form(hub.read_hub, hub.write_hub)
+_NPZ = Form(arrays.read_npz_rows, arrays.write_npz)
+_WRENCH = Form(wrench.read_wrench, wrench.write_wrench)
+_FOLDER = Form(image_folders.read_class_folder, image_folders.write_class_folder, image_folders.folder_hashes)
+_IDX, _CIFAR, _SHEETS = map(_pictures, (arrays.read_idx_rows, arrays.read_cifar, image_folders.read_sheets))
 
 _PART = re.compile(r"(?P<path>.+):(?P<part>[A-Za-z]\w*)\Z")
 _FORMS = {
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".tab": "csv",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".npz": "npz",
+    ".csv": _CSV,
+    ".tsv": _CSV,
+    ".tab": _CSV,
+    ".jsonl": _JSON,
+    ".ndjson": _JSON,
+    ".json": _JSON,
+    ".parquet": _PARQUET,
+    ".pq": _PARQUET,
+    ".npz": _NPZ,
 }
 _PICKLES = frozenset({".pkl", ".pickle", ".pt", ".pth", ".joblib"})
-KNOWN = (
+_KNOWN = (
     ".csv, .tsv, .jsonl, .json, .parquet, .npz, a folder of images by class, a folder of idx files, of CIFAR's binary "
     "batches or of WRENCH parts, or hf:NAME"
 )
 
 
 def split_source(source: str) -> tuple[Path, str | None]:
-    """The path of a source and the part it names.
-
-    Example:
-        >>> split_source("no/such/folder:test")[1]
-        'test'
-    """
+    """The path of a source and the part it names, as in ``folder:test``."""
     match = _PART.match(source)
     if match is None or Path(source).exists():
         return Path(source), None
     return Path(match["path"]), match["part"]
 
 
-def form_of(path: Path) -> str:
-    """What a path holds: csv, jsonl, json, parquet, npz, wrench, idx, cifar, sheets or folder."""
+def _form_of(path: Path) -> Form:
+    """The form of what lies at a path."""
     if path.is_dir():
         return _form_of_folder(path)
     suffix = Path(path.name.lower().removesuffix(".gz")).suffix
@@ -55,28 +89,114 @@ def form_of(path: Path) -> str:
             f"{str(path)!r} may be a pickle, which can run any code when it is read, so it is not. Save the arrays "
             "with np.savez(path, x=..., y=...), or the table as CSV or Parquet."
         )
-    raise HyperkronError(f"{str(path)!r} has a suffix that says nothing about its format. Known: {KNOWN}.")
+    raise HyperkronError(f"{str(path)!r} has a suffix that says nothing about its format. Known: {_KNOWN}.")
 
 
-def _form_of_folder(path: Path) -> str:
+def _form_of_folder(path: Path) -> Form:
     def any_file(*patterns: str) -> bool:
         return any(next(path.glob(pattern), None) is not None for pattern in patterns)
 
     if any_file("*-images-idx3-ubyte*"):
-        return "idx"
-    if any_file("data_batch_*.bin", "test_batch.bin") or (path / "train.bin").is_file():
-        return "cifar"
-    if is_pickled_cifar(path):
+        return _IDX
+    if any_file("data_batch_*.bin", "test_batch.bin", "train.bin"):
+        return _CIFAR
+    if any_file("data_batch_1", "batches.meta") or ((path / "meta").is_file() and (path / "train").is_file()):
         raise HyperkronError(
             f"{str(path)!r} is the pickled version of CIFAR; reading a pickle can run any code, so it is not read. "
             "Fetch the binary version (cifar-10-binary.tar.gz or cifar-100-binary.tar.gz), unpack it and name its "
             "folder cifar-10-batches-bin or cifar-100-binary instead."
         )
     if (path / "labels.npz").is_file() and any_file("train_*.webp", "test.webp"):
-        return "sheets"
+        return _SHEETS
     if any_file("train.json", "train.jsonl", "train.jsonl.gz"):
-        return "wrench"
+        return _WRENCH
     if any(entry.is_dir() for entry in path.iterdir()):
-        return "folder"
+        return _FOLDER
     there = listing(sorted(entry.name for entry in path.iterdir())) or "nothing"
-    raise HyperkronError(f"{str(path)!r} is a folder in no known form: it holds {there}. Known: {KNOWN}.")
+    raise HyperkronError(f"{str(path)!r} is a folder in no known form: it holds {there}. Known: {_KNOWN}.")
+
+
+def locate(
+    source: str | os.PathLike[str], argument: str, options: ReadOptions, part: str | None = None, **more: Any
+) -> tuple[Form, Place]:
+    """The form of a source (a path, ``folder:part`` or ``hf:NAME:SPLIT``) and where it lies."""
+    text = os.fspath(source)
+    if text.startswith(hub.PREFIX):
+        text = text if part is None else f"{text}:{part}"
+        return _HUB, Place(argument, text, Path(text), None, options, **more)
+    path, named = (Path(text), None) if isinstance(source, Path) else split_source(text)
+    if part is not None and named is not None:
+        raise HyperkronError(f"part={part!r} is given, and {argument}={text!r} names the part {named!r} too.")
+    form, part = _form_of(existing(path, argument)), part or named
+    if part is not None and form in (_CSV, _JSON, _PARQUET):
+        raise HyperkronError(f"{argument}={text!r} names the part {part!r}, but {path.name} has no parts.")
+    return form, Place(argument, text, path, part, options, **more)
+
+
+def own_trusted(train: Any) -> str | None:
+    """The part of a folder that holds its trusted rows, if it has one."""
+    if not isinstance(train, (str, os.PathLike)) or os.fspath(train).startswith(hub.PREFIX):
+        return None
+    path, part = split_source(os.fspath(train))
+    if part not in (None, "train") or not existing(path, "train").is_dir():
+        return None
+    form = _form_of(path)
+    if form is _WRENCH:
+        return f"{path}:valid"
+    inner = [name for name in ("trusted", "valid", "val") if (path / name).is_dir()]
+    return f"{path}:{inner[0]}" if form is _FOLDER and inner and (path / "train").is_dir() else None
+
+
+def without_columns(source: Any) -> bool:
+    """Whether a source is arrays rather than columns."""
+    if isinstance(source, (str, os.PathLike)):
+        path = split_source(os.fspath(source))[0]
+        return path.is_dir() or path.suffix.lower() == ".npz"
+    names = {str(name) for name in source}
+    return isinstance(source, Mapping) and {"x", "y"} <= names <= {"x", "y", "classes"}
+
+
+def in_memory(source: Any, argument: str) -> Raw | Frame:
+    """The rows of a dictionary of arrays, or the columns of a dictionary or a DataFrame."""
+    if not isinstance(source, Mapping) and not hasattr(source, "iloc"):
+        raise HyperkronError(
+            f"{argument} is a {type(source).__name__}; it must be a path, a dictionary of arrays or columns, or a "
+            "DataFrame."
+        )
+    if without_columns(source):
+        classes = tuple(str(name) for name in source.get("classes", ()))
+        return arrays.array_rows(source["x"], source["y"], argument, classes)
+    columns = {str(name): _column(source[name]) for name in source}
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise HyperkronError(f"the columns of {argument} have different lengths: {lengths}.")
+    return Frame(argument, columns)
+
+
+def _column(values: Any) -> Values:
+    if hasattr(values, "dtype") and (found := np.asarray(values)).dtype.kind in "fiu":
+        return found
+    return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def row_hashes(source: str | os.PathLike[str], options: ReadOptions | None = None) -> RowHashes:
+    """The hashes of all rows of a source, whether they can be used or not.
+
+    A row of a table is its fields as they stand in the file, all columns of it; a picture in a folder is the bytes of
+    its file; where a table names files of pictures, the names count and not the pictures.
+
+    Args:
+        source: a path, ``folder:part`` or ``hf:NAME:SPLIT``.
+        options: how to read.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a.csv"
+        >>> _ = path.write_text("text,label\\na,x\\nb,y\\n")
+        >>> before = row_hashes(path)
+        >>> _ = path.write_text("text,label\\na,x\\nc,y\\n")
+        >>> before.difference(row_hashes(path))
+        '1 row of 2 differ: rows 1'
+    """
+    form, place = locate(source, "source", options or ReadOptions())
+    return form.hashes(place) if form.hashes is not None else RowHashes.of(form.read(place))

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hyperkron.cleaning.data.files import listing, need
+from hyperkron.cleaning.data.files import listing, np
 from hyperkron.solution import HyperkronError
 
 if TYPE_CHECKING:
-    from hyperkron.cleaning.data.labelled import Array
+    import numpy.typing as npt
+
+    Array: TypeAlias = npt.NDArray[Any]
+else:
+    Array = Any
+Values: TypeAlias = "list[Any] | Array"
+"""The cells of one column."""
+Columns: TypeAlias = Mapping[str, Values]
+"""The columns of a table by their names."""
 
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "<na>", "#n/a"})
 """Texts that mean that there is no value, in any case; a class may be called "none" or "?"."""
@@ -39,68 +48,48 @@ def as_number(value: Any) -> float | None:
         >>> as_number("1e3"), as_number(True), as_number("n/a"), as_number("1_000"), as_number(-(10**400))
         (1000.0, 1.0, nan, None, -inf)
     """
-    if isinstance(value, str):
-        return _text_number(value)
+    if isinstance(value, str) and "_" in value:  # Python reads 1_000 as a number; tables do not
+        return None
     if is_missing(value):
         return float("nan")
     try:
         return float(value)
     except (TypeError, ValueError):
-        return None
+        return {"true": 1.0, "false": 0.0}.get(str(value).strip().lower())
     except OverflowError:  # a whole number with more digits than a float can have
         return float("inf") if value > 0 else float("-inf")
-
-
-def _text_number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        lowered = text.strip().lower()
-        if lowered in MISSING:
-            return float("nan")
-        return float(lowered == "true") if lowered in ("true", "false") else None
-    return None if "_" in text else number
 
 
 class Cells(list[Any]):
     """A column of a table that is parsed once, however often its numbers are asked for."""
 
-    __slots__ = ("_floats",)
-
-    def floats(self) -> Array | None:
-        """The numbers of a column of texts that are numbers, every one of them; None for any other."""
-        if not hasattr(self, "_floats"):
-            self._floats = _parse(self)
-        return self._floats
-
-
-def _parse(values: list[Any]) -> Array | None:
-    np = need("numpy")
-    try:
-        if "_" in "".join(values):
-            return None
-        found: Array = np.fromiter(map(float, values), dtype=np.float64, count=len(values))
-    except (TypeError, ValueError):
-        return None
-    return found
+    __slots__ = ("floats",)
+    floats: Array | None
 
 
 def _floats(values: list[Any]) -> Array | None:
-    return values.floats() if isinstance(values, Cells) else _parse(values)
+    """The numbers of a column of texts that are numbers, every one of them; None for any other."""
+    if isinstance(values, Cells) and hasattr(values, "floats"):
+        return values.floats
+    found = None
+    with suppress(TypeError, ValueError):
+        if "_" not in "".join(values):
+            found = np.fromiter(map(float, values), dtype=np.float64, count=len(values))
+    if isinstance(values, Cells):
+        values.floats = found
+    return found
 
 
-def gaps(values: list[Any] | Array) -> Array:
+def gaps(values: Values) -> Array:
     """Which cells of a column hold no value."""
-    np = need("numpy")
     found = _floats(values) if isinstance(values, list) else values
     if found is None:
         return np.array([is_missing(value) for value in values], dtype=bool)
     return np.isnan(found) if found.dtype.kind == "f" else np.zeros(len(found), dtype=bool)
 
 
-def exact_numbers(values: list[Any] | Array) -> tuple[Array, list[Any]]:
+def exact_numbers(values: Values) -> tuple[Array, list[Any]]:
     """The column as float64 with NaN where there is no number, and the values that are no numbers."""
-    np = need("numpy")
     if not isinstance(values, list):
         return np.asarray(values, dtype=np.float64), []
     plain = _floats(values)
@@ -111,21 +100,19 @@ def exact_numbers(values: list[Any] | Array) -> tuple[Array, list[Any]]:
     return np.array([np.nan if number is None else number for number in parsed], dtype=np.float64), strange
 
 
-def numbers(values: list[Any] | Array) -> tuple[Array, list[Any]]:
+def numbers(values: Values) -> tuple[Array, list[Any]]:
     """The same with NaN also where a number is extreme: infinite, or beyond ±``LARGEST``."""
-    np = need("numpy")
     found, strange = exact_numbers(values)
     return np.where(np.abs(found) < LARGEST, found, np.nan), strange
 
 
-def extremes(values: list[Any] | Array) -> Array:
+def extremes(values: Values) -> Array:
     """The numbers of a column that are infinite or beyond ±``LARGEST``.
 
     Example:
         >>> extremes(["1e300", 2, "-inf", None]).tolist()
         [1e+300, -inf]
     """
-    np = need("numpy")
     found = exact_numbers(values)[0]
     return found[np.abs(found) >= LARGEST]
 
@@ -139,7 +126,7 @@ def category(value: Any) -> str | None:
     return str(value).strip()
 
 
-def label_names(values: list[Any] | Array, where: str) -> list[str | None]:
+def label_names(values: Values, where: str) -> list[str | None]:
     """The names of labels: integers, whole floats, booleans and texts; None where there is none.
 
     A column all of whose texts are whole numbers with zeros after the point ("3.0", as tables with gaps are often
@@ -166,7 +153,7 @@ def label_names(values: list[Any] | Array, where: str) -> list[str | None]:
     return names
 
 
-def ordered(names: Sequence[str]) -> tuple[str, ...]:
+def ordered(names: Iterable[str]) -> tuple[str, ...]:
     """Distinct names in their order: of the numbers where all are numbers, of the alphabet otherwise.
 
     Example:
@@ -179,9 +166,8 @@ def ordered(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(distinct))
 
 
-def flags(values: list[Any] | Array, column: str) -> Array:
+def flags(values: Values, column: str) -> Array:
     """Which rows a column marks as trusted: true/false, yes/no, 1/0; a gap is false."""
-    np = need("numpy")
     texts = [category(value) or "" for value in (values if isinstance(values, list) else values.tolist())]
     lowered = [text.lower() for text in texts]
     strange = sorted({text for text in lowered if text not in _TRUE | _FALSE})

@@ -9,17 +9,18 @@ Reference: Zhang et al., "WRENCH: A comprehensive benchmark for weak supervision
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hyperkron.cleaning.data.files import listing, need, several
-from hyperkron.cleaning.data.labelled import Raw, ReadOptions
-from hyperkron.cleaning.data.tables import read_json, read_json_lines
+from hyperkron.cleaning.data.files import listing, np, several
+from hyperkron.cleaning.data.json_files import lines_of, read_json, read_json_lines
+from hyperkron.cleaning.data.kept import Kept
+from hyperkron.cleaning.data.labelled import Place, Raw
+from hyperkron.cleaning.data.limits import ReadOptions
+from hyperkron.cleaning.data.values import Array
 from hyperkron.solution import HyperkronError
-
-if TYPE_CHECKING:
-    from hyperkron.cleaning.data.labelled import Array
 
 SUFFIXES = (".json", ".jsonl", ".jsonl.gz")
 ABSTAIN = -1
@@ -34,8 +35,9 @@ _TREC_FINE = frozenset(
 )
 
 
-def part_file(folder: Path, part: str) -> Path:
+def _part_file(folder: Path, part: str | None) -> Path:
     """The file of a part; an error that lists the parts there are."""
+    part = part or "train"
     for suffix in SUFFIXES:
         if (folder / f"{part}{suffix}").is_file():
             return folder / f"{part}{suffix}"
@@ -44,7 +46,7 @@ def part_file(folder: Path, part: str) -> Path:
     raise HyperkronError(f"part={part!r} is not in {str(folder)!r}; there is {there}.")
 
 
-def wrench_items(path: Path, options: ReadOptions) -> list[tuple[dict[str, Any], str]]:
+def _entries(path: Path, options: ReadOptions) -> list[tuple[dict[str, Any], str]]:
     """(entry, id) of every row, with ``text``, ``label`` and ``weak_labels``, from either form."""
     if path.name.endswith(".json"):
         content = read_json(path, options)
@@ -64,7 +66,7 @@ def wrench_items(path: Path, options: ReadOptions) -> list[tuple[dict[str, Any],
     return entries
 
 
-def class_names(folder: Path, options: ReadOptions) -> tuple[str, ...]:
+def _class_names(folder: Path, options: ReadOptions) -> tuple[str, ...]:
     """The classes of ``label.json``, in the order of their numbers."""
     path = folder / "label.json"
     if not path.is_file():
@@ -78,52 +80,53 @@ def class_names(folder: Path, options: ReadOptions) -> tuple[str, ...]:
 def majority_vote(votes: Array, classes: int) -> Array:
     """The class most labelling functions vote for; ties, and rows without any vote, go to the class of lowest number.
 
-    Args:
-        votes: (N, F), −1 where a function abstains.
-        classes: how many.
-
     Example:
         >>> import numpy as np
         >>> majority_vote(np.array([[2, 2, 0], [1, 0, -1], [-1, -1, -1]]), 3).tolist()
         [2, 0, 0]
     """
-    np = need("numpy")
     counts = np.stack([(votes == k).sum(axis=1) for k in range(classes)], axis=1)
     return counts.argmax(axis=1)  # the first of equals
 
 
-def read_wrench(folder: Path, part: str | None, options: ReadOptions, gold: bool) -> Raw:
-    """One part of a WRENCH folder.
+def read_wrench(place: Place) -> Raw:
+    """One part of a WRENCH folder, train by default.
 
-    Args:
-        folder: of the dataset.
-        part: train, valid or test; train when None.
-        options: ``abstain`` says what becomes of rows without a vote.
-        gold: whether ``labels`` are the true ones rather than the majority vote.
+    ``labels`` are the true ones or, without ``place.gold``, the majority vote; by default the vote for the training
+    part only.
     """
-    np = need("numpy")
-    part = part or "train"
-    path = part_file(folder, part)
-    classes = class_names(folder, options)
-    entries = [entry for entry, _ in wrench_items(path, options)]
+    path, classes = _part_file(place.path, place.part), _class_names(place.path, place.options)
+    gold = place.part not in (None, "train") if place.gold is None else place.gold
+    entries = [entry for entry, _ in _entries(path, place.options)]
     votes = _votes([entry["weak_labels"] for entry in entries], len(classes), path)
     true = [_gold(entry.get("label"), classes, path) for entry in entries]
-    name = f"{folder.name}:{part}"
+    name = f"{place.path.name}:{place.part or 'train'}"
     texts, notes = _without_fine_labels([_marked(entry) for entry in entries], classes, name)
     marked = sum(text != entry["text"] for text, entry in zip(texts, entries, strict=True)) if not notes else 0
     if marked:
         notes += (f"{name}: the two entities of {several(marked, 'text')} are marked as [[ first ]] and << second >>.",)
-    if gold:
-        return Raw(name, "text", texts, true, np.arange(len(texts)), notes, weak=votes, gold=true, classes=classes)
-    labels: list[str | None] = [classes[k] for k in majority_vote(votes, len(classes))]
-    silent = np.flatnonzero((votes == ABSTAIN).all(axis=1))
-    fate = f"go to the first class, {classes[0]!r}" if options.abstain == "first" else "are left out"
-    if len(silent):
-        notes += (
-            f"{name}: {several(len(silent), 'row')} without any vote {fate}; abstain='first' or 'drop' sets this.",
-        )
+    silent, abstain = (votes == ABSTAIN).all(axis=1), place.options.abstain
+    if not gold and silent.any():
+        fate = f"go to the first class, {classes[0]!r}" if abstain == "first" else "are left out"
+        count = several(int(silent.sum()), "row")
+        notes += (f"{name}: {count} without any vote {fate}; abstain='first' or 'drop' sets this.",)
+    labels = true if gold else [classes[k] for k in majority_vote(votes, len(classes))]
     raw = Raw(name, "text", texts, labels, np.arange(len(texts)), notes, weak=votes, gold=true, classes=classes)
-    return raw if options.abstain == "first" else raw.without(np.isin(np.arange(len(texts)), silent), "no vote")
+    return raw if gold or abstain == "first" else raw.without(silent, "no vote")
+
+
+def write_wrench(place: Place, kept: Kept) -> bytes:
+    """The entries, or the very text of every line whose label stays."""
+    path, options = _part_file(place.path, place.part), place.options
+    kept = kept.numbered(_class_names(place.path, options))
+    if path.suffix == ".json":
+        kept.require_suffix(path.name, ".json")
+        entries = list(read_json(path, options).items())
+        rows = kept.within(len(entries), path.name)
+        found = {entries[row][0]: kept.relabelled(row, entries[row][1], "label") for row in rows}
+        return json.dumps(found, ensure_ascii=False, indent=1).encode(options.charset)
+    kept.require_suffix(path.name, ".jsonl", ".jsonl.gz")
+    return lines_of(read_json_lines(path, options), kept, "label", path.name).encode(options.charset)
 
 
 def _marked(entry: dict[str, Any]) -> str:
@@ -148,7 +151,6 @@ def _marked(entry: dict[str, Any]) -> str:
 
 
 def _votes(lists: list[list[Any]], classes: int, path: Path) -> Array:
-    np = need("numpy")
     widths = {len(votes) for votes in lists}
     if len(widths) != 1 or 0 in widths:
         raise HyperkronError(f"{str(path)!r}: rows have {listing(sorted(widths))} weak_labels; all must have as many.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -9,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hyperkron.curvature.kfac.layers import Layer, LayerOf, has_diagonal, kronecker_layer
+from hyperkron.curvature.kfac.diagonals import has_diagonal
+from hyperkron.curvature.kfac.layers import UNCALLED, Layer, LayerOf, kronecker_layer
 from hyperkron.evaluation.point import trainable
 from hyperkron.solution import warn_once
 
@@ -35,10 +37,7 @@ class Row:
     @property
     def count(self) -> int:
         """How many numbers the parameter holds."""
-        total = 1
-        for n in self.shape:
-            total *= n
-        return total
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -141,21 +140,15 @@ class Plan:
     fallback: Fallback = "diagonal"
 
     @property
-    def measures_rest(self) -> bool:
-        """Whether the rest is measured at all, or has a constant for its curvature."""
-        return self.fallback == "diagonal"
+    def otherwise(self) -> str:
+        """The curvature of parameters that have neither a block nor a diagonal."""
+        return SCALAR if self.fallback == "diagonal" else self.fallback
 
     def coverage(self, uncalled: Collection[str] = ()) -> Coverage:
         """The plan as a table, in the model's order; layers that were not called get the fallback after all."""
-        if not uncalled:
-            return Coverage(tuple(self.rows.values()))
-        other = SCALAR if self.fallback == "diagonal" else self.fallback
-        changed = {n: replace(self.rows[n], curvature=other, reason="its layer was not called") for n in uncalled}
-        return Coverage(tuple(changed.get(name, row) for name, row in self.rows.items()))
-
-
-_UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
-"""The linear layer whose weights ``nn.MultiheadAttention`` uses without ever calling it."""
+        reason = "its layer was not called"
+        changed = {n: replace(self.rows[n], curvature=self.otherwise, reason=reason) for n in uncalled}
+        return Coverage(tuple((self.rows | changed).values()))
 
 
 def _form(module: nn.Module) -> tuple[object, ...]:
@@ -167,10 +160,9 @@ def _form(module: nn.Module) -> tuple[object, ...]:
 def plan(model: nn.Module, fallback: Fallback, layers: Sequence[LayerOf] = ()) -> Plan:
     """Decide for every trainable parameter of ``model`` which curvature it gets; ``layers`` are the user's own."""
     planner = _Planner(model, fallback, layers)
-    for name in planner.params:
-        if planner.plan.rows[name].curvature:
-            continue  # came in with the weight or bias of its layer
-        if not planner.block(name) and not planner.diagonal(name):
+    for name in planner.uses:
+        known = planner.plan.rows[name].curvature  # if it came in with the weight or bias of its layer
+        if not (known or planner.block(name) or planner.diagonal(name)):
             planner.rest(name)
     return planner.plan
 
@@ -186,23 +178,21 @@ class _Use:
     @property
     def kind(self) -> str:
         """The module's type, in words for the table."""
-        return "out_proj of MultiheadAttention" if isinstance(self.module, _UNCALLED) else type(self.module).__name__
+        return "out_proj of MultiheadAttention" if isinstance(self.module, UNCALLED) else type(self.module).__name__
 
 
 class _Planner:
     """A plan in the making: who owns which parameter, and a method for each kind of curvature."""
 
     def __init__(self, model: nn.Module, fallback: Fallback, layers: Sequence[LayerOf]) -> None:
-        self.layers = layers
-        self.params = trainable(model, "model")
-        self.names = {id(p): name for name, p in self.params.items()}
-        self.uses: dict[str, list[_Use]] = {name: [] for name in self.params}
+        params = trainable(model, "model")
+        self.layers, self.names = layers, {id(p): name for name, p in params.items()}
+        self.uses: dict[str, list[_Use]] = {name: [] for name in params}
         for module_name, module in model.named_modules():
             for local, p in module._parameters.items():
                 if p is not None and id(p) in self.names:
                     self.uses[self.names[id(p)]].append(_Use(module_name, module, local))
-        rows = {name: Row(name, tuple(p.shape), "", "") for name, p in self.params.items()}
-        self.plan = Plan(rows=rows, fallback=fallback)
+        self.plan = Plan(rows={n: Row(n, tuple(p.shape), "", "") for n, p in params.items()}, fallback=fallback)
 
     def block(self, name: str) -> bool:
         """A Kronecker block of the parameter and its mate (the bias of a weight, the weight of a bias), if it has one.
@@ -210,11 +200,9 @@ class _Planner:
         A parameter tied over several modules has one if they all use it, and the mate, in the same way. The output
         layer of a language model may share its weight with embeddings, whose use is measured apart.
         """
-        uses = [use for use in self.uses[name] if type(use.module) is not nn.Embedding]
         looked_up = [use for use in self.uses[name] if type(use.module) is nn.Embedding]
-        layers = [
-            None if isinstance(use.module, _UNCALLED) else kronecker_layer(use.module, self.layers) for use in uses
-        ]
+        uses = [use for use in self.uses[name] if use not in looked_up]
+        layers = [kronecker_layer(use.module, self.layers) for use in uses]
         layer = layers[0] if layers else None
         if layer is None or None in layers or uses[0].local not in ("weight", "bias"):
             return False
@@ -255,13 +243,12 @@ class _Planner:
     def rest(self, name: str) -> None:
         """The declared fallback."""
         uses = self.uses[name]
+        reason = uses[0].kind if uses else "used outside any module"
         if len(uses) > 1:
             owners = (f"{use.module_name or 'model'} ({type(use.module).__name__})" for use in uses)
             reason = "tied between " + " and ".join(owners)
-        else:
-            reason = uses[0].kind if uses else "used outside any module"
         self.plan.rest.append(name)
-        self._row(name, SCALAR if self.plan.fallback == "diagonal" else self.plan.fallback, reason)
+        self._row(name, self.plan.otherwise, reason)
 
     def _row(self, name: str, curvature: str, reason: str) -> None:
-        self.plan.rows[name] = Row(name, tuple(self.params[name].shape), curvature, reason)
+        self.plan.rows[name] = replace(self.plan.rows[name], curvature=curvature, reason=reason)

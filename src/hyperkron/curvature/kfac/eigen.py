@@ -139,7 +139,7 @@ def checked(point: Point, inverses: EigenInverses) -> EigenInverses:
         return inverses
     extremes = torch.stack([torch.stack([_lowest(block), block.spectrum.max()]) for block in inverses.blocks.values()])
     if point.recording:
-        point.read(~extremes.isfinite().all(1) | (extremes[:, 0] <= 0))
+        point.execution.read_flags(~extremes.isfinite().all(1) | (extremes[:, 0] <= 0))
         return inverses
     for name, (low, high) in zip(inverses.names, extremes.tolist(), strict=True):
         if not (math.isfinite(low) and math.isfinite(high)):

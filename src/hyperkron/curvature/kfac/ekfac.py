@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from hyperkron.curvature.base import CurvatureState
@@ -15,6 +15,7 @@ from hyperkron.curvature.kfac.kronecker import Kronecker, finite
 from hyperkron.curvature.kfac.recorder import Basis, Measured
 from hyperkron.curvature.kfac.state import KroneckerState
 from hyperkron.evaluation.point import Point
+from hyperkron.kernels.execution import Pending
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
 from hyperkron.validation import check_whole
 
@@ -73,10 +74,10 @@ class EKFAC(Kronecker):
     def _serves_once(self) -> bool:
         return super()._serves_once and self.basis_every == 1
 
-    def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Callable[[], None]:
+    def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Pending[None]:
         basis = self._at_hand(point, state)
         if basis is not None and self._refreshed_within(basis, point, state, made):
-            return lambda: None
+            return Pending.ready(None)
         del basis  # a new one is made, and with keep_previous=False this one is to be gone by then
         return super()._refresh(point, state, made)
 
@@ -119,7 +120,7 @@ class EKFAC(Kronecker):
             if set(measured.reached) != basis.keys():  # layers that some batches do not use
                 return False
             if measured.diagonal:
-                self._finite(point, measured, not any(point.read(~finite(measured)[None])))
+                self._finite(point, measured, not any(point.execution.read_flags(~finite(measured)[None])))
             inverses = self._corrected(point, made, measured, measured, basis)
         except (FactorizationError, NonFiniteError) as error:
             self._keep(point, state, error)
@@ -135,7 +136,7 @@ class EKFAC(Kronecker):
         measured: Measured,
         factors: dict[str, tuple[Factor, Factor]],
         keep: bool = False,
-    ) -> Callable[[], tuple[BlockInverses, Status]]:
+    ) -> Pending[tuple[BlockInverses, Status]]:
         self._finite(point, measured, bool(finite(measured)))
         # S is measured with Monte-Carlo vectors of its own, which leave the span of those that B is made of
         bases, found_how = eigen_bases(factors, thin=(self._thin, self._thin and self.fisher != "mc"))
@@ -147,7 +148,7 @@ class EKFAC(Kronecker):
         basis = {name: (q_a, q_b) for name, (_, q_a, _, q_b) in bases.items()}
         corrected = self._measure(point, state, made, basis, diagonal=False)
         inverses = self._corrected(point, made, measured, corrected, basis)
-        return lambda: (inverses, found_how)
+        return Pending.ready((inverses, found_how))
 
     def _corrected(
         self, point: Point, made: Plan, measured: Measured, corrected: Measured, basis: Basis

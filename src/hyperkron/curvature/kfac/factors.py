@@ -28,10 +28,6 @@ class LowRank:
 
     rows: Tensor
 
-    def dense(self) -> Tensor:
-        """The matrix itself."""
-        return self.rows.mT @ self.rows
-
 
 Factor = Tensor | LowRank
 
@@ -43,7 +39,7 @@ def few_rows(rows: int, d: int) -> bool:
 
 def dense(factor: Factor) -> Tensor:
     """The factor as a matrix (groups, d, d)."""
-    return factor.dense() if isinstance(factor, LowRank) else factor
+    return factor.rows.mT @ factor.rows if isinstance(factor, LowRank) else factor
 
 
 def stored(factor: Factor) -> Tensor:
@@ -68,6 +64,11 @@ def added(a: Factor, b: Factor) -> Factor:
         if few_rows(rows.shape[1], rows.shape[2]):
             return LowRank(rows)
     return dense(a) + dense(b)
+
+
+def add_to(sums: dict[str, Any], name: str, value: Factor) -> None:
+    """Add to the sum of that name, or begin one."""
+    sums[name] = added(sums[name], value) if name in sums else value
 
 
 @dataclass(frozen=True)

@@ -80,16 +80,16 @@ def summed(
 def masked_gram(
     block: Block, x: Tensor, mask: Tensor, sharing: WeightSharing, dtype: torch.dtype, low_rank: bool
 ) -> tuple[Factor, Tensor]:
-    """Σ a aᵀ over the rows of a Linear layer's input that ``mask`` has, and how many these are, not read yet.
+    """Σ a aᵀ over the positions of a layer over tokens that ``mask`` has, and how many these are, not read yet.
 
     With ``reduce`` the rows are the examples that have any, and each is the mean over its own.
     """
-    share = mask.to(dtype)[..., None]
-    y = x.to(dtype) * share
+    chunks = list(block.layer.inputs(x, "expand"))
+    ones = mask.to(dtype).reshape(1, -1, 1)
+    y = (chunks[0] if len(chunks) == 1 else torch.cat(chunks, 1)).to(dtype) * ones
     if sharing == "reduce":
-        count = share.flatten(1, -2).sum(1)
-        y, share = y.flatten(1, -2).sum(1) / count.clamp_min(1), count.clamp_max(1)
-    y, ones = y.reshape(1, -1, y.shape[-1]), share.reshape(1, -1, 1)
+        y, count = (t.unflatten(1, (len(x), -1)).sum(2) for t in (y, ones))
+        y, ones = y / count.clamp_min(1), count.clamp_max(1)
     narrow, scale = (y, None) if low_rank and few_rows(*y.shape[1:]) else narrowed(y, *y.shape[1:])
     total, _ = summed(iter([narrow]), dtype, block, low_rank, scale)
     if block.bias is not None and isinstance(total, LowRank):

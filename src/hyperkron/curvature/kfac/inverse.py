@@ -31,6 +31,7 @@ from hyperkron.curvature.kfac.factors import (
     load_factor_inverse,
     stored,
 )
+from hyperkron.kernels.execution import Execution, Pending
 from hyperkron.kernels.linalg import Cholesky, Factorization, factorize, full_precision, gram, stream
 from hyperkron.solution import FactorizationError, HyperkronError, Status
 
@@ -150,8 +151,6 @@ def split_damping(mean_a: Tensor, mean_b: Tensor, damping: Tensor, split: str) -
     return pi * root, root / pi
 
 
-Outcome = Callable[[], tuple[FactoredInverses, Status, bool]]
-
 ALONE = 512
 """On a CPU a matrix of this size gains nothing from being factorised with others, and stacking would copy it."""
 
@@ -173,35 +172,44 @@ def factored_inverses(
     damping: dict[str, Tensor | float],
     split: Split,
     finite: Tensor,
-    keep: bool,
-    release: Callable[[], None] = lambda: None,
-    read: Callable[[Tensor], list[Any]] = Tensor.tolist,
+    execution: Execution,
+    *,
+    keep: bool = True,
+    own: bool = False,
     lean: bool = False,
     scales: Matrices | None = None,
-) -> Outcome:
-    """Begin the damped inverses of all blocks; the function returned waits for them and says how it went.
+) -> Pending[tuple[FactoredInverses, Status, bool]]:
+    """Begin the damped inverses of all blocks: on a GPU other work can be queued before they are waited for.
 
-    Its answers are the inverses, how they were obtained, and the value of ``finite``, which says whether the factors
-    are; where it is false the inverses are worthless. On a GPU other work can be queued before it is called. So that
-    the factors do not add to the memory of that work they are not kept, unless ``keep`` says so: after a failure
-    :class:`FactorsNeeded` is then raised.
+    Small factors cost launches rather than operations there, so blocks are sorted by shape, all systems of one size are
+    factorised in one batch, and each shape gets its stretch of the batch.
 
-    There, too, small factors cost launches rather than operations, so blocks are sorted by shape, all systems of one
-    size are factorised in one batch, and each shape gets its stretch of the batch. ``release`` is called when the
-    systems are made, so that the caller can let go of the factors; those of :data:`ALONE` are then freed one by one.
-    ``read`` copies numbers to the host. ``lean`` prefers memory to launches. ``scales``: see :class:`FactoredInverses`.
+    Args:
+        factors: (A, B) of each block.
+        damping: δ of each block.
+        split: how δ is shared between A and B.
+        finite: whether all factors are; read with the outcome of the factorisations.
+        execution: eager or recorded.
+        keep: keep the systems until it is known how it went; if not, a failure raises :class:`FactorsNeeded`.
+        own: ``factors`` are the caller's to give: they are cleared, and those of :data:`ALONE` freed one by one.
+        lean: prefer memory to launches.
+        scales: see :class:`FactoredInverses`.
+
+    Returns:
+        The inverses, how they were obtained, and the value of ``finite``; where it is false they are worthless.
     """
     by_shape = _by_shape(factors)
     names = [name for members in by_shape for name in members]
     if not names:
-        return lambda: (FactoredInverses(()), Status.DIRECT, bool(finite))
+        return Pending(lambda: (FactoredInverses(()), Status.DIRECT, bool(finite)))
     systems = _Systems([factors[n][side] for side in (0, 1) for n in names], keep, lean)
     shifts = systems.shifts([damping[n] for n in names], split)
-    release()
+    if own:
+        factors.clear()
     infos = systems.factorize(shifts)
 
-    def outcome() -> tuple[FactoredInverses, Status, bool]:
-        status, good = systems.outcome(shifts, infos, finite, read)
+    def finish() -> tuple[FactoredInverses, Status, bool]:
+        status, good = systems.outcome(shifts, infos, finite, execution)
         classes, first = [], 0
         for members in by_shape:
             last = first + len(members)
@@ -210,7 +218,7 @@ def factored_inverses(
             first = last
         return FactoredInverses(tuple(classes), scales or {}), status, good
 
-    return outcome
+    return Pending(finish)
 
 
 def _by_shape(factors: dict[str, tuple[Factor, Factor]]) -> list[list[str]]:
@@ -349,9 +357,7 @@ class _Systems:
         first, last = members[0], members[-1]
         return values[self.begin[first] : self.begin[last] + self.groups[last]]
 
-    def outcome(
-        self, shifts: Tensor, infos: list[Tensor], finite: Tensor, read: Callable[[Tensor], list[Any]]
-    ) -> tuple[Status, bool]:
+    def outcome(self, shifts: Tensor, infos: list[Tensor], finite: Tensor, execution: Execution) -> tuple[Status, bool]:
         """Read the outcome, and ``finite``, in one copy to the host.
 
         A stack in which a matrix failed is tried in float64, then with 10, 100 and 1000 times the shift of the matrices
@@ -359,7 +365,7 @@ class _Systems:
         """
         self._join()
         unfit = finite.logical_not().to(infos[0].dtype).reshape(1)
-        *failed, bad_input = read(torch.cat([*infos, unfit.to(shifts.device)]))
+        *failed, bad_input = execution.read_flags(torch.cat([*infos, unfit.to(shifts.device)]))
         if not bad_input and not any(failed):
             return Status.DIRECT, True
         if not self.keep:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,12 @@ from torch import Tensor
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.eigen import EigenInverses, checked, damped, eigen_bases
 from hyperkron.curvature.kfac.factors import Factor
-from hyperkron.curvature.kfac.inverse import BlockInverses, Split, factored_inverses
+from hyperkron.curvature.kfac.inverse import BlockInverses, FactoredInverses, Split, factored_inverses
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
 from hyperkron.curvature.kfac.recorder import Measured
 from hyperkron.curvature.kfac.state import KroneckerState
 from hyperkron.evaluation.point import Point
+from hyperkron.kernels.execution import Pending
 from hyperkron.solution import HyperkronError, Status
 
 
@@ -85,13 +86,12 @@ class KFAC(Kronecker):
         """With δ split between the factors a balanced eigenvalue λ becomes (√λ + √δ)²; so does the diagonal."""
         if self.split == "exact":
             return super()._damped(diagonals, damping)
-        if isinstance(damping[0], float):
-            damped = torch._foreach_sqrt(diagonals)
-            torch._foreach_add_(damped, [math.sqrt(x) for x in damping])
-            torch._foreach_mul_(damped, damped)
-            return damped
-        roots = (x.to(d.device, d.dtype).sqrt() for d, x in zip(diagonals, damping, strict=True))
-        return [(d.sqrt() + root).square() for d, root in zip(diagonals, roots, strict=True)]
+        roots: Any = [
+            math.sqrt(x) if isinstance(x, float) else x.to(d.device, d.dtype).sqrt()
+            for d, x in zip(diagonals, damping, strict=True)
+        ]
+        shifted = torch._foreach_add(torch._foreach_sqrt(diagonals), roots)
+        return torch._foreach_mul(shifted, shifted)
 
     def _invert(
         self,
@@ -101,31 +101,34 @@ class KFAC(Kronecker):
         measured: Measured,
         factors: dict[str, tuple[Factor, Factor]],
         keep: bool = False,
-    ) -> Callable[[], tuple[BlockInverses, Status]]:
+    ) -> Pending[tuple[BlockInverses, Status]]:
         damping = {name: self._block_damping(made, measured, name) for name in factors}
         if self.split != "exact":
-            good = finite(measured)
-            if not point.queues:
+            good, queued = finite(measured), point.execution.queued
+            if not queued:
                 self._finite(point, measured, bool(good))
-
-            def release() -> None:
-                """Let go of the factors, unless they are an average or may be asked which of them is not finite."""
-                if self.ema == 0 and not (keep and point.queues):
-                    measured.release()
-                    factors.clear()
-
-            kept = keep or not point.queues
+            own = self.ema == 0 and not (keep and queued)  # not an average, nor asked which of them is not finite
             scales = {name: e for name, e in measured.scales.items() if name in factors}
-            outcome = factored_inverses(
-                factors, damping, self.split, good, kept, release, point.read, self.lean, scales
+            if own:
+                measured.release()
+            begun = factored_inverses(
+                factors,
+                damping,
+                self.split,
+                good,
+                point.execution,
+                keep=keep or not queued,
+                own=own,
+                lean=self.lean,
+                scales=scales,
             )
 
-            def finish() -> tuple[BlockInverses, Status]:
-                inverses, status, good = outcome()
+            def checked_factors(found: tuple[FactoredInverses, Status, bool]) -> tuple[BlockInverses, Status]:
+                inverses, status, good = found
                 self._finite(point, measured, good)
                 return inverses, status
 
-            return finish
+            return begun.then(checked_factors)
         self._finite(point, measured, bool(finite(measured)))
         bases, found_how = eigen_bases(factors, thin=(True, True))
         blocks = {
@@ -135,4 +138,4 @@ class KFAC(Kronecker):
             for name, (values_a, q_a, values_b, q_b) in bases.items()
         }
         inverses = checked(point, EigenInverses(blocks))
-        return lambda: (inverses, found_how)
+        return Pending.ready((inverses, found_how))

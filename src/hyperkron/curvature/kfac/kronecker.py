@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from hyperkron.curvature.kfac.penalty import column_scales, mean_damping, scaled
 from hyperkron.curvature.kfac.recorder import Basis, Measured
 from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState
 from hyperkron.evaluation.point import Point, independent
+from hyperkron.kernels.execution import Pending
 from hyperkron.losses import Fisher
 from hyperkron.solution import (
     CoverageError,
@@ -93,10 +94,10 @@ class Kronecker(Curvature):
             state.age += 1
             state.covers(made.coverage(state.uncalled))
             return KroneckerOperator(made.blocks, state, self.damping)
-        finish = self._refresh(point, state, made)
-        if point.queues:  # let what follows be queued before waiting for the factorisation
-            return KroneckerOperator(made.blocks, state, self.damping, finish, self._serves_once)
-        finish()
+        refresh = self._refresh(point, state, made)
+        if point.execution.queued:  # let what follows be queued before waiting for the factorisation
+            return KroneckerOperator(made.blocks, state, self.damping, refresh, self._serves_once)
+        refresh.wait()
         return KroneckerOperator(made.blocks, state, self.damping, None, self._serves_once)
 
     def due(self, state: CurvatureState) -> bool:
@@ -107,13 +108,13 @@ class Kronecker(Curvature):
     def records_refreshes(self) -> bool:
         return self.deferred
 
-    def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Callable[[], None]:
-        """Begin new factors and inverses; the function returned completes them, or keeps the previous ones."""
+    def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Pending[None]:
+        """Begin new factors and inverses; waiting for them puts them in place, or keeps the previous ones."""
         self._let_go(state)
         generator = state.random(point.device)
         before = None if point.recording else generator.get_state()
         try:
-            measured = self._measure(point, state, made, checked=not (point.queues and self.deferred))
+            measured = self._measure(point, state, made, checked=not (point.execution.queued and self.deferred))
             self._check(point, state, made, measured)
             factors = self._average(point, state, measured)
             averages = {name: (dense(a), dense(b)) for name, (a, b) in factors.items()} if self.ema > 0 else {}
@@ -121,17 +122,25 @@ class Kronecker(Curvature):
             begun = self._invert(point, state, made, measured, factors)
         except (FactorizationError, NonFiniteError) as error:
             self._keep(point, state, error)
-            return lambda: None
+            return Pending.ready(None)
 
-        def again() -> tuple[BlockInverses, Status]:
-            """The same draws once more, this time keeping the factors until it is known how it went."""
-            assert before is not None
-            generator.set_state(before)
-            repeated = self._measure(point, state, made)
-            averaged = _scaled(self._average(point, state, repeated), repeated)
-            return self._invert(point, state, made, repeated, averaged, keep=True)()
+        def finish() -> None:
+            try:
+                try:
+                    inverses, status = begun.wait()
+                except FactorsNeeded:  # the same draws once more, this time keeping the factors
+                    assert before is not None
+                    generator.set_state(before)
+                    repeated = self._measure(point, state, made)
+                    averaged = _scaled(self._average(point, state, repeated), repeated)
+                    inverses, status = self._invert(point, state, made, repeated, averaged, keep=True).wait()
+            except (FactorizationError, NonFiniteError) as error:
+                self._keep(point, state, error)
+                return
+            state.factors = averages
+            state.renew(inverses, status, self._diagonal(made, measured), list(made.rows))
 
-        return lambda: self._complete(point, state, made, measured, averages, begun, again)
+        return Pending(finish)
 
     def _let_go(self, state: KroneckerState) -> None:
         """Without ``keep_previous`` the inverses in use go before new ones are measured: never both in memory."""
@@ -158,28 +167,6 @@ class Kronecker(Curvature):
             raise error
         state.status, state.age = Status.KEPT_PREVIOUS, state.age + 1
         point.notes["factorisation"] = str(error)
-
-    def _complete(
-        self,
-        point: Point,
-        state: KroneckerState,
-        made: Plan,
-        measured: Measured,
-        averages: dict[str, tuple[Tensor, Tensor]],
-        begun: Callable[[], tuple[BlockInverses, Status]],
-        again: Callable[[], tuple[BlockInverses, Status]],
-    ) -> None:
-        """Put the new inverses in place of the previous ones, or keep those."""
-        try:
-            try:
-                inverses, status = begun()
-            except FactorsNeeded:
-                inverses, status = again()
-        except (FactorizationError, NonFiniteError) as error:
-            self._keep(point, state, error)
-            return
-        state.factors = averages
-        state.renew(inverses, status, self._diagonal(made, measured), list(made.rows))
 
     def _measure(
         self,
@@ -302,9 +289,7 @@ class Kronecker(Curvature):
 
         ``damping`` holds numbers only or tensors only; for numbers a few launches do for all parameters.
         """
-        if isinstance(damping[0], float):
-            return torch._foreach_add(diagonals, damping)
-        return [d + x for d, x in zip(diagonals, damping, strict=True)]
+        return torch._foreach_add(diagonals, damping)
 
     @abstractmethod
     def _invert(
@@ -315,8 +300,8 @@ class Kronecker(Curvature):
         measured: Measured,
         factors: dict[str, tuple[Factor, Factor]],
         keep: bool = False,
-    ) -> Callable[[], tuple[BlockInverses, Status]]:
-        """Begin the damped inverses of all blocks; the function returned gives them and how they were obtained."""
+    ) -> Pending[tuple[BlockInverses, Status]]:
+        """Begin the damped inverses of all blocks: what comes is they, and how they were obtained."""
 
 
 def _scaled(factors: dict[str, tuple[Factor, Factor]], measured: Measured) -> dict[str, tuple[Factor, Factor]]:

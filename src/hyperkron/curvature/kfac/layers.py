@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,8 @@ CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**24}
 """Patches are materialised at most this many numbers at a time, by device type."""
 WIDEST = torch.complex128
 """The dtype of sixteen bytes in which several numbers are copied as one."""
+UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
+"""The linear layer whose weights ``nn.MultiheadAttention`` uses without ever calling it."""
 
 
 class Layer(ABC):
@@ -44,12 +46,21 @@ class Layer(ABC):
         groups: how many blocks W has side by side, 1 for most.
         d_in, d_out: the sizes of one block.
         homogeneous: whether the rows of c·x are c times those of x, so that x may be scaled first.
+        output_dim: which dimension of W its outputs lie in.
+        tokens: whether input and output have their features in the last dimension, examples in the first, and all
+            positions as rows, in their order. Those that the loss leaves out (``ignore_index``) then do not count in A.
+        keeps_input: whether autograd keeps the module's input, which can then be read after the backward pass.
+        same_rows: a name, if any: layers that have it in common make the same rows of the same input.
     """
 
     groups: int
     d_in: int
     d_out: int
+    output_dim: ClassVar[int] = 0
     homogeneous: ClassVar[bool] = False
+    tokens: ClassVar[bool] = False
+    keeps_input: ClassVar[bool] = False
+    same_rows: ClassVar[str | None] = None
 
     @abstractmethod
     def inputs(self, x: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
@@ -99,6 +110,8 @@ class LinearLayer(Layer):
     groups: int = 1
 
     homogeneous: ClassVar[bool] = True
+    tokens: ClassVar[bool] = True
+    same_rows: ClassVar[str | None] = "the input"
 
     def inputs(self, x: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
         if sharing == "reduce" and x.dim() > 2:
@@ -119,6 +132,8 @@ class LinearLayer(Layer):
 class TransposedLayer(LinearLayer):
     """Hugging Face's ``Conv1D`` (GPT-2): a linear layer whose weight is (d_in, d_out)."""
 
+    output_dim: ClassVar[int] = -1
+
     def to_matrix(self, weight: Tensor) -> Tensor:
         return weight.mT[None]
 
@@ -133,6 +148,7 @@ class ConvLayer(Layer):
     module: nn.Conv1d | nn.Conv2d | nn.Conv3d
 
     homogeneous: ClassVar[bool] = True
+    keeps_input: ClassVar[bool] = True
 
     @property
     def groups(self) -> int:  # type: ignore[override]
@@ -140,7 +156,12 @@ class ConvLayer(Layer):
 
     @property
     def d_in(self) -> int:  # type: ignore[override]
-        return self.module.in_channels // self.module.groups * math.prod(self.module.kernel_size)
+        return self.module.in_channels // self.module.groups * self.taps
+
+    @property
+    def taps(self) -> int:
+        """The entries of the kernel."""
+        return math.prod(self.module.kernel_size)
 
     @property
     def d_out(self) -> int:  # type: ignore[override]
@@ -172,21 +193,17 @@ class ConvLayer(Layer):
 
     def ordered(self, rows: Tensor) -> Tensor:
         """Reorder the last dimension from (*kernel, C/groups), the order of patches, to that of the weight."""
-        taps = math.prod(self.module.kernel_size)
-        if taps == 1:
-            return rows
-        return rows.unflatten(-1, (taps, -1)).transpose(-1, -2).flatten(-2)
+        return rows if self.taps == 1 else rows.unflatten(-1, (self.taps, -1)).transpose(-1, -2).flatten(-2)
 
     def ordered_gram(self, gram: Tensor) -> Tensor:
         """Reorder both sides of Σ r rᵀ likewise, in one copy."""
-        taps, d = math.prod(self.module.kernel_size), gram.shape[-1]
-        if taps == 1:
+        if self.taps == 1:
             return gram
-        return gram.view(-1, taps, d // taps, taps, d // taps).permute(0, 2, 1, 4, 3).reshape(gram.shape)
+        sizes = (self.taps, gram.shape[-1] // self.taps)
+        return gram.view(-1, *sizes, *sizes).permute(0, 2, 1, 4, 3).reshape(gram.shape)
 
     def reordered(self, basis: Tensor) -> Tensor:
-        taps = math.prod(self.module.kernel_size)
-        return basis if taps == 1 else basis.unflatten(1, (-1, taps)).transpose(1, 2).flatten(1, 2)
+        return basis if self.taps == 1 else basis.unflatten(1, (-1, self.taps)).transpose(1, 2).flatten(1, 2)
 
     def _batched(self, x: Tensor) -> Tensor:
         """A single example as a batch of one."""
@@ -199,7 +216,7 @@ class ConvLayer(Layer):
             mean = self.patches(x).mean(dim=tuple(range(1, 1 + k)))
             yield mean.flatten(2).transpose(0, 1)
             return
-        for part in _parts(x, self._examples_per_chunk(x)):
+        for part in x.split(self._examples_per_chunk(x)):
             yield self._rows(self.patches(part))
 
     def _rows(self, patches: Tensor) -> Tensor:
@@ -239,16 +256,10 @@ class ConvLayer(Layer):
             yield rows.view(self.groups, len(part), -1, self.d_in).transpose(0, 1), gradient
 
     def _examples_per_chunk(self, x: Tensor) -> int:
-        m = self.module
-        per_example = x.shape[1:].numel() * (self.d_in * m.groups // x.shape[1])
-        for t in m.stride:
+        per_example = x.shape[1:].numel() * (self.d_in * self.groups // x.shape[1])
+        for t in self.module.stride:
             per_example //= t
         return max(1, CHUNK_ELEMENTS.get(x.device.type, 2**24) // max(1, per_example))
-
-
-def _parts(x: Tensor, size: int) -> tuple[Tensor, ...]:
-    """Stretches of at most ``size`` examples; ``x`` itself where that is one."""
-    return (x,) if len(x) <= size else x.split(size)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -280,6 +291,8 @@ def kronecker_layer(module: nn.Module, layers: Sequence[LayerOf] = ()) -> Layer 
                     "hyperkron.curvature.Layer, or None for modules of another kind."
                 )
             return found
+    if isinstance(module, UNCALLED):
+        return None
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return LinearLayer(module.in_features, module.out_features)
     if is_transposed(module):
@@ -288,107 +301,3 @@ def kronecker_layer(module: nn.Module, layers: Sequence[LayerOf] = ()) -> Layer 
         if isinstance(module, kind) and type(module).forward is kind.forward:
             return ConvLayer(module)
     return None
-
-
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
-
-
-def has_diagonal(module: nn.Module) -> bool:
-    """Whether the exact per-example diagonal of ``module``'s block is known in closed form."""
-    return isinstance(module, _NORMS) or type(module) is nn.Embedding
-
-
-def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """Σ_n (∂/∂p s_nᵀf_n)² for each parameter p of a norm layer or embedding, from its input and output gradient.
-
-    A norm layer is z = weight·x̂ + bias, so an example's gradient is Σ_positions g·x̂ and Σ_positions g; batch
-    statistics count as constants (batch norm layers have :func:`batch_norm_squares`, which treats many at once). An
-    embedding's row gets the sum of g over the positions where it was looked up.
-    """
-    if isinstance(module, nn.Embedding):
-        return {"weight": _embedding_squares(module, x, g)}
-    normalised, axes = _normalised(module, x)
-    keep = [a % g.dim() for a in axes]
-    positions = [a for a in range(1, g.dim()) if a not in keep]
-
-    def total(t: Tensor) -> Tensor:
-        return (t.sum(positions) if positions else t).square().sum(0)
-
-    found = {"weight": total(g * normalised)}
-    if getattr(module, "bias", None) is not None:
-        found["bias"] = total(g)
-    return found
-
-
-def _embedding_squares(module: nn.Embedding, index: Tensor, g: Tensor) -> Tensor:
-    """For each row of the table, Σ_n (Σ g over the positions of example n where the row was looked up)²."""
-    count, width = module.weight.shape
-    examples = torch.arange(index.shape[0] if index.dim() > 1 else index.numel(), device=index.device)
-    pairs = (index.reshape(len(examples), -1) + count * examples[:, None]).reshape(-1)
-    distinct, where = torch.unique(pairs, return_inverse=True)
-    sums = g.new_zeros(len(distinct), width).index_add_(0, where, g.reshape(-1, width))
-    diagonal = g.new_zeros(count, width).index_add_(0, distinct % count, sums.square())
-    if module.padding_idx is not None:
-        diagonal[module.padding_idx] = 0.0  # its row receives no gradient
-    return diagonal
-
-
-def _normalised(module: nn.Module, x: Tensor) -> tuple[Tensor, list[int]]:
-    """x̂ of a norm layer and the dimensions its weight lives on."""
-    if isinstance(module, nn.LayerNorm):
-        shape = list(module.normalized_shape)
-        return F.layer_norm(x, shape, eps=module.eps), list(range(-len(shape), 0))
-    if isinstance(module, nn.RMSNorm):
-        shape = list(module.normalized_shape)
-        return F.rms_norm(x, shape, eps=module.eps), list(range(-len(shape), 0))
-    assert isinstance(module, nn.GroupNorm)
-    return F.group_norm(x, module.num_groups, eps=module.eps), [1]
-
-
-class BatchNormSums(NamedTuple):
-    """What the diagonal of a batch norm layer is made of: Σ g·x and Σ g over positions (N, C), mean and 1/std (C,)."""
-
-    along: Tensor
-    plain: Tensor
-    mean: Tensor
-    scale: Tensor
-
-    def fits(self, other: BatchNormSums) -> bool:
-        """Whether the channels of both can be treated as those of one layer."""
-        mine, its = self.along, other.along
-        return len(mine) == len(its) and mine.dtype == its.dtype and mine.device == its.device
-
-
-def batch_norm_sums(module: nn.modules.batchnorm._BatchNorm, x: Tensor, g: Tensor) -> BatchNormSums:
-    """The sums of one call of a batch norm layer, from its input and output gradient."""
-    mean, scale = _batch_norm_statistics(module, x)
-    x, g = x.flatten(2) if x.dim() > 2 else x[:, :, None], g.flatten(2) if g.dim() > 2 else g[:, :, None]
-    return BatchNormSums((g * x).sum(2), g.sum(2), mean, scale)
-
-
-def _batch_norm_statistics(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean and 1/std of every channel that ``module`` normalises ``x`` by."""
-    if not module.training and module.running_mean is not None and module.running_var is not None:
-        return module.running_mean, (module.running_var + module.eps).rsqrt()
-    if x.is_cuda:  # the layer's own kernel; a general reduction would hold several times the memory of x
-        mean, scale = torch.batch_norm_stats(x, module.eps)
-        return mean, scale
-    variance, mean = torch.var_mean(x.flatten(2) if x.dim() > 2 else x[:, :, None], dim=(0, 2), correction=0)
-    return mean, (variance + module.eps).rsqrt()
-
-
-def batch_norm_squares(sums: list[BatchNormSums]) -> list[tuple[Tensor, Tensor]]:
-    """The squared gradients of weight and bias for each of ``sums``.
-
-    With statistics per channel, Σ g·x̂ = (Σ g·x − mean·Σ g)/std needs no normalised copy of x. Layers of one batch are
-    treated together, their channels side by side: what is left to compute is small, and launches are what it costs. The
-    memory of ``sums`` is used.
-    """
-    if any(not sums[0].fits(other) for other in sums[1:]):
-        return [squares for one in sums for squares in batch_norm_squares([one])]
-    along, plain, mean, scale = (
-        parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1) for parts in zip(*sums, strict=True)
-    )
-    along.addcmul_(mean, plain, value=-1).mul_(scale)
-    widths = [one.mean.numel() for one in sums]
-    return list(zip(*(x.square_().sum(0).split(widths) for x in (along, plain)), strict=True))

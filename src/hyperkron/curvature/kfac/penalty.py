@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.factors import Factor, LowRank
-from hyperkron.curvature.kfac.layers import TransposedLayer
 from hyperkron.solution import warn_once
 
 Penalties = Mapping[str, Tensor | float]
@@ -72,7 +71,7 @@ def _columns(plan: Plan, block: Block, penalties: Penalties, like: Tensor) -> Te
         value = penalties.get(name, 0.0)
         if isinstance(value, Tensor) and value.numel() > 1:
             shape = plan.rows[name].shape
-            if value.dim() == len(shape) and value.shape[-1 if isinstance(layer, TransposedLayer) else 0] > 1:
+            if value.dim() == len(shape) and value.shape[layer.output_dim] > 1:
                 warn_once(
                     "l2-rows",
                     f"the l2 penalty of {name} has coefficients of its own for the rows of a layer; KFAC and EKFAC "

@@ -7,29 +7,23 @@ contribution to B. No activation and no gradient is kept beyond that and what au
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hyperkron.curvature.kfac.coverage import Block, Plan
-from hyperkron.curvature.kfac.factors import Factor, added, few_rows, scaled
+from hyperkron.curvature.kfac.diagonals import Diagonals
+from hyperkron.curvature.kfac.factors import Factor, add_to, few_rows, scaled
 from hyperkron.curvature.kfac.grams import bordered, masked_gram, narrowed, summed
-from hyperkron.curvature.kfac.layers import (
-    BatchNormSums,
-    ConvLayer,
-    LinearLayer,
-    WeightSharing,
-    batch_norm_squares,
-    batch_norm_sums,
-    squared_gradients,
-)
+from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.spectrum import corrected
 from hyperkron.losses import Loss
+from hyperkron.trees import Tree
 
 
 @dataclass
@@ -97,20 +91,15 @@ class _Tap(torch.autograd.Function):
         return gradient, None, None
 
 
-WAITING = 2**19
-"""Batch norm layers wait for each other, to be treated together, until this many numbers are held for them."""
-
-Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Tensor], Tensor]
-
-
-@dataclass
+@dataclass(eq=False)
 class _Call:
-    """One call of a layer over tokens, whose input waits until it is known which of its rows count."""
+    """One call of a layer; its input is held until its rows have been summed."""
 
     block: Block
-    x: Tensor
+    x: Tensor | None
     rows: int
     masked: bool = False
+    """Whether only those of its rows count that a gradient has ``reached``."""
     reached: Tensor | None = None
 
 
@@ -127,30 +116,29 @@ class Recorder:
         diagonal: bool,
         wide: bool,
     ) -> None:
-        self.plan, self.sharing, self.basis, self.dtype, self.low_rank = plan, sharing, basis, dtype, low_rank
-        self.diagonal, self.wide = diagonal, wide
+        self.plan, self.basis, self.dtype, self.low_rank, self.diagonal = plan, basis, dtype, low_rank, diagonal
         self.token = torch.zeros((), requires_grad=True)
         self.batch_size = 1
-        self.measured = Measured()
         self.called: set[str] = set()
-        self.rows: dict[str, int | Tensor] = {}
-        self._reached: dict[str, None] = {}  # in order; with a basis only
-        self._held: list[tuple[Block, Tensor, int]] = []
-        self._tokens: list[_Call] = []
-        self._grams: dict[tuple[int, int, bool, str], tuple[Factor, int]] = {}
+        self.measured = found = Measured()
+        self._factors: list[tuple[dict[str, Factor], dict[str, Factor], WeightSharing]]
+        self._factors = [(found.a, found.b, sharing)]
+        if wide:
+            self._factors.append((*found.wide, "expand"))
+        self._diagonals = Diagonals(found.diagonal, dtype)
+        self._waiting: list[_Call] = []
+        self._grams: dict[tuple[Any, ...], tuple[Factor, int]] = {}
         self._alive: list[Tensor] = []
-        self._normed: list[tuple[dict[str, str], BatchNormSums]] = []
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Hooks on every covered module, removed also when an exception passes through."""
-        handles: list[RemovableHandle] = []
+        hooks = [(module, partial(self._on_block, self.plan.blocks[name])) for module, name in self.plan.feeds]
+        hooks += [(module, partial(self._on_diagonal, names)) for module, names in self.plan.diagonal]
+        handles = []
         try:
-            for module, name in self.plan.feeds:
-                hook = self._on_block(self.plan.blocks[name])
+            for module, hook in hooks:
                 handles.append(module.register_forward_hook(hook, with_kwargs=True))
-            for module, names in self.plan.diagonal:
-                handles.append(module.register_forward_hook(self._on_diagonal(names), with_kwargs=True))
             yield
         finally:
             for handle in handles:
@@ -158,145 +146,143 @@ class Recorder:
             self._grams.clear()
             self._alive.clear()
 
-    def finish(self) -> None:
-        """Sums of a aᵀ become means; blocks that no gradient reached are left out."""
-        found = self.measured
-        while self._held:
-            block, x, rows = self._held.pop(0)
-            if block.name in found.b:
-                self._on_input(block, x, rows)
-            del x
-        while self._tokens:
-            call = self._tokens.pop(0)
-            if call.reached is not None:
-                self._on_tokens(call)
-            del call
-        sums: dict[int, tuple[Tensor, float]] = {}  # a sum shared by several blocks is divided once
-        rescaled: dict[int, Factor] = {}
-        for name, total in found.a.items():
-            share = 1.0 / self.rows[name]
-            if isinstance(share, Tensor):
-                rescaled[id(total)] = scaled(total, share)
-            elif isinstance(total, Tensor):
-                sums[id(total)] = (total, share)
-            elif id(total) not in rescaled:
-                rescaled[id(total)] = scaled(total, share)
-        if sums:
-            torch._foreach_mul_([x for x, _ in sums.values()], [share for _, share in sums.values()])
-        reached = [name for name in self.plan.blocks if name in found.a and name in found.b]
-        found.a = {name: rescaled.get(id(found.a[name]), found.a[name]) for name in reached}
-        found.reached, found.rows = tuple(found.a) if self.basis is None else tuple(self._reached), self.rows
+    def _on_block(self, block: Block, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor) -> Tensor:
+        self.called.update(block.names)
+        if not output.requires_grad:  # under no_grad: the loss does not see this call
+            return output
+        x: Tensor = given[0] if given else next(iter(named.values()))
+        self.batch_size = max(self.batch_size, x.shape[0] if x.dim() > 1 else 1)
+        call = self._begun(block, x, output)
+        return self._tapped(output, lambda g: self._on_gradient(call, g))
 
-    def flush(self) -> None:
-        """The diagonals of the batch norm layers that a backward pass went through since the last time."""
-        passed, self._normed = self._normed, []
-        if not passed:
-            return
-        with _plainly(passed[0][1].along):
-            for (names, _), squares in zip(passed, batch_norm_squares([s for _, s in passed]), strict=True):
-                self._diagonals(names, dict(zip(("weight", "bias"), squares, strict=True)))
+    def _on_diagonal(
+        self, names: dict[str, str], module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
+    ) -> Tensor:
+        self.called.update(names.values())
+        if not self.diagonal or not output.requires_grad:
+            return output
+        x = (given[0] if given else named["input"]).detach()
 
-    def _diagonals(self, names: dict[str, str], squares: dict[str, Tensor]) -> None:
-        for local, square in squares.items():
-            if local in names:
-                self.sum(self.measured.diagonal, names[local], square)
+        def receive(g: Tensor) -> None:
+            with _plainly(g):
+                self._diagonals.add(module, names, x, g)
 
-    def _on_block(self, block: Block) -> Hook:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
-            given: Tensor = inputs[0] if inputs else next(iter(named.values()))
-            self.called.update(block.names)
-            if not output.requires_grad:  # under no_grad: the loss does not see this call
-                return output
-            self.batch_size = max(self.batch_size, given.shape[0] if given.dim() > 1 else 1)
-            call = self._for_factors(block, given, output) if self.basis is None else None
-            x = None if self.basis is None else given.detach()  # held no longer than needed
-            receive: Callable[[Tensor], None] = lambda g: self._on_gradient(block, x, g, call)  # noqa: E731
-            tapped: Tensor = _Tap.apply(output, self.token, receive)
-            return tapped
+        return self._tapped(output, receive)
 
-        return hook
+    def _tapped(self, output: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+        tapped: Tensor = _Tap.apply(output, self.token, receive)
+        return tapped
 
-    def _for_factors(self, block: Block, x: Tensor, output: Tensor) -> _Call | None:
-        """A's share of one call now, or, where a convolution's factor is larger than its input, when the backward pass
-        is over: then it does not add to the memory of activations. A call over tokens waits for the loss."""
-        rows, d = output.numel() // (block.layer.groups * block.layer.d_out), block.layer.d_in
-        smaller = x.numel() < block.layer.groups * d * (rows if self.low_rank and few_rows(rows, d) else d)
-        if isinstance(block.layer, LinearLayer) and x.dim() > 2:
-            self._tokens.append(_Call(block, x, rows))
-            return self._tokens[-1]
-        if isinstance(block.layer, ConvLayer) and smaller:
-            self._held.append((block, x.detach(), rows))
+    def _begun(self, block: Block, x: Tensor, output: Tensor) -> _Call:
+        """A call whose input is summed now, or, where A is larger than it and autograd keeps it, when the backward pass
+        is over: then A does not add to the memory of activations. A call over tokens waits for the loss."""
+        layer = block.layer
+        rows, d = output.numel() // (layer.groups * layer.d_out), layer.d_in
+        if self.basis is not None:
+            return _Call(block, x.detach(), rows)
+        smaller = x.numel() < layer.groups * d * (rows if self._few(rows, d) else d)
+        call = _Call(block, x, rows, masked=layer.tokens and x.dim() > 2)
+        if call.masked:
+            self._waiting.append(call)
+        elif layer.keeps_input and smaller:
+            call.x = x.detach()
+            self._waiting.append(call)
         else:
-            self._on_input(block, x, rows)
-        return None
+            self._on_input(call)
+        return call
 
     def saw(self, loss: Loss) -> None:
         """The forward pass is over. Where the loss has a row for every token, some of them masked, A counts those that
         a gradient reaches, which is known only after the backward passes."""
         counts = {term.valid.numel() for term in loss.terms if term.valid is not None}
-        calls, self._tokens = self._tokens, []
+        calls, self._waiting = self._waiting, []
         for call in calls:
-            if call.rows in counts:
-                call.masked = True
-                self._tokens.append(call)
+            if call.masked and call.rows not in counts:
+                call.masked = False
+                self._on_input(call)
             else:
-                self._on_input(call.block, call.x, call.rows)
+                self._waiting.append(call)
 
-    def _on_tokens(self, call: _Call) -> None:
-        """A's share of a call of which only the rows count that a gradient has reached."""
-        assert call.reached is not None
-        block, x = call.block, call.x.detach()
+    def backward(
+        self, params: Tree, vectors: Iterable[tuple[Tensor, Tensor]], signs: torch.Generator | None
+    ) -> Measured:
+        """Backpropagate pairs (output, vector); what passes the hooks becomes the factors.
+
+        Parameters outside layers are measured by the square of a whole batch's gradient. There ``signs`` gives examples
+        random signs, which make the mixed terms vanish on average and change no factor.
+        """
+        plan, found = self.plan, self.measured
+        layered = [n for block in plan.blocks.values() for n in block.names]
+        layered += [n for _, names in plan.diagonal for n in names.values()]
+        found.uncalled = [n for n in layered if n not in self.called]
+        names = [*plan.rest, *found.uncalled] if self.diagonal and plan.fallback == "diagonal" else []
+        inputs = [self.token, *(params[name] for name in names)]
+        for output, vector, last in _with_last(vectors):
+            if names and signs is not None and vector.dim() > 0:
+                shape = (vector.shape[0], *[1] * (vector.dim() - 1))
+                coin = torch.randint(0, 2, shape, generator=signs, device=vector.device)
+                vector = vector * (2 * coin - 1).to(vector.dtype)
+            gradients = torch.autograd.grad(output, inputs, vector, retain_graph=not last, allow_unused=True)
+            with _plainly(vector):
+                self._diagonals.flush()
+            for name, gradient in zip(names, gradients[1:], strict=True):
+                if gradient is not None:
+                    add_to(found.diagonal, name, gradient.to(self.dtype).square().mean())
+        self._finish()
+        return found
+
+    def _finish(self) -> None:
+        """Sums of a aᵀ become means; blocks that no gradient reached are left out."""
+        found = self.measured
+        while self._waiting:
+            call = self._waiting.pop(0)
+            if call.reached is not None if call.masked else call.block.name in found.b:
+                self._on_input(call)
+            del call
+        sums: dict[int, tuple[Tensor, float]] = {}  # a sum shared by several blocks is divided once
+        rescaled: dict[int, Factor] = {}
+        for name, total in found.a.items():
+            share = 1.0 / found.rows[name]
+            if isinstance(total, Tensor) and not isinstance(share, Tensor):
+                sums[id(total)] = (total, share)
+            elif id(total) not in rescaled:
+                rescaled[id(total)] = scaled(total, share)
+        if sums:
+            torch._foreach_mul_([x for x, _ in sums.values()], [share for _, share in sums.values()])
+        if self.basis is None:
+            found.reached = tuple(name for name in self.plan.blocks if name in found.a and name in found.b)
+            found.a = {name: rescaled.get(id(found.a[name]), found.a[name]) for name in found.reached}
+
+    def _on_input(self, call: _Call) -> None:
+        """A's share of a call."""
+        block, x, call.x = call.block, call.x, None
+        assert x is not None
         with _plainly(x):
-            for sharing, sums in ((self.sharing, self.measured.a), ("expand", self.measured.wide[0])):
-                if sums is self.measured.a or self.wide:
-                    total, count = masked_gram(block, x, call.reached, sharing, self.dtype, self.low_rank)
-                    self.add(sums, block.name, total)
+            for sums, _, sharing in self._factors:
+                count: int | Tensor
+                if call.masked:
+                    assert call.reached is not None
+                    total, count = masked_gram(block, x.detach(), call.reached, sharing, self.dtype, self.low_rank)
+                else:
+                    total, count = self._input_gram(block, x, call.rows, sharing)
+                add_to(sums, block.name, total)
                 if sums is self.measured.a:
-                    self.rows[block.name] = self.rows.get(block.name, 0) + count
-
-    def _on_input(self, block: Block, x: Tensor, rows: int) -> None:
-        total, count = self._input_gram(block, x, rows, self.sharing)
-        self.add(self.measured.a, block.name, total)
-        self.rows[block.name] = self.rows.get(block.name, 0) + count
-        if self.wide:
-            self.add(self.measured.wide[0], block.name, self._input_gram(block, x, rows, "expand")[0])
-
-    def _on_diagonal(self, names: dict[str, str]) -> Hook:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
-            self.called.update(names.values())
-            if not self.diagonal or not output.requires_grad:
-                return output
-            x = (inputs[0] if inputs else named["input"]).detach()
-
-            def receive(g: Tensor) -> None:
-                with _plainly(g):
-                    cast = x if not x.dtype.is_floating_point else x.to(self.dtype)
-                    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                        self._normed.append((names, batch_norm_sums(module, cast, g.to(self.dtype))))
-                        if sum(sums.along.numel() for _, sums in self._normed) > WAITING:
-                            self.flush()
-                    else:
-                        self._diagonals(names, squared_gradients(module, cast, g.to(self.dtype)))
-
-            tapped: Tensor = _Tap.apply(output, self.token, receive)
-            return tapped
-
-        return hook
+                    self.measured.rows[block.name] = self.measured.rows.get(block.name, 0) + count
 
     def _input_gram(self, block: Block, x: Tensor, rows: int, sharing: WeightSharing) -> tuple[Factor, int]:
         """Σ a aᵀ over the rows of one call, with a = [x, 1] where the block has a bias; layers that read the same
         tensor (query, key, value) share one."""
-        key = (id(x), x._version, block.bias is not None, sharing)
-        shareable = isinstance(block.layer, LinearLayer) and block.weight is not None
+        layer = block.layer
+        key = (layer.same_rows, id(x), x._version, block.bias is not None, sharing)
+        shareable = layer.same_rows is not None and block.weight is not None
         if shareable and key in self._grams:
             return self._grams[key]
-        with _plainly(x):
-            made = self._without_rows(block, x.detach(), rows, sharing)
-            if made is None:
-                y, scale = x.detach(), None
-                if block.layer.homogeneous:
-                    y, scale = self._narrowed(y, rows, block.layer.d_in, sharing)
-                made = summed(block.layer.inputs(y, sharing), self.dtype, block, self.low_rank, scale)
+        made = self._without_rows(block, x.detach(), rows, sharing)
+        if made is None:
+            y, scale = x.detach(), None
+            if layer.homogeneous:
+                y, scale = self._narrowed(y, rows, layer.d_in, sharing)
+            made = summed(layer.inputs(y, sharing), self.dtype, block, self.low_rank, scale)
         if shareable:
             self._grams[key] = made
             self._alive.append(x)
@@ -305,8 +291,9 @@ class Recorder:
     def _without_rows(self, block: Block, x: Tensor, rows: int, sharing: WeightSharing) -> tuple[Factor, int] | None:
         """The same for layers that need not form their ``rows`` rows; ``None`` for others, and where rows are kept."""
         layer = block.layer
-        few = self.low_rank and few_rows(rows, layer.d_in)
-        total = None if few or sharing == "reduce" or block.weight is None else layer.input_gram(x.to(self.dtype))
+        if self._few(rows, layer.d_in) or sharing == "reduce" or block.weight is None:
+            return None
+        total = layer.input_gram(x.to(self.dtype))
         if total is None or block.bias is None:
             return None if total is None else (total, rows)
         whole = layer.inputs(x.to(self.dtype).sum(0, keepdim=True), "expand")  # a row is linear in the image
@@ -315,39 +302,42 @@ class Recorder:
 
     def _narrowed(self, x: Tensor, rows: int, d: int, sharing: WeightSharing) -> tuple[Tensor, Tensor | None]:
         """``x`` in half precision with its scale, where a matrix will be made of its ``rows`` rows of size ``d``."""
-        if sharing == "reduce" or (self.low_rank and few_rows(rows, d)):
-            return x, None
-        return narrowed(x, rows, d)
+        return (x, None) if sharing == "reduce" or self._few(rows, d) else narrowed(x, rows, d)
 
-    def _on_gradient(self, block: Block, x: Tensor | None, g: Tensor, call: _Call | None) -> None:
+    def _few(self, rows: int, d: int) -> bool:
+        """Whether the rows are kept in place of their matrix."""
+        return self.low_rank and few_rows(rows, d)
+
+    def _on_gradient(self, call: _Call, g: Tensor) -> None:
+        """B's share of a call, or that of EKFAC's S."""
+        block, found, layer = call.block, self.measured, call.block.layer
         with _plainly(g):
-            if call is not None and call.masked:
+            if call.masked:
                 reached = (g != 0).any(-1)
                 call.reached = reached if call.reached is None else call.reached | reached
-            if x is None:
-                self.add(self.measured.b, block.name, self._gradient_gram(block, g, self.sharing))
-                if self.wide:
-                    self.add(self.measured.wide[1], block.name, self._gradient_gram(block, g, "expand"))
+            if self.basis is None:
+                rows = g.numel() // (layer.groups * layer.d_out)
+                for _, sums, sharing in self._factors:
+                    y, scale = self._narrowed(g, rows, layer.d_out, sharing)
+                    gram = summed(layer.gradients(y, sharing), self.dtype, None, self.low_rank, scale)[0]
+                    add_to(sums, block.name, gram)
                 return
-            assert self.basis is not None
-            self._reached[block.name] = None
+            if block.name not in found.reached:
+                found.reached = (*found.reached, block.name)
             if block.name in self.basis:
+                assert call.x is not None
                 q_a, q_b = self.basis[block.name]
-                scale = self.measured.scales.get(block.name)
+                scale = found.scales.get(block.name)
                 q_a = q_a if scale is None else q_a / scale.mT
-                self.sum(self.measured.corrected, block.name, corrected(block, x, g, q_a, q_b))
+                add_to(found.corrected, block.name, corrected(block, call.x, g, q_a, q_b))
 
-    def _gradient_gram(self, block: Block, g: Tensor, sharing: WeightSharing) -> Factor:
-        layer = block.layer
-        y, scale = self._narrowed(g, g.numel() // (layer.groups * layer.d_out), layer.d_out, sharing)
-        return summed(layer.gradients(y, sharing), self.dtype, None, self.low_rank, scale)[0]
 
-    @staticmethod
-    def sum(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
-        """Add to the sum of that name, or begin one."""
-        sums[name] = sums[name] + value if name in sums else value
-
-    @staticmethod
-    def add(sums: dict[str, Factor], name: str, value: Factor) -> None:
-        """The same for factors."""
-        sums[name] = added(sums[name], value) if name in sums else value
+def _with_last(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Each pair, and whether it is the last."""
+    previous: tuple[Tensor, Tensor] | None = None
+    for pair in pairs:
+        if previous is not None:
+            yield (*previous, False)
+        previous = pair
+    if previous is not None:
+        yield (*previous, True)

@@ -13,6 +13,7 @@ from hyperkron.curvature.base import CurvatureState, Invertible
 from hyperkron.curvature.kfac.coverage import Block, Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.inverse import BlockInverses, load_inverses
 from hyperkron.curvature.kfac.layers import LayerOf
+from hyperkron.kernels.execution import Pending
 from hyperkron.solution import Status
 from hyperkron.trees import Tree
 
@@ -161,25 +162,25 @@ class KroneckerOperator(Invertible):
         blocks: dict[str, Block],
         state: KroneckerState,
         damping: float,
-        pending: Callable[[], None] | None = None,
+        refresh: Pending[None] | None = None,
         once: bool = False,
     ) -> None:
-        self._blocks, self._state, self._pending, self._once = blocks, state, pending, once
-        self.products = 0
-        if pending is None:
-            self.settle()
-        self._damping, self._elsewhere = damping, 0.0
+        """``refresh`` is waited for when the inverses are first used, which go after the solve if used ``once``."""
+        self._blocks, self._state, self._refresh, self._once = blocks, state, refresh, once
+        self._damping, self._elsewhere, self.products = damping, 0.0, 0
+        if refresh is None:
+            self._settle()
 
     def definite(self) -> KroneckerOperator:
         """The same operator with δ (1 if δ = 0) where there is no curvature: positive definite on all parameters."""
         self._elsewhere = self._damping or 1.0
         return self
 
-    def settle(self) -> None:
-        """Wait for a factorisation still under way; by then other work has been queued behind it."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending()
+    def _settle(self) -> None:
+        """Wait for a refresh still under way, and take its inverses."""
+        if self._refresh is not None:
+            refresh, self._refresh = self._refresh, None
+            refresh.wait()
         assert self._state.inverses is not None
         self.blocks = {name: self._blocks[name] for name in self._state.inverses.names}
         self.inverses, self.diagonal = self._state.inverses, self._state.diagonal
@@ -187,21 +188,21 @@ class KroneckerOperator(Invertible):
 
     def release(self) -> None:
         if self._once:
-            self.settle()
+            self._settle()
             self._state.let_go()
             del self.inverses, self.diagonal
 
     def matvec(self, v: Tree) -> Tree:
-        if self._pending is not None:
-            self.settle()
+        if self._refresh is not None:
+            self._settle()
         self.products += 1
         return self._apply(v, self.inverses.matvec, torch._foreach_mul)
 
     def solve(self, b: Tree) -> Tree:
         if not self._elsewhere and self._state.coverage is not None:  # a preconditioner may cover what it likes
             self._state.coverage.warn()
-        if self._pending is not None:
-            self.settle()
+        if self._refresh is not None:
+            self._settle()
         return self._apply(b, self.inverses.solve, torch._foreach_div)
 
     def _apply(

@@ -1,39 +1,20 @@
-"""Texts to vectors: with a pretrained encoder or, if none is available, with hashed n-grams and a warning."""
+"""Vectors of texts without a pretrained encoder, and the choice between the two."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hyperkron.cleaning.models.encoder import EncoderUnavailable, Progress, TextEncoder, choose_encoder
+from hyperkron.cleaning.models.encoder import EncoderUnavailable, TextEncoder, choose_encoder
 from hyperkron.solution import HyperkronError, HyperkronWarning
 
 HASHED = "hashed n-grams"
-"""What :class:`TextFeatures` calls the features that need no pretrained encoder."""
+"""The name of the features that need no pretrained encoder."""
 _BUCKETS = 2**15
-
-
-@dataclass(frozen=True)
-class TextFeatures:
-    """The vectors of some lists of texts.
-
-    Attributes:
-        parts: for each list a float32 tensor (N, d).
-        encoder: what made them: the name of the encoder, or ``"hashed n-grams"``.
-        messages: what a person should know about it.
-        embed: makes vectors of further texts in the very same way.
-    """
-
-    parts: tuple[Tensor, ...]
-    encoder: str
-    messages: tuple[str, ...] = ()
-    embed: Callable[[Sequence[str]], Tensor] | None = None
 
 
 def load_encoder(
@@ -58,40 +39,6 @@ def load_encoder(
         message = f"Using {HASHED}: the default encoder is not available (accuracy will be lower). {error}"
         warnings.warn(message, HyperkronWarning, stacklevel=2)
         return None, (message,)
-
-
-def text_features(
-    parts: Sequence[Sequence[str]],
-    encoder: str | Path | TextEncoder | None = None,
-    *,
-    batch_size: int = 64,
-    max_length: int = 128,
-    progress: Progress | None = None,
-    cache: str | Path | None = None,
-    device: torch.device | str = "cpu",
-) -> TextFeatures:
-    """Vectors of several lists of texts, such as training, trusted and test, all made in the same way.
-
-    Args:
-        parts: the lists of texts; hashed n-grams learn their scale from the first.
-        encoder: one that is loaded, or what :func:`load_encoder` takes.
-        batch_size, max_length, progress, cache: as in :meth:`TextEncoder.embed`.
-        device: where the encoder computes.
-    """
-    loaded, messages = (encoder, ()) if isinstance(encoder, TextEncoder) else load_encoder(encoder, device=device)
-    if loaded is None:
-        hashed = HashedNgrams(parts[0] if parts else ())
-        return TextFeatures(tuple(hashed(part) for part in parts), HASHED, messages, hashed)
-    flat = [text for part in parts for text in part]
-    x = loaded.embed(flat, batch_size=batch_size, max_length=max_length, progress=progress, cache=cache)
-    embed = partial(loaded.embed, batch_size=batch_size, max_length=max_length)
-    return TextFeatures(x.split([len(part) for part in parts]), loaded.name, messages, embed)
-
-
-def hashed_ngrams(parts: Sequence[Sequence[str]], dim: int = 256, seed: int = 0) -> tuple[Tensor, ...]:
-    """Vectors (N, d) of each list of texts by :class:`HashedNgrams`, learnt on the first list."""
-    hashed = HashedNgrams(parts[0] if parts else (), dim, seed)
-    return tuple(hashed(part) for part in parts)
 
 
 class HashedNgrams:
@@ -119,7 +66,7 @@ class HashedNgrams:
         except ImportError as error:
             raise HyperkronError(f"{HASHED} need scikit-learn: pip install 'hyperkron[data]'.") from error
         if len(texts) < 2:
-            raise HyperkronError(f"parts[0] has {len(texts)} texts; {HASHED} need at least 2.")
+            raise HyperkronError(f"texts has {len(texts)} texts; {HASHED} need at least 2.")
         options = {"n_features": _BUCKETS, "norm": None, "alternate_sign": False}
         words = HashingVectorizer(ngram_range=(1, 2), token_pattern=r"(?u)\b\w+\b|[^\w\s]", **options)
         letters = HashingVectorizer(analyzer="char_wb", ngram_range=(3, 5), **options)

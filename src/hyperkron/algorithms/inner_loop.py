@@ -1,0 +1,176 @@
+"""θ's own steps between two hypergradients, as fast as the device allows.
+
+A small model on a large GPU waits for Python: the ten inner steps of a ResNet-18 at 32 × 32 are mostly launches. An
+:class:`InnerLoop` records the forward and backward pass once as a CUDA graph and replays it, and can run it under
+autocast; the optimizer, any of ``torch.optim``, steps as usual, so schedules and clipping keep working.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperkron.kernels.checkpoints import differentiable_checkpoints
+from hyperkron.kernels.graphs import Recording, StaticBatch, available
+from hyperkron.kernels.selection import LayoutError, evaluate
+from hyperkron.losses import as_loss
+from hyperkron.optimizers import LevelOptimizer, Rate, Updates
+from hyperkron.problem import BilevelProblem
+from hyperkron.solution import HyperkronError, warn_once
+
+WARM_UP = 3
+"""Passes before recording, so that libraries have chosen their algorithms."""
+
+
+class InnerLoop:
+    """Steps of θ on J_in: ``loss = loop.step(batch)``. Algorithms take theirs in this way, too.
+
+    Args:
+        problem: its inner objective is minimised.
+        model: holds θ.
+        hyper: holds λ; its values may change between steps, its parameters' memory must stay (optimizers keep it).
+        optimizer: of θ, alone or in :class:`hyperkron.algorithms.Updates` with a scheduler, clipping and autocast.
+        graph: replay the forward and backward pass as a CUDA graph. It needs batches of one shape (others take the
+            ordinary way) and an objective that never waits for the device; one that cannot be recorded takes the
+            ordinary way with a warning. In TF32 and half precision its convolutions run channels last, which rounds
+            otherwise. Without a GPU it has no effect.
+        autocast: run the objective in this dtype (``torch.bfloat16``) where torch considers it safe; θ stays float32.
+
+    Example:
+        >>> import torch, hyperkron as hk
+        >>> model, weights = torch.nn.Linear(4, 3), hk.SampleWeights(8)
+        >>> problem = hk.BilevelProblem(
+        ...     lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1], weight=w(b[2])),
+        ...     lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1]),
+        ... )
+        >>> loop = hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> loss = loop.step((torch.ones(8, 4), torch.zeros(8, dtype=torch.long), torch.arange(8)))
+    """
+
+    def __init__(
+        self,
+        problem: BilevelProblem,
+        model: nn.Module,
+        hyper: nn.Module,
+        optimizer: torch.optim.Optimizer | Updates | LevelOptimizer,
+        *,
+        graph: bool = True,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        if autocast not in (None, torch.bfloat16, torch.float16):
+            raise HyperkronError(f"autocast={autocast!r} must be torch.bfloat16, torch.float16 or None.")
+        if not isinstance(optimizer, LevelOptimizer):
+            own = optimizer.optimizer if isinstance(optimizer, Updates) else optimizer
+            params = [p for group in own.param_groups for p in group["params"] if p.requires_grad]
+            optimizer = LevelOptimizer({str(i): p for i, p in enumerate(params)}, optimizer, Rate(0.0))
+        self.problem, self.model, self.hyper, self.optimizer = problem, model, hyper, optimizer
+        self.autocast = optimizer.autocast if autocast is None else autocast
+        self.scaler = optimizer.scaler
+        if self.autocast is torch.float16 and self.scaler is None:
+            warn_once(
+                "autocast-float16", "autocast=torch.float16 without loss scaling may underflow; use torch.bfloat16."
+            )
+        if graph and self.scaler is not None:
+            raise HyperkronError("graph=True records no loss scaling; use autocast=torch.bfloat16 without a scaler.")
+        self.params = list(optimizer.params.values())
+        self.device = self.params[0].device
+        self._wants_graph = graph and available(self.device)
+        self._recorded: _Recorded | None = None
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a CUDA graph has been recorded."""
+        return self._recorded is not None
+
+    def replace_problem(self, problem: BilevelProblem) -> None:
+        """Minimise the inner objective of another problem from now on."""
+        self.problem, self._recorded = problem, None
+
+    def step(self, batch: Any) -> Tensor:
+        """One optimizer step on ``batch``; J_in before the step, detached and not waited for."""
+        loss = self._replay(batch) if self._wants_graph else self._pass(batch)
+        self.optimizer.update()
+        return loss
+
+    def _replay(self, batch: Any) -> Tensor:
+        """The pass as a recorded graph where the batch has its shape, else as usual."""
+        if self._recorded is None:
+            try:
+                self._recorded = _Recorded(self, batch)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                text = f"the inner steps could not be recorded as a CUDA graph ({error!s:.200}); they run eagerly."
+                warn_once(f"inner-graph {error!s:.60}", text)
+                self._wants_graph = False
+                return self._pass(batch)
+        return self._recorded.replay(batch) if self._recorded.batch.fits(batch) else self._pass(batch)
+
+    def _pass(self, batch: Any) -> Tensor:
+        """Forward and backward: J_in, with its gradient in θ's ``.grad`` and none in λ's."""
+        with torch.enable_grad(), differentiable_checkpoints():
+            if self.autocast is None:
+                value = self._value(batch)
+            else:
+                with torch.autocast(self.device.type, self.autocast, cache_enabled=not self._wants_graph):
+                    value = self._value(batch)
+            if not value.requires_grad:
+                raise HyperkronError("inner returned a loss that depends on neither model nor hyper; do not detach it.")
+            scaled = value if self.scaler is None else self.scaler.scale(value)
+            found = torch.autograd.grad(scaled, self.params, allow_unused=True)
+        for p, gradient in zip(self.params, found, strict=True):
+            if gradient is not None and self.scaler is not None:
+                gradient = gradient / self.scaler.get_scale()
+            p.grad = gradient.contiguous() if gradient is not None and self._wants_graph else gradient
+        return value.detach()
+
+    def _value(self, batch: Any) -> Tensor:
+        """J_in; what is recorded takes the kernels chosen for that."""
+        if not self._wants_graph:
+            return as_loss(self.problem.inner(self.model, self.hyper, batch)).value
+        try:
+            return evaluate(
+                lambda: as_loss(self.problem.inner(self.model, self.hyper, batch)).value,
+                self.model,
+                self.device,
+                0,
+                differentiable=False,
+                recording=True,
+            )
+        except LayoutError:  # before anything is recorded: recording begins with a warm-up
+            return self._value(batch)
+
+
+class _Recorded:
+    """A forward and backward pass as a CUDA graph, with the memory it reads and writes."""
+
+    def __init__(self, loop: InnerLoop, batch: Any) -> None:
+        self.batch = StaticBatch(batch)
+        buffers = list(loop.model.buffers())
+        saved, random = [b.clone() for b in buffers], torch.cuda.get_rng_state(loop.device)
+        try:
+            side = torch.cuda.Stream(loop.device)
+            side.wait_stream(torch.cuda.current_stream(loop.device))
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP):
+                    loop._pass(self.batch.value)
+            torch.cuda.current_stream(loop.device).wait_stream(side)
+            for p in loop.params:
+                p.grad = None
+            self.recording = Recording(lambda: loop._pass(self.batch.value))
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, saved, strict=True):
+                    buffer.copy_(value)  # warming up must leave no trace in running statistics
+            torch.cuda.set_rng_state(random, loop.device)
+        self.gradients = [(p, p.grad) for p in loop.params]
+
+    def replay(self, batch: Any) -> Tensor:
+        """The pass on ``batch``: J_in, with the gradients where the optimizer looks for them."""
+        self.batch.fill(batch)
+        loss = self.recording.replay()
+        for p, gradient in self.gradients:
+            p.grad = gradient
+        return loss.clone()

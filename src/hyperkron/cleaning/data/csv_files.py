@@ -1,0 +1,173 @@
+"""CSV: every value is kept as its text, every record as the very text it was read from."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hyperkron.cleaning.data.files import listing
+from hyperkron.cleaning.data.formulas import FormulaCells
+from hyperkron.cleaning.data.kept import Kept
+from hyperkron.cleaning.data.labelled import Frame, Place
+from hyperkron.cleaning.data.limits import Bounds, ReadOptions, read_bounded, read_text
+from hyperkron.cleaning.data.values import Cells
+from hyperkron.solution import HyperkronError
+
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+_CROWDED = 10  # times max_columns: marks in a line that is refused before it is split
+
+
+class _File(NamedTuple):
+    """A CSV file: the names and the text of its header, and (fields, text) for every row."""
+
+    header: list[str]
+    head: str
+    records: list[tuple[list[str], str]]
+    delimiter: str
+
+
+def lines(text: str) -> Iterator[str]:
+    """The lines of a text with their ends."""
+    return (found[0] for found in _LINE.finditer(text))
+
+
+@contextlib.contextmanager
+def _field_limit(limit: int) -> Iterator[None]:
+    """Let a field have this many characters, in place of the 128 KiB that the csv module allows by default."""
+    before = csv.field_size_limit(min(limit, 2**31 - 1))
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _split(text: str, delimiter: str, bounds: Bounds) -> Iterator[tuple[list[str], str, int]]:
+    """Yield (fields, text, line) of every record that is not a blank line."""
+    consumed: list[str] = []
+
+    def watched() -> Iterator[str]:
+        for line in lines(text):
+            marks = line.count(delimiter)
+            if marks > _CROWDED * bounds.options.max_columns:
+                bounds.columns(marks)
+            consumed.append(line)
+            yield line
+
+    reader = csv.reader(watched(), delimiter=delimiter, strict=True)
+    try:
+        start = 1
+        for fields in reader:
+            if fields:
+                yield fields, "".join(consumed), start
+            start = reader.line_num + 1
+            consumed.clear()
+    except csv.Error as error:
+        if "field limit" in str(error):
+            bounds.field(bounds.options.max_field + 1, reader.line_num)
+        raise HyperkronError(
+            f"{bounds.name} is not valid CSV at line {reader.line_num}: {error}. A quote inside a quoted field is "
+            'doubled (""), and every quoted field ends with a quote.'
+        ) from error
+
+
+def _is_tabbed(path: Path) -> bool:
+    return path.name.lower().removesuffix(".gz").endswith((".tsv", ".tab"))
+
+
+def _open(path: Path, options: ReadOptions, *, texts: bool = False) -> _File:
+    """The records of a file; without ``texts`` the text of each is left empty, which saves memory."""
+    text, bounds = read_text(path, options), Bounds(path, options)
+    first = next((line for line in lines(text) if line.strip()), "")
+    delimiter = "\t" if _is_tabbed(path) else max(",;\t|", key=lambda mark: (first.count(mark), mark == ","))
+    with _field_limit(options.max_field):
+        records = _split(text, delimiter, bounds)
+        header, head, _ = next(records, ([], "", 0))
+        header = [name.strip() for name in header]
+        _check_header(header, bounds)
+        rows, ragged, cells = [], [], 0
+        for fields, raw, line in records:
+            cells += len(fields)
+            bounds.cells(cells)
+            rows.append((fields, raw if texts else ""))
+            if len(fields) != len(header):
+                ragged.append(f"line {line} has {len(fields)}")
+    if ragged:
+        raise HyperkronError(
+            f"{bounds.name} has {len(header)} columns but {len(ragged)} rows have another number of fields: "
+            f"{listing(ragged)}. Put quotes around fields that contain {delimiter!r}, or complete the rows."
+        )
+    return _File(header, head, rows, delimiter)
+
+
+def _check_header(header: list[str], bounds: Bounds) -> None:
+    if not any(header):
+        raise HyperkronError(f"{bounds.name} is empty: it has no header. Its first line must name the columns.")
+    bounds.columns(len(header))
+    refuse_repeated(header, bounds.name)
+    if all(_is_number(name) for name in header):
+        raise HyperkronError(
+            f"{bounds.name} has no header: its first line is {listing(header)}. Add a line that names the columns."
+        )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def refuse_repeated(names: Iterable[str], where: str) -> None:
+    """Refuse columns of the same name."""
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise HyperkronError(f"{where} names more than one column {listing(map(repr, twice))}; rename them.")
+
+
+def read_csv(place: Place) -> Frame:
+    """The columns of a CSV file."""
+    path, file = place.path, _open(place.path, place.options)
+    values = zip(*(fields for fields, _ in file.records), strict=True)
+    columns = {name: Cells(column) for name, column in zip(file.header, values, strict=False)}
+    expected = "\t" if _is_tabbed(path) else ","
+    notes = (f"{path.name}: fields are taken to be separated by {file.delimiter!r}.",)
+    return Frame(path.name, columns, path.parent, notes if file.delimiter != expected else ())
+
+
+def csv_line(fields: Sequence[str], delimiter: str = ",", end: str = "\n") -> str:
+    """One record as text."""
+    line = io.StringIO(newline="")
+    csv.writer(line, delimiter=delimiter, lineterminator=end).writerow(fields)
+    return line.getvalue()
+
+
+def write_csv(place: Place, kept: Kept) -> bytes:
+    """The very text of every row whose label stays."""
+    path, options = place.path, place.options
+    kept.require_suffix(path.name, ".csv", ".tsv", ".tab", ".csv.gz", ".tsv.gz")
+    file = _open(path, options, texts=True)
+    end = "\r\n" if file.head.endswith("\r\n") else "\n"
+    at = file.header.index(kept.label_column(path.name, file.header)) if kept.labels else -1
+    cells = FormulaCells(kept.formulas, file.header)
+
+    def written(fields: list[str], text: str, row: int | None = None) -> str:
+        new = None if row is None else kept.labels.get(row)
+        if new is not None and fields[at] != new:
+            fields = [*fields[:at], new, *fields[at + 1 :]]
+            text = csv_line(fields, file.delimiter, end)
+        escaped = cells.row(fields, row)
+        text = text if escaped is None else csv_line(escaped, file.delimiter, end)
+        return text if text.endswith(("\n", "\r")) else text + end
+
+    parts = [written(file.header, file.head)]
+    parts += [written(*file.records[row], row) for row in kept.within(len(file.records), path.name)]
+    cells.tell(path.name)
+    marked = options.charset.lower() in ("utf-8", "utf8") and read_bounded(path, options).startswith(b"\xef\xbb\xbf")
+    return "".join(parts).encode("utf-8-sig" if marked else options.charset)

@@ -1,0 +1,124 @@
+"""Parquet files, and the tables of Arrow that datasets of the Hub are too."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from hyperkron.cleaning.data.csv_files import refuse_repeated
+from hyperkron.cleaning.data.files import need
+from hyperkron.cleaning.data.kept import Kept
+from hyperkron.cleaning.data.labelled import Frame, Place
+from hyperkron.cleaning.data.limits import Bounds, ReadOptions
+from hyperkron.cleaning.data.values import Values
+from hyperkron.solution import HyperkronError
+from hyperkron.training.writing import open_plain
+
+
+def _table(path: Path, options: ReadOptions) -> Any:
+    """The Arrow table of a Parquet file, refused before it is decoded if it holds too much."""
+    parquet, arrow = need("pyarrow.parquet"), need("pyarrow")
+    bounds = Bounds(path, options)
+    try:
+        with open_plain(path):  # a pipe would be waited for
+            pass
+        with parquet.ParquetFile(path, memory_map=False) as file:
+            texts = _refuse_large(file.metadata, bounds)
+            schema = file.schema_arrow
+        texts = [name for name in texts if _is_flat_text(schema, name)]
+        if texts:
+            with parquet.ParquetFile(path, memory_map=False, read_dictionary=texts) as file:
+                _refuse_long_texts(file, texts, bounds)
+        with parquet.ParquetFile(path, memory_map=False) as file:
+            return file.read()
+    except (arrow.ArrowException, OSError) as error:
+        raise HyperkronError(f"{str(path)!r} is not a readable Parquet file ({str(error)[:150]}).") from error
+
+
+def _refuse_large(metadata: Any, bounds: Bounds) -> list[str]:
+    """Refuse what the metadata says is too large; the columns of texts, by name."""
+    bounds.columns(metadata.num_columns)
+    bounds.cells(metadata.num_rows * metadata.num_columns)
+    size, cells, texts = 0, 0, set()
+    for i in range(metadata.num_row_groups):
+        group = metadata.row_group(i)
+        size += group.total_byte_size
+        for j in range(group.num_columns):
+            column = group.column(j)
+            cells += column.num_values  # of all the values within lists, too
+            if column.physical_type in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY"):
+                texts.add(column.path_in_schema)
+        bounds.cells(cells)
+    bounds.size(size)
+    return sorted(texts)
+
+
+def _is_flat_text(schema: Any, name: str) -> bool:
+    """Whether a column holds texts or bytes and can be read as a list of different values and their places."""
+    types = need("pyarrow").types
+    at = schema.get_field_index(name)
+    kind = schema.field(at).type if at >= 0 else None
+    if kind is not None and types.is_dictionary(kind):
+        kind = kind.value_type
+    tests = (types.is_string, types.is_binary, types.is_large_string, types.is_large_binary)
+    return kind is not None and any(is_kind(kind) for is_kind in tests)
+
+
+def _refuse_long_texts(file: Any, texts: list[str], bounds: Bounds) -> None:
+    """Refuse texts that are stored once and repeated to more than there is room for."""
+    arrow, compute = need("pyarrow"), need("pyarrow.compute")
+    total = 0
+    for column in file.read(columns=texts).columns:
+        for chunk in column.chunks:
+            if not arrow.types.is_dictionary(chunk.type):
+                continue
+            lengths = compute.binary_length(chunk.dictionary)
+            bounds.field(compute.max(lengths).as_py() or 0)
+            total += compute.sum(compute.cast(lengths.take(chunk.indices), arrow.int64())).as_py() or 0
+            bounds.size(total)
+
+
+def arrow_columns(table: Any) -> dict[str, Values]:
+    """The columns of an Arrow table: numbers without gaps as arrays, everything else as Python values."""
+    types = need("pyarrow").types
+    columns: dict[str, Values] = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        numeric = types.is_floating(column.type) or (types.is_integer(column.type) and not column.null_count)
+        columns[name] = column.to_numpy() if numeric else column.to_pylist()
+    return columns
+
+
+def arrow_bytes(table: Any, kept: Kept, column: str, name: str) -> bytes:
+    """The rows to keep as a Parquet file, with the types and metadata of the table."""
+    arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
+    rows = kept.within(table.num_rows, name)
+    found = table.take(arrow.array(rows, type=arrow.int64()))
+    if kept.labels:
+        at = table.column_names.index(column)
+        field = table.schema.field(at)
+        plain = field.type.value_type if arrow.types.is_dictionary(field.type) else field.type
+        labels = [kept.label(row, old) for row, old in zip(rows, found.column(at).to_pylist(), strict=True)]
+        try:
+            values = arrow.array(labels, type=plain).cast(field.type)
+        except (arrow.ArrowException, TypeError, ValueError) as error:
+            raise HyperkronError(
+                f"labels cannot be written into the column {column!r} of {name}, which holds {field.type} ({error})."
+            ) from error
+        found = found.set_column(at, field, values)
+    parquet.write_table(found, file := io.BytesIO())
+    return file.getvalue()
+
+
+def read_parquet(place: Place) -> Frame:
+    """The columns of a Parquet file."""
+    table = _table(place.path, place.options)
+    refuse_repeated(table.column_names, repr(str(place.path)))
+    return Frame(place.path.name, arrow_columns(table), place.path.parent)
+
+
+def write_parquet(place: Place, kept: Kept) -> bytes:
+    """Types and metadata stay."""
+    kept.require_suffix(place.path.name, ".parquet", ".pq")
+    table = _table(place.path, place.options)
+    return arrow_bytes(table, kept, kept.label_column(place.path.name, table.column_names), place.path.name)

@@ -1,0 +1,142 @@
+"""The exact diagonal of layers outside Kronecker blocks: norm layers and embeddings.
+
+For every parameter p it is Σ_n (∂/∂p s_nᵀf_n)², from the layer's input and output gradient. Statistics of a batch
+count as constants.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyperkron.curvature.kfac.factors import add_to
+
+WAITING = 2**19
+"""Batch norm layers wait for each other, to be treated together, until this many numbers are held for them."""
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
+
+
+def has_diagonal(module: nn.Module) -> bool:
+    """Whether the exact per-example diagonal of ``module``'s block is known in closed form."""
+    return isinstance(module, _NORMS) or type(module) is nn.Embedding
+
+
+def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """Σ_n (∂/∂p s_nᵀf_n)² for each parameter p of a norm layer or embedding, from its input and output gradient.
+
+    A norm layer is z = weight·x̂ + bias, so an example's gradient is Σ_positions g·x̂ and Σ_positions g. An
+    embedding's row gets the sum of g over the positions where it was looked up.
+    """
+    if isinstance(module, nn.Embedding):
+        return {"weight": _embedding_squares(module, x, g)}
+    weighted = range(1, 2)  # the dimensions of z that the weight has
+    if isinstance(module, nn.GroupNorm):
+        normalised = F.group_norm(x, module.num_groups, eps=module.eps)
+    else:
+        assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
+        shape = list(module.normalized_shape)
+        weighted = range(g.dim() - len(shape), g.dim())
+        if isinstance(module, nn.LayerNorm):
+            normalised = F.layer_norm(x, shape, eps=module.eps)
+        else:
+            normalised = F.rms_norm(x, shape, eps=module.eps)
+    positions = [axis for axis in range(1, g.dim()) if axis not in weighted]
+
+    def total(t: Tensor) -> Tensor:
+        return (t.sum(positions) if positions else t).square().sum(0)
+
+    found = {"weight": total(g * normalised)}
+    if getattr(module, "bias", None) is not None:
+        found["bias"] = total(g)
+    return found
+
+
+def _embedding_squares(module: nn.Embedding, index: Tensor, g: Tensor) -> Tensor:
+    """For each row of the table, Σ_n (Σ g over the positions of example n where the row was looked up)²."""
+    count, width = module.weight.shape
+    examples = torch.arange(index.shape[0] if index.dim() > 1 else index.numel(), device=index.device)
+    pairs = (index.reshape(len(examples), -1) + count * examples[:, None]).reshape(-1)
+    distinct, where = torch.unique(pairs, return_inverse=True)
+    sums = g.new_zeros(len(distinct), width).index_add_(0, where, g.reshape(-1, width))
+    diagonal = g.new_zeros(count, width).index_add_(0, distinct % count, sums.square())
+    if module.padding_idx is not None:
+        diagonal[module.padding_idx] = 0.0  # its row receives no gradient
+    return diagonal
+
+
+class BatchNormSums(NamedTuple):
+    """What the diagonal of a batch norm layer is made of: Σ g·x and Σ g over positions (N, C), mean and 1/std (C,)."""
+
+    along: Tensor
+    plain: Tensor
+    mean: Tensor
+    scale: Tensor
+
+
+def batch_norm_sums(module: nn.modules.batchnorm._BatchNorm, x: Tensor, g: Tensor) -> BatchNormSums:
+    """The sums of one call of a batch norm layer, from its input and output gradient."""
+    flat, g = (t.flatten(2) if t.dim() > 2 else t[:, :, None] for t in (x, g))
+    return BatchNormSums((g * flat).sum(2), g.sum(2), *_batch_norm_statistics(module, x))
+
+
+def _batch_norm_statistics(module: nn.modules.batchnorm._BatchNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean and 1/std of every channel that ``module`` normalises ``x`` by."""
+    if not module.training and module.running_mean is not None and module.running_var is not None:
+        return module.running_mean, (module.running_var + module.eps).rsqrt()
+    if x.is_cuda:  # the layer's own kernel; a general reduction would hold several times the memory of x
+        mean, scale = torch.batch_norm_stats(x, module.eps)
+        return mean, scale
+    variance, mean = torch.var_mean(x, dim=(0, *range(2, x.dim())), correction=0)
+    return mean, (variance + module.eps).rsqrt()
+
+
+def batch_norm_squares(sums: list[BatchNormSums]) -> list[tuple[Tensor, Tensor]]:
+    """The squared gradients of weight and bias for each of ``sums``.
+
+    With statistics per channel, Σ g·x̂ = (Σ g·x − mean·Σ g)/std needs no normalised copy of x. Layers of one batch are
+    treated together, their channels side by side: what is left to compute is small, and launches are what it costs. The
+    memory of ``sums`` is used.
+    """
+    if len({(len(one.along), one.along.dtype, one.along.device) for one in sums}) > 1:
+        return [squares for one in sums for squares in batch_norm_squares([one])]
+    along, plain, mean, scale = (
+        parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1) for parts in zip(*sums, strict=True)
+    )
+    along.addcmul_(mean, plain, value=-1).mul_(scale)
+    widths = [one.mean.numel() for one in sums]
+    return list(zip(*(x.square_().sum(0).split(widths) for x in (along, plain)), strict=True))
+
+
+class Diagonals:
+    """The diagonals of one measurement, summed over calls and backward passes into ``sums``, by parameter."""
+
+    def __init__(self, sums: dict[str, Tensor], dtype: torch.dtype) -> None:
+        self.sums, self.dtype = sums, dtype
+        self._batch_norms: list[tuple[dict[str, str], BatchNormSums]] = []
+
+    def add(self, module: nn.Module, names: dict[str, str], x: Tensor, g: Tensor) -> None:
+        """One call of ``module``, whose own parameter names ``names`` maps to those in the model."""
+        x, g = x.to(self.dtype) if x.is_floating_point() else x, g.to(self.dtype)
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            self._add(names, squared_gradients(module, x, g))
+            return
+        self._batch_norms.append((names, batch_norm_sums(module, x, g)))
+        if sum(sums.along.numel() for _, sums in self._batch_norms) > WAITING:
+            self.flush()
+
+    def flush(self) -> None:
+        """Treat the batch norm layers that a backward pass went through since the last time."""
+        passed, self._batch_norms = self._batch_norms, []
+        if passed:
+            found = batch_norm_squares([sums for _, sums in passed])
+            for (names, _), squares in zip(passed, found, strict=True):
+                self._add(names, dict(zip(("weight", "bias"), squares, strict=True)))
+
+    def _add(self, names: dict[str, str], squares: dict[str, Tensor]) -> None:
+        for local, square in squares.items():
+            if local in names:
+                add_to(self.sums, names[local], square)

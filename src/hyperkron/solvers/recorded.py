@@ -1,0 +1,188 @@
+"""Conjugate gradients and the fixed-step iteration as they are recorded in a CUDA graph: without a branch.
+
+While a graph is recorded no number can be read, so no solve can end early. These do all their iterations, and where the
+eager solvers of ``cg.py`` and ``fixed_step.py`` would end they hold the value, chosen by ``torch.where``. The outcome
+(status, iterations, residual) is read after each replay. Tests compare them with the eager solvers, to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hyperkron import trees
+from hyperkron.curvature.base import Invertible, Operator
+from hyperkron.kernels.execution import Execution, Pending
+from hyperkron.solution import Solution, Status
+from hyperkron.solvers.base import epsilon, finite_or_none
+from hyperkron.solvers.fixed_step import preconditioned, signed_norm, signed_square
+from hyperkron.trees import Tree
+
+_STATUSES = Status.BUDGET, Status.CONVERGED, Status.NONPOSITIVE_CURVATURE, Status.DIVERGED, Status.NON_FINITE
+BUDGET, CONVERGED, NONPOSITIVE, DIVERGED, NON_FINITE = range(len(_STATUSES))
+"""How a solve may end, as a number; ``BUDGET`` while nothing has ended it."""
+
+
+def recorded_cg(
+    operator: Operator,
+    b: Tree,
+    start: Tree | None,
+    preconditioner: Invertible | None,
+    execution: Execution,
+    iterations: int,
+    tolerance: float,
+) -> tuple[Tree, Pending[Solution]]:
+    """:class:`~hyperkron.solvers.cg.CG`: its value, and its solution after a replay."""
+    eps = epsilon(b, operator)
+    v, r, products, goal = trees.zeros_like(b), b, 0, max(tolerance, eps)
+    if start is not None:
+        v, r, products = start, trees.add(b, operator.matvec(start), alpha=-1.0), 1
+    norm = trees.norm(b)
+    size, left = _numbers(norm, norm if start is None else trees.norm(r))
+    residual = left / size
+    outcome = _Outcome(_first((NON_FINITE, _strange(residual)), (CONVERGED, residual <= goal)), 0, residual)
+    p = z = preconditioned(r, preconditioner)
+    rz, largest = trees.dot(r, z), torch.zeros_like(residual)
+    for done in range(iterations):
+        product = operator.matvec(p)
+        products += 1
+        curvature = trees.dot(p, product)
+        step = rz / curvature
+        v_next, r = trees.add(v, p, alpha=step), trees.add(r, product, alpha=-step)
+        rr = trees.dot(r, r)
+        facts = _numbers(rz, curvature, trees.dot(p, p), trees.dot(product, product), rr)
+        rz_, curvature_, pp, qq, rr_ = facts
+        largest = torch.fmax(largest, torch.where(pp > 0.0, qq / pp, 0.0).sqrt())
+        left, unfit = rr_.sqrt() / size, rz_ <= 0.0
+        status = _first(
+            (NON_FINITE, _strange(*facts[:4])),
+            (NONPOSITIVE, unfit | (curvature_ <= eps * largest * pp)),
+            (NON_FINITE, _strange(rr_)),
+            (CONVERGED, left <= goal),
+        )
+        usable = status <= CONVERGED
+        v = trees.where(outcome.running & usable, v_next, v)
+        residual = torch.where(usable, left, residual)
+        if done == 0 and start is None:  # a bad first direction is the value, or b if the preconditioner is at fault
+            (left,) = _numbers(trees.norm(trees.add(b, product, alpha=-1.0)))
+            stuck = status == NONPOSITIVE
+            v = trees.where(stuck, trees.where(unfit, b, p), v)
+            residual = torch.where(stuck, torch.where(unfit, math.nan, left / size), residual)
+        outcome.update(status, done + usable, residual)
+        if done + 1 < iterations:
+            z = preconditioned(r, preconditioner)
+            rz_next = rr if z is r else trees.dot(r, z)
+            p, rz = trees.add(z, p, alpha=rz_next / rz), rz_next
+    return v, outcome.pending(execution, v, products)
+
+
+def recorded_fixed_step(
+    operator: Operator,
+    b: Tree,
+    start: Tree | None,
+    preconditioner: Invertible | None,
+    execution: Execution,
+    updates: int,
+    step: float,
+) -> tuple[Tree, Pending[Solution]]:
+    """:func:`~hyperkron.solvers.fixed_step.fixed_step`: its value, and its solution after a replay."""
+    eps, products = epsilon(b, operator), 0
+    r, z = b, preconditioned(b, preconditioner)
+    norm = left = signed_norm(r, z)
+    if start is not None:
+        r, products = trees.add(b, operator.matvec(start), alpha=-1.0), 1
+        z = preconditioned(r, preconditioner)
+        left = signed_norm(r, z)
+    size, left = _numbers(norm, left)
+    unfit = (size < 0.0) | (left < 0.0)  # never without a preconditioner
+    residual = torch.where(unfit, math.nan, left / size)
+    status = _first((NONPOSITIVE, unfit), (NON_FINITE, _strange(residual)))
+    outcome = _Outcome(status, status == BUDGET, residual)
+    if start is None:
+        z = z if preconditioner is None else trees.where(unfit, b, z)
+        v = best = trees.scale(z, step)
+    else:
+        v, best = trees.add(start, z, alpha=step), start
+    least, updates_to_best = residual, torch.zeros_like(residual)
+    for done in range(1, updates):
+        product = operator.matvec(z)
+        products += 1
+        curvature = trees.dot(z, product)
+        r = trees.add(r, product, alpha=-step)
+        z = preconditioned(r, preconditioner)
+        curvature, square = _numbers(curvature, signed_square(r, z))
+        unfit, lost = square < 0.0, square.isnan() & (preconditioner is not None)
+        residual = torch.where((square >= 0.0) & square.isfinite(), square.sqrt() / size, math.inf)
+        grows = residual > least * (1.0 + math.sqrt(eps))
+        better = (residual <= least) | (done == 1 and start is None)
+        least, updates_to_best = torch.where(better, residual, least), torch.where(better, done, updates_to_best)
+        status = _first(
+            (NON_FINITE, _strange(curvature) | lost),
+            (NONPOSITIVE, unfit | (grows & (curvature < 0.0))),
+            (DIVERGED, grows),
+            (CONVERGED, residual <= eps),
+        )
+        grown = (status == NONPOSITIVE) | (status == DIVERGED)
+        best = trees.where(outcome.running & better, v, best)
+        outcome.update(
+            status,
+            torch.where(grown, updates_to_best, torch.where(status == BUDGET, done + 1, done)),
+            torch.where(grown, least, torch.where(status == NON_FINITE, math.nan, residual)),
+        )
+        v = trees.where(outcome.running, trees.add(v, z, alpha=step), v)
+    v = trees.where(outcome.ended(NONPOSITIVE, DIVERGED), best, v)
+    return v, outcome.pending(execution, v, products)
+
+
+class _Outcome:
+    """Status, iterations and residual of a solve as one vector, held from its end on."""
+
+    def __init__(self, status: Tensor, iterations: Tensor | int, residual: Tensor) -> None:
+        self.vector = self._stacked(status, iterations, residual)
+
+    @staticmethod
+    def _stacked(status: Tensor, iterations: Tensor | int, residual: Tensor) -> Tensor:
+        count = iterations.to(residual) if isinstance(iterations, Tensor) else torch.full_like(residual, iterations)
+        return torch.stack([status.to(residual), count, residual])
+
+    @property
+    def running(self) -> Tensor:
+        """Whether nothing has ended the solve."""
+        return self.vector[0] == BUDGET
+
+    def ended(self, *statuses: int) -> Tensor:
+        """Whether it has ended by one of ``statuses``."""
+        return torch.stack([self.vector[0] == status for status in statuses]).any()
+
+    def update(self, status: Tensor, iterations: Tensor | int, residual: Tensor) -> None:
+        """After another iteration, unless the solve has ended before it."""
+        self.vector = torch.where(self.running, self._stacked(status, iterations, residual), self.vector)
+
+    def pending(self, execution: Execution, value: Tree, products: int) -> Pending[Solution]:
+        """The solution of a replay."""
+
+        def solution(numbers: list[float]) -> Solution:
+            status, iterations, residual = numbers
+            return Solution(value, _STATUSES[int(status)], int(iterations), products, finite_or_none(residual))
+
+        return execution.later(self.vector).then(solution)
+
+
+def _numbers(*found: Tensor) -> tuple[Tensor, ...]:
+    """What an eager solver would read; in float64, as Python's numbers are."""
+    return torch.stack(found).double().unbind()
+
+
+def _strange(*numbers: Tensor) -> Tensor:
+    """Whether any of ``numbers`` is NaN or infinite."""
+    return ~torch.stack(numbers).isfinite().all()
+
+
+def _first(*events: tuple[int, Tensor]) -> Tensor:
+    """The first status whose condition holds; ``BUDGET`` where none does."""
+    status = torch.zeros_like(events[0][1], dtype=torch.int64)
+    for code, condition in reversed(events):
+        status = torch.where(condition, code, status)
+    return status

@@ -1,0 +1,445 @@
+"""A run of an algorithm, and the callbacks around its steps."""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, derivatives
+from hyperkron.solution import HyperkronError, Status
+from hyperkron.training import checkpoint, fingerprint
+from hyperkron.training.encoding import CheckpointError
+from hyperkron.training.history import History, Value
+from hyperkron.training.jsonl import JSONLog
+from hyperkron.training.locks import FolderLock
+from hyperkron.training.program import Program
+from hyperkron.training.randomness import random_state, set_random_state
+from hyperkron.training.recording import RecordedBatches
+from hyperkron.training.rollback import TrainingSnapshot, refuse_non_finite
+from hyperkron.training.signals import Interrupted, Signals
+from hyperkron.validation import check_nonnegative, check_whole
+
+
+class Verdict(enum.Enum):
+    """What to do with a failed step."""
+
+    SKIP = "Undo the step and continue with the next batches."
+    RETRY = "Undo the step and repeat it with the same batches and random states."
+
+
+class Callback:
+    """Base class of callbacks. Every method does nothing by default; override the ones you need.
+
+    ``on_step`` may return values for the step's row of the history, and may call ``run.stop(reason)``.
+
+    Attributes:
+        catches_signals: whether SIGTERM and SIGINT wait for the end of the step, so that this callback can save.
+        undoes: whether steps must be undoable, so that ``on_failure`` can skip or retry them.
+        folder: where the run is saved, or ``None``; no other run can write there meanwhile.
+    """
+
+    catches_signals: bool = False
+    undoes: bool = False
+    folder: Path | None = None
+
+    def on_start(self, run: Run) -> None:
+        """Before the first step of a call of :meth:`Run.advance`."""
+
+    def on_report(self, run: Run, report: StepReport) -> None:
+        """After a step, while it can still be undone (with ``undoes``): raise an error to reject it."""
+
+    def on_failure(self, run: Run, error: Exception) -> Verdict | None:
+        """After an error in a step (with ``undoes``): what to do; ``None`` leaves it to the next callback."""
+        return None
+
+    def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
+        """After every step."""
+        return None
+
+    def on_boundary(self, run: Run) -> None:
+        """After every step and all ``on_step`` calls, when its row is in the history: the place to save."""
+
+    def on_end(self, run: Run) -> None:
+        """After the last step, also if the run was stopped or interrupted."""
+
+    def on_exit(self, run: Run) -> None:
+        """At the very end, also after an error: the place to close files."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next call depends on, as plain values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`."""
+
+
+class Run:
+    """A run of an algorithm: advance it, inspect it, save it and continue it.
+
+    Attributes:
+        algorithm, state, batches: the algorithm, its state, and the source of its batches.
+        history: one row of values per step.
+        row: the row of the current step, for callbacks.
+        seconds: time spent in steps so far, without callbacks and saving.
+        stopped: why it ended early, or ``None``.
+        failure: the error of a step that ended the run (with ``record_failure``), or ``None``.
+        goal: the step at which the current call of :meth:`advance` ends, or ``None`` if only time ends it.
+        rank: the number of this process among those of the run.
+    """
+
+    rank = 0
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        state: State,
+        batches: BatchSources,
+        callbacks: Sequence[Callback] = (),
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        record_failure: bool = False,
+    ) -> None:
+        self.algorithm, self.state = algorithm, state
+        derivatives.check_curvature_data(state, batches)
+        self.batches = RecordedBatches(batches.inner_source, batches.outer_source, batches.curvature_source)
+        self.callbacks = list(callbacks)
+        self.clock, self.record_failure = clock, record_failure
+        self.history = History()
+        self.row: dict[str, Value] = {}
+        self.seconds = 0.0
+        self.stopped: str | None = None
+        self.failure: Exception | None = None
+        self.goal: int | None = state.step
+        self._goal_seconds = math.inf
+        self._waits_for: torch.device | None = None
+        self._random: dict[str, Any] | None = None
+        self._log: JSONLog | None = None
+        self._locks: dict[Path, FolderLock] = {}
+        parts = fingerprint.parts(algorithm, state, batches)
+        kinds = [type(callback) for callback in self.callbacks]
+        self._config = fingerprint.describe({**parts, "callbacks": kinds})
+        parts |= {"problem": state.problem, "model": state.model, "hyper": state.hyper}
+        self._program = Program(parts, [state.model, state.hyper], self._config)
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step."""
+        self.stopped = reason
+
+    def advance(self, steps: int | None = None, *, seconds: float | None = None, progress: bool = False) -> Run:
+        """Run ``steps`` more steps or ``seconds`` more seconds, whichever comes first; less if a callback stops it.
+
+        With a :class:`Checkpoint` callback, SIGTERM and SIGINT end the run after the current step: it is saved, and
+        :class:`Interrupted` exits with code 143 or 130. While it runs, no other run can write into its folders.
+
+        Args:
+            steps: number of steps; ``None`` for no limit.
+            seconds: of :attr:`seconds`, the time spent in steps. A GPU is waited for at the end of every step only if
+                this is given; ``math.inf`` measures without a limit.
+            progress: show a progress bar.
+        """
+        return advance_all([self], steps, seconds=seconds, progress=progress)[0]
+
+    @property
+    def progress(self) -> float:
+        """The share of the steps or of the time that is used up, whichever is larger."""
+        steps = 0.0 if self.goal is None else self.state.step / self.goal if self.goal else 1.0
+        return max(steps, self.seconds / self._goal_seconds if self._goal_seconds > 0 else 1.0)
+
+    @property
+    def _ended(self) -> bool:
+        return (
+            self.stopped is not None
+            or self.state.step == self.goal
+            or self.seconds >= self._goal_seconds
+            or self.failure is not None
+        )
+
+    def _set_goal(self, steps: int | None, seconds: float | None) -> None:
+        if steps is None and seconds is None:
+            raise HyperkronError("neither steps nor seconds was given; say how long the run is, such as steps=100.")
+        if steps is not None:
+            check_whole("steps", steps, 0)
+        if seconds is not None and seconds != math.inf:
+            check_nonnegative("seconds", seconds, "it is the time to train for")
+        device = next(iter(self.state.params.values())).device
+        self._waits_for = device if seconds is not None and device.type == "cuda" else None
+        self.stopped = None if self.failure is None else str(self.failure)
+        self.goal = None if steps is None else self.state.step + steps
+        self._goal_seconds = math.inf if seconds is None else self.seconds + seconds
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the run's files go: the folder of its first callback that has one, such as a :class:`Checkpoint`."""
+        return next((Path(callback.folder) for callback in self.callbacks if callback.folder is not None), None)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold the folders of the log and the checkpoints: no other run writes there meanwhile."""
+        with ExitStack() as stack:
+            for callback in self.callbacks:
+                if callback.folder is not None:
+                    stack.enter_context(self._lock(callback.folder))
+            yield
+
+    def _lock(self, folder: str | Path) -> FolderLock:
+        """This run's lock of a folder, which it may hold already."""
+        folder = Path(folder).resolve()
+        return self._locks.setdefault(folder, FolderLock(folder))
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        """Around the steps of one call of :meth:`advance`."""
+        with ExitStack() as stack:
+            stack.enter_context(self._writing())
+            for callback in self.callbacks:
+                stack.callback(callback.on_exit, self)
+            for callback in self.callbacks:
+                callback.on_start(self)
+            if self.folder is not None:
+                self._log = JSONLog(self.folder, self.rank)
+                self._log.begin(self.history)
+            yield
+
+    @contextmanager
+    def _own_random_state(self) -> Iterator[None]:
+        """The global random state is that of this run alone."""
+        if self._random is not None:
+            set_random_state(self._random)
+        yield
+        self._random = random_state()
+
+    def _take_step(self) -> None:
+        """One step on the clock, its row, and what callbacks do after it."""
+        begin = self.clock()
+        try:
+            report = self._step()
+        except (HyperkronError, torch.linalg.LinAlgError) as error:
+            if not self.record_failure:
+                raise
+            self.failure, self.stopped = error.with_traceback(None), str(error)
+        finally:
+            if self._waits_for is not None:
+                torch.cuda.synchronize(self._waits_for)
+            self.seconds += self.clock() - begin
+        if self.failure is not None:
+            self._append({"step": self.state.step, "outer_loss": None, "failure": str(self.failure)[:300]})
+            return
+        self._record(report)
+        for callback in self.callbacks:
+            callback.on_boundary(self)
+
+    def _step(self) -> StepReport:
+        """One step of the algorithm; where a guard can undo it, one that is undone, repeated or left out as it says."""
+        guards = [callback for callback in self.callbacks if callback.undoes]
+        if not guards:
+            return self.algorithm.step(self.state, self.batches)
+        before = TrainingSnapshot(self.state)
+        self.batches.begin()
+        try:
+            while True:
+                try:
+                    report = self.algorithm.step(self.state, self.batches)
+                    refuse_non_finite(self.state)
+                    for guard in guards:
+                        guard.on_report(self, report)
+                    return report
+                except Exception as error:
+                    verdict = self._verdict(guards, error, before)
+                if verdict is Verdict.SKIP:
+                    return self.state.skip()
+                self.batches.rewind()  # outside the except block, so that the failed attempt's tensors are free
+        finally:
+            self.batches.end()
+
+    def _verdict(self, guards: Sequence[Callback], error: Exception, before: TrainingSnapshot) -> Verdict:
+        """What the first guard that knows the error makes of it; the error again if there is none."""
+        step = self.state.step
+        self.state.step = before.step
+        for guard in guards:
+            try:
+                verdict = guard.on_failure(self, error)
+            except Exception:
+                before.restore(random=False)
+                raise
+            if verdict is not None:
+                before.restore(random=verdict is Verdict.RETRY)
+                return verdict
+        self.state.step = step
+        raise error
+
+    def _record(self, report: StepReport) -> None:
+        outer_loss = None if report.status is Status.SKIPPED else report.outer_loss
+        self.row = {"step": report.step, "outer_loss": outer_loss, "inner_loss": report.inner_loss}
+        self.row["direction"] = report.direction
+        if report.status is not None:
+            self.row["status"] = report.status.name
+        self.row.update(report.stats)
+        for callback in self.callbacks:
+            self.row.update(callback.on_step(self, report) or {})
+        self._append(self.row)
+
+    def _append(self, row: dict[str, Value]) -> None:
+        self.row = row
+        self.history.append(row)
+        if self._log is not None:
+            self._log.write(self.history)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the rest of the run depends on, the global random state included."""
+        return {
+            "state": self.state.state_dict(),
+            "draw": self.batches.state_dict(),
+            "history": self.history.state_dict(),
+            "seconds": self.seconds,
+            "callbacks": dict(zip(self._callback_names(), [c.state_dict() for c in self.callbacks], strict=True)),
+            "random": random_state(),
+        }
+
+    def _callback_names(self) -> list[str]:
+        return [f"{i} {type(callback).__name__}" for i, callback in enumerate(self.callbacks)]
+
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
+        """Continue from a :meth:`state_dict` of a run made with the same arguments.
+
+        ``strict=False`` lets the callbacks differ: each takes the state of the first unused one of its class.
+        """
+        saved, names = dict(state["callbacks"]), self._callback_names()
+        if strict and list(saved) != names:
+            raise HyperkronError(
+                f"the state has the callbacks {list(saved)} but this run has {names}; "
+                "make the run with the callbacks it was saved with."
+            )
+        self.state.load_state_dict(state["state"])
+        self.batches.load_state_dict(state["draw"])
+        self.history.load_state_dict(state["history"])
+        self.seconds = state.get("seconds", 0.0)
+        for callback in self.callbacks:
+            found = next((name for name in saved if name.split()[1] == type(callback).__name__), None)
+            if found is not None:
+                callback.load_state_dict(saved.pop(found))
+        set_random_state(state["random"])
+        self._random = None
+
+    def about(self) -> checkpoint.About:
+        """What this run is made of; a checkpoint is resumed only where it is the same."""
+        model, hyper = fingerprint.tensors(self.state.model), fingerprint.tensors(self.state.hyper)
+        return checkpoint.About(model, hyper, self._config, program=self._program.lines())
+
+    def save(self, folder: str | Path) -> Path:
+        """Write everything the rest of the run depends on to ``folder/step-…``, and return that path.
+
+        It is complete or absent, whatever happens meanwhile; see ``docs/checkpoints.md``.
+        """
+        with self._lock(folder):
+            return checkpoint.write(folder, self.state.step, self.state_dict(), self.about())
+
+    def resume(self, folder: str | Path, *, step: int | None = None, allow_changes: bool = False) -> Run:
+        """Continue from the newest intact checkpoint in ``folder``, bit for bit (on the CPU).
+
+        Args:
+            folder: where :meth:`save` or :class:`Checkpoint` has written.
+            step: take the checkpoint of this step.
+            allow_changes: continue even if the model, the configuration, the code, the data or the number of processes
+                differ, instead of raising an error that lists the differences. What does not fit is still an error,
+                after which this run is as it was. Settings of optimizers and schedulers come from the checkpoint in
+                any case.
+        """
+        saved = checkpoint.newest(folder, step)
+        lines = checkpoint.differences(saved, self.about(), allow=allow_changes)
+        if not lines:
+            try:
+                self.load_state_dict(saved.state)
+            except HyperkronError:
+                raise
+            except Exception as error:
+                raise CheckpointError(
+                    f"{saved.path} is consistent but cannot be continued ({type(error).__name__}: {error!s:.200}); "
+                    "this run may hold parts of it: make it again, and take another checkpoint with step=."
+                ) from error
+            return self
+        before = self.state_dict()
+        try:
+            self.load_state_dict(saved.state, strict=False)
+        except Exception as error:
+            self.load_state_dict(before)
+            raise CheckpointError(
+                f"{saved.path} does not fit into this run ({error}), which differs in:{fingerprint.listed(lines)}"
+            ) from error
+        return self
+
+
+def advance_all(
+    runs: Sequence[Run],
+    steps: int | None = None,
+    *,
+    seconds: float | None = None,
+    block: int = 1,
+    progress: bool = False,
+) -> list[Run]:
+    """Advance several runs side by side in one process: ``block`` steps of each in turn.
+
+    Each run has its own random state, clock and callbacks, so that each gets the result it would get alone, and
+    machine noise falls on all of them alike. A run that ends early, by its time or by a failure, leaves the others.
+
+    Args:
+        runs: made by ``fit(…, steps=0)``, or advanced before.
+        steps: more steps of each; ``None`` for no limit.
+        seconds: more seconds of each; ``None`` for no limit.
+        block: steps of one run before the next has its turn.
+        progress: show one progress bar for all.
+
+    Example:
+        >>> import torch, hyperkron as hk
+        >>> x = torch.ones(2, 1)
+        >>> problem = hk.BilevelProblem(lambda m, h, batch: hk.losses.mse(m(batch), batch))
+        >>> model, rates = torch.nn.Linear(1, 1), (0.1, 1e9)
+        >>> plain = [hk.algorithms.InnerOnly(inner_rate=rate) for rate in rates]
+        >>> runs = [hk.fit(problem, torch.nn.Linear(1, 1), None, a, x, steps=0, record_failure=True) for a in plain]
+        >>> [run.failure is None for run in hk.training.advance_all(runs, steps=20)]
+        [True, False]
+    """
+    check_whole("block", block)
+    for run in runs:
+        run._set_goal(steps, seconds)
+    several = len(runs) > 1
+    outside = random_state() if several else {}
+    with ExitStack() as stack:
+        signals = stack.enter_context(Signals(any(c.catches_signals for run in runs for c in run.callbacks)))
+        total = None if steps is None else steps * len(runs)
+        bar = stack.enter_context(tqdm(total=total, disable=not progress, unit="step", dynamic_ncols=True))
+        for run in runs:
+            stack.enter_context(run._session())
+        waiting = [run for run in runs if not run._ended]
+        while waiting and signals.received is None:
+            for run in waiting:
+                with run._own_random_state() if several else nullcontext():
+                    _take_steps(run, block, signals, bar if progress else None)
+            waiting = [run for run in waiting if not run._ended]
+        for run in runs:
+            with run._own_random_state() if several else nullcontext():
+                for callback in run.callbacks if run.failure is None else ():
+                    callback.on_end(run)
+    if several:
+        set_random_state(outside)
+    if signals.received is not None:
+        raise Interrupted(signals.received)
+    return list(runs)
+
+
+def _take_steps(run: Run, count: int, signals: Signals, bar: Any) -> None:
+    for _ in range(count):
+        if run._ended or signals.received is not None:
+            return
+        run._take_step()
+        if bar is not None:
+            bar.update()
+            loss = run.row["outer_loss"] if run.row.get("outer_loss") is not None else run.row.get("inner_loss")
+            bar.set_postfix(loss=f"{loss:.4g}" if isinstance(loss, float) else "none", refresh=False)
