@@ -39,7 +39,7 @@ def example_gradients(model: nn.Module, rows: tuple[Tensor, Tensor], of: str = "
         logits = functional_call(model, one, (x[None],))
         if of == "loss":
             return F.cross_entropy(logits, y[None])
-        log_p = logits.log_softmax(1)[0, y]
+        log_p = -F.cross_entropy(logits, y[None])
         return log_p - torch.log1p(-log_p.exp().clamp(max=1 - 1e-6))
 
     found = []
@@ -74,12 +74,12 @@ def kronfluence(damping: float | None) -> Any:
     def score(model: nn.Module, setting: Setting) -> Tensor:
         import copy
 
-        from kronfluence.analyzer import Analyzer, prepare_model
-        from kronfluence.arguments import FactorArguments, ScoreArguments
-        from kronfluence.task import Task
+        from kronfluence.analyzer import Analyzer, prepare_model  # type: ignore[import-not-found]
+        from kronfluence.arguments import FactorArguments, ScoreArguments  # type: ignore[import-not-found]
+        from kronfluence.task import Task  # type: ignore[import-not-found]
         from torch.utils.data import TensorDataset
 
-        class Classification(Task):
+        class Classification(Task):  # type: ignore[misc]
             def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
                 logits = model(batch[0])
                 if not sample:

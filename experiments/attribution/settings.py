@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,8 +31,8 @@ class Setting:
     batch: int = 64
 
     def to(self, device: torch.device) -> Setting:
-        moved = [(x.to(device), y.to(device)) for x, y in (self.train, self.queries)]
-        return Setting(self.name, self.network, *moved, self.epochs, self.rate, self.batch)
+        train, queries = ((x.to(device), y.to(device)) for x, y in (self.train, self.queries))
+        return replace(self, train=train, queries=queries)
 
 
 def digits_mlp(data: Path | None) -> Setting:
@@ -45,8 +45,8 @@ def digits_mlp(data: Path | None) -> Setting:
 
 def digits_cnn(data: Path | None) -> Setting:
     base = digits_mlp(data)
-    images = [(x.reshape(-1, 1, 8, 8), y) for x, y in (base.train, base.queries)]
-    return Setting("digits, CNN", lambda: cnn(1, (8, 16), 16 * 4), *images, 40, 0.05)
+    train, queries = ((x.reshape(-1, 1, 8, 8), y) for x, y in (base.train, base.queries))
+    return Setting("digits, CNN", lambda: cnn(1, (8, 16), 16 * 16), train, queries, 40, 0.05)
 
 
 def fashion_mlp(data: Path | None) -> Setting:
@@ -96,7 +96,7 @@ def train_many(setting: Setting, subsets: list[Tensor], seeds: list[int]) -> lis
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             networks.append(setting.network().to(device))
-    params, _ = stack_module_state(networks)  # type: ignore[arg-type]
+    params, _ = stack_module_state(networks)
     params = {name: p.detach() for name, p in params.items()}
     size = min(len(rows) for rows in subsets)
     steps_per_epoch = max(1, size // setting.batch)

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 
 from hyperkron.attribution.data import Parts, Rows
-from hyperkron.attribution.products import ForwardProducts, LayerProducts, LossOf, stacked
+from hyperkron.attribution.products import ForwardProducts, LayerProducts, LossOf, MixedExamplesError, stacked
 from hyperkron.attribution.result import Attribution
 from hyperkron.attribution.store import Store, digest
 from hyperkron.evaluation.point import Point, trainable
@@ -172,8 +172,15 @@ class _Task:
             spans = [self.train.span(i) for i in range(len(self.train)) if self.train.span(i)[0] >= first]
             bar = tqdm(spans, disable=not progress, unit="batch", desc="scores", dynamic_ncols=True)
             for start, stop in bar:
-                batch = self.train.rows.batch(start, stop)
-                piece = products(batch, vectors) * ((stop - start) / total)
+                batch, size = self.train.rows.batch(start, stop), stop - start
+                try:
+                    piece = products(batch, vectors, size)
+                except MixedExamplesError:
+                    if way != "auto" or isinstance(products, ForwardProducts):
+                        raise
+                    products = ForwardProducts(self.loss, self.model, self.params)
+                    piece = products(batch, vectors, size)
+                piece = piece * (size / total)
                 if store is None:
                     pieces.append(piece)
                 else:
@@ -189,7 +196,7 @@ class _Task:
             assert isinstance(products, LayerProducts)
             for i in tqdm(range(len(self.train)), disable=not progress, unit="batch", dynamic_ncols=True):
                 start, stop = self.train.span(i)
-                for gradient in products.gradients(self.train.rows.batch(start, stop)):
+                for gradient in products.gradients(self.train.rows.batch(start, stop), stop - start):
                     v = inverse(gradient).value
                     dot = sum(torch.sum(v[name] * g) for name, g in gradient.items())
                     found.append((stop - start) ** 2 / total * dot)  # type: ignore[arg-type]  # a sum of tensors
@@ -234,8 +241,9 @@ class _Task:
     def _gradient(self, start: int, stop: int) -> Tree:
         """∂_θ of the loss of a few queries, without penalties."""
         loss = self.query_loss(self.model, self.queries.batch(start, stop))
-        value = loss.value if loss.opaque else sum((t.coefficients * t.row_losses).sum() for t in loss.terms)
-        found = torch.autograd.grad([value], list(self.params.values()), allow_unused=True)
+        terms = [(term.coefficients * term.row_losses).sum() for term in loss.terms]
+        value = loss.value if loss.opaque else torch.stack(terms).sum()
+        found = torch.autograd.grad(value, list(self.params.values()), allow_unused=True)
         if all(g is None for g in found):
             raise HyperkronError("the loss of the queries does not depend on the model's parameters.")
         pairs = zip(self.params.items(), found, strict=True)

@@ -30,6 +30,10 @@ CHUNK = 2**26
 """Numbers held at once as gradients of single examples."""
 
 
+class MixedExamplesError(HyperkronError):
+    """Which rows of a layer belong to an example cannot be seen."""
+
+
 def stacked(vectors: list[Tree]) -> Tree:
     """Several trees as one with a leading dimension."""
     return {name: torch.stack([v[name] for v in vectors]) for name in vectors[0]}
@@ -55,32 +59,36 @@ class LayerProducts:
         ]
         return [*made.rest, *batch_norms]
 
-    def __call__(self, batch: Any, vectors: Tree) -> Tensor:
-        """⟨V_q, ∂_θ c_n⟩ for every vector and example: (queries, examples)."""
-        found: list[Tensor] = []
-        with self._watched() as seen:
-            value = self.loss(self.model, batch).value
-            outputs = [output for _, _, output in seen]
-            gradients = torch.autograd.grad(value, outputs, allow_unused=True)
-        for (use, x, _), g in zip(seen, gradients, strict=True):
-            if g is not None:
-                found.append(use.scores(x, g, vectors))
-        if not found:
-            raise HyperkronError("the loss of the training examples does not depend on the layers of the model.")
-        return torch.stack(found).sum(0) if len({x.shape for x in found}) == 1 else _refuse_shapes(found)
+    def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
+        """⟨V_q, ∂_θ c_n⟩ for every vector and each of ``count`` examples: (queries, examples)."""
+        return torch.stack([use.scores(x, g, vectors) for use, x, g in self._uses(batch, count)]).sum(0)
 
-    def gradients(self, batch: Any) -> Iterator[Tree]:
+    def gradients(self, batch: Any, count: int) -> Iterator[Tree]:
         """The gradient of each example, one tree after the other."""
-        with self._watched() as seen:
-            value = self.loss(self.model, batch).value
-            grads = torch.autograd.grad(value, [output for _, _, output in seen], allow_unused=True)
-        pairs = [(use, x, g) for (use, x, _), g in zip(seen, grads, strict=True) if g is not None]
-        for n in range(len(pairs[0][1])):
+        uses = self._uses(batch, count)
+        for n in range(count):
             tree = {name: torch.zeros_like(p) for name, p in self.params.items()}
-            for use, x, g in pairs:
+            for use, x, g in uses:
                 for name, gradient in use.one(x[n : n + 1], g[n : n + 1]).items():
                     tree[name] = tree[name] + gradient
             yield tree
+
+    def _uses(self, batch: Any, count: int) -> list[tuple[_Use, Tensor, Tensor]]:
+        """Every call of a layer that the loss depends on, with its input and output gradient."""
+        with self._watched() as seen:
+            value = self.loss(self.model, batch).value
+        outputs = [output for _, _, output in seen]
+        gradients = torch.autograd.grad(value, outputs, allow_unused=True) if outputs else ()
+        found = [(use, x, g) for (use, x, _), g in zip(seen, gradients, strict=True) if g is not None]
+        if not found:
+            raise HyperkronError("the loss of the training examples does not depend on the layers of the model.")
+        lengths = {len(part) for _, x, g in found for part in (x, g)} - {count}
+        if lengths:
+            raise MixedExamplesError(
+                f"a batch of {count} examples reaches layers as {min(lengths)} rows, so which belong to an example is "
+                "open; use way='forward', or layers whose first dimension is the example."
+            )
+        return found
 
     @contextmanager
     def _watched(self) -> Iterator[list[tuple[_Use, Tensor, Tensor]]]:
@@ -193,10 +201,16 @@ class ForwardProducts:
     def __init__(self, loss: LossOf, model: nn.Module, params: Tree) -> None:
         self.loss, self.model, self.params = loss, model, params
 
-    def __call__(self, batch: Any, vectors: Tree) -> Tensor:
-        """⟨V_q, ∂_θ c_n⟩ for every vector and example: (queries, examples)."""
-        count = len(next(iter(vectors.values())))
-        return torch.stack([self._along(batch, {name: v[q] for name, v in vectors.items()}) for q in range(count)])
+    def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
+        """⟨V_q, ∂_θ c_n⟩ for every vector and each of ``count`` examples: (queries, examples)."""
+        queries = len(next(iter(vectors.values())))
+        found = torch.stack([self._along(batch, {name: v[q] for name, v in vectors.items()}) for q in range(queries)])
+        if found.shape[1] != count:
+            raise MixedExamplesError(
+                f"a batch of {count} examples has {found.shape[1]} rows in the loss; give it a target for each example "
+                "(tokens as a second dimension)."
+            )
+        return found
 
     def _along(self, batch: Any, v: Tree) -> Tensor:
         with torch.no_grad(), dual_level():
@@ -224,10 +238,3 @@ class _Caller(nn.Module):
 
     def forward(self, loss: LossOf, batch: Any) -> Loss:
         return loss(self.model, batch)
-
-
-def _refuse_shapes(found: list[Tensor]) -> Tensor:
-    raise HyperkronError(
-        f"the layers of the model see {sorted({x.shape[1] for x in found})} examples in one batch, so which belong to "
-        "an example is open; use way='forward', or layers whose first dimension is the example."
-    )

@@ -27,7 +27,7 @@ def digest(*parts: Any) -> str:
     for part in parts:
         if isinstance(part, Tensor):
             found.update(str((part.dtype, tuple(part.shape))).encode())
-            found.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            found.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(part, (list, tuple)):
             found.update(digest(*part).encode())
         elif isinstance(part, dict):
@@ -50,11 +50,11 @@ class Store:
         self.folder, self.shape, self.identity = Path(folder), shape, identity
         self.folder.mkdir(parents=True, exist_ok=True)
         self.done = self._begin()
-        new = self.done == 0 and not self._path("scores.npy").exists()
-        mode = "w+" if new else "r+"
-        self._scores = np.lib.format.open_memmap(
-            self._path("scores.npy"), mode=mode, **({"dtype": np.float32, "shape": shape} if new else {})
-        )
+        path = self._path("scores.npy")
+        if self.done == 0 and not path.exists():
+            self._scores = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+        else:
+            self._scores = np.lib.format.open_memmap(path, mode="r+")
         if self._scores.shape != shape or self._scores.dtype != np.float32:
             raise HyperkronError(f"{self._path('scores.npy')} was changed by another program; choose another out=.")
 
