@@ -211,6 +211,12 @@ class Point:
         return self.execution.recorded
 
     @property
+    def roundoff(self) -> float:
+        """The unit roundoff of a model in half precision; 0 for others, whose arithmetic is that of the vectors."""
+        half = self.dtype in (torch.float16, torch.bfloat16)
+        return float(torch.finfo(self.dtype).eps) if half else 0.0
+
+    @property
     def small(self) -> bool:
         """Whether an evaluation of J_in, after the first, is known to wait for Python rather than for the GPU."""
         with self.autocast or nullcontext():

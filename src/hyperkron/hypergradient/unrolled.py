@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import trees
-from hyperkron.curvature.half_precision import unit_roundoff
 from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.hypergradient.base import Hypergradient
@@ -280,7 +279,7 @@ class _Sweep:
 
     def _warn_cancelled(self, total: Tensor, sizes: list[Tensor]) -> None:
         """Say so where the terms of a model in half precision cancel to little more than their rounding."""
-        roundoff = unit_roundoff(self.point)
+        roundoff = self.point.roundoff
         if roundoff:
             share = float(total) / (sum(map(float, sizes)) or 1.0)
             if 0.0 < share < 16 * roundoff:
