@@ -101,14 +101,14 @@ def _checked_nodes(outputs: list[Tensor]) -> list[torch.autograd.graph.Node]:
     """
     foreign = []
     for node in graph_nodes(outputs):
-        name = node.name()
-        if not name[-1].isdigit() and name != "torch::autograd::AccumulateGrad":  # torch's own: AddmmBackward0
+        kind = type(node).__name__
+        if not kind[-1].isdigit() and kind != "AccumulateGrad":  # torch's own are named as AddmmBackward0
             foreign.append(node)
-        if "BatchNormBackwardBackward" in name and getattr(node, "_saved_train", True):
+        if "BatchNormBackwardBackward" in kind and getattr(node, "_saved_train", True):
             raise UndifferentiableError(
                 "the loss holds gradients through batch norm, and torch's third derivative of that is wrong"
             )
-        if "WeightNormInterfaceBackward" in name:
+        if "WeightNormInterfaceBackward" in kind:
             raise UndifferentiableError(
                 "torch's second derivative of torch._weight_norm is wrong; compute v * (g / norm) instead"
             )

@@ -10,6 +10,7 @@ given to ``torch.compile`` is evaluated as it was written: compiled code has no 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -170,8 +171,9 @@ class Point:
             loss = as_loss(value)
         except HyperkronError as error:
             raise HyperkronError(f"{level} did not return a loss: {error}") from None
-        remedy = f"look for nan, inf or extreme values in {level}_batch, in hyper and in the model's parameters"
-        self.finite(f"{level} loss{place}", loss.value, remedy)
+        if self.recording or self.execution.queued or not math.isfinite(loss.value.item()):
+            remedy = f"look for nan, inf or extreme values in {level}_batch, in hyper and in the model's parameters"
+            self.finite(f"{level} loss{place}", loss.value, remedy)
         return loss
 
     def _call(self, level: Level, batch: Any, params: Tree | None, differentiable: bool) -> Loss | Tensor:
@@ -207,6 +209,12 @@ class Point:
     def recording(self) -> bool:
         """Whether what happens here is recorded as a CUDA graph."""
         return self.execution.recorded
+
+    @property
+    def roundoff(self) -> float:
+        """The unit roundoff of a model in half precision; 0 for others, whose arithmetic is that of the vectors."""
+        half = self.dtype in (torch.float16, torch.bfloat16)
+        return float(torch.finfo(self.dtype).eps) if half else 0.0
 
     @property
     def small(self) -> bool:

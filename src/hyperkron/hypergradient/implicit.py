@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,6 +215,12 @@ class Implicit(Hypergradient):
             blame = point.culprits()
             raise NonFiniteError(f"{self.solver!r}: {solution.status.value}{blame and f' Here {blame}.'}")
         return solution.value, Pending.ready(solution)
+
+    def inverse(self, point: Point) -> Callable[[Tree], Solution]:
+        """b ↦ (A + δI)⁻¹ b, with A measured once at ``point`` and used for any number of right-hand sides."""
+        operator = self.curvature.operator(point, self.state.curvature)
+        preconditioner = self._preconditioner(point, self.state)
+        return lambda b: self.solver.solve(operator, b, preconditioner=preconditioner)
 
     def _preconditioner(self, point: Point, state: ImplicitState) -> Invertible | None:
         if self.preconditioner is None:

@@ -26,7 +26,7 @@ from hyperkron.evaluation.point import Point, independent
 from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.hypergradient.steps import SGD, Step, StepState
 from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HypergradientResult, HyperkronError, Status
+from hyperkron.solution import HypergradientResult, HyperkronError, Status, warn_once
 from hyperkron.trees import Tree
 from hyperkron.validation import check_whole
 
@@ -253,11 +253,13 @@ class _Sweep:
         before, after = self.linearise(self.forward())  # the last step is not recomputed
         outer_loss, adjoint, direct = self._outer(after.map(Tensor.detach))
         adjoint, through = self._pull_back(before, after, adjoint)
+        sizes = [_norm(direct), _norm(through)]
         del before, after  # a graph goes before the next one is made
         for t in reversed(range(self.first, self.steps - 1)):
             self._finite(f"∂Φ/∂θ after unrolled step {t + 1} of {self.steps}", adjoint)
             adjoint, further = self._pull_back(*self.linearise(self._recall(t)), adjoint)
             through = _sum(through, further)
+            sizes.append(_norm(further))
         if all(x is None for x in through):
             raise HyperkronError(
                 f"hyper does not influence the inner loss: ∂_θ J_in depends on none of {sorted(hypers)} in "
@@ -268,7 +270,21 @@ class _Sweep:
         grads = {name: torch.zeros_like(p) if g is None else g for (name, p), g in total}
         for name, gradient in grads.items():
             self._finite(f"the hypergradient of hyper parameter {name}", [gradient])
+        self._warn_cancelled(trees.norm(grads), sizes)
         return outer_loss, grads
+
+    def _warn_cancelled(self, total: Tensor, sizes: list[Tensor]) -> None:
+        """Say so where the terms of a model in half precision cancel to little more than their rounding."""
+        roundoff = self.point.roundoff
+        if roundoff:
+            share = float(total) / (sum(map(float, sizes)) or 1.0)
+            if 0.0 < share < 16 * roundoff:
+                warn_once(
+                    "unrolled-cancelled",
+                    f"the terms of the hypergradient, one for each unrolled step, cancel to {share:.1%} of their size, "
+                    f"which {self.point.dtype} hardly resolves, so its direction may be wrong; use fewer steps, or "
+                    "hold the model in float32.",
+                )
 
     def forward(self) -> _Iterate:
         """From the model's parameters to (θ^{T−1}, s^{T−1}), keeping what the way back needs."""
@@ -360,6 +376,11 @@ def _gradient(loss: Tensor, inputs: list[Tensor], create_graph: bool) -> _Adjoin
     if not loss.requires_grad:
         return [None] * len(inputs)
     return gradients_of(loss, inputs, create_graph=create_graph)
+
+
+def _norm(x: _Adjoint) -> Tensor:
+    present = {str(i): part for i, part in enumerate(x) if part is not None}
+    return trees.norm(present) if present else torch.zeros(())
 
 
 def _sum(a: _Adjoint, b: _Adjoint) -> _Adjoint:

@@ -69,7 +69,8 @@ class Solver(ABC):
             return Solution(trees.zeros_like(given), Status.CONVERGED, residual=0.0)
         unit = 1.0
         if not _SMALLEST <= peak <= _LARGEST:
-            unit = 2.0 ** math.frexp(peak)[1]  # a power of two, so that scaling does not round
+            least = max(torch.finfo(x.dtype).tiny for x in b.values())  # whose inverse is finite
+            unit = max(2.0 ** math.frexp(peak)[1], least)  # a power of two, so that scaling does not round
             b, start = trees.scale(b, 1.0 / unit), None if start is None else trees.scale(start, 1.0 / unit)
         solution = self._solve(operator, b, start, preconditioner)
         value = solution.value if unit == 1.0 else trees.scale(solution.value, unit)
