@@ -47,7 +47,7 @@ def measure(
     ``diagonal`` is false. ``wide`` asks for the factors over all positions as well, ``damping`` for
     :attr:`Measured.scales`.
     """
-    like = torch.empty((), device=point.device, dtype=accumulation_dtype(point.dtype))
+    like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
     found, counts = [], []
     parts = point.problem.parts(point.curvature_batch)
     for part in parts:
@@ -82,11 +82,6 @@ def _merged(parts: list[Measured], weights: list[float]) -> Measured:
                 add_to(sums, name, scaled(value, share))
     whole.reached = tuple(dict.fromkeys(name for part in parts for name in part.reached))
     return whole
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Factors are accumulated in float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _vectors(
