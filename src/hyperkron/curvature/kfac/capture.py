@@ -48,8 +48,7 @@ def measure(
     :attr:`Measured.scales`.
     """
     like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
-    found, counts = [], []
-    parts = point.problem.parts(point.curvature_batch)
+    parts, whole = point.problem.parts(point.curvature_batch), _Merged()
     for part in parts:
         recorder = Recorder(plan, sharing, basis, like.dtype, low_rank, diagonal, wide)
         with recorder.attached():
@@ -59,29 +58,49 @@ def measure(
         recorder.measured.scales = {} if damping is None else column_scales(plan, l2, damping, like)
         vectors = _vectors(loss, recorder.batch_size, fisher, samples, generator, checked)
         # Monte-Carlo vectors of different examples are independent already
-        found.append(recorder.backward(point.params, vectors, None if fisher == "mc" else generator))
-        if len(parts) > 1:  # counting rows waits for the device
-            counts.append(rows(loss.terms, recorder.batch_size))
-        del loss, vectors
-    return found[0] if len(found) == 1 else _merged(found, shares(counts))
+        found = recorder.backward(point.params, vectors, None if fisher == "mc" else generator)
+        if len(parts) == 1:
+            return found
+        whole.add(found, rows(loss.terms, recorder.batch_size))  # counting rows waits for the device
+        del loss, vectors, found, recorder
+    return whole.finish()
 
 
-def _merged(parts: list[Measured], weights: list[float]) -> Measured:
-    """The measurement of a batch from those of its parts: sums weighted by rows, as the loss is."""
-    whole = Measured(l2=parts[0].l2, scales=parts[0].scales, uncalled=parts[0].uncalled)
-    for part, share in zip(parts, weights, strict=True):
+class _Merged:
+    """The measurement of a batch from those of its parts, added up one by one: weighted by rows, as the loss is."""
+
+    def __init__(self) -> None:
+        self.sums = Measured()
+        self.rows: dict[str, Any] = {}
+        self.counts: list[tuple[float, ...]] = []
+
+    def add(self, part: Measured, counts: tuple[float, ...]) -> None:
+        """One more part; ``counts`` are its rows in every criterion of the loss."""
+        whole = self.sums
+        if not self.counts:
+            whole.l2, whole.scales, whole.uncalled = part.l2, part.scales, part.uncalled
+        self.counts.append(counts)
         for name, factor in part.a.items():
-            total = sum(p.rows.get(name, 0) for p in parts)
-            add_to(whole.a, name, scaled(factor, part.rows[name] / total))
+            add_to(whole.a, name, scaled(factor, part.rows[name]))
+            self.rows[name] = self.rows.get(name, 0) + part.rows[name]
         for wide, found in zip(whole.wide, part.wide, strict=True):
             for name, factor in found.items():
                 add_to(wide, name, factor)
         summed: Any = ((whole.b, part.b), (whole.diagonal, part.diagonal), (whole.corrected, part.corrected))
         for sums, new in summed:
             for name, value in new.items():
-                add_to(sums, name, scaled(value, share))
-    whole.reached = tuple(dict.fromkeys(name for part in parts for name in part.reached))
-    return whole
+                add_to(sums, name, scaled(value, counts[0]))
+        whole.reached = tuple(dict.fromkeys((*whole.reached, *part.reached)))
+
+    def finish(self) -> Measured:
+        """Sums become means over all rows."""
+        whole, total = self.sums, sum(first for first, *_ in self.counts)
+        shares(self.counts)  # refuses criteria that run over different shares of the rows
+        whole.a = {name: scaled(factor, 1.0 / self.rows[name]) for name, factor in whole.a.items()}
+        summed: Any = (whole.b, whole.diagonal, whole.corrected)
+        for sums in summed:
+            sums.update({name: scaled(value, 1.0 / total) for name, value in sums.items()})
+        return whole
 
 
 def _vectors(
