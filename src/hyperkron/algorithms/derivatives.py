@@ -155,8 +155,13 @@ def leader_first(state: State, batches: BatchSources, steps: int) -> StepReport:
     return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
 
 
-def advance_buffers(state: State, batches: Iterable[Any]) -> None:
-    """The buffers' share of a training step (BatchNorm's statistics) where its gradient left them alone."""
+def advance(state: State, batches: Iterable[Any], *, drew: bool = False) -> None:
+    """What a training step leaves in the model and the random states, where its gradient left them alone.
+
+    BatchNorm's statistics advance; and where the gradient ``drew`` random numbers the next step will draw others.
+    """
+    if drew:
+        torch.rand((), device=state.generator.device)
     if state.model.training and next(state.model.buffers(), None) is not None:
         with torch.no_grad():
             for batch in batches:
@@ -196,10 +201,14 @@ def hypergradient(state: State, batches: BatchSources) -> HypergradientResult:
 
 
 class Oracles:
-    """The pieces of the implicit formula at one point (θ, λ), on any batches; see :func:`oracles`."""
+    """The pieces of the implicit formula at one point (θ, λ), on any batches; see :func:`oracles`.
+
+    Attributes:
+        drew: after the block, whether the last evaluation drew random numbers.
+    """
 
     def __init__(self, point: Point) -> None:
-        self._point = point
+        self._point, self.drew = point, False
 
     def outer(self, batch: Any) -> tuple[Tensor, Tree, Tree]:
         """J_out, b = ∂θ J_out and ∂λ J_out on ``batch``."""
@@ -244,8 +253,10 @@ def oracles(state: State) -> Iterator[Oracles]:
     """
     point = Point(state.problem, state.model, state.hyper, None, None, variables=(state.params, state.hypers))
     with point:
-        yield Oracles(point)
+        found = Oracles(point)
+        yield found
         point.settle()
+        found.drew = point.drawn()
 
 
 def _filled(found: Mapping[str, Tensor | None], like: Tree) -> Tree:

@@ -46,7 +46,7 @@ class SABA(SOBA):
         b = _reduced(state, "b", found.b, *of_outer)
         direct = _reduced(state, "direct", found.direct, *of_outer)
         direction = trees.add(direct, crossed, alpha=-1.0)
-        self.move(state, gradient, trees.add(product, b, alpha=-1.0), direction, inner.batch(i))
+        self.move(state, gradient, trees.add(product, b, alpha=-1.0), direction, inner.batch(i), here.drew)
         return state.finish(found.outer_loss, direction)
 
 

@@ -53,5 +53,5 @@ class SRBA(SOBA):
             moves = {name: trees.add(memory[f"d {name}"], x) for name, x in change.items()}
         memory.update({f"d {name}": x for name, x in moves.items()})
         memory.update({"old theta": state.inner.values(), "old hyper": state.outer.values(), "old v": memory["v"]})
-        self.move(state, moves["theta"], moves["v"], moves["hyper"], pair[0])
+        self.move(state, moves["theta"], moves["v"], moves["hyper"], pair[0], here.drew)
         return state.finish(found.outer_loss, moves["hyper"])

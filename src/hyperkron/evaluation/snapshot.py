@@ -54,6 +54,11 @@ class Snapshot:
             for name, buffer in own.items():
                 module._buffers[name] = fresh.get(id(buffer), buffer)
 
+    def drawn(self) -> bool:
+        """Whether the last evaluation drew random numbers from torch."""
+        moved = not torch.equal(torch.get_rng_state(), self.cpu)
+        return moved or (self.cuda is not None and not torch.equal(torch.cuda.get_rng_state(self.device), self.cuda))
+
     def restore(self) -> None:
         """The whole promise, kept when the with block ends."""
         self._rewind_random()
