@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from hyperkron import trees
 from hyperkron.solution import HyperkronError
+from hyperkron.trees import Tree
 
 
 class UndifferentiableError(HyperkronError):
@@ -20,6 +22,12 @@ class UndifferentiableError(HyperkronError):
             f"an operation of the model cannot be differentiated twice ({why}); use KFAC, EKFAC or Identity with a "
             "finite-difference cross term, or an eager implementation."
         )
+
+
+def gradient_tree(value: Tensor, variables: Tree, *, retain_graph: bool = False) -> Tree:
+    """∂value/∂x for each of ``variables``; zero where ``value`` does not depend on it."""
+    found = torch.autograd.grad(value, list(variables.values()), allow_unused=True, retain_graph=retain_graph)
+    return dict(zip(variables, trees.filled(list(variables.values()), found), strict=True))
 
 
 def gradients_of(

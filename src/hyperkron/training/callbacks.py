@@ -63,29 +63,24 @@ class Evaluate(Callback):
         return values
 
     def on_start(self, run: Run) -> None:
-        """Evaluate before the first step, where that is wanted."""
         if self.start and not self.rows:
             self._evaluate(run)
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        """Evaluate where it is due."""
         step, reached = report.step + 1, math.floor(run.progress * (self.times or 0) + 1e-9)
         due = reached > self._reached or step in self.at or (self.every is not None and step % self.every == 0)
         self._reached = max(self._reached, reached)
         return self._evaluate(run) if due else None
 
     def on_end(self, run: Run) -> None:
-        """With ``times``, evaluate a run that was stopped early."""
         if self.times is not None and (not self.rows or self.rows[-1]["step"] != run.state.step):
             self._evaluate(run)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows, and how many of the ``times`` are over."""
         rows = [{name: value for name, value in row.items() if name != "seconds"} for row in self.rows]
         return {"rows": json.dumps(rows), "reached": self._reached, "seconds": [row["seconds"] for row in self.rows]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after them."""
         rows = zip(json.loads(state["rows"]), state["seconds"], strict=True)
         self.rows, self._reached = [{"seconds": seconds, **row} for row, seconds in rows], state["reached"]
 
@@ -110,7 +105,6 @@ class EarlyStopping(Callback):
         self.best, self.waited = math.inf, 0
 
     def on_step(self, run: Run, report: StepReport) -> None:
-        """Read the value, if this step has it."""
         value = run.row.get(self.figure)
         if not isinstance(value, (int, float)):
             return
@@ -160,11 +154,9 @@ class Checkpoint(Callback):
         self._saved: int | None = None
 
     def on_start(self, run: Run) -> None:
-        """Refuse a folder whose newest checkpoint this run has not reached."""
         checkpoint.refuse_overtaken(self.folder, run.state.step)
 
     def on_boundary(self, run: Run) -> None:
-        """Save every ``every`` steps."""
         if run.state.step % self.every == 0:
             try:
                 self._save(run)
@@ -172,7 +164,6 @@ class Checkpoint(Callback):
                 warnings.warn(f"{error} The run continues.", HyperkronWarning, stacklevel=2)
 
     def on_end(self, run: Run) -> None:
-        """Save, unless the last step is saved already."""
         if self._saved != run.state.step:
             self._save(run)
 

@@ -13,7 +13,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from hyperkron.hyper import DomainWeights, SampleWeights
 from hyperkron.solution import FactorizationError, HyperkronError, HyperkronWarning, NonFiniteError, Status
 from hyperkron.training.accumulation import Accumulated, batch_norms, length
 from hyperkron.training.history import Value
-from hyperkron.training.recording import describe
 from hyperkron.training.run import Callback, Run, Verdict
 from hyperkron.validation import check_interval, check_whole
 
@@ -81,14 +79,12 @@ class SkipFailures(Callback):
         self._reason = ""
 
     def on_report(self, run: Run, report: StepReport) -> None:
-        """Refuse a step whose hypergradient has one of the statuses."""
         if report.status is not None and report.status.name in self.statuses:
             raise NonFiniteError(
                 f"the hypergradient of step {report.step} is {report.status.name}: {report.status.value}"
             )
 
     def on_failure(self, run: Run, error: Exception) -> Verdict | None:
-        """Note the batches; skip the step, or end the run."""
         if not isinstance(error, (NonFiniteError, FactorizationError)):
             return None
         self.streak, self.skipped = self.streak + 1, self.skipped + 1
@@ -100,7 +96,6 @@ class SkipFailures(Callback):
         return Verdict.SKIP
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        """How many so far, in the rows of skipped steps."""
         if report.status is not Status.SKIPPED:
             self.streak = 0
             return None
@@ -117,7 +112,7 @@ class SkipFailures(Callback):
             self._dumps = run.folder or Path(tempfile.mkdtemp(prefix="hyperkron-"))
         path = self._dumps / f"failed-rank00000-step-{run.state.step:08d}.json"
         temporary = path.with_name(f".{path.name}.tmp")
-        content = {"step": run.state.step, "error": self._reason, "batches": describe(run.batches)}
+        content = {"step": run.state.step, "error": self._reason, "batches": run.batches.describe()}
         try:
             self._dumps.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(content, indent=1), "utf-8")
@@ -159,7 +154,6 @@ class HalveOnOutOfMemory(Callback):
         self.micro_batch, self.least = micro_batch, least
 
     def on_start(self, run: Run) -> None:
-        """Let the run's problem be evaluated in pieces."""
         self._problem(run).resize(self.micro_batch)
 
     def _problem(self, run: Run) -> Accumulated:
@@ -171,10 +165,9 @@ class HalveOnOutOfMemory(Callback):
         return problem
 
     def on_failure(self, run: Run, error: Exception) -> Verdict | None:
-        """Halve, free what is free, and ask for the step once more."""
         if not out_of_memory(error):
             return None
-        sizes = [length(_examples(run, note)) for note in run.batches.notes]
+        sizes = [length(run.batches.examples(note)) for note in run.batches.notes]
         now = min(max(sizes, default=0), self.micro_batch or max(sizes, default=0))
         mixing = batch_norms(run.state.model)
         if mixing:
@@ -198,7 +191,6 @@ class HalveOnOutOfMemory(Callback):
         return Verdict.RETRY
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        """The size, where there is one."""
         return None if self.micro_batch is None else {"micro_batch": self.micro_batch}
 
 
@@ -214,10 +206,6 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, (RuntimeError, MemoryError)) and any(words in str(error) for words in told)
     )
-
-
-def _examples(run: Run, note: Any) -> Any:
-    return getattr(run.batches, f"{note.level}_source").batch(note.value) if note.kind == "index" else note.value
 
 
 class WatchWeights(Callback):
@@ -253,7 +241,6 @@ class WatchWeights(Callback):
         self._warned = False
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        """Look, where it is due."""
         if (report.step + 1) % self.every:
             return None
         weights = example_weights(run) if self.weights is None else self.weights(run)
@@ -313,7 +300,6 @@ class WatchInverses(Callback):
         self._streak, self._warned = 0, False
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        """Read age and status."""
         if report.status is Status.KEPT_PREVIOUS:
             self._failed.append(report.step)
         self._failed = [step for step in self._failed if step > report.step - self.window]

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hyperkron.solution import HyperkronError, warn_once
-from hyperkron.training.history import History
-from hyperkron.training.recording import plain
+from hyperkron.training.history import History, plain
 from hyperkron.training.writing import open_ordinary, open_plain
 
 MAX_LINE = 2**20

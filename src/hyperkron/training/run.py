@@ -23,9 +23,8 @@ from hyperkron.training.jsonl import JSONLog
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.program import Program
 from hyperkron.training.randomness import random_state, set_random_state
-from hyperkron.training.recording import RecordedBatches
-from hyperkron.training.rollback import TrainingSnapshot, refuse_non_finite
 from hyperkron.training.signals import Interrupted, Signals
+from hyperkron.training.undo import RecordedBatches, TrainingSnapshot, refuse_non_finite
 from hyperkron.validation import check_nonnegative, check_whole
 
 
