@@ -37,7 +37,7 @@ class SABA(SOBA):
         """One joint step along variance-reduced directions."""
         inner, outer = batches.finite("SABA")
         i, j = inner.index(), outer.index()
-        with derivatives.oracles(state) as here:
+        with derivatives.at_point(state) as here:
             found = here.parts(inner.batch(i), outer.batch(j), state.trees["v"], self.curvature)
         of_inner, of_outer = (i, len(inner), inner.share(i)), (j, len(outer), outer.share(j))
         gradient = _reduced(state, "inner", found.inner, *of_inner)

@@ -58,7 +58,7 @@ class SOBA(Algorithm):
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """One joint step."""
         batch, outer_batch = batches.inner(), batches.outer()
-        with derivatives.oracles(state) as here:
+        with derivatives.at_point(state) as here:
             found = here.parts(batch, outer_batch, state.trees["v"], self.curvature)
         direction = found.hyper()
         self.move(state, found.inner, found.system(), direction, batch, here.drew)
