@@ -59,11 +59,12 @@ class Split:
         return Split(train, validation, second, test, self.clean.to(device))
 
 
-def noisy_split(data: Images, counts: tuple[int, int, int], seed: int, noise: float = 0.5) -> Split:
+def noisy_split(data: Images, counts: tuple[int, int, int], seed: int, noise: float = 0.5, clip: float = 10.0) -> Split:
     """The training part cut at random into training, validation and second validation, with noise in the first.
 
     A share ``noise`` of the training labels is drawn anew, uniformly; some of those keep their label by chance.
-    Inputs are standardised by the training part's mean and deviation: by pixel for vectors, by channel for images.
+    Inputs are standardised by the training part's mean and deviation, by pixel for vectors, by channel for images, and
+    cut off at ±``clip``.
     """
     images, labels = data.train
     if sum(counts) > len(images):
@@ -79,7 +80,7 @@ def noisy_split(data: Images, counts: tuple[int, int, int], seed: int, noise: fl
     scale = torch.where(deviation > 0, 1 / deviation.clamp(min=1e-12), torch.zeros_like(deviation))
 
     def standard(x: Tensor) -> Tensor:
-        return ((x - mean) * scale).clamp(-10, 10)
+        return ((x - mean) * scale).clamp(-clip, clip)
 
     parts = [(standard(images[i]), labels[i]) for i in order]
     test = (standard(data.test[0]), data.test[1])

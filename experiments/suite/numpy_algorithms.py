@@ -1,7 +1,7 @@
 """The steps of the suite's algorithms written out in numpy, for a linear model and two kinds of λ.
 
 The published runs compile their loops and make millions of steps, on vectors of 22 numbers. There torch spends its time
-on dispatching operations: a step of the library takes 30 to 120 times as long as one of these, and the same step written
+on dispatching operations: a step of the library takes 30 to 120 times as long as one of these, the same step written
 by hand with autograd still more than 10 times (``benchmarks/bench_algorithm_overhead.py`` compares these two). The run
 of published_ijcnn1.py, 50 minutes with these loops, would take about 50 hours with the library. So this file repeats
 algorithms for these runs alone; everything else uses the library's, and ``tests/experiments/test_suite.py`` holds every

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import hyperkron as hk
-from experiments.mnist.problem import loss_and_error, noisy_mnist
+from experiments.paper.cleaning import loss_and_error, noisy_split
+from experiments.paper.datasets import Images
 from hyperkron.cleaning.data import mnist
 
 FLOOR = 1e-16
@@ -258,7 +259,9 @@ def cleaning(
     dtype: torch.dtype = torch.float32,
 ) -> Case:
     """Hypercleaning of MNIST with a linear model; ``noise`` is the share of training labels drawn anew."""
-    split = noisy_mnist(folder, (train, validation, 0), noise, clip=clip)
+    data = mnist(folder)
+    images = Images((data.images, data.labels), (data.test_images, data.test_labels))
+    split = noisy_split(images, (train, validation, 0), 0, noise, clip)
     training, validating, testing = ((x.to(dtype), y) for x, y in (split.train, split.validation, split.test))
 
     def inner(model: nn.Module, weights: nn.Module, batch: Any) -> hk.losses.Loss:
@@ -277,7 +280,7 @@ def cleaning(
         loss, _ = loss_and_error(model, validating)
         return {"validation loss": loss, "test error": loss_and_error(model, testing)[1]}
 
-    data = (*training, torch.arange(train))
+    rows = (*training, torch.arange(train))
     problem = hk.BilevelProblem(inner, outer)
     grid = {"steps": (0.015, 0.05, 0.15, 0.3, 0.6, 1.0), "ratios": (1e-3, 1e-4, 1e-5, 1e-6)}
-    return Case("cleaning", problem, start, data, validating, score, **grid)
+    return Case("cleaning", problem, start, rows, validating, score, **grid)

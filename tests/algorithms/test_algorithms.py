@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hyperkron as hk
 from hyperkron.algorithms.base import Algorithm, State
+from hyperkron.optimizers import LevelOptimizer
 from quadratic import Quadratic
 from tests.algorithms.test_accuracy import CASES, DOUBLE
 
@@ -157,3 +158,55 @@ def test_one_configuration_serves_many_runs(algorithm: Algorithm) -> None:
         algorithm.step(*two)
     assert torch.equal(one[0].hyper(), alone)
     assert torch.equal(two[0].hyper(), alone)
+
+
+@pytest.mark.parametrize("name", ["SOBA", "SABA", "SRBA"])
+def test_dropout_draws_a_new_mask_in_every_step_and_one_for_both_points(name: str) -> None:
+    masks: list[tuple[float, ...]] = []
+
+    def inner(model: nn.Module, hyper: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        mask = nn.functional.dropout(torch.ones(16), 0.5, model.training)
+        masks.append(tuple(mask.tolist()))
+        return (model(batch[0]) * mask).square().mean() * hyper().exp()
+
+    def outer(model: nn.Module, hyper: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return model(batch[0]).square().mean()
+
+    torch.manual_seed(0)
+    model, hyper = nn.Linear(3, 16), hk.as_hyper(torch.zeros(()))
+    data = hk.algorithms.Examples(torch.randn(8, 3), batch_size=4)
+    algorithm = getattr(hk.algorithms, name)()
+    state = algorithm.init(hk.BilevelProblem(inner, outer), model, hyper)
+    for steps in range(1, 5):
+        algorithm.step(state, hk.algorithms.BatchSources(data, data))
+        assert len(set(masks)) == steps
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "wanted"),
+    [
+        ("AID", {"hypergradient": None}, "hypergradient=None is a NoneType, not a hypergradient"),
+        ("AmIGO", {"linear_steps": 2.5}, "linear_steps=2.5 must be a whole number ≥ 1"),
+        ("SRBA", {"period": 0}, "period=0 must be a whole number ≥ 1"),
+        ("BOME", {"eta": 0.0}, "eta=0.0 must be a positive number"),
+        ("DARTS", {"lookahead": -1.0}, "lookahead=-1.0 must be a finite number ≥ 0"),
+        ("F2SA", {"second_rate": -1.0}, "scale=-1.0 must be a finite number ≥ 0"),
+    ],
+)
+def test_a_field_is_checked_by_its_annotation(name: str, arguments: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(hk.HyperkronError, match=wanted):
+        getattr(hk.algorithms, name)(**arguments)
+
+
+def test_plain_gradient_descent_is_that_of_torch() -> None:
+    start, gradients = torch.randn(3), torch.randn(4, 3)
+    ours, theirs = (nn.Parameter(start.clone()) for _ in range(2))
+    rate = hk.algorithms.Rate(0.3, 0.5)
+    own, given = LevelOptimizer({"p": ours}, None, rate), torch.optim.SGD([theirs], lr=rate(0))
+    for t, gradient in enumerate(gradients):
+        own.step({"p": gradient})
+        own.tick(t, None)
+        theirs.grad = gradient
+        given.step()
+        given.param_groups[0]["lr"] = rate(t + 1)
+        assert torch.equal(ours, theirs)

@@ -53,7 +53,7 @@ def test_every_product_has_its_own_batch() -> None:
     x0, x1, x2 = (source.batch(i) for i in range(3))
     found = StochasticNeumann(2, 0.3).compute(problem.problem(), model, hyper, Batches([x0, x1, x2]), outer)
     state = hk.algorithms.aid_cg().init(problem.problem(), model, hyper)
-    with derivatives.oracles(state) as here:
+    with derivatives.at_point(state) as here:
         _, b, direct = here.outer(outer)
         p1 = trees.add(b, here.product(x1, b, hk.curvature.Hessian()), -0.3)
         p2 = trees.add(p1, here.product(x2, p1, hk.curvature.Hessian()), -0.3)
@@ -84,7 +84,7 @@ def test_the_misscaled_sum_is_the_published_one() -> None:
     hessian = x.T @ x / len(x) + 2 * problem.ridge * torch.eye(3, dtype=x.dtype)
     result = StochasticNeumann(3, 0.2, misscaled=True).compute(problem.problem(), model, hyper, inner, outer)
     state = hk.algorithms.aid_cg().init(problem.problem(), model, hyper)
-    with derivatives.oracles(state) as here:
+    with derivatives.at_point(state) as here:
         b = here.outer(outer)[1]["weight"]
     step = torch.eye(3, dtype=x.dtype) - 0.2 * hessian
     powers = [b @ torch.linalg.matrix_power(step, k) for k in range(4)]
@@ -176,7 +176,7 @@ def test_fsla_momentum_is_the_recursive_one() -> None:
     state = algorithm.init(problem.problem(), model, hyper)
 
     def h(batch: int) -> Tensor:
-        with derivatives.oracles(state) as here:
+        with derivatives.at_point(state) as here:
             return here.hypergradient(source.batch(batch), outer, state.trees["v"])[1]["value"]
 
     algorithm.step(state, batches)
@@ -200,7 +200,7 @@ def test_saba_reduces_the_variance_of_every_oracle_by_its_table() -> None:
     inner, outer = batches.finite("the test")
     tables = {name: [torch.zeros(())] * 3 for name in ("inner", "product", "crossed", "b", "direct")}
     for i, j in [(0, 2), (2, 1), (1, 0), (0, 0), (2, 2)]:
-        with derivatives.oracles(state) as here:
+        with derivatives.at_point(state) as here:
             found = here.parts(inner.batch(i), outer.batch(j), state.trees["v"], hk.curvature.Hessian())
         along = {}
         for name, table in tables.items():

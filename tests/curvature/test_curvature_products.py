@@ -15,6 +15,7 @@ import hyperkron as hk
 import oracles
 from cases import DOUBLE, Case, Mean, Weights, make, mlp, random_weights
 from hyperkron import solution
+from hyperkron.evaluation.point import Point
 
 
 class Attention(nn.Module):
@@ -260,3 +261,25 @@ def test_curvature_that_is_not_counted_is_said(
     problem = hk.BilevelProblem(lambda m, h, b: case.inner(m, h, b) + extra(m), case.outer)
     with pytest.warns(hk.HyperkronWarning, match=message):
         hk.cg(3, curvature=hk.curvature.GGN(0.1)).compute(problem, *case.arguments[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("curvature", [hk.curvature.Hessian(0.3), hk.curvature.GGN(0.3)])
+def test_a_product_and_the_cross_term_are_the_same_together(curvature: hk.curvature.Curvature, dtype: Any) -> None:
+    model, hyper = nn.Linear(3, 2).to(dtype), hk.as_hyper(torch.tensor(0.2, dtype=dtype))
+    batch = torch.randn(4, 3, dtype=dtype), torch.randn(4, 2, dtype=dtype)
+
+    def inner(model: nn.Module, hyper: nn.Module, batch: Any) -> hk.losses.Loss:
+        return hk.losses.mse(model(batch[0]).tanh(), batch[1]) + hk.losses.l2(model, hyper().exp())
+
+    with Point(hk.BilevelProblem(inner, inner), model, hyper, batch, batch) as point:
+        operator = curvature.operator(point, curvature.init())
+        v = {name: torch.randn_like(p).float() for name, p in point.params.items()}
+        v = v if dtype is torch.float16 else {name: x.to(dtype) for name, x in v.items()}
+        product, crossed = operator.matvec_and_cross(v, point.hypers)
+        assert operator.products == 1
+        torch.testing.assert_close(product, operator.matvec(v))
+        alone = operator.cross(v, point.hypers)
+        assert (crossed is None) == (alone is None)
+        if crossed is not None:
+            torch.testing.assert_close(crossed, alone)

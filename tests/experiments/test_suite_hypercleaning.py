@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from experiments import records
-from experiments.mnist import problem as mnist_problem
+from experiments.suite import problems
 from experiments.suite import published_hypercleaning as published
 
 PAGE = records.PAGES / "suite-hypercleaning.md"
@@ -26,7 +26,7 @@ def case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     images, labels = torch.rand(500, 12, generator=generator), torch.randint(10, (500,), generator=generator)
     images[:, 0] = (torch.rand(500, generator=generator) < 0.01).float()  # a pixel that is seldom there
     data = SimpleNamespace(images=images, labels=labels, test_images=images[:50], test_labels=labels[:50])
-    monkeypatch.setattr(mnist_problem, "mnist", lambda folder: data)
+    monkeypatch.setattr(problems, "mnist", lambda folder: data)
     return published.cleaning(tmp_path, 0.5, 300, 200, clip=math.inf, dtype=torch.float64)
 
 

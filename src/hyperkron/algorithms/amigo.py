@@ -83,7 +83,7 @@ class AmIGO(Algorithm):
         inner_loss = derivatives.descend(state, batches, self.inner_steps)
         outer_batch, *inner_batches = batches.outer(), *(batches.inner() for _ in range(self.linear_steps + 1))
         v, rate = state.trees["v"], as_rate(self.linear_rate)(state.step)
-        with derivatives.oracles(state) as here:
+        with derivatives.at_point(state) as here:
             outer_loss, b, direct = here.outer(outer_batch)
             for batch in inner_batches[:-1]:
                 residual = trees.add(here.product(batch, v, self.curvature), b, alpha=-1.0)

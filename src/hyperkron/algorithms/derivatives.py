@@ -1,4 +1,4 @@
-"""The oracles that steps are made of: gradients, curvature products, cross terms and hypergradients.
+"""What steps are made of: gradients, curvature products, cross terms and hypergradients.
 
 All of them are the core's; this file only evaluates them at the current point of a state, at another point
 (``placed``), or on another batch. Steps of θ are *live*: BatchNorm statistics advance and dropout draws new masks, as
@@ -39,7 +39,7 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Parts:
+class FormulaParts:
     """The pieces of the implicit formula at one (θ, λ, v): ∂θ g, Hv, X(v), b = ∂θ f, ∂λ f, and f."""
 
     inner: Tree
@@ -155,8 +155,13 @@ def leader_first(state: State, batches: BatchSources, steps: int) -> StepReport:
     return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
 
 
-def advance_buffers(state: State, batches: Iterable[Any]) -> None:
-    """The buffers' share of a training step (BatchNorm's statistics) where its gradient left them alone."""
+def advance(state: State, batches: Iterable[Any], *, drew: bool = False) -> None:
+    """What a training step leaves in the model and the random states, where its gradient left them alone.
+
+    BatchNorm's statistics advance; and where the gradient ``drew`` random numbers the next step will draw others.
+    """
+    if drew:
+        torch.rand((), device=state.generator.device)
     if state.model.training and next(state.model.buffers(), None) is not None:
         with torch.no_grad():
             for batch in batches:
@@ -195,11 +200,15 @@ def hypergradient(state: State, batches: BatchSources) -> HypergradientResult:
     return method.compute(state.problem, state.model, state.hyper, batch, outer_batch, **own)
 
 
-class Oracles:
-    """The pieces of the implicit formula at one point (θ, λ), on any batches; see :func:`oracles`."""
+class PointDerivatives:
+    """The pieces of the implicit formula at one point (θ, λ), on any batches; see :func:`at_point`.
+
+    Attributes:
+        drew: after the block, whether the last evaluation drew random numbers.
+    """
 
     def __init__(self, point: Point) -> None:
-        self._point = point
+        self._point, self.drew = point, False
 
     def outer(self, batch: Any) -> tuple[Tensor, Tree, Tree]:
         """J_out, b = ∂θ J_out and ∂λ J_out on ``batch``."""
@@ -220,7 +229,7 @@ class Oracles:
         outer_loss, _, direct = self.outer(outer_batch)
         return outer_loss, trees.add(direct, self.cross(inner_batch, v), alpha=-1.0)
 
-    def parts(self, inner_batch: Any, outer_batch: Any, v: Tree, curvature: Curvature) -> Parts:
+    def parts(self, inner_batch: Any, outer_batch: Any, v: Tree, curvature: Curvature) -> FormulaParts:
         """All pieces for ``v``, on one batch of each level."""
         outer_loss, b, direct = self.outer(outer_batch)
         operator, point = self._operator(inner_batch, curvature), self._point
@@ -228,7 +237,7 @@ class Oracles:
         if along is None or inner is None:
             graph = HessianOperator(point, 0.0)
             along, inner = graph.cross(v, point.hypers), graph.gradients
-        return Parts(_filled(inner, point.params), product, _filled(along, point.hypers), b, direct, outer_loss)
+        return FormulaParts(_filled(inner, point.params), product, _filled(along, point.hypers), b, direct, outer_loss)
 
     def _operator(self, batch: Any, curvature: Curvature) -> Operator:
         self._point.inner_batch = self._point.curvature_batch = batch
@@ -236,16 +245,18 @@ class Oracles:
 
 
 @contextmanager
-def oracles(state: State) -> Iterator[Oracles]:
-    """The oracles at the current (θ, λ), which must stay there inside the block.
+def at_point(state: State) -> Iterator[PointDerivatives]:
+    """The derivatives at the current (θ, λ), which must stay there inside the block.
 
     All of them see the same random numbers, and when the block ends the model and the random states are what they were:
     draw batches before it.
     """
     point = Point(state.problem, state.model, state.hyper, None, None, variables=(state.params, state.hypers))
     with point:
-        yield Oracles(point)
+        found = PointDerivatives(point)
+        yield found
         point.settle()
+        found.drew = point.drawn()
 
 
 def _filled(found: Mapping[str, Tensor | None], like: Tree) -> Tree:
@@ -262,7 +273,7 @@ def check_products(curvature: Curvature, algorithm: str) -> None:
         )
 
 
-def weighted_change(new: Parts, old: Parts, inner_share: float, outer_share: float) -> dict[str, Tree]:
+def weighted_change(new: FormulaParts, old: FormulaParts, inner_share: float, outer_share: float) -> dict[str, Tree]:
     """The change of SOBA's three directions between two points on one pair of batches, each batch by its share."""
 
     def change(part: str, share: float) -> Tree:

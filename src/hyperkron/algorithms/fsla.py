@@ -41,7 +41,7 @@ class FSLA(SOBA):
         inner = derivatives.gradients(state, "inner", batches.inner(), live=True, hyper=False)
         state.inner.step(inner.theta)
         outer_batch, batch, pair = batches.outer(), batches.inner(), (batches.inner(), batches.outer())
-        with derivatives.oracles(state) as here:
+        with derivatives.at_point(state) as here:
             _, b, _ = here.outer(outer_batch)
             residual = trees.add(here.product(batch, old_v, self.curvature), b, alpha=-1.0)
             memory["v"] = trees.add(old_v, residual, alpha=-as_rate(self._linear_rate())(state.step))
@@ -49,7 +49,7 @@ class FSLA(SOBA):
         direction = h
         if "d" in memory:
             keep = 1.0 - min(1.0, as_rate(self.momentum)(state.step))
-            with derivatives.elsewhere(state, old_theta, memory["old hyper"]), derivatives.oracles(state) as there:
+            with derivatives.elsewhere(state, old_theta, memory["old hyper"]), derivatives.at_point(state) as there:
                 _, h_old = there.hypergradient(*pair, old_v)
             direction = trees.add(h, trees.add(memory["d"], h_old, alpha=-1.0), alpha=keep)
         memory["d"], memory["old hyper"] = direction, state.outer.values()

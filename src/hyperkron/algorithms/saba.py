@@ -37,7 +37,7 @@ class SABA(SOBA):
         """One joint step along variance-reduced directions."""
         inner, outer = batches.finite("SABA")
         i, j = inner.index(), outer.index()
-        with derivatives.oracles(state) as here:
+        with derivatives.at_point(state) as here:
             found = here.parts(inner.batch(i), outer.batch(j), state.trees["v"], self.curvature)
         of_inner, of_outer = (i, len(inner), inner.share(i)), (j, len(outer), outer.share(j))
         gradient = _reduced(state, "inner", found.inner, *of_inner)
@@ -46,7 +46,7 @@ class SABA(SOBA):
         b = _reduced(state, "b", found.b, *of_outer)
         direct = _reduced(state, "direct", found.direct, *of_outer)
         direction = trees.add(direct, crossed, alpha=-1.0)
-        self.move(state, gradient, trees.add(product, b, alpha=-1.0), direction, inner.batch(i))
+        self.move(state, gradient, trees.add(product, b, alpha=-1.0), direction, inner.batch(i), here.drew)
         return state.finish(found.outer_loss, direction)
 
 

@@ -47,9 +47,9 @@ class SOBA(Algorithm):
         """v = 0."""
         state.trees["v"] = trees.zeros_like(state.inner.values())
 
-    def move(self, state: State, theta: trees.Tree, v: trees.Tree, hyper: trees.Tree, batch: Any) -> None:
-        """All three variables against their directions, found on ``batch``."""
-        derivatives.advance_buffers(state, [batch])
+    def move(self, state: State, theta: trees.Tree, v: trees.Tree, hyper: trees.Tree, batch: Any, drew: bool) -> None:
+        """All three variables against their directions, found on ``batch``, where random numbers were drawn or not."""
+        derivatives.advance(state, [batch], drew=drew)
         rate = as_rate(self._linear_rate())(state.step)
         state.trees["v"] = trees.add(state.trees["v"], v, alpha=-rate)
         state.inner.step(theta)
@@ -58,8 +58,8 @@ class SOBA(Algorithm):
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """One joint step."""
         batch, outer_batch = batches.inner(), batches.outer()
-        with derivatives.oracles(state) as here:
+        with derivatives.at_point(state) as here:
             found = here.parts(batch, outer_batch, state.trees["v"], self.curvature)
         direction = found.hyper()
-        self.move(state, found.inner, found.system(), direction, batch)
+        self.move(state, found.inner, found.system(), direction, batch, here.drew)
         return state.finish(found.outer_loss, direction)

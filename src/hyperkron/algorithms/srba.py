@@ -41,17 +41,17 @@ class SRBA(SOBA):
         full = state.step % period == 0
         i, j = (0, 0) if full else (inner.index(), outer.index())
         pair = (inner.full(), outer.full()) if full else (inner.batch(i), outer.batch(j))
-        with derivatives.oracles(state) as here:
+        with derivatives.at_point(state) as here:
             found = here.parts(*pair, memory["v"], self.curvature)
         if full:
             moves = {"theta": found.inner, "v": found.system(), "hyper": found.hyper()}
         else:
             old_point = memory["old theta"], memory["old hyper"]
-            with derivatives.elsewhere(state, *old_point), derivatives.oracles(state) as there:
+            with derivatives.elsewhere(state, *old_point), derivatives.at_point(state) as there:
                 old = there.parts(*pair, memory["old v"], self.curvature)
             change = derivatives.weighted_change(found, old, inner.share(i), outer.share(j))
             moves = {name: trees.add(memory[f"d {name}"], x) for name, x in change.items()}
         memory.update({f"d {name}": x for name, x in moves.items()})
         memory.update({"old theta": state.inner.values(), "old hyper": state.outer.values(), "old v": memory["v"]})
-        self.move(state, moves["theta"], moves["v"], moves["hyper"], pair[0])
+        self.move(state, moves["theta"], moves["v"], moves["hyper"], pair[0], here.drew)
         return state.finish(found.outer_loss, moves["hyper"])

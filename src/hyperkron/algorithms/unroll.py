@@ -66,5 +66,5 @@ class Unroll(Algorithm):
             state.inner.place(state.trees["initial"])
         result = method.compute(state.problem, state.model, state.hyper, inner_batches, outer_batch)
         state.inner.place(method.lookahead(state.problem, state.model, state.hyper, inner_batches))
-        derivatives.advance_buffers(state, inner_batches if self.inner_steps > 1 else [inner_batches])
+        derivatives.advance(state, inner_batches if self.inner_steps > 1 else [inner_batches])
         return state.follow(result)

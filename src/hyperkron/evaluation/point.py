@@ -237,6 +237,10 @@ class Point:
         """Whether an evaluation has drawn from the random state of the GPU."""
         return self._snapshot is not None and self._snapshot.drew
 
+    def drawn(self) -> bool:
+        """Whether the last evaluation drew random numbers from torch, as dropout does."""
+        return self._snapshot is not None and self._snapshot.drawn()
+
     @contextmanager
     def moved(self, displaced: Tree) -> Iterator[None]:
         """θ replaced by ``displaced``, detached: no graph through the model's parameters is recorded.

@@ -24,14 +24,14 @@ class Snapshot:
         modules = [*model.modules(), *hyper.modules()]
         self.training = [(m, m.training) for m in modules]
         self.flags = [(p, p.requires_grad) for m in modules for p in m._parameters.values() if p is not None]
-        self.buffers = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in modules]
+        self.buffers = [(m, m._buffers.copy(), m._non_persistent_buffers_set.copy()) for m in modules]
         by_dtype: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
         for _, own, _ in self.buffers:
             for buffer in own.values():
                 if buffer is not None and not buffer.requires_grad:
                     by_dtype.setdefault((buffer.dtype, buffer.device), {})[id(buffer)] = buffer
         self.groups = [list(group.values()) for group in by_dtype.values()]
-        normed = [m for m in modules if getattr(m, "max_norm", None) is not None]
+        normed = [m for m in modules if vars(m).get("max_norm") is not None]
         self.weights = [(p, p.detach().clone()) for m in normed for p in m.parameters(recurse=False)]
         self.device = device
         self.random = random.getstate()
@@ -53,6 +53,11 @@ class Snapshot:
         for module, own, _ in self.buffers:
             for name, buffer in own.items():
                 module._buffers[name] = fresh.get(id(buffer), buffer)
+
+    def drawn(self) -> bool:
+        """Whether the last evaluation drew random numbers from torch."""
+        moved = not torch.equal(torch.get_rng_state(), self.cpu)
+        return moved or (self.cuda is not None and not torch.equal(torch.cuda.get_rng_state(self.device), self.cuda))
 
     def restore(self) -> None:
         """The whole promise, kept when the with block ends."""
