@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from hyperkron import __version__
 from hyperkron.cli import options
 from hyperkron.cli.options import Option
-from hyperkron.cli.output import nearest, printable
+from hyperkron.cli.output import UsageError, nearest, printable
 
 _ABOUT = """Finds wrong labels in a training set with a few trusted rows, trains a better model, and reports both."""
 _EXAMPLES = """examples:
@@ -123,9 +123,13 @@ def parse(given: Sequence[str], defaults: Mapping[str, Any] | None = None) -> ar
     found, unknown = top.parse_known_args(given)
     if unknown:
         made[found.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return found
+
+
+def check(found: argparse.Namespace) -> None:
+    """Refuse options that contradict each other."""
     if found.command == "export":
         if (found.drop is None) == (found.relabel is None):
-            made["export"].error("export needs one of --drop suspects and --relabel suspects.")
+            raise UsageError("export needs one of --drop suspects and --relabel suspects.")
         if found.threshold is not None and not 0 <= found.threshold <= 1:
-            made["export"].error(f"--threshold={found.threshold!r} must lie between 0 and 1.")
-    return found
+            raise UsageError(f"--threshold={found.threshold!r} must lie between 0 and 1.")
