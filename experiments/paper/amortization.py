@@ -9,11 +9,12 @@ from typing import Any
 
 from experiments.paper import plots
 from experiments.paper.cleaning import Budget, Case
-from experiments.paper.compare import Contest, Splits, clearly_below, known, mean, runs, setting_text, summary, tuned
+from experiments.paper.compare import Contest, Splits, chosen_text, clearly_below, known, mean, runs, summary, tuned
 from experiments.paper.methods import Rates, methods
 from experiments.paper.printed import printed
-from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
+from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, by_cases
 from experiments.paper.tuning import Search, shown
+from experiments.paper.visits import of_contest
 
 KINDS = ("AID-KFAC", "AID-EKFAC")
 
@@ -70,16 +71,14 @@ def verdict(result: Result) -> Judgement:
     (loss, seconds), (kfac, ekfac) = _figures(result), KINDS
     found = [result.figures["found"][str(tau)] for tau in result.figures["intervals"]]
     cheaper = all(seconds[kind][-1] < seconds[kind][0] for kind in KINDS) and seconds[ekfac][0] > seconds[kfac][0]
-    below = sum(clearly_below(x[ekfac]["test_loss"], x[kfac]["test_loss"]) for x in found)
+    below = [clearly_below(x[ekfac]["test_loss"], x[kfac]["test_loss"]) for x in found]
     fresher = all(loss[kind][0] < loss[kind][-1] for kind in KINDS)
     text = "; ".join(
         f"τ = {tau}: {loss[kfac][i]:.3f} and {loss[ekfac][i]:.3f}, {seconds[kfac][i]:.3f} and {seconds[ekfac][i]:.3f} s"
         for i, tau in enumerate(result.figures["intervals"])
     )
-    text = f"Test loss and time a step of KFAC and EKFAC: {text}. EKFAC clearly below at {below} of {len(found)}."
-    if cheaper and below == len(found) and fresher:
-        return Judgement(Verdict.REPRODUCED, text)
-    return Judgement(Verdict.TREND if cheaper and below > len(found) / 2 else Verdict.FAILED, text)
+    text = f"Test loss and time a step of KFAC and EKFAC: {text}. EKFAC clearly below at {sum(below)} of {len(below)}."
+    return by_cases(below, text, first=cheaper, also=fresher)
 
 
 def tables(result: Result | None) -> list[Table]:
@@ -97,7 +96,7 @@ def tables(result: Result | None) -> list[Table]:
         losses = [shown(known(x[kind]["test_loss"])) for kind in KINDS]
         times = [f"{mean(x[kind]['step_seconds']):.4f}" for kind in KINDS]
         lines.append([str(tau), old[0], losses[0], old[1], losses[1], old[2], times[0], old[3], times[1]])
-    settings = "; ".join(f"{kind}: {setting_text(x['setting'])}" for kind, x in result.figures["chosen"].items())
+    settings = "; ".join(f"{kind}: {chosen_text(result, x)}" for kind, x in result.figures["chosen"].items())
     return [Table(f"Test loss and time of a step (printed: ResNet-18; {settings})", columns, lines)]
 
 
@@ -175,6 +174,7 @@ RECIPES = (
         settings=RESNET,  # type: ignore[arg-type]
         work=work,
         verdict=verdict,
+        weights=of_contest,
         tables=tables,
         plot=plot_as("ekfac-resnet"),
         note=NOTE
@@ -195,6 +195,7 @@ RECIPES = (
         settings=LINEAR,  # type: ignore[arg-type]
         work=work,
         verdict=verdict,
+        weights=of_contest,
         tables=tables,
         plot=plot_as("ekfac-linear"),
         note=NOTE

@@ -12,17 +12,18 @@ from experiments.paper.cleaning import Budget, Case
 from experiments.paper.compare import (
     Contest,
     Splits,
+    chosen_text,
     clearly_below,
     known,
     mean,
     runs,
-    setting_text,
     summary,
     tuned,
 )
 from experiments.paper.methods import Rates, methods
-from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
+from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, by_cases
 from experiments.paper.tuning import Search, shown
+from experiments.paper.visits import of_contest
 
 KFAC, CG = "AID-KFAC", "AID-CG-3"
 
@@ -107,9 +108,7 @@ def verdict_linear(result: Result) -> Judgement:
     """
     gaps, below = list(_gaps(result).values()), _below(result)
     text = f"{_text(_gaps(result))}; clearly below at {sum(below)} of {len(below)}."
-    if all(below) and gaps[0] > gaps[-1]:
-        return Judgement(Verdict.REPRODUCED, text)
-    return Judgement(Verdict.TREND if below[0] and sum(below) > len(below) / 2 else Verdict.FAILED, text)
+    return by_cases(below, text, first=below[0], also=gaps[0] > gaps[-1])
 
 
 def verdict_resnet(result: Result) -> Judgement:
@@ -118,8 +117,7 @@ def verdict_resnet(result: Result) -> Judgement:
     """
     below = _below(result)
     text = f"{_text(_gaps(result))}; clearly below at {sum(below)} of {len(below)}."
-    kinds = ((all(below), Verdict.REPRODUCED), (sum(below) > len(below) / 2, Verdict.TREND))
-    return Judgement(next((kind for holds, kind in kinds if holds), Verdict.FAILED), text)
+    return by_cases(below, text)
 
 
 def tables(result: Result | None) -> list[Table]:
@@ -151,7 +149,7 @@ def tables(result: Result | None) -> list[Table]:
                     shown(x["seconds_to_best"], 1),
                     f"{mean(x['steps']):.0f}",
                     f"{1e3 * mean(x['step_seconds']):.1f}",
-                    setting_text(x["setting"]),
+                    chosen_text(result, x),
                 ]
             )
     return [Table("Ours (the paper prints no numbers); all runs have the same time", columns, rows)]
@@ -267,6 +265,7 @@ RECIPES = (
         settings=LINEAR,  # type: ignore[arg-type]
         work=work,
         verdict=verdict_linear,
+        weights=of_contest,
         tables=tables,
         plot=plot_as("batch-linear"),
         note=NOTE
@@ -283,6 +282,7 @@ RECIPES = (
         settings=RESNET,  # type: ignore[arg-type]
         work=work,
         verdict=verdict_resnet,
+        weights=of_contest,
         tables=tables,
         plot=plot_as("batch-resnet"),
         note=NOTE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from experiments.paper import cleaning, datasets
 from experiments.paper.cleaning import Budget, Case, Split
 from experiments.paper.methods import Method, Rates
-from experiments.paper.recipe import Job
+from experiments.paper.recipe import Job, Result
 from experiments.paper.tuning import Difference, Search, Setting, at_edge, tune
 
 Source = Literal["mnist", "cifar10", "vectors", "images"]
@@ -173,11 +173,28 @@ def clearly_below(a: Sequence[float | None], b: Sequence[float | None]) -> bool:
     return difference is not None and difference.sign < 0
 
 
-def setting_text(setting: Mapping[str, float]) -> str:
-    """A setting in a table.
+def setting_text(
+    setting: Mapping[str, float], edge: Collection[str] = (), rates: Mapping[str, Any] | None = None
+) -> str:
+    """A chosen setting in a table, and which of its values are at an edge of their grid.
+
+    Args:
+        edge: names that are at an edge.
+        rates: the values of every grid, for results that did not count an edge of a grid of two values.
 
     Example:
-        >>> setting_text({"inner": 0.1, "outer": 100.0})
-        'inner 0.1, outer 100'
+        >>> setting_text({"inner": 0.1, "outer": 100.0}, ["outer"])
+        'inner 0.1, outer 100 (at an edge: outer)'
+        >>> setting_text({"inner": 0.1, "outer": 1.0}, rates={"inner": (0.1,), "outer": (1.0, 2.0)})
+        'inner 0.1, outer 1 (at an edge: outer)'
     """
-    return ", ".join(f"{name} {value:g}" for name, value in setting.items())
+    grid = {name: values for name, values in (rates or {}).items() if name in setting}
+    found = {*edge, *at_edge(dict(setting), grid)}
+    text = ", ".join(f"{name} {value:g}" for name, value in setting.items())
+    return text + (f" (at an edge: {', '.join(name for name in setting if name in found)})" if found else "")
+
+
+def chosen_text(result: Result, x: Mapping[str, Any]) -> str:
+    """The setting of a method in a result of this module."""
+    rates = result.settings.get("contest", {}).get("rates")
+    return setting_text(x["setting"], x.get("edge", ()), rates)

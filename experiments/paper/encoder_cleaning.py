@@ -15,7 +15,7 @@ from torch import Tensor
 from experiments.cells import OutOfTime
 from experiments.paper import texts
 from experiments.paper.encoder_answer import answer
-from experiments.paper.encoder_page import NOTE_BASE, NOTE_MINILM, plot, tables, verdict
+from experiments.paper.encoder_page import NOTE_BASE, NOTE_MINILM, plot, tables, verdict, weights
 from experiments.paper.encoder_settings import BASE, MINILM, Part, Settings
 from experiments.paper.entries import Entry, Stage, compete
 from experiments.paper.recipe import Job, Recipe, Scale
@@ -261,6 +261,7 @@ def _summary(runs: Sequence[dict[str, Any]], price: float) -> dict[str, Any]:
         "step_seconds": [price for _ in runs],
         **{key: [run[key] for run in runs] for key in ("auc", "failed", "graph", "outer_rate")},
         "again": [run.get("again") for run in runs],
+        "rows": [run["rows"] for run in runs if run.get("rows")],
         "curves": curves,
     }
 
@@ -274,6 +275,7 @@ def _recipe(name: str, encoder: str, settings: Mapping[Scale, Settings], note: s
         settings=settings,
         work=work,
         verdict=verdict,
+        weights=weights,
         tables=tables,
         plot=plot,
         note=note,

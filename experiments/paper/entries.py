@@ -101,8 +101,7 @@ def compete(job: Job, stages: Sequence[Stage], trials: int) -> Found:
             runs = [run for seed in seeds if (run := _cached(job, stage, entry, trials, seed)) is not None]
             if runs:
                 setting = chosen(job, stage, entry, trials)
-                wide = {name: values for name, values in entry.grid.items() if len(values) > 2}
-                edge = at_edge(setting, wide)  # of two values both are at an edge
+                edge = at_edge(setting, entry.grid)
                 found.setdefault(stage.name, {})[entry.name] = {"setting": setting, "edge": edge, "runs": runs}
     if not found:
         raise OutOfTime("the time limit was reached before the first run was done; run the same command again.")

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from experiments.paper import plots, texts
 from experiments.paper.compare import mean
-from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
+from experiments.paper.encoder_page import ROWS
+from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, by_cases
 from experiments.paper.text_cleaning import (
     Shuffled,
     TextCase,
@@ -32,7 +33,8 @@ from experiments.paper.text_cleaning import (
 )
 from experiments.paper.texts import MADE_UP, Corpus, Rows, TextSplit
 from experiments.paper.tuning import Difference, shown
-from experiments.trial import train
+from experiments.paper.visits import Visits
+from experiments.trial import MEASURED, train
 from hyperkron import losses
 from hyperkron.algorithms import Updates
 from hyperkron.cleaning.models.encoder_head import Hidden, mean_pool
@@ -245,9 +247,19 @@ def verdict(result: Result) -> Judgement:
         + "; ".join(f"{_case(key)}, {stop} steps {gap(key, stop, 'again'):+.1f}" for key, stop in pairs)
         + "."
     )
-    if len(better) == len(pairs):
-        return Judgement(Verdict.REPRODUCED, text)
-    return Judgement(Verdict.TREND if len(better) > len(pairs) / 2 else Verdict.FAILED, text)
+    return by_cases([pair in better for pair in pairs], text)
+
+
+def weights(result: Result) -> list[Visits]:
+    """How often the weights were updated by every stop."""
+    case = result.settings.get("case")
+    pairs = [(key, stop) for key in result.figures["cases"] for stop in result.figures["stops"]]
+    sizes = {key: ROWS.get(key.split("/")[0]) for key, _ in pairs}
+    return [
+        Visits(f"{_case(key)}, {stop} steps", stop - MEASURED, case["batch"], rows)
+        for key, stop in pairs
+        if case is not None and (rows := sizes[key]) is not None
+    ]
 
 
 def answer(result: Result) -> list[str]:
@@ -354,6 +366,7 @@ RECIPES = (
         settings=SETTINGS,  # type: ignore[arg-type]
         work=work,
         verdict=verdict,
+        weights=weights,
         tables=tables,
         plot=plot,
         note="The same rows, methods and steps as in the experiment above, but only a linear head on frozen MiniLM "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from experiments.paper.compare import Contest, Splits, clearly_below, known, mea
 from experiments.paper.methods import Method, Rates, methods
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
 from experiments.paper.tuning import Search, shown
+from experiments.paper.visits import of_contest
 
 NAME = "AID-KFAC"
 
@@ -148,6 +150,7 @@ RECIPES = (
         },
         work=work,
         verdict=verdict,
+        weights=partial(of_contest, relative=False),
         tables=tables,
         plot=plot,
         note=(

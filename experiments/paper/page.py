@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from experiments.paper.recipe import SCALES, Judgement, Recipe, Result, Table, Verdict
+from experiments.paper.visits import Visits
 from hyperkron.solution import HyperkronError
 
 TITLE = "The paper, reproduced"
@@ -68,11 +69,18 @@ def section(recipe: Recipe, result: Result | None, figures: Path) -> Section:
         rule,
         recipe.note,
         _made(result),
-        recipe.tables(shown),
+        [*recipe.tables(shown), *_updates(recipe.weights(shown) if shown is not None else ())],
         [f"figures/paper/{path.name}" for path in paths],
         recipe.name,
         recipe.answer(shown) if shown is not None and recipe.answer is not None else (),
     )
+
+
+def _updates(found: Sequence[Visits]) -> list[Table]:
+    """How often the weights of every run were updated."""
+    rows = [[x.name, f"{x.updates:.0f}", str(x.batch), str(x.rows), f"{x.mean:.2g}", f"{x.never:.0%}"] for x in found]
+    columns = ["run", "updates of λ", "batch", "rows", "visits of a weight", "weights never updated"]
+    return [Table("How often the weights were updated", columns, rows)] if rows else []
 
 
 def _made(result: Result | None) -> str:
@@ -131,7 +139,8 @@ def html(sections: Sequence[Section]) -> str:
         raise HyperkronError("the page in HTML needs jinja2; pip install 'hyperkron[report]'.") from error
     template = (files("experiments.paper") / "page.html").read_text("utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    kinds = {Verdict.REPRODUCED: "yes", Verdict.TREND: "trend", Verdict.FAILED: "no", Verdict.NOT_RUN: "none"}
+    kinds = dict.fromkeys(Verdict, "none")
+    kinds |= {Verdict.REPRODUCED: "yes", Verdict.TREND: "trend", Verdict.FAILED: "no"}
     return environment.from_string(template).render(
         title=TITLE, introduction=INTRODUCTION, sections=sections, kinds=kinds, capital=_capital
     )

@@ -89,7 +89,7 @@ def missing(covered: list[str]) -> list[Section]:
         Section(
             place.title,
             place.name,
-            Judgement(Verdict.NOT_RUN, "There is no recipe for it yet."),
+            Judgement(Verdict.NO_RECIPE, "Nobody has written one yet; nothing is said about the claim."),
             tables=place.tables(),
         )
         for place in PLACES

@@ -14,6 +14,7 @@ import torch
 
 from experiments import records
 from experiments.cells import Cells, OutOfTime
+from experiments.paper.visits import Visits, refusal
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import check_whole
 
@@ -29,7 +30,10 @@ class Verdict(Enum):
     REPRODUCED = "reproduced"
     TREND = "reproduced in trend"
     FAILED = "not reproduced"
-    NOT_RUN = "not run at this scale"
+    REFUSED = "no verdict"
+    UNJUDGED = "not judged at this scale"
+    NOT_RUN = "not run"
+    NO_RECIPE = "no recipe"
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,20 @@ class Judgement:
 
     verdict: Verdict
     because: str
+
+
+def by_cases(holds: Sequence[bool], because: str, *, first: bool = True, also: bool = True) -> Judgement:
+    """The rule of every comparison in several cases. Reproduced: the claim clearly holds in all of them, and ``also``
+    what else it says. In trend: it clearly holds in more than half of them. Not reproduced: otherwise, or where
+    ``first``, without which it means nothing, does not hold.
+
+    Example:
+        >>> by_cases([True, True, False], "").verdict.value, by_cases([True, False], "").verdict.value
+        ('reproduced in trend', 'not reproduced')
+    """
+    if first and all(holds) and also:
+        return Judgement(Verdict.REPRODUCED, because)
+    return Judgement(Verdict.TREND if first and sum(holds) > len(holds) / 2 else Verdict.FAILED, because)
 
 
 @dataclass(frozen=True)
@@ -162,6 +180,8 @@ class Recipe:
         note: how ours differs from the paper, for the page.
         answer: what a reader who must decide is told first, in plain words and with the result's numbers.
         judged: scales whose results say something about the paper's claim.
+        weights: how often the weights of every run were updated, where weights are learned; a result in which too many
+            never were gets no verdict.
         gpu: scales that need a GPU.
         seeds: how many by default at each scale.
         partial: ``work`` copes with the time limit itself: it is called once with all seeds, keeps its own order and
@@ -183,6 +203,7 @@ class Recipe:
     note: str = ""
     answer: Callable[[Result], Sequence[str]] | None = None
     judged: tuple[Scale, ...] = ("small", "paper")
+    weights: Callable[[Result], Sequence[Visits]] = lambda result: ()
     gpu: tuple[Scale, ...] = ()
     seeds: Mapping[Scale, int] = field(default_factory=lambda: {"smoke": 1, "small": 3, "paper": 5})
     partial: bool = False
@@ -195,10 +216,14 @@ class Recipe:
         return tuple(scale for scale in SCALES if scale in self.settings)
 
     def judge(self, result: Result | None) -> Judgement:
-        """The verdict on a result; at a scale that is not judged it is “not run”, cut short “in trend” at most."""
-        if result is None or result.scale not in self.judged:
-            what = "no result" if result is None else f"a result at {result.scale} scale only, on made-up data"
-            return Judgement(Verdict.NOT_RUN, f"There is {what}.")
+        """The verdict on a result; none at a scale that is not judged, “in trend” at most where it was cut short."""
+        if result is None:
+            return Judgement(Verdict.NOT_RUN, "There is no result.")
+        if result.scale not in self.judged:
+            text = f"Everything ran; results at {result.scale} scale, on made-up data, say nothing about the paper."
+            return Judgement(Verdict.UNJUDGED, text)
+        if refused := refusal(self.weights(result)):
+            return Judgement(Verdict.REFUSED, f"{refused} What was measured: {self.verdict(result).because}")
         found = self.verdict(result)
         if result.complete or found.verdict is not Verdict.REPRODUCED:
             return found

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from experiments.paper import plots, resnet
 from experiments.paper.cleaning import Budget, Case
-from experiments.paper.compare import Contest, Splits, clearly_below, compete, known, mean, setting_text
+from experiments.paper.compare import Contest, Splits, chosen_text, clearly_below, compete, known, mean
 from experiments.paper.methods import Rates, methods
-from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
+from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, by_cases
 from experiments.paper.references import references
 from experiments.paper.tuning import Search, shown
+from experiments.paper.visits import of_contest
 
 PAIRS = (("AID-CG-3", "AID-KFAC"), ("AmIGO", "AmIGO-KFAC"), ("MRBO", "MRBO-KFAC"))
 OTHERS = ("stocBiO", "BOME", "BSG-1")
@@ -64,9 +66,7 @@ def verdict(result: Result) -> Judgement:
     pairs = ", ".join(f"{plain} {loss[plain]:.3f} → {loss[kfac]:.3f}" for plain, kfac in whole)
     text = f"Test loss without and with KFAC: {pairs}; clearly lower: {', '.join(better) or 'none'}; "
     text += f"lowest of all: {first} ({loss[first]:.3f})."
-    if len(better) == len(PAIRS) and first.endswith("KFAC"):
-        return Judgement(Verdict.REPRODUCED, text)
-    return Judgement(Verdict.TREND if len(better) >= 2 else Verdict.FAILED, text)
+    return by_cases([kfac in better for _, kfac in PAIRS], text, also=first.endswith("KFAC"))
 
 
 def reached(curve: dict[str, list[float | None]], level: float) -> float | None:
@@ -105,7 +105,7 @@ def tables(result: Result | None) -> list[Table]:
                 f"{mean(x['steps']):.0f}",
                 f"{1e3 * mean(x['step_seconds']):.1f}",
                 f"{mean(x['f1']):.3f}",
-                setting_text(x["setting"]) + (" (at an edge of its grid)" if x["edge"] else ""),
+                chosen_text(result, x),
             ]
         )
     for kind, x in result.figures["references"].items():
@@ -221,6 +221,7 @@ RECIPES = (
         settings=LINEAR,  # type: ignore[arg-type]
         work=work,
         verdict=verdict,
+        weights=partial(of_contest, relative=False),
         tables=tables,
         plot=plot_as("linear-mnist"),
         answer=resnet.answer,
@@ -234,6 +235,7 @@ RECIPES = (
         settings=CNN,  # type: ignore[arg-type]
         work=work_cnn,
         verdict=verdict,
+        weights=partial(of_contest, relative=True),
         tables=tables,
         plot=plot_as("cnn-cifar"),
         answer=resnet.answer,

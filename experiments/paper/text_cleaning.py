@@ -243,6 +243,7 @@ class TextTrial:
             "best": best,
             "last": self.rows[-1],
             "graph": self.run.state.loop.recorded,
+            "rows": None if self.plain else len(self.split.train),
             "auc": None if self.plain else order_auc(self.weights.weight, self.split.clean),
             "outer_rate": None if self.plain else self.run.state.outer.lr,
             "curve": {key: [float(f"{row[key]:.5g}") for row in self.rows] for key in self.rows[0]},

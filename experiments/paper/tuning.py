@@ -104,7 +104,10 @@ def tune(job: Job, key: Sequence[Any], grid: Grid, search: Search, score: Callab
 
 
 def at_edge(setting: Setting, grid: Grid) -> list[str]:
-    """The names whose chosen value is the least or greatest of its grid, where a wider grid might do better."""
+    """The names whose chosen value is the least or greatest of its grid, where a wider grid might do better.
+
+    Of a grid of two values both are at an edge.
+    """
     return [name for name, values in grid.items() if len(values) > 1 and setting[name] in (min(values), max(values))]
 
 

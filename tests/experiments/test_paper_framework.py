@@ -19,6 +19,7 @@ from experiments.paper.__main__ import main
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
 from experiments.paper.tuning import Search, at_edge, interval, settings_of, shown, tune
+from experiments.paper.visits import Visits, of_contest
 from experiments.trial import clock_of
 from hyperkron.solution import HyperkronError
 
@@ -280,11 +281,36 @@ def test_printed_numbers_ship_with_the_package() -> None:
         printed("x")
 
 
-def test_a_result_of_a_scale_that_is_not_judged_counts_as_not_run() -> None:
+def test_a_smoke_run_is_not_judged_and_does_not_sound_like_a_failure() -> None:
     recipe = Counted().recipe
     assert recipe.judge(None).verdict is Verdict.NOT_RUN
-    assert recipe.judge(Result("counted", "smoke", (1,), {})).verdict is Verdict.NOT_RUN
+    smoke = recipe.judge(Result("counted", "smoke", (1,), {}))
+    assert smoke.verdict is Verdict.UNJUDGED and smoke.because.startswith("Everything ran")
     assert recipe.judge(Result("counted", "small", (1,), {})).verdict is Verdict.REPRODUCED
+
+
+def test_weights_that_were_never_updated_leave_no_verdict(tmp_path: Path) -> None:
+    few, many = (Visits("AID-KFAC", updates, 100, 1000) for updates in (5, 50))
+    assert few.never == pytest.approx(0.9**5) and many.mean == 5.0
+    result = Result("counted", "small", (1,), {"sum": 1})
+    judged = {x: replace(Counted().recipe, weights=lambda result, x=x: [many, x]).judge(result) for x in (few, many)}
+    assert judged[many].verdict is Verdict.REPRODUCED
+    assert judged[few].verdict is Verdict.REFUSED
+    assert judged[few].because.startswith("In 1 of 2 runs more than 20% of the weights were never updated; in AID-KFAC")
+    assert judged[few].because.endswith("What was measured: It adds up.")
+    section = page.section(replace(Counted().recipe, weights=lambda result: [few]), result, tmp_path)
+    assert section.tables[-1].rows == [["AID-KFAC", "5", "100", "1000", "0.5", "59%"]]
+
+
+def test_visits_are_read_off_a_result() -> None:
+    steps = {"AID-KFAC": {"steps": [12, 14]}}
+    contest = {"counts": [6000, 1, 1], "case": {"batch": 600}}
+    plain = Result("x", "small", (1,), {"found": steps}, {"contest": contest})
+    assert of_contest(plain) == [Visits("AID-KFAC", 13, 600, 6000)]
+    assert of_contest(plain, relative=True) == [Visits("AID-KFAC", 11, 600, 6000)]  # two steps only measure
+    sizes = Result("x", "small", (1,), {"found": {"300": steps}}, {"contest": contest, "batches": [300]})
+    assert of_contest(sizes) == [Visits("300, AID-KFAC", 13, 300, 6000)]
+    assert of_contest(Result("x", "small", (1,), {"found": steps})) == []
 
 
 def test_a_result_that_was_cut_short_counts_as_trend_at_most() -> None:

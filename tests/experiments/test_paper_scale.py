@@ -22,10 +22,10 @@ from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Job
 from experiments.paper.text_cleaning import WARM, TextCase, TextRates, TextTrial, _rows, order_auc, text_methods
 from experiments.trial import MEASURED, RelativeStep
-from hyperkron.algorithms import AID
+from hyperkron.algorithms import AID, inner_loop
 from hyperkron.cleaning.models import TextEncoder
 from hyperkron.hypergradient import cg, kfac
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, HyperkronWarning
 
 CPU = torch.device("cpu")
 
@@ -93,10 +93,10 @@ def test_a_stage_may_have_fewer_seeds_and_trials(tmp_path: Path) -> None:
     assert not found.cut_short and sum(x.startswith("tune B") for x in log.done) == 1
 
 
-def test_an_edge_of_two_values_is_none(tmp_path: Path) -> None:
+def test_both_of_two_values_are_at_an_edge(tmp_path: Path) -> None:
     log = Log(tmp_path, (1,))
     two = Entry("A", {"a": (1.0, 2.0), "b": (1.0, 2.0, 3.0)}, lambda x: x["a"] + x["b"], lambda x, seed: {"seed": seed})
-    assert compete(log.job, [Stage("one", [two])], 6).stages["one"]["A"]["edge"] == ["b"]
+    assert compete(log.job, [Stage("one", [two])], 6).stages["one"]["A"]["edge"] == ["a", "b"]
 
 
 def test_a_partial_recipe_is_incomplete_until_all_is_there(tmp_path: Path) -> None:
@@ -264,6 +264,20 @@ def test_weights_learn_to_tell_right_from_wrong_labels(encoder: TextEncoder, eas
         found = trial.figures()
         assert found["auc"] > 0.75, (name, found["auc"])
         assert found["outer_rate"] > 0 and len(found["curve"]["step"]) == 2
+
+
+def test_inner_steps_that_cannot_be_recorded_run_eagerly(
+    encoder: TextEncoder, easy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    trial = _trial(encoder, texts.split(*easy, 1), "SAMA", 3)
+    monkeypatch.setattr(inner_loop, "_Recorded", refuse)
+    monkeypatch.setattr(trial.run.state.loop, "_wants_graph", True)
+    with pytest.warns(HyperkronWarning, match="could not be recorded"):
+        trial.train(test=False)
+    assert trial.run.state.step == 3 and not trial.failed and not trial.figures()["graph"]
 
 
 def test_tuning_does_not_touch_the_test_part(

@@ -1,0 +1,83 @@
+"""How often a weight λ_n was updated. Where many weights never moved, a comparison of learned weights decides nothing.
+
+An outer step updates the weights of one batch, so that u updates with batches of b out of N rows visit a weight u·b/N
+times on average and leave a share (1 − b/N)^u of them where they began.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experiments.trial import MEASURED
+
+if TYPE_CHECKING:
+    from experiments.paper.recipe import Result
+
+MOST = 0.2
+"""The largest share of weights that may never have been updated in a comparison that is judged."""
+
+
+@dataclass(frozen=True)
+class Visits:
+    """Of the weights in one run: its name, the updates of λ, the rows of a batch, and all rows.
+
+    Example:
+        >>> found = Visits("AID-KFAC", 10, 100, 1000)
+        >>> found.mean, round(found.never, 3)
+        (1.0, 0.349)
+    """
+
+    name: str
+    updates: float
+    batch: int
+    rows: int
+
+    @property
+    def mean(self) -> float:
+        """Visits of a weight."""
+        return self.updates * min(self.batch, self.rows) / self.rows
+
+    @property
+    def never(self) -> float:
+        """The expected share of weights that were never updated."""
+        return (1 - min(self.batch, self.rows) / self.rows) ** max(0.0, self.updates)
+
+
+def of_contest(result: Result, *, relative: bool | None = None) -> list[Visits]:
+    """Of every method in a result of :mod:`experiments.paper.compare`; none where the settings are not known.
+
+    A number among the names that lead to a method is its batch size if the settings list it as one. With relative step
+    sizes the first steps only measure; ``None`` leaves it to the settings whether they are relative.
+    """
+    contest = result.settings.get("contest")
+    if contest is None:
+        return []
+    rows, usual = int(contest["counts"][0]), int(contest["case"]["batch"])
+    sizes = {str(size) for size in result.settings.get("batches", ())}
+    idle = MEASURED if (result.settings.get("relative") if relative is None else relative) else 0
+
+    def walk(part: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[Visits]:
+        if isinstance(part.get("steps"), Sequence):
+            batch = next((int(name) for name in names if name in sizes), usual)
+            yield Visits(", ".join(names), statistics.fmean(part["steps"]) - idle, batch, rows)
+            return
+        for name, inside in part.items():
+            yield from walk(inside, (*names, name))
+
+    return list(walk(result.figures["found"], ()))
+
+
+def refusal(found: Sequence[Visits]) -> str:
+    """Why there is no verdict, where too many weights were never updated in one of the runs; else nothing."""
+    short = [x for x in found if x.never > MOST]
+    if not short:
+        return ""
+    worst = max(short, key=lambda x: x.never)
+    return (
+        f"In {len(short)} of {len(found)} runs more than {MOST:.0%} of the weights were never updated; in {worst.name} "
+        f"a weight was visited {worst.mean:.2g} times and {worst.never:.0%} of them kept their first value. A "
+        "comparison of learned weights needs longer runs."
+    )
