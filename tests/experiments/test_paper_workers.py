@@ -99,7 +99,7 @@ def _untimed(value: Any, name: str = "") -> dict[str, Any]:
         return {k: x for key, part in value.items() for k, x in _untimed(part, f"{name}/{key}").items()}
     if isinstance(value, list):
         return {k: x for i, part in enumerate(value) for k, x in _untimed(part, f"{name}/{i}").items()}
-    return {name: value}
+    return {f"{name}/{value}": True} if isinstance(value, str) else {name: value}
 
 
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
