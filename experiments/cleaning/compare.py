@@ -29,10 +29,11 @@ from experiments.workers import share
 from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig
 from hyperkron.cleaning.alternatives import available, judged, targets_for
 from hyperkron.cleaning.choice import choose, judge
-from hyperkron.cleaning.method import Outcome, Work, clean_labels, conclude, folds, train_on
+from hyperkron.cleaning.method import Outcome, clean_labels, conclude
 from hyperkron.cleaning.models import default_model
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, predict, train
+from hyperkron.cleaning.work import Work, folds, train_on
 
 RESULTS = records.RESULTS / "cleaning" / "runs.jsonl"
 TIMES = RESULTS.with_name("times.jsonl")

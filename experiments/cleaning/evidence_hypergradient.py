@@ -21,7 +21,9 @@ from experiments.cleaning.datasets import Setting, load
 from experiments.records import write_result
 from hyperkron.cleaning.evidence import Evidence
 from hyperkron.cleaning.fold_models import Half, Learner, inner
-from hyperkron.cleaning.method import Work, halves, matrix_expert, opinion, pooled_expert, trusted_expert
+from hyperkron.cleaning.method import halves, matrix_expert, opinion, pooled_expert, trusted_expert
+from hyperkron.cleaning.trainer import Separate, descend
+from hyperkron.cleaning.work import Work
 
 STEP = 0.5
 
@@ -37,10 +39,10 @@ def trained(work: Work, half: Half, shift: Sequence[float], seed: int) -> tuple[
     """A fold model trained to the end with λ kept at its start, moved by ``shift``."""
     evidence = Evidence()
     evidence.log_scale.data += torch.tensor(shift)
-    learner = Learner(work.build, work.inputs, work.given, half, work.short, seed)
-    targets = learner.targets(evidence)
-    for _ in range(learner.total):
-        learner.learn(targets)
+    learner, plan = Learner(work.build, work.inputs, work.given, half, work.short, seed), work.short
+    group = Separate([learner.network], work.inputs)
+    group.set_targets([learner.targets(evidence)])
+    descend(group, [learner.batches()], plan, plan.steps(len(half.noisy)))
     return learner, evidence
 
 

@@ -45,6 +45,7 @@ else:
         "unrolled truncated one_step",
         "algorithms": "AID",
         "training": "fit Box Ball Simplex Run InnerLoop Checkpoint",
+        "attribution": "attribute Attribution",
         "cleaning": "clean CleanConfig CleanResult",
         "solution": "HypergradientResult Status HyperkronError HyperkronWarning NonFiniteError",
     }

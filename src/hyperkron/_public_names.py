@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hyperkron import algorithms, curvature, hypergradient, losses, solvers, training
 from hyperkron.algorithms import AID
+from hyperkron.attribution import Attribution, attribute
 from hyperkron.cleaning import CleanConfig, CleanResult, clean
 from hyperkron.hyper import (
     Augmentation,
@@ -66,6 +67,8 @@ __all__ = [
     "Run",
     "InnerLoop",
     "Checkpoint",
+    "attribute",
+    "Attribution",
     "clean",
     "CleanConfig",
     "CleanResult",

@@ -56,12 +56,7 @@ def add(a: Tree, b: Tree, alpha: float | Tensor = 1.0) -> Tree:
 
 
 def scale(a: Tree, c: float | Tensor) -> Tree:
-    """c·a, with ``c`` a number or a 0-dimensional tensor (which is never copied to the host).
-
-    Example:
-        >>> scale({"w": torch.ones(2)}, 3.0)
-        {'w': tensor([3., 3.])}
-    """
+    """c·a, with ``c`` a number or a 0-dimensional tensor (which is never copied to the host)."""
     if not a:
         return {}
     return dict(zip(a, _times(list(a.values()), c), strict=True))
@@ -112,24 +107,14 @@ def norm(a: Tree) -> Tensor:
 
 
 def widened(a: Tree) -> Tree:
-    """``a`` with tensors in half precision as float32; ``a`` itself where there are none.
-
-    Example:
-        >>> widened({"w": torch.ones(1, dtype=torch.bfloat16)})["w"].dtype
-        torch.float32
-    """
+    """``a`` with tensors in half precision as float32; ``a`` itself where there are none."""
     if all(x.dtype not in _LOW_PRECISION for x in a.values()):
         return a
     return {name: x.float() if x.dtype in _LOW_PRECISION else x for name, x in a.items()}
 
 
 def cast(a: Tree, like: Tree) -> Tree:
-    """``a`` with the dtypes of ``like``; ``a`` itself where it has them.
-
-    Example:
-        >>> cast({"w": torch.ones(1)}, {"w": torch.ones(1, dtype=torch.float16)})["w"].dtype
-        torch.float16
-    """
+    """``a`` with the dtypes of ``like``; ``a`` itself where it has them."""
     if all(x.dtype == like[name].dtype for name, x in a.items()):
         return a
     return {name: x.to(like[name].dtype) for name, x in a.items()}
@@ -141,12 +126,7 @@ def zeros_like(a: Tree) -> Tree:
 
 
 def map(f: Callable[[Tensor], Tensor], a: Tree) -> Tree:
-    """``f`` applied to every tensor.
-
-    Example:
-        >>> map(torch.neg, {"w": torch.ones(2)})
-        {'w': tensor([-1., -1.])}
-    """
+    """``f`` applied to every tensor."""
     return {name: f(x) for name, x in a.items()}
 
 
@@ -183,12 +163,7 @@ def largest(a: Tree) -> Tensor:
 
 
 def is_finite(a: Tree) -> bool:
-    """Whether no entry is NaN or infinite (one copy to the host for the whole tree).
-
-    Example:
-        >>> is_finite({"w": torch.tensor([1.0, float("nan")])})
-        False
-    """
+    """Whether no entry is NaN or infinite (one copy to the host for the whole tree)."""
     return bool(torch.isfinite(largest(a)))
 
 
@@ -196,10 +171,5 @@ def normal_like(a: Tree, generator: torch.Generator | None) -> Tree:
     """Independent standard normal entries shaped like ``a``, drawn from ``generator``.
 
     The generator must be on the device of the tensors; ``None`` advances torch's global random state.
-
-    Example:
-        >>> noise = normal_like({"w": torch.zeros(2)}, torch.Generator().manual_seed(0))
-        >>> noise["w"].shape
-        torch.Size([2])
     """
     return {name: torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device) for name, x in a.items()}

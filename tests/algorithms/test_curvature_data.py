@@ -13,7 +13,7 @@ from torch import Tensor
 import hyperkron as hk
 from hyperkron.algorithms import Algorithm
 from hyperkron.evaluation.point import Point
-from hyperkron.training.recording import RecordedBatches
+from hyperkron.training.undo import RecordedBatches
 from quadratic import Quadratic
 from tests.algorithms.test_algorithms import ALGORITHMS
 

@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blobs import Watch, blobs, quicken
 from hyperkron.cleaning import CleanConfig, clean, fold_models
-from hyperkron.cleaning.batched_training import Stack, stackable, train_batched
+from hyperkron.cleaning.batched_training import GroupLoss, stackable, train_batched
 from hyperkron.cleaning.evidence import certain, likelihood
 from hyperkron.cleaning.fold_models import FoldModels, Half, learn_evidence, moves, outer_steps
-from hyperkron.cleaning.method import Work, trusted_expert
+from hyperkron.cleaning.method import trusted_expert
 from hyperkron.cleaning.models import linear, mlp, small_cnn
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, predict, train
+from hyperkron.cleaning.work import Work
 from hyperkron.hypergradient import kfac
 from hyperkron.solution import NonFiniteError
 
@@ -111,10 +113,21 @@ def test_the_slope_is_that_of_the_likelihood() -> None:
     evidence[4:9] = certain(torch.arange(5), 5).double()
     evidence[9] = torch.tensor([0.0, -2e3, -2e3, -2e3, -2e3])  # beyond what exp can hold
     output.data[9] = torch.tensor([-80.0, 0, 0, 0, 0])
-    wanted = torch.autograd.grad(likelihood(output, evidence).value, output)[0]
-    slope, seen = Stack._slope(output.detach(), evidence - evidence.max(1, keepdim=True).values)
-    assert torch.allclose(slope / 60, wanted, atol=1e-12) and bool((slope[:4] == 0).all())
-    assert float(-seen.mean()) == pytest.approx(float(likelihood(output, evidence)), rel=1e-5)
+    label, belief = torch.randint(5, (60,), generator=random), torch.rand(60, generator=random, dtype=torch.float64)
+
+    def wanted(believing: bool) -> Tensor:
+        loss = likelihood(output, evidence).value
+        if believing:
+            loss = loss + (belief * F.cross_entropy(output, label, reduction="none")).mean()
+        return loss
+
+    seen = evidence - evidence.max(1, keepdim=True).values
+    for believing in (False, True):
+        told = (label[None, :, None], belief[None, :, None] / 60) if believing else (None, None)
+        found = GroupLoss.apply(output[None], seen[None], 1 / 60, *told, [])
+        [slope], [expected] = (torch.autograd.grad(loss, output) for loss in (found, wanted(believing)))
+        assert torch.allclose(slope, expected, atol=1e-12) and (believing or bool((slope[:4] == 0).all()))
+        assert found.item() == pytest.approx(wanted(believing).item(), rel=1e-5)
 
 
 def test_every_network_keeps_weights_of_its_own() -> None:
@@ -270,7 +283,7 @@ def test_the_announced_steps_are_made(
     rows: int, trusted: int, hypergradient: Any, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quicken(monkeypatch)
-    monkeypatch.setattr("hyperkron.cleaning.method.MANY_ROWS", 0 if many else 1e9)
+    monkeypatch.setattr("hyperkron.cleaning.work.MANY_ROWS", 0 if many else 1e9)
     data, watch = blobs(rows=rows, trusted=trusted), Watch()
     config = CleanConfig(epochs=3, compare=("noisy", "small-loss"), hypergradient=hypergradient)
     found = clean(data.train, data.trusted, config=config, progress=watch)
@@ -291,7 +304,7 @@ def test_with_many_rows_the_network_of_all_trusted_rows_is_trained_longer(monkey
     monkeypatch.setattr(Work, "fit", fit)
     for many, expected in ((1e9, [(3, "brief")]), (0, [(1, "short"), (2, "brief")])):
         made.clear()
-        monkeypatch.setattr("hyperkron.cleaning.method.MANY_ROWS", many)
+        monkeypatch.setattr("hyperkron.cleaning.work.MANY_ROWS", many)
         rows, given = torch.arange(72), torch.arange(72) % 3
         build = partial(linear, 6, 3)
         values = Dense(torch.zeros(72, 6))

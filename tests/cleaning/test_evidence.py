@@ -31,7 +31,7 @@ from hyperkron.cleaning.evidence import (
 from hyperkron.cleaning.fold_models import EXPERT_PENALTY
 from hyperkron.cleaning.fold_models import inner as inner_objective
 from hyperkron.cleaning.fold_models import outer as outer_objective
-from hyperkron.cleaning.method import folds
+from hyperkron.cleaning.work import folds
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import Loss
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,10 @@ def test_every_array_is_about_the_given_rows(data: Blobs, form: str) -> None:
         assert isinstance(found.weights, Tensor) and found.suspect_labels is None
 
 
-def test_lists_of_texts(data: Blobs) -> None:
+def test_lists_of_texts(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the rows that are left out had not been there, but for their places."""
+    hashing = import_module("hyperkron.cleaning.models.text_features")
+    monkeypatch.setattr(hashing, "_BUCKETS", 2**9)  # enough for a dozen words
     config = CleanConfig(epochs=1, compare=(), encoder=HASHED)
     (x, y), trusted = as_texts(data)
     found = clean((x, y), trusted, config=config)

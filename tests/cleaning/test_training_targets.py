@@ -17,10 +17,11 @@ from hyperkron.cleaning.alternatives import judged, targets_for
 from hyperkron.cleaning.batched_training import train_batched
 from hyperkron.cleaning.evidence import Evidence, Pool, frequencies, likelihood, logs, shifted
 from hyperkron.cleaning.fold_models import Half, Learner, inner
-from hyperkron.cleaning.method import Opinion, Outcome, Work, train_on
+from hyperkron.cleaning.method import Opinion, Outcome
 from hyperkron.cleaning.models import linear
 from hyperkron.cleaning.stages import Stages
-from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, train
+from hyperkron.cleaning.trainer import Dense, Separate, TrainingPlan, TrainingTargets, train
+from hyperkron.cleaning.work import Work, train_on
 
 NOISY = torch.arange(8)
 TRUSTED = torch.arange(8, 12)
@@ -61,19 +62,16 @@ def test_a_fold_model_goes_down_the_inner_objective() -> None:
     half = Half(NOISY, TRUSTED[:2], TRUSTED[2:], drawn(8, 3).log_softmax(1), THROUGH.double())
     inputs, evidence = Dense(drawn(12, 4, seed=3)), Evidence().double()
     evidence.log_scale.data += torch.tensor([0.3, -0.4, -0.2])
-    one, other = (Learner(lambda: linear(4, 3).double(), inputs, GIVEN, half, TrainingPlan(), 5, 20) for _ in range(2))
-    targets = one.targets(evidence)
+    one, other = (Learner(lambda: linear(4, 3).double(), inputs, GIVEN, half, TrainingPlan(), 5) for _ in range(2))
+    group = Separate([one.network], inputs)
+    group.set_targets([one.targets(evidence)])
     for _ in range(3):
-        one.learn(targets)
-        other.optimizer.zero_grad()
+        group.loss([one.sample_rows(one.size)]).backward()
         inner(other.network, evidence, other.batch(other.size)).value.backward()
-        other.optimizer.step()
-        other.schedule.step()
     for mine, expected in zip(one.network.parameters(), other.network.parameters(), strict=True):
         assert mine.grad is not None
         assert expected.grad is not None
         torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(mine, expected, rtol=1e-7, atol=1e-9)
 
 
 def test_the_loss_is_the_weighted_sum_of_both_terms() -> None:

@@ -142,7 +142,7 @@ def test_the_handler_of_sigterm_is_put_back(fake: FakeCleaning) -> None:
 PROCESS = """
 import sys, time, types
 package = types.ModuleType("hyperkron")
-package.__path__ = [{package!r}]
+package.__path__, package.__version__ = [{package!r}], "0"
 sys.modules["hyperkron"] = package
 from pathlib import Path
 fake = types.ModuleType("hyperkron.cleaning")

@@ -73,7 +73,7 @@ def test_steps_of_an_unrolled_method_draw_their_own_masks_and_draw_them_again() 
     with Point(*case.arguments()) as point:
         streams = (0, 1, 2, 1, 0)
         how: dict[str, Any] = {"differentiable": False, "where": "here"}
-        values = [point.substituted("inner", point.params, case.inner, stream=d, **how).item() for d in streams]
+        values = [point.evaluate("inner", case.inner, point.params, stream=d, **how).item() for d in streams]
         assert values[0] == values[4] == point.inner().item()
         assert values[1] == values[3]
     assert len(set(values)) == 3

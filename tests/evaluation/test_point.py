@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import hyperkron as hk
 from hyperkron import trees
 from hyperkron.cross import ways
 from hyperkron.evaluation.point import Point, trainable
+from hyperkron.kernels.execution import Execution
 
 N, D, C = 5, 3, 2
 
@@ -137,7 +139,7 @@ def test_a_buffer_that_modules_share_stays_shared() -> None:
 def test_substituted_parameters_are_attached() -> None:
     with make() as point:
         doubled = {name: (2 * p.detach()).requires_grad_() for name, p in point.params.items()}
-        loss = point.substituted("inner", doubled, point.inner_batch, stream=0, differentiable=True, where="at 2θ")
+        loss = point.evaluate("inner", point.inner_batch, doubled, differentiable=True, where="at 2θ")
         gradients = torch.autograd.grad(loss.value, list(doubled.values()))
         assert all(float(g.norm()) > 0 for g in gradients)
         with point.moved(trees.map(Tensor.detach, doubled)):
@@ -183,6 +185,19 @@ def test_checks_of_finiteness_name_the_first_that_failed() -> None:
         with pytest.raises(hk.NonFiniteError, match="the step is infinite; make it smaller"):
             point.finite("the step", torch.tensor([1.0, float("inf")]), "make it smaller")
         point.settle()  # read once
+
+
+def test_checks_that_wait_for_the_device_are_read_when_the_block_ends() -> None:
+    def check(point: Point, *then: Exception) -> None:
+        with patch.object(Execution, "settle"):  # as on a GPU
+            point.finite("the step", torch.tensor(float("nan")), "make it smaller")
+        for error in then:
+            raise error
+
+    with pytest.raises(hk.NonFiniteError, match="the step is nan; make it smaller"), make() as point:
+        check(point)
+    with pytest.raises(KeyError, match="first"), make() as point:
+        check(point, KeyError("first"))
 
 
 def test_a_recording_leaves_its_checks_to_the_replay() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import hyperkron as hk
-from hyperkron import trees
+from hyperkron import solution, trees
 from hyperkron.curvature import hessian
 from hyperkron.evaluation.point import Point
+from hyperkron.hypergradient.steps import SGD
+from hyperkron.hypergradient.unrolled import Batches
 
 LEAST = {torch.bfloat16: 0.99, torch.float16: 0.999}
 """The cosine to the hypergradient in float32 that is asked for."""
@@ -161,3 +164,27 @@ def test_a_moving_average_and_a_lasting_basis_in_bfloat16() -> None:
         resumed = copy.deepcopy(method)
         resumed.load_state_dict(method.state_dict())
         assert torch.isfinite(result.grads["weight"]).all()
+
+
+@pytest.mark.parametrize("dtype", LEAST)
+def test_unrolled_steps_whose_terms_cancel_are_told(dtype: torch.dtype) -> None:
+    """After two steps θ − λ(θ − a_t)/2 from θ = 2 with λ = 1, dθ/dλ = (a₁ − 2)/4 + (a₂ − 1 − a₁/2)/2 = a₂/2 − 1."""
+
+    class Scalar(nn.Module):
+        def __init__(self, value: float, kind: torch.dtype) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([value], dtype=kind))
+
+    def inner(model: Any, hyper: Any, batch: Tensor) -> Tensor:
+        return 0.5 * (hyper.w.to(model.w) * (model.w - batch.to(model.w)).square()).sum()
+
+    problem = hk.BilevelProblem(inner, lambda model, hyper, batch: model.w.sum())
+    method = hk.unrolled(2, SGD(0.5))
+    for second, cancels in ((5.0, False), (2 + 2**-6, True)):
+        model, hyper = Scalar(2.0, dtype), Scalar(1.0, torch.float32)
+        batches = Batches([torch.tensor([-1.0]), torch.tensor([second])])
+        solution._warned.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            method.compute(problem, model, hyper, batches, None)
+        assert any("cancel" in str(w.message) for w in caught) == cancels

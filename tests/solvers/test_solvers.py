@@ -69,6 +69,17 @@ def test_very_small_and_very_large_right_hand_sides_in_float32(solver: Solver, s
     close(flatten(scaled.value).double(), unit * size, 1e-5)
 
 
+@pytest.mark.parametrize("solver", [Direct(), *ITERATIVE], ids=repr)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 2.0**-140), (torch.float64, 2.0**-1060)])
+def test_right_hand_sides_below_the_normal_numbers(solver: Solver, dtype: torch.dtype, size: float) -> None:
+    """One over such a size is infinite; the gradient of a network that is sure of all its answers is that small."""
+    b = torch.ones(N, dtype=dtype) * size
+    assert 0 < float(b[0]) < torch.finfo(dtype).tiny
+    solution = solver.solve(DenseInvertible(A.to(dtype)), unflatten(b))
+    assert solution.status is not Status.NON_FINITE
+    assert bool(flatten(solution.value).isfinite().all())
+
+
 @pytest.mark.parametrize("solver", [CG(4), GradientDescent(4, step=0.01)], ids=repr)
 def test_a_start_is_scaled_with_its_right_hand_side(solver: Solver) -> None:
     start = random_vector(N, seed=2)

@@ -231,7 +231,7 @@ def test_a_failed_save_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, place, full)
+        patch.setattr(checkpoint if place == "flush_folder" else files, place, full)
         with pytest.raises(hk.training.CheckpointError, match=r"step 2 could not be saved.*No space left"):
             write(tmp_path, 2)
     assert checkpoint.check(first) == before

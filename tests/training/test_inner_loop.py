@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -85,3 +88,41 @@ def test_a_wrong_autocast_is_named() -> None:
     problem, model, weights, _ = setting("cpu")
     with pytest.raises(hk.HyperkronError, match=r"autocast=torch.float64 must be"):
         hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.float64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fit_replays_the_inner_steps_and_comes_to_the_same_point(device: str) -> None:
+    found: dict[bool, dict[str, Tensor]] = {}
+    for graph in (False, True):
+        problem, model, weights, batches = setting(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+        run = hk.fit(
+            problem,
+            model,
+            weights,
+            hk.AID(hk.identity(), inner_steps=3),
+            list_source(batches),
+            batches[0],
+            steps=3,
+            inner_optimizer=hk.algorithms.Updates(optimizer, schedule, clip=1.0, schedule="update"),
+            graph=graph,
+        )
+        assert run.state.loop.recorded == (graph and device == "cuda")
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**2)
+        found[graph] = {name: x.clone() for name, x in (*model.state_dict().items(), *weights.state_dict().items())}
+    for name, x in found[True].items():
+        torch.testing.assert_close(x, found[False][name], rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_recorded_with_a_graph_is_refused_by_name() -> None:
+    problem, model, weights, _ = setting("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updates = hk.algorithms.Updates(optimizer, autocast=torch.float16, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(hk.HyperkronError, match="graph=True records no loss scaling"):
+        hk.InnerLoop(problem, model, weights, updates, graph=True)
+
+
+def list_source(batches: list[tuple[Tensor, Tensor, Tensor]]) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """The batches in turn, without end."""
+    return itertools.cycle(batches).__next__

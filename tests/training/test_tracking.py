@@ -109,18 +109,18 @@ def test_lines_are_strict_json(tmp_path: Path) -> None:
 def test_a_full_disk_is_a_warning_and_the_lines_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hyperkron.training import jsonl
 
-    log, real = JSONLog(tmp_path), jsonl.open_log
+    log, real = JSONLog(tmp_path), jsonl.open_ordinary
     log.begin(rows(1))
 
-    def full(path: Path) -> int:
-        descriptor = real(path)
+    def full(path: Path, *options: Any, **more: Any) -> int:
+        descriptor = real(path, *options, **more)
         os.write(descriptor, b"")  # nothing
         os.lseek(descriptor, 0, os.SEEK_END)
         os.write(descriptor, b'{"half')
         os.close(descriptor)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(jsonl, "open_log", full)
+    monkeypatch.setattr(jsonl, "open_ordinary", full)
     with pytest.warns(hk.HyperkronWarning, match="No space left"):
         log.write(rows(2))
     monkeypatch.undo()

@@ -11,7 +11,7 @@ from hyperkron.algorithms.aid import (
     aid_neumann,
 )
 from hyperkron.algorithms.amigo import AmIGO
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, State, StepReport
 from hyperkron.algorithms.bome import BOME
 from hyperkron.algorithms.bsg import BSG1
 from hyperkron.algorithms.bvfsm import BVFSM
@@ -53,7 +53,6 @@ __all__ = [
     "Examples",
     "F2SA",
     "FSLA",
-    "Facts",
     "Fixed",
     "InnerLoop",
     "InnerOnly",

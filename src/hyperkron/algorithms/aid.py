@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.curvature import GGN
 from hyperkron.hypergradient import Hypergradient, cg, ekfac, gradient_descent, kfac, neumann
-from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -39,27 +38,11 @@ class AID(Algorithm):
     """
 
     hypergradient: Hypergradient
-    inner_steps: int = 10
-
-    facts: ClassVar[Facts] = Facts(
-        name="AID",
-        reference="Grazzi et al., ICML 2020; Liao et al., AISTATS 2026",
-        calls="inner_steps ∂g, one hypergradient (1 ∂f, the solve, 1 X)",
-        memory="what the hypergradient keeps (KFAC: the factors)",
-        accuracy="the optimum, up to the error of the solve",
-        use="the default; with KFAC where the solve must be cheap",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("inner_steps", self.inner_steps)
+    inner_steps: Count = 10
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """T inner steps, one outer step."""
-        inner_loss = derivatives.descend(state, batches, self.inner_steps)
-        result = derivatives.hypergradient(state, batches)
-        state.outer.step(result.grads)
-        return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
+        return derivatives.alternate(state, batches, self.inner_steps)
 
 
 def aid_cg(iterations: int = 3, damping: float = 0.0, *, inner_steps: int = 10, **rates: Any) -> AID:

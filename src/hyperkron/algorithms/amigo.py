@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.curvature import Curvature, Hessian
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.optimizers import Rate, as_rate
 from hyperkron.solution import HyperkronError
-from hyperkron.validation import check_whole
 
 _HESSIAN = Hessian()
 
@@ -49,26 +47,14 @@ class AmIGO(Algorithm):
         10
     """
 
-    inner_steps: int = 10
-    linear_steps: int = 10
+    inner_steps: Count = 10
+    linear_steps: Count = 10
     linear_rate: Rate | float = 0.1
     curvature: Curvature = _HESSIAN
     hypergradient: Hypergradient | None = None
 
-    facts: ClassVar[Facts] = Facts(
-        name="AmIGO, AmIGO-KFAC",
-        reference="Arbel & Mairal, ICLR 2022",
-        calls="inner_steps ∂g, linear_steps Hv, 1 ∂f, 1 X",
-        memory="v",
-        accuracy="the optimum; with stochastic batches a ball of radius ∝ the rates",
-        use="stochastic problems with a trustworthy step size for v; with KFAC, without one",
-    )
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("inner_steps", self.inner_steps)
-        check_whole("linear_steps", self.linear_steps)
-        as_rate(self.linear_rate)
         derivatives.check_products(self.curvature, "AmIGO")
         method = self.hypergradient
         if method is None:
@@ -92,11 +78,9 @@ class AmIGO(Algorithm):
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """T steps on θ, N on v, one on λ."""
-        inner_loss = derivatives.descend(state, batches, self.inner_steps)
         if self.hypergradient is not None:
-            result = derivatives.hypergradient(state, batches)
-            state.outer.step(result.grads)
-            return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
+            return derivatives.alternate(state, batches, self.inner_steps)
+        inner_loss = derivatives.descend(state, batches, self.inner_steps)
         outer_batch, *inner_batches = batches.outer(), *(batches.inner() for _ in range(self.linear_steps + 1))
         v, rate = state.trees["v"], as_rate(self.linear_rate)(state.step)
         with derivatives.oracles(state) as here:

@@ -3,24 +3,27 @@
 How to add one
 --------------
 1. One paper, one file in this folder. The class is a frozen dataclass derived from :class:`Algorithm`; its fields
-   are the paper's constants (``inner_rate`` and ``outer_rate`` are inherited, override their defaults).
+   are the paper's constants (``inner_rate`` and ``outer_rate`` are inherited, override their defaults). Annotated
+   ``Count``, ``Positive``, ``Nonnegative``, ``Rate | float`` or ``Hypergradient`` they are checked by the base class.
 2. The docstring holds the update equations in the notation of the library (v ≈ H⁻¹b, hypergradient ∂_λ f − X(v)),
-   the reference, and what published code does differently. ``facts`` feeds the table in ``docs/algorithms.md``.
+   the reference, and what published code does differently.
 3. ``step(state, batches)`` composes: batches from ``batches.inner()`` and ``batches.outer()``; gradients, products and
    hypergradients from :mod:`hyperkron.algorithms.derivatives` (never written here); directions handed to
    ``state.inner.step`` (θ) and ``state.outer.step`` (λ), so that any optimizer and projection works; then
-   ``return state.finish(...)``. θ lives in the model and λ in hyper; whatever else must survive a step goes into
-   ``state.trees`` (vectors), ``state.numbers`` or ``state.twins`` (second points with an optimizer), set up in
-   ``prepare(state)``. Then resuming, seeding, devices and dtypes take care of themselves.
+   ``return state.finish(...)``, or ``state.follow(...)``, which moves λ too. θ lives in the model and λ in hyper;
+   whatever else must survive a step goes into ``state.trees`` (vectors), ``state.numbers`` or ``state.twins`` (second
+   points with an optimizer), set up in ``prepare(state)``. Then resuming, seeding, devices and dtypes take care of
+   themselves.
 4. Export it in ``algorithms/__init__.py``, add a case to ``tests/algorithms/test_accuracy.py`` with the point where
-   it must come to rest (λ*, or its own point in closed form), and run ``python docs/make_algorithms_table.py``.
+   it must come to rest (λ*, or its own point in closed form), and one to ``docs/make_algorithms_table.py``; run that.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -33,29 +36,16 @@ from hyperkron.evaluation.point import trainable
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.optimizers import LevelOptimizer, Project, Rate, Updates, as_rate
 from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HyperkronError, NonFiniteError, Status
+from hyperkron.solution import HypergradientResult, HyperkronError, NonFiniteError, Status
 from hyperkron.trees import Tree
+from hyperkron.validation import check_nonnegative, check_positive, check_whole
 
-
-@dataclass(frozen=True)
-class Facts:
-    """What the table of algorithms says about one.
-
-    Attributes:
-        name: the paper's name for it.
-        reference: authors, venue and year.
-        calls: oracle calls of one step, in the algorithm's own arguments.
-        memory: what is kept beside θ, λ and their optimizers.
-        accuracy: what is proven to be reached.
-        use: when to choose it.
-    """
-
-    name: str
-    reference: str
-    calls: str
-    memory: str
-    accuracy: str
-    use: str
+Count = int
+"""The annotation of a field that must be a whole number ≥ 1."""
+Positive = float
+"""The annotation of a field that must be a finite number > 0."""
+Nonnegative = float
+"""The annotation of a field that must be a finite number ≥ 0."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +149,11 @@ class State:
         self._advance(report.inner_loss if report.outer_loss is None else report.outer_loss)
         return report
 
+    def follow(self, result: HypergradientResult, inner_loss: Tensor | float | None = None) -> StepReport:
+        """One step of λ along a hypergradient, which closes the step."""
+        self.outer.step(result.grads)
+        return self.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
+
     def skip(self) -> StepReport:
         """Count a step that did nothing: θ, λ and memories stay, the counter and the schedules advance."""
         report = StepReport(self.step, math.nan, None, 0.0, Status.SKIPPED)
@@ -230,18 +225,19 @@ class Algorithm(ABC):
     outer_rate: Rate | float = 0.1
     seed: int = 0
 
-    facts: ClassVar[Facts]
     moves_hyper: ClassVar[bool] = True
     """Whether λ moves; where it does not, ``hyper`` may be a module without parameters."""
 
     def __post_init__(self) -> None:
-        as_rate(self.inner_rate), as_rate(self.outer_rate)
-        method = getattr(self, "hypergradient", None)
-        if method is not None and not isinstance(method, Hypergradient):
-            raise HyperkronError(
-                f"hypergradient={method!r:.60} is a {type(method).__name__}, not a hypergradient; pass "
-                "hyperkron.kfac(), cg(), neumann(), … or Implicit(curvature, solver)."
-            )
+        for one in fields(self):
+            value, kinds = getattr(self, one.name), str(one.type).split(" | ")
+            if value is None and "None" in kinds:
+                continue
+            if "Rate" in kinds:
+                as_rate(value)
+            for kind, check in _CHECKS.items():
+                if kind in kinds:
+                    check(one.name, value)
 
     def init(
         self,
@@ -283,6 +279,23 @@ class Algorithm(ABC):
     @abstractmethod
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """One step: θ and λ move, ``state`` with them."""
+
+
+def _check_hypergradient(name: str, value: object) -> None:
+    if not isinstance(value, Hypergradient):
+        raise HyperkronError(
+            f"{name}={value!r:.60} is a {type(value).__name__}, not a hypergradient; pass "
+            "hyperkron.kfac(), cg(), neumann(), … or Implicit(curvature, solver)."
+        )
+
+
+_CHECKS: dict[str, Callable[[str, object], None]] = {
+    "Count": check_whole,
+    "Positive": check_positive,
+    "Nonnegative": check_nonnegative,
+    "Hypergradient": _check_hypergradient,
+}
+"""How a field is checked, by what its annotation says."""
 
 
 def _copies(tree: dict[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, Positive, State, StepReport
 from hyperkron.batches import BatchSources
-from hyperkron.validation import check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -31,22 +29,8 @@ class BSG1(Algorithm):
         epsilon: ϵ.
     """
 
-    inner_steps: int = 10
-    epsilon: float = 1e-4
-
-    facts: ClassVar[Facts] = Facts(
-        name="BSG-1",
-        reference="Giovannelli, Kent & Vicente, 2021",
-        calls="inner_steps + 1 ∂g, 1 ∂f",
-        memory="nothing",
-        accuracy="exact for a single residual away from the inner minimum; elsewhere it rests where ∂_λ f = 0",
-        use="a cheap baseline",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("inner_steps", self.inner_steps)
-        check_positive("epsilon", self.epsilon, "1e-4 is usual")
+    inner_steps: Count = 10
+    epsilon: Positive = 1e-4
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """T inner steps, one outer step."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, Nonnegative, Positive, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate, as_rate
-from hyperkron.validation import check_nonnegative, check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -41,26 +39,10 @@ class BVFSM(Algorithm):
         margin: the 1e-4 in the logarithm.
     """
 
-    inner_steps: int = 10
+    inner_steps: Count = 10
     value_rate: Rate | float | None = None
-    weight: float = 0.01
-    margin: float = 1e-4
-
-    facts: ClassVar[Facts] = Facts(
-        name="BVFSM",
-        reference="Liu et al., ICML 2021",
-        calls="2·inner_steps + 2 ∂g, inner_steps + 1 ∂f",
-        memory="one more θ",
-        accuracy="bias ∝ (margin + g_z)/r: small where the inner problem interpolates, else growing as r → 0",
-        use="first-order; for comparison",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("inner_steps", self.inner_steps)
-        as_rate(self.inner_rate if self.value_rate is None else self.value_rate)
-        check_nonnegative("weight", self.weight)
-        check_positive("margin", self.margin)
+    weight: Nonnegative = 0.01
+    margin: Positive = 1e-4
 
     def prepare(self, state: State) -> None:
         """z = θ."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Nonnegative, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import one_step
 from hyperkron.solution import Status
-from hyperkron.validation import check_nonnegative
 
 
 @dataclass(frozen=True)
@@ -32,21 +30,7 @@ class DARTS(Algorithm):
         lookahead: ξ; ``None`` for the inner learning rate.
     """
 
-    lookahead: float | None = None
-
-    facts: ClassVar[Facts] = Facts(
-        name="DARTS (and MWN)",
-        reference="Liu et al., ICLR 2019; Shu et al., NeurIPS 2019",
-        calls="2 ∂g, 1 ∂f, 1 X",
-        memory="nothing",
-        accuracy="the optimum where ξ·H = I; elsewhere biased",
-        use="architecture search, meta-learned weighting networks",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lookahead is not None:
-            check_nonnegative("lookahead", self.lookahead, "0 is first-order DARTS")
+    lookahead: Nonnegative | None = None
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """One step on λ, one on θ."""

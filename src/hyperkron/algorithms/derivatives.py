@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import cross, trees
-from hyperkron.algorithms.base import State
+from hyperkron.algorithms.base import State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.curvature import Curvature, Operator
 from hyperkron.curvature.hessian import HessianOperator
@@ -69,6 +69,13 @@ def placed(params: Tree, values: Tree) -> Iterator[None]:
     finally:
         for name, p in params.items():
             p.data = own[name]
+
+
+@contextmanager
+def elsewhere(state: State, theta: Tree, hyper: Tree) -> Iterator[None]:
+    """θ and λ look at other values inside the block."""
+    with placed(state.params, theta), placed(state.hypers, hyper):
+        yield
 
 
 @contextmanager
@@ -132,6 +139,20 @@ def descend(state: State, batches: BatchSources, steps: int) -> Tensor | None:
     for _ in range(steps):
         loss = state.loop.step(batches.inner())
     return loss
+
+
+def alternate(state: State, batches: BatchSources, steps: int) -> StepReport:
+    """``steps`` steps of θ on J_in, then one of λ along the state's hypergradient: one step of AID and its kind."""
+    inner_loss = descend(state, batches, steps)
+    return state.follow(hypergradient(state, batches), inner_loss)
+
+
+def leader_first(state: State, batches: BatchSources, steps: int) -> StepReport:
+    """The same with λ first: the hypergradient is that of the θ before its ``steps`` steps."""
+    result = hypergradient(state, batches)
+    state.outer.step(result.grads)
+    inner_loss = descend(state, batches, steps)
+    return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
 
 
 def advance_buffers(state: State, batches: Iterable[Any]) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, Positive, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate, as_rate
-from hyperkron.validation import check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -34,27 +32,12 @@ class F2SA(Algorithm):
         second_rate: β_t, the step size of z, where no inner optimizer is given (else z has one of its own kind).
     """
 
-    inner_steps: int = 10
-    multiplier: float = 1.0
+    inner_steps: Count = 10
+    multiplier: Positive = 1.0
     growth: Rate | float = field(default=Rate(0.1, 1 / 7))
     second_rate: Rate | float = field(default=Rate(0.01, 4 / 7))
     inner_rate: Rate | float = field(default=Rate(0.01, 5 / 7), kw_only=True)
     outer_rate: Rate | float = field(default=Rate(0.01, 4 / 7), kw_only=True)
-
-    facts: ClassVar[Facts] = Facts(
-        name="F2SA",
-        reference="Kwon et al., ICML 2023",
-        calls="2·inner_steps + 2 ∂g, inner_steps + 1 ∂f",
-        memory="one more θ with its optimizer",
-        accuracy="the optimum as ℓ → ∞; bias O(1/ℓ)",
-        use="large models where second derivatives are out of reach",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("inner_steps", self.inner_steps)
-        as_rate(self.growth), as_rate(self.second_rate)
-        check_positive("multiplier", self.multiplier)
 
     def prepare(self, state: State) -> None:
         """z = θ, and ℓ."""

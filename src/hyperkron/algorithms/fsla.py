@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Facts, State, StepReport
+from hyperkron.algorithms.base import State, StepReport
 from hyperkron.algorithms.soba import SOBA
 from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate, as_rate
@@ -35,19 +34,6 @@ class FSLA(SOBA):
     inner_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
     outer_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
 
-    facts: ClassVar[Facts] = Facts(
-        name="FSLA",
-        reference="Li, Gu & Huang, AAAI 2022",
-        calls="1 ∂g, 1 Hv, 3 ∂f, 2 X",
-        memory="v, d_λ and the previous point",
-        accuracy="the optimum; stochastic rate T^(−1/2)",
-        use="stochastic problems, single-loop",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        as_rate(self.momentum)
-
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """One step on θ, v and λ in turn."""
         memory = state.trees
@@ -63,11 +49,7 @@ class FSLA(SOBA):
         direction = h
         if "d" in memory:
             keep = 1.0 - min(1.0, as_rate(self.momentum)(state.step))
-            with (
-                derivatives.placed(state.params, old_theta),
-                derivatives.placed(state.hypers, memory["old hyper"]),
-                derivatives.oracles(state) as there,
-            ):
+            with derivatives.elsewhere(state, old_theta, memory["old hyper"]), derivatives.oracles(state) as there:
                 _, h_old = there.hypergradient(*pair, old_v)
             direction = trees.add(h, trees.add(memory["d"], h_old, alpha=-1.0), alpha=keep)
         memory["d"], memory["old hyper"] = direction, state.outer.values()

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, State, StepReport
 from hyperkron.batches import BatchSources
-from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -31,23 +30,9 @@ class InnerOnly(Algorithm):
         3.0
     """
 
-    inner_steps: int = 1
-    report_every: int = 1
-
-    facts: ClassVar[Facts] = Facts(
-        name="InnerOnly",
-        reference="plain training",
-        calls="inner_steps ∂g",
-        memory="nothing",
-        accuracy="none: λ stays",
-        use="baselines, warm starts, and models at a learned λ",
-    )
+    inner_steps: Count = 1
+    report_every: Count = 1
     moves_hyper: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("inner_steps", self.inner_steps)
-        check_whole("report_every", self.report_every)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """T inner steps."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Nonnegative, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate, as_rate
-from hyperkron.validation import check_nonnegative, check_positive
+from hyperkron.validation import check_positive
 
 
 @dataclass(frozen=True)
@@ -30,26 +29,15 @@ class MEHA(Algorithm):
         hat_rate: η, the step size of θ̂.
     """
 
-    proximal: float = 0.01
+    proximal: Nonnegative = 0.01
     multiplier: Rate | float = field(default=Rate(0.2, -0.25))
     hat_rate: Rate | float = 1e-3
     inner_rate: Rate | float = field(default=1e-3, kw_only=True)
     outer_rate: Rate | float = field(default=1e-3, kw_only=True)
 
-    facts: ClassVar[Facts] = Facts(
-        name="MEHA",
-        reference="Liu et al., ICML 2024",
-        calls="4 ∂g, 2 ∂f",
-        memory="one more θ",
-        accuracy="the optimum as c → ∞; bias O(1/c), c growing as t^(1/4)",
-        use="first-order where the inner problem is not convex",
-    )
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_nonnegative("proximal", self.proximal)
         check_positive("multiplier", as_rate(self.multiplier).scale)
-        as_rate(self.hat_rate)
 
     def prepare(self, state: State) -> None:
         """θ̂ = θ."""

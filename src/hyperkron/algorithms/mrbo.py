@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
@@ -27,7 +27,7 @@ def two_points(
     assert method is not None
     other = method.fresh()
     other.load_state_dict(method.state_dict())
-    with derivatives.placed(state.params, theta), derivatives.placed(state.hypers, hyper):
+    with derivatives.elsewhere(state, theta, hyper):
         there = other.compute(state.problem, state.model, state.hyper, inner_batch, outer_batch, **own)
     here = method.compute(state.problem, state.model, state.hyper, inner_batch, outer_batch, **own)
     return here, there
@@ -57,19 +57,6 @@ class MRBO(Algorithm):
     inner_rate: Rate | float = field(default=Rate(0.1, 1 / 3), kw_only=True)
     outer_rate: Rate | float = field(default=Rate(0.1, 1 / 3), kw_only=True)
 
-    facts: ClassVar[Facts] = Facts(
-        name="MRBO, MRBO-KFAC",
-        reference="Yang, Ji & Liang, NeurIPS 2021",
-        calls="2 ∂g, 2 hypergradients",
-        memory="4 vectors: d_θ, d_λ and the previous point",
-        accuracy="the optimum, up to the error of h; stochastic rate T^(−2/3)",
-        use="noisy hypergradients, single-loop",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        as_rate(self.momentum)
-
     def _method(self) -> Hypergradient:
         return StochasticNeumann(10, 0.1)
 
@@ -89,8 +76,8 @@ class MRBO(Algorithm):
         memory = state.trees
         if memory:
             keep = 1.0 - min(1.0, as_rate(self.momentum)(state.step))
-            with derivatives.placed(state.hypers, memory["lambda"]):
-                old = derivatives.gradients(state, "inner", theta_batch, theta=memory["theta"], hyper=False)
+            with derivatives.elsewhere(state, memory["theta"], memory["lambda"]):
+                old = derivatives.gradients(state, "inner", theta_batch, hyper=False)
             result, there = two_points(state, *pair, memory["theta"], memory["lambda"], **own)
             d_theta = _corrected(inner.theta, memory["d_theta"], old.theta, keep)
             d_lambda = _corrected(result.grads, memory["d_lambda"], there.grads, keep)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, Positive, State, StepReport
 from hyperkron.batches import BatchSources
-from hyperkron.validation import check_positive, check_whole
+from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -28,24 +27,13 @@ class PBGD(Algorithm):
         ramp: steps in which γ rises linearly from 0; 0 for γ = penalty from the start.
     """
 
-    inner_steps: int = 1
-    penalty: float = 0.2
+    inner_steps: Count = 1
+    penalty: Positive = 0.2
     ramp: int = 30_000
-
-    facts: ClassVar[Facts] = Facts(
-        name="PBGD",
-        reference="Shen & Chen, ICML 2023",
-        calls="inner_steps + 2 ∂g, 1 ∂f",
-        memory="one more θ with its optimizer",
-        accuracy="the optimum up to O(1/penalty)",
-        use="first-order, one simple joint step",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("inner_steps", self.inner_steps)
         check_whole("ramp", self.ramp, 0)
-        check_positive("penalty", self.penalty)
 
     def prepare(self, state: State) -> None:
         """ŷ = θ."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, Positive, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.trees import Tree
-from hyperkron.validation import check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -31,24 +30,9 @@ class PZOBO(Algorithm):
         radius: µ.
     """
 
-    inner_steps: int = 10
-    samples: int = 10
-    radius: float = 0.1
-
-    facts: ClassVar[Facts] = Facts(
-        name="PZOBO",
-        reference="Sow, Ji & Liang, NeurIPS 2022",
-        calls="(samples + 1)·inner_steps ∂g, 1 ∂f",
-        memory="one more θ",
-        accuracy="the optimum, up to the variance of the estimate ∝ dim λ/samples",
-        use="few hyperparameters, inner problems that cannot be differentiated twice",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("inner_steps", self.inner_steps)
-        check_whole("samples", self.samples)
-        check_positive("radius", self.radius)
+    inner_steps: Count = 10
+    samples: Count = 10
+    radius: Positive = 0.1
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """T inner steps, Q more runs of them, one outer step."""

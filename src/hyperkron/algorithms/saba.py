@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Facts, State, StepReport
+from hyperkron.algorithms.base import State, StepReport
 from hyperkron.algorithms.soba import SOBA
 from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate
@@ -33,15 +32,6 @@ class SABA(SOBA):
 
     inner_rate: Rate | float = field(default=0.1, kw_only=True)
     outer_rate: Rate | float = field(default=0.1, kw_only=True)
-
-    facts: ClassVar[Facts] = Facts(
-        name="SABA",
-        reference="Dagréou et al., NeurIPS 2022",
-        calls="1 ∂g, 1 Hv, 1 ∂f, 1 X (one inner graph)",
-        memory="v and tables of batches × (3·dim θ + 2·dim λ)",
-        accuracy="the optimum of the finite sum, linearly, at constant rates",
-        use="finite sums with small models",
-    )
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """One joint step along variance-reduced directions."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, Positive, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import sama
-from hyperkron.validation import check_positive, check_whole
 
 
 @dataclass(frozen=True)
@@ -38,23 +36,9 @@ class SAMA(Algorithm):
         0.1
     """
 
-    inner_steps: int = 10
-    alpha: float = 0.1
+    inner_steps: Count = 10
+    alpha: Positive = 0.1
     nudge: bool = False
-
-    facts: ClassVar[Facts] = Facts(
-        name="SAMA",
-        reference="Choe et al., NeurIPS 2023",
-        calls="inner_steps ∂g, 1 ∂f, 2 ∂_λ g",
-        memory="nothing",
-        accuracy="the optimum where H is a multiple of I; elsewhere biased by ‖H⁻¹ − lr·D‖",
-        use="very large models where even KFAC's factors do not fit",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("inner_steps", self.inner_steps)
-        check_positive("alpha", self.alpha, "the paper uses 0.1 and 0.3")
 
     def prepare(self, state: State) -> None:
         """The hypergradient reads the inner optimizer's moments."""
@@ -70,5 +54,4 @@ class SAMA(Algorithm):
             length = float(trees.norm(v))
             if length > 0:
                 state.inner.place(trees.add(state.inner.values(), v, alpha=-self.alpha / length))
-        state.outer.step(result.grads)
-        return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
+        return state.follow(result, inner_loss)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.solution import HyperkronError
-from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -35,21 +33,11 @@ class ScaleBiO(Algorithm):
 
     penalty: float = 1.0
     growth: float = 1.2
-    round_steps: int = 100
+    round_steps: Count = 100
     most: float = 1e3
-
-    facts: ClassVar[Facts] = Facts(
-        name="ScaleBiO",
-        reference="Pan et al., 2024",
-        calls="2 ∂g and ∂_λ g, 1 ∂f",
-        memory="one more θ with its optimizer",
-        accuracy="the optimum up to O(1/α)",
-        use="reweighting data of language models",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("round_steps", self.round_steps)
         if not (self.penalty > 0 and self.growth >= 1 and self.most >= self.penalty):
             raise HyperkronError(
                 f"penalty={self.penalty!r} must be positive, growth={self.growth!r} at least 1 and most={self.most!r} "

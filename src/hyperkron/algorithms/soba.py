@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.curvature import Curvature, Hessian
 from hyperkron.optimizers import Rate, as_rate
@@ -36,18 +36,8 @@ class SOBA(Algorithm):
     inner_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
     outer_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
 
-    facts: ClassVar[Facts] = Facts(
-        name="SOBA",
-        reference="Dagréou et al., NeurIPS 2022",
-        calls="1 ∂g, 1 Hv, 1 ∂f, 1 X (one inner graph)",
-        memory="v",
-        accuracy="the optimum; stochastic rate T^(−1/2)",
-        use="stochastic problems; the simplest single-loop method",
-    )
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        as_rate(self._linear_rate())
         derivatives.check_products(self.curvature, type(self).__name__)
 
     def _linear_rate(self) -> Rate | float:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Facts, State, StepReport
+from hyperkron.algorithms.base import Count, State, StepReport
 from hyperkron.algorithms.soba import SOBA
 from hyperkron.batches import BatchSources
 from hyperkron.optimizers import Rate
-from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -31,23 +29,9 @@ class SRBA(SOBA):
         period: steps between full passes; ``None`` for half the number of batches of both levels.
     """
 
-    period: int | None = None
+    period: Count | None = None
     inner_rate: Rate | float = field(default=0.1, kw_only=True)
     outer_rate: Rate | float = field(default=0.1, kw_only=True)
-
-    facts: ClassVar[Facts] = Facts(
-        name="SRBA",
-        reference="Dagréou et al., AISTATS 2024",
-        calls="2 × (1 ∂g, 1 Hv, 1 ∂f, 1 X); a full pass every period steps",
-        memory="v, 3 directions and the previous point",
-        accuracy="the optimum of the finite sum, at constant rates; optimal oracle complexity",
-        use="finite sums where SABA's tables do not fit",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.period is not None:
-            check_whole("period", self.period)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """One joint step along recursive directions."""
@@ -62,11 +46,8 @@ class SRBA(SOBA):
         if full:
             moves = {"theta": found.inner, "v": found.system(), "hyper": found.hyper()}
         else:
-            with (
-                derivatives.placed(state.params, memory["old theta"]),
-                derivatives.placed(state.hypers, memory["old hyper"]),
-                derivatives.oracles(state) as there,
-            ):
+            old_point = memory["old theta"], memory["old hyper"]
+            with derivatives.elsewhere(state, *old_point), derivatives.oracles(state) as there:
                 old = there.parts(*pair, memory["old v"], self.curvature)
             change = derivatives.weighted_change(found, old, inner.share(i), outer.share(j))
             moves = {name: trees.add(memory[f"d {name}"], x) for name, x in change.items()}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
 from hyperkron.solution import HyperkronError
-from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -43,24 +41,14 @@ class StocBiO(Algorithm):
         10
     """
 
-    inner_steps: int = 10
+    inner_steps: Count = 10
     terms: int = 10
     step_size: float = 0.1
     misscaled: bool = False
     hypergradient: Hypergradient | None = None
 
-    facts: ClassVar[Facts] = Facts(
-        name="stocBiO, stocBiO-KFAC",
-        reference="Ji, Yang & Liang, ICML 2021",
-        calls="inner_steps ∂g, terms Hv, 1 ∂f, 1 X",
-        memory="nothing; with KFAC its factors",
-        accuracy="the optimum, up to the series' tail (1 − ηµ)^terms and the noise of the batches",
-        use="stochastic problems with well-conditioned inner Hessians",
-    )
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("inner_steps", self.inner_steps)
         self._series()
         given = {name: getattr(self, name) for name in ("terms", "step_size", "misscaled")}
         if self.hypergradient is not None and any(given[name] != getattr(StocBiO, name) for name in given):
@@ -79,7 +67,4 @@ class StocBiO(Algorithm):
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """T inner steps, one outer step."""
-        inner_loss = derivatives.descend(state, batches, self.inner_steps)
-        result = derivatives.hypergradient(state, batches)
-        state.outer.step(result.grads)
-        return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
+        return derivatives.alternate(state, batches, self.inner_steps)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from hyperkron.algorithms.base import Facts
 from hyperkron.algorithms.mrbo import MRBO
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.stochastic_neumann import hia
@@ -30,15 +28,6 @@ class SUSTAIN(MRBO):
 
     terms: int = 10
     step_size: float = 0.1
-
-    facts: ClassVar[Facts] = Facts(
-        name="SUSTAIN",
-        reference="Khanduri et al., NeurIPS 2021",
-        calls="2 ∂g, 2 ∂f, about terms Hv, 2 X",
-        memory="4 vectors: d_θ, d_λ and the previous point",
-        accuracy="the optimum of the series truncated after terms, in expectation",
-        use="for comparison; MRBO has less variance",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

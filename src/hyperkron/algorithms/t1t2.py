@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Implicit, identity
 
@@ -30,15 +30,6 @@ class T1T2(Algorithm):
     scale: float | None = None
     cross: Literal["reverse", "forward", "difference"] = "reverse"
 
-    facts: ClassVar[Facts] = Facts(
-        name="T1–T2",
-        reference="Luketina et al., ICML 2016",
-        calls="1 ∂g, 1 ∂f, 1 X",
-        memory="nothing",
-        accuracy="the optimum where scale·H = I; elsewhere biased",
-        use="a first baseline",
-    )
-
     def __post_init__(self) -> None:
         super().__post_init__()
         identity(1.0 if self.scale is None else self.scale, cross=self.cross)  # refuses what makes no sense
@@ -55,5 +46,4 @@ class T1T2(Algorithm):
         method = identity(scale, cross=self.cross)
         method.state = state.hypergradient.state
         result = method.compute(state.problem, state.model, state.hyper, batches.inner(), batches.outer())
-        state.outer.step(result.grads)
-        return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
+        return state.follow(result, inner_loss)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Hypergradient, cg
 from hyperkron.optimizers import Rate
-from hyperkron.validation import check_whole
 
 
 def _cg() -> Hypergradient:
@@ -34,25 +32,9 @@ class TGDA(Algorithm):
     """
 
     hypergradient: Hypergradient = field(default_factory=_cg)
-    inner_steps: int = 20
+    inner_steps: Count = 20
     outer_rate: Rate | float = field(default=0.01, kw_only=True)
-
-    facts: ClassVar[Facts] = Facts(
-        name="TGDA",
-        reference="Lu, Kamath & Yu, TMLR 2022",
-        calls="one hypergradient (1 ∂f, the solve, 1 X), inner_steps ∂g",
-        memory="what the hypergradient keeps",
-        accuracy="the optimum, up to the error of the solve",
-        use="attacker–learner games: poisoning, unlearnable examples",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("inner_steps", self.inner_steps)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """One leader step, T follower steps."""
-        result = derivatives.hypergradient(state, batches)
-        state.outer.step(result.grads)
-        inner_loss = derivatives.descend(state, batches, self.inner_steps)
-        return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
+        return derivatives.leader_first(state, batches, self.inner_steps)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.hypergradient.stochastic_neumann import hia
 from hyperkron.optimizers import Rate
-from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -33,15 +31,6 @@ class TTSA(Algorithm):
     inner_rate: Rate | float = field(default=Rate(0.1, 0.4), kw_only=True)
     outer_rate: Rate | float = field(default=Rate(0.1, 0.6), kw_only=True)
 
-    facts: ClassVar[Facts] = Facts(
-        name="TTSA",
-        reference="Hong et al., SIAM J. Optim. 2023",
-        calls="1 ∂g, 1 ∂f, about terms/2 Hv, 1 X",
-        memory="nothing",
-        accuracy="the optimum of the series truncated after terms; rate T^(−2/5)",
-        use="for comparison; slow",
-    )
-
     def __post_init__(self) -> None:
         super().__post_init__()
         hia(self.terms, self.step_size)
@@ -52,10 +41,7 @@ class TTSA(Algorithm):
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """One step on each level."""
-        inner_loss = derivatives.descend(state, batches, 1)
-        result = derivatives.hypergradient(state, batches)
-        state.outer.step(result.grads)
-        return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
+        return derivatives.alternate(state, batches, 1)
 
 
 @dataclass(frozen=True)
@@ -68,26 +54,10 @@ class BSA(TTSA):
         inner_steps: T.
     """
 
-    inner_steps: int = 10
+    inner_steps: Count = 10
     inner_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
     outer_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
 
-    facts: ClassVar[Facts] = Facts(
-        name="BSA",
-        reference="Ghadimi & Wang, 2018",
-        calls="inner_steps ∂g, 1 ∂f, about terms/2 Hv, 1 X",
-        memory="nothing",
-        accuracy="the optimum of the series truncated after terms",
-        use="for comparison",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("inner_steps", self.inner_steps)
-
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """One outer step, T inner steps."""
-        result = derivatives.hypergradient(state, batches)
-        state.outer.step(result.grads)
-        inner_loss = derivatives.descend(state, batches, self.inner_steps)
-        return state.finish(result.outer_loss, result.grads, inner_loss, status=result.status, stats=result.stats)
+        return derivatives.leader_first(state, batches, self.inner_steps)

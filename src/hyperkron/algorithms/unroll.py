@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, State, StepReport
 from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Unrolled
 from hyperkron.hypergradient.steps import SGD, Step
 from hyperkron.solution import HyperkronError
-from hyperkron.validation import check_whole
 
 _DEFAULT = SGD(lr=0.1)
 
@@ -37,25 +35,14 @@ class Unroll(Algorithm):
         checkpoint_every: keep every k-th iterate only.
     """
 
-    inner_steps: int = 10
+    inner_steps: Count = 10
     optimizer: Step = _DEFAULT
     last: int | None = None
     restart: bool = False
-    checkpoint_every: int = 1
-
-    facts: ClassVar[Facts] = Facts(
-        name="Unrolled, truncated",
-        reference="Maclaurin et al., ICML 2015; Franceschi et al., ICML 2017; Shaban et al., AISTATS 2019",
-        calls="about 3·inner_steps ∂g, 1 ∂f, last (or all) step derivatives",
-        memory="inner_steps/checkpoint_every copies of θ and the optimizer's state",
-        accuracy="the optimum as inner_steps grows; error (1 − ηµ)^K",
-        use="few inner steps whose path matters: short horizons, learned optimizers",
-    )
+    checkpoint_every: Count = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("inner_steps", self.inner_steps)
-        check_whole("checkpoint_every", self.checkpoint_every)
         self._method()  # refuses what cannot be unrolled
 
     def _method(self) -> Unrolled:
@@ -80,5 +67,4 @@ class Unroll(Algorithm):
         result = method.compute(state.problem, state.model, state.hyper, inner_batches, outer_batch)
         state.inner.place(method.lookahead(state.problem, state.model, state.hyper, inner_batches))
         derivatives.advance_buffers(state, inner_batches if self.inner_steps > 1 else [inner_batches])
-        state.outer.step(result.grads)
-        return state.finish(result.outer_loss, result.grads, status=result.status, stats=result.stats)
+        return state.follow(result)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
-from hyperkron.algorithms.base import Algorithm, Facts, State, StepReport
+from hyperkron.algorithms.base import Algorithm, Count, State, StepReport
 from hyperkron.algorithms.mrbo import two_points
 from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
-from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
@@ -35,22 +33,8 @@ class VRBO(Algorithm):
     """
 
     hypergradient: Hypergradient | None = None
-    inner_steps: int = 10
-    period: int = 2
-
-    facts: ClassVar[Facts] = Facts(
-        name="VRBO",
-        reference="Yang, Ji & Liang, NeurIPS 2021",
-        calls="2·inner_steps × (∂g, hypergradient); a full pass every period steps",
-        memory="d_θ, d_λ and the previous point",
-        accuracy="the optimum of the finite sum, up to the error of h",
-        use="for comparison; expensive steps",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("inner_steps", self.inner_steps)
-        check_whole("period", self.period)
+    inner_steps: Count = 10
+    period: Count = 2
 
     def prepare(self, state: State) -> None:
         """The default hypergradient, where none is given."""
@@ -75,12 +59,10 @@ class VRBO(Algorithm):
             i, j = inner.index(), outer.index()
             batch, share = inner.batch(i), inner.share(i)
             new = derivatives.gradients(state, "inner", batch, live=True, hyper=False)
-            with derivatives.placed(state.hypers, old_hyper):
-                old = derivatives.gradients(state, "inner", batch, theta=old_theta, hyper=False)
-            pair, own = (
-                (batches.inners(method.inner_batches), outer.batch(j)),
-                derivatives.curvature_batch(state, batches),
-            )
+            with derivatives.elsewhere(state, old_theta, old_hyper):
+                old = derivatives.gradients(state, "inner", batch, hyper=False)
+            pair = batches.inners(method.inner_batches), outer.batch(j)
+            own = derivatives.curvature_batch(state, batches)
             here, there = two_points(state, *pair, old_theta, old_hyper, **own)
             old_theta, old_hyper = state.inner.values(), state.outer.values()
             memory["d theta"] = _moved(memory["d theta"], new.theta, old.theta, share)

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from hyperkron import losses
+from hyperkron.algorithms import State
 from hyperkron.cleaning.config import ALTERNATIVES, OURS
 from hyperkron.cleaning.evidence import of_label
-from hyperkron.cleaning.method import Outcome, Work
-from hyperkron.cleaning.trainer import TrainingTargets, optimizer_for, predict, schedule_for, seeded
+from hyperkron.cleaning.method import Outcome
+from hyperkron.cleaning.trainer import Interleaved, TrainingTargets, optimizer_for, predict, seeded, updates
+from hyperkron.cleaning.work import Work
 from hyperkron.hyper import SampleWeights
 from hyperkron.hypergradient import sama
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError
+from hyperkron.training import Box, fit
 
 DESCRIPTIONS = {
     OURS: "evidence of experts and given labels, weighted by KFAC hypergradients, plus the trusted rows",
@@ -81,7 +84,7 @@ def judged(name: str, work: Work, outcome: Outcome) -> Tensor:
             found[ask] = predict(network, work.inputs, ask)
         return {"asked": found[work.trusted]}
 
-    return work.stages(f"judged-{name}", compute)["asked"].to(work.device)
+    return work.stages(f"judged-{name}", compute)["asked"]
 
 
 def _kept_by_cleanlab(predicted: Tensor, given: Tensor) -> Tensor:
@@ -100,43 +103,66 @@ def _sama_weights(work: Work, noisy: Tensor, trusted: Tensor, half: int | None) 
 
     def compute() -> dict[str, Tensor]:
         with seeded(work.config.seed, work.device):
-            return {"weight": _sama_run(work, noisy, trusted)}
+            return {"weight": _Sama(work, noisy, trusted).weights()}
 
-    return work.stages(f"sama-weights-{'all' if half is None else half}", compute)["weight"].to(work.device)
+    return work.stages(f"sama-weights-{'all' if half is None else half}", compute)["weight"]
 
 
-def _sama_run(work: Work, noisy: Tensor, trusted: Tensor) -> Tensor:
-    plan, device = work.short, work.device
-    weights = SampleWeights(len(noisy)).to(device)
-    random = torch.Generator(device).manual_seed(work.config.seed)
-    network = work.build().to(device).train()
-    optimizer = optimizer_for(network, plan)
-    total, size = plan.steps(len(noisy)), plan.batch_for(len(noisy))
-    schedule = schedule_for(optimizer, total)
-    problem = BilevelProblem(
-        lambda net, w, b: losses.cross_entropy(net(*b[0]), b[1], weight=w(b[2])),
-        lambda net, w, b: losses.cross_entropy(net(*b[0]), b[1]),
-    )
-    method = sama(optimizer)
-    outer = torch.optim.Adam(weights.parameters(), lr=SAMA_RATE)
-    tick, every = work.ticker("SAMA weights"), max(1, total // SAMA_STEPS)
+SAMA_PROBLEM = BilevelProblem(
+    lambda net, w, b: losses.cross_entropy(net(*b[0]), b[1], weight=w(b[2])),
+    lambda net, w, b: losses.cross_entropy(net(*b[0]), b[1]),
+)
 
-    def batch(count: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-        index = torch.randint(len(noisy), (count,), generator=random, device=device)
-        return work.inputs.batch(noisy[index]), work.given[noisy[index]], index
 
-    for step in range(1, total + 1):
-        optimizer.zero_grad(set_to_none=True)
-        problem.inner(network, weights, batch(size)).backward()
-        optimizer.step()
-        schedule.step()
-        tick(1)
-        if step % every == 0 and step >= total // 5:
-            outer.zero_grad()
-            ask = trusted[torch.randint(len(trusted), (min(512, len(trusted)),), generator=random, device=device)]
-            inner_batch = batch(min(SAMA_ROWS, len(noisy)))
-            method.backward(problem, network, weights, inner_batch, (work.inputs.batch(ask), work.given[ask]))
-            outer.step()
-            with torch.no_grad():
-                weights.weight.clamp_(0, 1)
-    return weights.weight.detach().clone()
+class _Sama:
+    """The training run that learns the weights of noisy rows."""
+
+    def __init__(self, work: Work, noisy: Tensor, trusted: Tensor) -> None:
+        self._work, self._noisy, self._trusted = work, noisy, trusted
+        self._random = torch.Generator(work.device).manual_seed(work.config.seed)
+        self._network = work.build().to(work.device).train()
+        self._optimizer = optimizer_for([self._network], work.short)
+        self._method = sama(self._optimizer)
+
+    def weights(self) -> Tensor:
+        """Train, and give the weights."""
+        plan, rows = self._work.short, len(self._noisy)
+        weights, total = SampleWeights(rows).to(self._work.device), plan.steps(rows)
+        every = max(1, total // SAMA_STEPS)
+        first = max(every, -(-(total // 5) // every) * every)
+        algorithm = Interleaved(total=total, due=range(first, total + 1, every), move=self._move)
+        fit(
+            SAMA_PROBLEM,
+            self._network,
+            weights,
+            algorithm,
+            self._step_batch,
+            steps=algorithm.steps,
+            inner_optimizer=updates(self._optimizer, total),
+            outer_optimizer=torch.optim.Adam(weights.parameters(), lr=SAMA_RATE),
+            projection=Box(0, 1),
+            seed=None,
+        )
+        return weights.weight.detach().clone()
+
+    def _step_batch(self) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        """Noisy rows for a step of θ."""
+        self._work.tick("SAMA weights", 1)
+        return self._batch(self._work.short.batch_for(len(self._noisy)))
+
+    def _batch(self, count: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        index = self._draw(self._noisy, count)
+        rows = self._noisy[index]
+        return self._work.inputs.batch(rows), self._work.given[rows], index
+
+    def _draw(self, rows: Tensor, count: int) -> Tensor:
+        return torch.randint(len(rows), (count,), generator=self._random, device=rows.device)
+
+    def _move(self, state: State) -> float:
+        """One step of the weights."""
+        ask = self._trusted[self._draw(self._trusted, min(512, len(self._trusted)))]
+        inner_batch = self._batch(min(SAMA_ROWS, len(self._noisy)))
+        outer_batch = self._work.inputs.batch(ask), self._work.given[ask]
+        found = self._method.compute(SAMA_PROBLEM, self._network, state.hyper, inner_batch, outer_batch)
+        state.outer.step(found.grads)
+        return found.outer_loss

@@ -14,6 +14,7 @@ trained one after the other: their steps are mostly arithmetic, or draw numbers 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,12 @@ from torch.nn.utils.rnn import pad_sequence
 from hyperkron.cleaning.trainer import (
     Dense,
     Inputs,
+    NetworkGroup,
     Tick,
     TrainingPlan,
     TrainingTargets,
     batches,
-    refuse_not_finite,
-    schedule_for,
+    descend,
     seeded,
     train,
 )
@@ -73,14 +74,9 @@ def train_batched(
                 train(build, inputs, one, plan, seed=seed, steps=steps, tick=tick)
                 for one, seed in zip(all_targets, seeds, strict=True)
             ]
-    stack = Stack(networks, inputs, plan, steps)
+    stack = Stack(networks, inputs)
     stack.set_targets(all_targets)
-    for _ in range(steps):
-        stack.step([next(stream) for stream in streams])
-        if tick is not None:
-            tick(len(networks))
-    stack.release()
-    return [network.eval() for network in networks]
+    return descend(stack, streams, plan, steps, tick)
 
 
 def stackable(networks: Sequence[nn.Module], inputs: Inputs) -> bool:
@@ -121,118 +117,125 @@ def _continued(device: torch.device) -> torch.Generator:
     return random
 
 
-class Stack:
+class Stack(NetworkGroup):
     """Perceptrons in training, their weights in blocks; the parameters of each network are views of its share.
 
-    So a network can be asked, or differentiated, between any two steps; :meth:`release` gives it weights of its own.
+    So a network can be asked, or differentiated, between any two steps; :meth:`finish` gives it weights of its own.
 
     Args:
         networks: that are ``stackable`` with these inputs.
         inputs: of all rows.
-        plan: of each training.
-        steps: after which the learning rate has come to its end.
     """
 
-    def __init__(self, networks: Sequence[nn.Module], inputs: Inputs, plan: TrainingPlan, steps: int) -> None:
+    def __init__(self, networks: Sequence[nn.Module], inputs: Inputs) -> None:
+        super().__init__(networks)
         assert isinstance(inputs, Dense)
-        self.networks, self.plan, self.steps = list(networks), plan, steps
-        self.values = inputs.values.flatten(1)
-        self.layers: list[tuple[Tensor, Tensor | None] | nn.Module] = []
-        self.blocks: list[Tensor] = []
+        self._values = inputs.values.flatten(1)
+        self.blocks = nn.ParameterList()
+        self._layers: list[tuple[Tensor, Tensor | None] | nn.Module] = []
         for same in zip(*(_layers(network) for network in networks), strict=True):
             if isinstance(same[0], nn.Linear):
                 weight = self._block([layer.weight for layer in same], turned=True)
-                self.layers.append((weight, None if same[0].bias is None else self._block([n.bias for n in same])))
+                self._layers.append((weight, None if same[0].bias is None else self._block([n.bias for n in same])))
             elif not isinstance(same[0], nn.Flatten):
-                self.layers.append(same[0])
-        fused = self.values.device.type in ("cpu", "cuda")
-        self.optimizer = torch.optim.AdamW(self.blocks, lr=plan.rate, weight_decay=plan.decay, fused=fused)
-        self.schedule = schedule_for(self.optimizer, steps)
-        self.loss = torch.zeros(len(networks))
+                self._layers.append(same[0])
 
     def _block(self, parameters: Sequence[Tensor], turned: bool = False) -> Tensor:
         block = torch.stack([p.detach().T if turned else p.detach() for p in parameters])
         for parameter, share in zip(parameters, block, strict=True):
             parameter.data = share.T if turned else share
-        self.blocks.append(block.requires_grad_())
-        return block
+        self.blocks.append(nn.Parameter(block))
+        return self.blocks[-1]
+
+    def optimizer(self, plan: TrainingPlan) -> torch.optim.AdamW:
+        fused = self._values.device.type in ("cpu", "cuda")
+        return torch.optim.AdamW(self.blocks, lr=plan.rate, weight_decay=plan.decay, fused=fused)
 
     def set_targets(self, all_targets: Sequence[TrainingTargets]) -> None:
-        """From now on each network learns from its targets."""
-        self.rows = torch.cat([targets.rows for targets in all_targets])
-        evidence = torch.cat([targets.evidence for targets in all_targets]).to(self.values)
-        self.evidence = evidence - evidence.max(1, keepdim=True).values
-        counts = torch.tensor([0, *(len(targets.rows) for targets in all_targets)], device=self.rows.device)
-        self.begin = counts.cumsum(0)[:-1, None]
-        self.weight, self.believed = None, None
+        self._rows = torch.cat([targets.rows for targets in all_targets])
+        evidence = torch.cat([targets.evidence for targets in all_targets]).to(self._values)
+        self._evidence = evidence - evidence.max(1, keepdim=True).values
+        counts = torch.tensor([0, *(len(targets.rows) for targets in all_targets)], device=self._rows.device)
+        self._begin = counts.cumsum(0)[:-1, None]
+        self._weight, self._believed = None, None
         if any(targets.weight is not None for targets in all_targets):
-            self.weight = self._joined([targets.weight for targets in all_targets], 1.0)
+            self._weight = self._joined([targets.weight for targets in all_targets], all_targets, 1.0)
         if any(targets.believed is not None for targets in all_targets):
             labels = torch.cat([0 * n.rows if n.believed is None else n.believed[0] for n in all_targets])
             told = [None if targets.believed is None else targets.believed[1] for targets in all_targets]
-            self.believed = labels, self._joined(told, 0.0)
+            self._believed = labels, self._joined(told, all_targets, 0.0)
 
-    def _joined(self, parts: list[Tensor | None], otherwise: float) -> Tensor:
+    def _joined(self, parts: Sequence[Tensor | None], like: Sequence[TrainingTargets], otherwise: float) -> Tensor:
         """A number for each row of the targets, one after the other."""
-        lengths = [*self.begin[1:, 0].tolist(), len(self.rows)]
-        counts = [end - begin for begin, end in zip(self.begin[:, 0].tolist(), lengths, strict=True)]
-        filled = [torch.full((n,), otherwise) if p is None else p for p, n in zip(parts, counts, strict=True)]
-        return torch.cat([part.to(self.values) for part in filled])
+        filled = [torch.full((len(t.rows),), otherwise) if p is None else p for p, t in zip(parts, like, strict=True)]
+        return torch.cat([part.to(self._values) for part in filled])
 
-    def step(self, parts: Sequence[Tensor]) -> None:
-        """One step of every network, on these positions in its targets."""
+    def loss(self, parts: Sequence[Tensor]) -> Tensor:
         share: Tensor | float
         if all(len(part) == len(parts[0]) for part in parts):
             at, share = torch.stack(list(parts)), 1 / len(parts[0])
         else:  # rows that fill up a batch count for nothing
             at = pad_sequence(list(parts), batch_first=True, padding_value=-1)
             there = at >= 0
-            at, share = at.clamp(min=0), (there.to(self.values) / there.sum(1, keepdim=True))[..., None]
-        at, even = at + self.begin, share
-        if self.weight is not None:
-            share = share * self.weight[at][..., None]
-        output = self._forward(self.values[self.rows[at]])
-        with torch.no_grad():
-            slope, seen = self._slope(output, self.evidence[at])
-            self.loss = -(seen * share).sum((1, 2))
-            slope = slope.mul_(share)
-            if self.believed is not None:
-                self._believe(output, at, even, slope)
-        for block in self.blocks:
-            block.grad = None
-        output.backward(slope)
-        self.optimizer.step()
-        self.schedule.step()
-
-    def _forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+            at, share = at.clamp(min=0), (there.to(self._values) / there.sum(1, keepdim=True))[..., None]
+        at = at + self._begin
+        weighed = share if self._weight is None else share * self._weight[at][..., None]
+        label, belief = None, None
+        if self._believed is not None:
+            label, belief = self._believed[0][at][..., None], share * self._believed[1][at][..., None]
+        x = self._values[self._rows[at]]
+        for layer in self._layers:
             if isinstance(layer, nn.Module):
                 x = layer(x)
             elif layer[1] is None:
                 x = torch.bmm(x, layer[0])
             else:
                 x = torch.baddbmm(layer[1][:, None], x, layer[0])
-        return x
+        return GroupLoss.apply(x, self._evidence[at], weighed, label, belief, self._losses)
 
-    def _believe(self, output: Tensor, at: Tensor, share: Tensor | float, slope: Tensor) -> None:
-        """Add the slope of the cross-entropy of the believed labels, share · b · (f − 1_y)."""
-        assert self.believed is not None
-        label, share = self.believed[0][at][..., None], share * self.believed[1][at][..., None]
-        f = output.log_softmax(-1)
-        self.loss = self.loss - (f.gather(-1, label) * share).sum((1, 2))
-        slope += f.exp_().scatter_add_(-1, label, -torch.ones_like(share)).mul_(share)
+    def finish(self, plan: TrainingPlan, steps: int) -> list[nn.Module]:
+        """The networks, with weights of their own."""
+        networks = super().finish(plan, steps)
+        for network in networks:
+            for parameter in network.parameters():
+                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+        return networks
+
+
+class GroupLoss(torch.autograd.Function):
+    """The sum of the losses of all networks, with its gradient in one go.
+
+        J_k = −Σ_n share_n log Σ_c f(c) e(c) − Σ_n belief_n log f(y_n) ,
+        ∂J_k/∂output = share (f − q) + belief (f − 1_y) ,     q ∝ f e
+
+    Nothing is asked for where all of the evidence is seen. ``losses`` receives the J_k.
+    """
 
     @staticmethod
-    def _slope(output: Tensor, evidence: Tensor) -> tuple[Tensor, Tensor]:
-        """f − q, nothing where all is seen; and log Σ_k f(k) e(k), both of every row."""
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        evidence: Tensor,
+        share: Tensor | float,
+        label: Tensor | None,
+        belief: Tensor | None,
+        losses: list[Tensor],
+    ) -> Tensor:
         f = output.log_softmax(-1)
         joint = f + evidence
         seen = joint.logsumexp(-1, keepdim=True)
-        return f.exp_().sub_(joint.sub_(seen).exp_()).mul_(seen <= SATURATED), seen
+        loss = -(seen * share).sum((1, 2))
+        if label is None or belief is None:
+            slope = f.exp_().sub_(joint.sub_(seen).exp_()).mul_(seen <= SATURATED).mul_(share)
+        else:
+            loss = loss - (f.gather(-1, label) * belief).sum((1, 2))
+            f = f.exp_()
+            slope = f.sub(joint.sub_(seen).exp_()).mul_(seen <= SATURATED).mul_(share)
+            slope += f.scatter_add_(-1, label, -torch.ones_like(belief)).mul_(belief)
+        ctx.slope, losses[:] = slope, [loss]
+        return loss.sum()
 
-    def release(self) -> None:
-        """Give every network weights of its own, and refuse those that went wrong."""
-        refuse_not_finite(self.loss, self.plan, self.steps)
-        for network in self.networks:
-            for parameter in network.parameters():
-                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Of the logits alone."""
+        return ctx.slope.mul_(gradients[0]), None, None, None, None, None

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from hyperkron.cleaning.fold_models import HYPERGRADIENT_COST, outer_steps
-from hyperkron.cleaning.method import Work
 from hyperkron.cleaning.trainer import TrainingPlan, TrainingTargets, train
+from hyperkron.cleaning.work import Work
 
 READY = ("trusted", "pooled")
 """Alternatives whose held-out predictions the experts already give."""

@@ -67,17 +67,5 @@ class Progress(Protocol):
         """Close the bar; a later start begins another one."""
 
 
-class SilentProgress:
+class SilentProgress(Progress):
     """A progress that shows nothing."""
-
-    def start(self, total: int) -> None:
-        """Show nothing."""
-
-    def advance(self, steps: int, stage: str) -> None:
-        """Show nothing."""
-
-    def message(self, text: str) -> None:
-        """Show nothing."""
-
-    def stop(self) -> None:
-        """Show nothing."""

@@ -12,7 +12,7 @@ from models that saw neither those rows nor the trusted rows of half h, so J_out
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,17 +20,20 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import losses
+from hyperkron.algorithms import State
 from hyperkron.cleaning.batched_training import Stack, stackable
 from hyperkron.cleaning.evidence import Evidence, certain, likelihood, of_label
 from hyperkron.cleaning.trainer import (
     Dense,
     Inputs,
+    Interleaved,
+    NetworkGroup,
+    Separate,
     Tick,
     TrainingPlan,
     TrainingTargets,
-    optimizer_for,
+    descend,
     predict,
-    schedule_for,
     seeded,
 )
 from hyperkron.cross import Mode
@@ -113,10 +116,7 @@ def outer(network: Any, evidence: Any, batch: Any) -> Loss:
 
 
 class Learner:
-    """A fold model in training, with its share of the batches.
-
-    Takes as many steps as the plan says for this many noisy rows, or ``steps``.
-    """
+    """A fold model and its share of the data."""
 
     def __init__(
         self,
@@ -126,7 +126,6 @@ class Learner:
         half: Half,
         plan: TrainingPlan,
         seed: int,
-        steps: int | None = None,
     ) -> None:
         self.inputs, self.labels, self.half = inputs, labels, half
         self.device = half.noisy.device
@@ -134,9 +133,6 @@ class Learner:
             self.network = build().to(self.device).train()
         self.random = torch.Generator(self.device).manual_seed(seed)
         self.size = plan.batch_for(len(half.noisy))
-        self.total = plan.steps(len(half.noisy)) if steps is None else steps
-        self.optimizer = optimizer_for(self.network, plan)
-        self.schedule = schedule_for(self.optimizer, self.total)
         self.rows = torch.cat([half.noisy, half.kept])
         self.sure = certain(labels[half.kept], half.given.shape[1])
         own = of_label((half.opinion + half.given).softmax(1), labels[half.noisy])
@@ -164,13 +160,10 @@ class Learner:
         told = torch.cat([evidence(self.half.opinion, self.half.given), self.sure])
         return TrainingTargets(self.rows, told, weight, (self.labels[self.rows], believed))
 
-    def learn(self, targets: TrainingTargets) -> None:
-        """One step of θ: down the inner objective, which at a fixed λ is the loss of its targets."""
-        part = self.sample_rows(self.size)
-        self.optimizer.zero_grad(set_to_none=True)
-        targets.loss(self.network(*self.inputs.batch(self.rows[part])), part).backward()
-        self.optimizer.step()
-        self.schedule.step()
+    def batches(self) -> Iterator[Tensor]:
+        """Positions for one inner step after the other."""
+        while True:
+            yield self.sample_rows(self.size)
 
     def trusted(self) -> Any:
         """The held-out trusted rows, at most 512 of them drawn afresh."""
@@ -178,37 +171,6 @@ class Learner:
         if len(rows) > 512:
             rows = rows[torch.randint(len(rows), (512,), generator=self.random, device=self.device)]
         return self.inputs.batch(rows), self.labels[rows]
-
-
-class _FoldTraining:
-    """Both fold models in training: side by side where they can be stacked, else one after the other."""
-
-    def __init__(self, learners: list[Learner], inputs: Inputs, plan: TrainingPlan, steps: int) -> None:
-        self.learners = learners
-        networks = [learner.network for learner in learners]
-        self.stack = Stack(networks, inputs, plan, steps) if stackable(networks, inputs) else None
-        self.targets: list[TrainingTargets] = []
-
-    def set_evidence(self, evidence: Evidence) -> None:
-        """λ has changed."""
-        self.targets = [learner.targets(evidence) for learner in self.learners]
-        if self.stack is not None:
-            self.stack.set_targets(self.targets)
-
-    def step(self) -> None:
-        """One step of each θ."""
-        if self.stack is not None:
-            self.stack.step([learner.sample_rows(learner.size) for learner in self.learners])
-            return
-        for learner, targets in zip(self.learners, self.targets, strict=True):
-            learner.learn(targets)
-
-    def finish(self) -> None:
-        """Leave the networks to themselves."""
-        if self.stack is not None:
-            self.stack.release()
-        for learner in self.learners:
-            learner.network.eval()
 
 
 def learn_evidence(
@@ -237,25 +199,26 @@ def learn_evidence(
     if any(len(half.held_out) == 0 or len(half.kept) == 0 for half in halves):
         raise HyperkronError("each half needs at least one trusted row; give at least two trusted rows.")
     total = steps_of(plan, halves)
-    learners = [Learner(build, inputs, labels, half, plan, seed + h, total) for h, half in enumerate(halves)]
-    found = FoldModels([learner.network for learner in learners], Evidence().to(learners[0].device))
-    both = _FoldTraining(learners, inputs, plan, total)
-    moving = _Moving(found, learners, cross="auto" if both.stack is None else "reverse") if learn else None
-    due = set(outer_steps(total))
-    both.set_evidence(found.evidence)
+    learners = [Learner(build, inputs, labels, half, plan, seed + h) for h, half in enumerate(halves)]
+    networks = [learner.network for learner in learners]
+    found = FoldModels(networks, Evidence().to(learners[0].device))
+    stacked = stackable(networks, inputs)
+    group = Stack(networks, inputs) if stacked else Separate(networks, inputs)
+    moving = _Moving(found, learners, group, "reverse" if stacked else "auto", tick)
+    rate = OUTER_RATE * OUTER_STEPS / moves(total)
     with seeded(seed, learners[0].device):  # for dropout
-        for step in range(1, total + 1):
-            both.step()
-            if tick is not None:
-                tick(len(learners))
-            if moving is not None and not found.collapsed and step in due:
-                moving.step()
-                both.set_evidence(found.evidence)
-                if tick is not None:
-                    tick(HYPERGRADIENT_COST * len(learners))
-    if moving is not None:
-        moving.finish()
-    both.finish()
+        descend(
+            group,
+            [learner.batches() for learner in learners],
+            plan,
+            total,
+            tick,
+            found.evidence,
+            Interleaved(total=total, due=outer_steps(total) if learn else range(0), move=moving.step),
+            outer_optimizer=torch.optim.Adam(found.evidence.parameters(), lr=rate, betas=(0.8, 0.95)),
+            projection=at_most_one_observation,
+        )
+    moving.finish()
     return found
 
 
@@ -281,54 +244,64 @@ def _replayable(learner: Learner) -> bool:
     return isinstance(learner.inputs, Dense) and not drops
 
 
+def at_most_one_observation(log_scale: Tensor) -> Tensor:
+    """The projection of λ: a label is no more than one observation, β ≤ 1 and γ ≤ 1."""
+    return torch.cat([log_scale[:1], log_scale[1:].clamp(max=0.0)])
+
+
 class _Moving:
-    """λ on its way: Adam on the summed hypergradients, with collapse detected."""
+    """λ on its way: the summed hypergradients of both fold models, with collapse detected."""
 
-    def __init__(self, models: FoldModels, learners: list[Learner], cross: Mode = "auto") -> None:
-        self.models, self.learners = models, learners
-        self.problem = BilevelProblem(inner, outer)
+    def __init__(
+        self, models: FoldModels, learners: list[Learner], group: NetworkGroup, cross: Mode, tick: Tick | None
+    ) -> None:
+        self._models, self._learners, self._group, self._tick = models, learners, group, tick
+        self._problem = BilevelProblem(inner, outer)
         graph = _replayable(learners[0])
-        self.methods = [kfac(DAMPING, cross=cross, seed=h, graph=graph) for h in range(len(learners))]
-        rate = OUTER_RATE * OUTER_STEPS / moves(learners[0].total)
-        self.optimizer = torch.optim.Adam(models.evidence.parameters(), lr=rate, betas=(0.8, 0.95))
-        self.begin = models.evidence.log_scale.detach().clone()
+        self._methods = [kfac(DAMPING, cross=cross, seed=h, graph=graph) for h in range(len(learners))]
+        self._begin = models.evidence.log_scale.detach().clone()
+        self._set_targets()
 
-    def step(self) -> None:
-        """One outer step."""
-        evidence, loss = self.models.evidence, 0.0
-        self.optimizer.zero_grad()
-        for method, learner in zip(self.methods, self.learners, strict=True):
-            result = method.backward(
-                self.problem, learner.network, evidence, learner.batch(2 * learner.size), learner.trusted()
-            )
-            loss += result.outer_loss / len(self.learners)
-            if not result.status.ok and result.status is not Status.MORE_DAMPING:
-                self.models.troubled += 1
-        gradient = evidence.log_scale.grad
-        if gradient is None or not bool(torch.isfinite(gradient).all()):
-            self._collapse()
-            return
-        self.models.outer.append(loss)
-        self.models.path.append(evidence.values())
-        self.optimizer.step()
-        evidence.log_scale.data[1:].clamp_(max=0.0)  # a label is no more than one observation
-        if not bool(((evidence.log_scale > _LOW) & (evidence.log_scale < _HIGH)).all()):
-            self._collapse()
+    def _set_targets(self) -> None:
+        self._group.set_targets([learner.targets(self._models.evidence) for learner in self._learners])
+
+    def step(self, state: State) -> float | None:
+        """One outer step, unless λ has collapsed."""
+        models, evidence, loss = self._models, self._models.evidence, 0.0
+        if models.collapsed:
+            return None
         evidence.zero_grad()
-
-    def _collapse(self) -> None:
-        self.models.collapsed = True
-        self.models.evidence.log_scale.data.copy_(self.begin)
+        for method, learner in zip(self._methods, self._learners, strict=True):
+            result = method.backward(
+                self._problem, learner.network, evidence, learner.batch(2 * learner.size), learner.trusted()
+            )
+            loss += result.outer_loss / len(self._learners)
+            if not result.status.ok and result.status is not Status.MORE_DAMPING:
+                models.troubled += 1
+        gradient = evidence.log_scale.grad
+        models.collapsed = gradient is None or not bool(torch.isfinite(gradient).all())
+        if gradient is not None and not models.collapsed:
+            models.outer.append(loss)
+            models.path.append(evidence.values())
+            state.outer.step({"log_scale": gradient})
+            models.collapsed = not bool(((evidence.log_scale > _LOW) & (evidence.log_scale < _HIGH)).all())
+        if models.collapsed:
+            evidence.log_scale.data.copy_(self._begin)
+        evidence.zero_grad()
+        self._set_targets()
+        if self._tick is not None:
+            self._tick(HYPERGRADIENT_COST * len(self._learners))
+        return None if models.collapsed else loss
 
     def finish(self) -> None:
         """The mean of λ over the last third of the outer steps, in which the fold models had nearly converged."""
-        path = self.models.path
-        if self.models.collapsed or not path:
+        path = self._models.path
+        if self._models.collapsed or not path:
             return
         last = path[-max(1, len(path) // 3) :]
         mean = [[p[name] for p in last] for name in Evidence.NAMES]
         logs = torch.tensor(mean, dtype=torch.float64).log().mean(1)
-        self.models.evidence.log_scale.data.copy_(logs)
+        self._models.evidence.log_scale.data.copy_(logs)
 
 
 _LOW, _HIGH = (float(torch.tensor(b, dtype=torch.float64).log()) for b in BOUNDS)

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from hyperkron.cleaning.data import Labelled, RowHashes
 from hyperkron.solution import HyperkronError
-from hyperkron.training.files import flush_folder, write_tensors
-from hyperkron.training.jsonl import open_log
-from hyperkron.training.writing import in_words, read_plain, whole_file
+from hyperkron.training.files import write_tensors
+from hyperkron.training.writing import flush_folder, in_words, open_ordinary, read_plain, whole_file
 
 FORMAT = 1
 MAX_SUSPECTS = 500
@@ -128,7 +127,10 @@ class RunFolder:
         """Add one line to log.jsonl."""
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event, **fields}
         path = self.path / "log.jsonl"
-        with self._writing("log.jsonl"), os.fdopen(open_log(path), "r+b") as file:
+        with (
+            self._writing("log.jsonl"),
+            os.fdopen(open_ordinary(path, os.O_RDWR | os.O_CREAT, follow=False), "r+b") as file,
+        ):
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 1))
             torn = end > 0 and file.read(1) != b"\n"

@@ -133,13 +133,15 @@ def _code(kind: type) -> str:
 
 def environment(device: torch.device) -> dict[str, str]:
     """Versions and the kind of device, whose change is said and not refused."""
-    found = {"device": device.type}
-    for name in ("hyperkron", "torch"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return {"device": device.type, **{name: installed_version(name) for name in ("hyperkron", "torch")}}
+
+
+def installed_version(package: str) -> str:
+    """The version of a package, or ``not installed``."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def environment_notes(began: Any, now: Mapping[str, str]) -> list[str]:

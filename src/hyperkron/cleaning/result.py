@@ -8,7 +8,6 @@ import resource
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,18 @@ from torch import Tensor, nn
 
 from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import Labelled
-from hyperkron.cleaning.evidence import Evidence
+from hyperkron.cleaning.evidence import Evidence, of_label
 from hyperkron.cleaning.folder import FORMAT
 from hyperkron.cleaning.given import USED
-from hyperkron.cleaning.method import Outcome, Work
+from hyperkron.cleaning.method import Outcome
+from hyperkron.cleaning.recorded import installed_version
 from hyperkron.cleaning.trainer import Inputs, TrainingPlan, predict
+from hyperkron.cleaning.work import Work
 from hyperkron.solution import HyperkronError
 
 SUSPECT_THRESHOLD = 0.5
 """A row whose label is more likely wrong than right is a suspect."""
+CURVES = ("weight of the experts κ", "weight of the given label β", "weight of learning the given label γ")
 
 
 @dataclass
@@ -92,16 +94,21 @@ class CleanResult:
 
 
 def about_run(
-    parts: list[Labelled], config: CleanConfig, plan: TrainingPlan, device: torch.device, command: str | None
+    parts: list[Labelled],
+    config: CleanConfig,
+    plan: TrainingPlan,
+    device: torch.device,
+    command: str | None,
+    messages: list[str],
 ) -> dict[str, Any]:
     """What was run, on what, with what."""
     train, trusted = parts[:2]
     return {
         "format": FORMAT,
-        "hyperkron": _version("hyperkron"),
+        "hyperkron": installed_version("hyperkron"),
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": command,
-        "versions": {name: _version(name) for name in ("torch", "numpy", "transformers", "cleanlab")},
+        "versions": {name: installed_version(name) for name in ("torch", "numpy", "transformers", "cleanlab")},
         "hardware": _hardware(device),
         "peak_memory_mb": round(_peak_memory(), 1),
         "data": {
@@ -112,7 +119,7 @@ def about_run(
             "classes": list(train.classes),
             "trusted_per_class": trusted.counts(),
             "train_per_class": train.counts(),
-            "messages": [],
+            "messages": messages,
         },
         "config": asdict(config) | {"epochs_used": plan.epochs},
     }
@@ -136,27 +143,18 @@ def scores_summary(outcome: Outcome, scores: dict[str, Tensor]) -> dict[str, Any
         "collapsed": outcome.collapsed,
         "curves": [
             {"name": "loss on held-out trusted rows", **curve, "y": outcome.outer},
-            {"name": "weight of the experts κ", **curve, "y": [p[0] for p in outcome.path]},
-            {"name": "weight of the given label β", **curve, "y": [p[1] for p in outcome.path]},
-            {"name": "weight of learning the given label γ", **curve, "y": [p[2] for p in outcome.path]},
+            *({"name": name, **curve, "y": [p[i] for p in outcome.path]} for i, name in enumerate(CURVES)),
         ],
     }
 
 
 def history(outcome: Outcome, work: Work) -> Tensor:
     """How much each row was believed along the way: 1 at first, then by each expert, then after each pooling."""
-    given = work.given[work.noisy][:, None]
+    given = work.given[work.noisy]
     experts = [outcome.trusted_expert, outcome.pooled_expert, outcome.matrix_expert]
-    believed = [p[work.noisy].gather(1, given)[:, 0] for p in experts]
-    pooled = [opinion.posterior.gather(1, given)[:, 0] for opinion in (outcome.first, outcome.final)]
+    believed = [of_label(p[work.noisy], given) for p in experts]
+    pooled = [of_label(opinion.posterior, given) for opinion in (outcome.first, outcome.final)]
     return torch.stack([torch.ones_like(believed[0]), *believed, *pooled], dim=1)
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _hardware(device: torch.device) -> str:

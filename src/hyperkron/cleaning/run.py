@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,39 +19,37 @@ from hyperkron.cleaning.config import OURS, CleanConfig, Progress
 from hyperkron.cleaning.data import Labelled
 from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.given import Given
-from hyperkron.cleaning.method import Outcome, Work, clean_labels, folds, train_on
+from hyperkron.cleaning.method import Outcome, clean_labels
 from hyperkron.cleaning.models import EncoderUnavailable, TextEncoder, load_encoder
 from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
 from hyperkron.cleaning.result import SUSPECT_THRESHOLD, CleanResult, about_run, history, scores_summary
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict
+from hyperkron.cleaning.work import Work, folds, train_on
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.signals import Interrupted, Signals
 
 
+@dataclass
 class CleaningRun:
     """One run: prepared inputs, the method, the alternatives, the choice, and what is written."""
 
-    def __init__(
-        self,
-        parts: list[Labelled],
-        config: CleanConfig,
-        folder: RunFolder | None,
-        model: Callable[[], nn.Module] | None,
-        progress: Progress,
-        command: str | None,
-        given: Given,
-        encoder: str | None = None,
-    ) -> None:
-        self.parts, self.config, self.folder = parts, config, folder
-        self.model, self.progress, self.command = model, progress, command
-        self.given, self.encoder = given, encoder
-        self.device = pick_device(config.device)
-        self.messages: list[str] = []
-        self.seconds: dict[str, float] = {}
-        self.spent: dict[str, float] = {}  # on each candidate
-        self.stage = ("", 0)  # that is being computed, and its steps so far
-        self.signals = Signals(active=folder is not None)
+    parts: list[Labelled]
+    config: CleanConfig
+    folder: RunFolder | None
+    model: Callable[[], nn.Module] | None
+    progress: Progress
+    command: str | None
+    given: Given
+    encoder: str | None = None
+    messages: list[str] = field(default_factory=list, init=False)
+    seconds: dict[str, float] = field(default_factory=dict, init=False)
+    spent: dict[str, float] = field(default_factory=dict, init=False)  # on each candidate
+    stage: tuple[str, int] = field(default=("", 0), init=False)  # that is being computed, and its steps so far
+
+    def __post_init__(self) -> None:
+        self.device = pick_device(self.config.device)
+        self.signals = Signals(active=self.folder is not None)
 
     def result(self) -> CleanResult:
         """Do everything that is not done yet; nobody else may write into the folder meanwhile."""
@@ -145,6 +143,9 @@ class CleaningRun:
         noisy, trusted = rows[: len(labels[0])], rows[len(labels[0]) :]
         plan = TrainingPlan() if self.config.epochs is None else TrainingPlan(epochs=self.config.epochs)
         names, notes = available(self.config.compare)
+        stages = Stages(None)
+        if self.folder is not None:
+            stages = Stages(self.folder.stages, recorded.digest(self.folder.read_config()), self.device)
         work = Work(
             prepared.inputs,
             given,
@@ -155,7 +156,7 @@ class CleaningRun:
             prepared.build,
             plan,
             self.config,
-            self._stages(),
+            stages,
             self._tick,
         )
         if self.config.budget is not None:
@@ -163,11 +164,6 @@ class CleaningRun:
             work, notes = replace(work, plan=plan), notes + more
         self._say(notes)
         return work, names
-
-    def _stages(self) -> Stages:
-        if self.folder is None:
-            return Stages(None)
-        return Stages(self.folder.stages, recorded.digest(self.folder.read_config()))
 
     def _say(self, notes: list[str]) -> None:
         """To the user now, and in the result."""
@@ -239,14 +235,13 @@ class CleaningRun:
         candidates = self._candidates(prepared, table, chosen, networks)
         words = verdict(chosen, table, float(probability.mean()), len(suspects), len(given))
         summary = {
-            **about_run(self.parts, self.config, work.plan, self.device, self.command),
+            **about_run(self.parts, self.config, work.plan, self.device, self.command, self.messages),
             "seconds": self._seconds(work),
             "chosen": chosen,
             "verdict": words,
             "candidates": candidates,
             **scores_summary(outcome, scores),
         }
-        summary["data"]["messages"] = self.messages
         if self.folder is not None:
             self.folder.write_rows(self.parts[0], scores, SUSPECT_THRESHOLD)
             self.folder.write_model(networks[chosen])
@@ -282,10 +277,7 @@ class CleaningRun:
                 {
                     "name": c.name,
                     "description": DESCRIPTIONS[c.name],
-                    "accuracy": c.accuracy,
-                    "low": c.low,
-                    "high": c.high,
-                    "rows": c.rows,
+                    **{name: getattr(c, name) for name in ("accuracy", "low", "high", "rows")},
                     "seconds": self._spent_on(c.name, networks),
                     "chosen": c.name == chosen,
                     "test_accuracy": score,
@@ -352,19 +344,13 @@ def _trouble(outcome: Outcome) -> list[str]:
         found.append("Learning how much to trust the labels diverged, so the starting values were used.")
     if outcome.troubled:
         of = max(outcome.troubled, 2 * len(outcome.outer))
-        text = (
+        found.append(
             f"{outcome.troubled} of {of} hypergradients are inexact: their linear solve did not finish normally. "
             "The run continued. They only control how much experts and given labels are trusted (κ, β and γ); "
         )
-        few = 10 * outcome.troubled <= of
-        found.append(
-            text
-            + (
-                "this few hardly change which rows are suspects."
-                if few
-                else "with this many, rely on the suspects only if the curves of κ, β and γ in the report become flat."
-            )
-        )
+        few = "this few hardly change which rows are suspects."
+        many = "with this many, rely on the suspects only if the curves of κ, β and γ in the report become flat."
+        found[-1] += few if 10 * outcome.troubled <= of else many
     return found
 
 

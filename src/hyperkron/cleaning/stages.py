@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hyperkron.solution import HyperkronError, warn_once
@@ -24,13 +25,14 @@ class Stages:
     Args:
         folder: where they lie.
         of: a digest of what they depend on; results of anything else are refused.
+        device: where results go that are read.
 
     Every stage is a function of the data, the configuration and the stages before it, under seeds of its own, so a
     resumed run equals an uninterrupted one. A damaged result is computed again, with a warning.
     """
 
-    def __init__(self, folder: Path | None, of: str = "") -> None:
-        self.folder, self.of = folder, of
+    def __init__(self, folder: Path | None, of: str = "", device: torch.device | str = "cpu") -> None:
+        self.folder, self.of, self.device = folder, of, device
         if folder is not None:
             with in_words(folder):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +53,7 @@ class Stages:
             about, _ = read_json(self.folder / f"{name}.json")
             self._refuse_other(name, about.get("of"))
             with TensorFile(self.folder / f"{name}.safetensors", about["file"]) as file:
-                return {key: file(key) for key in about["tensors"]}
+                return {key: file(key).to(self.device) for key in about["tensors"]}
         except (DamagedCheckpoint, OSError, KeyError, TypeError, AttributeError) as error:
             warn_once(f"stage {self.folder} {name}", f"stage {name} is damaged ({error}); it is computed again.")
             return None

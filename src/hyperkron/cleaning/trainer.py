@@ -1,19 +1,22 @@
-"""One training run: a network fitted to the evidence about the rows it is given."""
+"""Training by ``fit``: networks fitted to the evidence about the rows they are given."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from hyperkron.algorithms import Algorithm, BatchSources, InnerOnly, State, StepReport, Updates, derivatives
 from hyperkron.cleaning.evidence import likelihood
+from hyperkron.problem import BilevelProblem
 from hyperkron.solution import NonFiniteError
+from hyperkron.training import fit
 
 
 class Inputs(Protocol):
@@ -99,7 +102,7 @@ class TrainingTargets:
 
 
 Tick = Callable[[int], None]
-"""Called after every step with the number of steps done; may raise to stop."""
+"""Called at every step with the number of networks that make it; may raise to stop."""
 
 
 @contextmanager
@@ -110,21 +113,16 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def optimizer_for(network: nn.Module, plan: TrainingPlan) -> torch.optim.AdamW:
+def optimizer_for(networks: Sequence[nn.Module], plan: TrainingPlan) -> torch.optim.AdamW:
     """AdamW with a low rate for pretrained layers (a submodule ``upper``) and the usual one for all others."""
-    upper = getattr(network, "upper", None)
-    fine = {id(p) for p in upper.parameters()} if isinstance(upper, nn.Module) else set()
-    groups = [
-        {"params": [p for p in network.parameters() if p.requires_grad and id(p) not in fine], "lr": plan.rate},
-        {"params": [p for p in network.parameters() if p.requires_grad and id(p) in fine], "lr": plan.fine_rate},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], weight_decay=plan.decay)
-
-
-def schedule_for(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """One cycle: up over the first fifth, down to nearly nothing at the end."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1, pct_start=0.2)
+    groups = []
+    for network in networks:
+        upper = getattr(network, "upper", None)
+        fine = {id(p) for p in upper.parameters()} if isinstance(upper, nn.Module) else set()
+        for low, rate in ((False, plan.rate), (True, plan.fine_rate)):
+            own = [p for p in network.parameters() if p.requires_grad and (id(p) in fine) is low]
+            groups += [{"params": own, "lr": rate}] if own else []
+    return torch.optim.AdamW(groups, weight_decay=plan.decay)
 
 
 def batches(count: int, size: int, random: torch.Generator | None, device: torch.device) -> Iterator[Tensor]:
@@ -137,6 +135,134 @@ def batches(count: int, size: int, random: torch.Generator | None, device: torch
         for part in order.split(size):
             if len(part) > 1 or count == 1:  # one row alone has no batch statistics
                 yield part
+
+
+class NetworkGroup(nn.Module, ABC):
+    """Networks that are trained at the same time, each on targets of its own.
+
+    The rows are private, because ``fit`` describes everything else that it is given.
+    """
+
+    def __init__(self, networks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._networks, self._losses = list(networks), [torch.zeros(())]
+
+    @abstractmethod
+    def set_targets(self, all_targets: Sequence[TrainingTargets]) -> None:
+        """From now on each network learns from its targets."""
+
+    @abstractmethod
+    def loss(self, parts: Sequence[Tensor]) -> Tensor:
+        """J_in at these positions in the targets of each: the sum of their losses."""
+
+    @abstractmethod
+    def optimizer(self, plan: TrainingPlan) -> torch.optim.AdamW:
+        """What moves their parameters."""
+
+    def finish(self, plan: TrainingPlan, steps: int) -> list[nn.Module]:
+        """The networks, in evaluation mode; those whose loss is not finite are refused."""
+        losses = torch.cat([loss.reshape(-1) for loss in self._losses])
+        wrong = losses[~losses.isfinite()].tolist()
+        if wrong:
+            raise NonFiniteError(
+                f"the training loss became {wrong[0]} after {steps} steps; look for extreme values in the inputs, or "
+                f"give a model that trains at a learning rate of {plan.rate}."
+            )
+        return [network.eval() for network in self._networks]
+
+
+class Separate(NetworkGroup):
+    """Networks of any kind, computed one after the other."""
+
+    def __init__(self, networks: Sequence[nn.Module], inputs: Inputs) -> None:
+        super().__init__(networks)
+        self.networks, self._inputs = nn.ModuleList(networks), inputs
+        self._targets: list[TrainingTargets] = []
+
+    def set_targets(self, all_targets: Sequence[TrainingTargets]) -> None:
+        self._targets = list(all_targets)
+
+    def loss(self, parts: Sequence[Tensor]) -> Tensor:
+        told = zip(self._networks, self._targets, parts, strict=True)
+        losses = [t.loss(network(*self._inputs.batch(t.rows[part])), part) for network, t, part in told]
+        self._losses[:] = [loss.detach() for loss in losses]
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def optimizer(self, plan: TrainingPlan) -> torch.optim.AdamW:
+        return optimizer_for(self._networks, plan)
+
+
+@dataclass(frozen=True)
+class Interleaved(Algorithm):
+    """Steps of θ, with a step of λ along the way: in each step of the algorithm those of θ up to the next one of λ.
+
+    Args:
+        total: steps of θ.
+        due: after which of them λ moves.
+        move: a step of λ; gives J_out before it, or None where λ stayed.
+    """
+
+    total: int = 1
+    due: range = range(0)
+    move: Callable[[State], float | None] = lambda state: None
+
+    @property
+    def steps(self) -> int:
+        """Steps of the algorithm."""
+        return len(self.due) + (self.total not in self.due)
+
+    def step(self, state: State, batches: BatchSources) -> StepReport:
+        """The steps of θ up to the next one of λ, and that one."""
+        ends, here = [0, *self.due, self.total], state.step
+        derivatives.descend(state, batches, ends[here + 1] - ends[here])
+        return state.finish(self.move(state) if here < len(self.due) else None, {})
+
+
+def updates(optimizer: torch.optim.Optimizer, steps: int) -> Updates:
+    """One cycle: the rate goes up over the first fifth, and down to nearly nothing at the end."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1, pct_start=0.2)
+    return Updates(optimizer, cycle, schedule="update")
+
+
+def group_loss(networks: Any, _: Any, parts: Any) -> Tensor:
+    """J_in of a :class:`NetworkGroup`."""
+    loss: Tensor = networks.loss(parts)
+    return loss
+
+
+def descend(
+    networks: NetworkGroup,
+    streams: Sequence[Iterator[Tensor]],
+    plan: TrainingPlan,
+    steps: int,
+    tick: Tick | None = None,
+    hyper: nn.Module | None = None,
+    algorithm: Interleaved | None = None,
+    **options: Any,
+) -> list[nn.Module]:
+    """Train the networks on positions in their targets, which the streams give, and λ as the algorithm says.
+
+    ``options`` are further arguments of ``fit``.
+    """
+
+    def draw() -> tuple[Tensor, ...]:
+        if tick is not None:
+            tick(len(streams))
+        return tuple(map(next, streams))
+
+    fit(
+        BilevelProblem(group_loss),
+        networks,
+        hyper,
+        algorithm or InnerOnly(steps, report_every=2),  # so never: ``finish`` refuses a loss that is not finite
+        draw,
+        steps=1 if algorithm is None else algorithm.steps,
+        inner_optimizer=updates(networks.optimizer(plan), steps),
+        seed=None,
+        **options,
+    )
+    return networks.finish(plan, steps)
 
 
 def train(
@@ -155,30 +281,11 @@ def train(
     """
     device, count = targets.rows.device, len(targets.rows)
     with seeded(seed, device):
-        network = build().to(device).train()
-        total = plan.steps(count) if steps is None else steps
-        optimizer = optimizer_for(network, plan)
-        schedule = schedule_for(optimizer, total)
-        for part in islice(batches(count, plan.batch_for(count), None, device), total):
-            loss = targets.loss(network(*inputs.batch(targets.rows[part])), part)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            if tick is not None:
-                tick(1)
-    refuse_not_finite(loss.detach(), plan, total)
-    return network.eval()
-
-
-def refuse_not_finite(loss: Tensor, plan: TrainingPlan, steps: int) -> None:
-    """Meet a training that went wrong."""
-    if not bool(torch.isfinite(loss).all()):
-        value = float(loss[~torch.isfinite(loss)][0]) if loss.dim() else float(loss)
-        raise NonFiniteError(
-            f"the training loss became {value} after {steps} steps; look for extreme values in the inputs, or "
-            f"give a model that trains at a learning rate of {plan.rate}."
-        )
+        networks = Separate([build().to(device).train()], inputs)
+        networks.set_targets([targets])
+        stream = batches(count, plan.batch_for(count), None, device)
+        [network] = descend(networks, [stream], plan, plan.steps(count) if steps is None else steps, tick)
+    return network
 
 
 @torch.no_grad()

@@ -11,10 +11,13 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
+
+from hyperkron.cli.config import read_config
+from hyperkron.cli.options import as_options
+from hyperkron.cli.output import UsageError, ensure_streams, say, say_json, silence
+from hyperkron.cli.parser import parse
 
 OK, ERROR, USAGE = 0, 1, 2
 _COMMANDS = {
@@ -24,10 +27,6 @@ _COMMANDS = {
     "export": ("runs", "export"),
     "doctor": ("doctor", "doctor"),
 }
-
-
-class _Stopped(SystemExit):
-    """SIGTERM came where nothing handles it better."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,20 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hyperkron ...
         0
     """
-    from hyperkron.cli.output import ensure_streams, silence
-    from hyperkron.cli.parser import parse
-
     ensure_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     wanted: Any = None
     try:
         try:
             with _terminable():
-                wanted = parse(given, _version())
+                wanted = parse(given)
                 if getattr(wanted, "config", None) is not None:
-                    from hyperkron.cli.config import read_config
-
-                    wanted = parse(given, _version(), read_config(wanted.config))
+                    wanted = parse(given, read_config(wanted.config))
                 module, function = _COMMANDS[wanted.command]
                 code: int = getattr(import_module(f"hyperkron.cli.{module}"), function)(wanted, given)
                 return code
@@ -80,18 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
 
 
-def _version() -> str:
-    try:
-        return version("hyperkron")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 def _failed(error: Exception, options: Any) -> int:
     """Say what went wrong, without a traceback where the message is meant for people."""
-    from hyperkron.cli.options import as_options
-    from hyperkron.cli.output import UsageError, say, say_json
-
     solution = sys.modules.get("hyperkron.solution")  # whose errors are raised only once it has been imported
     ours = solution is not None and isinstance(error, solution.HyperkronError)
     usage = isinstance(error, UsageError)
@@ -111,16 +95,13 @@ def _failed(error: Exception, options: Any) -> int:
 
 def _interrupted(options: Any, code: int) -> int:
     """Say how to continue."""
-    from hyperkron.cli.output import say, say_json
-
     folder = getattr(options, "run", None) or getattr(options, "out", None)
-    command = getattr(options, "command", "")
-    if command in ("clean", "resume") and folder and (Path(folder) / "result.json").exists():
-        text = f"Interrupted. The run in {folder} is finished; see `hyperkron report {shlex.quote(str(folder))}`."
-    elif command in ("clean", "resume") and folder and (Path(folder) / "config.json").exists():
-        text = f"Interrupted. What was finished is saved; continue with: hyperkron resume {shlex.quote(str(folder))}"
-    else:
-        text = "Interrupted. Nothing was written; run the same command again."
+    text = "Interrupted. Nothing was written; run the same command again."
+    if folder and getattr(options, "command", "") in ("clean", "resume"):
+        if (Path(folder) / "result.json").exists():
+            text = f"Interrupted. The run in {folder} is finished; see `hyperkron report {shlex.quote(folder)}`."
+        elif (Path(folder) / "config.json").exists():
+            text = f"Interrupted. What was finished is saved; continue with: hyperkron resume {shlex.quote(folder)}"
     say(f"\n{text}")
     if getattr(options, "json", False):
         say_json({"error": text, "type": "Interrupted"})
@@ -134,10 +115,7 @@ def _terminable() -> Iterator[None]:
         yield
         return
 
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise _Stopped(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:

@@ -12,19 +12,10 @@ Kind = Literal["text", "whole", "number", "flag", "texts", "duration", "names"]
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a command.
+    """One option of a command; without dashes in its name it is a positional argument.
 
-    Attributes:
-        name: with its dashes; without them it is a positional argument.
-        kind: of the value.
-        help: what it does.
-        metavar: what help calls the value.
-        default: the value where none is given.
-        choices: the values there are, where they are few.
-        group: the heading in the help.
-        config: whether a configuration file may hold it.
-        short: a letter for it.
-        required: whether the command must have it.
+    ``group`` is its heading in the help, ``config`` says whether a configuration file may hold it, ``short`` is a
+    letter for it.
     """
 
     name: str

@@ -74,10 +74,7 @@ def silence(stream: TextIO) -> None:
 
 
 def ensure_streams() -> None:
-    """Where a stream was closed before the start (``2>&-``), give it the null device.
-
-    Otherwise the next file to be opened would get its number, and whatever is printed would go into that file.
-    """
+    """Give a stream closed before the start (``2>&-``) the null device, or the next file opened takes its place."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which is the one that was closed

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from hyperkron import __version__
 from hyperkron.cli import options
 from hyperkron.cli.options import Option
 from hyperkron.cli.output import nearest, printable
@@ -105,16 +106,12 @@ def _type(option: Option) -> Callable[[str], Any]:
     return converted
 
 
-def parse(given: Sequence[str], version: str, defaults: Mapping[str, Any] | None = None) -> argparse.Namespace:
-    """The command that is asked for and its options.
-
-    Args:
-        given: the arguments.
-        version: printed by ``--version``.
-        defaults: other defaults for options of ``clean``.
-    """
+def parse(given: Sequence[str], defaults: Mapping[str, Any] | None = None) -> argparse.Namespace:
+    """The command that is asked for and its options, with other defaults for those of ``clean``."""
     top = Parser(prog="hyperkron", description=_ABOUT, examples=_EXAMPLES)
-    top.add_argument("--version", action="version", version=f"hyperkron {version}", help="print the version, and exit")
+    top.add_argument(
+        "--version", action="version", version=f"hyperkron {__version__}", help="print the version and exit"
+    )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     made = {
         name: commands.add_parser(
@@ -126,4 +123,9 @@ def parse(given: Sequence[str], version: str, defaults: Mapping[str, Any] | None
     found, unknown = top.parse_known_args(given)
     if unknown:
         made[found.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    if found.command == "export":
+        if (found.drop is None) == (found.relabel is None):
+            made["export"].error("export needs one of --drop suspects and --relabel suspects.")
+        if found.threshold is not None and not 0 <= found.threshold <= 1:
+            made["export"].error(f"--threshold={found.threshold!r} must lie between 0 and 1.")
     return found

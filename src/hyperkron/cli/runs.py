@@ -10,15 +10,18 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hyperkron.cleaning.data import RowHashes, export_rows, read_pair, row_hashes
+from hyperkron.cleaning.report import write_report
+from hyperkron.cleaning.report.fields import REMEDY, Fields, parse, read_text
 from hyperkron.cli.cleaning import HASHES, READING
 from hyperkron.cli.options import as_options
-from hyperkron.cli.output import UsageError, say, say_json
+from hyperkron.cli.output import say, say_json
+from hyperkron.solution import HyperkronError, HyperkronWarning
+from hyperkron.training.writing import read_plain
 
 
 def report(options: Any, given: list[str]) -> int:
     """Write or refresh report.html."""
-    from hyperkron.cleaning.report import write_report
-
     page = write_report(options.run)
     if options.json:
         say_json({"report": str(page)})
@@ -37,17 +40,11 @@ class CsvRow(NamedTuple):
 
 def export(options: Any, given: list[str]) -> int:
     """Write the training rows again, without the suspects or with the labels suggested for them."""
-    if (options.drop is None) == (options.relabel is None):
-        raise UsageError("export needs one of --drop suspects and --relabel suspects.")
-    if options.threshold is not None and not 0 <= options.threshold <= 1:
-        raise UsageError(f"--threshold={options.threshold!r} must lie between 0 and 1.")
-    from hyperkron.cleaning.data import export_rows
-    from hyperkron.solution import HyperkronWarning
-
     folder = Path(options.run)
-    train, reading = _source(folder)
+    config = _config(folder)
+    train, reading = config.child("source").text("train"), config.child("source").child("reading").raw
     rows = _rows(folder, options.threshold)
-    notes = [note for note in [_check_rows(folder, train)] if note]
+    notes = [note for note in [_check_rows(folder, train, config.child("rows"))] if note]
     suspects = sum(row.suspect for row in rows)
     kept = [row for row in rows if options.drop is None or not row.suspect]
     keep = [row.row for row in kept]
@@ -79,14 +76,8 @@ def export(options: Any, given: list[str]) -> int:
     return 0
 
 
-def _check_rows(folder: Path, train: str) -> str | None:
+def _check_rows(folder: Path, train: str, record: Fields) -> str | None:
     """Refuse a source that does not hold the rows of the run any more; what to say where that is not known."""
-    from hyperkron.cleaning.data import RowHashes, row_hashes
-    from hyperkron.cleaning.report.fields import parse, read_text
-    from hyperkron.solution import HyperkronError
-    from hyperkron.training.writing import read_plain
-
-    record = parse(read_text(folder / "config.json") or "{}", folder / "config.json").child("rows")
     if record.count("version") != RowHashes.VERSION:
         return (
             f"the run in {folder} was made by another version of hyperkron, so it is not known whether {train} still "
@@ -106,41 +97,32 @@ def _check_rows(folder: Path, train: str) -> str | None:
     )
 
 
-def _source(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Where the training rows of a run came from, and how they were read."""
-    from hyperkron.cleaning.report.fields import parse, read_text
-    from hyperkron.solution import HyperkronError
-
+def _config(folder: Path) -> Fields:
+    """The configuration of a run, which says where its training rows came from."""
     file = folder / "config.json"
     text = read_text(file)
     if text is None:
         raise HyperkronError(f"run={str(folder)!r} holds no run (no config.json); name one of `hyperkron clean`.")
-    source = parse(text, file).child("source")
-    if not source.text("train"):
+    config = parse(text, file)
+    if not config.child("source").text("train"):
         raise HyperkronError(
             f"{file} does not say which file the training rows came from; data that was given in Python is exported "
             "with hyperkron.cleaning.data.export_rows, or by taking the rows that rows.csv does not call suspect."
         )
-    return source.text("train"), {k: v for k, v in source.child("reading").raw.items() if v is not None}
+    return config
 
 
 def _rows(folder: Path, threshold: float | None) -> list[CsvRow]:
-    from hyperkron.cleaning.report.fields import REMEDY, read_text
-    from hyperkron.solution import HyperkronError
-
     file = folder / "rows.csv"
     if not file.exists():
         raise HyperkronError(
             f"run={str(folder)!r} has no rows.csv: it has not finished; continue with `hyperkron resume {folder}`."
         )
-    found: list[CsvRow] = []
-    text = read_text(file) or ""
-    lines = csv.DictReader(io.StringIO(text, newline=""))
+    lines = csv.DictReader(io.StringIO(read_text(file) or "", newline=""))
     try:
-        found += (_row(line, threshold) for line in lines)
+        return [_row(line, threshold) for line in lines]
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise HyperkronError(f"{file}:{lines.line_num} is not a line of a run; {REMEDY}.") from error
-    return found
 
 
 def _row(line: dict[str, Any], threshold: float | None) -> CsvRow:
@@ -155,9 +137,7 @@ def _row(line: dict[str, Any], threshold: float | None) -> CsvRow:
 
 def _flagged(train: str, reading: dict[str, Any]) -> list[int]:
     """The trusted rows that stand in the same file as the others: they belong to a clean dataset."""
-    if "trusted_column" not in reading:
+    if reading.get("trusted_column") is None:
         return []
-    from hyperkron.cleaning.data import read_pair
-
-    rows: list[int] = read_pair(train, **{name: reading[name] for name in READING if name in reading})[1].rows.tolist()
+    rows: list[int] = read_pair(train, **{name: reading.get(name) for name in READING})[1].rows.tolist()
     return rows

@@ -16,11 +16,7 @@ _EXPORTED = {".csv", ".tsv", ".jsonl", ".json", ".parquet"}
 
 
 def summary(folder: Path) -> str:
-    """The verdict, the candidates, the suspects, the files and the next commands.
-
-    Args:
-        folder: of a finished run.
-    """
+    """The verdict, the candidates, the suspects, the files and the next commands of a finished run."""
     run = read_run(folder)
     parts = [run.result.text("verdict")]
     if run.result.flag("collapsed"):
@@ -33,14 +29,8 @@ def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
 
-def table(lines: Sequence[Sequence[str]]) -> str:
-    """Cells in columns, the first to the left and the others to the right.
-
-    Example:
-        >>> print(table([("name", "n"), ("a", "12")]))
-        name   n
-        a     12
-    """
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    """Cells in columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     shown = (
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
@@ -53,13 +43,12 @@ def _candidates(found: list[Candidate]) -> str:
     if not found:
         return ""
     tested = any(c.test_accuracy is not None for c in found)
-    head = ["  candidate", "held-out accuracy", "interval", *(["test accuracy"] if tested else [])]
-    lines = [head]
+    lines = [["  candidate", "held-out accuracy", "interval", *(["test accuracy"] if tested else [])]]
     for c in sorted(found, key=lambda c: (c.accuracy is None, -(c.accuracy or 0.0))):
         between = "" if c.low is None or c.high is None else f"{_percent(c.low)[:-2]}–{_percent(c.high)}"
         test = [_percent(c.test_accuracy)] if tested else []
         lines.append([f"{'*' if c.chosen else ' '} {c.name}", _percent(c.accuracy), between, *test])
-    return table(lines) + "\n* chosen on held-out trusted rows; its model is the one saved"
+    return _table(lines) + "\n* chosen on held-out trusted rows; its model is the one saved"
 
 
 def _suspects(run: RunContents) -> str:
@@ -76,18 +65,15 @@ def _suspects(run: RunContents) -> str:
 
 
 def _suspect(s: Suspect) -> str:
-    sure = "" if s.error_probability is None else f", {_sure(s.error_probability)} % likely wrong"
-    line = f"  row {s.row}: {s.given} → {s.suggested}{sure}"
+    line = f"  row {s.row}: {s.given} → {s.suggested}"
+    if s.error_probability is not None:  # a percentage that never claims to be certain
+        sure = "over 99" if 0.995 <= s.error_probability < 1 else f"{100 * s.error_probability:.0f}"
+        line += f", {sure} % likely wrong"
     shown = " ".join(s.text.split())
     if shown:
         room = max(20, _WIDTH - len(line) - 3)
         line += f"   {shown if len(shown) <= room else shown[: room - 1] + '…'}"
     return line
-
-
-def _sure(probability: float) -> str:
-    """A percentage that never claims to be certain."""
-    return "over 99" if 0.995 <= probability < 1 else f"{100 * probability:.0f}"
 
 
 def _files(run: RunContents) -> str:

@@ -8,26 +8,16 @@ right, and is looked at.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hyperkron import trees
 from hyperkron.cross import weighting
-from hyperkron.cross.state import CrossState, inner_key
-from hyperkron.cross.ways import (
-    difference,
-    filled,
-    forward,
-    forward_and_slope,
-    half,
-    moves_as_its_gradient,
-    reverse,
-    slope,
-)
+from hyperkron.cross.state import CrossState, Way, inner_key
+from hyperkron.cross.ways import difference, filled, forward_and_slope, half, moves_as_its_gradient, reverse, slope
 from hyperkron.cross.weighting import ChangedError, Weighted
 from hyperkron.curvature.base import Operator
 from hyperkron.curvature.matrix_free import lowered
@@ -45,37 +35,74 @@ NOTICEABLE = 0.05
 """Relative error of a finite difference of a given radius (SAMA's) above which a warning says so: an angle of 3°."""
 
 
+class _Precision(NamedTuple):
+    """What follows from the precision in which the model runs.
+
+    Attributes:
+        radii: of finite differences, to be tried; a small step is lost in the rounding of coarse weights.
+        tolerance: error at which a finite difference is exact enough.
+        agreement: by how much changes along v may differ from what gradients say, by rounding.
+        exact: how near a finite difference comes to an exact way where nothing is stopped.
+    """
+
+    radii: tuple[float, ...]
+    tolerance: float
+    agreement: float
+    exact: float
+
+
+_FLOAT64 = _Precision((1e-4, 1e-5, 1e-6), tolerance=1e-6, agreement=1e-6, exact=1e-5)
+_FLOAT32 = _Precision((1e-2, 3e-3, 1e-3, 3e-4), tolerance=0.05, agreement=0.03, exact=0.05)
+_TF32 = _Precision((1e-1, 3e-2, 1e-2, 3e-3), tolerance=0.05, agreement=0.06, exact=0.1)
+_HALF = _Precision((1e-1, 3e-2, 1e-2, 3e-3), tolerance=0.05, agreement=0.25, exact=0.1)  # autocast, too
+
+
+def _precision(point: Point) -> _Precision:
+    if point.dtype == torch.float64:
+        return _FLOAT64
+    if point.dtype != torch.float32 or point.autocast is not None:
+        return _HALF
+    return _TF32 if _tf32(point) else _FLOAT32
+
+
+def _tf32(point: Point) -> bool:
+    """Whether float32 products may run in TF32, which costs time to avoid."""
+    on_gpu = point.device.type == "cuda" and point.dtype == torch.float32
+    return on_gpu and (tf32_products(point.device) or torch.backends.cudnn.allow_tf32)
+
+
 @dataclass(frozen=True)
 class _Found:
-    """The best of a search over radii: X(v), what it was made of, and by how much these change with the radius."""
+    """X(v) by a way, and the changes along v it was made of; by how much these two change with the radius."""
 
+    way: Way
     cross: Tree
-    changes: Tensor | None
-    radius: float
-    error: float
-    spread: float
+    changes: Tensor
+    error: float = 0.0
+    spread: float = 0.0
 
 
 @dataclass(frozen=True)
 class Cross:
     """How the cross term is computed.
 
+    ``auto`` decides on the first call, and whenever the inner loss is another function or has another structure. After
+    every 100 calls it checks its decision, and may then move to a more exact way, never back.
+
+    - Where λ only weights examples or penalties (:mod:`hyperkron.cross.weighting`): the finite difference of the row
+      losses at two radii, whose distance is its error; where that is above ``tolerance`` at every radius, forward mode,
+      and for models in TF32 the difference in full float32. A backward pass tells whether the row losses move as their
+      gradients say; if not, the next way is tried, and last double backward.
+    - Where λ does more: double backward; if that is impossible forward mode, and last a difference, with a warning.
+    - θ in half precision is too coarse for a small step: forward mode, then a difference with θ in float32, then double
+      backward; θ itself moves only where none of them works, with a warning. So too for ``difference``.
+
+    ``difference`` and ``forward`` are compared with the gradients likewise, and replaced by double backward, with a
+    warning, where gradients are stopped so that they would be wrong.
+
     Args:
-        mode: ``auto`` reads from the inner loss what λ does. Where it only weights examples or penalties, it takes the
-            finite difference of the row losses (:mod:`hyperkron.cross.weighting`), at two radii, whose distance tells
-            its error; where that is above ``tolerance`` at every radius, forward mode, and, where the model runs in
-            TF32, the finite difference in full float32 (before forward mode where a convolutional model has small
-            tensors only). One backward pass tells whether the row losses move as their gradients say; where they do
-            not, the next of these ways is tried. If none is right, and wherever λ does more, it takes double
-            backward, where that is impossible forward mode, and last a finite difference with a warning. It decides
-            on the first call and whenever the inner loss is another function or made otherwise. After every 100 calls
-            it looks again, and may then move to a more exact way, never back. ``difference`` and ``forward`` are
-            compared likewise with the gradients, and give way to double backward, with a warning, where gradients are
-            stopped so that they would be wrong. A θ in half precision is too coarse to be moved by a small step, so
-            ``auto`` and ``difference`` take forward mode first, then a difference with θ in float32, then double
-            backward, and move θ itself only where none of them works, with a warning.
-        radius: ε‖v‖ of the finite difference; ``None`` tries 1e-2, 3e-3 and 1e-3 (float64: 1e-4 and 1e-5; TF32:
-            1e-1, 3e-2 and 1e-2).
+        mode: ``auto``, ``reverse``, ``forward`` or ``difference``.
+        radius: ε‖v‖ of the finite difference; ``None`` tries those of the model's precision (:class:`_Precision`).
         tolerance: relative error at which a finite difference is exact enough; ``None`` means 5 %, an angle of 3°
             (float64: 1e-6). Models of smooth activations stay far below, those of ReLU and batch norm come close.
     """
@@ -109,7 +136,7 @@ class Cross:
         state.inner, state.calls = inner, state.calls + 1
         if decided:
             try:
-                return _again(point, v, state)
+                return _computed(point, v, state.way).cross
             except ChangedError:
                 if point.recording:
                     raise
@@ -124,295 +151,211 @@ class Cross:
             return state.full or self.radius in (None, state.radius)
         return state.mode in (self.mode, "reverse")
 
-    def _radii(self, point: Point, full: bool = False) -> tuple[float, ...]:
-        if self.radius is not None:
-            return (self.radius, self.radius / 3)
-        return _fine_radii(point, full)
-
     def _decide(self, point: Point, v: Tree, state: CrossState) -> Tree:
         if self.mode == "reverse" or state.mode == "reverse":  # exact: there is nothing to look at again
-            found = reverse(point, v)
-            state.settle("reverse")
-            return found
+            return state.settle(Way("reverse"), reverse(point, v))
+        radius = self._radii(point)[0]
         if float(trees.norm(v)) == 0:
-            found = difference(point, v, 1.0)
             mode = state.mode or ("forward" if self.mode == "forward" else "difference")
-            state.settle(mode, state.weights, self._radii(point)[0], state.full)
+            found = state.settle(Way(mode, state.weights, radius, state.full), difference(point, v, 1.0))
             state.calls = 0  # zero tells nothing: the next call decides
             return found
         loss = point.inner()
         form = weighting.structure(point, loss)
         if form and self.mode != "forward":
             moves = half(point) or state.weights == f"{form}m"  # and will again, also if it does not here
-            form = f"{form}m" if moves else weighting.with_motion(point, v, self._radii(point)[0], form)
+            form = f"{form}m" if moves else weighting.with_motion(point, v, radius, form)
         if self.mode == "forward":
-            return self._forward(point, v, state, loss, form)
-        if self.mode == "difference" and not half(point):
-            return self._difference(point, v, state, loss, form)
-        way = replace(self, radius=None) if half(point) else self  # a given one may be lost in rounding
-        if form:
-            return way._auto(point, v, state, loss, form)
-        del loss  # and its graph
-        return way._general(point, v, state)
+            chosen = self._forward(point, v, loss, form)
+        elif self.mode == "difference" and not half(point):
+            chosen = self._difference(point, v, loss, form)
+        else:
+            cross = replace(self, radius=None) if half(point) else self  # a given one may be lost in rounding
+            if form:
+                chosen = cross._cheapest(point, v, loss, _weighted_ways(point, form, state))
+            else:
+                del loss  # and its graph
+                chosen = cross._exact_if_possible(point, v)
+        return state.settle(chosen.way, chosen.cross, chosen.error)
 
     # --- auto ------------------------------------------------------------------------------------------------------
 
-    def _auto(self, point: Point, v: Tree, state: CrossState, loss: Loss, form: str) -> Tree:
-        """Where λ only weights: the cheapest way that is exact enough."""
-        best: tuple[_Found, str, bool] | None = None
-        tolerance, stopped, reasons = self._tolerance(point), False, []
-        for mode, full in _rungs(point, state):
-            try:
-                found = self._weighted(point, v, form, mode, full)
-            except (HyperkronError, RuntimeError) as failure:
-                if (mode, full) == ("difference", False) or isinstance(failure, torch.OutOfMemoryError):
-                    raise
-                reasons.append(f"{mode}: {_first_line(failure)}")
+    def _cheapest(self, point: Point, v: Tree, loss: Loss, ways: list[Way]) -> _Found:
+        """Where λ only weights: the first of ``ways`` that is exact enough and right; else double backward."""
+        best: _Found | None = None
+        stopped, reasons = False, list[str]()
+        for way in ways:
+            found = self._tried(point, v, way, reasons)
+            if found is None:
                 continue
-            best = (found, mode, full) if best is None or found.error < best[0].error else best
-            if found.error > tolerance:
-                continue
-            assert found.changes is not None
-            stopped = weighting.disagreement(point, loss, v, form, found.changes) > _allowed(point, found.spread)
-            if stopped:  # or at a kink: forward mode may be right
-                continue
-            state.settle(mode, form, found.radius, full, found.error)
-            return found.cross
-        exact = _reversed(point, v, state, reasons)
+            best = found if best is None or found.error < best.error else best
+            if found.error <= self._tolerance(point):
+                stopped = not _moves_by_gradient(point, v, loss, found)  # or at a kink: forward mode may be right
+                if not stopped:
+                    return found
+        exact = self._tried(point, v, Way("reverse"), reasons)
         if exact is not None:
             return exact
-        found, mode, full = best or (self._weighted(point, v, form, "difference", False), "difference", False)
-        _warn_stopped(reasons) if stopped else _warn_inexact(found.error, reasons)
-        state.settle(mode, form, found.radius, full, found.error)
-        return found.cross
+        best = best or self._searched(point, v, Way("difference", ways[0].form))
+        _warn_stopped(reasons) if stopped else _warn_inexact(best.error, reasons)
+        return best
 
-    def _general(self, point: Point, v: Tree, state: CrossState) -> Tree:
+    def _exact_if_possible(self, point: Point, v: Tree) -> _Found:
         """Where λ does more than weight: an exact way if there is one."""
         reasons: list[str] = []
-        ways = (_reversed, _forwarded) if self.mode == "auto" else (_forwarded, _reversed)
-        for way in ways:
-            exact = way(point, v, state, reasons)
-            if exact is not None:
+        for mode in ("reverse", "forward") if self.mode == "auto" else ("forward", "reverse"):
+            exact = self._tried(point, v, Way(mode), reasons)
+            if exact is not None and (mode == "reverse" or _tangent_is_slope(point, v, exact.changes)):
                 return exact
-        tolerance, best = self._tolerance(point), None
+            if exact is not None:
+                reasons.append("forward: gradients are stopped by no_grad")
+        best, tolerance = None, self._tolerance(point)
         for full in (True, False) if half(point) else (False, True) if _tf32(point) else (False,):
-            try:
-                near = self._search(point, lambda r, f=full: (difference(point, v, r, f), None), full)  # type: ignore[misc]
-            except (HyperkronError, RuntimeError) as failure:
-                if not full or isinstance(failure, torch.OutOfMemoryError):
-                    raise
-                reasons.append(f"difference: {_first_line(failure)}")
-                continue
-            if best is None or near.error < best.error:
-                best = near
-                state.settle("difference", "", near.radius, full, near.error)
-            if best.error <= tolerance:
+            near = self._tried(point, v, Way("difference", full=full), reasons)
+            best = near if best is None or (near is not None and near.error < best.error) else best
+            if best is not None and best.error <= tolerance:
                 break
         assert best is not None
         if not moves_as_its_gradient(point, v, self._radii(point)[0]):
             _warn_stopped(reasons)
-        elif best.error > tolerance or (half(point) and not state.full):
+        elif best.error > tolerance or (half(point) and not best.way.full):
             _warn_inexact(best.error, reasons)
-        return best.cross
+        return best
 
     # --- what was asked for ----------------------------------------------------------------------------------------
 
-    def _difference(self, point: Point, v: Tree, state: CrossState, loss: Loss, form: str) -> Tree:
-        """The finite difference of a given radius, where one of a small radius shows it to be right."""
-        fine, radius = Cross(tolerance=self.tolerance), self._radii(point)[0]
+    def _forward(self, point: Point, v: Tree, loss: Loss, form: str) -> _Found:
+        """Forward mode, where its tangents are what the gradients say."""
+        found = self._searched(point, v, Way("forward", form))
+        right = _moves_by_gradient(point, v, loss, found) if form else _tangent_is_slope(point, v, found.changes)
         reasons: list[str] = []
+        return found if right else self._replaced(self._tried(point, v, Way("reverse"), reasons), reasons) or found
+
+    def _difference(self, point: Point, v: Tree, loss: Loss, form: str) -> _Found:
+        """The finite difference of a given radius, where one of a small radius shows it to be right."""
+        fine, reasons = Cross(tolerance=self.tolerance), list[str]()
+        near = fine._searched(point, v, Way("difference", form))
         if form:
-            near = fine._weighted(point, v, form, "difference", False)
-            assert near.changes is not None
-            right = weighting.disagreement(point, loss, v, form, near.changes) <= _allowed(point, near.spread)
-            truth = None if right else _reversed(point, v, state, reasons)
+            right = _moves_by_gradient(point, v, loss, near)
+            truth = None if right else self._tried(point, v, Way("reverse"), reasons)
         else:
-            near = fine._search(point, lambda r: (difference(point, v, r), None), False)
-            truth = _reversed(point, v, CrossState(), reasons, needed=False)
+            truth = self._tried(point, v, Way("reverse"), reasons, needed=False)
             if truth is None:
-                right = moves_as_its_gradient(point, v, _fine_radii(point)[0])
+                right = moves_as_its_gradient(point, v, fine._radii(point)[0])
             else:
-                right = _distance(near.cross, truth) <= max(5 * near.error, _exact_enough(point))
-        if not right and truth is not None:
-            _warn_replaced("difference")
-            state.settle("reverse")
-            return truth
-        if not right:
-            _warn_stopped(reasons)
-        found = weighting.difference(point, v, radius, form).cross if form else difference(point, v, radius)
-        away = _distance(found, near.cross)
+                right = _distance(near.cross, truth.cross) <= max(5 * near.error, _precision(point).exact)
+        exact = None if right else self._replaced(truth, reasons)
+        if exact is not None:
+            return exact
+        way = Way("difference", form, self._radii(point)[0])
+        cross = _computed(point, v, way).cross
+        away = _distance(cross, near.cross)
         error = max(away, near.error)
         if error > NOTICEABLE:
             warn_once(
                 "cross-radius",
-                f"the finite-difference cross term at radius {radius:g} has an error of about {error:.0%}; "
+                f"the finite-difference cross term at radius {way.radius:g} has an error of about {error:.0%}; "
                 f"{'lower' if away > near.error else 'change'} radius (for SAMA: alpha), or use another cross.",
             )
-        state.settle("difference", form, radius, error=error)
-        return found
+        return replace(near, way=way, cross=cross, error=error)
 
-    def _forward(self, point: Point, v: Tree, state: CrossState, loss: Loss, form: str) -> Tree:
-        """Forward mode, where its tangents are what the gradients say."""
-        if form:
-            weighted = weighting.forward(point, v, form)
-            found = weighted.cross
-            right = weighting.disagreement(point, loss, v, form, weighted.changes) <= _allowed(point, 0.0)
-        else:
-            found, tangent = forward_and_slope(point, v)
-            right = _tangent_is_slope(point, v, tangent)
-        reasons: list[str] = []
-        exact = None if right else _reversed(point, v, state, reasons)
-        if exact is not None:
-            _warn_replaced("forward")
-            return exact
-        if not right:
-            _warn_stopped(reasons)
-        state.settle("forward", form)
-        return found
+    def _replaced(self, exact: _Found | None, reasons: list[str]) -> _Found | None:
+        """``exact``, double backward, in place of the way asked for, which would be wrong: a warning says so."""
+        _warn_stopped(reasons) if exact is None else _warn_replaced(self.mode)
+        return exact
 
-    # --- finite differences ----------------------------------------------------------------------------------------
+    # --- one way ---------------------------------------------------------------------------------------------------
+
+    def _radii(self, point: Point, full: bool = False) -> tuple[float, ...]:
+        if self.radius is not None:
+            return (self.radius, self.radius / 3)
+        precision = _precision(point)
+        return (_FLOAT32 if full and precision is not _FLOAT64 else precision).radii
 
     def _tolerance(self, point: Point) -> float:
-        return self.tolerance or (1e-6 if point.dtype == torch.float64 else 0.05)
+        return self.tolerance or _precision(point).tolerance
 
-    def _weighted(self, point: Point, v: Tree, form: str, mode: str, full: bool) -> _Found:
-        if mode == "forward":
-            found = weighting.forward(point, v, form)
-            return _Found(found.cross, found.changes, 0.0, 0.0, 0.0)
+    def _tried(self, point: Point, v: Tree, way: Way, reasons: list[str], *, needed: bool = True) -> _Found | None:
+        """X(v) by ``way``; ``None`` and the reason where that is impossible.
 
-        def make(radius: float) -> tuple[Tree, Tensor]:
-            found: Weighted = weighting.difference(point, v, radius, form, full)
-            return found.cross, found.changes
+        The plain difference works always, or there is no answer. Running out of memory is a reason only where the way
+        is not ``needed``.
+        """
+        refusals = (UndifferentiableError if way.mode == "reverse" else HyperkronError, RuntimeError)
+        try:
+            return self._searched(point, v, way)
+        except refusals as failure:
+            last = way.mode == "difference" and not way.full
+            if last or (needed and isinstance(failure, torch.OutOfMemoryError)):
+                raise
+            first_line = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+            reasons.append(f"{way.mode}: {first_line}")
+            return None
 
-        return self._search(point, make, full)
-
-    def _search(self, point: Point, make: Callable[[float], tuple[Tree, Tensor | None]], full: bool) -> _Found:
-        """The first radius whose answer agrees with that of the next, or else the best."""
-        radii, best = self._radii(point, full), None
-        wide, moved = make(radii[0])
-        for radius, next_radius in itertools.pairwise(radii):
-            narrow, shifted = make(next_radius)
-            error = 1.5 * _distance(wide, narrow)  # exact for an error that grows linearly with the radius
+    def _searched(self, point: Point, v: Tree, way: Way) -> _Found:
+        """X(v) by ``way``; of a difference, at the first radius that agrees with the next, or else at the best."""
+        if way.mode != "difference":
+            found = _computed(point, v, way)
+            return _Found(way, found.cross, found.changes)
+        best: _Found | None = None
+        ways = [replace(way, radius=radius) for radius in self._radii(point, way.full)]
+        wide = _computed(point, v, ways[0])
+        for at, next_way in itertools.pairwise(ways):
+            narrow = _computed(point, v, next_way)
+            error = 1.5 * _distance(wide.cross, narrow.cross)  # exact for an error that grows linearly with the radius
             if best is None or error < best.error:
-                spread = 0.0
-                if moved is not None and shifted is not None and moved.numel():
-                    spread = 1.5 * _distance({"": moved}, {"": shifted})
-                best = _Found(wide, moved, radius, error, spread)
+                spread = 1.5 * _distance({"": wide.changes}, {"": narrow.changes}) if wide.parts else 0.0
+                best = _Found(at, wide.cross, wide.changes, error, spread)
             if error <= self._tolerance(point):
                 break
-            wide, moved = narrow, shifted
+            wide = narrow
         assert best is not None
         return best
 
 
-def _again(point: Point, v: Tree, state: CrossState) -> Tree:
-    """The cross term as it was decided."""
-    if state.mode == "reverse":
-        return reverse(point, v)
-    if state.mode == "forward":
-        return weighting.forward(point, v, state.weights).cross if state.weights else forward(point, v)
-    if state.weights:
-        return weighting.difference(point, v, state.radius, state.weights, state.full).cross
-    return difference(point, v, state.radius, state.full)
-
-
-def _rungs(point: Point, state: CrossState) -> list[tuple[str, bool]]:
-    """The ways to try where λ only weights, the cheapest first, from the one that was last decided for."""
-    finer = [("difference", True)] if _tf32(point) else []  # of small models it waits less for Python
-    exact = [("forward", False)]
-    if half(point):
-        return [*exact, ("difference", True)]
-    rungs = [("difference", False), *(finer + exact if point.small else exact + finer)]
-    now = (state.mode, state.full)
-    return rungs[rungs.index(now) :] if now in rungs else rungs
-
-
-def _reversed(point: Point, v: Tree, state: CrossState, reasons: list[str], needed: bool = True) -> Tree | None:
-    """X(v) by double backward, which is then decided for; ``None`` and the reason where that is impossible.
-
-    Running out of memory is such a reason only where it is not ``needed``.
-    """
-    try:
-        found = reverse(point, v)
-    except (UndifferentiableError, RuntimeError) as failure:
-        if needed:
-            _reraise_out_of_memory(failure)
-        reasons.append(f"reverse: {_first_line(failure)}")
-        return None
-    state.settle("reverse")
-    return found
-
-
-def _forwarded(point: Point, v: Tree, state: CrossState, reasons: list[str]) -> Tree | None:
-    """X(v) by forward mode, which is then decided for; ``None`` and the reason where that is impossible or wrong."""
-    try:
+def _computed(point: Point, v: Tree, way: Way) -> Weighted:
+    """X(v) by ``way``, and the changes along v it was made of."""
+    if way.mode == "reverse":
+        return Weighted(reverse(point, v), [])
+    if way.mode == "forward" and way.form:
+        return weighting.forward(point, v, way.form)
+    if way.mode == "forward":
         found, tangent = forward_and_slope(point, v)
-    except (HyperkronError, RuntimeError) as failure:
-        _reraise_out_of_memory(failure)
-        reasons.append(f"forward: {_first_line(failure)}")
-        return None
-    if not _tangent_is_slope(point, v, tangent):
-        reasons.append("forward: gradients are stopped by no_grad")
-        return None
-    state.settle("forward")
-    return found
+        return Weighted(found, [tangent])
+    if way.form:
+        return weighting.difference(point, v, way.radius, way.form, way.full)
+    return Weighted(difference(point, v, way.radius, way.full), [])
+
+
+def _weighted_ways(point: Point, form: str, state: CrossState) -> list[Way]:
+    """The ways to try where λ only weights, the cheapest first, from the one that was last decided for."""
+    plain, exact, full = Way("difference", form), Way("forward", form), Way("difference", form, full=True)
+    if half(point):
+        return [exact, full]
+    finer = [full] if _tf32(point) else []
+    ways = [plain, *finer, exact] if point.small else [plain, exact, *finer]  # small models wait less for Python so
+    kinds = [(way.mode, way.full) for way in ways]
+    now = (state.mode, state.full)
+    return ways[kinds.index(now) :] if now in kinds else ways
+
+
+def _moves_by_gradient(point: Point, v: Tree, loss: Loss, found: _Found) -> bool:
+    """Whether the row losses change along v as their gradients say, beyond rounding and their own error."""
+    gap = weighting.disagreement(point, loss, v, found.way.form, found.changes)
+    return gap <= max(5 * found.spread, _precision(point).agreement)
 
 
 def _tangent_is_slope(point: Point, v: Tree, tangent: Tensor) -> bool:
     """Whether J_in's tangent along v is ⟨∂_θ J_in, v⟩; ``no_grad`` stops gradients, but not tangents."""
     told, size, _ = slope(point, v)
     gap, scale = abs(float(tangent) - float(told)), max(abs(float(tangent)), abs(float(told)))
-    return gap <= _allowed(point, 0.0) * scale + weighting.rounding(point) * float(size * trees.norm(v))
+    return gap <= _precision(point).agreement * scale + weighting.rounding(point) * float(size * trees.norm(v))
 
 
 def _distance(found: Tree, wanted: Tree) -> float:
     """‖found − wanted‖ / ‖wanted‖; 0 where ``wanted`` is zero."""
     size = float(trees.norm(wanted))
     return float(trees.norm(trees.add(found, wanted, alpha=-1.0))) / size if size > 0 else 0.0
-
-
-def _allowed(point: Point, spread: float) -> float:
-    """By how much changes may differ from what gradients say: more than rounding, and than their own error."""
-    if point.dtype == torch.float64:
-        floor = 1e-6
-    elif point.dtype != torch.float32 or point.autocast is not None:
-        floor = 0.25
-    else:
-        floor = 0.06 if _tf32(point) else 0.03
-    return max(5 * spread, floor)
-
-
-def _exact_enough(point: Point) -> float:
-    """How near a finite difference comes to an exact way where nothing is stopped."""
-    return 1e-5 if point.dtype == torch.float64 else 0.1 if _rounds_coarsely(point) else 0.05
-
-
-def _fine_radii(point: Point, full: bool = False) -> tuple[float, ...]:
-    if point.dtype == torch.float64:
-        return (1e-4, 1e-5, 1e-6)
-    if not full and _rounds_coarsely(point):  # a small step is lost in the rounding of the weights themselves
-        return (1e-1, 3e-2, 1e-2, 3e-3)
-    return (1e-2, 3e-3, 1e-3, 3e-4)
-
-
-def _tf32(point: Point) -> bool:
-    """Whether float32 products may run in TF32, which costs time to avoid."""
-    on_gpu = point.device.type == "cuda" and point.dtype == torch.float32
-    return on_gpu and (tf32_products(point.device) or torch.backends.cudnn.allow_tf32)
-
-
-def _rounds_coarsely(point: Point) -> bool:
-    """Whether products run in less than float32: TF32, autocast, or a model in half precision."""
-    return point.dtype != torch.float32 or point.autocast is not None or _tf32(point)
-
-
-def _first_line(failure: BaseException) -> str:
-    return (str(failure).strip().splitlines() or [type(failure).__name__])[0]
-
-
-def _reraise_out_of_memory(failure: BaseException) -> None:
-    if isinstance(failure, torch.OutOfMemoryError):
-        raise failure
 
 
 def _warn_stopped(reasons: list[str]) -> None:

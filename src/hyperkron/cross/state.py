@@ -11,9 +11,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from hyperkron.problem import BilevelProblem
+from hyperkron.trees import Tree
 
 RECHECK = 100
 """A way that is not double backward is looked at again after this many calls, for a model in training changes."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to the cross term.
+
+    Attributes:
+        mode: ``reverse``, ``forward`` or ``difference``.
+        form: which weights of the inner loss λ reaches, where it does nothing else; else empty.
+        radius: of a finite difference.
+        full: whether it runs in full float32 where the model runs in TF32 or is held in half precision.
+    """
+
+    mode: str
+    form: str = ""
+    radius: float = 0.0
+    full: bool = False
 
 
 @dataclass
@@ -21,9 +39,9 @@ class CrossState:
     """What was decided, so that later calls and a resumed run do the same."""
 
     mode: str = ""
-    weights: str = ""  # which weights of the inner loss λ reaches, where it does nothing else; else empty
+    weights: str = ""  # the form of the way
     radius: float = 0.0
-    full: bool = False  # whether the finite difference runs in full float32 where the model runs in TF32
+    full: bool = False
     error: float = 0.0
     calls: int = 0
     inner: Hashable = field(default=None, repr=False)  # which inner loss it was decided for; not saved
@@ -47,9 +65,15 @@ class CrossState:
         """
         return self.inner in (None, inner) and bool(self.mode) and self.calls % RECHECK != 0
 
-    def settle(self, mode: str, weights: str = "", radius: float = 0.0, full: bool = False, error: float = 0.0) -> None:
-        """Write a decision down."""
-        self.mode, self.weights, self.radius, self.full, self.error = mode, weights, radius, full, error
+    @property
+    def way(self) -> Way:
+        """The way decided for."""
+        return Way(self.mode, self.weights, self.radius, self.full)
+
+    def settle(self, way: Way, cross: Tree, error: float = 0.0) -> Tree:
+        """Write a decision down; ``cross``, what it gave, is returned."""
+        self.mode, self.weights, self.radius, self.full, self.error = way.mode, way.form, way.radius, way.full, error
+        return cross
 
 
 def described(function: Any, depth: int = 4) -> Hashable:

@@ -91,7 +91,7 @@ def along(point: Point, v: Tree) -> tuple[Loss, Tree]:
 
 
 def _inner_at(point: Point, params: Tree) -> Loss:
-    return point.substituted("inner", params, point.inner_batch, stream=0, differentiable=True, where="along v")
+    return point.evaluate("inner", point.inner_batch, params, differentiable=True, where="along v")
 
 
 def _gradient_of_tangent(point: Point, tangent: Tensor | None) -> tuple[Tree, Tensor]:
@@ -137,9 +137,7 @@ def sides(point: Point, v: Tree, epsilon: Tensor, full: bool, read: Callable[[Lo
         if full and half(point):  # parameters never change their dtype: graphs through them would be cut
             moved = {n: p.detach().float().addcmul_(v[n].float(), sign * epsilon) for n, p in point.params.items()}
             with full_precision():
-                loss = point.substituted(
-                    "inner", moved, point.inner_batch, stream=0, differentiable=False, where="in float32"
-                )
+                loss = point.evaluate("inner", point.inner_batch, moved, where="in float32")
             found.append(read(loss, moved))
             del moved, loss
             continue

@@ -26,6 +26,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from hyperkron import trees
 from hyperkron.cross.ways import along, filled, forward_mode, sides, slope_of, step_of
+from hyperkron.evaluation.differentiation import gradient_tree
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import Loss
 from hyperkron.trees import Tree
@@ -183,10 +184,7 @@ def _adds_up(point: Point, loss: Loss) -> bool:
         alpha = _product(penalty.factors)
         if alpha is not None:
             parts.append((alpha * penalty.parameter.detach().square()).sum())
-    hypers = list(point.hypers.values())
-    whole = torch.autograd.grad(loss.value, hypers, allow_unused=True, retain_graph=True)
-    told = torch.autograd.grad(sum(parts[1:], parts[0]), hypers, allow_unused=True, retain_graph=True)
-    seen, expected = (dict(zip(point.hypers, trees.filled(hypers, x), strict=True)) for x in (whole, told))
+    seen, expected = (gradient_tree(x, point.hypers, retain_graph=True) for x in (loss.value, sum(parts[1:], parts[0])))
     size, gap = float(trees.norm(seen)), float(trees.norm(trees.add(seen, expected, alpha=-1.0)))
     return gap <= {torch.float64: 1e-9, torch.float32: 1e-3}.get(point.dtype, 0.03) * size
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hyperkron.curvature.base import Curvature, CurvatureState, Invertible
-from hyperkron.curvature.diagonal import DiagonalOperator
+from hyperkron.curvature.base import Curvature, CurvatureState, DiagonalOperator, Invertible
 from hyperkron.evaluation.point import Point
 from hyperkron.solution import HyperkronError, warn_once
 

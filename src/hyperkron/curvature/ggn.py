@@ -78,19 +78,19 @@ class PartedGGNOperator(Operator):
     def matvec(self, v: Tree) -> Tree:
         self.products += 1
         whole = self.point.curvature_batch
-        found, counts = [], []
+        total, counts = trees.zeros_like(v), []
         try:
             for part in self.point.problem.parts(whole):
                 self.point.curvature_batch = part
                 operator = GGNOperator(self.point, 0.0)
-                found.append(operator.matvec(v))
+                product = operator.matvec(v)
                 counts.append(rows(operator.loss.terms, 1))
+                total = trees.add(total, product, alpha=counts[-1][0])
         finally:
             self.point.curvature_batch = whole
-        total = trees.scale(v, self.damping)
-        for product, share in zip(found, shares(counts), strict=True):
-            total = trees.add(total, product, alpha=share)
-        return total
+        shares(counts)  # refuses criteria that run over different shares of the rows
+        mean = trees.scale(total, 1.0 / sum(first for first, *_ in counts))
+        return trees.add(mean, v, alpha=self.damping)
 
 
 @dataclass(frozen=True)

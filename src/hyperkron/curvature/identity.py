@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hyperkron.curvature.base import Curvature, CurvatureState, Invertible
-from hyperkron.curvature.diagonal import DiagonalOperator
+from hyperkron.curvature.base import Curvature, CurvatureState, DiagonalOperator, Invertible
 from hyperkron.evaluation.point import Point
 from hyperkron.validation import check_positive
 

@@ -21,8 +21,7 @@ class MatrixFreeOperator(Operator):
 
     def __init__(self, point: Point, damping: float) -> None:
         self.point, self.params, self.damping, self.products = point, point.params, damping, 0
-        half = point.dtype in (torch.float16, torch.bfloat16)
-        self.roundoff = float(torch.finfo(point.dtype).eps) if half else 0.0
+        self.roundoff = point.roundoff
 
     @abstractmethod
     def _product(self, v: Tree) -> tuple[Tensor | None, ...]:

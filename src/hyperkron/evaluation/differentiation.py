@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from hyperkron import trees
 from hyperkron.solution import HyperkronError
+from hyperkron.trees import Tree
 
 
 class UndifferentiableError(HyperkronError):
@@ -20,6 +22,12 @@ class UndifferentiableError(HyperkronError):
             f"an operation of the model cannot be differentiated twice ({why}); use KFAC, EKFAC or Identity with a "
             "finite-difference cross term, or an eager implementation."
         )
+
+
+def gradient_tree(value: Tensor, variables: Tree, *, retain_graph: bool = False) -> Tree:
+    """∂value/∂x for each of ``variables``; zero where ``value`` does not depend on it."""
+    found = torch.autograd.grad(value, list(variables.values()), allow_unused=True, retain_graph=retain_graph)
+    return dict(zip(variables, trees.filled(list(variables.values()), found), strict=True))
 
 
 def gradients_of(
@@ -93,14 +101,14 @@ def _checked_nodes(outputs: list[Tensor]) -> list[torch.autograd.graph.Node]:
     """
     foreign = []
     for node in graph_nodes(outputs):
-        name = node.name()
-        if not name[-1].isdigit() and name != "torch::autograd::AccumulateGrad":  # torch's own: AddmmBackward0
+        kind = type(node).__name__
+        if not kind[-1].isdigit() and kind != "AccumulateGrad":  # torch's own are named as AddmmBackward0
             foreign.append(node)
-        if "BatchNormBackwardBackward" in name and getattr(node, "_saved_train", True):
+        if "BatchNormBackwardBackward" in kind and getattr(node, "_saved_train", True):
             raise UndifferentiableError(
                 "the loss holds gradients through batch norm, and torch's third derivative of that is wrong"
             )
-        if "WeightNormInterfaceBackward" in name:
+        if "WeightNormInterfaceBackward" in kind:
             raise UndifferentiableError(
                 "torch's second derivative of torch._weight_norm is wrong; compute v * (g / norm) instead"
             )

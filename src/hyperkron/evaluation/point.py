@@ -107,14 +107,16 @@ class Point:
             self._stack.enter_context(torch.autocast(self.device.type, enabled=False))
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._stack is not None
-        self._stack.close()
+        with self._stack:
+            if kind is None:
+                self.settle()
 
     def inner(self, batch: Any = None, *, differentiable: bool = False) -> Loss:
         """J_in at this point; ``differentiable`` asks for kernels that can be differentiated twice."""
         batch = self.inner_batch if batch is None else batch
-        loss = self._evaluate("inner", batch, differentiable=differentiable)
+        loss = self.evaluate("inner", batch, differentiable=differentiable)
         seen = [t.output.requires_grad for t in loss.terms] or [loss.value.requires_grad]
         if not self._away and not any(seen):
             raise independent("inner")
@@ -122,38 +124,31 @@ class Point:
 
     def outer(self, *, differentiable: bool = False) -> Loss:
         """J_out at this point."""
-        return self._evaluate("outer", self.outer_batch, differentiable=differentiable)
+        return self.evaluate("outer", self.outer_batch, differentiable=differentiable)
 
-    def substituted(
-        self,
-        level: Level,
-        params: Tree,
-        batch: Any,
-        *,
-        stream: int,
-        differentiable: bool,
-        where: str,
-        remedy: str | None = None,
-    ) -> Loss:
-        """J_in or J_out with θ replaced by ``params`` and attached to their graph, for methods that move θ.
-
-        Evaluations with the same random ``stream`` draw the same dropout masks, those with different ones
-        independent masks; stream 0 is that of :meth:`inner`. ``where`` and ``remedy`` go into the error of a bad value.
-        """
-        return self._evaluate(level, batch, params, stream, differentiable, f" {where}", remedy)
-
-    def _evaluate(
+    def evaluate(
         self,
         level: Level,
         batch: Any,
         params: Tree | None = None,
+        *,
         stream: int = 0,
         differentiable: bool = False,
         where: str = "",
-        remedy: str | None = None,
     ) -> Loss:
-        """The one way to J: everything rewound, kernels chosen, the objective called, its value checked."""
+        """J_in or J_out: everything rewound, kernels chosen, the objective called, its value checked.
+
+        Args:
+            level: which of the two.
+            batch: its batch.
+            params: θ is replaced by these, and J attached to their graph, for methods that move θ; ``None``: θ itself.
+            stream: evaluations with the same one draw the same dropout masks, others independent ones; 0 is that of
+                :meth:`inner`.
+            differentiable: whether it will be differentiated twice.
+            where: goes into the errors.
+        """
         assert self._snapshot is not None, "a Point is used inside its with block"
+        place = f" {where}" if where else ""
         self._snapshot.rewind()
         if stream:
             reseed(stream, self.device)
@@ -162,13 +157,13 @@ class Point:
         except LayoutError:
             if self.recording:
                 raise
-            return self._evaluate(level, batch, params, stream, differentiable, where, remedy)
+            return self.evaluate(level, batch, params, stream=stream, differentiable=differentiable, where=where)
         except RuntimeError as error:
             if misplaced := self._misplaced(error):
-                raise HyperkronError(f"{level}{where} failed: {misplaced}") from error
+                raise HyperkronError(f"{level}{place} failed: {misplaced}") from error
             if "nference tensor" in str(error):
                 raise HyperkronError(
-                    f"{level}{where} uses a tensor made in torch.inference_mode(), which has no gradients; make it "
+                    f"{level}{place} uses a tensor made in torch.inference_mode(), which has no gradients; make it "
                     "outside, under torch.no_grad() if need be, or clone() it."
                 ) from error
             raise
@@ -176,14 +171,15 @@ class Point:
             loss = as_loss(value)
         except HyperkronError as error:
             raise HyperkronError(f"{level} did not return a loss: {error}") from None
-        usual = f"look for nan, inf or extreme values in {level}_batch, in hyper and in the model's parameters"
-        self.finite(f"{level} loss{where}", loss.value, remedy or usual)
+        if self.recording or self.execution.queued or not math.isfinite(loss.value.item()):
+            remedy = f"look for nan, inf or extreme values in {level}_batch, in hyper and in the model's parameters"
+            self.finite(f"{level} loss{place}", loss.value, remedy)
         return loss
 
     def _call(self, level: Level, batch: Any, params: Tree | None, differentiable: bool) -> Loss | Tensor:
         """The objective itself, under the kernels chosen for it."""
         function = self.problem.inner if level == "inner" else self.problem.outer
-        if params is None and not (self.execution.queued or self.plain or self.autocast):  # nothing to choose or to substitute
+        if params is None and not (self.execution.queued or self.plain or self.autocast):  # nothing to choose
             with twice_differentiable(self.model, self.hyper) if differentiable else nullcontext():
                 return function(self.model, self.hyper, batch)
 
@@ -215,6 +211,12 @@ class Point:
         return self.execution.recorded
 
     @property
+    def roundoff(self) -> float:
+        """The unit roundoff of a model in half precision; 0 for others, whose arithmetic is that of the vectors."""
+        half = self.dtype in (torch.float16, torch.bfloat16)
+        return float(torch.finfo(self.dtype).eps) if half else 0.0
+
+    @property
     def small(self) -> bool:
         """Whether an evaluation of J_in, after the first, is known to wait for Python rather than for the GPU."""
         with self.autocast or nullcontext():
@@ -222,15 +224,12 @@ class Point:
 
     def finite(self, name: str, value: Tensor, remedy: str) -> None:
         """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
-        readable = value.device.type == "cpu" and value.ndim == 0 and not self.execution.recorded
-        if readable and math.isfinite(value.item()):
-            return
         self.execution.check_finite(
             value, lambda found: NonFiniteError(f"{name} is {found}; {self.culprits() or remedy}.")
         )
 
     def settle(self) -> None:
-        """Read all pending finite checks; raise for the first that failed."""
+        """Read all pending finite checks and raise for the first that failed, as at the end of the with block."""
         self.execution.settle()
 
     @property

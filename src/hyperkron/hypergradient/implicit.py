@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,25 +85,47 @@ class Implicit(Hypergradient):
         radius: float | None = None,
         graph: bool = False,
     ) -> None:
-        _check_slots(curvature, solver, preconditioner)
+        self.curvature, self.solver, self.preconditioner = curvature, solver, preconditioner
+        self.warm_start, self.graph = warm_start, graph
+        self._check_slots()
         if graph:
-            _check_graph(curvature, solver, preconditioner)
-        if preconditioner is not None and not solver.uses_preconditioner:
-            raise HyperkronError(
-                f"solver={type(solver).__name__} takes no preconditioner; use CG or GradientDescent, or leave "
-                "preconditioner out."
-            )
-        if warm_start and not solver.uses_start:
-            raise HyperkronError(
-                f"solver={type(solver).__name__} has no use for warm_start=True; use GradientDescent or CG."
-            )
-        self.warm_start = warm_start
-        self.curvature = curvature
-        self.solver = solver
-        self.preconditioner = preconditioner
+            self._check_graph()
         self.cross = Cross(cross, radius)
-        self.graph = graph
         self._forget()
+
+    def _check_slots(self) -> None:
+        """Refuse what does not belong in a slot, such as a class in place of its instance, or does not fit another."""
+        slots = [("curvature", self.curvature, Curvature, "KFAC()"), ("solver", self.solver, Solver, "Direct()")]
+        if self.preconditioner is not None:
+            slots.append(("preconditioner", self.preconditioner, Curvature, "KFAC()"))
+        for name, value, kind, example in slots:
+            if not isinstance(value, kind):
+                raise HyperkronError(
+                    f"{name}={value!r} is not a {kind.__name__.lower()}; pass an instance such as {example}."
+                )
+        solver = type(self.solver).__name__
+        if self.preconditioner is not None and not self.solver.uses_preconditioner:
+            raise HyperkronError(
+                f"solver={solver} takes no preconditioner; use CG or GradientDescent, or leave preconditioner out."
+            )
+        if self.warm_start and not self.solver.uses_start:
+            raise HyperkronError(f"solver={solver} has no use for warm_start=True; use GradientDescent or CG.")
+
+    def _check_graph(self) -> None:
+        """Refuse a combination that reads from the device on its way, or whose state moves from step to step."""
+        curvature, solver = self.curvature, self.solver
+        solver.check_graph()
+        if self.preconditioner is not None:
+            raise HyperkronError(
+                f"graph=True does not work with preconditioner={type(self.preconditioner).__name__}; leave the "
+                "preconditioner out, or use graph=False."
+            )
+        if not (curvature.records_products if solver.needs_products else curvature.records_inverse):
+            raise HyperkronError(
+                f"graph=True does not work with {type(curvature).__name__} and {type(solver).__name__}; use KFAC, "
+                "EKFAC or Identity with Direct(), or Hessian, GGN or Identity with CG or Neumann, or graph=False."
+            )
+        curvature.check_graph()
 
     def _forget(self) -> None:
         self.state = self._empty()
@@ -150,7 +173,6 @@ class Implicit(Hypergradient):
         if answer is None:
             with place(plain=plain) as point:
                 answer = self._answer(point, start)
-                point.settle()
             if recorded:
                 self._replays.saw(point)
         solution = answer.solution.wait()
@@ -193,6 +215,12 @@ class Implicit(Hypergradient):
             blame = point.culprits()
             raise NonFiniteError(f"{self.solver!r}: {solution.status.value}{blame and f' Here {blame}.'}")
         return solution.value, Pending.ready(solution)
+
+    def inverse(self, point: Point) -> Callable[[Tree], Solution]:
+        """b ↦ (A + δI)⁻¹ b, with A measured once at ``point`` and used for any number of right-hand sides."""
+        operator = self.curvature.operator(point, self.state.curvature)
+        preconditioner = self._preconditioner(point, self.state)
+        return lambda b: self.solver.solve(operator, b, preconditioner=preconditioner)
 
     def _preconditioner(self, point: Point, state: ImplicitState) -> Invertible | None:
         if self.preconditioner is None:
@@ -238,35 +266,6 @@ class Implicit(Hypergradient):
         loaded.start, loaded.calls, loaded.plain = state["start"], state["calls"], state.get("plain", False)
         self.state = loaded
         self._replays = Replays()  # they draw from the generator, and write the inverses, of the state that was
-
-
-def _check_slots(curvature: Curvature, solver: Solver, preconditioner: Curvature | None) -> None:
-    """Refuse what does not belong in a slot, such as a class in place of its instance."""
-    slots = [("curvature", curvature, Curvature, "KFAC()"), ("solver", solver, Solver, "Direct()")]
-    if preconditioner is not None:
-        slots.append(("preconditioner", preconditioner, Curvature, "KFAC()"))
-    for name, value, kind, example in slots:
-        if not isinstance(value, kind):
-            raise HyperkronError(
-                f"{name}={value!r} is not a {kind.__name__.lower()}; pass an instance such as {example}."
-            )
-
-
-def _check_graph(curvature: Curvature, solver: Solver, preconditioner: Curvature | None) -> None:
-    """Refuse a combination that reads from the device on its way, or whose state moves from step to step."""
-    solver.check_graph()
-    if preconditioner is not None:
-        raise HyperkronError(
-            f"graph=True does not work with preconditioner={type(preconditioner).__name__}; leave the preconditioner "
-            "out, or use graph=False."
-        )
-    if not (curvature.records_products if solver.needs_products else curvature.records_inverse):
-        what = f"{type(curvature).__name__} and {type(solver).__name__}"
-        raise HyperkronError(
-            f"graph=True does not work with {what}; use KFAC, EKFAC or Identity with Direct(), or Hessian, GGN or "
-            "Identity with CG or Neumann, or graph=False."
-        )
-    curvature.check_graph()
 
 
 def outer_gradients(point: Point) -> tuple[Tensor, Tree, Tree]:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
-
 from hyperkron import trees
+from hyperkron.evaluation.differentiation import gradient_tree
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import Loss
 from hyperkron.solution import NonFiniteError, warn_once
-from hyperkron.trees import Tree
 
 ENOUGH = 0.99
 """A cosine that autocast must leave: an angle of 8°."""
@@ -50,21 +48,14 @@ def _cosine(place: Callable[..., Point], evaluate: Callable[[Point], Loss]) -> f
         loss = evaluate(point)
         if not point.met_autocast or not loss.value.requires_grad:
             return 1.0
-        exact = _gradient(point, loss)
+        exact = gradient_tree(loss.value, point.params)
         del loss
     if not trees.norm(exact) > 0.0:
         return 1.0
     try:
         with place() as point:
-            rounded = _gradient(point, evaluate(point))
+            rounded = gradient_tree(evaluate(point).value, point.params)
     except NonFiniteError:  # float16 overflows
         return 0.0
     cosine = float(trees.dot(exact, rounded) / (trees.norm(exact) * trees.norm(rounded)))
     return cosine if math.isfinite(cosine) else 0.0
-
-
-def _gradient(point: Point, loss: Loss) -> Tree:
-    """∂θ of a loss; zero for what it does not depend on."""
-    params = list(point.params.values())
-    found = torch.autograd.grad(loss.value, params, allow_unused=True)
-    return dict(zip(point.params, trees.filled(params, found), strict=True))

@@ -111,8 +111,43 @@ class SGD(Step):
         return {**params, **trees.add(moving, direction, -self.lr)}, state.updated(grads, momentum=buffer)
 
 
+class _AdamStep(Step):
+    """What Adam and AdamW share: options, moments and the step itself."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    def __post_init__(self) -> None:
+        check_positive("lr", self.lr)
+        check_positive("eps", self.eps)
+        check_nonnegative("weight_decay", self.weight_decay)
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise HyperkronError(f"betas={self.betas!r} are not two numbers in [0, 1); (0.9, 0.999) are usual.")
+
+    def init(self, params: Tree) -> StepState:
+        """No step taken, both moments zero."""
+        return _fresh(params, "mean", "square")
+
+    def _along(self, params: Tree, start: Tree, direction: Tree, state: StepState) -> tuple[Tree, StepState]:
+        """θ⁺ and the new moments; the parameters in ``start`` move from there, against ``direction``."""
+        beta1, beta2 = self.betas
+        mean, square = ({name: state.slots[slot][name] for name in direction} for slot in ("mean", "square"))
+        squares = trees.map(torch.square, direction)
+        mean = trees.add(trees.scale(mean, beta1), direction, 1.0 - beta1)
+        square = trees.add(trees.scale(square, beta2), squares, 1.0 - beta2)
+        after = state.updated(direction, mean=mean, square=square)
+        moved = {}
+        for name, theta in start.items():
+            count = after.taken[name]
+            denominator = _sqrt(square[name]) / math.sqrt(1.0 - beta2**count) + self.eps
+            moved[name] = theta - (self.lr / (1.0 - beta1**count)) * (mean[name] / denominator)
+        return {**params, **moved}, after
+
+
 @dataclass(frozen=True)
-class Adam(Step):
+class Adam(_AdamStep):
     """Adam with bias correction, as ``torch.optim.Adam`` (``weight_decay`` joins the gradient).
 
         d = g + weight_decay·θ,    m⁺ = β₁m + (1−β₁)d,    v⁺ = β₂v + (1−β₂)d²,
@@ -135,23 +170,14 @@ class Adam(Step):
     eps: float = 1e-8
     weight_decay: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check_adam(self.lr, self.betas, self.eps, self.weight_decay)
-
-    def init(self, params: Tree) -> StepState:
-        """No step taken, both moments zero."""
-        return _fresh(params, "mean", "square")
-
     def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:
-        """θ⁺ and the new moments."""
         moving = {name: params[name] for name in grads}
         direction = trees.add(grads, moving, self.weight_decay) if self.weight_decay else grads
-        moved, after = _adam(moving, direction, state, self.lr, self.betas, self.eps)
-        return {**params, **moved}, after
+        return self._along(params, moving, direction, state)
 
 
 @dataclass(frozen=True)
-class AdamW(Step):
+class AdamW(_AdamStep):
     """Adam with decoupled weight decay, as ``torch.optim.AdamW``.
 
     It is the step of :class:`Adam` without decay, taken from (1 − lr·weight_decay)·θ instead of θ.
@@ -170,38 +196,11 @@ class AdamW(Step):
     eps: float = 1e-8
     weight_decay: float = 1e-2
 
-    def __post_init__(self) -> None:
-        _check_adam(self.lr, self.betas, self.eps, self.weight_decay)
-
-    def init(self, params: Tree) -> StepState:
-        """No step taken, both moments zero."""
-        return _fresh(params, "mean", "square")
-
     def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:
-        """θ⁺ and the new moments."""
         moving = {name: params[name] for name in grads}
         if self.weight_decay:
             moving = trees.scale(moving, 1.0 - self.lr * self.weight_decay)
-        moved, after = _adam(moving, grads, state, self.lr, self.betas, self.eps)
-        return {**params, **moved}, after
-
-
-def _adam(
-    start: Tree, direction: Tree, state: StepState, lr: float, betas: tuple[float, float], eps: float
-) -> tuple[Tree, StepState]:
-    """The step common to Adam and AdamW, from ``start`` along ``direction``."""
-    beta1, beta2 = betas
-    mean, square = ({name: state.slots[slot][name] for name in direction} for slot in ("mean", "square"))
-    squares = trees.map(torch.square, direction)
-    mean = trees.add(trees.scale(mean, beta1), direction, 1.0 - beta1)
-    square = trees.add(trees.scale(square, beta2), squares, 1.0 - beta2)
-    after = state.updated(direction, mean=mean, square=square)
-    moved = {}
-    for name, theta in start.items():
-        count = after.taken[name]
-        denominator = _sqrt(square[name]) / math.sqrt(1.0 - beta2**count) + eps
-        moved[name] = theta - (lr / (1.0 - beta1**count)) * (mean[name] / denominator)
-    return moved, after
+        return self._along(params, moving, grads, state)
 
 
 def _sqrt(x: Tensor) -> Tensor:
@@ -212,11 +211,3 @@ def _sqrt(x: Tensor) -> Tensor:
 
 def _fresh(params: Tree, *slots: str) -> StepState:
     return StepState(dict.fromkeys(params, 0), {slot: trees.zeros_like(params) for slot in slots})
-
-
-def _check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    check_positive("lr", lr)
-    check_positive("eps", eps)
-    check_nonnegative("weight_decay", weight_decay)
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise HyperkronError(f"betas={betas!r} are not two numbers in [0, 1); (0.9, 0.999) are usual.")

@@ -25,7 +25,7 @@ from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.hypergradient.unrolled import Batches
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, Solution, Status
-from hyperkron.solvers.base import check_step
+from hyperkron.solvers.fixed_step import check_step
 from hyperkron.trees import Tree
 from hyperkron.validation import check_whole
 
@@ -96,7 +96,6 @@ class StochasticNeumann(Hypergradient):
             v, products = self._inverse(point, b, batches[1:])
             grads = trees.add(direct, reverse(point, v), alpha=-1.0)
             point.finite("hypergradient", trees.norm(grads), f"lower step={self.step}, which must be below 2/λmax")
-            point.settle()
         solution = Solution(v, Status.BUDGET, products, products)
         return HypergradientResult(grads, Status.BUDGET, float(value), solution, {"products": products})
 

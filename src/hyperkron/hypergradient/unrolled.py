@@ -26,7 +26,7 @@ from hyperkron.evaluation.point import Point, independent
 from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.hypergradient.steps import SGD, Step, StepState
 from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HypergradientResult, HyperkronError, Status
+from hyperkron.solution import HypergradientResult, HyperkronError, Status, warn_once
 from hyperkron.trees import Tree
 from hyperkron.validation import check_whole
 
@@ -113,7 +113,6 @@ class Unrolled(Hypergradient):
         with Point(problem, model, hyper, inner_batch, outer_batch) as point:
             sweep = _Sweep(self, point)
             outer_loss, grads = sweep.hypergradient()
-            point.settle()
         stats: dict[str, float | int | str] = {
             "steps": self.steps,
             "differentiated": self.steps - sweep.first,
@@ -127,7 +126,6 @@ class Unrolled(Hypergradient):
         with Point(problem, model, hyper, inner_batch, None) as point:
             sweep = _Sweep(self, point)
             params = sweep.advance(sweep.forward()).params
-            point.settle()
         return trees.map(torch.clone, params)
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,24 +232,6 @@ class _Iterate:
 _Adjoint = Sequence[Tensor | None]  # one for each tensor of an _Iterate; None stands for zero
 
 
-@dataclass(frozen=True)
-class _StepGraph:
-    """One step as a graph from (θ^t, s^t) and λ to (θ^{t+1}, s^{t+1})."""
-
-    before: _Iterate
-    after: _Iterate
-
-    def pull_back(self, adjoint: _Adjoint, hypers: Tree) -> tuple[_Adjoint, _Adjoint]:
-        """α^{t+1} ↦ α^t and α^{t+1} ∂_λ step_t, the latter one for each of ``hypers``; the graph is spent."""
-        known = [(x, a) for x, a in zip(self.after.tensors(), adjoint, strict=True) if a is not None]
-        known = [(x, a) for x, a in known if x.requires_grad]
-        before = self.before.tensors()
-        found = torch.autograd.grad(
-            [x for x, _ in known], [*before, *hypers.values()], [a for _, a in known], allow_unused=True
-        )
-        return found[: len(before)], found[len(before) :]
-
-
 class _Sweep:
     """The forward and backward sweeps of one call."""
 
@@ -274,14 +254,16 @@ class _Sweep:
     def hypergradient(self) -> tuple[Tensor, Tree]:
         """J_out(λ, θ^T) and dΦ_T/dλ."""
         hypers = self.point.hypers
-        step = self.linearise(self.forward())  # the last step is not recomputed
-        outer_loss, adjoint, direct = self._outer(step.after.map(Tensor.detach))
-        adjoint, through = step.pull_back(adjoint, hypers)
-        del step  # a graph goes before the next one is made
+        before, after = self.linearise(self.forward())  # the last step is not recomputed
+        outer_loss, adjoint, direct = self._outer(after.map(Tensor.detach))
+        adjoint, through = self._pull_back(before, after, adjoint)
+        sizes = [_norm(direct), _norm(through)]
+        del before, after  # a graph goes before the next one is made
         for t in reversed(range(self.first, self.steps - 1)):
             self._finite(f"∂Φ/∂θ after unrolled step {t + 1} of {self.steps}", adjoint)
-            adjoint, further = self.linearise(self._recall(t)).pull_back(adjoint, hypers)
+            adjoint, further = self._pull_back(*self.linearise(self._recall(t)), adjoint)
             through = _sum(through, further)
+            sizes.append(_norm(further))
         if all(x is None for x in through):
             raise HyperkronError(
                 f"hyper does not influence the inner loss: ∂_θ J_in depends on none of {sorted(hypers)} in "
@@ -292,7 +274,21 @@ class _Sweep:
         grads = {name: torch.zeros_like(p) if g is None else g for (name, p), g in total}
         for name, gradient in grads.items():
             self._finite(f"the hypergradient of hyper parameter {name}", [gradient])
+        self._warn_cancelled(trees.norm(grads), sizes)
         return outer_loss, grads
+
+    def _warn_cancelled(self, total: Tensor, sizes: list[Tensor]) -> None:
+        """Say so where the terms of a model in half precision cancel to little more than their rounding."""
+        roundoff = self.point.roundoff
+        if roundoff:
+            share = float(total) / (sum(map(float, sizes)) or 1.0)
+            if 0.0 < share < 16 * roundoff:
+                warn_once(
+                    "unrolled-cancelled",
+                    f"the terms of the hypergradient, one for each unrolled step, cancel to {share:.1%} of their size, "
+                    f"which {self.point.dtype} hardly resolves, so its direction may be wrong; use fewer steps, or "
+                    "hold the model in float32.",
+                )
 
     def forward(self) -> _Iterate:
         """From the model's parameters to (θ^{T−1}, s^{T−1}), keeping what the way back needs."""
@@ -308,10 +304,21 @@ class _Sweep:
         """One step without a graph."""
         return self._step(iterate, self._gradient(iterate.t, trees.map(_leaf, iterate.params), False))
 
-    def linearise(self, iterate: _Iterate) -> _StepGraph:
-        """One step with its graph."""
+    def linearise(self, iterate: _Iterate) -> tuple[_Iterate, _Iterate]:
+        """(θ^t, s^t) and (θ^{t+1}, s^{t+1}), with the graph from the one and λ to the other."""
         before = iterate.map(_leaf)
-        return _StepGraph(before, self._step(before, self._gradient(before.t, before.params, True)))
+        return before, self._step(before, self._gradient(before.t, before.params, True))
+
+    def _pull_back(self, before: _Iterate, after: _Iterate, adjoint: _Adjoint) -> tuple[_Adjoint, _Adjoint]:
+        """α^{t+1} ↦ α^t and α^{t+1} ∂_λ step_t, for each parameter of λ; the graph is spent."""
+        pairs = zip(after.tensors(), adjoint, strict=True)
+        known = [(x, a) for x, a in pairs if a is not None and x.requires_grad]
+        inputs = before.tensors()
+        count = len(inputs)
+        found = torch.autograd.grad(
+            [x for x, _ in known], [*inputs, *self.point.hypers.values()], [a for _, a in known], allow_unused=True
+        )
+        return found[:count], found[count:]
 
     def _recall(self, t: int) -> _Iterate:
         """(θ^t, s^t), recomputed from the kept iterate before it where it was not kept; then forgotten."""
@@ -338,7 +345,7 @@ class _Sweep:
         batch = given[t] if isinstance(given, Batches) else given
         where = f"at unrolled step {t + 1} of {self.steps}"
         hint = where if t == 0 else f"{where} (if the steps diverge, lower the optimizer's lr)"
-        loss = self.point.substituted("inner", params, batch, stream=t, differentiable=True, where=hint)
+        loss = self.point.evaluate("inner", batch, params, stream=t, differentiable=True, where=hint)
         self.gradients += 1
         found = _gradient(loss.value, list(params.values()), create_graph)
         grads = {name: g for name, g in zip(params, found, strict=True) if g is not None}
@@ -350,7 +357,7 @@ class _Sweep:
         """J_out(λ, θ^T), the adjoint of (θ^T, s^T), and ∂_λ J_out for each of λ's parameters."""
         point, params = self.point, trees.map(_leaf, iterate.params)
         where = f"after {self.steps} unrolled steps (if they diverge, lower the optimizer's lr)"
-        loss = point.substituted("outer", params, point.outer_batch, stream=0, differentiable=False, where=where).value
+        loss = point.evaluate("outer", point.outer_batch, params, where=where).value
         found = _gradient(loss, [*params.values(), *point.hypers.values()], False)
         adjoint, direct = found[: len(params)], found[len(params) :]
         if all(a is None for a in adjoint):
@@ -373,6 +380,11 @@ def _gradient(loss: Tensor, inputs: list[Tensor], create_graph: bool) -> _Adjoin
     if not loss.requires_grad:
         return [None] * len(inputs)
     return gradients_of(loss, inputs, create_graph=create_graph)
+
+
+def _norm(x: _Adjoint) -> Tensor:
+    present = {str(i): part for i, part in enumerate(x) if part is not None}
+    return trees.norm(present) if present else torch.zeros(())
 
 
 def _sum(a: _Adjoint, b: _Adjoint) -> _Adjoint:

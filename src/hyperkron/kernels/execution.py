@@ -94,8 +94,11 @@ class Execution:
             value: the numbers.
             error: the error to raise, from "nan" or "infinite".
         """
+        here = value.device.type == "cpu" and not self.recorded
+        if here and value.ndim == 0 and math.isfinite(value.item()):
+            return
         self._finite.append((value.detach(), error))
-        if value.device.type == "cpu":
+        if here:
             self.settle()
 
     def settle(self) -> None:

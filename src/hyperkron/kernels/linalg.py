@@ -135,7 +135,8 @@ class Cholesky:
 class Halves(ABC):
     """M = L Lᵀ as something that applies L⁻¹, L⁻ᵀ, L and Lᵀ to V of shape (L, n, k).
 
-    The inverses go to and fro between two pieces of memory, laid out as V is, and copy nothing.
+    ``forward`` writes L⁻¹ V to ``out`` and ``backward`` L⁻ᵀ V; both use V up. So a solve goes to and fro between two
+    pieces of memory, laid out as V is, and copies nothing. ``lower`` is L V and ``upper`` is Lᵀ V.
     """
 
     @property
@@ -156,28 +157,25 @@ class Halves(ABC):
         return self.lower(self.upper(v))
 
     @abstractmethod
-    def forward(self, v: Tensor, out: Tensor) -> None:
-        """Write L⁻¹ V to ``out``; V is used up."""
+    def forward(self, v: Tensor, out: Tensor) -> None: ...
 
     @abstractmethod
-    def backward(self, v: Tensor, out: Tensor) -> None:
-        """Write L⁻ᵀ V to ``out``; V is used up."""
+    def backward(self, v: Tensor, out: Tensor) -> None: ...
 
     @abstractmethod
-    def lower(self, v: Tensor) -> Tensor:
-        """L V."""
+    def lower(self, v: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def upper(self, v: Tensor) -> Tensor:
-        """Lᵀ V."""
+    def upper(self, v: Tensor) -> Tensor: ...
 
-    @abstractmethod
     def part(self, begin: int, end: int) -> Halves:
         """The matrices ``begin`` to ``end`` of the batch."""
+        pieces: list[Any] = list(vars(self).values())
+        return type(self)(*(x[begin:end] if isinstance(x, Tensor) else x.part(begin, end) for x in pieces))
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Its tensors, by name."""
+        return {name: x if isinstance(x, Tensor) else x.state_dict() for name, x in vars(self).items()}
 
 
 @dataclass(frozen=True)
@@ -201,12 +199,6 @@ class Leaf(Halves):
 
     def upper(self, v: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.inverse.mT, v, upper=True)
-
-    def part(self, begin: int, end: int) -> Leaf:
-        return Leaf(self.inverse[begin:end])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"inverse": self.inverse}
 
 
 @dataclass(frozen=True)
@@ -237,15 +229,8 @@ class Node(Halves):
 
     def upper(self, v: Tensor) -> Tensor:
         k = self.c.shape[2]
-        return torch.cat(
-            [torch.baddbmm(self.head.upper(v[:, :k]), self.c.mT, v[:, k:]), self.tail.upper(v[:, k:])], dim=1
-        )
-
-    def part(self, begin: int, end: int) -> Node:
-        return Node(self.head.part(begin, end), self.c[begin:end], self.tail.part(begin, end))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"head": self.head.state_dict(), "c": self.c, "tail": self.tail.state_dict()}
+        top = torch.baddbmm(self.head.upper(v[:, :k]), self.c.mT, v[:, k:])
+        return torch.cat([top, self.tail.upper(v[:, k:])], dim=1)
 
 
 Factorization = Cholesky | Halves

@@ -25,7 +25,7 @@ def check_output(output: object) -> torch.dtype:
         raise HyperkronError(
             f"output has shape {tuple(output.shape)}, an empty batch; skip empty batches before computing the loss."
         )
-    return torch.float32 if output.dtype in (torch.float16, torch.bfloat16) else output.dtype
+    return torch.promote_types(output.dtype, torch.float32)
 
 
 def check_companion(x: object, output: Tensor, argument: str) -> Tensor:

@@ -15,7 +15,6 @@ from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.kernels.execution import Execution, Pending, read
 from hyperkron.solution import HyperkronError, NonFiniteError, Solution, Status
 from hyperkron.trees import Tree
-from hyperkron.validation import check_positive
 
 _SMALLEST, _LARGEST = 1e-6, 1e6  # of the largest entry of b: float32 squares and products stay far from its limits
 
@@ -70,7 +69,8 @@ class Solver(ABC):
             return Solution(trees.zeros_like(given), Status.CONVERGED, residual=0.0)
         unit = 1.0
         if not _SMALLEST <= peak <= _LARGEST:
-            unit = 2.0 ** math.frexp(peak)[1]  # a power of two, so that scaling does not round
+            least = max(torch.finfo(x.dtype).tiny for x in b.values())  # whose inverse is finite
+            unit = max(2.0 ** math.frexp(peak)[1], least)  # a power of two, so that scaling does not round
             b, start = trees.scale(b, 1.0 / unit), None if start is None else trees.scale(start, 1.0 / unit)
         solution = self._solve(operator, b, start, preconditioner)
         value = solution.value if unit == 1.0 else trees.scale(solution.value, unit)
@@ -163,12 +163,28 @@ def epsilon(tree: Tree, operator: Operator) -> float:
     return max(operator.roundoff, *(torch.finfo(x.dtype).eps for x in tree.values()))
 
 
+def preconditioned(r: Tree, preconditioner: Invertible | None) -> Tree:
+    """z = M⁻¹r; r itself without a preconditioner."""
+    return r if preconditioner is None else preconditioner.solve(r)
+
+
 def finite_or_none(residual: float) -> float | None:
     """A residual, where it is known."""
     return residual if math.isfinite(residual) else None
 
 
-def check_step(step: float | None) -> None:
-    """Refuse a step that is neither ``None`` nor positive and finite."""
-    if step is not None:
-        check_positive("step", step, "pass one below 2/λmax, or None to have a safe one found")
+def signed_square(r: Tree, z: Tree) -> Tensor:
+    """rᵀz for z = M⁻¹r; negative where M is not positive definite, infinite where r is, NaN where only z is."""
+    rz = trees.dot(r, z)
+    if z is r:
+        return rz
+    rr = trees.dot(r, r)
+    return torch.where(rr.isfinite(), torch.where(rz <= 0.0, -rr, rz), math.inf)
+
+
+def signed_norm(r: Tree, z: Tree) -> Tensor:
+    """The root of :func:`signed_square`, with its sign."""
+    if z is r:
+        return trees.norm(r)
+    square = signed_square(r, z)
+    return square.sign() * square.abs().sqrt()

@@ -12,8 +12,7 @@ from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.kernels.execution import Execution, Pending, read
 from hyperkron.solution import Solution, Status
-from hyperkron.solvers.base import Solver, epsilon, finite_or_none
-from hyperkron.solvers.fixed_step import preconditioned
+from hyperkron.solvers.base import Solver, epsilon, finite_or_none, preconditioned
 from hyperkron.solvers.recorded import recorded_cg
 from hyperkron.trees import Tree
 from hyperkron.validation import check_interval, check_whole

@@ -5,18 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hyperkron.curvature.base import Invertible, Operator
-from hyperkron.kernels.execution import Execution, Pending
-from hyperkron.solution import Solution
-from hyperkron.solvers.base import Solver, check_step
-from hyperkron.solvers.fixed_step import check_known, fixed_step
-from hyperkron.solvers.recorded import recorded_fixed_step
-from hyperkron.trees import Tree
+from hyperkron.solvers.fixed_step import FixedStep
 from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
-class GradientDescent(Solver):
+class GradientDescent(FixedStep):
     """``iterations`` times v ← v − ηM⁻¹(Av − b), gradient descent on ½vᵀAv − bᵀv, from ``start`` or from zero.
 
     M is the preconditioner; without one it is I. From zero, v_k = (I − (I − ηM⁻¹A)^k) A⁻¹b. Its worth is the
@@ -57,26 +51,9 @@ class GradientDescent(Solver):
     def __post_init__(self) -> None:
         """Refuse a configuration that makes no sense."""
         check_whole("iterations", self.iterations, 1)
-        check_whole("power_iterations", self.power_iterations, 1)
-        check_whole("seed", self.seed, 0)
-        check_step(self.step)
+        super().__post_init__()
 
-    def check_graph(self) -> None:
-        """Refuse a step that is yet to be found."""
-        check_known(self.step, self)
-
-    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
-        return fixed_step(
-            operator, b, start, self.iterations, self.step, self.power_iterations, self.seed, preconditioner
-        )
-
-    def _record(
-        self,
-        operator: Operator,
-        b: Tree,
-        start: Tree | None,
-        preconditioner: Invertible | None,
-        execution: Execution,
-    ) -> tuple[Tree, Pending[Solution]]:
-        step = 1.0 if self.step is None else self.step  # None: with a preconditioner only
-        return recorded_fixed_step(operator, b, start, preconditioner, execution, self.iterations, step)
+    @property
+    def updates(self) -> int:
+        """One in each iteration."""
+        return self.iterations

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hyperkron.curvature.base import Invertible, Operator
-from hyperkron.kernels.execution import Execution, Pending
-from hyperkron.solution import Solution
-from hyperkron.solvers.base import Solver, check_step
-from hyperkron.solvers.fixed_step import check_known, fixed_step
-from hyperkron.solvers.recorded import recorded_fixed_step
-from hyperkron.trees import Tree
+from hyperkron.solvers.fixed_step import FixedStep
 from hyperkron.validation import check_whole
 
 
 @dataclass(frozen=True)
-class Neumann(Solver):
+class Neumann(FixedStep):
     """The truncated series A⁻¹b ≈ v = η Σ_{k=0}^{K} (I − ηA)^k b, with K = ``terms`` products.
 
     The limit K → ∞ is A⁻¹b itself, for 0 < η < 2/λmax; the leading η belongs to it, and makes the size of v
@@ -52,24 +46,9 @@ class Neumann(Solver):
     def __post_init__(self) -> None:
         """Refuse a configuration that makes no sense."""
         check_whole("terms", self.terms, 0)
-        check_whole("power_iterations", self.power_iterations, 1)
-        check_whole("seed", self.seed, 0)
-        check_step(self.step)
+        super().__post_init__()
 
-    def check_graph(self) -> None:
-        """Refuse a step that is yet to be found."""
-        check_known(self.step, self)
-
-    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
-        return fixed_step(operator, b, None, self.terms + 1, self.step, self.power_iterations, self.seed)
-
-    def _record(
-        self,
-        operator: Operator,
-        b: Tree,
-        start: Tree | None,
-        preconditioner: Invertible | None,
-        execution: Execution,
-    ) -> tuple[Tree, Pending[Solution]]:
-        assert self.step is not None  # check_graph
-        return recorded_fixed_step(operator, b, None, None, execution, self.terms + 1, self.step)
+    @property
+    def updates(self) -> int:
+        """All terms, the first included."""
+        return self.terms + 1

@@ -16,8 +16,7 @@ from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.kernels.execution import Execution, Pending
 from hyperkron.solution import Solution, Status
-from hyperkron.solvers.base import epsilon, finite_or_none
-from hyperkron.solvers.fixed_step import preconditioned, signed_norm, signed_square
+from hyperkron.solvers.base import epsilon, finite_or_none, preconditioned, signed_norm, signed_square
 from hyperkron.trees import Tree
 
 _STATUSES = Status.BUDGET, Status.CONVERGED, Status.NONPOSITIVE_CURVATURE, Status.DIVERGED, Status.NON_FINITE
@@ -87,7 +86,7 @@ def recorded_fixed_step(
     updates: int,
     step: float,
 ) -> tuple[Tree, Pending[Solution]]:
-    """:func:`~hyperkron.solvers.fixed_step.fixed_step`: its value, and its solution after a replay."""
+    """:class:`~hyperkron.solvers.fixed_step.FixedStep`: its value, and its solution after a replay."""
     eps, products = epsilon(b, operator), 0
     r, z = b, preconditioned(b, preconditioner)
     norm = left = signed_norm(r, z)

@@ -63,29 +63,24 @@ class Evaluate(Callback):
         return values
 
     def on_start(self, run: Run) -> None:
-        """Evaluate before the first step, where that is wanted."""
         if self.start and not self.rows:
             self._evaluate(run)
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        """Evaluate where it is due."""
         step, reached = report.step + 1, math.floor(run.progress * (self.times or 0) + 1e-9)
         due = reached > self._reached or step in self.at or (self.every is not None and step % self.every == 0)
         self._reached = max(self._reached, reached)
         return self._evaluate(run) if due else None
 
     def on_end(self, run: Run) -> None:
-        """With ``times``, evaluate a run that was stopped early."""
         if self.times is not None and (not self.rows or self.rows[-1]["step"] != run.state.step):
             self._evaluate(run)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows, and how many of the ``times`` are over."""
         rows = [{name: value for name, value in row.items() if name != "seconds"} for row in self.rows]
         return {"rows": json.dumps(rows), "reached": self._reached, "seconds": [row["seconds"] for row in self.rows]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after them."""
         rows = zip(json.loads(state["rows"]), state["seconds"], strict=True)
         self.rows, self._reached = [{"seconds": seconds, **row} for row, seconds in rows], state["reached"]
 
@@ -101,6 +96,8 @@ class EarlyStopping(Callback):
         margin: the smallest change that counts as an improvement.
     """
 
+    remembers = ("best", "waited")
+
     def __init__(self, figure: str = "outer_loss", patience: int = 10, mode: str = "min", margin: float = 0.0) -> None:
         check_whole("patience", patience)
         check_one_of("mode", mode, ("min", "max"))
@@ -108,7 +105,6 @@ class EarlyStopping(Callback):
         self.best, self.waited = math.inf, 0
 
     def on_step(self, run: Run, report: StepReport) -> None:
-        """Read the value, if this step has it."""
         value = run.row.get(self.figure)
         if not isinstance(value, (int, float)):
             return
@@ -119,14 +115,6 @@ class EarlyStopping(Callback):
         self.waited += 1
         if self.waited >= self.patience:
             run.stop(f"{self.figure} has not improved for {self.patience} readings")
-
-    def state_dict(self) -> dict[str, Any]:
-        """The best reading and how long ago it was."""
-        return {"best": self.best, "waited": self.waited}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue waiting."""
-        self.best, self.waited = state["best"], state["waited"]
 
 
 class Checkpoint(Callback):
@@ -151,6 +139,7 @@ class Checkpoint(Callback):
     """
 
     catches_signals = True
+    remembers = ("_saved", "best_step", "best_value")
 
     def __init__(
         self, folder: str | Path, every: int = 100, keep: int = 3, best: str | None = None, mode: str = "min"
@@ -165,11 +154,9 @@ class Checkpoint(Callback):
         self._saved: int | None = None
 
     def on_start(self, run: Run) -> None:
-        """Refuse a folder whose newest checkpoint this run has not reached."""
         checkpoint.refuse_overtaken(self.folder, run.state.step)
 
     def on_boundary(self, run: Run) -> None:
-        """Save every ``every`` steps."""
         if run.state.step % self.every == 0:
             try:
                 self._save(run)
@@ -177,7 +164,6 @@ class Checkpoint(Callback):
                 warnings.warn(f"{error} The run continues.", HyperkronWarning, stacklevel=2)
 
     def on_end(self, run: Run) -> None:
-        """Save, unless the last step is saved already."""
         if self._saved != run.state.step:
             self._save(run)
 
@@ -198,11 +184,3 @@ class Checkpoint(Callback):
         if self.best_value is None:
             return True
         return value < self.best_value if self.mode == "min" else value > self.best_value
-
-    def state_dict(self) -> dict[str, Any]:
-        """The best so far, and the last step saved."""
-        return {"saved": self._saved, "best_step": self.best_step, "best_value": self.best_value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue comparing."""
-        self._saved, self.best_step, self.best_value = state["saved"], state["best_step"], state["best_value"]

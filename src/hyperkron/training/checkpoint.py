@@ -29,6 +29,7 @@ from hyperkron.solution import HyperkronWarning, warn_once
 from hyperkron.training import files, fingerprint
 from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, join, split
 from hyperkron.training.program import comparable
+from hyperkron.training.writing import flush_folder
 
 FORMAT = 1
 """The format this version writes."""
@@ -37,7 +38,7 @@ Migration = Callable[[dict[str, Any]], dict[str, Any]]
 MIGRATIONS: dict[int, Migration] = {}
 """For every older format, the function that makes a state of the next format of one of this format."""
 
-MANIFEST = "manifest.json"
+MANIFEST, STATE, TENSORS = "manifest.json", "state-rank00000.json", "tensors-rank00000.safetensors"
 MAX_MANIFEST = 2**26
 _STEP = re.compile(r"step-(\d{8,12})(\.replaced)?\Z")
 _TEMPORARY = ".tmp-"
@@ -94,7 +95,7 @@ class Saved:
 # --- writing -----------------------------------------------------------------------------------------------
 
 
-def write(folder: str | Path, step: int, state: dict[str, Any], about: About | None = None, rank: int = 0) -> Path:
+def write(folder: str | Path, step: int, state: dict[str, Any], about: About | None = None) -> Path:
     """Save ``state`` as ``folder/step-…``: written beside it, flushed to the disk, then renamed.
 
     Whatever interrupts it, a kill or a full disk, the checkpoints that were there stay as they are.
@@ -109,11 +110,10 @@ def write(folder: str | Path, step: int, state: dict[str, Any], about: About | N
         temporary = folder / f"{_TEMPORARY}{target.name}-{secrets.token_hex(4)}"
         try:
             temporary.mkdir()
-            tensor_file, state_file = _file_names(rank)
-            records = {tensor_file: files.write_tensors(temporary / tensor_file, tensors)}
-            records[state_file] = files.write_bytes(temporary / state_file, _dump(tree))
+            records = {TENSORS: files.write_tensors(temporary / TENSORS, tensors)}
+            records[STATE] = files.write_bytes(temporary / STATE, _dump(tree))
             files.write_bytes(temporary / MANIFEST, _manifest(step, about, records))
-            files.flush_folder(temporary)
+            flush_folder(temporary)
             _put_in_place(temporary, target)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -160,7 +160,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
             _delete(aside)
         target.rename(aside)
     temporary.rename(target)
-    files.flush_folder(target.parent)
+    flush_folder(target.parent)
     if aside.exists():
         _delete(aside)
 
@@ -168,7 +168,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        files.flush_folder(folder.parent)
+        flush_folder(folder.parent)
 
 
 def _delete(path: Path) -> None:
@@ -221,33 +221,31 @@ def candidates(folder: str | Path) -> list[Path]:
     return sorted(found, key=lambda path: (-_step(path), path.name))
 
 
-def check(path: str | Path, rank: int = 0) -> dict[str, Any]:
+def check(path: str | Path) -> dict[str, Any]:
     """The manifest of a checkpoint all of whose files are what was written; else :class:`DamagedCheckpoint`."""
-    manifest = _read_manifest(Path(path), rank)
+    manifest = _read_manifest(Path(path))
     for name, record in manifest["files"].items():
         files.verify(Path(path) / name, record)
     return manifest
 
 
-def read(path: str | Path, device: torch.device | str | None = None, rank: int = 0) -> Saved:
+def read(path: str | Path, device: torch.device | str | None = None) -> Saved:
     """Read one checkpoint; sizes and hashes are verified before anything is made of its content.
 
     Args:
         path: the folder ``…/step-…``.
         device: where tensors go; ``None`` puts each where it was.
-        rank: of this process.
     """
     path = Path(path)
-    manifest = _read_manifest(path, rank)
+    manifest = _read_manifest(path)
     form = manifest["format"]
     if form > FORMAT:
         raise CheckpointError(
             f"{path} has format {form}, but this version of hyperkron reads formats up to {FORMAT}; it was written by "
             f"hyperkron {manifest['versions'].get('hyperkron', '?')}: install that or a newer one."
         )
-    tensor_file, state_file = _file_names(rank)
-    tree, _ = files.read_json(path / state_file, manifest["files"][state_file])
-    with files.TensorFile(path / tensor_file, manifest["files"][tensor_file]) as tensors:
+    tree, _ = files.read_json(path / STATE, manifest["files"][STATE])
+    with files.TensorFile(path / TENSORS, manifest["files"][TENSORS]) as tensors:
         state = join(tree, tensors, device)
     for old in range(form, FORMAT):
         if old not in MIGRATIONS:
@@ -315,7 +313,7 @@ def differences(saved: Saved, now: About, *, allow: bool) -> list[str]:
     return lines
 
 
-def _read_manifest(path: Path, rank: int) -> dict[str, Any]:
+def _read_manifest(path: Path) -> dict[str, Any]:
     """The manifest, if it is byte for byte what its own hash says and describes this folder and these files."""
     manifest, data = files.read_json(path / MANIFEST, limit=MAX_MANIFEST)
     if not isinstance(manifest, dict) or _sealed({k: v for k, v in manifest.items() if k != "sha256"}) != data:
@@ -326,8 +324,7 @@ def _read_manifest(path: Path, rank: int) -> dict[str, Any]:
             raise TypeError("format, step and world_size must be whole numbers")
         if step != _step(path):
             raise DamagedCheckpoint(f"{MANIFEST} is of step {step}, but the folder is {path.name}")
-        expected = {name for r in range(world_size) for name in _file_names(r)} if 0 < world_size <= 10**5 else set()
-        if set(manifest["files"]) != expected or not expected.issuperset(_file_names(rank)):
+        if set(manifest["files"]) != {TENSORS, STATE}:
             raise DamagedCheckpoint(f"{MANIFEST} lists {sorted(manifest['files'])!r:.200}")
         for record in manifest["files"].values():
             if type(record["size"]) is not int or type(record["sha256"]) is not str:
@@ -343,7 +340,7 @@ def _read_manifest(path: Path, rank: int) -> dict[str, Any]:
 def _plausible(path: Path) -> bool:
     """Whether a checkpoint has its manifest and files of the right size: enough to count it, not to trust it."""
     try:
-        return all((path / n).stat().st_size == r["size"] for n, r in _read_manifest(path, 0)["files"].items())
+        return all((path / n).stat().st_size == r["size"] for n, r in _read_manifest(path)["files"].items())
     except (DamagedCheckpoint, OSError):
         return False
 
@@ -357,10 +354,6 @@ def _step(path: Path) -> int:
     if found is None:
         raise CheckpointError(f"{path} is not named like a checkpoint (step-00000123).")
     return int(found[1])
-
-
-def _file_names(rank: int) -> tuple[str, str]:
-    return f"tensors-rank{rank:05d}.safetensors", f"state-rank{rank:05d}.json"
 
 
 def changed_versions(saved: Mapping[str, str]) -> str:

@@ -7,7 +7,6 @@ import ctypes
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hyperkron.training.encoding import DTYPES, DamagedCheckpoint
+from hyperkron.training.writing import open_plain
 
 CHUNK = 2**20
 MAX_HEADER = 100_000_000
@@ -75,36 +75,17 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return file.record()
 
 
-def flush_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the system can."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 @contextlib.contextmanager
 def _plain_file(path: Path, size: int | None) -> Iterator[BinaryIO]:
     """An ordinary file of the given size, not a link, a pipe or a folder, opened for reading."""
-    flags = [getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")]
     try:
-        descriptor = os.open(path, os.O_RDONLY | sum(flags))
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path.name} cannot be opened ({error.strerror})") from error
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise DamagedCheckpoint(f"{path.name} is not an ordinary file")
-        if size is not None and found.st_size != size:
-            raise DamagedCheckpoint(f"{path.name} has {found.st_size} bytes instead of {size}")
-        with open(descriptor, "rb", closefd=False) as file:
+        with open_plain(path, follow=False) as file:
+            found = os.fstat(file.fileno()).st_size
+            if size is not None and found != size:
+                raise DamagedCheckpoint(f"{path.name} has {found} bytes instead of {size}")
             yield file
     except OSError as error:
         raise DamagedCheckpoint(f"{path.name} cannot be read ({error.strerror})") from error
-    finally:
-        os.close(descriptor)
 
 
 def verify(path: Path, record: dict[str, Any]) -> None:

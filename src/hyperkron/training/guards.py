@@ -11,10 +11,8 @@ import json
 import os
 import tempfile
 import warnings
-from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +22,6 @@ from hyperkron.hyper import DomainWeights, SampleWeights
 from hyperkron.solution import FactorizationError, HyperkronError, HyperkronWarning, NonFiniteError, Status
 from hyperkron.training.accumulation import Accumulated, batch_norms, length
 from hyperkron.training.history import Value
-from hyperkron.training.recording import describe
 from hyperkron.training.run import Callback, Run, Verdict
 from hyperkron.validation import check_interval, check_whole
 
@@ -67,6 +64,7 @@ class SkipFailures(Callback):
     """
 
     undoes = True
+    remembers = ("skipped", "streak", "_files")
 
     def __init__(
         self, limit: int = 5, folder: str | Path | None = None, statuses: Collection[Status] = frozenset()
@@ -81,14 +79,12 @@ class SkipFailures(Callback):
         self._reason = ""
 
     def on_report(self, run: Run, report: StepReport) -> None:
-        """Refuse a step whose hypergradient has one of the statuses."""
         if report.status is not None and report.status.name in self.statuses:
             raise NonFiniteError(
                 f"the hypergradient of step {report.step} is {report.status.name}: {report.status.value}"
             )
 
     def on_failure(self, run: Run, error: Exception) -> Verdict | None:
-        """Note the batches; skip the step, or end the run."""
         if not isinstance(error, (NonFiniteError, FactorizationError)):
             return None
         self.streak, self.skipped = self.streak + 1, self.skipped + 1
@@ -100,7 +96,6 @@ class SkipFailures(Callback):
         return Verdict.SKIP
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        """How many so far, in the rows of skipped steps."""
         if report.status is not Status.SKIPPED:
             self.streak = 0
             return None
@@ -110,30 +105,23 @@ class SkipFailures(Callback):
         """Write the file of the failed step; its path, or ``None`` where that is not possible or allowed."""
         if self._files >= MAX_DUMPS:
             if self._files == MAX_DUMPS:
-                text = f"{MAX_DUMPS} files describe skipped steps; further ones get none."
-                warnings.warn(text, HyperkronWarning, stacklevel=2)
+                _warn(f"{MAX_DUMPS} files describe skipped steps; further ones get none.")
             self._files += 1
             return None
         if self._dumps is None:
             self._dumps = run.folder or Path(tempfile.mkdtemp(prefix="hyperkron-"))
-        path = self._dumps / f"failed-rank{run.rank:05d}-step-{run.state.step:08d}.json"
+        path = self._dumps / f"failed-rank00000-step-{run.state.step:08d}.json"
         temporary = path.with_name(f".{path.name}.tmp")
-        content = {"step": run.state.step, "error": self._reason, "batches": describe(run.batches)}
+        content = {"step": run.state.step, "error": self._reason, "batches": run.batches.describe()}
         try:
             self._dumps.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(content, indent=1), "utf-8")
             os.replace(temporary, path)
         except OSError as error:
-            warnings.warn(f"{path} could not be written: {error}", HyperkronWarning, stacklevel=2)
+            _warn(f"{path} could not be written: {error}")
             return None
         self._files += 1
         return path
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"skipped": self.skipped, "streak": self.streak, "files": self._files}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped, self.streak, self._files = state["skipped"], state["streak"], state["files"]
 
 
 class HalveOnOutOfMemory(Callback):
@@ -157,6 +145,7 @@ class HalveOnOutOfMemory(Callback):
     """
 
     undoes = True
+    remembers = ("micro_batch",)
 
     def __init__(self, micro_batch: int | None = None, least: int = 1) -> None:
         check_whole("least", least)
@@ -165,7 +154,6 @@ class HalveOnOutOfMemory(Callback):
         self.micro_batch, self.least = micro_batch, least
 
     def on_start(self, run: Run) -> None:
-        """Let the run's problem be evaluated in pieces."""
         self._problem(run).resize(self.micro_batch)
 
     def _problem(self, run: Run) -> Accumulated:
@@ -177,10 +165,9 @@ class HalveOnOutOfMemory(Callback):
         return problem
 
     def on_failure(self, run: Run, error: Exception) -> Verdict | None:
-        """Halve, free what is free, and ask for the step once more."""
         if not out_of_memory(error):
             return None
-        sizes = [length(_examples(run, note)) for note in run.batches.notes]
+        sizes = [length(run.batches.examples(note)) for note in run.batches.notes]
         now = min(max(sizes, default=0), self.micro_batch or max(sizes, default=0))
         mixing = batch_norms(run.state.model)
         if mixing:
@@ -194,11 +181,9 @@ class HalveOnOutOfMemory(Callback):
         problem = self._problem(run)
         problem.resize(self.micro_batch)
         run.state.problem = problem  # a recorded inner step was for larger pieces
-        warnings.warn(
+        _warn(
             f"out of memory at step {run.state.step} with {now} examples; it is tried again, and the run goes on, in "
-            f"micro-batches of {self.micro_batch}.",
-            HyperkronWarning,
-            stacklevel=2,
+            f"micro-batches of {self.micro_batch}."
         )
         gc.collect()
         if torch.cuda.is_available():
@@ -206,14 +191,13 @@ class HalveOnOutOfMemory(Callback):
         return Verdict.RETRY
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        """The size, where there is one."""
         return None if self.micro_batch is None else {"micro_batch": self.micro_batch}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"micro_batch": self.micro_batch}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.micro_batch = state["micro_batch"]
+def _warn(message: str, before: bool = False) -> bool:
+    if not before:
+        warnings.warn(message, HyperkronWarning, stacklevel=3)
+    return True
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -222,10 +206,6 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, (RuntimeError, MemoryError)) and any(words in str(error) for words in told)
     )
-
-
-def _examples(run: Run, note: Any) -> Any:
-    return getattr(run.batches, f"{note.level}_source").batch(note.value) if note.kind == "index" else note.value
 
 
 class WatchWeights(Callback):
@@ -246,6 +226,8 @@ class WatchWeights(Callback):
         2.0
     """
 
+    remembers = ("_warned",)
+
     def __init__(
         self,
         fraction: float = 0.01,
@@ -259,7 +241,6 @@ class WatchWeights(Callback):
         self._warned = False
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        """Look, where it is due."""
         if (report.step + 1) % self.every:
             return None
         weights = example_weights(run) if self.weights is None else self.weights(run)
@@ -272,18 +253,10 @@ class WatchWeights(Callback):
             f"the weights have collapsed at step {report.step}: an effective sample size of {effective:.4g} of {count} "
             f"examples. {Status.COLLAPSED.value}"
         )
-        if not self._warned:
-            self._warned = True
-            warnings.warn(message, HyperkronWarning, stacklevel=2)
+        self._warned = _warn(message, self._warned)
         if self.stop:
             run.stop(message)
         return {"effective_sample_size": effective, "guard": Status.COLLAPSED.name}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"warned": self._warned}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._warned = state["warned"]
 
 
 def effective_sample_size(weights: Tensor) -> float:
@@ -317,19 +290,19 @@ class WatchInverses(Callback):
         limit: stale steps in a row that end the run.
     """
 
+    remembers = ("_failed", "_streak", "_warned")
+
     def __init__(self, age: int = 100, kept: int = 3, window: int = 20, limit: int = 50) -> None:
         for name, value in (("age", age), ("kept", kept), ("window", window), ("limit", limit)):
             check_whole(name, value)
         self.age, self.kept, self.window, self.limit = age, kept, window, limit
-        self._failed: deque[int] = deque()
+        self._failed: list[int] = []
         self._streak, self._warned = 0, False
 
     def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        """Read age and status."""
         if report.status is Status.KEPT_PREVIOUS:
             self._failed.append(report.step)
-        while self._failed and self._failed[0] <= report.step - self.window:
-            self._failed.popleft()
+        self._failed = [step for step in self._failed if step > report.step - self.window]
         age = report.stats.get("curvature_age", 0)
         old = isinstance(age, int) and age > self.age
         if not old and len(self._failed) < self.kept:
@@ -338,15 +311,7 @@ class WatchInverses(Callback):
         self._streak += 1
         why = f"its age is {age}" if old else f"refreshing it failed {len(self._failed)} times in {self.window} steps"
         message = f"the inverse used at step {report.step} is stale: {why}. {Status.STALE.value}"
-        if not self._warned:
-            self._warned = True
-            warnings.warn(message, HyperkronWarning, stacklevel=2)
+        self._warned = _warn(message, self._warned)
         if self._streak >= self.limit:
             run.stop(message)
         return {"guard": Status.STALE.name}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"failed": list(self._failed), "streak": self._streak, "warned": self._warned}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._failed, self._streak, self._warned = deque(state["failed"]), state["streak"], state["warned"]

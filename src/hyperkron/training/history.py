@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from array import array
 from bisect import bisect_left
@@ -13,6 +14,11 @@ from typing import Any
 from hyperkron.solution import HyperkronError
 
 Value = float | int | str | None
+
+
+def plain(value: Any) -> Any:
+    """A figure as strict JSON has it: ``None`` for what is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class History:

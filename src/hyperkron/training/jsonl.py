@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
 from hyperkron.solution import HyperkronError, warn_once
-from hyperkron.training.history import History
-from hyperkron.training.recording import plain
-from hyperkron.training.writing import open_plain
+from hyperkron.training.history import History, plain
+from hyperkron.training.writing import open_ordinary, open_plain
 
 MAX_LINE = 2**20
 """Bytes of a line; a longer one is not of this library."""
@@ -27,11 +25,10 @@ class JSONLog:
 
     Args:
         folder: of the run.
-        rank: of this process.
     """
 
-    def __init__(self, folder: str | Path, rank: int = 0) -> None:
-        self.path = Path(folder) / f"log-rank{rank:05d}.jsonl"
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder) / "log-rank00000.jsonl"
         self._written: int | None = None  # lines that are known to be in the file
 
     def begin(self, history: History) -> None:
@@ -43,7 +40,7 @@ class JSONLog:
         """Append the rows that are not in the file yet."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(open_log(self.path), "r+b") as file:
+            with os.fdopen(open_ordinary(self.path, os.O_RDWR | os.O_CREAT, follow=False), "r+b") as file:
                 if self._written is None:
                     self._written = _agreeing(file, history)
                     file.truncate()
@@ -94,16 +91,6 @@ def _row(text: bytes, path: str | Path) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise HyperkronError(f"path={str(path)!r} holds the line {text[:60]!r}, which is not a row of a run.")
     return row
-
-
-def open_log(path: Path) -> int:
-    """An ordinary file, made if it is not there, never through a link and never waiting for a pipe; its descriptor."""
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(0, "it is not an ordinary file")
-    return descriptor
 
 
 def _agreeing(file: Any, history: History) -> int:

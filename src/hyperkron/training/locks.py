@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import socket
-import stat
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hyperkron.training.encoding import CheckpointError
+from hyperkron.training.writing import open_ordinary, open_plain
 
 NAME = ".lock"
 NAME_WITHOUT_LOCKS = ".lock-holder"
@@ -92,10 +92,8 @@ class FolderLock:
     def _take(self) -> None:
         """Lock the file; again where its last holder removed it in between."""
         for _ in range(_TRIES):
-            file = _open(self.path)
+            file = open_ordinary(self.path, os.O_RDWR | os.O_CREAT, follow=False)
             try:
-                if not stat.S_ISREG(os.fstat(file).st_mode):
-                    raise OSError(errno.EINVAL, f"{NAME} is not an ordinary file")
                 _lock(file)
                 if not _same(file, self.path):
                     os.close(file)
@@ -117,7 +115,7 @@ class FolderLock:
         """Who makes the file holds the lock."""
         for _ in range(_TRIES):
             with contextlib.suppress(FileExistsError):
-                self._file = _open(self.path, os.O_EXCL)
+                self._file = open_ordinary(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, follow=False)
                 return _write_record(self._file)
             found = read_record(self.path)
             if _gone(found):
@@ -142,9 +140,7 @@ class FolderLock:
 
     def _give_back(self) -> None:
         _HELD.discard(self)
-        if os.name == "posix" and _same(
-            self._file, self.path
-        ):  # while it is held, so that it is surely not the file of another holder
+        if os.name == "posix" and _same(self._file, self.path):  # while it is held: it is not another holder's
             self._unlink()
         os.close(self._file)
         self._file = -1
@@ -165,19 +161,11 @@ class FolderLock:
 def read_record(path: Path) -> dict[str, Any]:
     """Who holds a lock: ``pid``, ``host`` and ``since``; empty where the file does not say."""
     try:
-        file = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-        try:
-            found = json.loads(os.read(file, MAX_RECORD).decode("ascii"))
-        finally:
-            os.close(file)
+        with open_plain(path, follow=False) as file:
+            found = json.loads(file.read(MAX_RECORD).decode("ascii"))
         return {"pid": int(found["pid"]), "host": f"{found['host']:.100}", "since": f"{found['since']:.40}"}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
-
-
-def _open(path: Path, extra: int = 0) -> int:
-    flags = os.O_RDWR | os.O_CREAT | extra | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK"))
-    return os.open(path, flags, 0o644)
 
 
 def _write_record(file: int) -> None:

@@ -57,17 +57,14 @@ class Program:
     Args:
         parts: by the names that lines begin with.
         own: modules whose parameters and buffers are the run's state: their values are not described.
-        known: lines that are recorded elsewhere and left out here.
 
     Example:
         >>> Program({"model": nn.Sequential(nn.Tanh(), nn.Dropout(0.5))}, []).lines()["model.1"]
         'Dropout(inplace=False, p=0.5)'
     """
 
-    def __init__(
-        self, parts: Mapping[str, Any], own: Iterable[nn.Module], known: Mapping[str, str] | None = None
-    ) -> None:
-        self._parts, self._own, self._known = dict(parts), list(own), dict(known or {})
+    def __init__(self, parts: Mapping[str, Any], own: Iterable[nn.Module]) -> None:
+        self._parts, self._own = dict(parts), list(own)
         self._contents = Contents()
         self._begin = self._describe()
 
@@ -76,12 +73,15 @@ class Program:
         for name, part in self._parts.items():
             walker.walk(part, name)
         walker.finish()
-        found = {path: line for path, line in walker.lines.items() if self._known.get(path) != line}
-        return {BYTECODE: contents.BYTECODE, **found}
+        return {BYTECODE: contents.BYTECODE, **walker.lines}
+
+    def begin(self) -> dict[str, str]:
+        """The lines as they were when the run was made, without that of the interpreter."""
+        return {path: self._read(line) for path, line in self._begin.items() if path != BYTECODE}
 
     def lines(self) -> dict[str, str]:
         """The lines as they were when the run was made; those that are others by now are ``MOVING``."""
-        begin = {path: self._read(line) for path, line in self._begin.items()}
+        begin = {BYTECODE: contents.BYTECODE, **self.begin()}
         now = {path: self._read(line) for path, line in self._describe().items()}
         return {
             **{path: line if now.get(path) == line else MOVING for path, line in begin.items()},
@@ -353,12 +353,17 @@ def _read_by_name(x: Any) -> bool:
 def _parts(x: Any) -> Iterable[tuple[str, Any]]:
     """What an object consists of, by name."""
     module = type(x).__module__
-    if isinstance(x, (torch.optim.Optimizer, torch.Generator)):
+    if isinstance(x, torch.Generator):
         return []
+    if isinstance(x, torch.optim.Optimizer):
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in x.param_groups]
+        return list(groups[0].items()) if len(groups) == 1 else [(str(i), group) for i, group in enumerate(groups)]
     if isinstance(x, (LRScheduler, ReduceLROnPlateau)):
-        return [(name, vars(x)[name]) for name in ("lr_lambdas", "_schedulers") if name in vars(x)]
+        kept = [name for name in vars(x) if name == "_schedulers" or (name[0] != "_" and name not in _UNSEEN)]
+        return [(name, vars(x)[name]) for name in kept]
     if isinstance(x, DataLoader):
-        return [(name, getattr(x, name)) for name in ("dataset", "collate_fn", "sampler", "batch_sampler", "drop_last")]
+        names = ("dataset", "batch_size", "collate_fn", "sampler", "batch_sampler", "drop_last")
+        return [(name, getattr(x, name)) for name in names]
     if isinstance(x, functools.partial):
         return [("func", x.func), ("args", x.args), ("keywords", x.keywords)]
     if module.split(".")[0] == "pandas":

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from hyperkron.solution import HyperkronError, warn_once
 
@@ -61,13 +62,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 def same_random_state(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Whether two :func:`random_state` are equal."""
-    if a.keys() != b.keys():
-        return False
-    return all(
-        same_random_state(x, b[name])
-        if isinstance(x, dict)
-        else torch.equal(x, b[name])
-        if isinstance(x, torch.Tensor)
-        else x == b[name]
-        for name, x in a.items()
+    (mine, structure), (its, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    return structure == other and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(mine, its, strict=True)
     )

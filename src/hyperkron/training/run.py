@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
 import time
@@ -22,9 +23,8 @@ from hyperkron.training.jsonl import JSONLog
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.program import Program
 from hyperkron.training.randomness import random_state, set_random_state
-from hyperkron.training.recording import RecordedBatches
-from hyperkron.training.rollback import TrainingSnapshot, refuse_non_finite
 from hyperkron.training.signals import Interrupted, Signals
+from hyperkron.training.undo import RecordedBatches, TrainingSnapshot, refuse_non_finite
 from hyperkron.validation import check_nonnegative, check_whole
 
 
@@ -44,11 +44,13 @@ class Callback:
         catches_signals: whether SIGTERM and SIGINT wait for the end of the step, so that this callback can save.
         undoes: whether steps must be undoable, so that ``on_failure`` can skip or retry them.
         folder: where the run is saved, or ``None``; no other run can write there meanwhile.
+        remembers: the names of attributes that the next call depends on: they are saved with the run.
     """
 
     catches_signals: bool = False
     undoes: bool = False
     folder: Path | None = None
+    remembers: tuple[str, ...] = ()
 
     def on_start(self, run: Run) -> None:
         """Before the first step of a call of :meth:`Run.advance`."""
@@ -75,10 +77,12 @@ class Callback:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next call depends on, as plain values."""
-        return {}
+        return {name.lstrip("_"): copy.copy(getattr(self, name)) for name in self.remembers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a :meth:`state_dict`."""
+        for name in self.remembers:
+            setattr(self, name, copy.copy(state[name.lstrip("_")]))
 
 
 class Run:
@@ -92,10 +96,7 @@ class Run:
         stopped: why it ended early, or ``None``.
         failure: the error of a step that ended the run (with ``record_failure``), or ``None``.
         goal: the step at which the current call of :meth:`advance` ends, or ``None`` if only time ends it.
-        rank: the number of this process among those of the run.
     """
-
-    rank = 0
 
     def __init__(
         self,
@@ -123,11 +124,11 @@ class Run:
         self._random: dict[str, Any] | None = None
         self._log: JSONLog | None = None
         self._locks: dict[Path, FolderLock] = {}
-        parts = fingerprint.parts(algorithm, state, batches)
-        kinds = [type(callback) for callback in self.callbacks]
-        self._config = fingerprint.describe({**parts, "callbacks": kinds})
+        self._settings = Program(fingerprint.settings(algorithm, state), [state.model, state.hyper])
+        data = {level: getattr(batches, f"{level}_source") for level in ("inner", "outer", "curvature")}
+        parts = {f"{level}_data": source for level, source in data.items() if source is not None}
         parts |= {"problem": state.problem, "model": state.model, "hyper": state.hyper}
-        self._program = Program(parts, [state.model, state.hyper], self._config)
+        self._program = Program(parts, [state.model, state.hyper])
 
     def stop(self, reason: str) -> None:
         """End the run after this step."""
@@ -204,7 +205,7 @@ class Run:
             for callback in self.callbacks:
                 callback.on_start(self)
             if self.folder is not None:
-                self._log = JSONLog(self.folder, self.rank)
+                self._log = JSONLog(self.folder)
                 self._log.begin(self.history)
             yield
 
@@ -331,7 +332,9 @@ class Run:
     def about(self) -> checkpoint.About:
         """What this run is made of; a checkpoint is resumed only where it is the same."""
         model, hyper = fingerprint.tensors(self.state.model), fingerprint.tensors(self.state.hyper)
-        return checkpoint.About(model, hyper, self._config, program=self._program.lines())
+        kinds = {f"callbacks.{i}": type(callback).__qualname__ for i, callback in enumerate(self.callbacks)}
+        config = {**self._settings.begin(), **kinds}
+        return checkpoint.About(model, hyper, config, program=self._program.lines())
 
     def save(self, folder: str | Path) -> Path:
         """Write everything the rest of the run depends on to ``folder/step-…``, and return that path.

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hyperkron.solution import HyperkronError
-from hyperkron.training.history import Value
-from hyperkron.training.recording import plain
+from hyperkron.training.history import Value, plain
 from hyperkron.training.run import Callback, Run
 from hyperkron.validation import check_whole
 
@@ -58,19 +57,16 @@ class Tracker(Callback):
         """Send what is left and close."""
 
     def on_start(self, run: Run) -> None:
-        """Open."""
         self.open(run)
         self._open = True
 
     def on_boundary(self, run: Run) -> None:
-        """Send the row of the step, where it is due."""
         row = run.history[-1]
         step = int(row["step"])  # type: ignore[arg-type]
         if step % self.every == 0:
             self.log(step, *_sorted(row))
 
     def on_exit(self, run: Run) -> None:
-        """Close, also after an error."""
         if self._open:
             self._open = False
             self.close()
@@ -119,16 +115,12 @@ class TensorBoard(Tracker):
 class _Identified(Tracker):
     """A tracker whose service gives a run an identity, by which it is found again."""
 
+    remembers = ("_id",)
+
     def __init__(self, project: str, name: str | None = None, every: int = 1, **options: Any) -> None:
         super().__init__(every)
         self.project, self.name, self._options = project, name, options
         self._id: str | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"id": self._id}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._id = state["id"]
 
 
 class WandB(_Identified):
@@ -226,7 +218,6 @@ class RichProgress(Callback):
         self._task: Any = None
 
     def on_start(self, run: Run) -> None:
-        """Show the bar."""
         rich = need("rich.progress", "cli", "RichProgress()")
         columns = ("{task.description}", rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn())
         self._bar = rich.Progress(*columns)
@@ -234,13 +225,11 @@ class RichProgress(Callback):
         self._bar.start()
 
     def on_boundary(self, run: Run) -> None:
-        """Move it."""
         loss = run.row.get("outer_loss")
         told = f"outer {loss:.4g}" if isinstance(loss, float) else "skipped"
         self._bar.update(self._task, completed=run.state.step, description=told)
 
     def on_exit(self, run: Run) -> None:
-        """Leave it as it is."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hyperkron.solution import HyperkronError
-from hyperkron.training.files import flush_folder
 
 try:
     import fcntl
@@ -27,24 +26,24 @@ _END = ".part"
 # --- reading -----------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def open_plain(path: Path) -> Iterator[BinaryIO]:
-    """An ordinary file, opened for reading.
+def open_ordinary(path: Path, flags: int, follow: bool = True) -> int:
+    """The descriptor of an ordinary file; OSError for a folder, a pipe, a device or, unless ``follow``, a link.
 
-    Raises:
-        OSError: where it is a folder, a pipe or a device; a pipe is not waited for.
+    A pipe is not waited for.
     """
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-    descriptor = os.open(path, flags)
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            what = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-            raise OSError(errno.EINVAL, f"it is {what}, not an ordinary file", str(path))
-        with open(descriptor, "rb", closefd=False) as file:
-            yield file
-    finally:
+    names = ("O_NONBLOCK", "O_BINARY", "O_CLOEXEC", *(() if follow else ("O_NOFOLLOW",)))
+    descriptor = os.open(path, flags | sum(getattr(os, name, 0) for name in names), 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise OSError(errno.EINVAL, f"it is {what}, not an ordinary file", str(path))
+    return descriptor
+
+
+def open_plain(path: Path, follow: bool = True) -> BinaryIO:
+    """An ordinary file, opened for reading; see :func:`open_ordinary`."""
+    return os.fdopen(open_ordinary(path, os.O_RDONLY, follow), "rb")
 
 
 def read_plain(path: Path) -> bytes:
@@ -54,6 +53,16 @@ def read_plain(path: Path) -> bytes:
 
 
 # --- writing -----------------------------------------------------------------------------------------------
+
+
+def flush_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where the system can."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def unwritable(path: Path, error: OSError, needed: int | None = None, then: str = "") -> HyperkronError:

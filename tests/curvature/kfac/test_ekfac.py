@@ -16,8 +16,8 @@ from hyperkron.curvature import KroneckerState
 from hyperkron.curvature.kfac import eigen
 from hyperkron.curvature.kfac.eigen import EigenInverses
 from hyperkron.curvature.kfac.factors import LowRank
+from hyperkron.curvature.kfac.grams import GRADIENTS
 from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS
-from hyperkron.curvature.kfac.spectrum import GRADIENTS
 
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": lambda: make(mlp(3, 4, 3), (3,), loss="cross_entropy", count=8, hyper=random_weights(8)),

@@ -156,7 +156,7 @@ def test_one_coefficient_for_all_needs_no_scales(alpha: float | Tensor) -> None:
     inner = lambda m, h, b: hk.losses.mse(m(b[0]), b[1], weight=h()) + hk.losses.l2(m, alpha)  # noqa: E731
     method = hk.kfac(DAMPING)
     method.compute(hk.BilevelProblem(inner, case.outer), *case.arguments[1:])
-    assert method.state_dict()["curvature"]["inverses"]["scales"] == {}
+    assert method.state_dict()["curvature"]["scales"] == {}
 
 
 def test_coefficients_of_single_rows_are_averaged_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:

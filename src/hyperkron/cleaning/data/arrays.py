@@ -19,16 +19,13 @@ from hyperkron.cleaning.data.values import Array, label_names
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import open_plain
 
-_PIXELS = 32 * 32 * 3
-
 
 def read_npz(path: Path, options: ReadOptions) -> dict[str, Array]:
     """Every array of a ``.npz`` file; pickled ones, and sizes that do not add up, are refused."""
     try:
         with open_plain(path) as stored, zipfile.ZipFile(stored) as archive:
             entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
-            size = sum(entry.file_size for entry in entries)
-            Bounds(path, options).size(size)
+            Bounds(path, options).check("max_bytes", sum(entry.file_size for entry in entries))
             if not entries:
                 raise HyperkronError(f"{str(path)!r} is empty: it holds no array.")
             return {entry.filename.removesuffix(".npy"): _member(archive, entry, path) for entry in entries}
@@ -82,8 +79,8 @@ def read_npz_rows(place: Place) -> Raw:
     if x.ndim <= 2:
         width = x.shape[1] if x.ndim == 2 else 1
         bounds = Bounds(place.path, place.options)
-        bounds.columns(width)
-        bounds.cells(y.size * (width + 1))
+        bounds.check("max_columns", width)
+        bounds.check("max_cells", y.size * (width + 1))
     return array_rows(x, y, place.name, classes)
 
 
@@ -134,14 +131,7 @@ def _npz(content: Mapping[str, Any]) -> bytes:
 
 
 def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
-    """Rows of arrays in memory: texts (N,), a table (N, d), or images (N, H, W), (N, H, W, C) or (N, C, H, W).
-
-    Args:
-        x: the inputs.
-        y: the labels.
-        name: what messages call the source.
-        classes: the names that integer labels stand for.
-    """
+    """Rows of arrays: texts (N,), a table (N, d), or images (N, H, W), (N, H, W, C) or (N, C, H, W), and labels."""
     inputs, targets = np.asarray(x), np.asarray(y)
     if targets.ndim == 2 and 1 in targets.shape:
         targets = targets.reshape(-1)
@@ -215,21 +205,21 @@ def read_cifar(place: Place) -> Raw:
     """
     folder, part = place.path, place.part or "train"
     ten = not (folder / "train.bin").is_file()
-    patterns = ("data_batch_*.bin", "test_batch.bin") if ten else ("train.bin", "test.bin")
-    pattern = dict(zip(("train", "test"), patterns, strict=True)).get(part)
+    ten_parts = {"train": "data_batch_*.bin", "test": "test_batch.bin"}
+    pattern = (ten_parts if ten else {"train": "train.bin", "test": "test.bin"}).get(part)
     files = sorted(folder.glob(pattern)) if pattern else []
     if not files:
         raise HyperkronError(f"part={part!r} is not in {str(folder)!r}; there is train and test.")
     ahead = 1 if ten else 2
+    size = ahead + 32 * 32 * 3
     records = []
     for file in files:
         content = np.frombuffer(read_bounded(file, place.options), dtype=np.uint8)
-        if not len(content) or len(content) % (ahead + _PIXELS):
+        if not len(content) or len(content) % size:
             raise HyperkronError(
-                f"{str(file)!r} has {len(content)} bytes, no multiple of the {ahead + _PIXELS} of a CIFAR record; "
-                "fetch it again."
+                f"{str(file)!r} has {len(content)} bytes, no multiple of the {size} of a CIFAR record; fetch it again."
             )
-        records.append(content.reshape(-1, ahead + _PIXELS))
+        records.append(content.reshape(-1, size))
     joined = np.concatenate(records)
     classes = _cifar_names(folder / ("batches.meta.txt" if ten else "fine_label_names.txt"))
     labels = joined[:, ahead - 1].astype(np.int64)

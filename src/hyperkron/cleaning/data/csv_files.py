@@ -55,7 +55,7 @@ def _split(text: str, delimiter: str, bounds: Bounds) -> Iterator[tuple[list[str
         for line in lines(text):
             marks = line.count(delimiter)
             if marks > _CROWDED * bounds.options.max_columns:
-                bounds.columns(marks)
+                bounds.check("max_columns", marks)
             consumed.append(line)
             yield line
 
@@ -69,7 +69,7 @@ def _split(text: str, delimiter: str, bounds: Bounds) -> Iterator[tuple[list[str
             consumed.clear()
     except csv.Error as error:
         if "field limit" in str(error):
-            bounds.field(bounds.options.max_field + 1, reader.line_num)
+            bounds.check("max_field", bounds.options.max_field + 1, f" line {reader.line_num}")
         raise HyperkronError(
             f"{bounds.name} is not valid CSV at line {reader.line_num}: {error}. A quote inside a quoted field is "
             'doubled (""), and every quoted field ends with a quote.'
@@ -93,7 +93,7 @@ def _open(path: Path, options: ReadOptions, *, texts: bool = False) -> _File:
         rows, ragged, cells = [], [], 0
         for fields, raw, line in records:
             cells += len(fields)
-            bounds.cells(cells)
+            bounds.check("max_cells", cells)
             rows.append((fields, raw if texts else ""))
             if len(fields) != len(header):
                 ragged.append(f"line {line} has {len(fields)}")
@@ -108,7 +108,7 @@ def _open(path: Path, options: ReadOptions, *, texts: bool = False) -> _File:
 def _check_header(header: list[str], bounds: Bounds) -> None:
     if not any(header):
         raise HyperkronError(f"{bounds.name} is empty: it has no header. Its first line must name the columns.")
-    bounds.columns(len(header))
+    bounds.check("max_columns", len(header))
     refuse_repeated(header, bounds.name)
     if all(_is_number(name) for name in header):
         raise HyperkronError(

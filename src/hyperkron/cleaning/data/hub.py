@@ -43,12 +43,10 @@ def _remedy(error: Exception, split: str) -> str:
     told = f"{type(error).__name__} {error}".lower()
     if "config name is missing" in told or "builderconfig" in told:
         return "Name a configuration: hf:NAME@CONFIGURATION:SPLIT."
-    if "unknown split" in told or "split" in told:
+    if "split" in told:
         return f"Name a split that it has instead of {split!r}: hf:NAME:SPLIT."
-    offline = isinstance(error, OSError) or any(
-        word in told for word in ("connect", "offline", "resolve", "timeout", "hub", "reach")
-    )
-    if offline:
+    signs = ("connect", "offline", "resolve", "timeout", "hub", "reach")
+    if isinstance(error, OSError) or any(sign in told for sign in signs):
         return (
             "If this machine has no way to huggingface.co, save the dataset as Parquet where it has "
             "(datasets.load_dataset(...).to_parquet('train.parquet')) and read that file; a private dataset needs "

@@ -10,7 +10,7 @@ from hyperkron.cleaning.data.arrays import pictures_npz, read_npz
 from hyperkron.cleaning.data.csv_files import csv_line
 from hyperkron.cleaning.data.files import listing, np
 from hyperkron.cleaning.data.formulas import FormulaCells
-from hyperkron.cleaning.data.images import FORMATS, load_images, open_image
+from hyperkron.cleaning.data.images import SUFFIXES, load_images, open_image
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Place, Raw
 from hyperkron.cleaning.data.limits import ReadOptions
@@ -40,7 +40,7 @@ def class_files(folder: Path, part: str | None = None) -> list[tuple[str, str]]:
         root = folder if direct else folder / inner[0]
     found = []
     for entry in sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")):
-        files = (p for p in sorted(entry.rglob("*")) if p.suffix.lower()[1:] in FORMATS and not p.name.startswith("."))
+        files = (p for p in sorted(entry.rglob("*")) if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
         found += [(p.relative_to(folder).as_posix(), entry.name) for p in files]
     return found
 
@@ -51,7 +51,7 @@ def read_class_folder(place: Place) -> Raw:
     if not files:
         raise HyperkronError(
             f"{str(place.path)!r} is empty: no image in it. It must hold one folder per class with files of the types "
-            f"{listing(FORMATS, 20)}."
+            f"{listing(SUFFIXES, 20)}."
         )
     paths, labels = [path for path, _ in files], [name for _, name in files]
     pictures, broken, notes = load_images(paths, place.path, place.name, place.options, place.shape)

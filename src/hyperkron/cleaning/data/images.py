@@ -14,19 +14,9 @@ from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.values import Array, is_missing
 from hyperkron.solution import HyperkronError
 
-FORMATS = {
-    "png": "PNG",
-    "jpg": "JPEG",
-    "jpeg": "JPEG",
-    "webp": "WEBP",
-    "bmp": "BMP",
-    "gif": "GIF",
-    "tif": "TIFF",
-    "tiff": "TIFF",
-    "ppm": "PPM",
-    "pgm": "PPM",
-}
-"""Suffixes of image files and the decoders they may use; no decoder that starts another program is among them."""
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+"""Of image files."""
+_DECODERS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # none that starts another program is among them
 _GREY = frozenset({"1", "L", "LA", "I;16", "I;16B"})
 _SIDE = 64  # pictures of different sizes are scaled to at most this
 
@@ -49,7 +39,7 @@ def open_image(value: Any, folder: Path | None, where: str, max_pixels: int) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", image.DecompressionBombWarning)  # the limit below is the one that counts
         try:
-            opened = image.open(source, formats=sorted(set(FORMATS.values())))
+            opened = image.open(source, formats=_DECODERS)
         except image.DecompressionBombError as error:
             raise HyperkronError(_bomb(value, where, str(error), max_pixels)) from error
     if opened.size[0] * opened.size[1] > max_pixels:

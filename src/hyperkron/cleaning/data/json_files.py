@@ -43,11 +43,11 @@ def read_json_lines(path: Path, options: ReadOptions) -> list[Record]:
                 '{"name": value, ...}.'
             )
         if len(line) > options.max_field:
-            bounds.field(_longest(value), number)
+            bounds.check("max_field", _longest(value), f" line {number}")
         rows.append((value, line))
         names.update(value)
-        bounds.columns(len(names))
-        bounds.cells(len(rows) * len(names))
+        bounds.check("max_columns", len(names))
+        bounds.check("max_cells", len(rows) * len(names))
     return rows
 
 
@@ -82,9 +82,9 @@ def read_json_rows(place: Place) -> Frame:
     """The columns of the objects; None where one lacks a name."""
     records = _records(place)
     names, bounds = _names(records), Bounds(place.path, place.options)
-    bounds.columns(len(names))
-    bounds.cells(len(records) * len(names))
-    bounds.field(max((_longest(value) for value, _ in records), default=0))
+    bounds.check("max_columns", len(names))
+    bounds.check("max_cells", len(records) * len(names))
+    bounds.check("max_field", max((_longest(value) for value, _ in records), default=0))
     columns = {name: [value.get(name) for value, _ in records] for name in names}
     return Frame(place.path.name, columns, place.path.parent)
 

@@ -56,8 +56,21 @@ class ReadOptions:
         check_one_of("abstain", self.abstain, ("first", "drop"))
 
 
+_TOO_MUCH = {
+    "max_columns": "has {count} columns or more; at most max_columns={most} are read. Keep those you need; if you "
+    "have the memory, read it with ReadOptions(max_columns=...).",
+    "max_cells": "has {count} cells (rows × columns) or more; at most max_cells={most} are read. Take fewer rows or "
+    "columns; if you have the memory, read it with ReadOptions(max_cells=...).",
+    "max_bytes": "holds {count} bytes or more once decompressed, more than max_bytes={most}; if you trust the file, "
+    "read it with ReadOptions(max_bytes=...).",
+    "max_field": "has a field of more than max_field={most} characters; is a quote missing that ends it? Shorten it, "
+    "or read it with ReadOptions(max_field=...).",
+}
+_MADE_TO_FILL = "made to fill the memory. If you trust the file,"
+
+
 class Bounds:
-    """Refuses whatever a file holds beyond its limits, and more than an honest file of its size can hold."""
+    """Refuses what a file holds beyond the limits of ``options``, or beyond what an honest file of its size holds."""
 
     def __init__(self, path: Path, options: ReadOptions) -> None:
         self.name, self.options = repr(str(path)), options
@@ -66,45 +79,21 @@ class Bounds:
         except OSError:
             self.stored = 0
 
-    def columns(self, count: int) -> None:
-        if count > self.options.max_columns:
-            raise HyperkronError(
-                f"{self.name} has {count} columns or more; at most max_columns={self.options.max_columns} are read. "
-                "Keep the columns you need; if you have the memory, read it with ReadOptions(max_columns=...)."
-            )
-
-    def cells(self, count: int) -> None:
-        if count > self.options.max_cells:
-            raise HyperkronError(
-                f"{self.name} has {count} cells (rows × columns) or more; at most max_cells={self.options.max_cells} "
-                "are read. Take fewer rows or columns; if you have the memory, read it with ReadOptions(max_cells=...)."
-            )
-        if count > max(FREE_CELLS, CELLS_PER_BYTE * self.stored):
+    def check(self, limit: str, count: int, where: str = "") -> None:
+        """Refuse more of something than a limit, such as ``max_cells``, allows."""
+        most = getattr(self.options, limit)
+        if count > most:
+            raise HyperkronError(f"{self.name}{where} {_TOO_MUCH[limit].format(count=count, most=most)}")
+        if limit == "max_cells" and count > max(FREE_CELLS, CELLS_PER_BYTE * self.stored):
             raise HyperkronError(
                 f"{self.name} has {self.stored} bytes for {count} cells (rows × columns) or more, over "
-                f"{CELLS_PER_BYTE} cells a byte, as files have that are made to fill the memory. If you trust the "
-                "file, save it as plain CSV and read that."
-            )
-
-    def size(self, count: int) -> None:
-        if count > self.options.max_bytes:
-            raise HyperkronError(
-                f"{self.name} holds {count} bytes or more once decompressed, more than "
-                f"max_bytes={self.options.max_bytes}; if you trust the file, read it with ReadOptions(max_bytes=...)."
-            )
-        if count > max(FREE_BYTES, MAX_RATIO * self.stored):
-            raise HyperkronError(
-                f"{self.name} has {self.stored} bytes and grows to {count} or more, over {MAX_RATIO} times as many, "
-                "as files do that are made to fill the memory. If you trust the file, decompress it first and read "
+                f"{CELLS_PER_BYTE} cells a byte, as files have that are {_MADE_TO_FILL} save it as plain CSV and read "
                 "that."
             )
-
-    def field(self, length: int, line: int | None = None) -> None:
-        if length > self.options.max_field:
-            where = self.name if line is None else f"{self.name} line {line}"
+        if limit == "max_bytes" and count > max(FREE_BYTES, MAX_RATIO * self.stored):
             raise HyperkronError(
-                f"{where} has a field of more than max_field={self.options.max_field} characters; is a quote missing "
-                "that ends it? Shorten it, or read it with ReadOptions(max_field=...)."
+                f"{self.name} has {self.stored} bytes and grows to {count} or more, over {MAX_RATIO} times as many, "
+                f"as files do that are {_MADE_TO_FILL} decompress it first and read that."
             )
 
 
@@ -116,12 +105,12 @@ def read_bounded(path: Path, options: ReadOptions) -> bytes:
             compressed = file.read(2) == _GZIP
             file.seek(0)
             if not compressed:
-                bounds.size(bounds.stored)
+                bounds.check("max_bytes", bounds.stored)
                 return file.read()
             content = io.BytesIO()
             with gzip.GzipFile(fileobj=file) as stream:
                 while chunk := stream.read(_CHUNK):
-                    bounds.size(content.tell() + len(chunk))
+                    bounds.check("max_bytes", content.tell() + len(chunk))
                     content.write(chunk)
             return content.getvalue()
     except (OSError, EOFError, zlib.error) as error:

@@ -24,13 +24,10 @@ def _table(path: Path, options: ReadOptions) -> Any:
         with open_plain(path):  # a pipe would be waited for
             pass
         with parquet.ParquetFile(path, memory_map=False) as file:
-            texts = _refuse_large(file.metadata, bounds)
-            schema = file.schema_arrow
-        texts = [name for name in texts if _is_flat_text(schema, name)]
-        if texts:
-            with parquet.ParquetFile(path, memory_map=False, read_dictionary=texts) as file:
-                _refuse_long_texts(file, texts, bounds)
-        with parquet.ParquetFile(path, memory_map=False) as file:
+            texts = [name for name in _refuse_large(file.metadata, bounds) if _is_flat_text(file.schema_arrow, name)]
+            if texts:
+                with parquet.ParquetFile(path, memory_map=False, read_dictionary=texts) as encoded:
+                    _refuse_long_texts(encoded, texts, bounds)
             return file.read()
     except (arrow.ArrowException, OSError) as error:
         raise HyperkronError(f"{str(path)!r} is not a readable Parquet file ({str(error)[:150]}).") from error
@@ -38,8 +35,8 @@ def _table(path: Path, options: ReadOptions) -> Any:
 
 def _refuse_large(metadata: Any, bounds: Bounds) -> list[str]:
     """Refuse what the metadata says is too large; the columns of texts, by name."""
-    bounds.columns(metadata.num_columns)
-    bounds.cells(metadata.num_rows * metadata.num_columns)
+    bounds.check("max_columns", metadata.num_columns)
+    bounds.check("max_cells", metadata.num_rows * metadata.num_columns)
     size, cells, texts = 0, 0, set()
     for i in range(metadata.num_row_groups):
         group = metadata.row_group(i)
@@ -49,8 +46,8 @@ def _refuse_large(metadata: Any, bounds: Bounds) -> list[str]:
             cells += column.num_values  # of all the values within lists, too
             if column.physical_type in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY"):
                 texts.add(column.path_in_schema)
-        bounds.cells(cells)
-    bounds.size(size)
+        bounds.check("max_cells", cells)
+    bounds.check("max_bytes", size)
     return sorted(texts)
 
 
@@ -74,9 +71,9 @@ def _refuse_long_texts(file: Any, texts: list[str], bounds: Bounds) -> None:
             if not arrow.types.is_dictionary(chunk.type):
                 continue
             lengths = compute.binary_length(chunk.dictionary)
-            bounds.field(compute.max(lengths).as_py() or 0)
+            bounds.check("max_field", compute.max(lengths).as_py() or 0)
             total += compute.sum(compute.cast(lengths.take(chunk.indices), arrow.int64())).as_py() or 0
-            bounds.size(total)
+            bounds.check("max_bytes", total)
 
 
 def arrow_columns(table: Any) -> dict[str, Values]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hyperkron.cleaning.data.files import listing, nearest, np
-from hyperkron.cleaning.data.images import FORMATS, load_images
+from hyperkron.cleaning.data.images import SUFFIXES, load_images
 from hyperkron.cleaning.data.labelled import Frame, Kind, Raw
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.values import Values, as_number, flags, gaps, is_missing, label_names
@@ -54,10 +54,8 @@ class Roles:
 
 def resolve(frame: Frame, asked: Roles) -> tuple[Roles, list[str]]:
     """Every role of a frame's columns, named or inferred, and what to say about it."""
-    arguments = (
-        vars(asked) | {"features": None} | {f"features[{i}]": name for i, name in enumerate(asked.features or ())}
-    )
-    for argument, name in arguments.items():
+    features = {f"features[{i}]": name for i, name in enumerate(asked.features or ())}
+    for argument, name in (vars(asked) | {"features": None} | features).items():
         if name is not None:
             _require(frame.name, frame.columns, argument, name)
     label = label_column(frame.name, list(frame.columns), asked.label)
@@ -155,9 +153,8 @@ def _holds_prose(values: Values) -> bool:
 
 
 def _holds_images(values: Values) -> bool:
-    suffixes = tuple(f".{suffix}" for suffix in FORMATS)
     return all(
-        (isinstance(value, str) and value.lower().endswith(suffixes))
+        (isinstance(value, str) and value.lower().endswith(SUFFIXES))
         or isinstance(value, bytes)
         or (isinstance(value, dict) and "bytes" in value)
         for value in _sample(values)
@@ -169,9 +166,9 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
     found, notes = resolve(frame, asked)
     label, flagged = str(found.label), found.trusted_column
     classes = frame.class_names.get(label, ())
-    labels = [
-        _class_name(name, classes) for name in label_names(frame.columns[label], f"{frame.name}: label={label!r}")
-    ]
+    labels = label_names(frame.columns[label], f"{frame.name}: label={label!r}")
+    if classes:
+        labels = [_class_name(name, classes) for name in labels]
     trusted = None if flagged is None else flags(frame.columns[flagged], flagged)
     kind: Kind = "image"
     inputs: Any
@@ -190,7 +187,7 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
 
 
 def _class_name(name: str | None, classes: tuple[str, ...]) -> str | None:
-    if classes and name == "-1":  # how Hugging Face writes a label that is not known
+    if name == "-1":  # how Hugging Face writes a label that is not known
         return None
     return classes[int(name)] if name and name.isdecimal() and int(name) < len(classes) else name
 

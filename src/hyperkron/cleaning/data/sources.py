@@ -49,17 +49,8 @@ _FOLDER = Form(image_folders.read_class_folder, image_folders.write_class_folder
 _IDX, _CIFAR, _SHEETS = map(_pictures, (arrays.read_idx_rows, arrays.read_cifar, image_folders.read_sheets))
 
 _PART = re.compile(r"(?P<path>.+):(?P<part>[A-Za-z]\w*)\Z")
-_FORMS = {
-    ".csv": _CSV,
-    ".tsv": _CSV,
-    ".tab": _CSV,
-    ".jsonl": _JSON,
-    ".ndjson": _JSON,
-    ".json": _JSON,
-    ".parquet": _PARQUET,
-    ".pq": _PARQUET,
-    ".npz": _NPZ,
-}
+_SUFFIXES = ((_CSV, ".csv .tsv .tab"), (_JSON, ".jsonl .ndjson .json"), (_PARQUET, ".parquet .pq"), (_NPZ, ".npz"))
+_FORMS = {suffix: form for form, suffixes in _SUFFIXES for suffix in suffixes.split()}
 _PICKLES = frozenset({".pkl", ".pickle", ".pt", ".pth", ".joblib"})
 _KNOWN = (
     ".csv, .tsv, .jsonl, .json, .parquet, .npz, a folder of images by class, a folder of idx files, of CIFAR's binary "

@@ -10,7 +10,6 @@ Reference: Zhang et al., "WRENCH: A comprehensive benchmark for weak supervision
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,12 @@ from hyperkron.solution import HyperkronError
 SUFFIXES = (".json", ".jsonl", ".jsonl.gz")
 ABSTAIN = -1
 _TREC = frozenset({"DESC", "ENTY", "HUM", "ABBR", "LOC", "NUM"})
-_TREC_FINE = frozenset(
-    re.findall(
-        r"\w+",
-        "abb exp animal body color cremat currency dismed event food instru lang letter other plant product religion "
-        "sport substance symbol techmeth termeq veh word def desc manner reason gr ind title city country mount state "
-        "code count date dist money ord period perc speed temp weight volsize",
-    )
+_FINE_LABELS = (
+    "abb exp animal body color cremat currency dismed event food instru lang letter other plant product religion sport "
+    "substance symbol techmeth termeq veh word def desc manner reason gr ind title city country mount state code count "
+    "date dist money ord period perc speed temp weight volsize"
 )
+_TREC_FINE = frozenset(_FINE_LABELS.split())
 
 
 def _part_file(folder: Path, part: str | None) -> Path:
@@ -46,21 +43,21 @@ def _part_file(folder: Path, part: str | None) -> Path:
     raise HyperkronError(f"part={part!r} is not in {str(folder)!r}; there is {there}.")
 
 
-def _entries(path: Path, options: ReadOptions) -> list[tuple[dict[str, Any], str]]:
-    """(entry, id) of every row, with ``text``, ``label`` and ``weak_labels``, from either form."""
+def _entries(path: Path, options: ReadOptions) -> list[dict[str, Any]]:
+    """Every row with ``text``, ``label`` and ``weak_labels``, from either form."""
     if path.name.endswith(".json"):
         content = read_json(path, options)
         if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
             raise HyperkronError(
                 f"{str(path)!r} is not a WRENCH file: it must be {{id: {{label, weak_labels, data}}}}."
             )
-        data = ((entry, entry.get("data"), name) for name, entry in content.items())
-        entries = [({**entry, **inner} if isinstance(inner, dict) else entry, name) for entry, inner, name in data]
+        parts = ((entry, entry.get("data")) for entry in content.values())
+        entries = [{**entry, **data} if isinstance(data, dict) else entry for entry, data in parts]
     else:
-        entries = [(entry, str(entry.get("id", i))) for i, (entry, _) in enumerate(read_json_lines(path, options))]
-    for entry, name in entries:
+        entries = [entry for entry, _ in read_json_lines(path, options)]
+    for i, entry in enumerate(entries):
         if not isinstance(entry.get("text"), str) or not isinstance(entry.get("weak_labels"), list):
-            raise HyperkronError(f"{str(path)!r}: row {name!r} lacks a text or a list of weak_labels.")
+            raise HyperkronError(f"{str(path)!r}: row {i} lacks a text or a list of weak_labels.")
     if not entries:
         raise HyperkronError(f"{str(path)!r} is empty: it has no rows.")
     return entries
@@ -97,7 +94,7 @@ def read_wrench(place: Place) -> Raw:
     """
     path, classes = _part_file(place.path, place.part), _class_names(place.path, place.options)
     gold = place.part not in (None, "train") if place.gold is None else place.gold
-    entries = [entry for entry, _ in _entries(path, place.options)]
+    entries = _entries(path, place.options)
     votes = _votes([entry["weak_labels"] for entry in entries], len(classes), path)
     true = [_gold(entry.get("label"), classes, path) for entry in entries]
     name = f"{place.path.name}:{place.part or 'train'}"
@@ -172,8 +169,7 @@ def _without_fine_labels(texts: list[str], classes: tuple[str, ...], name: str) 
     leading = sum(text.split(" ", 1)[0] in _TREC_FINE for text in texts)
     if set(classes) != _TREC or 10 * leading < 9 * len(texts):
         return texts, ()
-    dropped = [text.split(" ", 1)[1] if text.split(" ", 1)[0] in _TREC_FINE and " " in text else text for text in texts]
-    note = (
-        f"{name}: the first word of {several(leading, 'text')}, TREC's fine label, gives the class away and is dropped."
-    )
-    return dropped, (note,)
+    words = (text.split(" ", 1) for text in texts)
+    dropped = [first[1] if first[0] in _TREC_FINE and len(first) > 1 else " ".join(first) for first in words]
+    about = f"the first word of {several(leading, 'text')}, TREC's fine label, gives the class away and is dropped"
+    return dropped, (f"{name}: {about}.",)

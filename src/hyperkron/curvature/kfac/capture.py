@@ -6,7 +6,7 @@ depends on, and the hooks of :mod:`~hyperkron.curvature.kfac.recorder` collect w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,14 +16,12 @@ from hyperkron.curvature.base import l2_curvature, warn_opaque
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.factors import add_to, scaled
 from hyperkron.curvature.kfac.layers import WeightSharing
+from hyperkron.curvature.kfac.penalty import column_scales
 from hyperkron.curvature.kfac.recorder import Basis, Measured, Recorder
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import Fisher, Loss
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, warn_once
-
-Scales = Callable[[dict[str, Tensor | float]], dict[str, Tensor]]
-"""The scales of blocks that penalties fall on unevenly, from 2α by parameter."""
 
 
 def measure(
@@ -39,55 +37,75 @@ def measure(
     checked: bool = True,
     diagonal: bool = True,
     wide: bool = False,
-    scales: Scales | None = None,
+    damping: float | None = None,
 ) -> Measured:
     """Run J_in on the curvature batch and collect the factors, or, given a ``basis``, EKFAC's corrected spectrum.
 
     With ``low_rank`` a factor of fewer rows than dimensions is returned as its rows (see :class:`LowRank`). A batch
     that the problem wants evaluated in parts is measured part by part. Negative weights are refused; where they are not
     ``checked``, because that waits for the device, factors are nan. Parameters outside blocks are left alone where
-    ``diagonal`` is false. ``wide`` asks for the factors over all positions as well. ``scales`` makes
-    :attr:`Measured.scales` of the penalties' curvature.
+    ``diagonal`` is false. ``wide`` asks for the factors over all positions as well, ``damping`` for
+    :attr:`Measured.scales`.
     """
-    dtype, found, counts = accumulation_dtype(point.dtype), [], []
-    parts = point.problem.parts(point.curvature_batch)
+    like = torch.empty((), device=point.device, dtype=accumulation_dtype(point.dtype))
+    parts, whole = point.problem.parts(point.curvature_batch), _Merged()
     for part in parts:
-        recorder = Recorder(plan, sharing, basis, dtype, low_rank, diagonal, wide)
+        recorder = Recorder(plan, sharing, basis, like.dtype, low_rank, diagonal, wide)
         with recorder.attached():
             loss = point.inner(part)
             recorder.saw(loss)
-        recorder.measured.l2 = l2_curvature(loss, point.params)
-        recorder.measured.scales = {} if scales is None else scales(recorder.measured.l2)
+        recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
+        recorder.measured.scales = {} if damping is None else column_scales(plan, l2, damping, like)
         vectors = _vectors(loss, recorder.batch_size, fisher, samples, generator, checked)
         # Monte-Carlo vectors of different examples are independent already
-        found.append(recorder.backward(point.params, vectors, None if fisher == "mc" else generator))
-        if len(parts) > 1:  # counting rows waits for the device
-            counts.append(rows(loss.terms, recorder.batch_size))
-        del loss, vectors
-    return found[0] if len(found) == 1 else _merged(found, shares(counts))
+        found = recorder.backward(point.params, vectors, None if fisher == "mc" else generator)
+        if len(parts) == 1:
+            return found
+        whole.add(found, rows(loss.terms, recorder.batch_size))  # counting rows waits for the device
+        del loss, vectors, found, recorder
+    return whole.finish()
 
 
-def _merged(parts: list[Measured], weights: list[float]) -> Measured:
-    """The measurement of a batch from those of its parts: sums weighted by rows, as the loss is."""
-    whole = Measured(l2=parts[0].l2, scales=parts[0].scales, uncalled=parts[0].uncalled)
-    for part, share in zip(parts, weights, strict=True):
+class _Merged:
+    """The measurement of a batch from those of its parts, added up one by one: weighted by rows, as the loss is."""
+
+    def __init__(self) -> None:
+        self.sums = Measured()
+        self.rows: dict[str, Any] = {}
+        self.counts: list[tuple[float, ...]] = []
+
+    def add(self, part: Measured, counts: tuple[float, ...]) -> None:
+        """One more part; ``counts`` are its rows in every criterion of the loss."""
+        whole = self.sums
+        if not self.counts:
+            whole.l2, whole.scales, whole.uncalled = part.l2, part.scales, part.uncalled
+        self.counts.append(counts)
         for name, factor in part.a.items():
-            total = sum(p.rows.get(name, 0) for p in parts)
-            add_to(whole.a, name, scaled(factor, part.rows[name] / total))
+            add_to(whole.a, name, scaled(factor, part.rows[name]))
+            self.rows[name] = self.rows.get(name, 0) + part.rows[name]
         for wide, found in zip(whole.wide, part.wide, strict=True):
             for name, factor in found.items():
                 add_to(wide, name, factor)
         summed: Any = ((whole.b, part.b), (whole.diagonal, part.diagonal), (whole.corrected, part.corrected))
         for sums, new in summed:
             for name, value in new.items():
-                add_to(sums, name, scaled(value, share))
-    whole.reached = tuple(dict.fromkeys(name for part in parts for name in part.reached))
-    return whole
+                add_to(sums, name, scaled(value, counts[0]))
+        whole.reached = tuple(dict.fromkeys((*whole.reached, *part.reached)))
+
+    def finish(self) -> Measured:
+        """Sums become means over all rows."""
+        whole, total = self.sums, sum(first for first, *_ in self.counts)
+        shares(self.counts)  # refuses criteria that run over different shares of the rows
+        whole.a = {name: scaled(factor, 1.0 / self.rows[name]) for name, factor in whole.a.items()}
+        summed: Any = (whole.b, whole.diagonal, whole.corrected)
+        for sums in summed:
+            sums.update({name: scaled(value, 1.0 / total) for name, value in sums.items()})
+        return whole
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Factors are accumulated in float32 at least."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _vectors(

@@ -23,13 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperkron.curvature.kfac.factors import Factor, LowRank, dense, stored
+from hyperkron.curvature.kfac.factors import Factor, LowRank, Matrices, dense, stored
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.linalg import full_precision, side_by_side
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
-
-Matrices = dict[str, Tensor]
-"""One matrix (groups, d_out, d_in [+1]) for each block."""
 
 DOUBLED = {"cuda": (33, 512)}
 """Sizes of float32 matrices that are decomposed in float64, by device type.
@@ -44,25 +41,15 @@ been tried.
 class EigenBlock:
     """Q_A (groups, d_in, r), Q_B (groups, d_out, s), the damped spectrum S + δ between them (groups, s, r), and δ.
 
-    δ is ``outside``: what the block is where a thin basis does not reach; ``None`` where both bases are complete. All
-    of it holds after scaling the columns by ``scale``, where a penalty falls on them unevenly.
+    δ is ``outside``: what the block is where a thin basis does not reach; ``None`` where both bases are complete.
     """
 
     a: Tensor
     b: Tensor
     spectrum: Tensor
     outside: Tensor | None = None
-    scale: Tensor | None = None
 
     def solve(self, v: Tensor) -> Tensor:
-        """The damped inverse; of E M E with M between the bases, where there is a ``scale`` E of the columns."""
-        return self._solve(v) if self.scale is None else self._solve(v / self.scale) / self.scale
-
-    def matvec(self, v: Tensor) -> Tensor:
-        """The damped block itself."""
-        return self._matvec(v) if self.scale is None else self._matvec(v * self.scale) * self.scale
-
-    def _solve(self, v: Tensor) -> Tensor:
         """The damped inverse.
 
         What a thin basis does not reach, V − P_B V P_A with P = QQᵀ, is divided by δ, and so is whatever rounding
@@ -78,7 +65,7 @@ class EigenBlock:
             left = self._projected(rest @ self.a) / self.outside
             return rest / self.outside + (inside - left) @ self.a.mT
 
-    def _matvec(self, v: Tensor) -> Tensor:
+    def matvec(self, v: Tensor) -> Tensor:
         """The damped block itself."""
         if self.outside is None:
             return self.b @ ((self.b.mT @ v @ self.a) * self.spectrum) @ self.a.mT
@@ -91,9 +78,7 @@ class EigenBlock:
 
     def state_dict(self) -> dict[str, Any]:
         """Its tensors, by name."""
-        optional = {"outside": self.outside, "scale": self.scale}
-        given = {name: x for name, x in optional.items() if x is not None}
-        return {"a": self.a, "b": self.b, "spectrum": self.spectrum, **given}
+        return {name: x for name, x in vars(self).items() if x is not None}
 
 
 @dataclass(frozen=True)
@@ -125,12 +110,12 @@ class EigenInverses:
         return {"kind": "eigen", "blocks": {name: block.state_dict() for name, block in self.blocks.items()}}
 
 
-def damped(a: Tensor, b: Tensor, spectrum: Tensor, damping: Tensor | float, scale: Tensor | None = None) -> EigenBlock:
-    """The block with eigenvectors ``a`` and ``b``, the spectrum S between them, and δ everywhere; columns scaled."""
+def damped(a: Tensor, b: Tensor, spectrum: Tensor, damping: Tensor | float) -> EigenBlock:
+    """The block with eigenvectors ``a`` and ``b``, the spectrum S between them, and δ everywhere."""
     if all(q.shape[-1] == q.shape[-2] for q in (a, b)):
-        return EigenBlock(a, b, spectrum + damping, scale=scale)
+        return EigenBlock(a, b, spectrum + damping)
     outside = damping.to(spectrum) if isinstance(damping, Tensor) else spectrum.new_full((), damping)
-    return EigenBlock(a, b, spectrum + outside, outside, scale)
+    return EigenBlock(a, b, spectrum + outside, outside)
 
 
 def checked(point: Point, inverses: EigenInverses) -> EigenInverses:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hyperkron.curvature.base import CurvatureState
 from hyperkron.curvature.kfac.capture import accumulation_dtype
 from hyperkron.curvature.kfac.coverage import Plan
-from hyperkron.curvature.kfac.eigen import EigenInverses, checked, completed, damped, eigen_bases
-from hyperkron.curvature.kfac.factors import Factor
+from hyperkron.curvature.kfac.eigen import EigenInverses, completed, eigen_bases
+from hyperkron.curvature.kfac.factors import Factors, Matrices
 from hyperkron.curvature.kfac.inverse import BlockInverses
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
 from hyperkron.curvature.kfac.recorder import Basis, Measured
@@ -113,7 +113,8 @@ class EKFAC(Kronecker):
 
     def _refreshed_within(self, basis: Basis, point: Point, state: KroneckerState, made: Plan) -> bool:
         """Measure S, and what lies outside the blocks, in one pass; whether ``basis`` has the blocks it takes."""
-        self._let_go(state)
+        if self.lean:
+            state.let_go()
         try:
             measured = self._measure(point, state, made, basis, checked=not point.recording)
             self._check(point, state, made, measured)
@@ -121,47 +122,30 @@ class EKFAC(Kronecker):
                 return False
             if measured.diagonal:
                 self._finite(point, measured, not any(point.execution.read_flags(~finite(measured)[None])))
-            inverses = self._corrected(point, made, measured, measured, basis)
+            inverses = self._within(basis, measured.corrected, point, made, measured)
         except (FactorizationError, NonFiniteError) as error:
             self._keep(point, state, error)
             return True
-        state.renew(inverses, Status.DIRECT, self._diagonal(made, measured), list(made.rows), state.basis_age + 1)
+        diagonal, age = self._diagonal(made, measured), state.basis_age + 1
+        state.renew(inverses, Status.DIRECT, diagonal, measured.scales, list(made.rows), age)
         return True
 
     def _invert(
-        self,
-        point: Point,
-        state: KroneckerState,
-        made: Plan,
-        measured: Measured,
-        factors: dict[str, tuple[Factor, Factor]],
-        keep: bool = False,
+        self, point: Point, state: KroneckerState, made: Plan, measured: Measured, factors: Factors, keep: bool = False
     ) -> Pending[tuple[BlockInverses, Status]]:
         self._finite(point, measured, bool(finite(measured)))
         # S is measured with Monte-Carlo vectors of its own, which leave the span of those that B is made of
-        bases, found_how = eigen_bases(factors, thin=(self._thin, self._thin and self.fisher != "mc"))
+        bases, status = eigen_bases(factors, thin=(self._thin, self._thin and self.fisher != "mc"))
         if self._wide:
             bases = completed(bases, measured.wide, measured.scales)
         if self.ema == 0:
             measured.release()
             factors.clear()
         basis = {name: (q_a, q_b) for name, (_, q_a, _, q_b) in bases.items()}
-        corrected = self._measure(point, state, made, basis, diagonal=False)
-        inverses = self._corrected(point, made, measured, corrected, basis)
-        return Pending.ready((inverses, found_how))
+        spectra = self._measure(point, state, made, basis, diagonal=False).corrected
+        return Pending.ready((self._within(basis, spectra, point, made, measured), status))
 
-    def _corrected(
-        self, point: Point, made: Plan, measured: Measured, corrected: Measured, basis: Basis
-    ) -> EigenInverses:
-        """The inverses with S from ``corrected`` and the penalties' curvature from ``measured``."""
-        blocks = {
-            name: damped(
-                q_a,
-                q_b,
-                corrected.corrected[name],
-                self._block_damping(made, measured, name),
-                corrected.scales.get(name),
-            )
-            for name, (q_a, q_b) in basis.items()
-        }
-        return checked(point, EigenInverses(blocks))
+    def _within(self, basis: Basis, spectra: Matrices, point: Point, made: Plan, measured: Measured) -> EigenInverses:
+        """The inverses with the spectra S in ``basis``."""
+        found = ((name, q_a, q_b, spectra[name]) for name, (q_a, q_b) in basis.items())
+        return self._eigen_inverses(point, made, measured, found)

@@ -9,6 +9,7 @@ system of size R by Woodbury's identity,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,12 @@ class LowRank:
 
 
 Factor = Tensor | LowRank
+
+Factors = dict[str, tuple[Factor, Factor]]
+"""(A, B) of each block."""
+
+Matrices = dict[str, Tensor]
+"""One matrix (groups, d_out, d_in [+1]) for each block."""
 
 
 def few_rows(rows: int, d: int) -> bool:
@@ -142,3 +149,87 @@ def load_factor_inverse(state: dict[str, Any]) -> FactorInverse:
     """The inverse whose :meth:`state_dict` this is."""
     primal = Primal(load_factorization(state["system"]))
     return Dual(state["rows"], primal, state["shift"]) if "rows" in state else primal
+
+
+@dataclass(frozen=True)
+class ShapeClass:
+    """Blocks of one shape, their groups stacked one after the other, and the inverses of both stacks of factors."""
+
+    names: tuple[str, ...]
+    groups: tuple[int, ...]
+    a: FactorInverse
+    b: FactorInverse
+
+    def solve(self, v: Matrices) -> Tensor:
+        """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for the stack of V.
+
+        V is enlarged as the systems are, so that its rows are aligned as theirs are, and the answer takes its place.
+        """
+        parts = [v[name] for name in self.names]
+        rows, columns = parts[0].shape[1:]
+        if (rows, columns) == (self.b.size, self.a.size):
+            stacked = torch.cat(parts)
+        else:
+            stacked = parts[0].new_zeros(sum(self.groups), self.b.size, self.a.size)
+            torch._foreach_copy_(stacked[:, :rows, :columns].split(self.groups), parts)
+        half = self.b.solve(stacked, own=True)
+        return self.a.solve(half.mT, own=True).mT[:, :rows, :columns]
+
+    def matvec(self, v: Matrices) -> Tensor:
+        """(B + δ_B I) V (A + δ_A I)."""
+        stacked = torch.cat([v[name] for name in self.names])
+        return self.a.times(self.b.times(stacked).mT).mT
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nested dictionaries of tensors, numbers and strings."""
+        sides = {"a": self.a.state_dict(), "b": self.b.state_dict()}
+        return {"names": list(self.names), "groups": list(self.groups), **sides}
+
+
+@dataclass(frozen=True)
+class FactoredInverses:
+    """(B + δ_B I)⁻¹ ⊗ (A + δ_A I)⁻¹ of all blocks; those of one shape are solved together."""
+
+    classes: tuple[ShapeClass, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The blocks."""
+        return tuple(name for c in self.classes for name in c.names)
+
+    def solve(self, v: Matrices) -> Matrices:
+        """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for every block."""
+        return self._apart(c.solve(v) for c in self.classes)
+
+    def matvec(self, v: Matrices) -> Matrices:
+        """(B + δ_B I) V (A + δ_A I) for every block."""
+        return self._apart(c.matvec(v) for c in self.classes)
+
+    def _apart(self, stacks: Iterable[Tensor]) -> Matrices:
+        """The matrix of every block, from a stack of them for each shape."""
+        pairs = zip(self.classes, stacks, strict=True)
+        return {name: x for c, stack in pairs for name, x in zip(c.names, stack.split(c.groups), strict=True)}
+
+    def strategies(self) -> str:
+        """How many blocks have their factors inverted as matrices, and how many by their rows, as words."""
+        counts: dict[str, int] = {}
+        for c in self.classes:
+            for side in (c.a, c.b):
+                kind = "dual" if isinstance(side, Dual) else "primal"
+                counts[kind] = counts.get(kind, 0) + len(c.names)
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items(), reverse=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nested dictionaries of tensors, numbers and strings."""
+        classes = {str(i): c.state_dict() for i, c in enumerate(self.classes)}
+        return {"kind": "factored", "classes": classes}
+
+
+def load_factored(state: dict[str, Any]) -> FactoredInverses:
+    """The inverses whose :meth:`FactoredInverses.state_dict` this is."""
+    return FactoredInverses(
+        tuple(
+            ShapeClass(tuple(c["names"]), tuple(c["groups"]), load_factor_inverse(c["a"]), load_factor_inverse(c["b"]))
+            for c in state["classes"].values()
+        )
+    )

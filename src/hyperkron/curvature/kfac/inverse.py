@@ -10,8 +10,7 @@ Martens & Grosse (2015) split δ as δ_A = π√δ, δ_B = √δ/π with π = �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -19,113 +18,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperkron.curvature.kfac.eigen import EigenBlock, EigenInverses, Matrices
+from hyperkron.curvature.kfac.eigen import EigenBlock, EigenInverses
 from hyperkron.curvature.kfac.factors import (
     Dual,
     Factor,
+    FactoredInverses,
     FactorInverse,
     LowRank,
     Primal,
+    ShapeClass,
     dense,
     dimension,
-    load_factor_inverse,
+    load_factored,
     stored,
 )
 from hyperkron.kernels.execution import Execution, Pending
 from hyperkron.kernels.linalg import Cholesky, Factorization, factorize, full_precision, gram, stream
-from hyperkron.solution import FactorizationError, HyperkronError, Status
+from hyperkron.solution import FactorizationError, Status
 
 SplitFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Split = Literal["pi", "plain", "exact"] | SplitFunction
 """How δ is shared between the factors; a callable takes (A, B, δ) and returns (δ_A, δ_B), one number per group."""
-
-
-@dataclass(frozen=True)
-class ShapeClass:
-    """Blocks of one shape, their groups stacked one after the other, and the inverses of both stacks of factors."""
-
-    names: tuple[str, ...]
-    groups: tuple[int, ...]
-    a: FactorInverse
-    b: FactorInverse
-
-    def solve(self, v: Matrices) -> Tensor:
-        """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for the stack of V.
-
-        V is enlarged as the systems are, so that its rows are aligned as theirs are, and the answer takes its place.
-        """
-        parts = [v[name] for name in self.names]
-        rows, columns = parts[0].shape[1:]
-        if (rows, columns) == (self.b.size, self.a.size):
-            stacked = torch.cat(parts)
-        else:
-            stacked = parts[0].new_zeros(sum(self.groups), self.b.size, self.a.size)
-            torch._foreach_copy_(stacked[:, :rows, :columns].split(self.groups), parts)
-        half = self.b.solve(stacked, own=True)
-        return self.a.solve(half.mT, own=True).mT[:, :rows, :columns]
-
-    def matvec(self, v: Matrices) -> Tensor:
-        """(B + δ_B I) V (A + δ_A I)."""
-        stacked = torch.cat([v[name] for name in self.names])
-        return self.a.times(self.b.times(stacked).mT).mT
-
-
-@dataclass(frozen=True)
-class FactoredInverses:
-    """(B + δ_B I)⁻¹ ⊗ (A + δ_A I)⁻¹ of all blocks; those of one shape are solved together.
-
-    ``scales`` has E of blocks that a penalty falls on unevenly: there A is E⁻¹AE⁻¹, and the inverse E⁻¹(…)E⁻¹.
-    """
-
-    classes: tuple[ShapeClass, ...]
-    scales: Matrices = field(default_factory=dict)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The blocks."""
-        return tuple(name for c in self.classes for name in c.names)
-
-    def solve(self, v: Matrices) -> Matrices:
-        """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for every block."""
-        scaled = v | {name: v[name] / e for name, e in self.scales.items()}
-        found = self._apart(c.solve(scaled) for c in self.classes)
-        return found | {name: found[name] / e for name, e in self.scales.items()}
-
-    def matvec(self, v: Matrices) -> Matrices:
-        """(B + δ_B I) V (A + δ_A I) for every block."""
-        scaled = v | {name: v[name] * e for name, e in self.scales.items()}
-        found = self._apart(c.matvec(scaled) for c in self.classes)
-        return found | {name: found[name] * e for name, e in self.scales.items()}
-
-    def _apart(self, stacks: Iterable[Tensor]) -> Matrices:
-        """The matrix of every block, from a stack of them for each shape."""
-        pairs = zip(self.classes, stacks, strict=True)
-        return {name: x for c, stack in pairs for name, x in zip(c.names, stack.split(c.groups), strict=True)}
-
-    def strategies(self) -> str:
-        """How many blocks have their factors inverted as matrices, and how many by their rows, as words."""
-        counts: dict[str, int] = {}
-        for c in self.classes:
-            for side in (c.a, c.b):
-                kind = "dual" if isinstance(side, Dual) else "primal"
-                counts[kind] = counts.get(kind, 0) + len(c.names)
-        return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items(), reverse=True))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nested dictionaries of tensors, numbers and strings."""
-        return {
-            "kind": "factored",
-            "scales": dict(self.scales),
-            "classes": {
-                str(i): {
-                    "names": list(c.names),
-                    "groups": list(c.groups),
-                    "a": c.a.state_dict(),
-                    "b": c.b.state_dict(),
-                }
-                for i, c in enumerate(self.classes)
-            },
-        }
 
 
 BlockInverses = FactoredInverses | EigenInverses
@@ -135,11 +48,7 @@ def load_inverses(state: dict[str, Any]) -> BlockInverses:
     """The inverses whose :meth:`state_dict` this is."""
     if state["kind"] == "eigen":
         return EigenInverses({name: EigenBlock(**tensors) for name, tensors in state["blocks"].items()})
-    classes = (
-        ShapeClass(tuple(c["names"]), tuple(c["groups"]), load_factor_inverse(c["a"]), load_factor_inverse(c["b"]))
-        for c in state["classes"].values()
-    )
-    return FactoredInverses(tuple(classes), dict(state.get("scales", {})))
+    return load_factored(state)
 
 
 def split_damping(mean_a: Tensor, mean_b: Tensor, damping: Tensor, split: str) -> tuple[Tensor, Tensor]:
@@ -177,7 +86,6 @@ def factored_inverses(
     keep: bool = True,
     own: bool = False,
     lean: bool = False,
-    scales: Matrices | None = None,
 ) -> Pending[tuple[FactoredInverses, Status, bool]]:
     """Begin the damped inverses of all blocks: on a GPU other work can be queued before they are waited for.
 
@@ -193,7 +101,6 @@ def factored_inverses(
         keep: keep the systems until it is known how it went; if not, a failure raises :class:`FactorsNeeded`.
         own: ``factors`` are the caller's to give: they are cleared, and those of :data:`ALONE` freed one by one.
         lean: prefer memory to launches.
-        scales: see :class:`FactoredInverses`.
 
     Returns:
         The inverses, how they were obtained, and the value of ``finite``; where it is false they are worthless.
@@ -216,7 +123,7 @@ def factored_inverses(
             a, b = (systems.inverse(first + skip, last + skip, shifts) for skip in (0, len(names)))
             classes.append(ShapeClass(tuple(members), tuple(systems.groups[first:last]), a, b))
             first = last
-        return FactoredInverses(tuple(classes), scales or {}), status, good
+        return FactoredInverses(tuple(classes)), status, good
 
     return Pending(finish)
 
@@ -286,13 +193,11 @@ class _Systems:
         at_a, at_b = _sent(places, torch.long, like.device)
         if callable(split):
             delta_a, delta_b = self._by_callable(damping, split)
-        elif split in ("pi", "plain"):
+        else:
             traces = torch.cat([x.diagonal(dim1=-2, dim2=-1).sum(-1) for x in self.stacks if x is not None])
             sizes = tuple(tuple(dimension(self.factors[i + side * self.count]) for i, _ in groups) for side in (0, 1))
             mean_a, mean_b = torch.stack([traces[at_a], traces[at_b]]) / _sent(sizes, like.dtype, like.device)
             delta_a, delta_b = split_damping(mean_a, mean_b, _vector([damping[i] for i, _ in groups], like), split)
-        else:
-            raise HyperkronError(f"split={split!r} is unknown; use 'pi', 'plain', 'exact' or a callable (A, B, δ).")
         found = like.new_empty(2 * len(groups))
         found[at_a], found[at_b] = delta_a, delta_b
         self.factors = []

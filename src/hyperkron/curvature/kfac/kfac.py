@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hyperkron.curvature.kfac.coverage import Plan
-from hyperkron.curvature.kfac.eigen import EigenInverses, checked, damped, eigen_bases
-from hyperkron.curvature.kfac.factors import Factor
-from hyperkron.curvature.kfac.inverse import BlockInverses, FactoredInverses, Split, factored_inverses
+from hyperkron.curvature.kfac.eigen import eigen_bases
+from hyperkron.curvature.kfac.factors import FactoredInverses, Factors
+from hyperkron.curvature.kfac.inverse import BlockInverses, Split, factored_inverses
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
 from hyperkron.curvature.kfac.recorder import Measured
 from hyperkron.curvature.kfac.state import KroneckerState
@@ -94,48 +94,26 @@ class KFAC(Kronecker):
         return torch._foreach_mul(shifted, shifted)
 
     def _invert(
-        self,
-        point: Point,
-        state: KroneckerState,
-        made: Plan,
-        measured: Measured,
-        factors: dict[str, tuple[Factor, Factor]],
-        keep: bool = False,
+        self, point: Point, state: KroneckerState, made: Plan, measured: Measured, factors: Factors, keep: bool = False
     ) -> Pending[tuple[BlockInverses, Status]]:
+        good, queued = finite(measured), point.execution.queued
+        if self.split == "exact" or not queued:
+            self._finite(point, measured, bool(good))
+        if self.split == "exact":
+            bases, status = eigen_bases(factors, thin=(True, True))
+            spectra = ((n, q_a, q_b, b[..., :, None] * a[..., None, :]) for n, (a, q_a, b, q_b) in bases.items())
+            return Pending.ready((self._eigen_inverses(point, made, measured, spectra), status))
         damping = {name: self._block_damping(made, measured, name) for name in factors}
-        if self.split != "exact":
-            good, queued = finite(measured), point.execution.queued
-            if not queued:
-                self._finite(point, measured, bool(good))
-            own = self.ema == 0 and not (keep and queued)  # not an average, nor asked which of them is not finite
-            scales = {name: e for name, e in measured.scales.items() if name in factors}
-            if own:
-                measured.release()
-            begun = factored_inverses(
-                factors,
-                damping,
-                self.split,
-                good,
-                point.execution,
-                keep=keep or not queued,
-                own=own,
-                lean=self.lean,
-                scales=scales,
-            )
+        own = self.ema == 0 and not (keep and queued)  # not an average, nor asked which of them is not finite
+        if own:
+            measured.release()
+        begun = factored_inverses(
+            factors, damping, self.split, good, point.execution, keep=keep or not queued, own=own, lean=self.lean
+        )
 
-            def checked_factors(found: tuple[FactoredInverses, Status, bool]) -> tuple[BlockInverses, Status]:
-                inverses, status, good = found
-                self._finite(point, measured, good)
-                return inverses, status
+        def checked_factors(found: tuple[FactoredInverses, Status, bool]) -> tuple[BlockInverses, Status]:
+            inverses, status, good = found
+            self._finite(point, measured, good)
+            return inverses, status
 
-            return begun.then(checked_factors)
-        self._finite(point, measured, bool(finite(measured)))
-        bases, found_how = eigen_bases(factors, thin=(True, True))
-        blocks = {
-            name: damped(
-                q_a, q_b, values_b[..., :, None] * values_a[..., None, :], damping[name], measured.scales.get(name)
-            )
-            for name, (values_a, q_a, values_b, q_b) in bases.items()
-        }
-        inverses = checked(point, EigenInverses(blocks))
-        return Pending.ready((inverses, found_how))
+        return begun.then(checked_factors)

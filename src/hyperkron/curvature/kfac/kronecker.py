@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from hyperkron.curvature.base import Curvature, CurvatureState, check_damping
-from hyperkron.curvature.kfac.capture import accumulation_dtype, measure
+from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import Coverage, Fallback, Plan, plan
-from hyperkron.curvature.kfac.factors import Factor, dense, stored
+from hyperkron.curvature.kfac.eigen import EigenInverses, checked, damped
+from hyperkron.curvature.kfac.factors import Factor, Factors, dense, stored
 from hyperkron.curvature.kfac.inverse import BlockInverses, FactorsNeeded
 from hyperkron.curvature.kfac.layers import LayerOf, WeightSharing, checked_layers
-from hyperkron.curvature.kfac.penalty import column_scales, mean_damping, scaled_factor
+from hyperkron.curvature.kfac.penalty import mean_damping, scaled_factor
 from hyperkron.curvature.kfac.recorder import Basis, Measured
 from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.kernels.execution import Pending
 from hyperkron.losses import Fisher
-from hyperkron.solution import (
-    CoverageError,
-    FactorizationError,
-    HyperkronError,
-    NonFiniteError,
-    Status,
-)
+from hyperkron.solution import CoverageError, FactorizationError, HyperkronError, NonFiniteError, Status
 from hyperkron.validation import check_interval, check_one_of, check_whole
 
 MAX_FAILURES = 3
@@ -56,12 +51,8 @@ class Kronecker(Curvature):
 
     def __post_init__(self) -> None:
         check_damping(self.damping)
-        for name, allowed in (
-            ("fisher", ("mc", "type-2", "empirical")),
-            ("sharing", ("expand", "reduce")),
-            ("fallback", ("diagonal", "identity", "zero")),
-        ):
-            check_one_of(name, getattr(self, name), allowed)
+        for name, kind in (("fisher", Fisher), ("sharing", WeightSharing), ("fallback", Fallback)):
+            check_one_of(name, getattr(self, name), get_args(kind))
         check_whole("samples", self.samples)
         check_whole("refresh_every", self.refresh_every)
         check_whole("seed", self.seed, 0)
@@ -92,7 +83,7 @@ class Kronecker(Curvature):
             state.let_go()
         if not self.due(state):
             state.age += 1
-            state.covers(made.coverage(state.uncalled))
+            state.coverage = made.coverage(state.uncalled)
             return KroneckerOperator(made.blocks, state, self.damping)
         refresh = self._refresh(point, state, made)
         if point.execution.queued:  # let what follows be queued before waiting for the factorisation
@@ -110,15 +101,14 @@ class Kronecker(Curvature):
 
     def _refresh(self, point: Point, state: KroneckerState, made: Plan) -> Pending[None]:
         """Begin new factors and inverses; waiting for them puts them in place, or keeps the previous ones."""
-        self._let_go(state)
+        if self.lean:  # the inverses in use go before new ones are measured: never both in memory
+            state.let_go()
         generator = state.random(point.device)
         before = None if point.recording else generator.get_state()
         try:
             measured = self._measure(point, state, made, checked=not (point.execution.queued and self.deferred))
             self._check(point, state, made, measured)
-            factors = self._average(point, state, measured)
-            averages = {name: (dense(a), dense(b)) for name, (a, b) in factors.items()} if self.ema > 0 else {}
-            factors = _scaled(factors, measured)
+            factors, averages = self._factors(point, state, measured)
             begun = self._invert(point, state, made, measured, factors)
         except (FactorizationError, NonFiniteError) as error:
             self._keep(point, state, error)
@@ -132,20 +122,15 @@ class Kronecker(Curvature):
                     assert before is not None
                     generator.set_state(before)
                     repeated = self._measure(point, state, made)
-                    averaged = _scaled(self._average(point, state, repeated), repeated)
-                    inverses, status = self._invert(point, state, made, repeated, averaged, keep=True).wait()
+                    factors, _ = self._factors(point, state, repeated)
+                    inverses, status = self._invert(point, state, made, repeated, factors, keep=True).wait()
             except (FactorizationError, NonFiniteError) as error:
                 self._keep(point, state, error)
                 return
             state.factors = averages
-            state.renew(inverses, status, self._diagonal(made, measured), list(made.rows))
+            state.renew(inverses, status, self._diagonal(made, measured), measured.scales, list(made.rows))
 
         return Pending(finish)
-
-    def _let_go(self, state: KroneckerState) -> None:
-        """Without ``keep_previous`` the inverses in use go before new ones are measured: never both in memory."""
-        if self.lean:
-            state.let_go()
 
     @property
     def lean(self) -> bool:
@@ -177,7 +162,6 @@ class Kronecker(Curvature):
         checked: bool = True,
         diagonal: bool = True,
     ) -> Measured:
-        like = torch.empty((), device=point.device, dtype=accumulation_dtype(point.dtype))
         return measure(
             point,
             made,
@@ -190,7 +174,7 @@ class Kronecker(Curvature):
             checked=checked,
             diagonal=diagonal,
             wide=basis is None and self._wide,
-            scales=lambda l2: column_scales(made, l2, self.damping, like),
+            damping=self.damping,
         )
 
     @property
@@ -212,7 +196,7 @@ class Kronecker(Curvature):
         """Refuse an inner loss that does not depend on the model, or whose penalty makes the curvature negative, and,
         with ``strict``, layers that were never called as modules."""
         state.uncalled = measured.uncalled
-        state.covers(made.coverage(measured.uncalled))
+        state.coverage = made.coverage(measured.uncalled)
         if self.strict and measured.uncalled:
             raise CoverageError(
                 f"strict=True, but {', '.join(measured.uncalled)} belong to layers that were never called as "
@@ -230,17 +214,20 @@ class Kronecker(Curvature):
                     f"negative ({float(value) + self.damping:.4g}); use coefficients ≥ 0 (exp or softplus of λ)."
                 )
 
-    def _average(self, point: Point, state: KroneckerState, measured: Measured) -> dict[str, tuple[Factor, Factor]]:
-        """β·old + (1−β)·new."""
-        new = {name: (measured.a[name], measured.b[name]) for name in measured.a}
-        if self.ema == 0:
-            return new
-        self._finite(point, measured, bool(finite(measured)))
-        averaged: dict[str, tuple[Factor, Factor]] = {}
-        for name, (a, b) in new.items():
-            old_a, old_b = state.factors.get(name, (dense(a), dense(b)))
-            averaged[name] = (old_a.lerp(dense(a), 1 - self.ema), old_b.lerp(dense(b), 1 - self.ema))
-        return averaged
+    def _factors(
+        self, point: Point, state: KroneckerState, measured: Measured
+    ) -> tuple[Factors, dict[str, tuple[Tensor, Tensor]]]:
+        """A and B of every block, A after scaling the columns where they are penalised unevenly, and the averages
+        β·old + (1−β)·new that they are made of, where there is a β."""
+        factors: Factors = {name: (measured.a[name], measured.b[name]) for name in measured.a}
+        averages: dict[str, tuple[Tensor, Tensor]] = {}
+        if self.ema > 0:
+            self._finite(point, measured, bool(finite(measured)))
+            for name, (a, b) in factors.items():
+                old_a, old_b = state.factors.get(name, (dense(a), dense(b)))
+                averages[name] = (old_a.lerp(dense(a), 1 - self.ema), old_b.lerp(dense(b), 1 - self.ema))
+            factors = {**averages}
+        return {name: (scaled_factor(a, measured.scales.get(name)), b) for name, (a, b) in factors.items()}, averages
 
     def _finite(self, point: Point, measured: Measured, good: bool) -> None:
         """Refuse factors that are not finite, by the name of the first such block."""
@@ -291,22 +278,18 @@ class Kronecker(Curvature):
         """
         return torch._foreach_add(diagonals, damping)
 
+    def _eigen_inverses(
+        self, point: Point, made: Plan, measured: Measured, found: Iterable[tuple[str, Tensor, Tensor, Tensor]]
+    ) -> EigenInverses:
+        """The damped inverses of blocks that are given by name, Q_A, Q_B and the spectrum between them."""
+        blocks = {name: damped(a, b, s, self._block_damping(made, measured, name)) for name, a, b, s in found}
+        return checked(point, EigenInverses(blocks))
+
     @abstractmethod
     def _invert(
-        self,
-        point: Point,
-        state: KroneckerState,
-        made: Plan,
-        measured: Measured,
-        factors: dict[str, tuple[Factor, Factor]],
-        keep: bool = False,
+        self, point: Point, state: KroneckerState, made: Plan, measured: Measured, factors: Factors, keep: bool = False
     ) -> Pending[tuple[BlockInverses, Status]]:
         """Begin the damped inverses of all blocks: what comes is they, and how they were obtained."""
-
-
-def _scaled(factors: dict[str, tuple[Factor, Factor]], measured: Measured) -> dict[str, tuple[Factor, Factor]]:
-    """The factors with A as it is after scaling the columns of blocks that are penalised unevenly."""
-    return {name: (scaled_factor(a, measured.scales.get(name)), b) for name, (a, b) in factors.items()}
 
 
 def finite(measured: Measured, block: str | None = None) -> Tensor:

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import Factor, add_to, few_rows, scaled
-from hyperkron.curvature.kfac.grams import bordered, masked_gram, narrowed, summed
+from hyperkron.curvature.kfac.grams import bordered, corrected, masked_gram, narrowed, summed
 from hyperkron.curvature.kfac.layers import WeightSharing
-from hyperkron.curvature.kfac.spectrum import corrected
 from hyperkron.losses import Loss
 from hyperkron.trees import Tree
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hyperkron import trees
 from hyperkron.curvature.base import CurvatureState, Invertible
 from hyperkron.curvature.kfac.coverage import Block, Coverage, Fallback, Plan, plan
+from hyperkron.curvature.kfac.factors import Matrices
 from hyperkron.curvature.kfac.inverse import BlockInverses, load_inverses
 from hyperkron.curvature.kfac.layers import LayerOf
 from hyperkron.kernels.execution import Pending
@@ -31,6 +32,8 @@ class KroneckerState(CurvatureState):
         coverage: which curvature every parameter has, as the last call found.
     """
 
+    _NUMBERS: ClassVar[tuple[str, ...]] = ("age", "refreshes", "basis_age", "failures", "seed")
+
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.generator: torch.Generator | None = None
@@ -43,6 +46,7 @@ class KroneckerState(CurvatureState):
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # the moving averages, where there are any
         self.inverses: BlockInverses | None = None
         self.diagonal: dict[str, Tensor] = {}
+        self.scales: Matrices = {}  # E of the blocks that a penalty falls on unevenly
         self.parameters: list[str] = []  # those that were trained when the inverse was made
         self.uncalled: list[str] = []  # those of layers that were not called at the last refresh
         self.coverage: Coverage | None = None
@@ -80,17 +84,15 @@ class KroneckerState(CurvatureState):
         inverses: BlockInverses,
         status: Status,
         diagonal: dict[str, Tensor],
+        scales: Matrices,
         parameters: list[str],
         basis_age: int = 0,
     ) -> None:
         """A refresh has succeeded: these are in use from now on."""
-        self.inverses, self.status, self.diagonal, self.parameters = inverses, status, diagonal, parameters
+        self.inverses, self.status, self.diagonal, self.scales = inverses, status, diagonal, scales
+        self.parameters = parameters
         self.age, self.failures, self.refreshes, self.basis_age = 0, 0, self.refreshes + 1, basis_age
         self.strategy = inverses.strategies()
-
-    def covers(self, coverage: Coverage) -> None:
-        """What the call in progress has found about the model's layers."""
-        self.coverage = coverage
 
     @property
     def kept(self) -> BlockInverses | None:
@@ -98,15 +100,15 @@ class KroneckerState(CurvatureState):
 
     def tensors(self) -> Any:
         assert self.inverses is not None
-        return self.inverses.state_dict(), self.diagonal
+        return self.inverses.state_dict(), self.diagonal, self.scales
 
     def adopt(self, other: CurvatureState) -> None:
         assert isinstance(other, KroneckerState)
-        self.inverses, self.diagonal = other.inverses, other.diagonal
+        self.inverses, self.diagonal, self.scales = other.inverses, other.diagonal, other.scales
 
     def let_go(self) -> None:
         """Forget the inverses; the next call makes new ones."""
-        self.inverses, self.diagonal = None, {}
+        self.inverses, self.diagonal, self.scales = None, {}, {}
 
     def replayed(self, made: CurvatureState | None) -> None:
         if made is None:
@@ -115,39 +117,34 @@ class KroneckerState(CurvatureState):
         assert isinstance(made, KroneckerState)
         assert made.inverses is not None
         basis_age = self.basis_age + 1 if made.basis_age else 0
-        self.renew(made.inverses, Status.DIRECT, made.diagonal, made.parameters, basis_age)
+        self.renew(made.inverses, Status.DIRECT, made.diagonal, made.scales, made.parameters, basis_age)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "age": self.age,
-            "refreshes": self.refreshes,
-            "basis_age": self.basis_age,
-            "failures": self.failures,
+            **{name: getattr(self, name) for name in self._NUMBERS},
             "status": self.status.name,
-            "seed": self.seed,
             "generator": None if self.generator is None else self.generator.get_state(),
             "generator_device": "" if self.generator is None else str(self.generator.device),
             "factors": {name: {"a": a, "b": b} for name, (a, b) in self.factors.items()},
             "inverses": None if self.inverses is None else self.inverses.state_dict(),
             "diagonal": dict(self.diagonal),
+            "scales": dict(self.scales),
             "parameters": list(self.parameters),
             "uncalled": list(self.uncalled),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.age, self.refreshes, self.failures = state["age"], state["refreshes"], state["failures"]
-        self.basis_age = state["basis_age"]
-        self.status, self.seed = Status[state["status"]], state["seed"]
-        self.generator = None
+        for name in self._NUMBERS:
+            setattr(self, name, state[name])
+        self.status, self.generator = Status[state["status"]], None
         if state["generator"] is not None:
             self.generator = torch.Generator(state["generator_device"])
             self.generator.set_state(state["generator"])
         self.factors = {name: (f["a"], f["b"]) for name, f in state["factors"].items()}
         self.inverses = None if state["inverses"] is None else load_inverses(state["inverses"])
         self.strategy = "" if self.inverses is None else self.inverses.strategies()
-        self.diagonal = dict(state["diagonal"])
-        self.parameters = list(state["parameters"])
-        self.uncalled = list(state.get("uncalled", []))
+        self.diagonal, self.scales = dict(state["diagonal"]), dict(state.get("scales", {}))
+        self.parameters, self.uncalled = list(state["parameters"]), list(state.get("uncalled", []))
 
 
 class KroneckerOperator(Invertible):
@@ -184,36 +181,41 @@ class KroneckerOperator(Invertible):
         assert self._state.inverses is not None
         self.blocks = {name: self._blocks[name] for name in self._state.inverses.names}
         self.inverses, self.diagonal = self._state.inverses, self._state.diagonal
+        self.scales = {name: e for name, e in self._state.scales.items() if name in self.blocks}
         self.status = self._state.status
 
     def release(self) -> None:
         if self._once:
             self._settle()
             self._state.let_go()
-            del self.inverses, self.diagonal
+            del self.inverses, self.diagonal, self.scales
 
     def matvec(self, v: Tree) -> Tree:
         if self._refresh is not None:
             self._settle()
         self.products += 1
-        return self._apply(v, self.inverses.matvec, torch._foreach_mul)
+        return self._apply(v, self.inverses.matvec, torch.mul, torch._foreach_mul)
 
     def solve(self, b: Tree) -> Tree:
         if not self._elsewhere and self._state.coverage is not None:  # a preconditioner may cover what it likes
             self._state.coverage.warn()
         if self._refresh is not None:
             self._settle()
-        return self._apply(b, self.inverses.solve, torch._foreach_div)
+        return self._apply(b, self.inverses.solve, torch.div, torch._foreach_div)
 
     def _apply(
         self,
         v: Tree,
-        on_blocks: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+        on_blocks: Callable[[Matrices], Matrices],
+        by: Callable[[Tensor, Tensor], Tensor],
         on_diagonal: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]],
     ) -> Tree:
         found: Tree = {}
         given, v = v, trees.widened(v)
-        for name, matrix in on_blocks({name: block.join(v) for name, block in self.blocks.items()}).items():
+        matrices = {name: block.join(v) for name, block in self.blocks.items()}
+        matrices = on_blocks(matrices | {name: by(matrices[name], e) for name, e in self.scales.items()})
+        matrices |= {name: by(matrices[name], e) for name, e in self.scales.items()}
+        for name, matrix in matrices.items():
             found.update(self.blocks[name].part(matrix, v))
         shaped = {n: d for n, d in self.diagonal.items() if d.shape == v[n].shape and d.device == v[n].device}
         numbers = {n: d for n, d in self.diagonal.items() if n not in shaped}

@@ -1,0 +1,1 @@
+"""Attribution against peers: how well scores foretell the loss after retraining."""

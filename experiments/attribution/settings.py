@@ -1,0 +1,125 @@
+"""The data sets and networks on which attributions are judged, and the training that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.func import functional_call, grad, stack_module_state, vmap
+
+from experiments.paper import datasets
+
+DECAY = 1e-4
+"""α of the penalty α‖θ‖²: the minimum is isolated, and every method knows it."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A network with its data, and how it is trained."""
+
+    name: str
+    network: Callable[[], nn.Module]
+    train: tuple[Tensor, Tensor]
+    queries: tuple[Tensor, Tensor]
+    epochs: int
+    rate: float
+    batch: int = 64
+
+    def to(self, device: torch.device) -> Setting:
+        train, queries = ((x.to(device), y.to(device)) for x, y in (self.train, self.queries))
+        return replace(self, train=train, queries=queries)
+
+
+def digits_mlp(data: Path | None) -> Setting:
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images / 16 - 0.3, dtype=torch.float32), torch.tensor(labels)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    x, y = x[order], y[order]
+    return Setting("digits, MLP", lambda: mlp(64, 64, 32), (x[:1200], y[:1200]), (x[1200:1300], y[1200:1300]), 40, 0.05)
+
+
+def digits_cnn(data: Path | None) -> Setting:
+    base = digits_mlp(data)
+    train, queries = ((x.reshape(-1, 1, 8, 8), y) for x, y in (base.train, base.queries))
+    return Setting("digits, CNN", lambda: cnn(1, (8, 16), 16 * 16), train, queries, 40, 0.05)
+
+
+def fashion_mlp(data: Path | None) -> Setting:
+    images = datasets.mnist(data, "fashion_mnist")
+    train, queries = ((x[:n].reshape(n, -1) - 0.3, y[:n]) for (x, y), n in ((images.train, 5000), (images.test, 100)))
+    return Setting("Fashion-MNIST, MLP", lambda: mlp(784, 128, 64), train, queries, 20, 0.03)
+
+
+def cifar_cnn(data: Path | None) -> Setting:
+    images = datasets.cifar10(data)
+    train, queries = (((x[:n] - 0.47) / 0.25, y[:n]) for (x, y), n in ((images.train, 5000), (images.test, 100)))
+    return Setting("CIFAR-10, CNN", lambda: cnn(3, (16, 32, 32), 32 * 16), train, queries, 20, 0.03)
+
+
+SETTINGS = {
+    "digits_mlp": digits_mlp,
+    "digits_cnn": digits_cnn,
+    "fashion_mlp": fashion_mlp,
+    "cifar_cnn": cifar_cnn,
+}
+
+
+def mlp(inputs: int, *hidden: int) -> nn.Module:
+    widths = (inputs, *hidden)
+    layers = [m for a, b in zip(widths, hidden, strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(hidden[-1], 10))
+
+
+def cnn(channels: int, widths: tuple[int, ...], features: int) -> nn.Module:
+    """Convolutions, each but the first followed by halving the image."""
+    layers: list[nn.Module] = []
+    for i, width in enumerate(widths):
+        layers += [
+            nn.Conv2d(channels, width, 3, padding=1),
+            nn.ReLU(),
+            *([nn.MaxPool2d(2)] if i or len(widths) > 2 else []),
+        ]
+        channels = width
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def train_many(setting: Setting, subsets: list[Tensor], seeds: list[int]) -> list[nn.Module]:
+    """A network for each subset of the training rows, all trained at once by SGD with momentum and a linear decay."""
+    device = setting.train[0].device
+    networks = []
+    for seed in seeds:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            networks.append(setting.network().to(device))
+    params, _ = stack_module_state(networks)
+    params = {name: p.detach() for name, p in params.items()}
+    size = min(len(rows) for rows in subsets)
+    steps_per_epoch = max(1, size // setting.batch)
+    total = setting.epochs * steps_per_epoch
+    velocity = {name: torch.zeros_like(p) for name, p in params.items()}
+
+    def loss(one: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        penalty = sum(p.square().sum() for p in one.values())
+        return F.cross_entropy(functional_call(networks[0], one, (x,)), y) + DECAY * penalty
+
+    slopes = vmap(grad(loss))
+    random = torch.Generator().manual_seed(seeds[0])
+    step = 0
+    for _ in range(setting.epochs):
+        orders = [rows[torch.randperm(len(rows), generator=random).to(device)][:size] for rows in subsets]
+        for i in range(steps_per_epoch):
+            rows = torch.stack([order[i * setting.batch : (i + 1) * setting.batch] for order in orders])
+            gradients = slopes(params, setting.train[0][rows], setting.train[1][rows])
+            rate = setting.rate * (1 - step / total)
+            for name, g in gradients.items():
+                velocity[name].mul_(0.9).add_(g)
+                params[name] = params[name] - rate * velocity[name]
+            step += 1
+    for i, network in enumerate(networks):
+        network.load_state_dict({name: p[i] for name, p in params.items()})
+    return networks

@@ -1,0 +1,6 @@
+"""Which training examples made the model do this? The hypergradient in example weights, read for each query."""
+
+from hyperkron.attribution.attribute import attribute, self_influence
+from hyperkron.attribution.result import Attribution
+
+__all__ = ["Attribution", "attribute", "self_influence"]

@@ -1,0 +1,204 @@
+"""What a guard needs to undo a step: everything the step may change, and its batches, to repeat or describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyperkron.algorithms import BatchSources, Examples, State
+from hyperkron.evaluation.inputs import tensors_of
+from hyperkron.optimizers import load_scaler
+from hyperkron.solution import NonFiniteError
+from hyperkron.training.randomness import random_state, same_random_state, set_random_state
+
+MAX_IDS = 10_000
+"""Numbers of one tensor that a description lists."""
+
+# --- θ, λ and what they depend on --------------------------------------------------------------------------
+
+
+class TrainingSnapshot:
+    """θ with buffers, λ, optimizers, schedules and the memories of algorithm and hypergradient, as they are now.
+
+    It costs a copy of θ, λ and what optimizers and algorithm keep; factors and inverses are shared, not copied.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.step = state.step
+        self._state, self._random = state, random_state()
+        self._saved = state.state_dict(copy_caches=False)
+
+    def restore(self, *, random: bool) -> None:
+        """Put all of it back; the random states only with ``random``, as for trying the same step again.
+
+        A gradient scaler keeps what it has learnt, or it would overflow again.
+        """
+        scaler = self._state.inner.scaler
+        learnt = None if scaler is None else scaler.state_dict()
+        self._state.load_state_dict(self._saved)
+        for level_optimizer in (self._state.inner, self._state.outer, *self._state.twins.values()):
+            level_optimizer.optimizer.zero_grad(set_to_none=True)
+        if scaler is not None and learnt is not None:
+            load_scaler(scaler, learnt)
+        if random:
+            set_random_state(self._random)
+
+
+def refuse_non_finite(state: State) -> None:
+    """Raise for a NaN or an infinity that a step has left behind; one copy to the host for each device."""
+    tensors = {name: x.detach() for name, x in _left_behind(state) if _floating(x)}
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for x in tensors.values():
+        by_device.setdefault(x.device, []).append(x)
+    largest = [torch.stack(torch._foreach_norm(found, float("inf"))).isfinite().all() for found in by_device.values()]
+    if all(bool(good) for good in largest):
+        return
+    bad = [name for name, x in tensors.items() if not bool(torch.isfinite(x).all())]
+    if bad:
+        raise NonFiniteError(
+            f"step {state.step - 1} left nan or infinite values in {', '.join(bad[:5])}; lower the step sizes, clip "
+            "with Updates(optimizer, clip=1.0), or look for extreme values in the batches."
+        )
+
+
+def _left_behind(state: State) -> Iterator[tuple[str, Any]]:
+    for level, level_optimizer in (("θ", state.inner), ("λ", state.outer), *state.twins.items()):
+        for name, p in level_optimizer.params.items():
+            yield f"{level} {name}", p
+            for key, x in level_optimizer.optimizer.state.get(p, {}).items():
+                yield f"{level} {name} ({key} of the optimizer)", x
+    for key, tree in state.trees.items():
+        yield from ((f"{key} {name}", x) for name, x in tree.items())
+    yield from ((f"buffer {name}", x) for name, x in state.model.named_buffers())
+
+
+def _floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and x.dim() > 0
+
+
+# --- batches -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Note:
+    """One draw of a step.
+
+    Attributes:
+        level: ``inner``, ``outer`` or ``curvature``.
+        kind: ``batch``, or ``index`` where a finite-sum method asked for the number of a batch.
+        value: the batch or its number.
+        random: the random state after it, if the draw changed it.
+    """
+
+    level: str
+    kind: str
+    value: Any
+    random: dict[str, Any] | None
+
+
+class RecordedBatches(BatchSources):
+    """Batches that are remembered since :meth:`begin`, and given once more after :meth:`rewind`.
+
+    Example:
+        >>> numbers = iter(range(9))
+        >>> batches = RecordedBatches(lambda: next(numbers), None)
+        >>> batches.begin()
+        >>> batches.inner(), batches.inner()
+        (0, 1)
+        >>> batches.rewind()
+        >>> batches.inner(), batches.inner(), batches.inner()
+        (0, 1, 2)
+    """
+
+    def __init__(self, inner: Any, outer: Any, curvature: Any = None) -> None:
+        super().__init__(inner, outer, curvature)
+        self.end()
+
+    def begin(self) -> None:
+        """A step begins: remember from now on, and nothing of before."""
+        self.notes: list[Note] = []
+        self._active, self._next = True, 0
+
+    def rewind(self) -> None:
+        """Give everything remembered once more, in the same order and with the same effect on random states."""
+        self._next = 0
+
+    def end(self) -> None:
+        """Forget, and remember nothing more."""
+        self.begin()
+        self._active = False
+
+    def note(self, level: str, kind: str, take: Callable[[], Any]) -> Any:
+        """What ``take()`` gives, or gave the last time."""
+        if not self._active:
+            return take()
+        self._next += 1
+        found = self.notes[self._next - 1] if self._next <= len(self.notes) else None
+        if found is not None and (found.level, found.kind) == (level, kind):
+            if found.random is not None:
+                set_random_state(found.random)
+            return found.value
+        del self.notes[self._next - 1 :]
+        before = random_state()
+        value = take()
+        after = random_state()
+        self.notes.append(Note(level, kind, value, None if same_random_state(before, after) else after))
+        return value
+
+    def inner(self) -> Any:
+        return self.note("inner", "batch", super().inner)
+
+    def outer(self) -> Any:
+        return self.note("outer", "batch", super().outer)
+
+    def curvature(self) -> Any:
+        return self.note("curvature", "batch", super().curvature)
+
+    def finite(self, algorithm: str) -> tuple[Examples, Examples]:
+        """Both sources as finite sums, whose draws are remembered too."""
+        inner, outer = super().finite(algorithm)
+        return (_Watched(inner, "inner", self), _Watched(outer, "outer", self)) if self._active else (inner, outer)
+
+    def examples(self, note: Note) -> Any:
+        """The batch of a note, also where it holds only the number of one."""
+        return note.value if note.kind == "batch" else getattr(self, f"{note.level}_source").batch(note.value)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The draws of the step as plain values: numbers that identify examples, and rows that are not finite."""
+        return [self._described(note) for note in self.notes]
+
+    def _described(self, note: Note) -> dict[str, Any]:
+        found: dict[str, Any] = {"level": note.level}
+        batch = self.examples(note)
+        if note.kind == "index":
+            first = note.value * getattr(self, f"{note.level}_source").batch_size
+            found |= {"batch": note.value, "examples": [first, first + len(batch[0]) - 1]}
+        found["tensors"] = [_tensor(place, x) for place, x in tensors_of("batch", batch)]
+        return found
+
+
+class _Watched(Examples):
+    """The same examples, in the same place of their order, whose draws a :class:`RecordedBatches` remembers."""
+
+    def __init__(self, examples: Examples, level: str, batches: RecordedBatches) -> None:
+        self.examples, self.level, self.batches = examples, level, batches
+        self.tensors, self.batch_size = examples.tensors, examples.batch_size
+
+    def index(self) -> int:
+        number: int = self.batches.note(self.level, "index", self.examples.index)
+        return number
+
+
+def _tensor(place: str, x: Tensor) -> dict[str, Any]:
+    """Whole numbers as they are (indices and labels name examples); of others the rows that are not finite."""
+    found: dict[str, Any] = {"where": place, "dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
+    if x.is_floating_point():
+        rows = x.detach().reshape(len(x) if x.dim() else 1, -1)
+        found["non_finite_rows"] = (~rows.isfinite()).any(1).nonzero().flatten().tolist()[:MAX_IDS]
+    elif x.dim() <= 1 and x.numel() <= MAX_IDS and x.dtype != torch.bool:
+        found["values"] = x.tolist()
+    return found

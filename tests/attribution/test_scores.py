@@ -1,0 +1,140 @@
+"""Scores against a dense float64 oracle, and the two ways of computing them against each other."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import hyperkron as hk
+from hyperkron.curvature import GGN, Hessian
+from hyperkron.solvers import CG
+
+DECAY = 1e-2
+
+
+class Tokens(nn.Module):
+    """Embedding, attention-free token mixing, norm and a tied-free head; a prediction for the whole sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.norm = nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(torch.tanh(self.mix(self.embed(tokens)))).mean(1))
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(12, 5)
+
+
+def cnn() -> tuple[nn.Module, Tensor]:
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, groups=2),
+        nn.Tanh(),
+        nn.BatchNorm2d(4),
+        nn.Conv2d(4, 2, 2, stride=2),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    )
+    net[2].running_mean.normal_()
+    return net, torch.randn(12, 2, 4, 4)
+
+
+def tokens() -> tuple[nn.Module, Tensor]:
+    return Tokens(), torch.randint(0, 7, (12, 5))
+
+
+NETWORKS = {"mlp": mlp, "cnn": cnn, "tokens": tokens}
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> hk.losses.Loss:
+    return hk.losses.cross_entropy(model(batch[0]), batch[1]) + hk.losses.l2(model, DECAY)
+
+
+def made(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model, x = NETWORKS[name]()
+    model = model.double()
+    x = x.double() if x.is_floating_point() else x
+    y = torch.randint(0, 3, (12,))
+    return model, (x[:9], y[:9]), (x[9:], y[9:])
+
+
+def oracle(model: nn.Module, train: tuple[Tensor, Tensor], queries: tuple[Tensor, Tensor], damping: float) -> Tensor:
+    """1/N ⟨(H + δI)⁻¹ ∂f_q, ∂c_n⟩ from dense derivatives; no part of the library is used."""
+    model.eval()
+    names = [name for name, _ in model.named_parameters()]
+    shapes = [p.shape for p in model.parameters()]
+    sizes = [p.numel() for p in model.parameters()]
+    theta = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    def losses(flat: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        parts = {n: v.reshape(s) for n, v, s in zip(names, flat.split(sizes), shapes, strict=True)}
+        return nn.functional.cross_entropy(functional_call(model, parts, (x,)), y, reduction="none")
+
+    hessian = torch.autograd.functional.hessian(lambda t: losses(t, *train).mean() + DECAY * t.square().sum(), theta)
+    a = hessian + damping * torch.eye(len(theta), dtype=theta.dtype)
+    rows = torch.autograd.functional.jacobian(lambda t: losses(t, *train), theta)
+    asked = torch.autograd.functional.jacobian(lambda t: losses(t, *queries), theta)
+    return torch.linalg.solve(a, asked.T).T @ rows.T / len(rows)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("way", ["layers", "forward"])
+@pytest.mark.parametrize("batch_size", [4, 9])
+def test_exact_curvature_gives_the_oracles_scores(name, way, batch_size):
+    model, train, queries = made(name)
+    method = hk.Implicit(Hessian(5.0), CG(400, 1e-13))  # damping large enough to be definite away from a minimum
+    found = hk.attribute(loss, model, train, queries, method=method, way=way, batch_size=batch_size)
+    wanted = oracle(model, train, queries, 5.0)
+    assert found.scores.shape == (3, 9)
+    assert found.stats["way"] == way
+    assert torch.allclose(found.scores, wanted, rtol=1e-8, atol=1e-8 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("method", [hk.kfac(1e-2), hk.ekfac(1e-2, fisher="type-2"), hk.identity()])
+def test_both_ways_agree(name, method):
+    model, train, queries = made(name)
+    layers, forward = (
+        hk.attribute(loss, model, train, queries, method=method, way=w).scores for w in ("layers", "forward")
+    )
+    assert torch.allclose(layers, forward, rtol=1e-10, atol=1e-12)
+
+
+def test_the_training_set_is_measured_as_a_whole():
+    model, train, queries = made("mlp")
+    method = hk.ekfac(1e-2, fisher="type-2")
+    whole, parts = (hk.attribute(loss, model, train, queries, method=method, batch_size=b).scores for b in (9, 4))
+    assert torch.allclose(whole, parts, rtol=1e-9)
+    ggn = hk.Implicit(GGN(1e-2), CG(200, 1e-13))
+    whole, parts = (hk.attribute(loss, model, train, queries, method=ggn, batch_size=b).scores for b in (9, 4))
+    assert torch.allclose(whole, parts, rtol=1e-8)
+
+
+def test_an_aggregated_query_is_the_mean_of_the_queries():
+    model, train, queries = made("mlp")
+    apart = hk.attribute(loss, model, train, queries, method=hk.kfac(1e-2, fisher="type-2")).scores
+    together = hk.attribute(
+        loss, model, train, queries, method=hk.kfac(1e-2, fisher="type-2"), aggregate=True, batch_size=2
+    )
+    assert together.scores.shape == (1, 9)
+    whole = hk.attribute(loss, model, train, queries, method=hk.kfac(1e-2, fisher="type-2"), aggregate=True)
+    assert torch.allclose(whole.scores[0], apart.mean(0), rtol=1e-9)
+    assert whole.stats["way"] == "forward"
+
+
+def test_self_influence_is_the_diagonal():
+    model, train, _ = made("cnn")
+    method = hk.kfac(1e-2, fisher="type-2")
+    scores = hk.attribute(loss, model, train, train, method=method, query_loss=plain, batch_size=4).scores
+    found = hk.attribution.self_influence(plain_with_penalty, model, train, method=method, batch_size=4)
+    assert torch.allclose(found, scores.diagonal(), rtol=1e-9)
+
+
+def plain(model: nn.Module, batch: tuple[Tensor, Tensor]) -> hk.losses.Loss:
+    return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+
+plain_with_penalty = loss
