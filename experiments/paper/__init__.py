@@ -31,9 +31,9 @@ from pathlib import Path
 import torch
 
 from experiments import records
-from experiments.cells import OutOfTime
 from experiments.paper import page, places
 from experiments.paper.recipe import Judgement, Recipe, Result, Scale, Table, Verdict
+from experiments.pieces import OutOfTime
 from hyperkron.solution import HyperkronError
 
 RESULTS = records.RESULTS / "paper"

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from experiments import paper
-from experiments.cells import Cells, OutOfTime
 from experiments.paper import cleaning, datasets, encoder_cleaning, encoder_settings, memory, texts
 from experiments.paper.cleaning import Case
 from experiments.paper.entries import Entry, Stage, compete
 from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Job
 from experiments.paper.text_cleaning import WARM, TextCase, TextRates, TextTrial, _rows, order_auc, text_methods
+from experiments.pieces import Cells, OutOfTime
 from experiments.trial import MEASURED, RelativeStep
 from hyperkron.algorithms import AID, InnerOnly, inner_loop
 from hyperkron.cleaning.models import TextEncoder
