@@ -34,7 +34,6 @@ from torch import nn
 
 import hyperkron as hk
 from experiments import records
-from experiments.cells import Cells, OutOfTime
 from experiments.mnist import tuning
 from experiments.mnist.problem import (
     DAMPINGS,
@@ -52,6 +51,7 @@ from experiments.mnist.problem import (
 )
 from experiments.mnist.tables import table
 from experiments.paper.recipe import Job
+from experiments.pieces import Cells, OutOfTime
 
 RESULT = "mnist/small.json"
 PAPER = "mnist/paper.json"
