@@ -39,6 +39,7 @@ LAYERS = (
     "optimizers",
     "algorithms",
     "hyper",
+    "attribution",
     "training",
     "cleaning.data",
     "cleaning.models",

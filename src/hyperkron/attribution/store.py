@@ -12,7 +12,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -50,13 +49,20 @@ class Store:
         self.folder, self.shape, self.identity = Path(folder), shape, identity
         self.folder.mkdir(parents=True, exist_ok=True)
         self.done = self._begin()
-        path = self._path("scores.npy")
-        if self.done == 0 and not path.exists():
-            self._scores = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
-        else:
-            self._scores = np.lib.format.open_memmap(path, mode="r+")
-        if self._scores.shape != shape or self._scores.dtype != np.float32:
+        self._scores = self._open(new=self.done == 0 and not self._path("scores.npy").exists())
+        if self._scores.shape != shape or self._scores.dtype.name != "float32":
             raise HyperkronError(f"{self._path('scores.npy')} was changed by another program; choose another out=.")
+
+    def _open(self, new: bool = False) -> Any:
+        """The file of scores as an array in memory that the disk backs."""
+        try:
+            import numpy
+        except ImportError as error:
+            raise HyperkronError("out= needs numpy; pip install 'hyperkron[data]'.") from error
+        path = self._path("scores.npy")
+        if new:
+            return numpy.lib.format.open_memmap(path, mode="w+", dtype=numpy.float32, shape=self.shape)
+        return numpy.lib.format.open_memmap(path, mode="r+")
 
     def _path(self, name: str) -> Path:
         return self.folder / name
@@ -103,7 +109,7 @@ class Store:
 
     def scores(self) -> Tensor:
         """All scores, read from the disk as needed."""
-        return torch.from_numpy(np.load(self._path("scores.npy"), mmap_mode="r+"))
+        return torch.from_numpy(self._open())
 
 
 def _replace(part: Path, path: Path) -> None:
