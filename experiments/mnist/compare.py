@@ -42,14 +42,13 @@ from experiments.mnist.problem import (
     PaperPlan,
     Plan,
     Setting,
-    Split,
     Trial,
     clock,
     noisy_mnist,
     prepare,
-    problem,
 )
 from experiments.mnist.tables import table
+from experiments.paper.cleaning import Split, problem
 from experiments.paper.recipe import Job
 from experiments.pieces import Cells, OutOfTime
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
+from hyperkron.validation import check_interval
 
 
 def digest(*parts: Any) -> str:
@@ -82,9 +83,8 @@ class Store:
                 f"out={str(self.folder)!r} holds scores of another run (different: {', '.join(changed)}); "
                 "repeat that run's arguments to continue it, or choose another folder."
             )
-        if not isinstance(done, int) or not 0 <= done <= self.shape[1]:
-            raise HyperkronError(f"{path} says done={done!r}, which cannot be; choose another out=.")
-        return done
+        check_interval("done", done, 0, self.shape[1], remedy=f"{path} was changed: choose another out=")
+        return int(done)
 
     def vectors(self) -> Tree | None:
         """The vectors of the queries, if an earlier call has kept them."""

@@ -6,9 +6,9 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
-from hyperkron import __version__
 from hyperkron.cli import options
 from hyperkron.cli.options import Option
 from hyperkron.cli.output import UsageError, nearest, printable
@@ -106,12 +106,18 @@ def _type(option: Option) -> Callable[[str], Any]:
     return converted
 
 
+def _version() -> str:
+    try:
+        return version("hyperkron")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
 def parse(given: Sequence[str], defaults: Mapping[str, Any] | None = None) -> argparse.Namespace:
     """The command that is asked for and its options, with other defaults for those of ``clean``."""
     top = Parser(prog="hyperkron", description=_ABOUT, examples=_EXAMPLES)
-    top.add_argument(
-        "--version", action="version", version=f"hyperkron {__version__}", help="print the version and exit"
-    )
+    own = f"hyperkron {_version()}"
+    top.add_argument("--version", action="version", version=own, help="print the version and exit")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     made = {
         name: commands.add_parser(
