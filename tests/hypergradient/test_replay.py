@@ -16,6 +16,7 @@ from torch import nn
 import hyperkron as hk
 import replaying
 from hyperkron import solution
+from hyperkron.cleaning.models import resnet18
 from hyperkron.curvature import KroneckerState
 from hyperkron.hypergradient import replay
 from hyperkron.kernels.execution import Execution
@@ -198,7 +199,7 @@ def test_a_resnet_is_replayed_as_it_is_computed(tf32: bool, monkeypatch: pytest.
     ordinary way is.
     """
     torch.manual_seed(0)
-    model, weights = hk.models.resnet18(classes=10, stem="3x3").cuda(), hk.SampleWeights(64).cuda()
+    model, weights = resnet18(classes=10, stem="3x3").cuda(), hk.SampleWeights(64).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x, y, index = torch.randn(64, 3, 32, 32).cuda(), torch.randint(10, (64,)).cuda(), torch.arange(64).cuda()
     exact, plain, recorded = (
