@@ -13,8 +13,8 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 import hyperkron as hk
-from hyperkron.evaluation.point import Point
 from hyperkron.kernels import second_order, selection
+from hyperkron.kernels.execution import Execution
 from hyperkron.kernels.second_order import batch_norm, convolution
 from hyperkron.kernels.selection import Kernels
 
@@ -208,7 +208,7 @@ def test_a_model_that_takes_the_layout_for_granted_is_tried_once(monkeypatch: py
         return real(model, gpu, size, **{**how, "recording": True})
 
     monkeypatch.setattr(selection, "chosen", pretending)
-    monkeypatch.setattr(Point, "queues", True)
+    monkeypatch.setattr(Execution, "queued", True)
     model, hyper = Flat(), hk.SampleWeights(6)
     batch = (torch.randn(6, 2, 6, 6), torch.arange(6) % 3, torch.arange(6))
     problem = hk.BilevelProblem(
