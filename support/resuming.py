@@ -115,7 +115,7 @@ def _without_times(state: Any) -> Any:
 
 
 def digest(state: Any, folder: Path) -> str:
-    """One hash of every bit of a nested state but ``seconds``: tensors, their layout, numbers, strings, random states."""
+    """One hash of every bit of a nested state but ``seconds``: tensors with their layout, numbers, random states."""
     tree, tensors = split(_without_times(state))
     path = folder / f"digest-{os.getpid()}"
     path.unlink(missing_ok=True)

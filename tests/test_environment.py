@@ -39,6 +39,7 @@ LAYERS = (
     "optimizers",
     "algorithms",
     "hyper",
+    "attribution",
     "training",
     "cleaning.data",
     "cleaning.models",
@@ -378,7 +379,7 @@ def test_the_readme_example_runs_and_finds_the_wrong_labels(capsys: pytest.Captu
     names: dict[str, Any] = {}
     for example in examples:  # each goes on where the one before it ended
         exec(compile(example, "README.md", "exec"), names)
-    assert len(examples) == 2 and names["run"].history.to_rows()
+    assert len(examples) == 3 and names["run"].history.to_rows()
     weights = names["weights"](torch.arange(64)).detach()
     assert weights[:16].mean() < weights[16:].mean() - 0.2
     assert names["result"].status.value in capsys.readouterr().out

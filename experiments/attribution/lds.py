@@ -47,6 +47,7 @@ def losses_after_retraining(setting: Setting, masks: Tensor, repeats: int, toget
 
 
 def ranks(x: Tensor) -> Tensor:
+    """The rank of each entry in its column."""
     return x.argsort(0).argsort(0).double()
 
 
@@ -60,6 +61,7 @@ def lds(scores: Tensor, masks: Tensor, losses: Tensor) -> tuple[float, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Retrain, score by every method, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", choices=SETTINGS, required=True)
     parser.add_argument("--data", type=Path)

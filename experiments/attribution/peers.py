@@ -1,4 +1,4 @@
-"""Every way to score examples that is compared: (model, setting) → (queries × examples), higher speaks for the query."""
+"""Every way to score examples that is compared: (model, setting) → (queries × examples), higher for the helpful."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hyperkron.solvers import CG
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> hk.losses.Loss:
+    """What the networks are trained on."""
     return hk.losses.cross_entropy(model(batch[0]), batch[1]) + hk.losses.l2(model, DECAY)
 
 

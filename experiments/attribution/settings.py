@@ -36,6 +36,7 @@ class Setting:
 
 
 def digits_mlp(data: Path | None) -> Setting:
+    """scikit-learn's digits; needs no data folder."""
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images / 16 - 0.3, dtype=torch.float32), torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -44,18 +45,21 @@ def digits_mlp(data: Path | None) -> Setting:
 
 
 def digits_cnn(data: Path | None) -> Setting:
+    """The same with convolutions."""
     base = digits_mlp(data)
     train, queries = ((x.reshape(-1, 1, 8, 8), y) for x, y in (base.train, base.queries))
     return Setting("digits, CNN", lambda: cnn(1, (8, 16), 16 * 16), train, queries, 40, 0.05)
 
 
 def fashion_mlp(data: Path | None) -> Setting:
+    """5000 images of Fashion-MNIST."""
     images = datasets.mnist(data, "fashion_mnist")
     train, queries = ((x[:n].reshape(n, -1) - 0.3, y[:n]) for (x, y), n in ((images.train, 5000), (images.test, 100)))
     return Setting("Fashion-MNIST, MLP", lambda: mlp(784, 128, 64), train, queries, 20, 0.03)
 
 
 def cifar_cnn(data: Path | None) -> Setting:
+    """5000 images of CIFAR-10."""
     images = datasets.cifar10(data)
     train, queries = (((x[:n] - 0.47) / 0.25, y[:n]) for (x, y), n in ((images.train, 5000), (images.test, 100)))
     return Setting("CIFAR-10, CNN", lambda: cnn(3, (16, 32, 32), 32 * 16), train, queries, 20, 0.03)
@@ -70,6 +74,7 @@ SETTINGS = {
 
 
 def mlp(inputs: int, *hidden: int) -> nn.Module:
+    """A perceptron with ten outputs."""
     widths = (inputs, *hidden)
     layers = [m for a, b in zip(widths, hidden, strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(hidden[-1], 10))

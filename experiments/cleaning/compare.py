@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from experiments import records
-from experiments.cells import Lines
 from experiments.cleaning.datasets import DATA, TEXTS, Problem, Setting, load, prepare, settings
+from experiments.pieces import Lines
 from experiments.workers import share
 from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig
 from hyperkron.cleaning.alternatives import available, judged, targets_for

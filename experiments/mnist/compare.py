@@ -34,7 +34,6 @@ from torch import nn
 
 import hyperkron as hk
 from experiments import records
-from experiments.cells import Cells, OutOfTime
 from experiments.mnist import tuning
 from experiments.mnist.problem import (
     DAMPINGS,
@@ -43,15 +42,15 @@ from experiments.mnist.problem import (
     PaperPlan,
     Plan,
     Setting,
-    Split,
     Trial,
     clock,
     noisy_mnist,
     prepare,
-    problem,
 )
 from experiments.mnist.tables import table
+from experiments.paper.cleaning import Split, problem
 from experiments.paper.recipe import Job
+from experiments.pieces import Cells, OutOfTime
 
 RESULT = "mnist/small.json"
 PAPER = "mnist/paper.json"

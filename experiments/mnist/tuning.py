@@ -8,7 +8,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from experiments.mnist.problem import SOLVER, Plan, Setting, Split, Trial, noisy_mnist, prepare
+from experiments.mnist.problem import SOLVER, Plan, Setting, Trial, noisy_mnist, prepare
+from experiments.paper.cleaning import Split
 from experiments.paper.entries import Entry, Stage, Task, carry_out
 from experiments.paper.recipe import Job
 from experiments.paper.side_by_side import fill_stages
@@ -62,11 +63,13 @@ def tuned(job: Job, workers: int) -> dict[str, Any]:
     for stage in every:
         [entry] = stage.entries
         search = Search(trials(entry.name, plan), 1, 1.0)
-        score = entry.score
-        found[entry.name] = _record(
-            tune(job, [stage.name, entry.name], entry.grid, search, lambda x, _, score=score: score(x))
-        )
+        found[entry.name] = _record(tune(job, [stage.name, entry.name], entry.grid, search, _scoring(entry)))
     return {name: found[SAME.get(name, name)] for name in SOLVER}
+
+
+def _scoring(entry: Entry) -> Any:
+    """The score of an entry, as the search calls it."""
+    return lambda found, _: entry.score(found)
 
 
 def _record(found: Tuned) -> dict[str, Any]:

@@ -11,10 +11,13 @@ How to add a recipe:
 2. Write ``work(job) -> dict`` that does everything through ``job.cell(key, function)``: each cell is written to the
    cache at once, and a run that is interrupted, or stopped by ``limit_minutes``, continues at the first missing cell.
    Tune with :func:`experiments.paper.tuning.tune` (second validation part, the same ``Search`` for every method), then
-   loop over ``job.seeds`` and run with the chosen settings (:func:`experiments.paper.cleaning.final`). What it returns
-   becomes ``figures`` of the result file; it must be computable for the first seeds alone.
+   loop over ``job.seeds`` and run with the chosen settings (:func:`experiments.paper.cleaning.final`). A run is one
+   call of ``hk.fit`` (:mod:`experiments.trial`). What ``work`` returns becomes ``figures`` of the result file; it must
+   be computable for the first seeds alone.
 3. Write ``verdict(result) -> Judgement`` with the rule in its docstring (the page prints it), ``tables(result)`` with
    the printed number (:func:`experiments.paper.printed.printed`) beside ours, and perhaps ``plot(result, folder)``.
+   A comparison in several cases is judged by :func:`experiments.paper.recipe.by_cases`; where weights are learned,
+   ``weights(result)`` says how often they were updated (:mod:`experiments.paper.visits`).
 4. Put ``Recipe(...)`` into the module's ``RECIPES`` tuple and the module into :func:`recipes` below.
 5. Test every verdict the rule can give, and a smoke run, in ``tests/experiments/test_paper_*.py``.
 """
@@ -28,9 +31,9 @@ from pathlib import Path
 import torch
 
 from experiments import records
-from experiments.cells import OutOfTime
 from experiments.paper import page, places
 from experiments.paper.recipe import Judgement, Recipe, Result, Scale, Table, Verdict
+from experiments.pieces import OutOfTime
 from hyperkron.solution import HyperkronError
 
 RESULTS = records.RESULTS / "paper"

@@ -302,6 +302,6 @@ def final(
         "lowest_test_loss": min(row["test_loss"] for row in rows),
         "steps": last["step"],
         "step_seconds": (last["seconds"] - first["seconds"]) / steps,
-        "f1": f1(made.state.hyper.weight, split.clean),
+        "f1": f1(next(made.state.hyper.parameters()), split.clean),
         "curve": {key: [float(f"{row[key]:.5g}") for row in rows] for key in rows[0]},
     }

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from experiments.cells import OutOfTime
 from experiments.paper import texts
 from experiments.paper.encoder_answer import answer
 from experiments.paper.encoder_page import NOTE_BASE, NOTE_MINILM, plot, tables, verdict, weights
@@ -23,6 +22,7 @@ from experiments.paper.side_by_side import fill
 from experiments.paper.text_cleaning import TextMethod, TextTrial, text_methods
 from experiments.paper.texts import TextSplit
 from experiments.paper.tuning import Setting
+from experiments.pieces import OutOfTime
 from hyperkron.cleaning.models.encoder import TextEncoder
 from hyperkron.cleaning.models.encoder_head import EncoderHead, Hidden
 from hyperkron.solution import HyperkronError

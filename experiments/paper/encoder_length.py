@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from experiments import records
-from experiments.cells import Lines
 from experiments.paper.encoder_cleaning import Source
 from experiments.paper.encoder_settings import Part
 from experiments.paper.text_cleaning import TextCase, TextRates, TextTrial, text_methods
+from experiments.pieces import Lines
 from experiments.workers import share
 from hyperkron.hypergradient import Hypergradient, cg, kfac, sama
 

@@ -125,7 +125,9 @@ def weights(result: Result) -> list[Visits]:
     """How often the weights of every stage were updated."""
     case = result.settings.get("case")
     found = []
-    for name, of in result.figures["stages"].items() if case is not None else ():
+    if case is None:
+        return []
+    for name, of in result.figures["stages"].items():
         rows = next((x["rows"][0] for x in of.values() if x.get("rows")), None) or ROWS.get(name.split("/")[0])
         if rows and any(method in of for method in BILEVEL):
             found.append(Visits(stage_text(name), stage_steps(result, name) - MEASURED, case["batch"], rows))

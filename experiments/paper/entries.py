@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from experiments.cells import OutOfTime
 from experiments.paper.recipe import Job
 from experiments.paper.tuning import Grid, Search, Setting, at_edge, settings_of, trial_key, tune
+from experiments.pieces import OutOfTime
 
 
 @dataclass(frozen=True)

@@ -154,10 +154,11 @@ def head(split: TextSplit, seed: int) -> Head:
 def again(settings: Settings, split: TextSplit, rows: Rows, weight: Tensor, case: FrozenCase, seed: int) -> float:
     """Test accuracy in % of a fresh head, trained on ``rows`` with fixed weights."""
     model, problem = head(split, seed + 100), case.problem()
+    fixed: Any = weight.__getitem__
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.inner)
     train(
         model,
-        lambda m, batch: problem.inner(m, weight.__getitem__, batch),
+        lambda m, batch: problem.inner(m, fixed, batch),
         Shuffled(rows, case.batch, seed + 100),
         Updates(optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.again)),
         settings.again,

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from experiments.cells import OutOfTime
 from experiments.paper import plots
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict, by_cases
+from experiments.pieces import OutOfTime
 from hyperkron import losses
 from hyperkron.algorithms import AID, SAMA, Algorithm, InnerOnly
 from hyperkron.cleaning.models.encoder_head import EncoderHead

@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from experiments import records
-from experiments.cells import Cells, OutOfTime
 from experiments.paper.visits import Visits, refusal
+from experiments.pieces import Cells, OutOfTime
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import check_whole
 

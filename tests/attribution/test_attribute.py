@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import hyperkron as hk
-from hyperkron.attribution import attribute, products
+from hyperkron.attribution import attribute, inner_products
 
 
 def loss(model, batch):
@@ -48,7 +48,7 @@ def test_an_interrupted_call_continues_to_the_same_bits(tmp_path, monkeypatch, a
     model, train, queries = made()
     method = hk.ekfac(1e-3)  # draws at random: a second measurement would give other factors
     whole = hk.attribute(loss, model, train, queries, method=method, batch_size=7, out=tmp_path / "a").scores.clone()
-    real, calls = products.LayerProducts.__call__, []
+    real, calls = inner_products.LayerProducts.__call__, []
 
     def dies(self, batch, vectors, count):
         if len(calls) == after:
@@ -56,11 +56,11 @@ def test_an_interrupted_call_continues_to_the_same_bits(tmp_path, monkeypatch, a
         calls.append(1)
         return real(self, batch, vectors, count)
 
-    monkeypatch.setattr(products.LayerProducts, "__call__", dies)
+    monkeypatch.setattr(inner_products.LayerProducts, "__call__", dies)
     with pytest.raises(Killed):
         hk.attribute(loss, model, train, queries, method=method, batch_size=7, out=tmp_path / "b")
     done = []
-    monkeypatch.setattr(products.LayerProducts, "__call__", lambda *a: done.append(1) or real(*a))
+    monkeypatch.setattr(inner_products.LayerProducts, "__call__", lambda *a: done.append(1) or real(*a))
     found = hk.attribute(loss, model, train, queries, method=method, batch_size=7, out=tmp_path / "b")
     assert torch.equal(found.scores, whole)
     assert len(done) == 6 - after

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from blobs import blobs, quicken
+from blobs import Watch, blobs, quicken
 from hyperkron.cleaning import OURS, CleanConfig, alternatives, clean
 from hyperkron.cleaning.alternatives import judged, targets_for
 from hyperkron.cleaning.batched_training import train_batched
@@ -22,6 +22,7 @@ from hyperkron.cleaning.models import linear
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, Separate, TrainingPlan, TrainingTargets, train
 from hyperkron.cleaning.work import Work, train_on
+from hyperkron.training.contents import Contents
 
 NOISY = torch.arange(8)
 TRUSTED = torch.arange(8, 12)
@@ -213,3 +214,21 @@ def test_the_last_network_is_trained_longer_only_where_there_are_many_rows() -> 
     work = work_of()
     for rows, last, short in ((1000, 240, 240), (5000, 440, 293), (20000, 1758, 1172)):
         assert (work.last.steps(rows), work.short.steps(rows)) == (last, short)
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["side by side", "one after the other"])
+def test_fit_describes_the_networks_and_not_the_rows(dropout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of ``fit`` takes a SHA-256 of what it can see; all rows in each of dozens of trainings would be slow."""
+    seen: list[tuple[int, ...]] = []
+    described = Contents.__call__
+
+    def watched(self: Contents, x: Any, room: int | None = None) -> str:
+        seen.append(tuple(x.shape))
+        return described(self, x, room)
+
+    monkeypatch.setattr(Contents, "__call__", watched)
+    quicken(monkeypatch, least=8)
+    data = blobs(rows=150)
+    model = (lambda: nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.1), nn.Linear(8, 3))) if dropout else None
+    clean(data.train, data.trusted, model=model, config=CleanConfig(epochs=1, compare=("sama",)), progress=Watch())
+    assert all(shape == () or shape[0] < 24 for shape in seen)

@@ -268,6 +268,11 @@ def test_an_error_under_json_is_one_object() -> None:
     assert json.loads(done.stdout) == {"error": "no: do this", "type": "HyperkronError"}
 
 
+def test_a_contradiction_under_json_is_one_object_too(capsys: Captured) -> None:
+    assert main(["export", "runs/x", "-o", "a.csv", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["type"] == "UsageError"
+
+
 def test_only_configurations_in_yaml_need_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from experiments import records
-from experiments.cells import Lines
 from experiments.paper import encoder_length
 from experiments.paper.encoder_cleaning import Source
 from experiments.paper.text_cleaning import TextCase
 from experiments.paper.texts import MADE_UP
+from experiments.pieces import Lines
 
 
 def test_every_run_is_there_once() -> None:

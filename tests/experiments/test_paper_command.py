@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from experiments import paper, records
-from experiments.cells import OutOfTime
 from experiments.paper.__main__ import main
 from experiments.paper.recipe import Judgement, Result, Verdict
+from experiments.pieces import OutOfTime
 from hyperkron.solution import HyperkronError
 
 Captured = pytest.CaptureFixture[str]

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from experiments import paper
-from experiments.cells import Cells
 from experiments.paper import encoder_cleaning, encoder_page, page, texts
 from experiments.paper.encoder_settings import BASE, MINILM, Settings
 from experiments.paper.recipe import Job, Result, Verdict
 from experiments.paper.text_cleaning import TextTrial, text_methods
+from experiments.pieces import Cells
 from hyperkron.solution import HyperkronError
 
 CPU = torch.device("cpu")

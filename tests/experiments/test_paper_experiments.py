@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from experiments import paper, trial
-from experiments.cells import Cells
 from experiments.paper import amortization, batch_size, cleaning, compare, diagnostic, inverses, networks
 from experiments.paper.cleaning import Budget, Case, Split
 from experiments.paper.methods import Method, Rates, methods
 from experiments.paper.recipe import Job
 from experiments.paper.references import KINDS, references, rows_of
 from experiments.paper.tuning import Search
+from experiments.pieces import Cells
 from hyperkron.solution import HyperkronError
 
 RATES = Rates(inner=(0.1,), outer=(100.0,), momentum=(0.0,), damping=(0.1,), step=(0.1,), own=(0.1,))

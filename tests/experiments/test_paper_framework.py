@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from experiments import paper, records
-from experiments.cells import Cells, OutOfTime
 from experiments.paper import datasets, page, places
 from experiments.paper.__main__ import main
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
 from experiments.paper.tuning import Search, at_edge, interval, settings_of, shown, tune
 from experiments.paper.visits import Visits, of_contest
+from experiments.pieces import Cells, OutOfTime
 from experiments.trial import clock_of
 from hyperkron.solution import HyperkronError
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from experiments import paper
-from experiments.cells import Cells, OutOfTime
 from experiments.paper import cleaning, datasets, encoder_cleaning, encoder_settings, memory, texts
 from experiments.paper.cleaning import Case
 from experiments.paper.entries import Entry, Stage, compete
 from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Job
 from experiments.paper.text_cleaning import WARM, TextCase, TextRates, TextTrial, _rows, order_auc, text_methods
+from experiments.pieces import Cells, OutOfTime
 from experiments.trial import MEASURED, RelativeStep
-from hyperkron.algorithms import AID, inner_loop
+from hyperkron.algorithms import AID, InnerOnly, inner_loop
 from hyperkron.cleaning.models import TextEncoder
 from hyperkron.hypergradient import cg, kfac
 from hyperkron.solution import HyperkronError, HyperkronWarning
@@ -424,5 +424,5 @@ def test_the_hook_sees_the_backward_pass_and_ranks_methods() -> None:
     def peak(make: Any) -> int:
         return memory.peak_bytes(CPU, lambda: memory._step(settings, 1, CPU, make()))[0]
 
-    alone, with_kfac, with_cg = peak(lambda: None), peak(lambda: AID(kfac(), 1)), peak(lambda: AID(cg(2), 1))
+    alone, with_kfac, with_cg = peak(InnerOnly), peak(lambda: AID(kfac(), 1)), peak(lambda: AID(cg(2), 1))
     assert alone < with_kfac < with_cg

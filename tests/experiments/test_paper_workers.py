@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from experiments import paper, workers
-from experiments.cells import Cells
 from experiments.paper import encoder_cleaning, side_by_side
 from experiments.paper.cleaning import Budget, Case
 from experiments.paper.compare import Contest, Splits
@@ -23,6 +22,7 @@ from experiments.paper.image_entries import method_entry
 from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Job
 from experiments.paper.tuning import Search
+from experiments.pieces import Cells
 from hyperkron.solution import HyperkronError
 from inline_workers import use_threads
 
@@ -99,7 +99,7 @@ def _untimed(value: Any, name: str = "") -> dict[str, Any]:
         return {k: x for key, part in value.items() for k, x in _untimed(part, f"{name}/{key}").items()}
     if isinstance(value, list):
         return {k: x for i, part in enumerate(value) for k, x in _untimed(part, f"{name}/{i}").items()}
-    return {name: value}
+    return {f"{name}/{value}": True} if isinstance(value, str) else {name: value}
 
 
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:

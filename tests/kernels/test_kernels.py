@@ -176,15 +176,13 @@ def test_channels_last_changes_layout_not_values() -> None:
 
 def test_only_gpus_and_models_with_such_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     net, gpu = Net(), torch.device("cuda")
-    with selection.chosen(net, torch.device("cpu"), 9, differentiable=True, recording=False) as mode:
-        assert mode is None
-    with selection.chosen(nn.Linear(2, 2), gpu, 9, differentiable=True, recording=False) as mode:
-        assert mode is None
-    with selection.chosen(net, gpu, 9, differentiable=True, recording=True) as mode:
-        assert mode is not None and (mode.second_order, mode.channels_last, mode.always) == (True, True, True)
+    assert selection.chosen(net, torch.device("cpu"), 9, differentiable=True, recording=False) is None
+    assert selection.chosen(nn.Linear(2, 2), gpu, 9, differentiable=True, recording=False) is None
+    mode = selection.chosen(net, gpu, 9, differentiable=True, recording=True)
+    assert mode is not None and (mode.second_order, mode.channels_last, mode.always) == (True, True, True)
     monkeypatch.setattr(selection, "_CONTIGUOUS_ONLY", {net})
-    with selection.chosen(net, gpu, 9, differentiable=False, recording=False) as mode:
-        assert mode is not None and (mode.second_order, mode.channels_last, mode.always) == (False, False, False)
+    mode = selection.chosen(net, gpu, 9, differentiable=False, recording=False)
+    assert mode is not None and (mode.second_order, mode.channels_last, mode.always) == (False, False, False)
 
 
 class Flat(nn.Module):
@@ -231,8 +229,8 @@ def test_a_model_is_not_watched_where_that_was_idle(monkeypatch: pytest.MonkeyPa
     how = {"differentiable": False, "recording": False}
 
     def watched(size: int, **other: bool) -> bool:
-        with selection.chosen(net, gpu, size, **{**how, **other}) as mode:
-            net(torch.randn(2, 2, 6, 6))
+        mode = selection.chosen(net, gpu, size, **{**how, **other})
+        selection.evaluate(lambda: net(torch.randn(2, 2, 6, 6)), net, gpu, size, **{**how, **other})
         return mode is not None
 
     assert watched(10) and not watched(10)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 
-from hyperkron.attribution.data import Parts, Rows
-from hyperkron.attribution.products import ForwardProducts, LayerProducts, LossOf, MixedExamplesError, stacked
+from hyperkron.attribution.data import ExampleRows, Parts
+from hyperkron.attribution.inner_products import ForwardProducts, LayerProducts, LossOf, MixedExamplesError, stacked
 from hyperkron.attribution.result import Attribution
 from hyperkron.attribution.store import Store, digest
 from hyperkron.evaluation.point import Point, trainable
@@ -148,10 +148,12 @@ class _Task:
         self.model, self.params, self.method = model, trainable(model, "model"), method
         self.loss, self.query_loss = _checked("loss", loss), _checked("query_loss", query_loss)
         device = next(iter(self.params.values())).device
-        self.train = Parts(Rows("train", train, device, collate), batch_size)
-        self.queries = Rows("queries", queries, device, collate)
+        self.train = Parts(ExampleRows("train", train, device, collate), batch_size)
+        self.queries = ExampleRows("queries", queries, device, collate)
         measured = (
-            self.train.rows if curvature_data is None else Rows("curvature_data", curvature_data, device, collate)
+            self.train.rows
+            if curvature_data is None
+            else ExampleRows("curvature_data", curvature_data, device, collate)
         )
         self.curvature = Parts(measured, batch_size)
 

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from hyperkron.solution import HyperkronError
 
 
-class Rows:
+class ExampleRows:
     """A collection of examples that gives out batches of consecutive ones, on the model's device.
 
     Args:
@@ -57,7 +57,7 @@ class Rows:
 class Parts(Sequence[Any]):
     """The batches of ``rows``, each made when it is asked for."""
 
-    def __init__(self, rows: Rows, size: int) -> None:
+    def __init__(self, rows: ExampleRows, size: int) -> None:
         self.rows, self.size = rows, size
 
     def __len__(self) -> int:

@@ -12,13 +12,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
+from hyperkron.validation import check_interval
 
 
 def digest(*parts: Any) -> str:
@@ -50,13 +50,20 @@ class Store:
         self.folder, self.shape, self.identity = Path(folder), shape, identity
         self.folder.mkdir(parents=True, exist_ok=True)
         self.done = self._begin()
-        path = self._path("scores.npy")
-        if self.done == 0 and not path.exists():
-            self._scores = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
-        else:
-            self._scores = np.lib.format.open_memmap(path, mode="r+")
-        if self._scores.shape != shape or self._scores.dtype != np.float32:
+        self._scores = self._open(new=self.done == 0 and not self._path("scores.npy").exists())
+        if self._scores.shape != shape or self._scores.dtype.name != "float32":
             raise HyperkronError(f"{self._path('scores.npy')} was changed by another program; choose another out=.")
+
+    def _open(self, new: bool = False) -> Any:
+        """The file of scores as an array in memory that the disk backs."""
+        try:
+            import numpy
+        except ImportError as error:
+            raise HyperkronError("out= needs numpy; pip install 'hyperkron[data]'.") from error
+        path = self._path("scores.npy")
+        if new:
+            return numpy.lib.format.open_memmap(path, mode="w+", dtype=numpy.float32, shape=self.shape)
+        return numpy.lib.format.open_memmap(path, mode="r+")
 
     def _path(self, name: str) -> Path:
         return self.folder / name
@@ -76,9 +83,8 @@ class Store:
                 f"out={str(self.folder)!r} holds scores of another run (different: {', '.join(changed)}); "
                 "repeat that run's arguments to continue it, or choose another folder."
             )
-        if not isinstance(done, int) or not 0 <= done <= self.shape[1]:
-            raise HyperkronError(f"{path} says done={done!r}, which cannot be; choose another out=.")
-        return done
+        check_interval("done", done, 0, self.shape[1], remedy=f"{path} was changed: choose another out=")
+        return int(done)
 
     def vectors(self) -> Tree | None:
         """The vectors of the queries, if an earlier call has kept them."""
@@ -103,7 +109,7 @@ class Store:
 
     def scores(self) -> Tensor:
         """All scores, read from the disk as needed."""
-        return torch.from_numpy(np.load(self._path("scores.npy"), mmap_mode="r+"))
+        return torch.from_numpy(self._open())
 
 
 def _replace(part: Path, path: Path) -> None:

@@ -151,16 +151,16 @@ class _Sama:
         return self._batch(self._work.short.batch_for(len(self._noisy)))
 
     def _batch(self, count: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-        index = self._draw(self._noisy, count)
+        index = self._positions(self._noisy, count)
         rows = self._noisy[index]
         return self._work.inputs.batch(rows), self._work.given[rows], index
 
-    def _draw(self, rows: Tensor, count: int) -> Tensor:
+    def _positions(self, rows: Tensor, count: int) -> Tensor:
         return torch.randint(len(rows), (count,), generator=self._random, device=rows.device)
 
     def _move(self, state: State) -> float:
         """One step of the weights."""
-        ask = self._trusted[self._draw(self._trusted, min(512, len(self._trusted)))]
+        ask = self._trusted[self._positions(self._trusted, min(512, len(self._trusted)))]
         inner_batch = self._batch(min(SAMA_ROWS, len(self._noisy)))
         outer_batch = self._work.inputs.batch(ask), self._work.given[ask]
         found = self._method.compute(SAMA_PROBLEM, self._network, state.hyper, inner_batch, outer_batch)

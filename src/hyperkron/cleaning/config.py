@@ -56,15 +56,19 @@ class Progress(Protocol):
 
     def start(self, total: int) -> None:
         """Announce ``total`` steps; may be called again when the plan changes."""
+        return None
 
     def advance(self, steps: int, stage: str) -> None:
         """This many steps of a stage were done."""
+        return None
 
     def message(self, text: str) -> None:
         """A sentence for the user."""
+        return None
 
     def stop(self) -> None:
         """Close the bar; a later start begins another one."""
+        return None
 
 
 class SilentProgress(Progress):

@@ -24,7 +24,9 @@ from hyperkron.training.files import write_tensors
 from hyperkron.training.writing import flush_folder, in_words, open_ordinary, read_plain, whole_file
 
 FORMAT = 1
+"""The format of config.json and result.json."""
 MAX_SUSPECTS = 500
+"""Suspects in suspects.jsonl and on the page; all of them are in rows.csv."""
 _BEGIN = "restore the file, or begin a new run with `hyperkron clean`"
 _TEXT, _NUMBER = (str, type(None)), (int, float, type(None))
 _CONFIG: dict[str, tuple[type, ...]] = {

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hyperkron.algorithms import Algorithm, BatchSources, InnerOnly, State, StepReport, Updates, derivatives
+from hyperkron.algorithms import Algorithm, BatchSources, InnerOnly, Source, State, StepReport, Updates, derivatives
 from hyperkron.cleaning.evidence import likelihood
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import NonFiniteError
@@ -231,6 +231,19 @@ def group_loss(networks: Any, _: Any, parts: Any) -> Tensor:
     return loss
 
 
+class Positions(Source):
+    """What each network learns from, one step after the other; private, as the rows are."""
+
+    def __init__(self, streams: Sequence[Iterator[Tensor]], tick: Tick | None) -> None:
+        self._streams, self._tick = streams, tick
+
+    def next(self) -> tuple[Tensor, ...]:
+        """Positions in the targets of each."""
+        if self._tick is not None:
+            self._tick(len(self._streams))
+        return tuple(map(next, self._streams))
+
+
 def descend(
     networks: NetworkGroup,
     streams: Sequence[Iterator[Tensor]],
@@ -245,18 +258,12 @@ def descend(
 
     ``options`` are further arguments of ``fit``.
     """
-
-    def draw() -> tuple[Tensor, ...]:
-        if tick is not None:
-            tick(len(streams))
-        return tuple(map(next, streams))
-
     fit(
         BilevelProblem(group_loss),
         networks,
         hyper,
         algorithm or InnerOnly(steps, report_every=2),  # so never: ``finish`` refuses a loss that is not finite
-        draw,
+        Positions(streams, tick),
         steps=1 if algorithm is None else algorithm.steps,
         inner_optimizer=updates(networks.optimizer(plan), steps),
         seed=None,

@@ -17,7 +17,7 @@ from typing import Any
 from hyperkron.cli.config import read_config
 from hyperkron.cli.options import as_options
 from hyperkron.cli.output import UsageError, ensure_streams, say, say_json, silence
-from hyperkron.cli.parser import parse
+from hyperkron.cli.parser import check, parse
 
 OK, ERROR, USAGE = 0, 1, 2
 _COMMANDS = {
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 wanted = parse(given)
                 if getattr(wanted, "config", None) is not None:
                     wanted = parse(given, read_config(wanted.config))
+                check(wanted)
                 module, function = _COMMANDS[wanted.command]
                 code: int = getattr(import_module(f"hyperkron.cli.{module}"), function)(wanted, given)
                 return code

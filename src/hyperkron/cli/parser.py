@@ -6,12 +6,12 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
-from hyperkron import __version__
 from hyperkron.cli import options
 from hyperkron.cli.options import Option
-from hyperkron.cli.output import nearest, printable
+from hyperkron.cli.output import UsageError, nearest, printable
 
 _ABOUT = """Finds wrong labels in a training set with a few trusted rows, trains a better model, and reports both."""
 _EXAMPLES = """examples:
@@ -106,12 +106,18 @@ def _type(option: Option) -> Callable[[str], Any]:
     return converted
 
 
+def _version() -> str:
+    try:
+        return version("hyperkron")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
 def parse(given: Sequence[str], defaults: Mapping[str, Any] | None = None) -> argparse.Namespace:
     """The command that is asked for and its options, with other defaults for those of ``clean``."""
     top = Parser(prog="hyperkron", description=_ABOUT, examples=_EXAMPLES)
-    top.add_argument(
-        "--version", action="version", version=f"hyperkron {__version__}", help="print the version and exit"
-    )
+    own = f"hyperkron {_version()}"
+    top.add_argument("--version", action="version", version=own, help="print the version and exit")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     made = {
         name: commands.add_parser(
@@ -123,9 +129,13 @@ def parse(given: Sequence[str], defaults: Mapping[str, Any] | None = None) -> ar
     found, unknown = top.parse_known_args(given)
     if unknown:
         made[found.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return found
+
+
+def check(found: argparse.Namespace) -> None:
+    """Refuse options that contradict each other."""
     if found.command == "export":
         if (found.drop is None) == (found.relabel is None):
-            made["export"].error("export needs one of --drop suspects and --relabel suspects.")
+            raise UsageError("export needs one of --drop suspects and --relabel suspects.")
         if found.threshold is not None and not 0 <= found.threshold <= 1:
-            made["export"].error(f"--threshold={found.threshold!r} must lie between 0 and 1.")
-    return found
+            raise UsageError(f"--threshold={found.threshold!r} must lie between 0 and 1.")

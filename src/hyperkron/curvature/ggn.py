@@ -72,8 +72,7 @@ class PartedGGNOperator(Operator):
     """The same operator on a batch that is evaluated in parts: Σ_k share_k A_k v, the graph of one part at a time."""
 
     def __init__(self, point: Point, damping: float) -> None:
-        self.point, self.damping, self.products = point, damping, 0
-        self.roundoff = GGNOperator(point, damping).roundoff
+        self.point, self.damping, self.products, self.roundoff = point, damping, 0, point.roundoff
 
     def matvec(self, v: Tree) -> Tree:
         self.products += 1

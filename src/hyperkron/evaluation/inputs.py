@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -42,14 +42,26 @@ def differentiable_batch(batch: Any) -> Any:
     """
     if not _holds_inference(batch):
         return batch
+    with torch.inference_mode(False):
+        return map_tensors(lambda x: x.clone() if x.is_inference() else x, batch)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """A batch of the same structure and types, such as a tokenizer's output, of what ``function`` makes of its tensors.
+
+    Example:
+        >>> map_tensors(lambda x: x[:1], {"x": torch.arange(3), "name": "train"})
+        {'x': tensor([0]), 'name': 'train'}
+    """
     if isinstance(batch, Tensor):
-        with torch.inference_mode(False):
-            return batch.clone()
+        return function(batch)
     if isinstance(batch, Mapping):
         made = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
-        made.update({key: differentiable_batch(x) for key, x in batch.items()})
+        made.update({key: map_tensors(function, x) for key, x in batch.items()})
         return made
-    parts = [differentiable_batch(x) for x in batch]
+    if not isinstance(batch, (list, tuple)):
+        return batch
+    parts = [map_tensors(function, x) for x in batch]
     return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
 

@@ -223,7 +223,7 @@ class Replays:
     def _give_up(self, reason: str) -> None:
         self._given_up = True
         self._drop()
-        warn_once("graph", f"graph=True has no effect, for a step cannot be recorded as a CUDA graph: {reason}.")
+        warn_once("graph", f"graph=True has no effect, because a step cannot be recorded as a CUDA graph: {reason}.")
 
     def _replayed(self, wanted: Request) -> Answer | None:
         """Carry the recording out; where it fails, leave the states as they were but for tensors it has spoilt."""
@@ -237,7 +237,9 @@ class Replays:
                 state.let_go()  # it has been written over
             self._refused += 1
             if self._refused >= REFUSED and self._refused > self._served:
-                self._give_up("most replays had to be done again, for numbers were extreme or factorisations failed")
+                self._give_up(
+                    "most replays had to be done again, because numbers were extreme or factorisations failed"
+                )
             return None
         self._served += 1
         wanted.cross.calls += 1

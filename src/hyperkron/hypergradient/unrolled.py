@@ -150,9 +150,7 @@ def unrolled(steps: int, optimizer: Step = _DEFAULT, *, checkpoint_every: int = 
     At a minimum of J_in this is the Neumann series of the implicit hypergradient, cut after T terms.
 
     Args:
-        steps: T, the number of inner steps.
-        optimizer: the functional step; the one that trains the model (default: SGD of learning rate 0.1).
-        checkpoint_every: keep every k-th iterate only (see :class:`Unrolled`).
+        steps, optimizer, checkpoint_every: see :class:`Unrolled`; the optimizer is the one that trains the model.
 
     Reference: Franceschi et al., "Forward and Reverse Gradient-Based Hyperparameter Optimization" (2017).
 
@@ -179,10 +177,8 @@ def truncated(steps: int, last: int, optimizer: Step = _DEFAULT, *, checkpoint_e
         dΦ_T/dλ ≈ ∂_λ J_out − η Σ_{T−K≤t<T} ∂²_λθ J_in(λ, θ^t) Π_{t<j<T} (I − ηH_j) ∂_θ J_out
 
     Args:
-        steps: T, the number of inner steps.
         last: K, the number of final steps to differentiate through; (θ^{T−K}, s^{T−K}) is held constant.
-        optimizer: the functional step; the one that trains the model (default: SGD of learning rate 0.1).
-        checkpoint_every: keep every k-th iterate only (see :class:`Unrolled`).
+        steps, optimizer, checkpoint_every: see :class:`Unrolled`.
 
     Reference: Shaban et al., "Truncated Back-propagation for Bilevel Optimization" (2019).
 

@@ -157,31 +157,15 @@ class WithoutAutocast(TorchFunctionMode):
             torch.set_autocast_enabled(self.kind, True)
 
 
-@contextmanager
 def chosen(
-    model: nn.Module,
-    device: torch.device,
-    size: int,
-    *,
-    differentiable: bool,
-    recording: bool,
-    hyper: nn.Module | None = None,
-) -> Iterator[Kernels | None]:
-    """What an evaluation of ``model``, and of ``hyper`` with it, on a batch of this many numbers runs under.
-
-    It will be ``differentiable`` twice, or it is ``recording`` a CUDA graph.
-    """
-    mode, once = None, not (differentiable or recording)
-    if device.type == "cuda":
-        idle = _conditions(device, size)
-        if not (once and idle in _IDLE.get(model, ())) and _takes_part(model):
-            allowed = model not in _CONTIGUOUS_ONLY
-            mode = Kernels(second_order=differentiable, channels_last=allowed, always=recording)
-    modules = [model] if hyper is None else [model, hyper]
-    with twice_differentiable(*modules) if differentiable else nullcontext(), mode or nullcontext():
-        yield mode
-    if once and mode is not None and not mode.converted:
-        _IDLE.setdefault(model, set()).add(idle)
+    model: nn.Module, device: torch.device, size: int, *, differentiable: bool, recording: bool
+) -> Kernels | None:
+    """What an evaluation of ``model`` on a batch of this many numbers runs under; ``None``: nothing pays."""
+    if device.type != "cuda" or (not (differentiable or recording) and small(model, device, size)):
+        return None
+    if not _takes_part(model):
+        return None
+    return Kernels(second_order=differentiable, channels_last=model not in _CONTIGUOUS_ONLY, always=recording)
 
 
 def small(model: nn.Module, device: torch.device, size: int) -> bool:
@@ -235,19 +219,26 @@ def evaluate(
 ) -> T:
     """``function()``, which calls the model, and ``hyper``, on a batch of this many numbers, under the kernels chosen.
 
+    It will be ``differentiable`` twice, or it is ``recording`` a CUDA graph.
+
     Raises:
         LayoutError: it failed after a layout was changed. That is not done again, so another try will tell; if that
             fails, too, the layout was not to blame.
     """
-    with chosen(model, device, size, differentiable=differentiable, recording=recording, hyper=hyper) as mode:
+    mode = chosen(model, device, size, differentiable=differentiable, recording=recording)
+    modules = [model] if hyper is None else [model, hyper]
+    with twice_differentiable(*modules) if differentiable else nullcontext(), mode or nullcontext():
         try:
-            return function()
+            found = function()
         except RuntimeError as error:
             if mode is None or not mode.converted or isinstance(error, torch.OutOfMemoryError):
                 _CONTIGUOUS_ONLY.discard(model)
                 raise
             _CONTIGUOUS_ONLY.add(model)
             raise LayoutError(str(error)) from error
+    if mode is not None and not (differentiable or recording or mode.converted):
+        _IDLE.setdefault(model, set()).add(_conditions(device, size))
+    return found
 
 
 def _takes_part(model: nn.Module) -> bool:

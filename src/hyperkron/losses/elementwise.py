@@ -91,19 +91,21 @@ def _elementwise(
 class _ElementwiseTerm(Term):
     """−log q(y|f) with independent entries: ∂c/∂f = mean(f) − y, ∂²c/∂f² = diag(variance(f)); rows are examples.
 
+    Unless overridden, the mean is f and the variance 1.
+
     Attributes:
         target: y, shaped like the output, detached.
     """
 
     target: Tensor
 
-    @property
-    @abstractmethod
-    def mean(self) -> Tensor: ...
+    @cached_property
+    def mean(self) -> Tensor:
+        return self.point
 
-    @property
-    @abstractmethod
-    def variance(self) -> Tensor: ...
+    @cached_property
+    def variance(self) -> Tensor:
+        return torch.ones_like(self.point)
 
     @abstractmethod
     def _noise(self, generator: torch.Generator | None) -> Tensor:
@@ -130,14 +132,6 @@ class _ElementwiseTerm(Term):
 @dataclass(frozen=True, eq=False)
 class SquaredTerm(_ElementwiseTerm):
     """½‖output − target‖² for each example."""
-
-    @property
-    def mean(self) -> Tensor:
-        return self.point
-
-    @cached_property
-    def variance(self) -> Tensor:
-        return torch.ones_like(self.point)
 
     def _noise(self, generator: torch.Generator | None) -> Tensor:
         f = self.point

@@ -7,8 +7,7 @@ gradient, its Hessian products and its cross term. Each part is evaluated, diffe
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hyperkron.evaluation.differentiation import gradients_of
-from hyperkron.evaluation.inputs import tensors_of
+from hyperkron.evaluation.inputs import map_tensors, tensors_of
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
 from hyperkron.losses import Loss, as_loss
@@ -144,24 +143,11 @@ def split(batch: Any, size: int | None) -> list[Any]:
     count = length(batch)
     if count <= size:
         return [batch]
-    return [_slice(batch, slice(start, start + size)) for start in range(0, count, size)]
 
+    def piece(part: slice) -> Any:
+        return map_tensors(lambda x: x[part] if x.dim() > 0 else x, batch)
 
-def _slice(batch: Any, part: slice) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[part] if batch.dim() > 0 else batch
-    if isinstance(batch, MutableMapping):
-        cut = copy.copy(batch)  # keeps the type, such as a tokenizer's output
-        for name, x in batch.items():
-            cut[name] = _slice(x, part)
-        return cut
-    if isinstance(batch, Mapping):
-        return {name: _slice(x, part) for name, x in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_slice(x, part) for x in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_slice(x, part) for x in batch)
-    return batch
+    return [piece(slice(start, start + size)) for start in range(0, count, size)]
 
 
 # --- sums over pieces --------------------------------------------------------------------------------------

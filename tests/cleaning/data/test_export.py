@@ -223,6 +223,12 @@ def test_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> Non
     assert not out.exists()
 
 
+def test_rows_and_labels_as_arrays(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\na,x\nb,y\n")
+    out = export_rows(tmp_path / "a.csv", np.array([0, 1]), tmp_path / "b.csv", np.array(["y", None]))
+    assert out.read_text() == "text,label\na,y\nb,y\n"
+
+
 def test_no_rows_at_all(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,label\na,x\n")
     assert export_rows(tmp_path / "a.csv", [], tmp_path / "b.csv").read_text() == "text,label\n"

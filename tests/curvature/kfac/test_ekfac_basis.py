@@ -19,7 +19,7 @@ from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.eigen import EigenInverses
 from hyperkron.evaluation.point import Point
 from hyperkron.training.encoding import join, split
-from tests.curvature.kfac.test_ekfac import WIDE, assert_best
+from tests.curvature.kfac.test_ekfac_thin import WIDE, assert_best
 
 
 class Course:

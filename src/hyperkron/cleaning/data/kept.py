@@ -42,7 +42,8 @@ class Kept:
             raise HyperkronError(
                 f"labels has {len(labels)} entries but keep has {len(rows)}; give one for each kept row."
             )
-        new = {row: name for row, name in zip(rows, labels or [None] * len(rows), strict=True) if name is not None}
+        given = zip(rows, [None] * len(rows) if labels is None else labels, strict=True)
+        new = {row: name for row, name in given if name is not None}
         return cls(sorted(rows), new, out, *more)
 
     def require_suffix(self, source: str, *suffixes: str) -> None:

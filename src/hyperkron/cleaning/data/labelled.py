@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.files import np
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.values import Array, Columns
 from hyperkron.solution import HyperkronError
-
-if TYPE_CHECKING:
-    import numpy
-    import numpy.typing as npt
 
 Kind: TypeAlias = Literal["text", "table", "image"]
 
@@ -144,15 +140,15 @@ class Labelled:
 
     kind: Kind
     inputs: list[str] | Array
-    labels: npt.NDArray[numpy.int64]
+    labels: Array
     classes: tuple[str, ...]
-    rows: npt.NDArray[numpy.int64]
+    rows: Array
     messages: tuple[str, ...] = ()
-    weak: npt.NDArray[numpy.int64] | None = None
-    gold: npt.NDArray[numpy.int64] | None = None
+    weak: Array | None = None
+    gold: Array | None = None
     encoding: TableEncoding | None = None
     source: str = ""
-    left_out: Mapping[str, npt.NDArray[numpy.int64]] = field(default_factory=dict)
+    left_out: Mapping[str, Array] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -9,6 +9,7 @@ from functools import partial
 from math import prod
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from hyperkron.cleaning.models.small import LARGEST, SMALLEST, linear, mlp, small_cnn
@@ -51,29 +52,19 @@ def default_model(
     if len(shape) != (3 if kind == "image" else 1) or min(shape) < 1:
         form = "(channels, height, width)" if kind == "image" else "(features,)"
         raise HyperkronError(f"inputs_shape={shape} must be {form} for kind={kind!r}, the shape of one example.")
-    build = _builder(kind, shape, classes, hidden)
-    _refuse_early(build)
+    if kind == "image" and (hidden is None or isinstance(hidden, int)) and _fits_small_cnn(shape):
+        build = partial(small_cnn, shape[0], shape[1], classes, 32 if hidden is None else hidden)
+    elif kind == "text" and hidden is None:
+        build = partial(linear, shape[0], classes)
+    else:
+        build = partial(mlp, prod(shape), classes, 128 if hidden is None else hidden)
+    with torch.device("meta"):  # bad sizes are met now; this makes nothing and draws no numbers
+        build()
     return build
 
 
-def _builder(
-    kind: Kind, shape: tuple[int, ...], classes: int, hidden: int | Sequence[int] | None
-) -> Callable[[], nn.Module]:
-    if kind == "image" and (hidden is None or isinstance(hidden, int)):
-        channels, height, width = shape
-        if height == width and 2 * SMALLEST <= height <= LARGEST:
-            return partial(small_cnn, channels, height, classes, 32 if hidden is None else hidden)
-    if kind == "text" and hidden is None:
-        return partial(linear, shape[0], classes)
-    return partial(mlp, prod(shape), classes, 128 if hidden is None else hidden)
-
-
-def _refuse_early(build: Callable[[], nn.Module]) -> None:
-    """Meet bad sizes now rather than at the first call; the meta device makes nothing and draws no numbers."""
-    import torch
-
-    with torch.device("meta"):
-        build()
+def _fits_small_cnn(shape: tuple[int, ...]) -> bool:
+    return shape[1] == shape[2] and 2 * SMALLEST <= shape[1] <= LARGEST
 
 
 def load_callable(name: str) -> Callable[..., Any]:

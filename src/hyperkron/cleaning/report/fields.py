@@ -38,16 +38,23 @@ class Fields:
             raise self._wrong("", value, "an object")
         self.raw: dict[str, Any] = value
 
+    def _place(self, name: str) -> str:
+        return ".".join(part for part in (self._where, name) if part)
+
     def _wrong(self, name: str, value: Any, kind: str) -> HyperkronError:
-        place = ".".join(part for part in (self._where, name) if part) or "its content"
-        return HyperkronError(f"{self.file}: {place}={value!r:.80} is not {kind}; {REMEDY}.")
+        return HyperkronError(
+            f"{self.file}: {self._place(name) or 'its content'}={value!r:.80} is not {kind}; {REMEDY}."
+        )
+
+    def _get(self, name: str, kind: type, words: str) -> Any:
+        value = self.raw.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise self._wrong(name, value, words)
+        return value
 
     def text(self, name: str) -> str:
         """A string; empty when not known."""
-        value = self.raw.get(name)
-        if value is not None and not isinstance(value, str):
-            raise self._wrong(name, value, "a string")
-        return value or ""
+        return self._get(name, str, "a string") or ""
 
     def number(self, name: str) -> float | None:
         """A finite number; None when not known."""
@@ -72,17 +79,11 @@ class Fields:
 
     def flag(self, name: str) -> bool:
         """True or false; false when not known."""
-        value = self.raw.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise self._wrong(name, value, "true or false")
-        return bool(value)
+        return bool(self._get(name, bool, "true or false"))
 
     def items(self, name: str) -> list[Any]:
         """A list; empty when not known."""
-        value = self.raw.get(name)
-        if value is not None and not isinstance(value, list):
-            raise self._wrong(name, value, "a list")
-        return value or []
+        return self._get(name, list, "a list") or []
 
     def numbers(self, name: str) -> list[float | None]:
         """A list of numbers, None for each that is not finite."""
@@ -106,12 +107,11 @@ class Fields:
     def child(self, name: str) -> Fields:
         """An object within the object; empty when not known."""
         value = self.raw.get(name)
-        return Fields({} if value is None else value, self.file, f"{self._where}.{name}".lstrip("."))
+        return Fields({} if value is None else value, self.file, self._place(name))
 
     def children(self, name: str) -> list[Fields]:
         """A list of objects."""
-        place = f"{self._where}.{name}".lstrip(".")
-        return [Fields(value, self.file, f"{place}[{i}]") for i, value in enumerate(self.items(name))]
+        return [Fields(value, self.file, f"{self._place(name)}[{i}]") for i, value in enumerate(self.items(name))]
 
 
 def parse(text: str, file: Path, where: str = "") -> Fields:

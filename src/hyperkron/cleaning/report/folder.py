@@ -13,13 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hyperkron.cleaning.folder import FORMAT, MAX_SUSPECTS
 from hyperkron.cleaning.report.fields import REMEDY, Fields, parse, read_text
 from hyperkron.solution import HyperkronError
 
-FORMAT = 1
-"""The format of result.json that this version reads."""
-MAX_SUSPECTS = 500
-"""Suspects on the page; all of them are in rows.csv."""
 MAX_PICTURE = 2**18
 """Characters of a picture."""
 _PICTURE = re.compile(r"data:image/png;base64,([A-Za-z0-9+/]+={0,2})\Z")

@@ -11,8 +11,9 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+from hyperkron.cleaning.folder import MAX_SUSPECTS
 from hyperkron.cleaning.report import plots, wording
-from hyperkron.cleaning.report.folder import MAX_SUSPECTS, RunContents, Suspect, read_run
+from hyperkron.cleaning.report.folder import RunContents, Suspect, read_run
 from hyperkron.cleaning.report.matrix import noise_table
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import in_words, remove_stale, whole_file

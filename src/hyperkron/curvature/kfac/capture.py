@@ -47,7 +47,7 @@ def measure(
     ``diagonal`` is false. ``wide`` asks for the factors over all positions as well, ``damping`` for
     :attr:`Measured.scales`.
     """
-    like = torch.empty((), device=point.device, dtype=accumulation_dtype(point.dtype))
+    like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
     parts, whole = point.problem.parts(point.curvature_batch), _Merged()
     for part in parts:
         recorder = Recorder(plan, sharing, basis, like.dtype, low_rank, diagonal, wide)
@@ -101,11 +101,6 @@ class _Merged:
         for sums in summed:
             sums.update({name: scaled(value, 1.0 / total) for name, value in sums.items()})
         return whole
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Factors are accumulated in float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _vectors(

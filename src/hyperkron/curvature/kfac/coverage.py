@@ -168,7 +168,7 @@ def plan(model: nn.Module, fallback: Fallback, layers: Sequence[LayerOf] = ()) -
 
 
 @dataclass(frozen=True)
-class _Use:
+class _ParameterUse:
     """A module that owns a parameter, and the parameter's name in it."""
 
     module_name: str
@@ -187,11 +187,11 @@ class _Planner:
     def __init__(self, model: nn.Module, fallback: Fallback, layers: Sequence[LayerOf]) -> None:
         params = trainable(model, "model")
         self.layers, self.names = layers, {id(p): name for name, p in params.items()}
-        self.uses: dict[str, list[_Use]] = {name: [] for name in params}
+        self.uses: dict[str, list[_ParameterUse]] = {name: [] for name in params}
         for module_name, module in model.named_modules():
             for local, p in module._parameters.items():
                 if p is not None and id(p) in self.names:
-                    self.uses[self.names[id(p)]].append(_Use(module_name, module, local))
+                    self.uses[self.names[id(p)]].append(_ParameterUse(module_name, module, local))
         self.plan = Plan(rows={n: Row(n, tuple(p.shape), "", "") for n, p in params.items()}, fallback=fallback)
 
     def block(self, name: str) -> bool:

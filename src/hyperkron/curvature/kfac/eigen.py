@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperkron.curvature.kfac.factors import Factor, LowRank, Matrices, dense, stored
+from hyperkron.curvature.kfac.factors import Factor, Factors, LowRank, Matrices, dense, stored
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.linalg import full_precision, side_by_side
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
@@ -77,7 +77,6 @@ class EigenBlock:
         return v if self.b.shape[-1] == self.b.shape[-2] else self.b @ (self.b.mT @ v)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its tensors, by name."""
         return {name: x for name, x in vars(self).items() if x is not None}
 
 
@@ -89,7 +88,6 @@ class EigenInverses:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The blocks."""
         return tuple(self.blocks)
 
     def solve(self, v: Matrices) -> Matrices:
@@ -106,7 +104,6 @@ class EigenInverses:
         return f"{len(self.blocks)} eigenbasis" + (f", {thin} of them thin" if thin else "")
 
     def state_dict(self) -> dict[str, Any]:
-        """Nested dictionaries of tensors and strings."""
         return {"kind": "eigen", "blocks": {name: block.state_dict() for name, block in self.blocks.items()}}
 
 
@@ -144,9 +141,7 @@ Bases = dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]
 """(eigenvalues of A, Q_A, eigenvalues of B, Q_B) of every block."""
 
 
-def eigen_bases(
-    factors: dict[str, tuple[Factor, Factor]], thin: tuple[bool, bool] = (False, False)
-) -> tuple[Bases, Status]:
+def eigen_bases(factors: Factors, thin: tuple[bool, bool] = (False, False)) -> tuple[Bases, Status]:
     """The eigenbases of all blocks, negative rounding of eigenvalues set to zero, and how they were obtained.
 
     ``thin`` says of A and of B whether a factor that is kept as rows gets a thin basis, in place of a complete one.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import torch
+
 from hyperkron.curvature.base import CurvatureState
-from hyperkron.curvature.kfac.capture import accumulation_dtype
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.eigen import EigenInverses, completed, eigen_bases
-from hyperkron.curvature.kfac.factors import Factors, Matrices
+from hyperkron.curvature.kfac.factors import Factors
 from hyperkron.curvature.kfac.inverse import BlockInverses
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
 from hyperkron.curvature.kfac.recorder import Basis, Measured
@@ -95,7 +96,7 @@ class EKFAC(Kronecker):
             return None
         assert isinstance(state.inverses, EigenInverses)
         basis = {name: (block.a, block.b) for name, block in state.inverses.blocks.items()}
-        place = point.device, accumulation_dtype(point.dtype)
+        place = point.device, torch.promote_types(point.dtype, torch.float32)
         return basis if all((a.device, a.dtype) == place for a, _ in basis.values()) else None
 
     @property
@@ -122,7 +123,8 @@ class EKFAC(Kronecker):
                 return False
             if measured.diagonal:
                 self._finite(point, measured, not any(point.execution.read_flags(~finite(measured)[None])))
-            inverses = self._within(basis, measured.corrected, point, made, measured)
+            found = ((name, *basis[name], measured.corrected[name]) for name in basis)
+            inverses = self._eigen_inverses(point, made, measured, found)
         except (FactorizationError, NonFiniteError) as error:
             self._keep(point, state, error)
             return True
@@ -143,9 +145,5 @@ class EKFAC(Kronecker):
             factors.clear()
         basis = {name: (q_a, q_b) for name, (_, q_a, _, q_b) in bases.items()}
         spectra = self._measure(point, state, made, basis, diagonal=False).corrected
-        return Pending.ready((self._within(basis, spectra, point, made, measured), status))
-
-    def _within(self, basis: Basis, spectra: Matrices, point: Point, made: Plan, measured: Measured) -> EigenInverses:
-        """The inverses with the spectra S in ``basis``."""
-        found = ((name, q_a, q_b, spectra[name]) for name, (q_a, q_b) in basis.items())
-        return self._eigen_inverses(point, made, measured, found)
+        found = ((name, *basis[name], spectra[name]) for name in basis)
+        return Pending.ready((self._eigen_inverses(point, made, measured, found), status))

@@ -89,7 +89,6 @@ class Primal:
 
     @property
     def size(self) -> int:
-        """The rows of the system."""
         return self.system.size
 
     def solve(self, v: Tensor, own: bool = False) -> Tensor:
@@ -102,7 +101,6 @@ class Primal:
         return self.system.times(_longer(v, self.size))[:, : v.shape[1]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Its tensors, by name."""
         return {"system": self.system.state_dict()}
 
 
@@ -124,7 +122,6 @@ class Dual:
 
     @property
     def size(self) -> int:
-        """d."""
         return self.rows.shape[2]
 
     def solve(self, v: Tensor, own: bool = False) -> Tensor:
@@ -138,7 +135,6 @@ class Dual:
         return self.rows.mT @ (self.rows @ v) + self.shift[:, None, None] * v
 
     def state_dict(self) -> dict[str, Any]:
-        """Its tensors, by name."""
         return {"rows": self.rows, "shift": self.shift, **self.kernel.state_dict()}
 
 
@@ -181,7 +177,6 @@ class ShapeClass:
         return self.a.times(self.b.times(stacked).mT).mT
 
     def state_dict(self) -> dict[str, Any]:
-        """Nested dictionaries of tensors, numbers and strings."""
         sides = {"a": self.a.state_dict(), "b": self.b.state_dict()}
         return {"names": list(self.names), "groups": list(self.groups), **sides}
 
@@ -194,7 +189,6 @@ class FactoredInverses:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The blocks."""
         return tuple(name for c in self.classes for name in c.names)
 
     def solve(self, v: Matrices) -> Matrices:
@@ -220,7 +214,6 @@ class FactoredInverses:
         return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items(), reverse=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Nested dictionaries of tensors, numbers and strings."""
         classes = {str(i): c.state_dict() for i, c in enumerate(self.classes)}
         return {"kind": "factored", "classes": classes}
 

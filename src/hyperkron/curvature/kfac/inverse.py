@@ -24,6 +24,7 @@ from hyperkron.curvature.kfac.factors import (
     Factor,
     FactoredInverses,
     FactorInverse,
+    Factors,
     LowRank,
     Primal,
     ShapeClass,
@@ -77,7 +78,7 @@ class FactorsNeeded(Exception):
 
 
 def factored_inverses(
-    factors: dict[str, tuple[Factor, Factor]],
+    factors: Factors,
     damping: dict[str, Tensor | float],
     split: Split,
     finite: Tensor,
@@ -93,17 +94,13 @@ def factored_inverses(
     factorised in one batch, and each shape gets its stretch of the batch.
 
     Args:
-        factors: (A, B) of each block.
-        damping: δ of each block.
-        split: how δ is shared between A and B.
+        factors, damping: (A, B) and δ of each block; ``split`` shares δ between A and B.
         finite: whether all factors are; read with the outcome of the factorisations.
-        execution: eager or recorded.
         keep: keep the systems until it is known how it went; if not, a failure raises :class:`FactorsNeeded`.
         own: ``factors`` are the caller's to give: they are cleared, and those of :data:`ALONE` freed one by one.
         lean: prefer memory to launches.
 
-    Returns:
-        The inverses, how they were obtained, and the value of ``finite``; where it is false they are worthless.
+    Returns the inverses, how they were obtained, and the value of ``finite``; where it is false they are worthless.
     """
     by_shape = _by_shape(factors)
     names = [name for members in by_shape for name in members]
@@ -128,7 +125,7 @@ def factored_inverses(
     return Pending(finish)
 
 
-def _by_shape(factors: dict[str, tuple[Factor, Factor]]) -> list[list[str]]:
+def _by_shape(factors: Factors) -> list[list[str]]:
     """The blocks that are solved together."""
     found: dict[tuple[object, ...], list[str]] = {}
     for name, pair in factors.items():

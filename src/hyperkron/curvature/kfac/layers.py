@@ -141,31 +141,15 @@ class TransposedLayer(LinearLayer):
         return matrix[0].mT
 
 
-@dataclass(frozen=True)
 class ConvLayer(Layer):
     """``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d`` with any stride, padding, dilation and groups."""
-
-    module: nn.Conv1d | nn.Conv2d | nn.Conv3d
 
     homogeneous: ClassVar[bool] = True
     keeps_input: ClassVar[bool] = True
 
-    @property
-    def groups(self) -> int:  # type: ignore[override]
-        return self.module.groups
-
-    @property
-    def d_in(self) -> int:  # type: ignore[override]
-        return self.module.in_channels // self.module.groups * self.taps
-
-    @property
-    def taps(self) -> int:
-        """The entries of the kernel."""
-        return math.prod(self.module.kernel_size)
-
-    @property
-    def d_out(self) -> int:  # type: ignore[override]
-        return self.module.out_channels // self.module.groups
+    def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
+        self.module, self.groups, self.taps = module, module.groups, math.prod(module.kernel_size)
+        self.d_in, self.d_out = module.in_channels // self.groups * self.taps, module.out_channels // self.groups
 
     def patches(self, x: Tensor) -> Tensor:
         """A view of the padded input, channels last: (N, *output, groups, *kernel, C/groups).

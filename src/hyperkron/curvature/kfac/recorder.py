@@ -152,7 +152,7 @@ class Recorder:
         x: Tensor = given[0] if given else next(iter(named.values()))
         self.batch_size = max(self.batch_size, x.shape[0] if x.dim() > 1 else 1)
         call = self._begun(block, x, output)
-        return self._tapped(output, lambda g: self._on_gradient(call, g))
+        return _Tap.apply(output, self.token, partial(self._on_gradient, call))
 
     def _on_diagonal(
         self, names: dict[str, str], module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
@@ -166,11 +166,7 @@ class Recorder:
             with _plainly(g):
                 self._diagonals.add(module, names, x, g)
 
-        return self._tapped(output, receive)
-
-    def _tapped(self, output: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
-        tapped: Tensor = _Tap.apply(output, self.token, receive)
-        return tapped
+        return _Tap.apply(output, self.token, receive)
 
     def _begun(self, block: Block, x: Tensor, output: Tensor) -> _Call:
         """A call whose input is summed now, or, where A is larger than it and autograd keeps it, when the backward pass

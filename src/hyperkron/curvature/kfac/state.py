@@ -37,10 +37,7 @@ class KroneckerState(CurvatureState):
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.generator: torch.Generator | None = None
-        self.age = 0
-        self.refreshes = 0
-        self.basis_age = 0
-        self.failures = 0
+        self.age = self.refreshes = self.basis_age = self.failures = 0
         self.status = Status.DIRECT
         self.strategy = ""
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # the moving averages, where there are any
@@ -107,7 +104,6 @@ class KroneckerState(CurvatureState):
         self.inverses, self.diagonal, self.scales = other.inverses, other.diagonal, other.scales
 
     def let_go(self) -> None:
-        """Forget the inverses; the next call makes new ones."""
         self.inverses, self.diagonal, self.scales = None, {}, {}
 
     def replayed(self, made: CurvatureState | None) -> None:

@@ -82,7 +82,7 @@ class Cells:
         self, key: Sequence[Any], value: dict[str, Any], seconds: float, busy: float | None = None
     ) -> dict[str, Any]:
         """Write a finished piece down at once, and return its value as it will be read back."""
-        row = {"key": list(key), "settings": self.mark, "seconds": round(seconds, 3), "value": value}
+        row: dict[str, Any] = {"key": list(key), "settings": self.mark, "seconds": round(seconds, 3), "value": value}
         if busy is not None:
             row["busy"] = round(busy, 3)
         self.found[json.dumps(list(key))] = row = self.lines.append(row)

@@ -215,7 +215,9 @@ class ForwardProducts:
     def _along(self, batch: Any, v: Tree) -> Tensor:
         with torch.no_grad(), dual_level():
             duals = {name: make_dual(p.detach(), v[name].to(p.dtype)) for name, p in self.params.items()}
-            loss = functional_call(_Caller(self.model), {f"model.{n}": p for n, p in duals.items()}, (self.loss, batch))
+            loss = functional_call(
+                _LossCaller(self.model), {f"model.{n}": p for n, p in duals.items()}, (self.loss, batch)
+            )
             if not loss.terms:
                 raise HyperkronError(
                     "loss returned a plain tensor, which does not tell the losses of single examples; return "
@@ -231,7 +233,7 @@ class ForwardProducts:
         return torch.stack(found).sum(0)
 
 
-class _Caller(nn.Module):
+class _LossCaller(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
