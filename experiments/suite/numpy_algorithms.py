@@ -1,11 +1,10 @@
 """The steps of the suite's algorithms written out in numpy, for a linear model and two kinds of λ.
 
 The published runs compile their loops and make millions of steps, on vectors of 22 numbers. There torch spends its time
-on dispatching operations: a step of the library takes 30 to 120 times as long as one of these, the same step written
-by hand with autograd still more than 10 times (``benchmarks/bench_algorithm_overhead.py`` compares these two). The run
-of published_ijcnn1.py, 50 minutes with these loops, would take about 50 hours with the library. So this file repeats
-algorithms for these runs alone; everything else uses the library's, and ``tests/experiments/test_suite.py`` holds every
-loop to the library's steps, batch by batch, to rounding.
+on dispatching operations: a step of the library takes 25 to 95 times as long as one of these, the same step written by
+hand with autograd 13 to 42 times. As many steps as published_ijcnn1.py makes in its 50 minutes would take the library
+about 40 hours. So this file repeats algorithms for these runs alone; everything else uses the library's, and
+``tests/experiments/test_suite.py`` holds every loop to the library's steps, batch by batch, to rounding.
 
 *Penalties*: g = mean loss + ½ Σ_j exp(λ_j) θ_j², a logistic regression; X(v) = exp(λ) ⊙ θ ⊙ v.
 *Weights*: g = mean σ(λ_n) CE_n + 0.2 ‖θ‖², ten classes; X(v)_n = σ'(λ_n) ⟨p_n − y_n, v x_n⟩ / batch.

@@ -10,7 +10,6 @@ given to ``torch.compile`` is evaluated as it was written: compiled code has no 
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -171,9 +170,8 @@ class Point:
             loss = as_loss(value)
         except HyperkronError as error:
             raise HyperkronError(f"{level} did not return a loss: {error}") from None
-        if self.recording or self.execution.queued or not math.isfinite(loss.value.item()):
-            remedy = f"look for nan, inf or extreme values in {level}_batch, in hyper and in the model's parameters"
-            self.finite(f"{level} loss{place}", loss.value, remedy)
+        remedy = f"look for nan, inf or extreme values in {level}_batch, in hyper and in the model's parameters"
+        self.finite(f"{level} loss{place}", loss.value, remedy)
         return loss
 
     def _call(self, level: Level, batch: Any, params: Tree | None, differentiable: bool) -> Loss | Tensor:

@@ -95,7 +95,7 @@ class Execution:
             error: the error to raise, from "nan" or "infinite".
         """
         here = value.device.type == "cpu" and not self.recorded
-        if here and value.ndim == 0 and math.isfinite(value.item()):
+        if here and not self.queued and value.ndim == 0 and math.isfinite(value.item()):
             return
         self._finite.append((value.detach(), error))
         if here:
