@@ -47,6 +47,7 @@ def _cosine(place: Callable[..., Point], evaluate: Callable[[Point], Loss]) -> f
             return 1.0
         loss = evaluate(point)
         if not point.met_autocast or not loss.value.requires_grad:
+            point.execution.forget()  # the hypergradient evaluates the same, and checks it
             return 1.0
         exact = gradient_tree(loss.value, point.params)
         del loss

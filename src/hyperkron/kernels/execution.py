@@ -112,6 +112,10 @@ class Execution:
             if bad:
                 raise error("nan" if any(map(math.isnan, bad)) else "infinite")
 
+    def forget(self) -> None:
+        """Let go of the checks that are not read yet, where a later evaluation makes the same ones."""
+        self._finite = []
+
     def read_flags(self, flags: Tensor) -> list[Any]:
         """The entries of a vector that are zero if all is well; a recording assumes that they are."""
         if not self.recorded:
