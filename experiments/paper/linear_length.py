@@ -144,7 +144,7 @@ def run(task: Task, split: Split, batch: int) -> dict[str, Any]:
     """One run; its curve, and how well its weights find the right labels."""
     case, budget = Case(batch=batch), Budget(math.inf, task.steps, 25 if task.test else 5)
     if task.name in references.KINDS:
-        rows = references.train(case, split, task.name, task.setting, budget, task.seed, task.test)  # type: ignore[arg-type]
+        rows = references.train(case, split, task.name, task.setting, budget, task.seed, task.test)
         weights, failed = torch.full((), 0.5), not math.isfinite(rows[-1]["second_loss"])
     else:
         setting = {**task.setting, "outer_momentum": task.setting.get("momentum", 0.0)}
