@@ -72,6 +72,7 @@ def recipes() -> dict[str, Recipe]:
         resnet,
         simple_models,
         trade_off,
+        unlearnable,
         unrolling,
     )
 
@@ -87,6 +88,7 @@ def recipes() -> dict[str, Recipe]:
         resnet,
         encoder_cleaning,
         frozen_head,
+        unlearnable,
     )
     found = [recipe for module in modules for recipe in module.RECIPES]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.experiment)}
