@@ -152,6 +152,8 @@ class Work:
 
     def __init__(self, job: Job) -> None:
         self.job, self.case = job, job.settings.case
+        if job.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
         self.data = load(job)
 
     def __call__(self, piece: Piece) -> dict[str, Any]:
@@ -307,7 +309,6 @@ def _worker(
     """What carries out pieces in another process; each piece reads the file of finished ones again."""
     from experiments import paper
 
-    torch.set_float32_matmul_precision("high")
     found = paper.recipes()[recipe]
 
     def job() -> Job:
