@@ -73,6 +73,7 @@ def recipes() -> dict[str, Recipe]:
         resnet,
         simple_models,
         trade_off,
+        unlearnable,
         unrolling,
     )
 
@@ -89,6 +90,7 @@ def recipes() -> dict[str, Recipe]:
         encoder_cleaning,
         frozen_head,
         poisoning,
+        unlearnable,
     )
     found = [recipe for module in modules for recipe in module.RECIPES]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.experiment)}
