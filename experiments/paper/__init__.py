@@ -69,6 +69,7 @@ def recipes() -> dict[str, Recipe]:
         frozen_head,
         memory,
         moving_average,
+        pretraining,
         resnet,
         simple_models,
         trade_off,
@@ -87,6 +88,7 @@ def recipes() -> dict[str, Recipe]:
         resnet,
         encoder_cleaning,
         frozen_head,
+        pretraining,
     )
     found = [recipe for module in modules for recipe in module.RECIPES]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.experiment)}
