@@ -70,6 +70,7 @@ def recipes() -> dict[str, Recipe]:
         memory,
         moving_average,
         poisoning,
+        pretraining,
         resnet,
         simple_models,
         trade_off,
@@ -91,6 +92,7 @@ def recipes() -> dict[str, Recipe]:
         frozen_head,
         poisoning,
         unlearnable,
+        pretraining,
     )
     found = [recipe for module in modules for recipe in module.RECIPES]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.experiment)}
