@@ -2,8 +2,8 @@
 
 Every problem starts from a trained model. λ is trained by Adam, for which the scale of a hypergradient does not matter;
 each method has the step size at which J_out on held-out rows is lowest after all steps (mean of two seeds), and is then
-run with five further seeds. The cosine is that of a method's hypergradient with one whose linear system is solved until it has
-converged, on the same rows and at the same points of one training, in float64.
+run with five further seeds. The cosine is that of a method's hypergradient with one whose linear system is solved until
+it has converged, on the same rows and at the same points of one training, in float64.
 
     python -m experiments.which_method.compare --workers 12 --limit-minutes 9   # continues an earlier run
     python -m experiments.which_method.compare --table                          # the recorded runs
