@@ -67,6 +67,7 @@ def recipes() -> dict[str, Recipe]:
         diagnostic,
         encoder_cleaning,
         frozen_head,
+        long_tail,
         memory,
         moving_average,
         resnet,
@@ -87,6 +88,7 @@ def recipes() -> dict[str, Recipe]:
         resnet,
         encoder_cleaning,
         frozen_head,
+        long_tail,
     )
     found = [recipe for module in modules for recipe in module.RECIPES]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.experiment)}
