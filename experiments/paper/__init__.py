@@ -70,9 +70,12 @@ def recipes() -> dict[str, Recipe]:
         long_tail,
         memory,
         moving_average,
+        poisoning,
+        pretraining,
         resnet,
         simple_models,
         trade_off,
+        unlearnable,
         unrolling,
     )
 
@@ -88,6 +91,9 @@ def recipes() -> dict[str, Recipe]:
         resnet,
         encoder_cleaning,
         frozen_head,
+        poisoning,
+        unlearnable,
+        pretraining,
         long_tail,
     )
     found = [recipe for module in modules for recipe in module.RECIPES]
