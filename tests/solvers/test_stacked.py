@@ -25,7 +25,7 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)
+        self.first, self.norm, self.last = nn.Linear(4, 51), nn.LayerNorm(51), nn.Linear(51, 50)
         self.shift = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,8 +34,8 @@ class Network(nn.Module):
 
 def at(examples: int) -> Point:
     torch.manual_seed(0)
-    model, weights = Network().double(), torch.rand(5, 4, dtype=torch.float64)
-    batch = torch.randn(examples, 4, dtype=torch.float64), torch.randint(0, 3, (examples,))
+    model, weights = Network().double(), torch.rand(51, 4, dtype=torch.float64)
+    batch = torch.randn(examples, 4, dtype=torch.float64), torch.randint(0, 50, (examples,))
 
     def inner(m: nn.Module, _: nn.Module, b: tuple[Tensor, Tensor]) -> hk.losses.Loss:
         return hk.losses.cross_entropy(m(b[0]), b[1]) + hk.losses.l2([m.first.weight], [weights[:1]])

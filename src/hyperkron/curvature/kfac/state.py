@@ -198,6 +198,8 @@ class KroneckerOperator(Invertible):
 
     def solve_stacked(self, b: Tree) -> Tree:
         self._ready()
+        if not self.inverses.vectorizes:
+            return super().solve_stacked(b)
 
         def solve(one: Tree) -> Tree:
             return self._apply(one, self.inverses.solve, torch.div, lambda xs, ds: list(map(torch.div, xs, ds)))
