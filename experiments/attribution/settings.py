@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import functional_call, stack_module_state, vmap
 
+import hyperkron as hk
 from experiments.paper import datasets
+from hyperkron.algorithms import InnerOnly, Updates
 
 DECAY = 1e-4
 """α of the penalty α‖θ‖²: the minimum is isolated, and every method knows it."""
@@ -93,38 +95,66 @@ def cnn(channels: int, widths: tuple[int, ...], features: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
+class Stack(nn.Module):
+    """Networks of one shape as one computation: each parameter has a leading dimension for the network."""
+
+    def __init__(self, networks: list[nn.Module]) -> None:
+        super().__init__()
+        params, _ = stack_module_state(networks)
+        self.names = list(params)
+        self.stacked = nn.ParameterList(params.values())
+        self.first = [networks[0]]  # in a list, so that its own parameters are not the stack's
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs for a batch of each network, (networks, batch, …)."""
+        params = dict(zip(self.names, self.stacked, strict=True))
+        found: Tensor = vmap(lambda one, rows: functional_call(self.first[0], one, (rows,)))(params, x)
+        return found
+
+    def write(self, networks: list[nn.Module]) -> None:
+        """Put the parameters back where they came from."""
+        for i, network in enumerate(networks):
+            network.load_state_dict({n: p[i].detach() for n, p in zip(self.names, self.stacked, strict=True)})
+
+
 def train_many(setting: Setting, subsets: list[Tensor], seeds: list[int]) -> list[nn.Module]:
     """A network for each subset of the training rows, all trained at once by SGD with momentum and a linear decay."""
-    device = setting.train[0].device
+    (x, y), device = setting.train, setting.train[0].device
     networks = []
     for seed in seeds:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             networks.append(setting.network().to(device))
-    params, _ = stack_module_state(networks)
-    params = {name: p.detach() for name, p in params.items()}
+    stack = Stack(networks)
     size = min(len(rows) for rows in subsets)
-    steps_per_epoch = max(1, size // setting.batch)
-    total = setting.epochs * steps_per_epoch
-    velocity = {name: torch.zeros_like(p) for name, p in params.items()}
+    steps = max(1, size // setting.batch)
+    total = setting.epochs * steps
 
-    def loss(one: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        penalty = sum(p.square().sum() for p in one.values())
-        return F.cross_entropy(functional_call(networks[0], one, (x,)), y) + DECAY * penalty
+    def batches() -> Iterator[Tensor]:
+        random = torch.Generator().manual_seed(seeds[0])
+        for _ in range(setting.epochs):
+            orders = torch.stack(
+                [rows[torch.randperm(len(rows), generator=random).to(device)][:size] for rows in subsets]
+            )
+            yield from orders[:, : steps * setting.batch].split(setting.batch, 1)
 
-    slopes = vmap(grad(loss))
-    random = torch.Generator().manual_seed(seeds[0])
-    step = 0
-    for _ in range(setting.epochs):
-        orders = [rows[torch.randperm(len(rows), generator=random).to(device)][:size] for rows in subsets]
-        for i in range(steps_per_epoch):
-            rows = torch.stack([order[i * setting.batch : (i + 1) * setting.batch] for order in orders])
-            gradients = slopes(params, setting.train[0][rows], setting.train[1][rows])
-            rate = setting.rate * (1 - step / total)
-            for name, g in gradients.items():
-                velocity[name].mul_(0.9).add_(g)
-                params[name] = params[name] - rate * velocity[name]
-            step += 1
-    for i, network in enumerate(networks):
-        network.load_state_dict({name: p[i] for name, p in params.items()})
+    def loss(model: nn.Module, _: nn.Module, rows: Tensor) -> Tensor:
+        each = F.cross_entropy(model(x[rows]).flatten(0, 1), y[rows].flatten(), reduction="sum") / rows.shape[1]
+        penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+        return each + DECAY * penalty
+
+    stream = batches()
+    optimizer = torch.optim.SGD(stack.parameters(), lr=setting.rate, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
+    hk.fit(
+        hk.BilevelProblem(loss),
+        stack,
+        None,
+        InnerOnly(report_every=total),
+        lambda: next(stream),
+        steps=total,
+        seed=None,
+        inner_optimizer=Updates(optimizer, schedule, schedule="update"),
+    )
+    stack.write(networks)
     return networks
