@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.which_method import __main__ as which
+from experiments.which_method import compare as which
 from experiments.which_method.methods import METHODS
 from experiments.which_method.problems import PROBLEMS, digits
 

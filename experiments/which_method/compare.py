@@ -5,8 +5,8 @@ each method has the step size at which J_out on held-out rows is lowest after al
 five further seeds. The cosine is that of a method's hypergradient with one whose linear system is solved until it has
 converged, on the same rows and at the same points of one training, in float64.
 
-    python -m experiments.which_method --workers 12 --limit-minutes 9   # continues an earlier run
-    python -m experiments.which_method --table                          # the recorded runs
+    python -m experiments.which_method.compare --workers 12 --limit-minutes 9   # continues an earlier run
+    python -m experiments.which_method.compare --table                          # the recorded runs
 """
 
 from __future__ import annotations
