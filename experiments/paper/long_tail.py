@@ -109,7 +109,7 @@ def chosen(job: Job, name: str) -> float | None:
 
 def _score(cell: dict[str, Any]) -> tuple[float, float]:
     """Held-out accuracy, and between equals the held-out loss."""
-    return (-1.0, 0.0) if cell["failed"] else (cell["held_out"], -(cell["held_out_loss"] or 1e9))
+    return (-1.0, 0.0) if cell["failed"] else (cell["held_out"], -cell["held_out_loss"])
 
 
 def missing(job: Job) -> Iterator[Task]:

@@ -247,8 +247,9 @@ class Training:
         looks = Evaluate(look, times=self.case.looks)
         drop = Evaluate(later, at=(max(1, int(0.8 * self.steps)),))
         run = self._fit(self.steps, callbacks=[looks, drop])
-        if run.failure is not None:
-            return {"failed": str(run.failure)}
+        loss = mean_loss(self.model, self.data.held_out)
+        if run.failure is not None or not math.isfinite(loss):
+            return {"failed": str(run.failure or "the held-out loss is not finite")}
         rows: list[dict[str, Any]] = [*looks.rows]
         curve = {name: [row[name] for row in rows] for name in parts}
         found = {
@@ -256,7 +257,7 @@ class Training:
             "updates": self.updates,
             "outer_steps": self.steps if self.method.make is not None else 0,
             "held_out": curve["held_out"][-1],
-            "held_out_loss": mean_loss(self.model, self.data.held_out),
+            "held_out_loss": loss,
             "graph": run.state.loop.recorded,
             "curve": {"epoch": [row["step"] * self.inner_steps / len(self.batches) for row in rows], **curve},
         }
