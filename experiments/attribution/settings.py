@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 import hyperkron as hk
+from experiments.attribution import text
 from experiments.paper import datasets
 from hyperkron.algorithms import InnerOnly, Updates
+from hyperkron.attribution import training_damping
 
+MOMENTUM = 0.9
 DECAY = 1e-4
 """α of the penalty α‖θ‖²: the minimum is isolated, and every method knows it."""
 
@@ -31,6 +34,16 @@ class Setting:
     epochs: int
     rate: float
     batch: int = 64
+
+    def steps(self, rows: int) -> int:
+        """Of a training on this many rows."""
+        return self.epochs * max(1, rows // self.batch)
+
+    @property
+    def damping(self) -> float:
+        """By the rule of :func:`hyperkron.attribution.training_damping`: the rate falls linearly to zero."""
+        total = self.steps(len(self.train[0]))
+        return training_damping([self.rate * (1 - step / total) for step in range(total)], momentum=MOMENTUM)
 
     def to(self, device: torch.device) -> Setting:
         train, queries = ((x.to(device), y.to(device)) for x, y in (self.train, self.queries))
@@ -67,11 +80,18 @@ def cifar_cnn(data: Path | None) -> Setting:
     return Setting("CIFAR-10, CNN", lambda: cnn(3, (16, 32, 32), 32 * 16), train, queries, 20, 0.03)
 
 
+def trec_minilm(data: Path | None) -> Setting:
+    """2000 questions of TREC; the last layer of MiniLM is fine-tuned."""
+    network, train, queries = text.load(data, 2000, 100)
+    return Setting("TREC, MiniLM", network, train, queries, 6, 0.03)
+
+
 SETTINGS = {
     "digits_mlp": digits_mlp,
     "digits_cnn": digits_cnn,
     "fashion_mlp": fashion_mlp,
     "cifar_cnn": cifar_cnn,
+    "trec_minilm": trec_minilm,
 }
 
 
@@ -127,8 +147,8 @@ def train_many(setting: Setting, subsets: list[Tensor], seeds: list[int]) -> lis
             networks.append(setting.network().to(device))
     stack = Stack(networks)
     size = min(len(rows) for rows in subsets)
-    steps = max(1, size // setting.batch)
-    total = setting.epochs * steps
+    total = setting.steps(size)
+    steps = total // setting.epochs
 
     def batches() -> Iterator[Tensor]:
         random = torch.Generator().manual_seed(seeds[0])
@@ -144,7 +164,7 @@ def train_many(setting: Setting, subsets: list[Tensor], seeds: list[int]) -> lis
         return each + DECAY * penalty
 
     stream = batches()
-    optimizer = torch.optim.SGD(stack.parameters(), lr=setting.rate, momentum=0.9)
+    optimizer = torch.optim.SGD(stack.parameters(), lr=setting.rate, momentum=MOMENTUM)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
     hk.fit(
         hk.BilevelProblem(loss),
@@ -154,6 +174,7 @@ def train_many(setting: Setting, subsets: list[Tensor], seeds: list[int]) -> lis
         lambda: next(stream),
         steps=total,
         seed=None,
+        graph=True,
         inner_optimizer=Updates(optimizer, schedule, schedule="update"),
     )
     stack.write(networks)
