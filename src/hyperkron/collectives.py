@@ -100,19 +100,6 @@ class Group:
                 dist.broadcast(value, group=self.handle, group_src=0)
                 x.copy_(value)
 
-    def owners(self, costs: Sequence[float]) -> list[int]:
-        """The rank that does each piece of work: the most expensive first, each to the one with least to do.
-
-        Example:
-            >>> Group().owners([8.0, 1.0])
-            [0, 0]
-        """
-        load, found = [0.0] * self.size, [0] * len(costs)
-        for piece in sorted(range(len(costs)), key=lambda i: -costs[i]):
-            found[piece] = min(range(self.size), key=load.__getitem__)
-            load[found[piece]] += costs[piece]
-        return found
-
     def share(
         self, costs: Sequence[float], lengths: Sequence[int], like: Tensor, work: Callable[[int], Tensor]
     ) -> list[Tensor]:
@@ -124,7 +111,7 @@ class Group:
             like: a tensor of their dtype and device.
             work: does piece i.
         """
-        owners = self.owners(costs)
+        owners = balanced(costs, self.size)
         mine = {i: work(i) for i, owner in enumerate(owners) if owner == self.rank}
         found: dict[int, Tensor] = {}
         for rank in range(self.size):
@@ -141,8 +128,22 @@ class Group:
         return [found[i] for i in range(len(costs))]
 
 
-ALONE = Group()
+ONE_PROCESS = Group()
 """The group of a problem that is not data parallel."""
+
+
+def balanced(costs: Sequence[float], size: int) -> list[int]:
+    """Which of ``size`` ranks does each piece of work: the most expensive first, each to the one with least to do.
+
+    Example:
+        >>> balanced([1.0, 8.0, 4.0, 4.0], 2)
+        [0, 0, 1, 1]
+    """
+    load, found = [0.0] * size, [0] * len(costs)
+    for piece in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        found[piece] = min(range(size), key=load.__getitem__)
+        load[found[piece]] += costs[piece]
+    return found
 
 
 def replicated(group: Group, tensors: Tree) -> Tree:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hyperkron.collectives import ALONE, Group
+from hyperkron.collectives import ONE_PROCESS, Group
 from hyperkron.losses import Loss, Term
 from hyperkron.solution import HyperkronError
 
@@ -72,7 +72,7 @@ class BilevelProblem:
     @property
     def group(self) -> Group:
         """The processes among which batches are divided; by default this one alone."""
-        return ALONE
+        return ONE_PROCESS
 
     @property
     def divides(self) -> bool:
