@@ -36,7 +36,7 @@ MORE = ("MWN + T1–T2", "MWN + KFAC-mc", "MWN + EKFAC")
 LOSSES = ("Logit adjustment", "Deferred re-weighting", "Class-balanced", "Focal")
 PRINTED = ("MWN + KFAC-emp", "MWN + SAMA", "MWN + T1–T2")
 FIRST_PRICED = ("Base", "MWN + SAMA", "MWN + KFAC-emp")
-CROWDED = 0.5
+CROWDED = 0.3
 """By which share of its time alone a run is delayed by each run beside it."""
 
 
@@ -289,9 +289,9 @@ def in_time(job: Job, price: dict[str, dict[str, Any]], task: Task, count: int) 
 
 SMOKE = Settings(
     "digits",
-    Case(batch=30, width=4, blocks=1, shift=1, looks=2, inner_steps=3, hidden=8),
-    epochs=1,
-    short=0.5,
+    Case(batch=30, width=2, blocks=1, shift=1, looks=1, inner_steps=2, hidden=8),
+    epochs=0.5,
+    short=0.25,
     meta=3,
     held_out=10,
     tuned_at=10,

@@ -363,8 +363,7 @@ def test_t1t2_keeps_its_hypergradient_while_the_step_size_stays_and_follows_it()
     """So that what was recorded on a GPU serves until the step size changes."""
     problem = Quadratic()
     model, hyper = problem.modules()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    algorithm = hk.algorithms.T1T2(graph=True)
+    optimizer, algorithm = torch.optim.SGD(model.parameters(), lr=0.1), hk.algorithms.T1T2(graph=True)
     state, batches = algorithm.init(problem.problem(), model, hyper, inner=optimizer), problem.batches()
     kept = []
     for rate in (0.1, 0.1, 0.05):
@@ -372,8 +371,7 @@ def test_t1t2_keeps_its_hypergradient_while_the_step_size_stays_and_follows_it()
         algorithm.step(state, batches)
         kept.append(state.hypergradient)
         assert isinstance(kept[-1], hk.Implicit) and kept[-1].curvature == Identity(rate)
-    assert kept[0] is kept[1] is not kept[2]
-    assert kept[2].state.calls == 3
+    assert kept[0] is kept[1] is not kept[2] and kept[2].state.calls == 3
 
 
 def test_a_saved_state_does_not_move_with_the_run() -> None:

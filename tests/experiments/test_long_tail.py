@@ -305,7 +305,7 @@ def test_no_run_begins_that_would_not_end_in_time(tmp_path: Path) -> None:
     seconds = long_tail.forecast(job.settings, price, task)
     assert seconds == pytest.approx(2 + 60 * 118.8 * 0.002, rel=0.01)
     assert long_tail.in_time(job, price, task, 4)
-    job.deadline = long_tail.time.monotonic() + 2 * seconds
+    job.deadline = long_tail.time.monotonic() + 1.5 * seconds
     assert long_tail.in_time(job, price, task, 1) and not long_tail.in_time(job, price, task, 4)
 
 
