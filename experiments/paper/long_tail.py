@@ -159,11 +159,9 @@ class Runner:
         return self.training(task).train(test=task.epochs == self.settings.epochs)
 
     def price(self, name: str) -> dict[str, Any]:
-        """What an outer iteration of a method costs, and how many a full run has at the first imbalance."""
+        """What an outer iteration of a method costs."""
         s = self.settings
-        made = self.training(Task(s.tuned_at, name, METHODS[name].usual, s.epochs, 0))
-        seconds = made.price(s.timed)
-        return {"seconds": seconds, "inner_steps": made.inner_steps, "update": seconds / made.inner_steps}
+        return self.training(Task(s.tuned_at, name, METHODS[name].usual, s.epochs, 0)).price(s.timed)
 
 
 def prices(job: Job, runner: Runner, names: Sequence[str] = FIRST_PRICED) -> dict[str, dict[str, Any]]:

@@ -225,14 +225,22 @@ class Training:
             problem, self.model, self.net, algorithm, self.batches, self.meta, outer_optimizer=outer, **common
         )
 
-    def price(self, timed: int, warm: int = 4) -> float:
-        """Seconds of an outer iteration (``inner_steps`` steps of θ and one of λ), the device waited for."""
+    def price(self, timed: int, warm: int = 4) -> dict[str, Any]:
+        """Seconds of an outer iteration (``inner_steps`` steps of θ and one of λ), the device waited for; and whether
+        θ's steps were replayed as a CUDA graph.
+        """
         run = self._fit(warm, seconds=math.inf)
         before = run.seconds
         run.advance(timed, seconds=math.inf)
         if run.failure is not None:
             raise run.failure
-        return (run.seconds - before) / timed
+        seconds, steps = (run.seconds - before) / timed, self.inner_steps
+        return {
+            "seconds": seconds,
+            "inner_steps": steps,
+            "update": seconds / steps,
+            "graph": run.state.loop.recorded,
+        }
 
     def train(self, *, test: bool) -> dict[str, Any]:
         """Train to the end; what became of the network and the weights. Without ``test`` no test image is looked at."""
