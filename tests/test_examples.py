@@ -49,3 +49,12 @@ def test_poisoning_robustness(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     hits, suspects = (int(word) for word in printed.split() if word.isdecimal() and word != "90")
     assert f"poisoned {found['poisoned']:.1%}" in printed and hits > suspects / 2
+
+
+def test_continued_pretraining() -> None:
+    """Fewer steps; the network learns the made-up task, and the weights of texts move."""
+    pytest.importorskip("transformers")
+    found = load("continued_pretraining").main(steps=15, inner_steps=5)
+    assert found["accuracy"] > 0.6  # a third without learning
+    assert max(found["weights"]) - min(found["weights"]) > 1e-3
+    assert len((EXAMPLES / "continued_pretraining.py").read_text("utf-8").splitlines()) <= 60
