@@ -54,7 +54,7 @@ def test_poisoning_robustness(capsys: pytest.CaptureFixture[str]) -> None:
 def test_continued_pretraining() -> None:
     """Fewer steps; the network learns the made-up task, and the weights of texts move."""
     pytest.importorskip("transformers")
-    found = load("continued_pretraining").main(steps=15, inner_steps=5)
+    found = load("continued_pretraining").main(steps=10, inner_steps=5)
     assert found["accuracy"] > 0.6  # a third without learning
     assert max(found["weights"]) - min(found["weights"]) > 1e-3
     assert len((EXAMPLES / "continued_pretraining.py").read_text("utf-8").splitlines()) <= 60
