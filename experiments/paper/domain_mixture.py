@@ -4,7 +4,7 @@
 
 The sources are the texts of ChemProt, ACL-ARC and HyperPartisan and sentences from papers on computer science; the
 target is SciERC (abstracts on artificial intelligence). Marks of entities are taken out of all texts. A batch has as
-many texts of each source. ``uniform`` keeps p equal, ``proportional`` sets it to the sources' sizes, the others learn it
+many texts of each source. ``uniform`` keeps p equal, ``proportional`` sets it to the sizes, the others learn it
 from equal weights by Adam. λ's step size is chosen on the held-out texts; test texts are scored once, at the end.
 
     python -m experiments.paper.domain_mixture            # runs what is missing (minutes on a CPU)
