@@ -4,7 +4,7 @@
 
 The sources are the texts of ChemProt, ACL-ARC and HyperPartisan and sentences from papers on computer science; the
 target is SciERC (abstracts on artificial intelligence). Marks of entities are taken out of all texts. A batch has as
-many texts of each source. ``uniform`` keeps p equal, ``proportional`` sets it to the sizes, the others learn it
+many texts of each source. ``uniform`` keeps p equal, ``proportional`` sets it to the sizes, SAMA and KFAC learn it
 from equal weights by Adam. λ's step size is chosen on the held-out texts; test texts are scored once, at the end.
 
     python -m experiments.paper.domain_mixture            # runs what is missing (minutes on a CPU)
@@ -43,7 +43,11 @@ METHODS: dict[str, Callable[[torch.optim.Optimizer, int], Hypergradient] | None]
     "proportional": None,
     "SAMA": lambda optimizer, seed: sama(optimizer, alpha=0.1),
     "KFAC": lambda optimizer, seed: kfac(1e-3, seed=seed),
+    **{f"mostly {source}": None for source in SOURCES},
 }
+"""How each learns; ``None`` for fixed proportions. The last four show what there is to gain."""
+MOSTLY = 0.7
+"""The proportion of one source in these; the others share the rest."""
 OUTER = (0.003, 0.01, 0.03, 0.1, 0.3)
 PADDING, UNKNOWN = 0, 1
 
@@ -130,6 +134,17 @@ PROBLEM = BilevelProblem(
 )
 
 
+def proportions(texts: Corpus, method: str) -> Tensor | None:
+    """Of the sources at first; ``None`` for equal ones."""
+    if method == "proportional":
+        sizes = torch.tensor([float(len(source)) for source in texts.sources])
+        return sizes / sizes.sum()
+    if not method.startswith("mostly "):
+        return None
+    most = torch.tensor([f"mostly {source}" == method for source in SOURCES])
+    return torch.where(most, MOSTLY, (1 - MOSTLY) / (len(SOURCES) - 1))
+
+
 def run(texts: Corpus, size: Size, method: str, outer: float, seed: int) -> dict[str, Any]:
     """One training; the loss on held-out and test texts of the target, and the proportions at the end."""
     generator = torch.Generator().manual_seed(seed)
@@ -142,8 +157,7 @@ def run(texts: Corpus, size: Size, method: str, outer: float, seed: int) -> dict
     def mixed() -> tuple[Tensor, Tensor]:
         return torch.cat([rows(source, size.batch) for source in texts.sources]), domain
 
-    sizes = torch.tensor([float(len(source)) for source in texts.sources])
-    mixture = DomainWeights(len(texts.sources), sizes / sizes.sum() if method == "proportional" else None)
+    mixture = DomainWeights(len(texts.sources), proportions(texts, method))
     model = language_model(size, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.rate)
     make = METHODS[method]
