@@ -103,19 +103,10 @@ def language_model(size: Size, seed: int) -> nn.Module:
     """A small GPT-2 with random weights, without dropout."""
     import transformers
 
-    config = transformers.GPT2Config(
-        vocab_size=size.words,
-        n_positions=size.length,
-        n_embd=size.width,
-        n_layer=size.layers,
-        n_head=2,
-        bos_token_id=None,
-        eos_token_id=None,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        attn_implementation="eager",
-    )
+    sizes = {"vocab_size": size.words, "n_positions": size.length, "n_embd": size.width, "n_layer": size.layers}
+    none: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    none |= {"bos_token_id": None, "eos_token_id": None, "attn_implementation": "eager"}
+    config = transformers.GPT2Config(**sizes, n_head=2, **none)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: nn.Module = transformers.GPT2LMHeadModel(config)
