@@ -69,3 +69,12 @@ def test_long_tail_reads_real_images(tmp_path: Path) -> None:
     images, labels = module.images()
     assert images.shape == (400, 3, 12, 12) and labels.bincount().tolist() == [100] * 4
     assert len(module.main(steps=2, device="cpu")) == 4
+
+
+def test_continued_pretraining() -> None:
+    """Fewer steps; the network learns the made-up task, and the weights of texts move."""
+    pytest.importorskip("transformers")
+    found = load("continued_pretraining").main(steps=10, inner_steps=5)
+    assert found["accuracy"] > 0.6  # a third without learning
+    assert max(found["weights"]) - min(found["weights"]) > 1e-3
+    assert len((EXAMPLES / "continued_pretraining.py").read_text("utf-8").splitlines()) <= 60
