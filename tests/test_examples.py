@@ -44,9 +44,10 @@ def test_digits_are_split_without_overlap_and_corrupted_as_said() -> None:
 
 
 def test_poisoning_robustness(capsys: pytest.CaptureFixture[str]) -> None:
-    """The added rows cost accuracy, and few rows besides them are suspected."""
+    """The added rows cost accuracy, cleaning gives some of it back, and few clean rows are suspected."""
     found = load("poisoning_robustness").main()
     assert found["poisoned"] < found["clean"] - 0.01
+    assert found["poisoned"] < found["cleaned"]
     printed = capsys.readouterr().out
     hits, suspects = (int(word) for word in printed.split() if word.isdecimal() and word != "90")
     assert f"poisoned {found['poisoned']:.1%}" in printed and hits > suspects / 2
