@@ -48,3 +48,12 @@ def test_unlearnable(capsys: pytest.CaptureFixture[str]) -> None:
     clean, protected = load("unlearnable").main(40)
     assert clean > 0.75 and protected < 0.4
     assert f"clean {clean:.1%}, protected {protected:.1%}" in capsys.readouterr().out
+
+
+def test_poisoning_robustness(capsys: pytest.CaptureFixture[str]) -> None:
+    """The added rows cost accuracy, and few rows besides them are suspected."""
+    found = load("poisoning_robustness").main()
+    assert found["poisoned"] < found["clean"] - 0.01
+    printed = capsys.readouterr().out
+    hits, suspects = (int(word) for word in printed.split() if word.isdecimal() and word != "90")
+    assert f"poisoned {found['poisoned']:.1%}" in printed and hits > suspects / 2
