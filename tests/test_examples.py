@@ -43,6 +43,14 @@ def test_digits_are_split_without_overlap_and_corrupted_as_said() -> None:
     assert float(digits.wrong.double().mean()) == pytest.approx(0.4 * 0.9, abs=0.03)
 
 
+def test_unlearnable(capsys: pytest.CaptureFixture[str]) -> None:
+    """A network trained on protected digits fails on clean ones; the change stays within ε by construction."""
+    torch.manual_seed(0)
+    clean, protected = load("unlearnable").main(40)
+    assert clean > 0.75 and protected < 0.4
+    assert f"clean {clean:.1%}, protected {protected:.1%}" in capsys.readouterr().out
+
+
 def test_poisoning_robustness(capsys: pytest.CaptureFixture[str]) -> None:
     """The added rows cost accuracy, cleaning gives some of it back, and few clean rows are suspected."""
     found = load("poisoning_robustness").main()
