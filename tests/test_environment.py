@@ -28,6 +28,7 @@ LAYERS = (
     "kernels",
     "solution",
     "validation",
+    "collectives",
     "losses",
     "problem",
     "evaluation",

@@ -67,11 +67,15 @@ def recipes() -> dict[str, Recipe]:
         diagnostic,
         encoder_cleaning,
         frozen_head,
+        long_tail,
         memory,
         moving_average,
+        poisoning,
+        pretraining,
         resnet,
         simple_models,
         trade_off,
+        unlearnable,
         unrolling,
     )
 
@@ -87,6 +91,10 @@ def recipes() -> dict[str, Recipe]:
         resnet,
         encoder_cleaning,
         frozen_head,
+        poisoning,
+        unlearnable,
+        pretraining,
+        long_tail,
     )
     found = [recipe for module in modules for recipe in module.RECIPES]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.experiment)}

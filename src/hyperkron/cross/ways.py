@@ -102,7 +102,8 @@ def _gradient_of_tangent(point: Point, tangent: Tensor | None) -> tuple[Tree, Te
         return filled(point, dict.fromkeys(point.hypers)), torch.zeros((), device=point.device)
     _refuse_normalisation(tangent)
     found = gradients_of(tangent, list(point.hypers.values()))
-    return filled(point, dict(zip(point.hypers, found, strict=True))), tangent.detach()
+    (whole,) = point.problem.group.sum([tangent.detach()])
+    return filled(point, dict(zip(point.hypers, found, strict=True))), whole
 
 
 def _refuse_normalisation(tangent: Tensor) -> None:
