@@ -37,7 +37,7 @@ from hyperkron.hyper import as_hyper
 from hyperkron.hypergradient import Implicit, ekfac
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HyperkronError, HyperkronWarning, Solution, Status, worst
+from hyperkron.solution import HyperkronError, HyperkronWarning, Solution, Status, warn_once, worst
 from hyperkron.training.program import Program
 from hyperkron.trees import Tree
 from hyperkron.validation import check_one_of, check_whole
@@ -179,6 +179,7 @@ class _Task:
         collate: Callable[[list[Any]], Any],
     ) -> None:
         check_whole("batch_size", batch_size)
+        _warn_of_reduced(method, model)
         self.model, self.params, self.method = model, trainable(model, "model"), method
         self.loss, self.query_loss = _checked("loss", loss), _checked("query_loss", query_loss)
         first = next(iter(self.params.values()))
@@ -377,6 +378,18 @@ def _products(ways: list[Products], batch: Any, vectors: Tree, count: int) -> Te
             if len(ways) == 1:
                 raise
             del ways[0]
+
+
+def _warn_of_reduced(method: Implicit, model: nn.Module) -> None:
+    """Say that ``sharing="reduce"`` does not rank examples well where weights are shared over positions."""
+    if getattr(method.curvature, "sharing", "") != "reduce" or not isinstance(model, nn.Module):
+        return
+    if any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()):
+        warn_once(
+            "attribution reduce",
+            "sharing='reduce' with convolutions ranked training examples no better than products of gradients in our "
+            "measurements (docs/attribution.md); use sharing='expand', the default.",
+        )
 
 
 def _warn(stats: dict[str, Any]) -> None:
