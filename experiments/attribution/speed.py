@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from experiments.attribution.settings import SETTINGS, Setting
 from experiments.pieces import Cells
 
 NAMES = ("fashion_mlp", "cifar_cnn")
-RUNS = 3
+RUNS = 2
 
 
 def ours(setting: Setting, aggregate: bool) -> Callable[[torch.nn.Module], Any]:
@@ -58,7 +60,7 @@ def compare(setting: Setting, aggregate: bool) -> dict[str, Any]:
     found: dict[str, list[tuple[float, float | None]]] = {name: [] for name in calls}
     for _ in range(1 + RUNS):
         for name, call in calls.items():
-            found[name].append(timed(lambda call=call: call(model), device))
+            found[name].append(timed(functools.partial(call, model), device))
     value: dict[str, Any] = {}
     for name, runs in found.items():
         value[name] = statistics.median(seconds for seconds, _ in runs[1:])
@@ -71,6 +73,7 @@ def measure(
     cells: Cells, data: Path | None, device: str, end: float, keep: Callable[[list[Any], Any, float, float], None]
 ) -> None:
     """Every comparison that is missing, on the device and on the CPU."""
+    torch.set_num_threads(os.cpu_count() or 1)
     for place in dict.fromkeys([device, "cpu"]):
         for name in NAMES:
             for aggregate in (False, True):

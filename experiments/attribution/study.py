@@ -58,6 +58,7 @@ class Worker:
     def __init__(self, data: Path | None, device: str, settings: dict[str, Any] | None = None) -> None:
         self.data, self.device, self.settings = data, torch.device(device), settings or SETTINGS
         self.name = ""
+        self.model: nn.Module | None = None
 
     def __call__(self, task: tuple[list[Any], Any]) -> dict[str, Any]:
         (kind, name, what), given = task
@@ -82,7 +83,7 @@ class Worker:
         """The network whose predictions are explained."""
         if self.model is None:
             rows = torch.arange(len(self.setting.train[0]), device=self.device)
-            (self.model,) = train_many(self.setting, [rows], [0])
+            self.model = train_many(self.setting, [rows], [0])[0]
         return self.model
 
     def _removal(self, what: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -111,12 +112,13 @@ class Study:
 
     def __init__(self, cells: Cells, names: list[str], subsets: int, repeats: int, only: list[str]) -> None:
         self.cells, self.names, self.subsets, self.repeats, self.only = cells, names, subsets, repeats, only
-        self.counts: dict[str, int] = {}
 
     def masks(self, name: str) -> Tensor:
+        """The halves of a setting."""
         return lds.halves(ROWS[name], self.subsets)
 
     def ready(self, left: float = float("inf")) -> Iterator[tuple[list[Any], Any]]:
+        """The pieces that are missing, can be carried out now, and fit into the seconds that are left."""
         for key, given in self._all():
             needed = next((s for part, s in LONG.items() if part in str(key[2])), 20.0)
             if self.cells.get(key) is None and needed < left:

@@ -70,6 +70,14 @@ def test_self_influence_takes_several_models_and_any_network():
         self_influence(loss, first, train, method="ekfac")
 
 
+def test_reduced_factors_of_convolutions_are_warned_of(monkeypatch):
+    monkeypatch.setattr("hyperkron.solution._warned", set())
+    x, y = torch.randn(6, 1, 4, 4), torch.randint(0, 3, (6,))
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    with pytest.warns(hk.HyperkronWarning, match="use sharing='expand'"):
+        hk.attribute(loss, model, (x, y), (x, y), method=hk.kfac(1e-2, sharing="reduce"))
+
+
 def test_the_worst_status_of_all_solves_is_told():
     model, train, queries = made()
     plain = lambda m, b: hk.losses.cross_entropy(m(b[0]), b[1])  # noqa: E731

@@ -37,7 +37,7 @@ from hyperkron.hyper import as_hyper
 from hyperkron.hypergradient import Implicit, ekfac
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HyperkronError, HyperkronWarning, Solution, Status, worst
+from hyperkron.solution import HyperkronError, HyperkronWarning, Solution, Status, warn_once, worst
 from hyperkron.training.program import Program
 from hyperkron.trees import Tree
 from hyperkron.validation import check_one_of, check_whole
@@ -179,6 +179,7 @@ class _Task:
         collate: Callable[[list[Any]], Any],
     ) -> None:
         check_whole("batch_size", batch_size)
+        _warn_of_reduced(method, model)
         self.model, self.params, self.method = model, trainable(model, "model"), method
         self.loss, self.query_loss = _checked("loss", loss), _checked("query_loss", query_loss)
         first = next(iter(self.params.values()))
@@ -271,11 +272,17 @@ class _Task:
         inverse, found = self.method.inverse(point), list[Solution]()
         count = len(self.queries)
         spans = [(0, count)] if aggregate else [(q, q + 1) for q in range(count)]
+        together = None if aggregate else self._together(point)
         with tqdm(total=len(spans), disable=not progress, unit="query", dynamic_ncols=True) as bar:
             for i in range(0, len(spans), TOGETHER):
-                gradients = [self._mean_gradient(point, *span) for span in spans[i : i + TOGETHER]]
-                found.append(inverse(trees.stacked(gradients)))
-                bar.update(len(gradients))
+                part = spans[i : i + TOGETHER]
+                if together is None:
+                    gradients = trees.stacked([self._mean_gradient(point, *span) for span in part])
+                else:
+                    batch = self.queries.batch(i, i + len(part))
+                    gradients = trees.scale(together.gradients(batch, len(part)), float(len(part)))
+                found.append(inverse(gradients))
+                bar.update(len(part))
         residuals = [x.residual for x in found if x.residual is not None]
         stats: dict[str, Any] = {
             "status": worst(x.status for x in found).name,
@@ -283,6 +290,28 @@ class _Task:
             **({"residual": max(residuals)} if residuals else {}),
         }
         return {name: torch.cat([x.value[name] for x in found]) for name in self.params}, stats
+
+    def _together(self, point: Point) -> LayerProducts | None:
+        """The way to the gradients of many queries in one pass; ``None`` where they would not be those of each alone.
+
+        They are if the loss is a mean over queries that are all counted alike, which the first shows: its gradient
+        among others is a share of the one it has alone.
+        """
+        count = min(TOGETHER, len(self.queries))
+        layers = _layers(point, "outer") if count > 1 else None
+        if layers is None:
+            return None
+        loss = point.evaluate("outer", self.queries.batch(0, 1))
+        if loss.opaque or any(term.valid is not None for term in loss.terms):
+            return None
+        try:
+            found = layers.gradients(self.queries.batch(0, count), count)
+        except UnsuitableError:
+            return None
+        first = next(trees.unstacked(trees.scale(found, float(count))))
+        alone = self._gradient(point, "outer", self.queries.batch(0, 1))
+        error = trees.norm(trees.add(first, alone, alpha=-1.0))
+        return layers if error <= 1e3 * torch.finfo(point.dtype).eps * trees.norm(alone) else None
 
     def _mean_gradient(self, point: Point, start: int, stop: int) -> Tree:
         """∂_θ of the mean loss of some queries, batch by batch."""
@@ -333,9 +362,9 @@ class _Task:
         return [layers, forward] if count > 2 and not layers.plan.rest else [forward, layers]
 
 
-def _layers(point: Point) -> LayerProducts | None:
+def _layers(point: Point, level: Level = "inner") -> LayerProducts | None:
     try:
-        return LayerProducts(point)
+        return LayerProducts(point, level)
     except UnsuitableError:
         return None
 
@@ -349,6 +378,18 @@ def _products(ways: list[Products], batch: Any, vectors: Tree, count: int) -> Te
             if len(ways) == 1:
                 raise
             del ways[0]
+
+
+def _warn_of_reduced(method: Implicit, model: nn.Module) -> None:
+    """Say that ``sharing="reduce"`` does not rank examples well where weights are shared over positions."""
+    if getattr(method.curvature, "sharing", "") != "reduce" or not isinstance(model, nn.Module):
+        return
+    if any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()):
+        warn_once(
+            "attribution reduce",
+            "sharing='reduce' with convolutions ranked training examples no better than products of gradients in our "
+            "measurements (docs/attribution.md); use sharing='expand', the default.",
+        )
 
 
 def _warn(stats: dict[str, Any]) -> None:

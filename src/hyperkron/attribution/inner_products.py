@@ -93,8 +93,8 @@ class LayerProducts(Products):
         found = {name: p.new_zeros(count, *p.shape) for name, p in self.point.params.items()}
         for call in self._calls(batch, count):
             start = 0
-            for matrices in call.gradients():
-                for name, x in call.named(matrices).items():
+            for part in call.gradients():
+                for name, x in part.items():
                     found[name][start : start + len(x)] += x
                 start += len(x)
         return found
@@ -134,9 +134,8 @@ class LayerProducts(Products):
         """Refuse gradients that are not autograd's: of weights that are used outside their layers, for example."""
         found = trees.zeros_like(wanted)
         for call in calls:
-            for matrices in call.gradients():
-                for name, x in call.named(matrices).items():
-                    found[name] += x.sum(0)
+            for name, x in call.total().items():
+                found[name] += x
         eps = float(torch.finfo(self.point.dtype).eps)
         largest = max(float(x.abs().max()) for x in wanted.values())
         for name, x in wanted.items():
@@ -185,63 +184,72 @@ class _LayerCall(ABC):
         return g is not None
 
     @abstractmethod
-    def matrices(self, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-        """The gradients of a few examples, with a leading dimension for the example."""
+    def gradients(self) -> Iterator[Tree]:
+        """The gradients of single examples, stacked, as many at a time as memory allows."""
 
     @abstractmethod
-    def vectors(self, vectors: Tree) -> dict[str, Tensor]:
-        """The vectors in the form of :meth:`matrices`."""
+    def total(self) -> Tree:
+        """The gradients of all examples, added up."""
 
     @abstractmethod
-    def named(self, matrix: dict[str, Tensor]) -> Tree:
-        """What is in the form of :meth:`matrices`, by parameter."""
-
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """Numbers in the gradient of one example."""
-
-    def gradients(self) -> Iterator[dict[str, Tensor]]:
-        """The gradients of all examples, as many at a time as memory allows."""
-        size = max(1, CHUNK // max(self.width, 1))
-        for start in range(0, len(self.x), size):
-            yield self.matrices(self.x[start : start + size], self.g[start : start + size])
-
     def scores(self, vectors: Tree) -> Tensor:
         """⟨V_q, ∂_θ c_n⟩ over the parameters of this module: (queries, examples)."""
-        mine = {key: v.flatten(1) for key, v in self.vectors(vectors).items()}
-        pieces = [
-            torch.stack([v @ part[key].flatten(1).to(v.dtype).T for key, v in mine.items()]).sum(0)
-            for part in self.gradients()
-        ]
-        return torch.cat(pieces, dim=1)
 
 
 class _BlockCall(_LayerCall):
-    """A layer that KFAC covers: [W | b] has the gradient Σ_s g_s [a_s | 1]ᵀ."""
+    """A layer that KFAC covers: W has the gradient Σ_s g_s a_sᵀ, and b has Σ_s g_s."""
 
     def __init__(self, block: Block, params: Tree) -> None:
         self.block, self.params = block, params
 
-    def matrices(self, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-        layer, found = self.block.layer, []
-        for a, b in layer.positions(x, g):
-            parts = [] if self.block.weight is None else [b.mT @ layer.ordered(a)]
+    def _positions(self, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs (n, groups, S, d_in) and output gradients (n, groups, S, d_out) of chunks of examples, each of which
+        makes ``width`` numbers."""
+        size, layer = max(1, CHUNK // max(width, 1)), self.block.layer
+        for x, g in zip(self.x.split(size), self.g.split(size), strict=True):
+            for a, b in layer.positions(x, g):
+                yield layer.ordered(a), b
+
+    def gradients(self) -> Iterator[Tree]:
+        for a, b in self._positions(self._width):
+            parts = [] if self.block.weight is None else [b.mT @ a]
             if self.block.bias is not None:
                 parts.append(b.sum(-2)[..., None])
-            found.append(torch.cat(parts, -1))
-        return {"": torch.cat(found)}
+            found: Tree = vmap(partial(self.block.part, like=self.params))(torch.cat(parts, -1))
+            yield found
 
-    def vectors(self, vectors: Tree) -> dict[str, Tensor]:
-        mine = {name: vectors[name] for name in self.block.names}
-        return {"": torch.stack([self.block.join(v) for v in trees.unstacked(mine)])}
+    def total(self) -> Tree:
+        found = [
+            torch.cat([torch.einsum("ngso,ngsi->goi", b, a), b.sum((0, 2))[..., None]], -1)
+            for a, b in self._positions(0)
+        ]
+        matrix = torch.stack(found).sum(0)
+        if self.block.weight is None:
+            matrix = matrix[..., -1:]
+        elif self.block.bias is None:
+            matrix = matrix[..., :-1]
+        return self.block.part(matrix, self.params)
 
-    def named(self, matrix: dict[str, Tensor]) -> Tree:
-        found: Tree = vmap(partial(self.block.part, like=self.params))(matrix[""])
-        return found
+    def scores(self, vectors: Tree) -> Tensor:
+        """By g_sᵀ V_q a_s where there are few queries and positions, else by the gradients of single examples."""
+        v = torch.stack([self.block.join(one) for one in trees.unstacked({n: vectors[n] for n in self.block.names})])
+        bias = v[..., -1] if self.block.bias is not None else None
+        weight = None if self.block.weight is None else v if bias is None else v[..., :-1]
+        queries, pieces = len(v), []
+        few = len(self.x) > 0 and queries * (self.g[0].numel() // self.block.layer.d_out) <= self.block.layer.d_in
+        for a, b in self._positions(queries * self.g[:1].numel() if few else self._width):
+            a, b, piece = a.to(v.dtype), b.to(v.dtype), v.new_zeros(queries, len(a))
+            if weight is not None and few:
+                piece += torch.einsum("ngsqo,ngso->qn", torch.einsum("ngsi,qgoi->ngsqo", a, weight), b)
+            elif weight is not None:
+                piece += weight.flatten(1) @ (b.mT @ a).flatten(1).T
+            if bias is not None:
+                piece += bias.flatten(1) @ b.sum(-2).flatten(1).T
+            pieces.append(piece)
+        return torch.cat(pieces, dim=1)
 
     @property
-    def width(self) -> int:
+    def _width(self) -> int:
         return sum(self.params[name].numel() for name in self.block.names)
 
 
@@ -252,23 +260,26 @@ class _ModuleCall(_LayerCall):
         self.module, self.names = module, names
         self.own = {local: p.detach() for local, p in module.named_parameters() if local in names}
 
-    def matrices(self, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    def gradients(self) -> Iterator[Tree]:
         def pulled(one: Tensor, gradient: Tensor) -> dict[str, Tensor]:
             back = vjp(lambda p: functional_call(self.module, p, (one[None],)), self.own)[1]
             found: dict[str, Tensor] = back(gradient[None])[0]
             return found
 
-        return {self.names[local]: gradient for local, gradient in vmap(pulled)(x, g).items()}
+        size = max(1, CHUNK // max(1, sum(p.numel() for p in self.own.values())))
+        for x, g in zip(self.x.split(size), self.g.split(size), strict=True):
+            yield {self.names[local]: gradient for local, gradient in vmap(pulled)(x, g).items()}
 
-    def vectors(self, vectors: Tree) -> dict[str, Tensor]:
-        return {name: vectors[name] for name in self.names.values()}
+    def total(self) -> Tree:
+        parts = [trees.map(lambda x: x.sum(0), part) for part in self.gradients()]
+        return trees.map(lambda x: x.sum(0), trees.stacked(parts))
 
-    def named(self, matrix: dict[str, Tensor]) -> Tree:
-        return matrix
-
-    @property
-    def width(self) -> int:
-        return sum(p.numel() for p in self.own.values())
+    def scores(self, vectors: Tree) -> Tensor:
+        pieces = []
+        for part in self.gradients():
+            products = [vectors[name].flatten(1) @ x.flatten(1).to(vectors[name].dtype).T for name, x in part.items()]
+            pieces.append(torch.stack(products).sum(0))
+        return torch.cat(pieces, dim=1)
 
 
 # --- by forward mode ---------------------------------------------------------------------------------------
