@@ -43,7 +43,7 @@ def main(steps: int = 60) -> dict[str, float]:
         lambda m, g, batch: hk.losses.cross_entropy(m(torch.cat([batch, g(batch[:added])])), labels),
         lambda m, g, batch: -hk.losses.cross_entropy(m(batch), y_val),
     )
-    sgd, adam = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(rewrite.parameters(), lr=1e-2)
+    sgd, adam = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(rewrite.parameters(), lr=3e-3)
     tgda = hk.algorithms.TGDA(hk.kfac(1e-3, fisher="empirical"))
     hk.fit(problem, model, rewrite, tgda, x, val, steps=steps, inner_optimizer=sgd, outer_optimizer=adam)
     every = torch.cat([x, rewrite(x[:added]).detach()])

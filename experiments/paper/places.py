@@ -27,6 +27,8 @@ def _pretraining() -> list[Table]:
     found = printed("table_continued_pretraining_f1")
     rows = [[key, *(f"{mean} ± {deviation}" for mean, deviation in row)] for key, row in found["rows"].items()]
     return [Table("Printed F1, ± standard deviation", ["method", *found["columns"]], rows)]
+
+
 def _long_tail() -> list[Table]:
     found = printed("table_long_tailed_cifar_accuracy")
     columns = ["method", *(f"IF {x}" for x in found["imbalance_factors"])]

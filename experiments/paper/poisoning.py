@@ -236,7 +236,7 @@ def summary(found: Found, model: str) -> dict[str, Any]:
                 "setting": x["setting"],
                 "edge": x["edge"],
                 "drop": [before - run["test"] for before, run in zip(clean, runs, strict=False)],
-                **{key: [run.get(key) for run in runs] for key in ("moved", "pixels", "rate", "failed")},
+                **{key: [run.get(key) for run in runs] for key in ("moved", "pixels", "rate", "failed", "indefinite")},
             }
             for run in runs:
                 if "defence" in run:

@@ -19,6 +19,7 @@ from hyperkron.algorithms import BOME, TGDA, InnerOnly
 from hyperkron.algorithms.base import Algorithm
 from hyperkron.cleaning import CleanConfig, clean
 from hyperkron.hypergradient import Hypergradient, cg, ekfac, kfac
+from hyperkron.solution import Status
 from hyperkron.training import Run, fit
 
 WARM = 4
@@ -115,11 +116,17 @@ def bilevel(
         "failed": failed,
         "error": error or run.stopped or "",
         "steps": run.state.step,
+        "indefinite": _share(run, Status.NONPOSITIVE_CURVATURE),
         "rate": float(run.state.outer.optimizer.param_groups[0]["lr"]),
         "moved": None if failed else base.distance(list(after.parameters()), list(before.parameters())),
         "pixels": None if failed else float((rows - first).square().mean().sqrt()),
     }
     return Poison((first if failed else rows, split.origin[1]), facts)
+
+
+def _share(run: Run, status: Status) -> float:
+    """Of the steps that ended with a status: where CG met a negative curvature it stopped early."""
+    return sum(row.get("status") == status.name for row in run.history.to_rows()) / max(1, len(run.history))
 
 
 @torch.no_grad()

@@ -12,14 +12,32 @@ tensors of a stage at once, in one piece of memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
+
+
+class LostProcessError(HyperkronError):
+    """Another process of the group has ended, or does not answer."""
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Says what it means that a collective fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostProcessError(
+            f"another process has ended or does not answer ({error!s:.120}); its own message says why. Start all of "
+            "them again, as torchrun --max-restarts does, with fit(…, resume=folder) to continue from a checkpoint."
+        ) from error
 
 
 class Group:
@@ -58,7 +76,8 @@ class Group:
             return list(tensors)
         flat = _flat(tensors)
         self._count("sum", flat)
-        dist.all_reduce(flat, group=self.handle)
+        with _answering():
+            dist.all_reduce(flat, group=self.handle)
         return _apart(flat, tensors)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -68,7 +87,8 @@ class Group:
         x = x.detach().contiguous()
         self._count("gather", x)
         found = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(found, x, group=self.handle)
+        with _answering():
+            dist.all_gather(found, x, group=self.handle)
         return torch.stack(found)
 
     def numbers(self, *values: float) -> list[list[float]]:
@@ -97,7 +117,8 @@ class Group:
         with torch.no_grad():
             for x in tensors if self.size > 1 else ():
                 value = x.detach().to(self._device or x.device, copy=True).contiguous()
-                dist.broadcast(value, group=self.handle, group_src=0)
+                with _answering():
+                    dist.broadcast(value, group=self.handle, group_src=0)
                 x.copy_(value)
 
     def share(
@@ -123,7 +144,8 @@ class Group:
             if self.size > 1 and pieces:
                 if rank == self.rank:
                     self._count("share", flat)
-                dist.broadcast(flat, group=self.handle, group_src=rank)
+                with _answering():
+                    dist.broadcast(flat, group=self.handle, group_src=rank)
             found.update(zip(pieces, flat.split([lengths[i] for i in pieces]), strict=True))
         return [found[i] for i in range(len(costs))]
 

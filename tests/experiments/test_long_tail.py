@@ -287,12 +287,12 @@ def _job(tmp_path: Path) -> Job:
 def test_trials_come_before_the_runs_that_need_them_and_the_best_is_taken(tmp_path: Path) -> None:
     job = _job(tmp_path)
     first = list(long_tail.missing(job))
-    assert first[0] == (100, "Base", 0.0, 100, 1) and len(first) == len(set(first))
-    own = [t for t in first if t.method == long_tail_page.KFAC and t.epochs == 100]
+    assert first[0] == (100, "Base", 0.0, 60, 1) and len(first) == len(set(first))
+    own = [t for t in first if t.method == long_tail_page.KFAC and t.epochs == 60]
     assert {t.value for t in own} == {1e-5}  # only the printed number is known
     for i, trial in enumerate(long_tail.trials(job, long_tail_page.KFAC)):
-        assert trial.seed == 0 and trial.epochs == 20
-        job.cells.put([*trial], {"failed": "", "held_out": [0.5, 0.6, 0.6, 0.1][i], "held_out_loss": 2.0 - i}, 1.0)
+        assert trial.seed == 0 and trial.epochs == 12
+        job.cells.put([*trial], {"failed": "", "held_out": [0.6, 0.6, 0.1][i], "held_out_loss": 2.0 - i}, 1.0)
     assert long_tail.chosen(job, long_tail_page.KFAC) == 1e-3  # equal accuracy, lower loss
     later = [t for t in long_tail.missing(job) if t.method == long_tail_page.KFAC]
     assert {t.value for t in later} == {1e-5, 1e-3} and {t.seed for t in later} == {1, 2}
@@ -301,11 +301,11 @@ def test_trials_come_before_the_runs_that_need_them_and_the_best_is_taken(tmp_pa
 
 def test_no_run_begins_that_would_not_end_in_time(tmp_path: Path) -> None:
     job, price = _job(tmp_path), {"Base": {"update": 0.002}}
-    task = long_tail.Task(100, "Base", 0.0, 100, 1)
+    task = long_tail.Task(100, "Base", 0.0, 60, 1)
     seconds = long_tail.forecast(job.settings, price, task)
-    assert seconds == pytest.approx(2 + 100 * 118.8 * 0.002, rel=0.01)
+    assert seconds == pytest.approx(2 + 60 * 118.8 * 0.002, rel=0.01)
     assert long_tail.in_time(job, price, task, 4)
-    job.deadline = long_tail.time.monotonic() + 2 * seconds
+    job.deadline = long_tail.time.monotonic() + 1.5 * seconds
     assert long_tail.in_time(job, price, task, 1) and not long_tail.in_time(job, price, task, 4)
 
 

@@ -147,8 +147,20 @@ def test_a_bilevel_method_moves_the_leader_and_hurts_the_follower(name: str, spl
 def test_a_run_that_fails_adds_the_copies_it_began_with(split: Split, starts: Starts) -> None:
     setting = {"inner": 1e38, "outer": 0.1, "damping": 1e-2}
     found = poisoning_attacks.bilevel(CASE, split, starts, "TGDA-CG", setting, 1, relative=False)
-    assert found.facts["failed"] and found.facts["moved"] is None
+    assert found.facts["failed"] and found.facts["moved"] is None and found.facts["error"]
     torch.testing.assert_close(found.rows[0], poisoning_attacks.made(starts(1)[0], split.origin))
+
+
+def test_it_is_recorded_how_often_cg_met_a_negative_curvature(split: Split, starts: Starts) -> None:
+    """Of a linear model J_in is convex: never; of an untrained network it is not."""
+    setting = {"inner": 0.1, "outer": 1e-4, "damping": 1e-3}
+    case = replace(CASE, network="mlp", steps=4)
+    deep = Starts(replace(case, epochs=1), lambda seed: split)
+    shares = [
+        poisoning_attacks.bilevel(replace(case, network=net), split, start, "TGDA-CG", setting, 1, relative=True)
+        for net, start in (("linear", starts), ("mlp", deep))
+    ]
+    assert shares[0].facts["indefinite"] == 0 < shares[1].facts["indefinite"]
 
 
 # --- what the page says ------------------------------------------------------------------------------------

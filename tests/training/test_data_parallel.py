@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import Tensor
 import hyperkron as hk
 import ranks
 from hyperkron.collectives import balanced
+from hyperkron.training import checkpoint
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
 
@@ -145,3 +149,34 @@ def test_one_process_is_the_problem_itself() -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     with pytest.raises(hk.HyperkronError, match="divided already"):
         hk.training.DataParallel(divided)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the processes in /proc")
+def test_torchrun_restarts_a_killed_process_from_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example on two processes, one of which is killed: both are started again and continue to the same end."""
+    script = Path(__file__).parents[2] / "examples" / "data_parallel.py"
+    here = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    here["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else they may look for each other where they were before
+    options = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    run = [sys.executable, *options]
+    folder = tmp_path / "run"
+    started = subprocess.Popen([*run, str(script), str(folder)], env=here, stderr=subprocess.PIPE, text=True)
+    try:
+        while not any(folder.glob("step-*")):
+            assert started.poll() is None
+            time.sleep(0.05)
+        os.kill(_children(started.pid)[1], signal.SIGKILL)
+        errors = started.communicate(timeout=120)[1]
+    finally:
+        started.kill()
+    assert started.returncode == 0, errors
+    monkeypatch.syspath_prepend(script.parent)
+    importlib.import_module("data_parallel").main(str(tmp_path / "alone"))
+    ends = [checkpoint.newest(one).state["state"]["hyper"]["weight"] for one in (folder, tmp_path / "alone")]
+    assert float((ends[0] - ends[1]).norm() / ends[1].norm()) < 1e-10
