@@ -102,7 +102,7 @@ def test_the_bytes_of_a_hypergradient_are_those_of_the_formula(texts: list[dict[
     _, model, hyper, *_ = ranks.make(torch.float64)
     theta, lam = (sum(p.numel() + 1 for p in module.parameters()) for module in (model, hyper))
     sides = [(6, 6), (7, 4)]  # (d_in + 1, d_out) of the two Kronecker blocks
-    factors = sum(a * a + b * b for a, b in sides) + len(sides)  # and the rows of each
+    factors = sum(d * (d + 1) // 2 for pair in sides for d in pair) + len(sides)  # and the rows of each
     factors += model.get_parameter("words.weight").numel() + 2 * 6  # exact diagonals
     triangles = sum(d * (d + 1) // 2 + 1 for pair in sides for d in pair)
     bases = sum(d * (d + 1) + 1 for pair in sides for d in pair)
