@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,3 +41,49 @@ def test_digits_are_split_without_overlap_and_corrupted_as_said() -> None:
     assert torch.equal(digits.trusted[1].bincount(), torch.full((10,), 10))
     assert torch.equal(digits.held_out[1].bincount(), torch.full((10,), 5))
     assert float(digits.wrong.double().mean()) == pytest.approx(0.4 * 0.9, abs=0.03)
+
+
+def test_unlearnable(capsys: pytest.CaptureFixture[str]) -> None:
+    """A network trained on protected digits fails on clean ones; the change stays within ε by construction."""
+    torch.manual_seed(0)
+    clean, protected = load("unlearnable").main(40)
+    assert clean > 0.75 and protected < 0.4
+    assert f"clean {clean:.1%}, protected {protected:.1%}" in capsys.readouterr().out
+
+
+def test_poisoning_robustness(capsys: pytest.CaptureFixture[str]) -> None:
+    """The added rows cost accuracy, cleaning gives some of it back, and few clean rows are suspected."""
+    found = load("poisoning_robustness").main()
+    assert found["poisoned"] < found["clean"] - 0.01
+    assert found["poisoned"] < found["cleaned"]
+    printed = capsys.readouterr().out
+    hits, suspects = (int(word) for word in printed.split() if word.isdecimal() and word != "90")
+    assert f"poisoned {found['poisoned']:.1%}" in printed and hits > suspects / 2
+
+
+def test_long_tail() -> None:
+    """A shorter run: an example that is learned weighs less than one that is not, and training works."""
+    equal, learned, low, high = load("long_tail").main(steps=30, device="cpu")
+    assert 0.5 < equal < 1 and 0.5 < learned < 1
+    assert low < 0.8 < 1.2 < high
+
+
+def test_long_tail_reads_real_images(tmp_path: Path) -> None:
+    """One changed line: the name of the data."""
+    module, random = load("long_tail"), np.random.default_rng(0)
+    y = np.arange(400) % 4
+    pixels = random.integers(0, 256, (400, 3, 12, 12), dtype=np.uint8)
+    np.savez(tmp_path / "train.npz", x_train=pixels, y_train=y)
+    module.DATA, module.TEST = str(tmp_path / "train.npz"), 20
+    images, labels = module.images()
+    assert images.shape == (400, 3, 12, 12) and labels.bincount().tolist() == [100] * 4
+    assert len(module.main(steps=2, device="cpu")) == 4
+
+
+def test_continued_pretraining() -> None:
+    """Fewer steps; the network learns the made-up task, and the weights of texts move."""
+    pytest.importorskip("transformers")
+    found = load("continued_pretraining").main(steps=10, inner_steps=5)
+    assert found["accuracy"] > 0.6  # a third without learning
+    assert max(found["weights"]) - min(found["weights"]) > 1e-3
+    assert len((EXAMPLES / "continued_pretraining.py").read_text("utf-8").splitlines()) <= 60

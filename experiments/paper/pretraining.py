@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from experiments.paper.recipe import LISTED, Job, Recipe, Scale
 from experiments.paper.texts import MADE_UP
 from experiments.pieces import OutOfTime
 from experiments.workers import share
+from hyperkron.solution import HyperkronError
 
 PRINTED = 1e-5
 """The printed step size of λ."""
@@ -91,9 +93,13 @@ def own_trials(job: Job, dataset: str, method: str, inner: float) -> list[Task]:
 def planned(job: Job) -> Iterator[Task]:
     """Every run that is known to be wanted by now, the most important first; some come only when others are done."""
     settings: Settings = job.settings
+    waiting = 0  # groups whose step size of θ is not known yet: of those that come later nothing is begun
     for names in settings.methods:
         for group in settings.groups:
             yield from _planned(job, group, names)
+            waiting += any(chosen(job, rate_trials(job, dataset)) is None for dataset in group)
+            if waiting == 2:
+                return
 
 
 def _planned(job: Job, group: Sequence[str], names: Sequence[str]) -> Iterator[Task]:
@@ -124,23 +130,32 @@ def _source(job: Job) -> Source:
 
 
 def _run(source: Source, case: Case, task: Task) -> dict[str, Any]:
-    torch.set_float32_matmul_precision("high")
+    _prepare(source.device)
     return Trial(source, case, *task).train()
 
 
-def _prices(job: Job, source: Callable[[], Source]) -> dict[str, Any]:
+def _prepare(device: torch.device) -> None:
+    """Tensor cores for products, and the memory of the last run given back: its graphs keep theirs."""
+    torch.set_float32_matmul_precision("high")
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _prices(job: Job, source: Callable[[], Source], names: Sequence[str]) -> dict[str, Any]:
     """Seconds of an outer iteration by method, each with the device to itself; without those there was no time for."""
     settings: Settings = job.settings
     dataset, found = settings.groups[0][0], {}
-    for name in (name for names in settings.methods for name in names if name not in REFERENCES):
+    for name in names:
 
         def price(name: str = name) -> dict[str, Any]:
-            torch.set_float32_matmul_precision("high")
-            if job.device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats(job.device)
+            _prepare(job.device)
             trial = Trial(source(), settings.case, dataset, name, settings.inner[0], PRINTED, job.seeds[0])
-            return trial.price(settings.timed)
+            try:
+                return trial.price(settings.timed)
+            except (HyperkronError, torch.OutOfMemoryError) as error:
+                return {"seconds": None, "error": f"{error!s:.200}"}
 
         try:
             found[name] = job.cell(["price", dataset, name], price)
@@ -164,7 +179,7 @@ class _Once:
 def work(job: Job) -> dict[str, Any]:
     """Prices, then every run in order, and what they found."""
     source = _Once(job)
-    prices = _prices(job, source)
+    prices = _prices(job, source, [name for names in job.settings.methods for name in names if name not in REFERENCES])
     try:
         while left := _missing(job):
             job.cell(list(left[0]), partial(_run_from, source, job.settings.case, left[0]))
@@ -218,9 +233,9 @@ def _runs(job: Job, task: Task) -> dict[str, Any]:
 
 
 def fill(job: Job, recipe: Recipe, count: int) -> None:
-    """Prices first, with the device to themselves; then the runs, in ``count`` processes."""
+    """Prices of the main methods, with the device to themselves; then the runs, in ``count`` processes."""
     source = _Once(job)
-    _prices(job, source)
+    _prices(job, source, job.settings.methods[0])
     source.made = None
 
     def keep(key: list[Any], value: dict[str, Any], seconds: float, busy: float) -> None:
@@ -229,7 +244,7 @@ def fill(job: Job, recipe: Recipe, count: int) -> None:
 
     make = partial(_worker, job.settings, job.data, str(job.device))
     ready = partial(_ready, job)
-    share(count, make, ready, keep, late=lambda: job.late, near=lambda task: (task.dataset, METHODS[task.method].leaky))
+    share(count, make, ready, keep, late=lambda: job.late)
 
 
 def _ready(job: Job) -> list[tuple[list[Any], Task]]:
@@ -242,8 +257,8 @@ def _worker(settings: Settings, data: Path | None, device: str) -> Callable[[Tas
     return partial(_run, source, settings.case)
 
 
-LENGTHS = {"citation_intent": 128, "sciie": 128, "chemprot": 128, "hyperpartisan": 256}
-GROUPS = (("citation_intent", "sciie"), ("hyperpartisan", "chemprot"))
+LENGTHS = {"sciie": 112, "citation_intent": 128, "chemprot": 128, "hyperpartisan": 256}
+GROUPS = tuple((name,) for name in LENGTHS)
 SETTINGS: dict[Scale, Settings] = {
     "smoke": Settings(
         MADE_UP,
@@ -261,7 +276,7 @@ SETTINGS: dict[Scale, Settings] = {
         GROUPS,
         (MAIN, MORE, REFERENCES),
         Case(),
-        inner=(2e-5, 6e-5, 2e-4, 6e-4),
+        inner=(5e-5, 2e-4, 8e-4),
         outer=(PRINTED, 1e-4, 1e-3, 1e-2),
     ),
 }

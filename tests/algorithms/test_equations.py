@@ -12,6 +12,7 @@ import hyperkron as hk
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.mrbo import two_points
+from hyperkron.curvature import Identity
 from hyperkron.hypergradient.steps import SGD
 from hyperkron.hypergradient.stochastic_neumann import StochasticNeumann
 from hyperkron.hypergradient.unrolled import Batches
@@ -356,6 +357,21 @@ def test_t1t2_finds_the_same_direction_by_any_cross_term(cross: Any) -> None:
             algorithm.step(state, batches)
         ends.append(hyper().detach())
     assert relative(ends[1], ends[0]) < 1e-9
+
+
+def test_t1t2_keeps_its_hypergradient_while_the_step_size_stays_and_follows_it() -> None:
+    """So that what was recorded on a GPU serves until the step size changes."""
+    problem = Quadratic()
+    model, hyper = problem.modules()
+    optimizer, algorithm = torch.optim.SGD(model.parameters(), lr=0.1), hk.algorithms.T1T2(graph=True)
+    state, batches = algorithm.init(problem.problem(), model, hyper, inner=optimizer), problem.batches()
+    kept = []
+    for rate in (0.1, 0.1, 0.05):
+        optimizer.param_groups[0]["lr"] = rate
+        algorithm.step(state, batches)
+        kept.append(state.hypergradient)
+        assert isinstance(kept[-1], hk.Implicit) and kept[-1].curvature == Identity(rate)
+    assert kept[0] is kept[1] is not kept[2] and kept[2].state.calls == 3
 
 
 def test_a_saved_state_does_not_move_with_the_run() -> None:

@@ -1,5 +1,7 @@
 """Scores against a dense float64 oracle, and the two ways of computing them against each other."""
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -111,6 +113,21 @@ def test_the_training_set_is_measured_as_a_whole():
     ggn = hk.Implicit(GGN(1e-2), CG(200, 1e-13))
     whole, parts = (hk.attribute(loss, model, train, queries, method=ggn, batch_size=b).scores for b in (9, 4))
     assert torch.allclose(whole, parts, rtol=1e-8)
+
+
+@pytest.mark.parametrize("together", [1, 2, 32])
+def test_gradients_of_many_queries_at_once_are_those_of_each(monkeypatch, together):
+    model, train, queries = made("cnn")
+    method = hk.ekfac(1e-2, fisher="type-2")
+    wanted = hk.attribute(loss, model, train, queries, method=method).scores
+    monkeypatch.setattr(sys.modules["hyperkron.attribution.attribute"], "TOGETHER", together)
+    for query_loss in (
+        lambda m, b: hk.losses.cross_entropy(m(b[0]), b[1]) * float(len(b[1])),  # a sum over queries
+        lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]),  # no rows are known
+        lambda m, b: hk.losses.cross_entropy(m(b[0]), b[1], ignore_index=7),
+    ):
+        found = hk.attribute(loss, model, train, queries, method=method, query_loss=query_loss).scores
+        assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-14)
 
 
 def test_an_aggregated_query_is_the_mean_of_the_queries():

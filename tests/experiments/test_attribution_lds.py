@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
 
-from experiments.attribution import lds, peers, settings
+from experiments.attribution import lds, peers, settings, study, text
+from experiments.paper import texts
+from experiments.pieces import Cells
 
 
 def tiny() -> settings.Setting:
@@ -36,3 +41,38 @@ def test_curvature_foretells_the_losses_of_a_convex_model() -> None:
     assert len(found) == 3
     assert found["EKFAC, δ=0.001"] > 0.7
     assert found["EKFAC, δ=0.001"] > found["gradient cosine"]
+
+
+def test_pieces_are_carried_out_once_and_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "ROWS", {"tiny": 32})
+    monkeypatch.setattr(study, "GROUP", 4)
+    work = study.Worker(None, "cpu", {"tiny": lambda data: tiny()})
+    cells = Cells(tmp_path / "pieces.jsonl", {})
+    plan = study.Study(cells, ["tiny"], 8, 1, ["EKFAC, δ=0.0001", "PCG-3"])
+    done = []
+    while task := next(plan.ready(), None):
+        done.append(task[0])
+        cells.put(task[0], work(task[1]), 0.0)
+    assert [key[2] for key in done] == [0, 4, "PCG-3, δ by the rule", "EKFAC, δ=0.0001"]
+    again = study.Study(Cells(tmp_path / "pieces.jsonl", {}), ["tiny"], 8, 1, ["EKFAC, δ=0.0001", "PCG-3"])
+    assert not list(again.ready())
+    assert not list(study.Study(cells, ["tiny"], 8, 1, ["CG-50"]).ready(left=100.0))
+
+
+def test_removing_helpful_rows_raises_the_loss_more_than_removing_any() -> None:
+    work = study.Worker(None, "cpu", {"tiny": lambda data: tiny()})
+    given = {"queries": 8, "repeats": 1}
+    rise = {what: work((["removal", "tiny", what], given))["rise"] for what in (study.RANDOM, "PCG-10, δ by the rule")}
+    assert sum(rise["PCG-10, δ by the rule"]) > sum(rise[study.RANDOM])
+
+
+def test_the_last_layer_is_that_of_the_encoder() -> None:
+    network, train, queries = text.load(None, 6, 3, texts.MADE_UP, texts.MADE_UP)
+    encoder = texts.encoder(texts.MADE_UP, None, torch.device("cpu"))
+    theirs = encoder.with_head(network.classes, 1)
+    ours = network()
+    theirs.head.load_state_dict(ours.head.state_dict())
+    rows = texts.corpus(texts.MADE_UP, None).train[:6]
+    hidden = encoder.prefix(rows, 1, max_length=text.TOKENS, dtype=torch.float32)
+    assert train[0].shape[:2] == (6, text.TOKENS) and len(queries[1]) == 3
+    torch.testing.assert_close(ours(train[0]), theirs(*hidden.batch(range(6))), rtol=1e-4, atol=1e-5)

@@ -50,7 +50,9 @@ class ExampleRows:
         """The examples ``start`` ≤ i < ``stop``."""
         if self.tensors:
             return _map(self.given, lambda x: x[start:stop].to(self.device))
-        items = [self.given[i] for i in range(start, min(stop, self.count))]
+        rows = range(start, min(stop, self.count))
+        fetch = getattr(self.given, "__getitems__", None)  # as DataLoader does: many items at once, where that is known
+        items = [self.given[i] for i in rows] if fetch is None else fetch(list(rows))
         return _map(self.collate(items), lambda x: x.to(self.device))
 
 

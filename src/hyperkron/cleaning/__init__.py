@@ -2,6 +2,17 @@
 
 from hyperkron.cleaning.api import clean, resume
 from hyperkron.cleaning.config import ALTERNATIVES, OURS, CleanConfig, Progress
+from hyperkron.cleaning.explain import Explanation, explain
 from hyperkron.cleaning.result import CleanResult
 
-__all__ = ["ALTERNATIVES", "OURS", "CleanConfig", "CleanResult", "Progress", "clean", "resume"]
+__all__ = [
+    "ALTERNATIVES",
+    "OURS",
+    "CleanConfig",
+    "CleanResult",
+    "Explanation",
+    "Progress",
+    "clean",
+    "explain",
+    "resume",
+]

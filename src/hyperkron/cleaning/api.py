@@ -99,6 +99,23 @@ def resume(
             is raised if the run started with others. A folder given as ``encoder`` is used if it holds the same one.
         progress: object that shows progress; None shows nothing.
     """
+    return _continued(out, model, expected, progress)
+
+
+def reopen(
+    out: str | Path, *, model: Callable[[], nn.Module] | None = None, progress: Progress | None = None
+) -> CleanResult:
+    """The result of a finished run, read again as :func:`resume` does, without writing to its folder."""
+    return _continued(out, model, None, progress, writes=False)
+
+
+def _continued(
+    out: str | Path,
+    model: Callable[[], nn.Module] | None,
+    expected: Mapping[str, Any] | None,
+    progress: Progress | None,
+    writes: bool = True,
+) -> CleanResult:
     folder = RunFolder(out, new=False)
     kept = folder.read_config()
     source = kept["source"]
@@ -117,5 +134,5 @@ def resume(
     config = CleanConfig(**{**kept["config"], "compare": tuple(kept["config"]["compare"])})
     given, encoder = Given.of(source["train"], parts[0]), encoder_to_load(kept, expected)
     return CleaningRun(
-        parts, config, folder, model, progress or SilentProgress(), kept["command"], given, encoder
+        parts, config, folder, model, progress or SilentProgress(), kept["command"], given, encoder, writes
     ).result()

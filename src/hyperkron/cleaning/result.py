@@ -21,13 +21,22 @@ from hyperkron.cleaning.folder import FORMAT
 from hyperkron.cleaning.given import USED
 from hyperkron.cleaning.method import Outcome
 from hyperkron.cleaning.recorded import installed_version
-from hyperkron.cleaning.trainer import Inputs, TrainingPlan, predict
+from hyperkron.cleaning.trainer import Inputs, TrainingPlan, TrainingTargets, predict
 from hyperkron.cleaning.work import Work
 from hyperkron.solution import HyperkronError
 
 SUSPECT_THRESHOLD = 0.5
 """A row whose label is more likely wrong than right is a suspect."""
 CURVES = ("weight of the experts κ", "weight of the given label β", "weight of learning the given label γ")
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What the network that won was trained on: the rows as they were read, their inputs, and the targets."""
+
+    parts: list[Labelled]
+    inputs: Inputs
+    targets: TrainingTargets
 
 
 @dataclass
@@ -67,6 +76,7 @@ class CleanResult:
     summary: dict[str, Any] = field(repr=False, default_factory=dict)
     folder: Path | None = None
     transform: Callable[[Any], Inputs] | None = field(repr=False, default=None)
+    learnt: Callable[[], Learnt] | None = field(repr=False, default=None)
 
     @property
     def used(self) -> Any:

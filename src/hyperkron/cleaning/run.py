@@ -22,7 +22,7 @@ from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.method import Outcome, clean_labels
 from hyperkron.cleaning.models import EncoderUnavailable, TextEncoder, load_encoder
 from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
-from hyperkron.cleaning.result import SUSPECT_THRESHOLD, CleanResult, about_run, history, scores_summary
+from hyperkron.cleaning.result import SUSPECT_THRESHOLD, CleanResult, Learnt, about_run, history, scores_summary
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict
 from hyperkron.cleaning.work import Work, folds, train_on
@@ -42,6 +42,7 @@ class CleaningRun:
     command: str | None
     given: Given
     encoder: str | None = None
+    writes: bool = True
     messages: list[str] = field(default_factory=list, init=False)
     seconds: dict[str, float] = field(default_factory=dict, init=False)
     spent: dict[str, float] = field(default_factory=dict, init=False)  # on each candidate
@@ -208,7 +209,7 @@ class CleaningRun:
         finally:
             taken = time.perf_counter() - begin
             times[name] += taken
-            if self.folder is not None:
+            if self.folder is not None and self.writes:
                 self.folder.log(event, name=name, seconds=round(taken, 3))
 
     # --- what comes out
@@ -242,7 +243,7 @@ class CleaningRun:
             "candidates": candidates,
             **scores_summary(outcome, scores),
         }
-        if self.folder is not None:
+        if self.folder is not None and self.writes:
             self.folder.write_rows(self.parts[0], scores, SUSPECT_THRESHOLD)
             self.folder.write_model(networks[chosen])
             self.folder.write_json("result.json", summary)
@@ -261,6 +262,7 @@ class CleaningRun:
             summary,
             None if self.folder is None else self.folder.path,
             prepared.transform,
+            lambda: Learnt(self.parts, work.inputs, targets_for(chosen, work, outcome)),
         )
 
     def _candidates(

@@ -62,13 +62,13 @@ def clean(options: Any, given: list[str]) -> int:
     if compare is not None:
         settings["compare"] = compare
     config = cleaning.CleanConfig(budget=budget, **settings)
-    with _progress(options) as shown, _replacing(out, options.overwrite):
+    with showing(options) as shown, _replacing(out, options.overwrite):
         cleaning.clean(
             options.train,
             options.trusted,
             test=options.test,
             out=out,
-            model=_model(options.model),
+            model=load_model(options.model),
             config=config,
             progress=shown,
             command=shlex.join(["hyperkron", *given]),
@@ -88,13 +88,14 @@ def resume(options: Any, given: list[str]) -> int:
         say(f"The run in {out} is finished; reading its result again" if done else f"Continuing {out}")
     from hyperkron import cleaning
 
-    with _progress(options) as shown:
-        cleaning.resume(out, model=_model(options.model), expected=_expected(options), progress=shown)
+    with showing(options) as shown:
+        cleaning.resume(out, model=load_model(options.model), expected=_expected(options), progress=shown)
     return _finish(options, out)
 
 
 @contextmanager
-def _progress(options: Any) -> Iterator[Any]:
+def showing(options: Any) -> Iterator[Any]:
+    """What shows the progress of a command, until the block ends."""
     shown = progress(options.quiet)
     try:
         yield shown
@@ -128,7 +129,8 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _model(name: str | None) -> Callable[[], nn.Module] | None:
+def load_model(name: str | None) -> Callable[[], nn.Module] | None:
+    """The user's own network, where one is named."""
     if name is None:
         return None
     from hyperkron.cleaning.models import load_callable

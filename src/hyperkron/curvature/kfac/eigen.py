@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -86,6 +86,9 @@ class EigenInverses:
     """Eigenvectors (Q_A, Q_B) of the factors of every block, and the damped spectrum between them."""
 
     blocks: dict[str, EigenBlock]
+
+    vectorizes: ClassVar[bool] = True
+    """Whether ``torch.func.vmap`` takes :meth:`solve`."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -338,7 +338,7 @@ def _common_sizes(sizes: set[int], multiple: int = 1, beyond: int = 0) -> dict[i
 def _vector(values: Sequence[Tensor | float], like: Tensor) -> Tensor:
     """Numbers, some of which may be on the device already, as one vector."""
     if any(isinstance(x, Tensor) for x in values):
-        return torch.stack([torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in values])
+        return torch.stack([x.to(like) if isinstance(x, Tensor) else like.new_full((), x) for x in values])
     return _sent(tuple(values), like.dtype, like.device)
 
 
