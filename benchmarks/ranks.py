@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 from common import write_result
 
 import hyperkron as hk
-import ranks
+import parallel_runs
 
 WAYS = ("auto", "reverse", "forward", "difference")
 
@@ -82,10 +82,10 @@ def grid() -> dict[str, torch.Tensor]:
     found = {
         f"{dtype} {k}": x
         for dtype in (torch.float64, torch.float32)
-        for k, x in ranks.hypergradients(None, dtype).items()
+        for k, x in parallel_runs.hypergradients(None, dtype).items()
     }
     for way in WAYS:
-        problem, model, hyper, *batches = ranks.make(torch.float64)
+        problem, model, hyper, *batches = parallel_runs.make(torch.float64)
         result = hk.kfac(0.1, cross=way).compute(hk.training.DataParallel(problem), model, hyper, *batches)
         found[f"torch.float64 cross {way}"] = torch.cat([g.reshape(-1) for g in result.grads.values()])
     return found
@@ -93,7 +93,7 @@ def grid() -> dict[str, torch.Tensor]:
 
 def seconds() -> dict[str, torch.Tensor]:
     """Seconds of a step of ``fit``, after ten."""
-    _, run = ranks.trained(None, 10)
+    _, run = parallel_runs.trained(None, 10)
     before = run.seconds
     run.advance(30, seconds=float("inf"))
     return {"seconds": torch.tensor((run.seconds - before) / 30)}
@@ -101,7 +101,7 @@ def seconds() -> dict[str, torch.Tensor]:
 
 def killed(folder: Path, steps: int, moment: random.Random) -> tuple[float, str]:
     """Kill one of two processes after a random checkpoint; seconds until the other has ended, and what it says."""
-    pids = started(2, lambda rank: ranks.trained(None, steps, folder / "run", every=1), folder)
+    pids = started(2, lambda rank: parallel_runs.trained(None, steps, folder / "run", every=1), folder)
     wanted, victim = moment.randrange(1, steps - 5), moment.randrange(2)
     while not any(int(path.name[5:]) >= wanted for path in (folder / "run").glob("step-*")):
         time.sleep(0.002)
@@ -116,13 +116,13 @@ def killed(folder: Path, steps: int, moment: random.Random) -> tuple[float, str]
 def kills(count: int, steps: int, folder: Path) -> dict[str, Any]:
     """How many of ``count`` kills were survived, and the longest wait."""
     moment, survived, waits = random.Random(0), 0, []
-    wanted = results(1, lambda: ranks.trained(None, steps)[0], folder)
+    wanted = results(1, lambda: parallel_runs.trained(None, steps)[0], folder)
     for number in range(count):
         with tempfile.TemporaryDirectory() as scratch:
             here = Path(scratch)
             wait, words = killed(here, steps, moment)
             waits.append(wait)
-            found = results(2, lambda here=here: ranks.trained(None, steps, here / "run")[0], here)  # type: ignore[misc]
+            found = results(2, lambda here=here: parallel_runs.trained(None, steps, here / "run")[0], here)  # type: ignore[misc]
             same = all(float((found[name] - x).abs().max()) < 1e-10 for name, x in wanted.items())
             survived += same and wait < 60 and "LostProcessError: another process has ended" in words
             print(f"kill {number}: {wait:.1f} s, {'same end' if same else 'ANOTHER END'}, {words[:90]}", flush=True)

@@ -34,7 +34,6 @@ CONCEPTS = {
     # what users do
     "λ as a module": "src/hyperkron/hyper.py",
     "run an algorithm": "src/hyperkron/training/fit.py",
-    "several processes": "src/hyperkron/training/data_parallel.py",
     "save and resume": "src/hyperkron/training/checkpoint.py",
     "where batches come from": "src/hyperkron/batches.py",
     "optimizers of both levels": "src/hyperkron/optimizers.py",

@@ -21,7 +21,7 @@ from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.penalty import column_scales
 from hyperkron.curvature.kfac.recorder import Basis, Measured, Recorder
 from hyperkron.evaluation.point import Point
-from hyperkron.losses import Fisher, Loss, Place
+from hyperkron.losses import BatchPlace, Fisher, Loss
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, warn_once
 
@@ -146,7 +146,7 @@ class _Merged:
         return whole
 
 
-def _place(loss: Loss) -> Place | None:
+def _place(loss: Loss) -> BatchPlace | None:
     """Where the examples of a loss are in the whole batch."""
     return loss.terms[0].place if loss.terms else None
 

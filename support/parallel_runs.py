@@ -1,7 +1,7 @@
 """A small language model on several processes: what each of them computes, for tests that compare them.
 
-``python support/ranks.py folder`` is run by every process; it does all checks one after the other, on all processes and
-on the first two, and the first writes the results into the folder.
+``python support/parallel_runs.py folder`` is run by each of four processes; it does all checks one after the other, on
+all of them and on the first two, and the first writes the results into the folder.
 """
 
 from __future__ import annotations
