@@ -2,6 +2,7 @@
 
 from hyperkron.cleaning.api import clean, resume
 from hyperkron.cleaning.config import ALTERNATIVES, OURS, CleanConfig, Progress
+from hyperkron.cleaning.loading import load
 from hyperkron.cleaning.result import CleanResult
 
-__all__ = ["ALTERNATIVES", "OURS", "CleanConfig", "CleanResult", "Progress", "clean", "resume"]
+__all__ = ["ALTERNATIVES", "OURS", "CleanConfig", "CleanResult", "Progress", "clean", "load", "resume"]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hyperkron.cleaning.config import CleanConfig, Progress, SilentProgress
-from hyperkron.cleaning.data import row_hashes
+from hyperkron.cleaning.data import ReadOptions, row_hashes
 from hyperkron.cleaning.folder import FORMAT, RunFolder, fingerprint
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.prepare import refuse_early
@@ -60,7 +60,8 @@ def clean(
     config = config or CleanConfig()
     sources = {"train": train, "trusted": trusted, "test": test, "reading": reading}
     plain = None if out is None else plain_sources(sources)
-    hashes = None if plain is None else row_hashes(plain["train"])  # before they are read, so never of later ones
+    how = ReadOptions(charset=reading.get("charset") or ReadOptions.charset)
+    hashes = None if plain is None else row_hashes(plain["train"], how)  # before they are read, so never of later ones
     parts = read_parts(train, trusted, test, reading)
     refuse_early(parts, config, model)
     folder = None if out is None else RunFolder(out, new=True)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hyperkron.cleaning import recorded
 from hyperkron.cleaning.alternatives import DESCRIPTIONS, available, judged, targets_for
 from hyperkron.cleaning.budget import READY, steps_of, within
-from hyperkron.cleaning.choice import Judged, choose, judge, verdict
+from hyperkron.cleaning.choice import Judged, choose, different, judge, verdict
 from hyperkron.cleaning.config import OURS, CleanConfig, Progress
 from hyperkron.cleaning.data import Labelled
 from hyperkron.cleaning.folder import RunFolder
@@ -22,7 +22,8 @@ from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.method import Outcome, clean_labels
 from hyperkron.cleaning.models import EncoderUnavailable, TextEncoder, load_encoder
 from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
-from hyperkron.cleaning.result import SUSPECT_THRESHOLD, CleanResult, about_run, history, scores_summary
+from hyperkron.cleaning.result import SUSPECT_THRESHOLD, CleanResult, about_run, history, per_class, scores_summary
+from hyperkron.cleaning.sources import model_name
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict
 from hyperkron.cleaning.work import Work, folds, train_on
@@ -232,19 +233,31 @@ class CleaningRun:
         }
         order = probability.argsort(descending=True).cpu()
         suspects = order[scores["error_probability"][order] > SUSPECT_THRESHOLD]
-        candidates = self._candidates(prepared, table, chosen, networks)
-        words = verdict(chosen, table, float(probability.mean()), len(suspects), len(given))
+        right = self._test_right(prepared, networks)
+        candidates = self._candidates(table, chosen, networks, right)
+        won, mine = next(c for c in table if c.name == chosen), right.get(chosen)
+        words = verdict(
+            chosen,
+            table,
+            float(probability.mean()),
+            len(suspects),
+            len(given),
+            classes=work.classes,
+            test=None if mine is None else (int(mine.sum()), len(mine)),
+        )
         summary = {
             **about_run(self.parts, self.config, work.plan, self.device, self.command, self.messages),
             "seconds": self._seconds(work),
             "chosen": chosen,
             "verdict": words,
             "candidates": candidates,
+            "per_class": per_class(self.parts, scores["error_probability"] > SUSPECT_THRESHOLD, won.right, mine),
             **scores_summary(outcome, scores),
         }
         if self.folder is not None:
             self.folder.write_rows(self.parts[0], scores, SUSPECT_THRESHOLD)
             self.folder.write_model(networks[chosen])
+            self.folder.write_inputs(self._about_inputs(prepared), prepared.transform.tensors())
             self.folder.write_json("result.json", summary)
         spread = self.given.spread
         return CleanResult(
@@ -263,16 +276,31 @@ class CleaningRun:
             prepared.transform,
         )
 
+    def _about_inputs(self, prepared: Prepared) -> dict[str, Any]:
+        """What a later reader needs, beside tensors, to make inputs of new rows and to build the network."""
+        vectors = prepared.transform.vectors
+        return {
+            **prepared.transform.form.to_json(),
+            "classes": list(self.parts[0].classes),
+            "input_shape": list(prepared.shape),
+            "layers": self.config.layers,
+            "encoder": recorded.encoder_identity(vectors) if isinstance(vectors, TextEncoder) else None,
+            "model": None if self.model is None else model_name(self.model),
+        }
+
+    def _test_right(self, prepared: Prepared, networks: dict[str, nn.Module]) -> dict[str, Tensor]:
+        """Which test rows each network answers rightly; empty without test rows."""
+        if prepared.test is None:
+            return {}
+        rows, labels = torch.arange(len(prepared.test), device=self.device), torch.as_tensor(self.parts[2].labels)
+        answers = {name: predict(network, prepared.test, rows).argmax(1).cpu() for name, network in networks.items()}
+        return {name: answer == labels for name, answer in answers.items()}
+
     def _candidates(
-        self, prepared: Prepared, table: list[Judged], chosen: str, networks: dict[str, nn.Module]
+        self, table: list[Judged], chosen: str, networks: dict[str, nn.Module], right: dict[str, Tensor]
     ) -> list[dict[str, Any]]:
-        found = []
+        won, found = next(c for c in table if c.name == chosen), []
         for c in table:
-            score = None
-            if prepared.test is not None:
-                rows = torch.arange(len(prepared.test), device=self.device)
-                answers = predict(networks[c.name], prepared.test, rows).argmax(1).cpu()
-                score = float((answers == torch.as_tensor(self.parts[2].labels)).float().mean())
             found.append(
                 {
                     "name": c.name,
@@ -280,7 +308,8 @@ class CleaningRun:
                     **{name: getattr(c, name) for name in ("accuracy", "low", "high", "rows")},
                     "seconds": self._spent_on(c.name, networks),
                     "chosen": c.name == chosen,
-                    "test_accuracy": score,
+                    "different": None if c is won else different(won, c, len(table) - 1),
+                    "test_accuracy": float(right[c.name].float().mean()) if c.name in right else None,
                 }
             )
         return found

@@ -26,7 +26,7 @@ def read_parts(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> 
         options = {key: value for key, value in reading.items() if value is not None}
         parts = list(read_pair(_source(train), None if trusted is None else _source(trusted), **options))
     if test is not None:
-        ours = {k: v for k, v in reading.items() if v is not None and k not in ("trusted_column", "options")}
+        ours = {k: v for k, v in reading.items() if v is not None and k not in ("trusted_column", "options", "id")}
         parts.append(test if isinstance(test, Labelled) else _test_rows(test, parts[0], ours))
     if len(parts[1]) < 2:
         raise HyperkronError(

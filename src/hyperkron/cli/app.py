@@ -25,6 +25,7 @@ _COMMANDS = {
     "resume": ("cleaning", "resume"),
     "report": ("runs", "report"),
     "export": ("runs", "export"),
+    "predict": ("predict", "predict"),
     "doctor": ("doctor", "doctor"),
 }
 

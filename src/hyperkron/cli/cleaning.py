@@ -20,7 +20,7 @@ from hyperkron.cli.output import UsageError, progress, say, say_json
 if TYPE_CHECKING:
     from torch import nn
 
-READING = ("text", "label", "image", "features", "trusted_column")
+READING = ("text", "label", "image", "features", "trusted_column", "id", "charset")
 """Options that say how the data is to be read."""
 SETTINGS = ("seed", "epochs", "device", "encoder", "layers")
 """Options that are settings of the same name."""
@@ -32,6 +32,8 @@ FILES = (
     "left_out.csv",
     "suspects.jsonl",
     "model.safetensors",
+    "inputs.json",
+    "inputs.safetensors",
     "report.html",
 )
 """The files of a run."""
@@ -68,7 +70,7 @@ def clean(options: Any, given: list[str]) -> int:
             options.trusted,
             test=options.test,
             out=out,
-            model=_model(options.model),
+            model=chosen_model(options.model),
             config=config,
             progress=shown,
             command=shlex.join(["hyperkron", *given]),
@@ -89,7 +91,7 @@ def resume(options: Any, given: list[str]) -> int:
     from hyperkron import cleaning
 
     with _progress(options) as shown:
-        cleaning.resume(out, model=_model(options.model), expected=_expected(options), progress=shown)
+        cleaning.resume(out, model=chosen_model(options.model), expected=_expected(options), progress=shown)
     return _finish(options, out)
 
 
@@ -105,8 +107,9 @@ def _progress(options: Any) -> Iterator[Any]:
 def _reading(options: Any) -> dict[str, Any]:
     """The options that say how the data is to be read, where they are given."""
     reading = {name: getattr(options, name) for name in READING if getattr(options, name) is not None}
-    if "features" in reading and len(reading["features"]) == 1:
-        reading["features"] = reading["features"][0].split(",")
+    for name in ("features", "id"):
+        if name in reading and len(reading[name]) == 1:
+            reading[name] = reading[name][0].split(",")
     return reading
 
 
@@ -128,7 +131,8 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _model(name: str | None) -> Callable[[], nn.Module] | None:
+def chosen_model(name: str | None) -> Callable[[], nn.Module] | None:
+    """The user's own network, as module:callable; None for the default."""
     if name is None:
         return None
     from hyperkron.cleaning.models import load_callable

@@ -18,6 +18,7 @@ _EXAMPLES = """examples:
   hyperkron clean train.csv --trusted trusted.csv --text text --label label --out runs/mine
   hyperkron report runs/mine
   hyperkron export runs/mine --drop suspects -o clean.csv
+  hyperkron predict runs/mine new.csv -o predictions.csv
   hyperkron resume runs/mine
   hyperkron doctor
 
@@ -32,11 +33,15 @@ _CLEAN = """examples:
 _EXPORT = """examples:
   hyperkron export runs/mine --drop suspects -o clean.csv
   hyperkron export runs/mine --relabel suspects --threshold 0.9 -o clean.csv"""
+_PREDICT = """examples:
+  hyperkron predict runs/mine new.csv -o predictions.csv
+  hyperkron predict runs/mine new.csv --id customer -o predictions.jsonl"""
 
 COMMANDS: dict[str, tuple[tuple[Option, ...], str, str]] = {
     "clean": (options.CLEAN, "find wrong labels and train a better model", _CLEAN),
     "report": (options.REPORT, "write or update report.html of a run", "example:\n  hyperkron report runs/mine"),
     "export": (options.EXPORT, "write the training rows without the suspects, or with suggested labels", _EXPORT),
+    "predict": (options.PREDICT, "labels and probabilities for new rows", _PREDICT),
     "resume": (options.RESUME, "continue an interrupted run", "example:\n  hyperkron resume runs/mine"),
     "doctor": (options.DOCTOR, "check this installation", "example:\n  hyperkron doctor"),
 }

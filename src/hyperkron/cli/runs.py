@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
-import math
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from hyperkron.cleaning.data import RowHashes, export_rows, read_pair, row_hashes
+from hyperkron.cleaning.data import ReadOptions, RowHashes, export_rows, read_pair, row_hashes
+from hyperkron.cleaning.fields import Fields, parse, read_text
+from hyperkron.cleaning.loading import CsvRow, read_rows
 from hyperkron.cleaning.report import write_report
-from hyperkron.cleaning.report.fields import REMEDY, Fields, parse, read_text
 from hyperkron.cli.cleaning import HASHES, READING
 from hyperkron.cli.options import as_options
 from hyperkron.cli.output import say, say_json
@@ -30,21 +28,14 @@ def report(options: Any, given: list[str]) -> int:
     return 0
 
 
-class CsvRow(NamedTuple):
-    """A line of rows.csv."""
-
-    row: int
-    suggested: str
-    suspect: bool
-
-
 def export(options: Any, given: list[str]) -> int:
     """Write the training rows again, without the suspects or with the labels suggested for them."""
     folder = Path(options.run)
     config = _config(folder)
     train, reading = config.child("source").text("train"), config.child("source").child("reading").raw
     rows = _rows(folder, options.threshold)
-    notes = [note for note in [_check_rows(folder, train, config.child("rows"))] if note]
+    how = ReadOptions(charset=reading.get("charset") or ReadOptions.charset)
+    notes = [note for note in [_check_rows(folder, train, config.child("rows"), how)] if note]
     suspects = sum(row.suspect for row in rows)
     kept = [row for row in rows if options.drop is None or not row.suspect]
     keep = [row.row for row in kept]
@@ -60,6 +51,7 @@ def export(options: Any, given: list[str]) -> int:
             label=reading.get("label"),
             overwrite=options.overwrite,
             formulas=options.formulas,
+            options=how,
         )
     notes += [as_options(str(warning.message)) for warning in caught]
     for note in notes:
@@ -76,7 +68,7 @@ def export(options: Any, given: list[str]) -> int:
     return 0
 
 
-def _check_rows(folder: Path, train: str, record: Fields) -> str | None:
+def _check_rows(folder: Path, train: str, record: Fields, how: ReadOptions) -> str | None:
     """Refuse a source that does not hold the rows of the run any more; what to say where that is not known."""
     if record.count("version") != RowHashes.VERSION:
         return (
@@ -84,7 +76,7 @@ def _check_rows(folder: Path, train: str, record: Fields) -> str | None:
             "holds its rows. If the file was changed or sorted since, the wrong rows are exported: "
             "run `hyperkron clean` again."
         )
-    now = row_hashes(train)
+    now = row_hashes(train, how)
     if now.sha256 == record.text("sha256"):
         return None
     what = f"there were {record.count('count')} rows and are {len(now)} now"
@@ -113,31 +105,15 @@ def _config(folder: Path) -> Fields:
 
 
 def _rows(folder: Path, threshold: float | None) -> list[CsvRow]:
-    file = folder / "rows.csv"
-    if not file.exists():
-        raise HyperkronError(
-            f"run={str(folder)!r} has no rows.csv: it has not finished; continue with `hyperkron resume {folder}`."
-        )
-    lines = csv.DictReader(io.StringIO(read_text(file) or "", newline=""))
-    try:
-        return [_row(line, threshold) for line in lines]
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
-        raise HyperkronError(f"{file}:{lines.line_num} is not a line of a run; {REMEDY}.") from error
-
-
-def _row(line: dict[str, Any], threshold: float | None) -> CsvRow:
-    probability = float(line["error_probability"])
-    suspect = {"true": True, "false": False}[line["suspect"]]
-    if threshold is not None:
-        suspect = probability >= threshold
-    if math.isnan(probability) or line["suggested"] is None or not 0 <= int(line["row"]) < 2**62:
-        raise ValueError
-    return CsvRow(int(line["row"]), line["suggested"], suspect)
+    rows = read_rows(folder)
+    if threshold is None:
+        return rows
+    return [row._replace(suspect=row.error_probability >= threshold) for row in rows]
 
 
 def _flagged(train: str, reading: dict[str, Any]) -> list[int]:
     """The trusted rows that stand in the same file as the others: they belong to a clean dataset."""
     if reading.get("trusted_column") is None:
         return []
-    rows: list[int] = read_pair(train, **{name: reading.get(name) for name in READING})[1].rows.tolist()
+    rows: list[int] = read_pair(train, **{name: reading[name] for name in READING if name in reading})[1].rows.tolist()
     return rows

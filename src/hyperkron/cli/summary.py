@@ -65,7 +65,8 @@ def _suspects(run: RunContents) -> str:
 
 
 def _suspect(s: Suspect) -> str:
-    line = f"  row {s.row}: {s.given} → {s.suggested}"
+    known = "".join(f" ({name} {value})" for name, value in s.ids.items())
+    line = f"  row {s.row}{known}: {s.given} → {s.suggested}"
     if s.error_probability is not None:  # a percentage that never claims to be certain
         sure = "over 99" if 0.995 <= s.error_probability < 1 else f"{100 * s.error_probability:.0f}"
         line += f", {sure} % likely wrong"
@@ -90,7 +91,8 @@ def _next(run: RunContents) -> str:
     folder = shlex.quote(str(run.folder))
     return (
         f"next:\n  hyperkron export {folder} --drop suspects -o clean{suffix}\n"
-        f"  hyperkron export {folder} --relabel suspects -o relabelled{suffix}"
+        f"  hyperkron export {folder} --relabel suspects -o relabelled{suffix}\n"
+        f"  hyperkron predict {folder} NEW -o predictions.csv"
     )
 
 

@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[str | bytes, dict[str, Any], list[str]]] = {
         {},
         ["charset='utf-8'", "line 3", "0xe9", "latin-1"],
     ),
-    "utf-16": ("text,label\na,x\n".encode("utf-16"), {}, ["UTF-16", "charset='utf-16'"]),
+    "utf-16 without a mark": ("text,label\na,x\n".encode("utf-16-le"), {}, ["zero byte in line 1", "charset='utf-8'"]),
     "binary": (b"text,label\n\0\1,x\n", {}, ["zero byte in line 2"]),
     "column not found": (GOOD, {"label": "lable"}, ["label='lable'", "Did you mean 'label'?", "'text', 'label'"]),
     "text not found": (GOOD, {"text": "Text"}, ["text='Text'", "Did you mean 'text'?"]),

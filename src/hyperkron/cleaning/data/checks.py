@@ -222,4 +222,6 @@ def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None,
         encoding=encoding,
         source=raw.name,
         left_out={why: rows.astype(np.int64) for why, rows in raw.left_out.items()},
+        ids=raw.ids,
+        roles=raw.roles,
     )

@@ -15,7 +15,7 @@ from hyperkron.cleaning.data.files import listing
 from hyperkron.cleaning.data.formulas import FormulaCells
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Frame, Place
-from hyperkron.cleaning.data.limits import Bounds, ReadOptions, read_bounded, read_text
+from hyperkron.cleaning.data.limits import Bounds, ReadOptions, charset_of, read_bounded, read_text
 from hyperkron.cleaning.data.values import Cells
 from hyperkron.solution import HyperkronError
 
@@ -169,5 +169,4 @@ def write_csv(place: Place, kept: Kept) -> bytes:
     parts = [written(file.header, file.head)]
     parts += [written(*file.records[row], row) for row in kept.within(len(file.records), path.name)]
     cells.tell(path.name)
-    marked = options.charset.lower() in ("utf-8", "utf8") and read_bounded(path, options).startswith(b"\xef\xbb\xbf")
-    return "".join(parts).encode("utf-8-sig" if marked else options.charset)
+    return "".join(parts).encode(charset_of(read_bounded(path, options), options.charset))

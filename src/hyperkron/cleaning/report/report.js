@@ -33,7 +33,7 @@
   for (const s of suspects) {
     s.example = s.text || s.features.map(([name, value]) => `${name} ${value}`).join(" ");
     s.change = s.first === null ? null : s.last - s.first;
-    s.searched = `${s.example}\n${s.row === null ? "" : s.row}`.toLowerCase();
+    s.searched = `${s.example}\n${s.row === null ? "" : s.row}\n${s.ids.map(([, value]) => value).join("\n")}`.toLowerCase();
   }
 
   // --- one row -------------------------------------------------------------------------------------------------
@@ -122,6 +122,12 @@
     return part;
   };
 
+  const showId = (name, value) => {
+    const part = make("bdi", "small id", value);
+    part.title = name;
+    return part;
+  };
+
   const showRow = (s) => {
     const line = make("tr");
     line.setAttribute("role", "row");
@@ -133,7 +139,7 @@
       line.append(made);
     };
     cell("#", "n rank", String(s.rank));
-    cell("Row", "n", s.row === null ? "–" : String(s.row));
+    cell("Row", "n", s.row === null ? "–" : String(s.row), ...s.ids.map(([name, value]) => showId(name, value)));
     cell("Example", "example", ...showExample(s));
     cell("Given", "given", make("bdi", "", s.given));
     cell("Suggested", "suggested", make("bdi", "", s.suggested));
