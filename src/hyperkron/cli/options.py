@@ -116,6 +116,7 @@ EXPORT = (
     RUN,
     Option("--drop", "text", "leave these rows out", choices=("suspects",)),
     Option("--relabel", "text", "keep these rows, with the suggested label", choices=("suspects",)),
+    Option("--decisions", "text", "apply what was decided in the report (decisions.json)", "FILE"),
     Option("--threshold", "number", "treat rows with at least this error probability as suspects", "P"),
     Option("--out", "text", "the file to write, in the format of the training rows", "FILE", short="-o", required=True),
     Option("--overwrite", "flag", "replace that file"),

@@ -32,7 +32,8 @@ _CLEAN = """examples:
   hyperkron clean --config mine.yaml --seed 1 --out runs/again"""
 _EXPORT = """examples:
   hyperkron export runs/mine --drop suspects -o clean.csv
-  hyperkron export runs/mine --relabel suspects --threshold 0.9 -o clean.csv"""
+  hyperkron export runs/mine --relabel suspects --threshold 0.9 -o clean.csv
+  hyperkron export runs/mine --decisions decisions.json -o clean.csv"""
 _PREDICT = """examples:
   hyperkron predict runs/mine new.csv -o predictions.csv
   hyperkron predict runs/mine new.csv --id customer -o predictions.jsonl"""
@@ -140,7 +141,8 @@ def parse(given: Sequence[str], defaults: Mapping[str, Any] | None = None) -> ar
 def check(found: argparse.Namespace) -> None:
     """Refuse options that contradict each other."""
     if found.command == "export":
-        if (found.drop is None) == (found.relabel is None):
-            raise UsageError("export needs one of --drop suspects and --relabel suspects.")
+        asked = [name for name in (found.drop, found.relabel) if name is not None]
+        if len(asked) > 1 or (not asked and found.decisions is None):
+            raise UsageError("export needs one of --drop suspects and --relabel suspects, or --decisions.")
         if found.threshold is not None and not 0 <= found.threshold <= 1:
             raise UsageError(f"--threshold={found.threshold!r} must lie between 0 and 1.")

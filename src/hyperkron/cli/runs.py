@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hyperkron.cleaning.data import ReadOptions, RowHashes, export_rows, read_pair, row_hashes
+from hyperkron.cleaning.decisions import read_decisions
 from hyperkron.cleaning.fields import Fields, parse, read_text
 from hyperkron.cleaning.loading import CsvRow, read_rows
 from hyperkron.cleaning.report import write_report
@@ -36,10 +37,14 @@ def export(options: Any, given: list[str]) -> int:
     rows = _rows(folder, options.threshold)
     how = ReadOptions(charset=reading.get("charset") or ReadOptions.charset)
     notes = [note for note in [_check_rows(folder, train, config.child("rows"), how)] if note]
-    suspects = sum(row.suspect for row in rows)
-    kept = [row for row in rows if options.drop is None or not row.suspect]
-    keep = [row.row for row in kept]
-    labels: list[str | None] = [row.suggested if options.relabel and row.suspect else None for row in kept]
+    decided = {} if options.decisions is None else read_decisions(options.decisions, folder)
+    _refuse_strange(decided, rows, options.decisions)
+    open_suspects = [row for row in rows if row.suspect and row.row not in decided]
+    dropped = {row.row for row in open_suspects} if options.drop else set()
+    new = {row.row: row.suggested for row in open_suspects} if options.relabel else {}
+    new |= {row.row: decided[row.row] for row in rows if decided.get(row.row, row.given) != row.given}
+    keep = [row.row for row in rows if row.row not in dropped]
+    labels: list[str | None] = [new.get(row) for row in keep]
     trusted = _flagged(train, reading)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HyperkronWarning)
@@ -47,7 +52,7 @@ def export(options: Any, given: list[str]) -> int:
             train,
             keep + trusted,
             options.out,
-            labels + [None] * len(trusted) if options.relabel else None,
+            labels + [None] * len(trusted) if new else None,
             label=reading.get("label"),
             overwrite=options.overwrite,
             formulas=options.formulas,
@@ -56,16 +61,28 @@ def export(options: Any, given: list[str]) -> int:
     notes += [as_options(str(warning.message)) for warning in caught]
     for note in notes:
         say(f"warning: {note}")
-    count, done = len(keep) + len(trusted), "dropped" if options.drop else "relabelled"
+    count = len(keep) + len(trusted)
+    done = {"dropped": len(dropped)} if options.drop else {"relabelled": len(new)}
+    if options.decisions:
+        done = {"decided": len(decided), "relabelled": len(new), "dropped": len(dropped)}
     if options.json:
-        found = {"file": str(written), "rows": count, "trusted": len(trusted), done: suspects, "warnings": notes}
-        say_json(found)
+        say_json({"file": str(written), "rows": count, "trusted": len(trusted), **done, "warnings": notes})
     elif not options.quiet:
         also = f", {len(trusted)} of them trusted" if trusted else ""
-        say(f"{count} rows written{also}; {suspects} suspects {done}.")
+        said = ", ".join(f"{n} {'suspects ' if name == 'dropped' else ''}{name}" for name, n in done.items())
+        say(f"{count} rows written{also}; {said}.")
         say("Rows that were left out when the data was read are not included.")
         print(written)
     return 0
+
+
+def _refuse_strange(decided: dict[int, str], rows: list[CsvRow], file: str | None) -> None:
+    unknown = sorted(set(decided) - {row.row for row in rows})
+    if unknown:
+        raise HyperkronError(
+            f"decisions={file!r} decide about row {unknown[0]}, which is not a row of the run; save the file again in "
+            "the report of this run."
+        )
 
 
 def _check_rows(folder: Path, train: str, record: Fields, how: ReadOptions) -> str | None:

@@ -111,6 +111,12 @@ def _data(run: RunContents) -> str:
         suspects.append(shown if room > 0 else shown | {"text": "", "picture": "", "features": [], "cut": 0})
     givens, suggestions = _labels(run)
     about = {"page_size": PAGE_SIZE, "spark": plots.SPARK_SIZE, "givens": givens, "suggestions": suggestions}
+    digest = run.config.get("data")
+    about |= {
+        "classes": run.classes,
+        "run": run.folder.resolve().name,
+        "key": digest if isinstance(digest, str) else "",
+    }
     return embed(about | {"suspects": suspects})
 
 
