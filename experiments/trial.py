@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,17 @@ def clock_of(device: torch.device) -> Callable[[], float]:
     With one thread the processor's time is what the wall would show on a machine that nobody else uses.
     """
     return time.process_time if device.type == "cpu" else time.perf_counter
+
+
+@contextmanager
+def tensor_cores() -> Iterator[None]:
+    """Matrix products in TF32 where there is a GPU, as people train encoders."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Looks(Evaluate):

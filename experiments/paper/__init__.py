@@ -69,9 +69,12 @@ def recipes() -> dict[str, Recipe]:
         frozen_head,
         memory,
         moving_average,
+        poisoning,
+        pretraining,
         resnet,
         simple_models,
         trade_off,
+        unlearnable,
         unrolling,
     )
 
@@ -87,6 +90,9 @@ def recipes() -> dict[str, Recipe]:
         resnet,
         encoder_cleaning,
         frozen_head,
+        poisoning,
+        unlearnable,
+        pretraining,
     )
     found = [recipe for module in modules for recipe in module.RECIPES]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.experiment)}

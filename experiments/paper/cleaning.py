@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -59,12 +59,22 @@ class Split:
         return Split(train, validation, second, test, self.clean.to(device))
 
 
-def noisy_split(data: Images, counts: tuple[int, int, int], seed: int, noise: float = 0.5, clip: float = 10.0) -> Split:
+Scaling = Literal["each", "one"]
+"""Means and deviations of inputs: for each pixel of a vector or channel of an image, or one for all."""
+
+
+def noisy_split(
+    data: Images,
+    counts: tuple[int, int, int],
+    seed: int,
+    noise: float = 0.5,
+    clip: float = 10.0,
+    scaling: Scaling = "each",
+) -> Split:
     """The training part cut at random into training, validation and second validation, with noise in the first.
 
     A share ``noise`` of the training labels is drawn anew, uniformly; some of those keep their label by chance.
-    Inputs are standardised by the training part's mean and deviation, by pixel for vectors, by channel for images, and
-    cut off at ±``clip``.
+    Inputs are standardised by the training part's mean and deviation and cut off at ±``clip``.
     """
     images, labels = data.train
     if sum(counts) > len(images):
@@ -75,7 +85,7 @@ def noisy_split(data: Images, counts: tuple[int, int, int], seed: int, noise: fl
     again = torch.rand(len(given), generator=generator) < noise
     given[again] = torch.randint(10, (int(again.sum()),), generator=generator)
     train = images[order[0]]
-    over = (0,) if train.ndim == 2 else (0, 2, 3)
+    over = tuple(range(train.ndim)) if scaling == "one" else (0,) if train.ndim == 2 else (0, 2, 3)
     mean, deviation = train.mean(over, keepdim=True), train.std(over, keepdim=True)
     scale = torch.where(deviation > 0, 1 / deviation.clamp(min=1e-12), torch.zeros_like(deviation))
 
@@ -219,7 +229,9 @@ def prepare(
         Examples(*split.validation, batch_size=outer_count, seed=seed + 1),
         steps=0,
         inner_optimizer=sgd,
-        outer_optimizer=None if falling else torch.optim.SGD(weights.parameters(), lr=absolute["outer"]),
+        outer_optimizer=None
+        if falling
+        else torch.optim.SGD(weights.parameters(), absolute["outer"], setting.get("outer_momentum", 0.0)),
         projection=Box(0.0, 1.0),
         callbacks=[*first, *callbacks],
         clock=trial.clock_of(split.device),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from experiments.paper.text_cleaning import TextMethod, TextTrial, text_methods
 from experiments.paper.texts import TextSplit
 from experiments.paper.tuning import Setting
 from experiments.pieces import OutOfTime
+from experiments.trial import tensor_cores
 from hyperkron.cleaning.models.encoder import TextEncoder
 from hyperkron.cleaning.models.encoder_head import EncoderHead, Hidden
 from hyperkron.solution import HyperkronError
@@ -87,7 +87,7 @@ def _entry(job: Job, source: Source, part: Part, layers: int, method: TextMethod
         model = source.model(split.classes, layers, seed)
         return TextTrial(settings.case, split, model, method, setting, seed, steps)
 
-    @_tensor_cores()
+    @tensor_cores()
     def score(setting: Setting) -> float:
         found = trial(setting, 0, math.ceil(steps * settings.short))
         found.train(test=False)
@@ -103,7 +103,7 @@ def _entry(job: Job, source: Source, part: Part, layers: int, method: TextMethod
         found.train(test=True)
         return 100 * (1 - float(found.figures()["best"]["test_error"]))
 
-    @_tensor_cores()
+    @tensor_cores()
     def final(setting: Setting, seed: int) -> dict[str, Any]:
         found = trial(setting, seed, steps)
         found.train(test=True)
@@ -134,7 +134,7 @@ def prices(job: Job, source: Source, depths: dict[str, int]) -> dict[tuple[int, 
         for name in (*part.methods, *settings.priced)
     }
     found = {}
-    with _tensor_cores():
+    with tensor_cores():
         for (layers, name), part in sorted(wanted.items(), key=lambda pair: pair[0][0]):
             method = text_methods(settings.rates if layers == 1 else settings.deep)[name]
             key = "plain" if method.algorithm is None else name
@@ -162,17 +162,6 @@ def _price(job: Job, source: Source, part: Part, layers: int, method: TextMethod
     except HyperkronError:
         return {"seconds": None, "error": "a step failed"}
     return {"seconds": seconds, "bytes": torch.cuda.max_memory_allocated(job.device) if gpu else None}
-
-
-@contextmanager
-def _tensor_cores() -> Iterator[None]:
-    """Matrix products in TF32 where there is a GPU, as people train encoders."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 class Prepared(NamedTuple):

@@ -6,11 +6,13 @@ ten inner steps, λ by SGD with momentum 0.9, weights within [0, 1], damping 1e-
 
     python -m experiments.paper.encoder_length --device cuda --workers 12 --limit-minutes 9   # continues an earlier run
     python -m experiments.paper.encoder_length --table                                        # the recorded runs
+    python -m experiments.paper.encoder_length --figure                                       # and their figure
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 
 from experiments import records
+from experiments.paper import plots
 from experiments.paper.encoder_cleaning import Source
 from experiments.paper.encoder_settings import Part
 from experiments.paper.text_cleaning import TextCase, TextRates, TextTrial, text_methods
@@ -125,10 +128,30 @@ def _cell(rows: list[dict[str, Any]], dataset: str, name: str, rate: float) -> s
     return f"{ends:.1f} / {bests:.1f} / {chosen:.1f}"
 
 
+def figure(rows: list[dict[str, Any]], path: Path) -> Path:
+    """Test accuracy at the end by the step size of λ, one panel for each dataset; the mean over seeds."""
+    datasets = list(dict.fromkeys(row["dataset"] for row in rows))
+
+    def accuracy(dataset: str, name: str, rate: float) -> float:
+        found = [row for row in rows if (row["dataset"], row["method"], row["rate"]) == (dataset, name, rate)]
+        return 100 * (1 - sum(row["last"]["test_error"] for row in found) / len(found)) if found else math.nan
+
+    def fill(axes: Any) -> None:
+        for axis, dataset in zip(axes, datasets, strict=True):
+            lines = {name: (RATES, [accuracy(dataset, name, rate) for rate in RATES]) for name in METHODS}
+            level = {name: accuracy(dataset, name, 0.0) for name in REFERENCES}
+            plots.curves(axis, lines, "step size of λ", "test accuracy in %, at the end", log_x=True, level=level)
+            axis.axvspan(RATES[0], 100.0, color="0.93", zorder=0)
+            axis.set_title(f"{dataset} (grey: the printed grid)", fontsize=9)
+
+    return plots.draw(path, len(datasets), fill)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run what is not recorded yet, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="print the table of the recorded runs")
+    parser.add_argument("--figure", action="store_true", help="draw the figure of the recorded runs")
     parser.add_argument("--out", type=Path, default=RESULT, help="file of the runs; finished ones are not repeated")
     parser.add_argument("--data", type=Path, default=None, help="folder of the datasets and encoders")
     parser.add_argument("--device", default="cpu")
@@ -142,6 +165,9 @@ def main(arguments: list[str] | None = None) -> None:
     lines = Lines(options.out)
     if options.table:
         print(table(lines.rows))
+        return
+    if options.figure:
+        print(figure(lines.rows, records.PAGES / "figures" / "paper" / "encoder-length.svg"))
         return
     wanted = list(tasks(tuple(options.datasets), options.seeds))
 

@@ -199,7 +199,7 @@ def encoder(name: str, folder: Path | None, device: torch.device) -> TextEncoder
         unpack(where)
         return TextEncoder(where, device=device)
     with tempfile.TemporaryDirectory() as place:
-        _write_tiny(Path(place))
+        write_tiny(Path(place))
         return TextEncoder(place, device=device)
 
 
@@ -241,7 +241,7 @@ def unpack(where: Path) -> None:
     part.replace(target)
 
 
-def _write_tiny(place: Path) -> None:
+def write_tiny(place: Path) -> None:
     """A BERT with random weights and a tokenizer of thirty words."""
     try:
         from tokenizers import Tokenizer, models, pre_tokenizers

@@ -46,6 +46,12 @@ def test_the_page_has_the_recorded_table(capsys: pytest.CaptureFixture[str], tmp
     assert capsys.readouterr().out.strip() == ""
 
 
+def test_the_figure_shows_every_dataset(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    text = encoder_length.figure(Lines(encoder_length.RESULT).rows, tmp_path / "x.svg").read_text("utf-8")
+    assert all(f"{name} (grey: the printed grid)" in text for name in ("trec", "youtube", "semeval"))
+
+
 def test_what_the_page_says_of_trec() -> None:
     """KFAC works at every step size, SAMA only from 1000 on."""
     rows = [row for row in Lines(encoder_length.RESULT).rows if row["dataset"] == "trec"]

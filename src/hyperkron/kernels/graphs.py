@@ -84,10 +84,10 @@ class Recording(Generic[T]):
         try:
             with torch.cuda.graph(self._graph, pool=pool):
                 self.outputs = function()
-        except BaseException:  # generators would take the recording to go on for ever
+        except BaseException as error:  # generators would take the recording to go on for ever
             for generator, state in zip(drawn, before, strict=True):
                 generator.graphsafe_set_state(state)
-            raise
+            raise _first(error) from None
 
     @property
     def pool(self) -> Any:
@@ -98,6 +98,13 @@ class Recording(Generic[T]):
         """Carry it out."""
         self._graph.replay()
         return self.outputs
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong first: the end of a recording that failed raises an error of its own, which says nothing."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def places(*modules: nn.Module) -> tuple[object, ...]:

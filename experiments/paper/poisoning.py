@@ -1,0 +1,273 @@
+"""Experiment 11: data poisoning as a measurement of robustness (table 5), with cleaning as the defence.
+
+The problem is in :mod:`experiments.paper.poisoning_problem`, the methods are in
+:mod:`experiments.paper.poisoning_attacks`, and what the page says is in :mod:`experiments.paper.poisoning_page`.
+
+    python -m experiments.paper run poisoning --scale small --device cuda --workers 10
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from experiments.paper import poisoning_attacks as attacks
+from experiments.paper import poisoning_problem as base
+from experiments.paper.datasets import Images
+from experiments.paper.entries import Entry, Found, Stage, compete
+from experiments.paper.poisoning_attacks import ALGORITHMS, Poison
+from experiments.paper.poisoning_page import NOTE, tables, verdict
+from experiments.paper.poisoning_problem import Case, Split, Starts
+from experiments.paper.recipe import LISTED, Job, Recipe, Scale
+from experiments.paper.side_by_side import fill
+from experiments.paper.tuning import Grid, Setting
+from experiments.pieces import OutOfTime
+from experiments.trial import tensor_cores
+
+REFERENCES = ("clean", "label flip")
+NOISE = "error-max noise"
+FIRST = ("TGDA-CG", "TGDA-KFAC-EMP", "BOME")
+BESIDE = ("TGDA-KFAC", "TGDA-EKFAC")
+DEFENDED = ("label flip", NOISE, "TGDA-CG", "TGDA-KFAC-EMP")
+"""The poisoned sets that the defence is measured on, for the first seed; of TGDA those of its own step sizes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of the experiment: a model, an arm (``reference``, ``printed``, ``own``), methods, and a number of seeds.
+
+    In the arm ``printed`` all have the step sizes that the paper prints. In the arm ``own`` each has the relative step
+    of λ that costs a network trained from scratch most on held-out rows.
+    """
+
+    model: str
+    arm: str
+    methods: tuple[str, ...]
+    seeds: int | None = None
+
+    @property
+    def stage(self) -> str:
+        """Its name among the stages."""
+        return f"{self.model}/{self.arm}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is run.
+
+    Attributes:
+        cases: by model.
+        parts: in the order of their importance.
+        outer: relative steps of λ, for the arm ``own``.
+        bounds: of the error-maximising noise; inputs lie in [−1, 1].
+        trials: settings tried in the arm ``own``.
+        short: steps of a trial as a share of a full run's.
+        timed: steps that a price is measured over.
+    """
+
+    cases: dict[str, Case]
+    parts: tuple[Part, ...] = field(metadata=LISTED)
+    outer: tuple[float, ...] = (3e-6, 1e-5, 3e-5, 1e-4, 3e-4)
+    bounds: tuple[float, ...] = (0.1, 0.3, 0.6, 1.2, 2.0)
+    trials: int = 5
+    short: float = 1 / 3
+    timed: int = 20
+
+
+PRINTED: Grid = {"inner": (0.01,), "outer": (0.1,), "damping": (1e-3,)}
+"""The paper's step sizes of both levels, and its damping."""
+
+
+class Source:
+    """Data, splits and pretrained networks of every model, each made when it is first asked for."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._data: dict[str, Images] = {}
+        self._splits: dict[tuple[str, int], Split] = {}
+        self._starts: dict[str, Starts] = {}
+
+    def case(self, model: str) -> Case:
+        """The case of a model."""
+        found: Case = self.job.settings.cases[model]
+        return found
+
+    def split(self, model: str, seed: int) -> Split:
+        """The rows of a seed."""
+        case = self.case(model)
+        if case.data not in self._data:
+            self._data[case.data] = base.load(case, self.job.data)
+        if (model, seed) not in self._splits:
+            self._splits[model, seed] = base.split_of(case, self._data[case.data], seed, self.job.device)
+        return self._splits[model, seed]
+
+    def starts(self, model: str) -> Starts:
+        """The pretrained networks of a model."""
+        if model not in self._starts:
+            self._starts[model] = Starts(self.case(model), partial(self.split, model))
+        return self._starts[model]
+
+
+def precision(case: Case) -> AbstractContextManager[None]:
+    """Matrix products in TF32, where there is a GPU, for all but the linear model."""
+    return nullcontext() if case.network == "linear" else tensor_cores()
+
+
+def entry(job: Job, source: Source, part: Part, name: str) -> Entry:
+    """A method of a part; its score is the accuracy on held-out rows, which it is to lower."""
+    settings: Settings = job.settings
+    model, own = part.model, part.arm == "own"
+    case, starts = source.case(model), source.starts(model)
+
+    def poison(setting: Setting, seed: int, share: float) -> Poison | None:
+        split = source.split(model, seed)
+        if name in ALGORITHMS:
+            return attacks.bilevel(case, split, starts, name, setting, seed, relative=own, part=share)
+        if name == NOISE:
+            return attacks.error_maximising(case, split, starts, setting["bound"], seed)
+        return attacks.flipped(split) if name == "label flip" else None
+
+    def score(setting: Setting) -> float:
+        if not own:
+            return 0.0  # one setting
+        with precision(case):
+            return float(
+                attacks.judged(case, source.split(model, 0), poison(setting, 0, settings.short), 0)["held_out"]
+            )
+
+    def final(setting: Setting, seed: int) -> dict[str, Any]:
+        split = source.split(model, seed)
+        with precision(case):
+            made = poison(setting, seed, 1.0)
+            found = {**({} if made is None else made.facts), **attacks.judged(case, split, made, seed, test=True)}
+            if made is not None and case.cleaned and seed == 1 and part.arm != "printed" and name in DEFENDED:
+                found["defence"] = attacks.defended(case, split, made, seed)
+        return found
+
+    grid: Grid = {} if name in REFERENCES else PRINTED
+    if own:
+        grid = {"bound": settings.bounds} if name == NOISE else {**PRINTED, "inner": (0.1,), "outer": settings.outer}
+    return Entry(name, grid, score, final)
+
+
+def prices(job: Job, source: Source) -> dict[str, dict[str, float]]:
+    """Seconds of a step by model and method, measured one after the other before anything else is run."""
+    settings: Settings = job.settings
+    found: dict[str, dict[str, float]] = {}
+    for model, case in settings.cases.items():
+        for name in ALGORITHMS:
+
+            def take(model: str = model, case: Case = case, name: str = name) -> dict[str, Any]:
+                with precision(case):
+                    return {"seconds": attacks.price(case, source.split(model, 0), name, settings.timed)}
+
+            try:
+                found.setdefault(model, {})[name] = job.cell(["price", model, name], take)["seconds"]
+            except OutOfTime:
+                continue
+    return found
+
+
+def stages_of(job: Job) -> tuple[list[Stage], int]:
+    """What competes, and over how many trials; prices are measured first."""
+    source = Source(job)
+    prices(job, source)
+    return _stages(job, source), job.settings.trials
+
+
+def _stages(job: Job, source: Source) -> list[Stage]:
+    return [
+        Stage(part.stage, [entry(job, source, part, name) for name in part.methods], part.seeds, _trials(job, part))
+        for part in job.settings.parts
+    ]
+
+
+def _trials(job: Job, part: Part) -> int:
+    return int(job.settings.trials) if part.arm == "own" else 1
+
+
+def work(job: Job) -> dict[str, Any]:
+    """Prices, then every part, in order."""
+    source = Source(job)
+    price = prices(job, source)
+    found = compete(job, _stages(job, source), job.settings.trials)
+    return {"models": {model: summary(found, model) for model in job.settings.cases}, "prices": price} | {
+        "cut_short": found.cut_short
+    }
+
+
+def summary(found: Found, model: str) -> dict[str, Any]:
+    """Of one model: the clean accuracies by seed, and by arm and method the drops and what became of λ."""
+    arms = {arm: found.stages.get(f"{model}/{arm}", {}) for arm in ("reference", "printed", "own")}
+    clean = [run["test"] for run in arms["reference"].get("clean", {"runs": []})["runs"]]
+    made: dict[str, Any] = {"clean": clean, "arms": {}, "defence": {}}
+    for arm, entries in arms.items():
+        for name, x in entries.items():
+            runs: Sequence[dict[str, Any]] = x["runs"][: len(clean)]
+            if name == "clean" or not runs:
+                continue
+            made["arms"].setdefault(arm, {})[name] = {
+                "setting": x["setting"],
+                "edge": x["edge"],
+                "drop": [before - run["test"] for before, run in zip(clean, runs, strict=False)],
+                **{key: [run.get(key) for run in runs] for key in ("moved", "pixels", "rate", "failed")},
+            }
+            for run in runs:
+                if "defence" in run:
+                    made["defence"][name] = run["defence"]
+    return made
+
+
+def parts_for(models: Sequence[str], seeds: int | None = None) -> tuple[Part, ...]:
+    """The decisive methods of every model first, then the further curvatures."""
+    first = [
+        Part(model, arm, methods, seeds)
+        for model in models
+        for arm, methods in (("reference", REFERENCES), ("own", FIRST), ("printed", FIRST), ("own", (NOISE,)))
+    ]
+    return (*first, *(Part(model, arm, BESIDE, seeds) for model in models for arm in ("own", "printed")))
+
+
+LR = Case("mnist", "linear", (42_000, 13_000, 5_000), cleaned=10_000)
+MLP = replace(LR, network="mlp", cleaned=0)
+CNN = Case("cifar10", "cnn", (35_000, 10_000, 5_000), batch=500, added=270)
+TINY = Case("digits", "linear", (300, 100, 100), 50, 12, steps=3, inner_steps=2, epochs=2, leader_epochs=1, trusted=40)
+SETTINGS: dict[Scale, Settings] = {
+    "smoke": Settings(
+        {"LR": replace(TINY, cleaned=120), "MLP": replace(TINY, network="mlp"), "CNN": replace(TINY, network="cnn")},
+        (*parts_for(("LR",)), Part("MLP", "own", ("TGDA-CG",)), *parts_for(("CNN",))[:3]),
+        trials=1,
+        short=0.5,
+        timed=1,
+    ),
+    "small": Settings({"LR": LR, "MLP": MLP, "CNN": CNN}, parts_for(("LR", "MLP", "CNN"))),
+    "paper": Settings(
+        {
+            "LR": replace(LR, steps=12_000),
+            "MLP": replace(MLP, steps=12_000),
+            "CNN": replace(CNN, batch=250, added=135, steps=36_000),
+        },
+        parts_for(("LR", "MLP", "CNN")),
+    ),
+}
+
+RECIPES = (
+    Recipe(
+        name="poisoning",
+        title="Data poisoning as a measurement of robustness: ε = 3 %, MNIST and CIFAR-10",
+        place="Table 5",
+        experiment=11,
+        settings=SETTINGS,
+        work=work,
+        verdict=verdict,
+        tables=tables,
+        note=NOTE,
+        gpu=("small", "paper"),
+        partial=True,
+        stages=stages_of,
+        fill=fill,
+    ),
+)

@@ -1,0 +1,323 @@
+"""Data poisoning as a measurement of robustness: how much accuracy do ε = 3 % of added rows cost a training pipeline?
+
+    J_in(λ, θ)  = 1/(1 + ε) · mean CE on clean rows  +  ε/(1 + ε) · mean CE on rows (g_λ(x, y), y)
+    J_out(θ)    = − mean CE on validation rows
+
+λ are the weights of a network g_λ that starts as an autoencoder, so that the added rows are copies of training rows at
+first. The verdict is the test accuracy of a network that is trained from scratch on clean and added rows. This is the
+TGDA benchmark on public data: it tells a user which accuracy to expect in the worst case, and what cleaning gives back.
+
+Reference: Lu, Kamath & Yu, "Indiscriminate data poisoning attacks on neural networks" (TMLR 2022).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from experiments import trial
+from experiments.paper import datasets
+from hyperkron import losses
+from hyperkron.cleaning.models import mlp
+from hyperkron.problem import BilevelProblem
+from hyperkron.solution import HyperkronError
+
+Part = tuple[Tensor, Tensor]
+Data = Literal["digits", "mnist", "cifar10"]
+Network = Literal["linear", "mlp", "cnn"]
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """A data set, a network, and how long everything is trained.
+
+    Attributes:
+        data, network: ``mlp`` has two hidden layers as wide as its input; ``cnn`` is LeNet.
+        counts: training, validation and held-out rows; the rest of the training part is not used.
+        batch: clean rows of a batch, and validation rows.
+        added: rows g_λ(x, y) of a batch; they count as ε/(1 + ε) of J_in however many they are.
+        share: ε.
+        steps: of λ.
+        inner_steps: of θ for each of them.
+        epochs: of the follower before the attack, and of the network that gives the verdict.
+        leader_epochs: of the autoencoder.
+        rate: SGD's step size in both of these trainings.
+        cleaned: clean rows of the set that the defence is measured on; 0 to leave it out.
+        trusted: rows with trusted labels that the defence has.
+    """
+
+    data: Data
+    network: Network
+    counts: tuple[int, int, int]
+    batch: int = 1000
+    added: int = 330
+    share: float = 0.03
+    steps: int = 1500
+    inner_steps: int = 20
+    epochs: int = 100
+    leader_epochs: int = 20
+    rate: float = 0.1
+    cleaned: int = 0
+    trusted: int = 200
+
+
+# --- rows ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Split:
+    """Inputs in [−1, 1] and labels. ``origin`` are the training rows that the added rows are made from."""
+
+    train: Part
+    validation: Part
+    held_out: Part
+    test: Part
+    origin: Part
+
+    @property
+    def clean(self) -> Part:
+        """What the network of the verdict is given besides the added rows: training and validation rows."""
+        return joined(self.train, self.validation)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.train[0].device
+
+
+def joined(*parts: Part) -> Part:
+    """The rows of several parts."""
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
+def load(case: Case, folder: Path | None = None) -> datasets.Images:
+    """The data set; ``digits`` are scikit-learn's and need no folder."""
+    if case.data == "mnist":
+        return datasets.mnist(folder)
+    if case.data == "cifar10":
+        return datasets.cifar10(folder)
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    x, y = x[order], y[order]
+    return datasets.Images((x[:-400], y[:-400]), (x[-400:], y[-400:]))
+
+
+def split_of(case: Case, data: datasets.Images, seed: int, device: torch.device | str = "cpu") -> Split:
+    """The training part cut at random; the test part as it is. Pictures are flat unless the network is a CNN."""
+    images, labels = data.train
+    if sum(case.counts) > len(images):
+        raise HyperkronError(f"counts={case.counts!r} add up to {sum(case.counts)}, but there are {len(images)} rows.")
+
+    def scaled(x: Tensor) -> Tensor:
+        x = 2 * x - 1
+        if case.network != "cnn":
+            return x.flatten(1)
+        side = round(x[0].numel() ** 0.5)
+        return x if x.ndim == 4 else x.reshape(-1, 1, side, side)
+
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[: sum(case.counts)]
+    parts = [(scaled(images[i]).to(device), labels[i].to(device)) for i in order.split(list(case.counts))]
+    count = round(case.share * (case.counts[0] + case.counts[1]))
+    origin = (parts[0][0][:count], parts[0][1][:count])
+    test = (scaled(data.test[0]).to(device), data.test[1].to(device))
+    return Split(parts[0], parts[1], parts[2], test, origin)
+
+
+class Shuffled:
+    """Full batches of a part for ever, each epoch in a new order; what is left over joins the next epoch."""
+
+    def __init__(self, part: Part, size: int, seed: int) -> None:
+        self.part, self.size = part, min(size, len(part[0]))
+        self.generator = torch.Generator().manual_seed(seed)
+        self.left = torch.empty(0, dtype=torch.long, device=part[0].device)
+
+    def __call__(self) -> Part:
+        """Inputs and labels."""
+        if len(self.left) < self.size:
+            order = torch.randperm(len(self.part[0]), generator=self.generator).to(self.left.device)
+            self.left = torch.cat([self.left, order])
+        chosen, self.left = self.left[: self.size], self.left[self.size :]
+        return self.part[0][chosen], self.part[1][chosen]
+
+    def epochs(self, count: int) -> int:
+        """The batches of so many epochs."""
+        return max(1, count * len(self.part[0]) // self.size)
+
+
+# --- networks -----------------------------------------------------------------------------------------------
+
+
+def lenet(channels: int, side: int) -> nn.Sequential:
+    """LeNet: two 5×5 convolutions with ReLU and max pooling, three linear layers; small pictures are padded.
+
+    Example:
+        >>> lenet(3, 32)(torch.zeros(2, 3, 32, 32)).shape, lenet(1, 8)(torch.zeros(2, 1, 8, 8)).shape
+        (torch.Size([2, 10]), torch.Size([2, 10]))
+    """
+    padding = 0 if side >= 28 else 2
+    for _ in range(2):
+        side = (side + 2 * padding - 4) // 2
+    body = [nn.Conv2d(channels, 6, 5, padding=padding), nn.ReLU(), nn.MaxPool2d(2)]
+    body += [nn.Conv2d(6, 16, 5, padding=padding), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    return nn.Sequential(
+        *body, nn.Linear(16 * side**2, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, CLASSES)
+    )
+
+
+class Leader(nn.Module):
+    """g_λ of flat rows: three linear layers with leaky ReLU and a final tanh; it reads the label before the pixels."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        sizes = (features + 1, features, features, features)
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise(sizes):
+            layers += [nn.Linear(inputs, outputs), nn.LeakyReLU(0.2)]
+        self.net = nn.Sequential(*layers[:-1], nn.Tanh())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Rows in [−1, 1]; the label is scaled to [−1, 1], too."""
+        label = 2 * y.to(x.dtype) / (CLASSES - 1) - 1
+        made: Tensor = self.net(torch.cat([label[:, None], x], 1))
+        return made
+
+
+class ConvolutionalLeader(nn.Module):
+    """g_λ of pictures: three convolutions that halve them (12, 24, 48 channels) and the mirrored transposed ones."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        sizes = (channels, 12, 24, 48)
+        down: list[nn.Module] = []
+        up: list[nn.Module] = []
+        for inputs, outputs in pairwise(sizes):
+            down += [nn.Conv2d(inputs, outputs, 4, 2, 1), nn.LeakyReLU(0.2)]
+            up = [nn.ConvTranspose2d(outputs, inputs, 4, 2, 1), nn.LeakyReLU(0.2), *up]
+        self.net = nn.Sequential(*down, *up[:-1], nn.Tanh())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Pictures in [−1, 1]."""
+        made: Tensor = self.net(x)
+        return made
+
+
+def _seeded(make: Callable[[], nn.Module], seed: int, device: torch.device) -> nn.Module:
+    """Made with the initial weights of ``seed``; torch's own random state stays."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make().to(device)
+
+
+def network(case: Case, rows: Part, seed: int) -> nn.Module:
+    """A follower with the initial weights of ``seed``."""
+    x = rows[0]
+
+    def make() -> nn.Module:
+        if case.network == "cnn":
+            return lenet(x.shape[1], x.shape[2])
+        return mlp(x.shape[1], CLASSES, () if case.network == "linear" else (x.shape[1], x.shape[1]))
+
+    return _seeded(make, seed, x.device)
+
+
+def leader(rows: Part, seed: int) -> nn.Module:
+    """A leader with the initial weights of ``seed``."""
+    x = rows[0]
+    make = (lambda: ConvolutionalLeader(x.shape[1])) if x.ndim == 4 else (lambda: Leader(x.shape[1]))
+    return _seeded(make, seed, x.device)
+
+
+# --- the bilevel problem and plain training -----------------------------------------------------------------
+
+
+def problem(share: float) -> BilevelProblem:
+    """The two objectives; an inner batch is (clean x, clean y, x to poison, its y)."""
+
+    def inner(model: nn.Module, lead: nn.Module, batch: Any) -> losses.Loss:
+        x, y, origin, labels = batch
+        count, added = len(x), len(origin)
+        of_clean = (count + added) / (count * (1 + share))
+        of_added = (count + added) * share / (added * (1 + share))
+        weight = torch.cat([x.new_full((count,), of_clean), x.new_full((added,), of_added)])
+        rows = torch.cat([x, lead(origin, labels)])
+        return losses.cross_entropy(model(rows), torch.cat([y, labels]), weight=weight)
+
+    def outer(model: nn.Module, lead: nn.Module, batch: Any) -> losses.Loss:
+        return -losses.cross_entropy(model(batch[0]), batch[1])
+
+    return BilevelProblem(inner, outer)
+
+
+def trained(case: Case, rows: Part, seed: int) -> nn.Module:
+    """A network trained from scratch on ``rows``."""
+    model, batches = network(case, rows, seed), Shuffled(rows, case.batch, seed)
+    sgd = torch.optim.SGD(model.parameters(), lr=case.rate)
+    trial.train(
+        model,
+        lambda m, b: losses.cross_entropy(m(b[0]), b[1]),
+        batches,
+        sgd,
+        batches.epochs(case.epochs),
+        graph=True,
+    )
+    return model
+
+
+def autoencoder(case: Case, split: Split, seed: int) -> nn.Module:
+    """The leader before the attack: it gives back the training rows (mean squared error, Adam)."""
+    made, batches = leader(split.train, seed), Shuffled(split.train, min(500, case.batch), seed)
+    trial.train(
+        made,
+        lambda g, b: (g(*b) - b[0]).square().mean(),
+        batches,
+        torch.optim.Adam(made.parameters(), lr=1e-3),
+        batches.epochs(case.leader_epochs),
+        graph=True,
+    )
+    return made
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, part: Part, chunk: int = 5000) -> float:
+    """In per cent."""
+    hits = [(model(x).argmax(1) == y).sum() for x, y in zip(part[0].split(chunk), part[1].split(chunk), strict=True)]
+    return 100 * float(sum(hits)) / len(part[1])
+
+
+@dataclass
+class Starts:
+    """The pretrained leader and follower of every seed, made when they are first asked for and given as copies."""
+
+    case: Case
+    split: Callable[[int], Split]
+    made: dict[int, tuple[nn.Module, nn.Module]] = field(default_factory=dict)
+
+    def __call__(self, seed: int) -> tuple[nn.Module, nn.Module]:
+        """Leader and follower."""
+        if seed not in self.made:
+            split = self.split(seed)
+            self.made[seed] = autoencoder(self.case, split, seed), trained(self.case, split.train, seed)
+        lead, follower = self.made[seed]
+        return copy.deepcopy(lead), copy.deepcopy(follower)
+
+
+def distance(after: Sequence[Tensor], before: Sequence[Tensor]) -> float:
+    """‖after − before‖ / ‖before‖ over all tensors together.
+
+    Example:
+        >>> distance([torch.tensor([3.0, 5.0])], [torch.tensor([3.0, 4.0])])
+        0.2
+    """
+    change = sum(float((a.detach() - b.detach()).square().sum()) for a, b in zip(after, before, strict=True))
+    return float((change / sum(float(b.detach().square().sum()) for b in before)) ** 0.5)

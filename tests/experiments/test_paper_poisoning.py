@@ -1,0 +1,220 @@
+"""Data poisoning: its hypergradient against dense oracles, its rows, its methods, and every verdict of its rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import oracles
+from experiments.paper import poisoning, poisoning_attacks, poisoning_page, poisoning_problem
+from experiments.paper.poisoning_problem import Case, Leader, Split, Starts
+from experiments.paper.recipe import Result, Verdict
+from hyperkron.cleaning.models import mlp
+from hyperkron.curvature import Hessian
+from hyperkron.hypergradient import Implicit, cg, ekfac, kfac
+from hyperkron.solvers import CG
+
+SHARE = 0.5
+
+
+@dataclass
+class Tiny:
+    """The task's own inner problem on 4 clean rows and 2 made by a leader, in float64."""
+
+    model: nn.Module
+    hyper: nn.Module
+    inner: tuple[Tensor, ...]
+    outer: tuple[Tensor, Tensor]
+
+    @staticmethod
+    def make(hidden: tuple[int, ...], added: int = 2) -> Tiny:
+        torch.manual_seed(0)
+        model, lead = mlp(3, 10, hidden).double(), Leader(3).double()
+        x, y = torch.randn(4, 3).double(), torch.tensor([0, 3, 7, 1])
+        origin, labels = torch.randn(added, 3).double(), torch.randint(10, (added,))
+        return Tiny(model, lead, (x, y, origin, labels), (torch.randn(5, 3).double(), torch.randint(10, (5,))))
+
+    def plain_inner(self) -> Tensor:
+        """J_in as it is written in the paper, by torch alone."""
+        x, y, origin, labels = self.inner
+        of_clean = nn.functional.cross_entropy(self.model(x), y)
+        of_added = nn.functional.cross_entropy(self.model(self.hyper(origin, labels)), labels)
+        return (of_clean + SHARE * of_added) / (1 + SHARE)
+
+    def plain_outer(self) -> Tensor:
+        """J_out: the attacker wants a large validation loss."""
+        return -nn.functional.cross_entropy(self.model(self.outer[0]), self.outer[1])
+
+    def hypergradient(self, method: Implicit) -> dict[str, Tensor]:
+        """By the library, through the experiment's own objectives."""
+        for p in self.hyper.parameters():
+            p.grad = None
+        method.backward(poisoning_problem.problem(SHARE), self.model, self.hyper, self.inner, self.outer)
+        return {name: p.grad for name, p in self.hyper.named_parameters() if p.grad is not None}
+
+    def hessian(self) -> Tensor:
+        """∂²J_in/∂θ², dense."""
+        return oracles.hessian(self.plain_inner, list(self.model.parameters()))
+
+
+@pytest.mark.parametrize(("hidden", "added"), [((), 2), ((3,), 2), ((3,), 5)])
+def test_the_hypergradient_with_exact_curvature_is_the_dense_one(hidden: tuple[int, ...], added: int) -> None:
+    """Also where there are more added rows in the batch than their share of J_in."""
+    case, damping = Tiny.make(hidden, added), 2.0
+    wanted = oracles.implicit(case, case.hessian(), damping=damping)
+    found = case.hypergradient(Implicit(Hessian(damping), CG(200, 1e-14)))
+    assert oracles.flat(wanted).norm() > 1e-6
+    assert oracles.relative(found, wanted) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "method", [kfac(1e-2, fisher="type-2", split="exact"), ekfac(1e-2, fisher="type-2")], ids=["KFAC", "EKFAC"]
+)
+def test_kronecker_factors_are_exact_where_all_rows_have_one_output_hessian(method: Implicit) -> None:
+    """A linear model that begins at zero: ∇² J_in = mean(aaᵀ) ⊗ (diag p − ppᵀ), one Kronecker product."""
+    case = Tiny.make(())
+    wanted = oracles.implicit(case, case.hessian(), damping=1e-2)
+    assert oracles.flat(wanted).norm() > 1e-6
+    assert oracles.relative(case.hypergradient(method), wanted) < 1e-9
+    assert oracles.relative(case.hypergradient(cg(1, 1e-2)), wanted) > 1e-3  # the test can fail
+
+
+# --- rows and methods --------------------------------------------------------------------------------------
+
+CASE = replace(poisoning.TINY, steps=12, inner_steps=5, epochs=25)
+
+
+@pytest.fixture(scope="module")
+def split() -> Split:
+    return poisoning_problem.split_of(CASE, poisoning_problem.load(CASE), 1)
+
+
+@pytest.fixture(scope="module")
+def starts(split: Split) -> Starts:
+    return Starts(CASE, lambda seed: split)
+
+
+def test_parts_do_not_overlap_and_poison_is_made_of_training_rows(split: Split) -> None:
+    rows = torch.cat([x for x, _ in (split.train, split.validation, split.held_out, split.test)])
+    assert len(rows.unique(dim=0)) == len(rows) == 300 + 100 + 100 + 400
+    assert float(rows.min()) == -1.0 and float(rows.max()) == 1.0
+    assert len(split.origin[0]) == 12 and torch.equal(split.origin[0], split.train[0][:12])
+    picture = poisoning_problem.split_of(replace(CASE, network="cnn"), poisoning_problem.load(CASE), 1)
+    assert torch.equal(picture.train[0].flatten(1), split.train[0])
+
+
+def test_batches_visit_every_row_once_an_epoch() -> None:
+    rows = torch.arange(10), torch.arange(10)
+    batches = poisoning_problem.Shuffled(rows, 4, seed=0)
+    seen = torch.cat([batches()[0] for _ in range(batches.epochs(2))])
+    assert torch.equal(seen.sort().values, torch.arange(10).repeat_interleave(2))
+
+
+def test_flipped_labels_are_all_wrong(split: Split) -> None:
+    x, y = poisoning_attacks.flipped(split).rows
+    assert torch.equal(x, split.origin[0]) and not bool((y == split.origin[1]).any())
+
+
+def test_error_maximising_noise_stays_in_its_bound_and_raises_the_loss(split: Split, starts: Starts) -> None:
+    rows, labels = poisoning_attacks.error_maximising(CASE, split, starts, 0.3, 1).rows
+    _, follower = starts(1)
+    assert float((rows - split.origin[0]).abs().max()) <= 0.3 + 1e-6 and float(rows.abs().max()) <= 1
+    before, after = (float(nn.functional.cross_entropy(follower(x), labels).detach()) for x in (split.origin[0], rows))
+    assert after > before + 0.1
+
+
+@pytest.mark.parametrize("name", ["TGDA-CG", "TGDA-KFAC-EMP", "BOME"])
+def test_a_bilevel_method_moves_the_leader_and_hurts_the_follower(name: str, split: Split, starts: Starts) -> None:
+    def loss(model: nn.Module) -> float:
+        return float(nn.functional.cross_entropy(model(split.validation[0]), split.validation[1]).detach())
+
+    losses = {}
+    for outer in (1e-20, 3e-3):
+        setting = {"inner": 0.1, "outer": outer, "damping": 1e-2}
+        run = poisoning_attacks.prepare(CASE, split, starts, name, setting, 1, relative=True).advance(CASE.steps)
+        assert run.failure is None
+        losses[outer] = loss(run.state.model)
+    assert losses[3e-3] > losses[1e-20]
+
+
+def test_a_run_that_fails_adds_the_copies_it_began_with(split: Split, starts: Starts) -> None:
+    setting = {"inner": 1e38, "outer": 0.1, "damping": 1e-2}
+    found = poisoning_attacks.bilevel(CASE, split, starts, "TGDA-CG", setting, 1, relative=False)
+    assert found.facts["failed"] and found.facts["moved"] is None
+    torch.testing.assert_close(found.rows[0], poisoning_attacks.made(starts(1)[0], split.origin))
+
+
+# --- what the page says ------------------------------------------------------------------------------------
+
+
+def _of(drop: list[float], moved: float | None = 0.3, edge: tuple[str, ...] = ()) -> dict[str, Any]:
+    setting = {"outer": 1e-4} if moved is not None else {}
+    count = len(drop)
+    return {"setting": setting, "edge": list(edge), "drop": drop} | {
+        key: [value] * count for key, value in (("moved", moved), ("pixels", 0.5), ("rate", 1.0), ("failed", False))
+    }
+
+
+def _result(kfac_drop: dict[str, float], moved: float = 0.3, cg_drop: float = 1.0) -> Result:
+    def model(drop: float) -> dict[str, Any]:
+        noise = [0.0, 0.01, -0.01]
+        own = {
+            "TGDA-CG": _of([cg_drop + x for x in noise]),
+            "TGDA-KFAC-EMP": _of([drop + 2 * x for x in noise], moved, edge=("outer",)),
+        }
+        flip = {"label flip": _of([0.5, 0.6, 0.5], None)}
+        defence = {"suspects": 9, "precision": 0.5, "recall": 0.25, "clean": 92.0, "poisoned": 91.0, "defended": 91.5}
+        return {
+            "clean": [92.0, 92.1, 92.2],
+            "arms": {"reference": flip, "own": own, "printed": {"TGDA-CG": _of([0.2, 0.3, 0.2])}},
+            "defence": {"label flip": defence},
+        }
+
+    figures = {
+        "models": {name: model(drop) for name, drop in kfac_drop.items()},
+        "prices": {name: {"TGDA-CG": 0.02, "TGDA-KFAC-EMP": 0.008} for name in kfac_drop},
+    }
+    return Result("poisoning", "small", (1, 2, 3), figures)
+
+
+@pytest.mark.parametrize(
+    ("result", "wanted"),
+    [
+        (_result({"LR": 3.0, "MLP": 2.0, "CNN": 2.5}), Verdict.REPRODUCED),
+        (_result({"LR": 3.0, "MLP": 2.0, "CNN": 0.9}), Verdict.TREND),
+        (_result({"LR": 3.0, "MLP": 0.9, "CNN": 0.9}), Verdict.FAILED),
+        (_result({"LR": 0.4, "MLP": 0.4, "CNN": 0.4}, cg_drop=0.2), Verdict.TREND),  # label flipping costs more
+        (_result({"LR": 3.0, "MLP": 2.0, "CNN": 2.5}, moved=0.001), Verdict.REFUSED),
+    ],
+)
+def test_the_verdict_follows_the_rule(result: Result, wanted: Verdict) -> None:
+    found = poisoning.RECIPES[0].judge(result)
+    assert found.verdict is wanted
+    assert "KFAC less CG" in found.because
+
+
+def test_no_verdict_without_a_model() -> None:
+    result = _result({"LR": 3.0, "CNN": 2.0})
+    del result.figures["models"]["CNN"]["arms"]["own"]
+    found = poisoning_page.verdict(result)
+    assert found.verdict is Verdict.REFUSED and "CNN is missing" in found.because
+
+
+def test_tables_have_the_printed_drop_beside_ours() -> None:
+    drops, prices, defence = poisoning_page.tables(_result({"LR": 3.0}))
+    rows = {row[1]: row for row in drops.rows}
+    assert rows["TGDA-KFAC-EMP"][2:6] == ["5.40", "–", "3.00 ± 0.05", "reproduced in trend"]
+    assert rows["TGDA-CG"][2:6] == ["2.78", "0.23 ± 0.14", "1.00 ± 0.02", "not reproduced"]
+    assert rows["TGDA-KFAC-EMP"][6:] == ["– / 30 %", "outer 0.0001 (edge of its grid)"]
+    assert rows["label flip"][3] == rows["label flip"][4] == "0.53 ± 0.14"
+    assert prices.rows == [["LR", "20.0 (1.00)", "8.0 (0.40)"]]
+    assert defence.rows == [["LR", "label flip", "9", "50.0 %", "25.0 %", "92.00", "91.00", "91.50"]]
+
+
+def test_the_cases_have_the_printed_share() -> None:
+    for case in poisoning.SETTINGS["small"].cases.values():
+        assert isinstance(case, Case) and case.share == 0.03

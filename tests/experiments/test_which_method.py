@@ -1,0 +1,56 @@
+"""The map of problems and methods: every problem can be solved by every method, and the search chooses as it says."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.which_method import compare as which
+from experiments.which_method.methods import METHODS
+from experiments.which_method.problems import PROBLEMS, digits
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(which, "START", 5)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_a_problem(problem: str) -> None:
+    """λ moves, and the hypergradient is finite; its cosine with itself would be one."""
+    task = PROBLEMS[problem](digits(0))
+    found = which.run(task, which.Piece(problem, "KFAC", 0.1, 0), 2)
+    assert not found["failed"] and found["held"] != found["before"] and 0 <= found["wanted"] <= 100
+    near = which.cosines(task, which.Piece(problem, "", 0.0, 0), (0,))["cosines"]
+    assert set(near) == set(METHODS) and all(math.isfinite(x) and abs(x) <= 1 + 1e-9 for v in near.values() for x in v)
+    assert sum(near["PCG-3"]) >= sum(near["identity"]) - 0.05
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method(method: str) -> None:
+    torch.manual_seed(0)
+    found = which.run(PROBLEMS["domain weights"](digits(0)), which.Piece("domain weights", method, 0.1, 0), 2)
+    assert json.loads(json.dumps(found))["failed"] is False and found["bytes"] > 1000
+
+
+def row(piece: which.Piece, held: float | None) -> dict[str, Any]:
+    """A finished run."""
+    return {**piece._asdict(), "held": held, "wanted": 50.0, "milliseconds": 1.0, "bytes": 10}
+
+
+def test_the_step_size_with_the_lowest_held_out_objective_is_run_again() -> None:
+    rows: list[dict[str, Any]] = []
+    while todo := list(which.Map(rows, ["poisoning"], seeds=2).missing()):
+        piece = todo[0][1]
+        held = None if piece.rate < 0.005 else abs(math.log10(piece.rate / 0.09))
+        extra = {"cosines": {name: [0.5, 0.7] for name in METHODS}} if not piece.rate else {}
+        rows.append({**row(piece, held), **extra} if piece.rate else {**piece._asdict(), **extra})
+    made = which.Map(rows, ["poisoning"], seeds=2)
+    assert len(rows) == 2 + len(METHODS) * (len(which.RATES) + 2)
+    assert made.best("poisoning", "KFAC") == 0.1
+    text = which.table(made)
+    assert text.count("| KFAC | 0.60 |") == 1 and "| 1.0× | 1.0× | 0.1 |" in text
