@@ -61,7 +61,7 @@ def clean(
     sources = {"train": train, "trusted": trusted, "test": test, "reading": reading}
     plain = None if out is None else plain_sources(sources)
     how = ReadOptions(charset=reading.get("charset") or ReadOptions.charset)
-    hashes = None if plain is None else row_hashes(plain["train"], how)  # before they are read, so never of later ones
+    hashes = None if plain is None else row_hashes(plain["train"], how, "train")  # before reading: never of later ones
     parts = read_parts(train, trusted, test, reading)
     refuse_early(parts, config, model)
     folder = None if out is None else RunFolder(out, new=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyperkron.cli.config import print_config, seconds
-from hyperkron.cli.options import ALTERNATIVES
+from hyperkron.cli.options import ALTERNATIVES, as_options
 from hyperkron.cli.output import UsageError, progress, say, say_json
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def resume(options: Any, given: list[str]) -> int:
     _need_packages(options)
     out = Path(options.run)
     if not (out / "config.json").is_file():
-        raise FileNotFoundError(f"run={str(out)!r} holds no run (no config.json); begin one with `hyperkron clean`.")
+        raise FileNotFoundError(f"RUN={str(out)!r} holds no run (no config.json); begin one with `hyperkron clean`.")
     if not options.quiet:
         done = (out / "result.json").exists()
         say(f"The run in {out} is finished; reading its result again" if done else f"Continuing {out}")
@@ -226,7 +226,7 @@ def _finish(options: Any, out: Path) -> int:
 
             write_board(out)
     except HyperkronError as error:  # the run itself is complete
-        say(f"warning: {error}")
+        say(f"warning: {as_options(str(error))}")
     if options.json:
         content = json.loads((out / "result.json").read_text("utf-8"))
         there = {name: str(out / name) for name in FILES if (out / name).exists()}

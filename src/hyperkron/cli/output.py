@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
+from hyperkron.cli.options import as_options
+
 SECONDS_BETWEEN_LINES = 10.0
 """How often a progress without a terminal says where it is."""
 _UNSEEN = dict.fromkeys(map(ord, "\ufeff\u200b\u2060\u00ad"))
@@ -141,7 +143,7 @@ class Lines:
 
     def message(self, text: str) -> None:
         """Say it."""
-        say(text)
+        say(as_options(text))
 
     def stop(self) -> None:
         """Begin from nothing at the next start."""
@@ -177,7 +179,7 @@ class Bar:
 
     def message(self, text: str) -> None:
         """Say it above the bar."""
-        self._console.print(printable(text), markup=False, highlight=False)
+        self._console.print(printable(as_options(text)), markup=False, highlight=False)
 
     def stop(self) -> None:
         """Leave the bar as it stands; the next start begins another."""

@@ -16,6 +16,7 @@ from hyperkron.cleaning.data.formulas import FormulaCells
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Frame, Place
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, charset_of, read_bounded, read_text
+from hyperkron.cleaning.data.suspicions import header_note
 from hyperkron.cleaning.data.values import Cells
 from hyperkron.solution import HyperkronError
 
@@ -137,8 +138,9 @@ def read_csv(place: Place) -> Frame:
     values = zip(*(fields for fields, _ in file.records), strict=True)
     columns = {name: Cells(column) for name, column in zip(file.header, values, strict=False)}
     expected = "\t" if _is_tabbed(path) else ","
-    notes = (f"{path.name}: fields are taken to be separated by {file.delimiter!r}.",)
-    return Frame(path.name, columns, path.parent, notes if file.delimiter != expected else ())
+    notes = [f"{path.name}: fields are taken to be separated by {file.delimiter!r}."] * (file.delimiter != expected)
+    notes += [f"{path.name}: {note}" for note in [header_note(columns)] if note]
+    return Frame(path.name, columns, path.parent, tuple(notes))
 
 
 def csv_line(fields: Sequence[str], delimiter: str = ",", end: str = "\n") -> str:

@@ -15,9 +15,10 @@ from hyperkron.cleaning.data.files import listing, nearest, np, several
 from hyperkron.cleaning.data.images import SUFFIXES, load_images
 from hyperkron.cleaning.data.labelled import Frame, Kind, Labelled, Raw, Roles
 from hyperkron.cleaning.data.limits import ReadOptions
+from hyperkron.cleaning.data.number_forms import read_numbers
 from hyperkron.cleaning.data.roles import infer_input, text_cells
 from hyperkron.cleaning.data.sources import in_memory, locate
-from hyperkron.cleaning.data.values import Array, Columns, cells, numbers
+from hyperkron.cleaning.data.values import Array, Columns, cells
 from hyperkron.solution import HyperkronError
 
 
@@ -132,9 +133,9 @@ class InputForm:
         _require_columns([column.name for column in self.encoding.columns], columns, name)
         notes = []
         for column in self.encoding.columns:
-            strange = numbers(columns[column.name])[1] if isinstance(column, Number) else []
+            strange = read_numbers(columns[column.name], column.form)[1] if isinstance(column, Number) else []
             if strange:
-                shown = listing(repr(str(value)[:40]) for value in strange)
+                shown = listing(dict.fromkeys(repr(str(value)[:40]) for value in strange))
                 notes.append(f"{name}: column {column.name!r} holds {shown}, taken as missing: numbers are expected.")
         return self.encoding.matrix(columns), notes
 

@@ -14,6 +14,7 @@ from hyperkron.cleaning.data.labelled import Labelled, Raw, Roles
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.roles import frame_rows
 from hyperkron.cleaning.data.sources import Source, in_memory, locate, own_trusted, without_columns
+from hyperkron.cleaning.data.suspicions import label_notes, number_notes
 from hyperkron.solution import HyperkronError
 
 
@@ -137,8 +138,8 @@ def read_pair(
         trusted = own_trusted(train)
         if trusted is None:
             raise HyperkronError(
-                "trusted=None: name a second source with rows whose labels are right (trusted=..., --trusted), or the "
-                "column of train that flags them (trusted_column=..., --trusted-column)."
+                "trusted=None: name a second source with rows whose labels are right (trusted=...), or the column of "
+                "train that flags them (trusted_column=...)."
             )
     ours, found = _load(train, "train", asked, options, gold=False)
     if trusted is None:
@@ -152,7 +153,8 @@ def read_pair(
 def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Labelled]:
     if train.kind == "table" and len(train.inputs) != len(trusted.inputs):
         raise HyperkronError(
-            f"{train.name} has {len(train.inputs)} columns but {trusted.name} has {len(trusted.inputs)}."
+            f"{train.name} has {len(train.inputs)} columns but {trusted.name} has {len(trusted.inputs)}; give both the "
+            "same columns."
         )
     numeric = checks.numeric_columns(train, trusted)
     ours, theirs = (checks.keys(raw, numeric) for raw in (train, trusted))
@@ -164,7 +166,7 @@ def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Lab
     classes = checks.class_list(train, trusted)
     notes = checks.class_notes(train, trusted, classes)
     encoding, learnt = _encoding(train, options)
-    notes += [*learnt, *checks.duplicate_notes(train, ours)]
+    notes += [*label_notes(train), *number_notes(train), *learnt, *checks.duplicate_notes(train, ours)]
     return (
         checks.labelled(train, classes, encoding, notes),
         checks.labelled(trusted, classes, encoding, checks.duplicate_notes(trusted, theirs)),

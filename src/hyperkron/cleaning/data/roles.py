@@ -30,7 +30,8 @@ def resolve(frame: Frame, asked: Roles) -> tuple[Roles, list[str]]:
     for argument, name in (vars(asked) | {"features": None, "id": None} | named).items():
         if name is not None:
             _require(frame.name, frame.columns, argument, name)
-    label = label_column(frame.name, list(frame.columns), asked.label)
+    doubts = "".join(message.partition(": ")[2] for message in frame.messages if "first line" in message)
+    label = label_column(frame.name, list(frame.columns), asked.label, doubts[:1].upper() + doubts[1:])
     if label in (*asked.inputs(), *asked.id):
         raise HyperkronError(f"label={label!r} is also named as another column's role; the label cannot be an input.")
     if both := [name for name in asked.id if name in asked.inputs()]:
@@ -47,8 +48,8 @@ def resolve(frame: Frame, asked: Roles) -> tuple[Roles, list[str]]:
     return found, messages
 
 
-def label_column(source: str, columns: Sequence[str], label: str | None) -> str:
-    """The column of the labels, named or inferred."""
+def label_column(source: str, columns: Sequence[str], label: str | None, hint: str = "") -> str:
+    """The column of the labels, named or inferred; ``hint`` ends the error where there is none."""
     if label is not None:
         _require(source, columns, "label", label)
         return label
@@ -56,7 +57,7 @@ def label_column(source: str, columns: Sequence[str], label: str | None) -> str:
     if found is None:
         raise HyperkronError(
             f"{source} has no column called {', '.join(LABELS[:-1])} or {LABELS[-1]}; name the one that holds the "
-            f"labels with label=... Columns: {_names(columns)}."
+            f"labels with label=... Columns: {_names(columns)}.{' ' + hint if hint else ''}"
         )
     return found
 
