@@ -12,9 +12,9 @@ import pytest
 import run_folder
 from fake_cleaning import write_table
 from hyperkron.cleaning.data import row_hashes
+from hyperkron.cleaning.replacing import HASHES
 from hyperkron.cli import doctor as doctor_command
 from hyperkron.cli import main
-from hyperkron.cli.cleaning import HASHES
 
 Captured = pytest.CaptureFixture[str]
 RUN = Path("runs/mine")

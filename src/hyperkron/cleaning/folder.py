@@ -70,7 +70,8 @@ class RunFolder:
         self.path = Path(path)
         if new and (self.path / "config.json").exists():
             raise HyperkronError(
-                f"out={str(path)!r} already holds a run; continue with `hyperkron resume {path}`, or use another one."
+                f"out={str(path)!r} already holds a run; continue it with resume({str(path)!r}), replace it with "
+                "overwrite=True, or use another folder."
             )
         if not new and not (self.path / "config.json").exists():
             raise HyperkronError(f"out={str(path)!r} holds no run: there is no config.json in it.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import html
 import platform
 import resource
 import sys
@@ -28,10 +29,12 @@ from hyperkron.solution import HyperkronError, HyperkronWarning
 
 SUSPECT_THRESHOLD = 0.5
 """A row whose label is more likely wrong than right is a suspect."""
+SHOWN_SUSPECTS = 5
+"""Suspects that a notebook shows."""
 CURVES = ("weight of the experts κ", "weight of the given label β", "weight of learning the given label γ")
 
 
-@dataclass
+@dataclass(repr=False)
 class CleanResult:
     """What ``clean`` found.
 
@@ -65,9 +68,29 @@ class CleanResult:
     chosen: str
     verdict: str
     classes: tuple[str, ...]
-    summary: dict[str, Any] = field(repr=False, default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
-    transform: InputTransform | None = field(repr=False, default=None)
+    transform: InputTransform | None = None
+
+    def __repr__(self) -> str:
+        where = "" if self.folder is None else f", folder={str(self.folder)!r}"
+        about = f"rows={len(self.weights)}, suspects={len(self.suspects)}, chosen={self.chosen!r}{where}"
+        return f"CleanResult({about})\n{self.verdict}"
+
+    def _repr_html_(self) -> str:
+        """The verdict, the candidates and the first suspects, for a notebook."""
+        lines = [
+            [c["name"], f"{c['low']:.1%} to {c['high']:.1%}", "" if (t := c["test_accuracy"]) is None else f"{t:.1%}"]
+            for c in sorted(self.candidates, key=lambda c: -c["accuracy"])
+        ]
+        positions = self.suspects[:SHOWN_SUSPECTS]
+        probability, suggested = (torch.as_tensor(list(x)) for x in (self.error_probability, self.suggested))
+        rows = [[int(i), self.classes[int(suggested[i])], f"{float(probability[i]):.1%}"] for i in positions]
+        return (
+            f"<p><b>{html.escape(self.verdict)}</b></p>"
+            + _html_table(["candidate", "held-out accuracy", "test accuracy"], lines)
+            + _html_table(["suspect (position)", "suggested", "error probability"], rows)
+        )
 
     @property
     def used(self) -> Any:
@@ -126,6 +149,13 @@ class CleanResult:
             answers = predict(self.model, inputs, torch.arange(len(inputs), device=device)).cpu()
             probabilities[torch.as_tensor(found.rows)] = answers
         return found, probabilities
+
+
+def _html_table(header: list[str], lines: list[list[Any]]) -> str:
+    def line(tag: str, cells: list[Any]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+    return f"<table>{line('th', header)}{''.join(line('td', cells) for cells in lines)}</table>"
 
 
 def about_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,18 +16,19 @@ from hyperkron.cleaning import recorded
 from hyperkron.cleaning.alternatives import DESCRIPTIONS, available, judged, targets_for
 from hyperkron.cleaning.budget import READY, steps_of, within
 from hyperkron.cleaning.choice import Judged, choose, different, judge, verdict
-from hyperkron.cleaning.config import OURS, CleanConfig, Progress
+from hyperkron.cleaning.config import OURS, CleanConfig, Progress, SilentProgress
 from hyperkron.cleaning.data import Labelled
 from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.method import Outcome, clean_labels
-from hyperkron.cleaning.models import EncoderUnavailable, TextEncoder, load_encoder
+from hyperkron.cleaning.models import HASHED, EncoderUnavailable, TextEncoder, choose_encoder, load_encoder
 from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
 from hyperkron.cleaning.result import SUSPECT_THRESHOLD, CleanResult, about_run, history, per_class, scores_summary
 from hyperkron.cleaning.sources import model_name
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict
 from hyperkron.cleaning.work import Work, folds, train_on
+from hyperkron.solution import HyperkronWarning
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.signals import Interrupted, Signals
 
@@ -110,6 +112,8 @@ class CleaningRun:
         """The encoder of the run, recorded before it is used; None for hashed n-grams."""
         encoder: TextEncoder | None
         notes: tuple[str, ...] = ()
+        if self.encoder != HASHED:
+            self.progress.message(f"Loading the text encoder {choose_encoder(self.encoder).name}")
         try:
             if self.config.layers:  # which cannot do without
                 encoder = TextEncoder(self.encoder, device=self.device)
@@ -123,6 +127,8 @@ class CleaningRun:
         identity = recorded.encoder_identity(encoder)
         self._record("encoder", identity, lambda began: recorded.refuse_other_encoder(began, identity))
         self._say(list(notes))
+        for note in notes if isinstance(self.progress, SilentProgress) else ():
+            warnings.warn_explicit(note, HyperkronWarning, "hyperkron", 1)  # who made it does not matter to a user
         count = sum(len(part) for part in self.parts)
         self.progress.message(f"Embedding {count} texts with {identity['name']}")
         return encoder

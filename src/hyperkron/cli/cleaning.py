@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import secrets
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,23 +22,6 @@ READING = ("text", "label", "image", "features", "trusted_column", "id", "charse
 """Options that say how the data is to be read."""
 SETTINGS = ("seed", "epochs", "device", "encoder", "layers")
 """Options that are settings of the same name."""
-FILES = (
-    "config.json",
-    "log.jsonl",
-    "result.json",
-    "rows.csv",
-    "left_out.csv",
-    "suspects.jsonl",
-    "model.safetensors",
-    "inputs.json",
-    "inputs.safetensors",
-    "report.html",
-)
-"""The files of a run."""
-HASHES = "rows.hashes"
-"""A hash of every row of the source, by which `export` knows whether it still holds the rows of the run."""
-FOLDERS = ("stages", "embeddings", "tensorboard")
-"""The folders of a run."""
 
 
 def clean(options: Any, given: list[str]) -> int:
@@ -59,12 +40,13 @@ def clean(options: Any, given: list[str]) -> int:
     if not options.quiet:
         say(f"Reading {options.train}" + (f" and {options.trusted}" if options.trusted else ""))
     from hyperkron import cleaning
+    from hyperkron.cleaning.replacing import replacing
 
     settings: dict[str, Any] = {name: getattr(options, name) for name in SETTINGS}
     if compare is not None:
         settings["compare"] = compare
     config = cleaning.CleanConfig(budget=budget, **settings)
-    with _progress(options) as shown, _replacing(out, options.overwrite):
+    with _progress(options) as shown, replacing(out, options.overwrite, say):
         cleaning.clean(
             options.train,
             options.trusted,
@@ -174,44 +156,6 @@ def _refuse_taken(out: Path, overwrite: bool) -> None:
         )
 
 
-@contextmanager
-def _replacing(out: Path, overwrite: bool) -> Iterator[None]:
-    """The earlier run is put aside; it comes back if the new one does not begin, and goes when that has finished."""
-    if not overwrite or not any((out / name).exists() for name in ("config.json", "result.json")):
-        yield
-        return
-    if out.is_symlink():
-        raise FileExistsError(f"--out={str(out)!r} is a link; name the folder itself to overwrite it.")
-    aside = out.with_name(f"{out.name}.replaced-{secrets.token_hex(4)}")
-    out.rename(aside)
-    try:
-        yield
-    except BaseException:
-        if (out / "config.json").exists():
-            say(f"The earlier run is kept in {aside}")
-        else:
-            with suppress(OSError):
-                out.rmdir()
-            if not out.exists():
-                aside.rename(out)
-        raise
-    _remove(aside)
-
-
-def _remove(folder: Path) -> None:
-    """Take away what a run has written; whatever else somebody put there stays."""
-    for name in (*FILES, HASHES):
-        (folder / name).unlink(missing_ok=True)
-        (folder / f"{name}.part").unlink(missing_ok=True)
-    for name in FOLDERS:
-        if (folder / name).is_dir() and not (folder / name).is_symlink():
-            shutil.rmtree(folder / name)
-    try:
-        folder.rmdir()
-    except OSError:
-        say(f"Files that do not belong to the earlier run are kept in {folder}")
-
-
 def _finish(options: Any, out: Path) -> int:
     """Write what comes after the training, and say what came out."""
     from hyperkron.solution import HyperkronError
@@ -228,6 +172,8 @@ def _finish(options: Any, out: Path) -> int:
     except HyperkronError as error:  # the run itself is complete
         say(f"warning: {as_options(str(error))}")
     if options.json:
+        from hyperkron.cleaning.replacing import FILES
+
         content = json.loads((out / "result.json").read_text("utf-8"))
         there = {name: str(out / name) for name in FILES if (out / name).exists()}
         say_json({**content, "folder": str(out), "files": there})

@@ -11,8 +11,9 @@ from hyperkron.cleaning.data import ReadOptions, RowHashes, export_rows, read_pa
 from hyperkron.cleaning.decisions import read_decisions
 from hyperkron.cleaning.fields import Fields, parse, read_text
 from hyperkron.cleaning.loading import CsvRow, read_rows
+from hyperkron.cleaning.replacing import HASHES
 from hyperkron.cleaning.report import write_report
-from hyperkron.cli.cleaning import HASHES, READING
+from hyperkron.cli.cleaning import READING
 from hyperkron.cli.options import as_options
 from hyperkron.cli.output import say, say_json
 from hyperkron.solution import HyperkronError, HyperkronWarning

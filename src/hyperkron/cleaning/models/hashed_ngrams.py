@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.cleaning.models.encoder import EncoderUnavailable, TextEncoder, choose_encoder
-from hyperkron.solution import HyperkronError, HyperkronWarning
+from hyperkron.solution import HyperkronError
 
 HASHED = "hashed n-grams"
 """The name of the features that need no pretrained encoder."""
@@ -25,7 +24,7 @@ def load_encoder(
     """The encoder to use, or None for hashed n-grams, and messages.
 
     One that was asked for, by the argument or ``HYPERKRON_ENCODER``, is used or the reason why not is raised. Where
-    none was asked for and the default is not available, hashed n-grams are used, with a warning.
+    none was asked for and the default is not available, hashed n-grams are used, and the messages say so.
 
     Args:
         encoder: a name or folder for :class:`TextEncoder`; None takes the default, ``"hashed n-grams"`` none at all.
@@ -38,9 +37,7 @@ def load_encoder(
     except EncoderUnavailable as error:
         if choose_encoder(encoder).asked:
             raise
-        message = f"Using {HASHED}: the default encoder is not available (accuracy will be lower). {error}"
-        warnings.warn(message, HyperkronWarning, stacklevel=2)
-        return None, (message,)
+        return None, (f"Using {HASHED}: the default encoder is not available (accuracy will be lower). {error}",)
 
 
 class HashedNgrams:
