@@ -28,7 +28,7 @@ def test_the_options_reach_the_task(fake: FakeCleaning) -> None:
     more += ["--device", "cpu", "--compare", "noisy, pooled", "--features", "a,b", "--model", "collections:OrderedDict"]
     assert main([*CLEAN, *more]) == 0
     [call] = fake.calls
-    del call["progress"]
+    del call["progress"], call["on_result"]
     from collections import OrderedDict
 
     command = (

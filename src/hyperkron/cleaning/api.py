@@ -34,6 +34,7 @@ def clean(
     overwrite: bool = False,
     progress: Progress | bool | None = None,
     command: str | None = None,
+    on_result: Callable[[Path], None] | None = None,
     **reading: Any,
 ) -> CleanResult:
     """Find wrong labels in a training set with a few trusted rows, and train a better model.
@@ -50,6 +51,8 @@ def clean(
         overwrite: replace the run that ``out`` holds; it is kept until the new one has finished.
         progress: object that shows progress; None shows a bar on a terminal and in a notebook, False nothing.
         command: the command line to record.
+        on_result: called with the run folder when it holds a first result, before the alternatives are compared, and
+            again as they finish; for example :func:`hyperkron.cleaning.report.write_report`.
         reading: columns and options for :func:`hyperkron.cleaning.data.read_pair` (``text=``, ``label=``, ...).
 
     Example:
@@ -65,7 +68,7 @@ def clean(
     if out is not None and overwrite:
         with replacing(Path(out), overwrite, shown.message):
             again: dict[str, Any] = {"test": test, "out": out, "model": model, "config": config}
-            return clean(train, trusted, **again, progress=shown, command=command, **reading)
+            return clean(train, trusted, **again, progress=shown, command=command, on_result=on_result, **reading)
     config = config or CleanConfig()
     sources = {"train": train, "trusted": trusted, "test": test, "reading": reading}
     plain = None if out is None else plain_sources(sources)
@@ -85,7 +88,7 @@ def clean(
             "config.json", {"format": FORMAT, **about, "config": asdict(config), "data": fingerprint(parts)}
         )
     given = Given.of(train, parts[0])
-    return CleaningRun(parts, config, folder, model, shown, command, given, config.encoder).result()
+    return CleaningRun(parts, config, folder, model, shown, command, given, config.encoder, on_result).result()
 
 
 def resume(
@@ -94,6 +97,7 @@ def resume(
     model: Callable[[], nn.Module] | None = None,
     expected: Mapping[str, Any] | None = None,
     progress: Progress | bool | None = None,
+    on_result: Callable[[Path], None] | None = None,
 ) -> CleanResult:
     """Continue an interrupted run after its last finished stage; a finished run is read again.
 
@@ -106,6 +110,7 @@ def resume(
         expected: arguments of :func:`clean` and settings of ``CleanConfig`` by name, such as ``{"seed": 1}``; an error
             is raised if the run started with others. A folder given as ``encoder`` is used if it holds the same one.
         progress: object that shows progress; None shows a bar on a terminal and in a notebook, False nothing.
+        on_result: as for :func:`clean`.
     """
     folder = RunFolder(out, new=False)
     kept = folder.read_config()
@@ -124,4 +129,5 @@ def resume(
         )
     config = CleanConfig(**{**kept["config"], "compare": tuple(kept["config"]["compare"])})
     given, encoder = Given.of(source["train"], parts[0]), encoder_to_load(kept, expected)
-    return CleaningRun(parts, config, folder, model, shown_progress(progress), kept["command"], given, encoder).result()
+    shown = shown_progress(progress)
+    return CleaningRun(parts, config, folder, model, shown, kept["command"], given, encoder, on_result).result()

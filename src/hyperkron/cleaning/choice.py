@@ -133,6 +133,14 @@ def verdict(
     return f"{said}{_compared(won, candidates, test is not None)} {noise}"
 
 
+def first_verdict(rate: float, suspects: int, alternatives: int) -> str:
+    """What can be said before the alternatives are known."""
+    return (
+        f"First result: about {rate:.0%} of the labels look wrong; {suspects} rows are marked as suspects. The "
+        f"comparison with {alternatives} alternatives is still running."
+    )
+
+
 def _compared(won: Judged, candidates: list[Judged], tested: bool) -> str:
     """How the chosen candidate stands against the best of the others."""
     others = [c for c in candidates if c.name != won.name]

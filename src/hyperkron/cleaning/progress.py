@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from hyperkron.cleaning.config import Progress, SilentProgress
@@ -52,3 +53,39 @@ def shown_progress(asked: Progress | bool | None) -> Progress:
 def _in_notebook() -> bool:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def stage_in_words(stage: str) -> str:
+    """What a person is told of a stage.
+
+    Example:
+        >>> stage_in_words("network-small-loss"), stage_in_words("judge-small-loss"), stage_in_words("pooled expert")
+        ('training small-loss', 'judging small-loss', 'pooled expert')
+    """
+    kind, _, name = stage.partition("-")
+    doing = {"judge": "judging", "network": "training"}.get(kind)
+    return stage if doing is None else f"{doing} {name}"
+
+
+class EmbeddingBar:
+    """A bar of its own while texts are embedded; its unit is tokens, and every list of texts begins again."""
+
+    def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
+        self.progress, self.check = progress, check
+        self.done, self.total = 0, 0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` tokens are embedded."""
+        if total != self.total or done < self.done:
+            self.stop()
+            self.progress.start(total)
+            self.total = total
+        self.progress.advance(done - self.done, "embedding texts")
+        self.done = done
+        self.check()
+
+    def stop(self) -> None:
+        """Close the bar, if there is one."""
+        if self.total:
+            self.progress.stop()
+        self.done, self.total = 0, 0

@@ -6,14 +6,14 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyperkron.cli.config import print_config, seconds
 from hyperkron.cli.options import ALTERNATIVES, as_options
-from hyperkron.cli.output import UsageError, progress, say, say_json
+from hyperkron.cli.output import UsageError, finished, progress, say, say_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,6 +56,7 @@ def clean(options: Any, given: list[str]) -> int:
             config=config,
             progress=shown,
             command=shlex.join(["hyperkron", *given]),
+            on_result=_first_report(options),
             **_reading(options),
         )
     return _finish(options, out)
@@ -68,13 +69,32 @@ def resume(options: Any, given: list[str]) -> int:
     if not (out / "config.json").is_file():
         raise FileNotFoundError(f"RUN={str(out)!r} holds no run (no config.json); begin one with `hyperkron clean`.")
     if not options.quiet:
-        done = (out / "result.json").exists()
+        done = finished(out)
         say(f"The run in {out} is finished; reading its result again" if done else f"Continuing {out}")
     from hyperkron import cleaning
 
     with _progress(options) as shown:
-        cleaning.resume(out, model=chosen_model(options.model), expected=_expected(options), progress=shown)
+        cleaning.resume(
+            out,
+            model=chosen_model(options.model),
+            expected=_expected(options),
+            progress=shown,
+            on_result=_first_report(options),
+        )
     return _finish(options, out)
+
+
+def _first_report(options: Any) -> Callable[[Path], None] | None:
+    """What writes report.html while the alternatives are compared; trouble with it is told at the end."""
+
+    def write(out: Path) -> None:
+        from hyperkron.cleaning.report import write_report
+        from hyperkron.solution import HyperkronError
+
+        with suppress(HyperkronError):
+            write_report(out)
+
+    return None if options.no_report else write
 
 
 @contextmanager
@@ -145,7 +165,7 @@ def _refuse_taken(out: Path, overwrite: bool) -> None:
         raise FileExistsError(f"--out={str(out)!r} is a file, but a run is a folder; choose another name.")
     if overwrite:
         return
-    if (out / "result.json").exists():
+    if finished(out):
         raise FileExistsError(
             f"--out={str(out)!r} holds a finished run; choose another folder, or add --overwrite to replace it."
         )

@@ -160,6 +160,7 @@ def _context(run: RunContents) -> dict[str, Any]:
         "hyperkron": result.text("hyperkron"),
         "verdict": result.text("verdict"),
         "heading": wording.heading(run),
+        "unfinished": result.texts("unfinished"),
         "headline": wording.headline(run),
         "few": wording.few_trusted(run),
         "interval": wording.interval,

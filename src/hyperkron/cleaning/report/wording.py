@@ -107,6 +107,8 @@ def suspect_count(run: RunContents) -> int | None:
 
 def heading(run: RunContents) -> str:
     """What to do, in a few words."""
+    if run.result.items("unfinished"):
+        return "First result: the alternatives are still being compared."
     if not run.chosen:
         return "No model was chosen."
     if run.chosen == OURS:
