@@ -33,7 +33,7 @@ class _NoReads(TorchDispatchMode):
     """Refuses what waits for the device below Python."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        waits = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select")
+        waits = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "_unique2")
         assert func.overloadpacket.__name__ not in waits, func
         return func(*args, **(kwargs or {}))
 

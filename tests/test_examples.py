@@ -40,3 +40,12 @@ def test_digits_are_split_without_overlap_and_corrupted_as_said() -> None:
     assert torch.equal(digits.trusted[1].bincount(), torch.full((10,), 10))
     assert torch.equal(digits.held_out[1].bincount(), torch.full((10,), 5))
     assert float(digits.wrong.double().mean()) == pytest.approx(0.4 * 0.9, abs=0.03)
+
+
+def test_poisoning_robustness(capsys: pytest.CaptureFixture[str]) -> None:
+    """The added rows cost accuracy, and few rows besides them are suspected."""
+    found = load("poisoning_robustness").main()
+    assert found["poisoned"] < found["clean"] - 0.01
+    printed = capsys.readouterr().out
+    hits, suspects = (int(word) for word in printed.split() if word.isdecimal() and word != "90")
+    assert f"poisoned {found['poisoned']:.1%}" in printed and hits > suspects / 2

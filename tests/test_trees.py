@@ -21,6 +21,7 @@ from hyperkron.solution import (
     Solution,
     Status,
     warn_once,
+    worst,
 )
 from hyperkron.trees import Tree
 
@@ -128,6 +129,15 @@ def test_different_shapes_are_refused_not_broadcast(function: object) -> None:
         function({"w": torch.ones(2, 1)}, {"w": torch.ones(2)})  # type: ignore[operator]
 
 
+def test_stacked_and_unstacked_are_inverse() -> None:
+    parts = [tree(seed) for seed in range(3)]
+    together = trees.stacked([parts[0], *map(turned, parts[1:])])
+    assert {name: x.shape[0] for name, x in together.items()} == dict.fromkeys(parts[0], 3)
+    for part, found in zip(parts, trees.unstacked(together), strict=True):
+        assert found.keys() == part.keys()
+        assert all(torch.equal(found[name], x) for name, x in part.items())
+
+
 def test_zeros_like_and_map() -> None:
     a = tree(0, torch.float32)
     zeros = trees.zeros_like(a)
@@ -175,6 +185,12 @@ def test_a_status_reads_as_a_sentence_and_names_a_remedy(status: Status) -> None
 
 def test_which_statuses_are_ok() -> None:
     assert {status for status in Status if status.ok} == {Status.DIRECT, Status.CONVERGED, Status.BUDGET}
+
+
+def test_the_worst_status_is_one_that_is_not_ok_if_there_is_any() -> None:
+    for bad in (status for status in Status if not status.ok):
+        assert worst([Status.BUDGET, bad, Status.DIRECT]) is bad
+    assert worst(Status) is Status.NON_FINITE
 
 
 def test_results_are_frozen() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,10 +10,15 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import functional_call, stack_module_state, vmap
 
+import hyperkron as hk
+from experiments.attribution import text
 from experiments.paper import datasets
+from hyperkron.algorithms import InnerOnly, Updates
+from hyperkron.attribution import training_damping
 
+MOMENTUM = 0.9
 DECAY = 1e-4
 """α of the penalty α‖θ‖²: the minimum is isolated, and every method knows it."""
 
@@ -29,6 +34,16 @@ class Setting:
     epochs: int
     rate: float
     batch: int = 64
+
+    def steps(self, rows: int) -> int:
+        """Of a training on this many rows."""
+        return self.epochs * max(1, rows // self.batch)
+
+    @property
+    def damping(self) -> float:
+        """By the rule of :func:`hyperkron.attribution.training_damping`: the rate falls linearly to zero."""
+        total = self.steps(len(self.train[0]))
+        return training_damping([self.rate * (1 - step / total) for step in range(total)], momentum=MOMENTUM)
 
     def to(self, device: torch.device) -> Setting:
         train, queries = ((x.to(device), y.to(device)) for x, y in (self.train, self.queries))
@@ -65,11 +80,18 @@ def cifar_cnn(data: Path | None) -> Setting:
     return Setting("CIFAR-10, CNN", lambda: cnn(3, (16, 32, 32), 32 * 16), train, queries, 20, 0.03)
 
 
+def trec_minilm(data: Path | None) -> Setting:
+    """2000 questions of TREC; the last layer of MiniLM is fine-tuned."""
+    network, train, queries = text.load(data, 2000, 100)
+    return Setting("TREC, MiniLM", network, train, queries, 6, 0.03)
+
+
 SETTINGS = {
     "digits_mlp": digits_mlp,
     "digits_cnn": digits_cnn,
     "fashion_mlp": fashion_mlp,
     "cifar_cnn": cifar_cnn,
+    "trec_minilm": trec_minilm,
 }
 
 
@@ -93,38 +115,67 @@ def cnn(channels: int, widths: tuple[int, ...], features: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
+class Stack(nn.Module):
+    """Networks of one shape as one computation: each parameter has a leading dimension for the network."""
+
+    def __init__(self, networks: list[nn.Module]) -> None:
+        super().__init__()
+        params, _ = stack_module_state(networks)
+        self.names = list(params)
+        self.stacked = nn.ParameterList(params.values())
+        self.first = [networks[0]]  # in a list, so that its own parameters are not the stack's
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs for a batch of each network, (networks, batch, …)."""
+        params = dict(zip(self.names, self.stacked, strict=True))
+        found: Tensor = vmap(lambda one, rows: functional_call(self.first[0], one, (rows,)))(params, x)
+        return found
+
+    def write(self, networks: list[nn.Module]) -> None:
+        """Put the parameters back where they came from."""
+        for i, network in enumerate(networks):
+            network.load_state_dict({n: p[i].detach() for n, p in zip(self.names, self.stacked, strict=True)})
+
+
 def train_many(setting: Setting, subsets: list[Tensor], seeds: list[int]) -> list[nn.Module]:
     """A network for each subset of the training rows, all trained at once by SGD with momentum and a linear decay."""
-    device = setting.train[0].device
+    (x, y), device = setting.train, setting.train[0].device
     networks = []
     for seed in seeds:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             networks.append(setting.network().to(device))
-    params, _ = stack_module_state(networks)
-    params = {name: p.detach() for name, p in params.items()}
+    stack = Stack(networks)
     size = min(len(rows) for rows in subsets)
-    steps_per_epoch = max(1, size // setting.batch)
-    total = setting.epochs * steps_per_epoch
-    velocity = {name: torch.zeros_like(p) for name, p in params.items()}
+    total = setting.steps(size)
+    steps = total // setting.epochs
 
-    def loss(one: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        penalty = sum(p.square().sum() for p in one.values())
-        return F.cross_entropy(functional_call(networks[0], one, (x,)), y) + DECAY * penalty
+    def batches() -> Iterator[Tensor]:
+        random = torch.Generator().manual_seed(seeds[0])
+        for _ in range(setting.epochs):
+            orders = torch.stack(
+                [rows[torch.randperm(len(rows), generator=random).to(device)][:size] for rows in subsets]
+            )
+            yield from orders[:, : steps * setting.batch].split(setting.batch, 1)
 
-    slopes = vmap(grad(loss))
-    random = torch.Generator().manual_seed(seeds[0])
-    step = 0
-    for _ in range(setting.epochs):
-        orders = [rows[torch.randperm(len(rows), generator=random).to(device)][:size] for rows in subsets]
-        for i in range(steps_per_epoch):
-            rows = torch.stack([order[i * setting.batch : (i + 1) * setting.batch] for order in orders])
-            gradients = slopes(params, setting.train[0][rows], setting.train[1][rows])
-            rate = setting.rate * (1 - step / total)
-            for name, g in gradients.items():
-                velocity[name].mul_(0.9).add_(g)
-                params[name] = params[name] - rate * velocity[name]
-            step += 1
-    for i, network in enumerate(networks):
-        network.load_state_dict({name: p[i] for name, p in params.items()})
+    def loss(model: nn.Module, _: nn.Module, rows: Tensor) -> Tensor:
+        each = F.cross_entropy(model(x[rows]).flatten(0, 1), y[rows].flatten(), reduction="sum") / rows.shape[1]
+        penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+        return each + DECAY * penalty
+
+    stream = batches()
+    optimizer = torch.optim.SGD(stack.parameters(), lr=setting.rate, momentum=MOMENTUM)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
+    hk.fit(
+        hk.BilevelProblem(loss),
+        stack,
+        None,
+        InnerOnly(report_every=total),
+        lambda: next(stream),
+        steps=total,
+        seed=None,
+        graph=True,
+        inner_optimizer=Updates(optimizer, schedule, schedule="update"),
+    )
+    stack.write(networks)
     return networks

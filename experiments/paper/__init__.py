@@ -67,6 +67,7 @@ def recipes() -> dict[str, Recipe]:
         diagnostic,
         encoder_cleaning,
         frozen_head,
+        long_tail,
         memory,
         moving_average,
         poisoning,
@@ -93,6 +94,7 @@ def recipes() -> dict[str, Recipe]:
         poisoning,
         unlearnable,
         pretraining,
+        long_tail,
     )
     found = [recipe for module in modules for recipe in module.RECIPES]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.experiment)}

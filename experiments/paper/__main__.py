@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--seeds", type=int, metavar="N", help="number of seeds (default: the recipe's own)")
     run.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: cpu)")
     run.add_argument("--limit-minutes", type=float, metavar="M", help="time limit; the same command continues")
-    run.add_argument("--workers", type=int, default=1, metavar="N", help="processes, for encoder and encoder-base")
+    run.add_argument("--workers", type=int, default=1, metavar="N", help="processes, for recipes that can share work")
     run.add_argument("--folder", default="runs/paper", help="results and unfinished work (default: runs/paper)")
     run.add_argument("--data", metavar="FOLDER", help="folder with mnist/, cifar10/, wrench/ (default: ./data)")
     run.add_argument("--quiet", action="store_true", help="print only errors and the result")

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hyperkron.cleaning.models import resnet18
+from hyperkron.cleaning.models.resnet import BasicBlock, ResNet
 from hyperkron.solution import HyperkronError
 
 Network = Literal["linear", "cnn", "resnet18", "tiny"]
@@ -28,6 +30,36 @@ def cnn(classes: int = 10, width: int = 32) -> nn.Sequential:
         layers += [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
         channels = out
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * channels, classes))
+
+
+class PaddedShortcut(nn.Module):
+    """Option A of He et al.: every second pixel, and zeros for the new channels, half of them on each side."""
+
+    def __init__(self, new: int) -> None:
+        super().__init__()
+        self.new = new
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, channels, H, W) to (N, channels + new, H/2, W/2)."""
+        before = self.new // 2
+        return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, before, self.new - before))
+
+
+def resnet32(classes: int = 10, width: int = 16, blocks: int = 5) -> ResNet:
+    """CIFAR's ResNet-32: three stages of five basic blocks, shortcuts without parameters, weights by Kaiming's rule.
+
+    Example:
+        >>> sum(p.numel() for p in resnet32().parameters())
+        464154
+    """
+    model = ResNet((blocks,) * 3, classes, "3x3", width)
+    for part in model.modules():
+        if isinstance(part, BasicBlock) and isinstance(part.shortcut, nn.Sequential):
+            part.shortcut = PaddedShortcut(part.conv1.out_channels - part.conv1.in_channels)
+    for part in model.modules():
+        if isinstance(part, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(part.weight)
+    return model
 
 
 def make(network: Network, features: int, seed: int, width: int | None = None) -> nn.Module:

@@ -14,18 +14,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from experiments.paper import datasets
 from experiments.paper import poisoning_attacks as attacks
 from experiments.paper import poisoning_problem as base
 from experiments.paper.datasets import Images
 from experiments.paper.entries import Entry, Found, Stage, compete
-from experiments.paper.poisoning_attacks import ALGORITHMS, Poison
+from experiments.paper.poisoning_attacks import ALGORITHMS, FOLLOWER, Poison
 from experiments.paper.poisoning_page import NOTE, tables, verdict
 from experiments.paper.poisoning_problem import Case, Split, Starts
 from experiments.paper.recipe import LISTED, Job, Recipe, Scale
 from experiments.paper.side_by_side import fill
 from experiments.paper.tuning import Grid, Setting
-from experiments.pieces import OutOfTime
 from experiments.trial import tensor_cores
+from hyperkron.solution import HyperkronError
 
 REFERENCES = ("clean", "label flip")
 NOISE = "error-max noise"
@@ -33,6 +34,8 @@ FIRST = ("TGDA-CG", "TGDA-KFAC-EMP", "BOME")
 BESIDE = ("TGDA-KFAC", "TGDA-EKFAC")
 DEFENDED = ("label flip", NOISE, "TGDA-CG", "TGDA-KFAC-EMP")
 """The poisoned sets that the defence is measured on, for the first seed; of TGDA those of its own step sizes."""
+SHEETS = 5
+"""Training sheets of CIFAR-10."""
 
 
 @dataclass(frozen=True)
@@ -153,21 +156,40 @@ def entry(job: Job, source: Source, part: Part, name: str) -> Entry:
     return Entry(name, grid, score, final)
 
 
-def prices(job: Job, source: Source) -> dict[str, dict[str, float]]:
-    """Seconds of a step by model and method, measured one after the other before anything else is run."""
+def absent(job: Job, model: str) -> bool:
+    """Whether the data of a model are not there: then it waits for another run."""
+    data = job.settings.cases[model].data
+    if data == "digits":
+        return False
+    try:
+        sheets = [path.name for path in datasets.find(data, job.data).glob("train_*.webp")]
+    except HyperkronError:
+        return True
+    return 0 < len(sheets) < SHEETS
+
+
+def prices(job: Job, source: Source) -> dict[str, dict[str, float | None]]:
+    """Seconds of a step by model and method, measured one after the other before anything else is run.
+
+    ``None`` where a step fails.
+    """
     settings: Settings = job.settings
-    found: dict[str, dict[str, float]] = {}
-    for model, case in settings.cases.items():
-        for name in ALGORITHMS:
+    found: dict[str, dict[str, float | None]] = {}
 
-            def take(model: str = model, case: Case = case, name: str = name) -> dict[str, Any]:
-                with precision(case):
-                    return {"seconds": attacks.price(case, source.split(model, 0), name, settings.timed)}
-
+    def take(model: str, name: str) -> dict[str, Any]:
+        case = source.case(model)
+        with precision(case):
             try:
-                found.setdefault(model, {})[name] = job.cell(["price", model, name], take)["seconds"]
-            except OutOfTime:
+                return {"seconds": attacks.price(case, source.split(model, 0), name, settings.timed)}
+            except (RuntimeError, HyperkronError) as error:
+                return {"seconds": None, "error": f"{error!s:.200}"}
+
+    for model in settings.cases:
+        for name in (FOLLOWER, *ALGORITHMS):
+            key = ["price", model, name]
+            if job.cells.get(key) is None and (job.late or absent(job, model)):
                 continue
+            found.setdefault(model, {})[name] = job.cell(key, partial(take, model, name))["seconds"]
     return found
 
 
@@ -179,14 +201,13 @@ def stages_of(job: Job) -> tuple[list[Stage], int]:
 
 
 def _stages(job: Job, source: Source) -> list[Stage]:
-    return [
-        Stage(part.stage, [entry(job, source, part, name) for name in part.methods], part.seeds, _trials(job, part))
-        for part in job.settings.parts
-    ]
-
-
-def _trials(job: Job, part: Part) -> int:
-    return int(job.settings.trials) if part.arm == "own" else 1
+    """One for each part; it is empty where its data are absent and nothing of it is in the cache."""
+    made = []
+    for part in job.settings.parts:
+        waits = job.cells.get(["price", part.model, FOLLOWER]) is None and absent(job, part.model)
+        entries = [] if waits else [entry(job, source, part, name) for name in part.methods]
+        made.append(Stage(part.stage, entries, part.seeds, int(job.settings.trials) if part.arm == "own" else 1))
+    return made
 
 
 def work(job: Job) -> dict[str, Any]:
@@ -194,8 +215,10 @@ def work(job: Job) -> dict[str, Any]:
     source = Source(job)
     price = prices(job, source)
     found = compete(job, _stages(job, source), job.settings.trials)
-    return {"models": {model: summary(found, model) for model in job.settings.cases}, "prices": price} | {
-        "cut_short": found.cut_short
+    return {
+        "models": {model: summary(found, model) for model in job.settings.cases},
+        "prices": price,
+        "cut_short": found.cut_short or any(model not in price for model in job.settings.cases),
     }
 
 

@@ -15,7 +15,7 @@ from experiments.paper import poisoning_problem as base
 from experiments.paper.poisoning_problem import CLASSES, Case, Part, Shuffled, Split, Starts, accuracy, joined
 from experiments.paper.tuning import Setting
 from hyperkron import losses
-from hyperkron.algorithms import AID, BOME
+from hyperkron.algorithms import BOME, TGDA, InnerOnly
 from hyperkron.algorithms.base import Algorithm
 from hyperkron.cleaning import CleanConfig, clean
 from hyperkron.hypergradient import Hypergradient, cg, ekfac, kfac
@@ -29,8 +29,8 @@ Made = Callable[[Case, float, int], Algorithm]
 
 
 def _tgda(make: Callable[[float, int], Hypergradient]) -> Made:
-    """One step of the leader along a hypergradient of a damping and a seed after the steps of the follower."""
-    return lambda case, damping, seed: AID(make(damping, seed), case.inner_steps)
+    """TGDA with a hypergradient that is made for a damping and a seed."""
+    return lambda case, damping, seed: TGDA(make(damping, seed), case.inner_steps)
 
 
 ALGORITHMS: dict[str, Made] = {
@@ -38,9 +38,11 @@ ALGORITHMS: dict[str, Made] = {
     "TGDA-KFAC-EMP": _tgda(lambda damping, seed: kfac(damping, fisher="empirical", seed=seed, graph=True)),
     "TGDA-KFAC": _tgda(lambda damping, seed: kfac(damping, seed=seed, graph=True)),
     "TGDA-EKFAC": _tgda(lambda damping, seed: ekfac(damping, refresh_every=10, seed=seed, graph=True)),
-    "BOME": lambda case, damping, seed: BOME(case.inner_steps, 0.5),
+    "BOME": lambda case, damping, seed: BOME(max(1, case.inner_steps // 2), 0.5),
 }
 """The bilevel methods; without a GPU ``graph`` has no effect. CG's matrix is the Hessian of J_in."""
+FOLLOWER = "steps of θ alone"
+"""What is subtracted from the price of a step to get that of the hypergradient."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def prepare(
         relative: ``outer`` is the root mean square by which the first step moves λ, not SGD's step size.
     """
     lead, follower = starts(seed)
+    algorithm = InnerOnly(case.inner_steps) if name == FOLLOWER else ALGORITHMS[name](case, setting["damping"], seed)
     count = sum(p.numel() for p in lead.parameters())
     rate = trial.TINY if relative else setting["outer"]
     clean_rows, origin = Shuffled(split.train, case.batch, seed), Shuffled(split.origin, case.added, seed + 1)
@@ -77,7 +80,7 @@ def prepare(
         base.problem(case.share),
         follower,
         lead,
-        ALGORITHMS[name](case, setting["damping"], seed),
+        algorithm,
         lambda: (*clean_rows(), *origin()),
         Shuffled(split.validation, case.batch, seed + 2),
         steps=0,
@@ -100,12 +103,17 @@ def bilevel(
     """
     run = prepare(case, split, starts, name, setting, seed, relative=relative)
     before, _ = starts(seed)
-    run.advance(max(trial.MEASURED + 1, math.ceil(part * case.steps)))
+    error = ""
+    try:
+        run.advance(max(trial.MEASURED + 1, math.ceil(part * case.steps)))
+    except RuntimeError as found:  # of the device; other runs go on
+        error = f"{found!s:.200}"
     after = run.state.hyper
     first, rows = made(before, split.origin), made(after, split.origin)
-    failed = run.failure is not None or not bool(torch.isfinite(rows).all())
+    failed = bool(error) or run.failure is not None or not bool(torch.isfinite(rows).all())
     facts = {
         "failed": failed,
+        "error": error or run.stopped or "",
         "steps": run.state.step,
         "rate": float(run.state.outer.optimizer.param_groups[0]["lr"]),
         "moved": None if failed else base.distance(list(after.parameters()), list(before.parameters())),
@@ -170,7 +178,10 @@ def judged(case: Case, split: Split, poison: Poison | None, seed: int, *, test: 
 
 
 def price(case: Case, split: Split, name: str, steps: int) -> float:
-    """Seconds of one step of λ with its steps of θ, without the first steps; networks are not pretrained."""
+    """Seconds of one step of λ with its steps of θ (of ``FOLLOWER``: of these alone), without the first steps.
+
+    Networks are not pretrained.
+    """
 
     def starts(seed: int) -> tuple[nn.Module, nn.Module]:
         return base.leader(split.train, seed), base.network(case, split.train, seed)

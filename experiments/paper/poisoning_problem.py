@@ -60,7 +60,7 @@ class Case:
     batch: int = 1000
     added: int = 330
     share: float = 0.03
-    steps: int = 1500
+    steps: int = 1000
     inner_steps: int = 20
     epochs: int = 100
     leader_epochs: int = 20
@@ -135,24 +135,27 @@ def split_of(case: Case, data: datasets.Images, seed: int, device: torch.device 
 
 
 class Shuffled:
-    """Full batches of a part for ever, each epoch in a new order; what is left over joins the next epoch."""
+    """Full batches of a part for ever, each epoch in a new order and without the few rows that do not fill a batch.
+
+    The rows are put in order once an epoch, so that a batch is a view of them.
+    """
 
     def __init__(self, part: Part, size: int, seed: int) -> None:
         self.part, self.size = part, min(size, len(part[0]))
         self.generator = torch.Generator().manual_seed(seed)
-        self.left = torch.empty(0, dtype=torch.long, device=part[0].device)
+        self.left: list[Part] = []
 
     def __call__(self) -> Part:
         """Inputs and labels."""
-        if len(self.left) < self.size:
-            order = torch.randperm(len(self.part[0]), generator=self.generator).to(self.left.device)
-            self.left = torch.cat([self.left, order])
-        chosen, self.left = self.left[: self.size], self.left[self.size :]
-        return self.part[0][chosen], self.part[1][chosen]
+        if not self.left:
+            order = torch.randperm(len(self.part[0]), generator=self.generator).to(self.part[0].device)
+            x, y = (z[order[: self.size * (len(order) // self.size)]].split(self.size) for z in self.part)
+            self.left = list(zip(x, y, strict=True))
+        return self.left.pop()
 
     def epochs(self, count: int) -> int:
-        """The batches of so many epochs."""
-        return max(1, count * len(self.part[0]) // self.size)
+        """The batches of this many epochs."""
+        return count * (len(self.part[0]) // self.size)
 
 
 # --- networks -----------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from experiments.paper.recipe import LISTED, Job, Recipe, Scale
 from experiments.paper.texts import MADE_UP
 from experiments.pieces import OutOfTime
 from experiments.workers import share
+from hyperkron.solution import HyperkronError
 
 PRINTED = 1e-5
 """The printed step size of λ."""
@@ -140,7 +141,10 @@ def _prices(job: Job, source: Callable[[], Source]) -> dict[str, Any]:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(job.device)
             trial = Trial(source(), settings.case, dataset, name, settings.inner[0], PRINTED, job.seeds[0])
-            return trial.price(settings.timed)
+            try:
+                return trial.price(settings.timed)
+            except (HyperkronError, torch.OutOfMemoryError) as error:
+                return {"seconds": None, "error": f"{error!s:.200}"}
 
         try:
             found[name] = job.cell(["price", dataset, name], price)
@@ -229,7 +233,7 @@ def fill(job: Job, recipe: Recipe, count: int) -> None:
 
     make = partial(_worker, job.settings, job.data, str(job.device))
     ready = partial(_ready, job)
-    share(count, make, ready, keep, late=lambda: job.late, near=lambda task: (task.dataset, METHODS[task.method].leaky))
+    share(count, make, ready, keep, late=lambda: job.late)
 
 
 def _ready(job: Job) -> list[tuple[list[Any], Task]]:

@@ -114,13 +114,10 @@ class Tokens:
 
 def tokenize(tokenizer: Any, texts: Sequence[str], length: int, device: torch.device) -> Tokens:
     """Texts cut after ``length`` tokens and padded to it, so that every batch has one shape."""
-    own = {*tokenizer.all_special_ids}
-    ids = torch.full((len(texts), length), int(tokenizer.pad_token_id))
-    mask, special = torch.zeros_like(ids, dtype=torch.bool), torch.ones_like(ids, dtype=torch.bool)
-    for i, row in enumerate(tokenizer(list(texts), truncation=True, max_length=length)["input_ids"]):
-        ids[i, : len(row)] = torch.tensor(row)
-        mask[i, : len(row)] = True
-        special[i, : len(row)] = torch.tensor([token in own for token in row])
+    options = {"truncation": True, "max_length": length, "padding": "max_length", "return_tensors": "pt"}
+    found = tokenizer(list(texts), **options)
+    ids, mask = found["input_ids"], found["attention_mask"].bool()
+    special = torch.isin(ids, torch.tensor([*tokenizer.all_special_ids])) | ~mask
     return Tokens(ids.to(device), mask.to(device), special.to(device))
 
 

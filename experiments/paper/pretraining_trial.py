@@ -66,12 +66,13 @@ METHODS: dict[str, Method] = {
     "SAMA": Method(lambda optimizer, seed: sama(optimizer, alpha=ALPHA)),
     "KFAC-EMP": Method(_empirical),
     "KFAC-mc": Method(lambda optimizer, seed: kfac(DAMPING, seed=seed, graph=True)),
-    "EKFAC": Method(lambda optimizer, seed: ekfac(DAMPING, fisher="empirical", seed=seed)),
+    "EKFAC": Method(lambda optimizer, seed: ekfac(DAMPING, fisher="empirical", refresh_every=10, seed=seed)),
     "KFAC-EMP, one weight": Method(_empirical, scalar=True),
     "TARTAN-MT, all rows": Method(all_rows=True),
     "Baseline, files as they are": Method(auxiliary=False, leaky=True),
 }
-"""EKFAC's Fisher is the empirical one: its basis for the 30 000 rows of the word embeddings is then thin."""
+"""EKFAC's Fisher is the empirical one: its basis for the 30 000 rows of the word embeddings is then thin. As its
+eigendecompositions cost as much as all else together, it is renewed at every tenth step of λ."""
 BILEVEL = tuple(name for name, method in METHODS.items() if method.hypergradient is not None)
 
 
@@ -93,7 +94,7 @@ class Case:
     inner_steps: int = 10
     steps: int = 100
     looks: int = 10
-    head_steps: int = 200
+    head_steps: int = 100
     warm_up: float = 0.06
     graph: bool = True
 
@@ -117,9 +118,7 @@ class Source:
         self._heads: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def split(self, dataset: str, seed: int, leaky: bool) -> Split:
-        """The rows of a task, held-out rows drawn by ``seed``; those of one task are kept."""
-        if any(key[:2] != (dataset, leaky) for key in self._splits):
-            self._splits = {}
+        """The rows of a task, held-out rows drawn by ``seed``."""
         if (dataset, leaky) not in self._texts:
             self._texts[dataset, leaky] = read_task(dataset, self.data, leaky=leaky)
         if (dataset, leaky, seed) not in self._splits:
@@ -139,9 +138,10 @@ class Source:
                     layer.weight.copy_(torch.randn(layer.weight.shape) * 0.02)
                     layer.bias.zero_()
         if method.auxiliary and case.head_steps:
-            key = (dataset, method.leaky, seed, case.head_steps)
-            if key not in self._heads:
-                self._heads[key] = _warm_head(made, rows.auxiliary, self.tokenizer, case, seed)
+            key = (dataset, method.leaky, case.head_steps)
+            if key not in self._heads:  # one for all seeds, as a pretrained one would be
+                corpus = self.split(dataset, 0, method.leaky).auxiliary
+                self._heads[key] = _warm_head(made, corpus, self.tokenizer, case)
             with torch.no_grad():
                 for p, value in zip(made.token_head(), self._heads[key], strict=True):
                     p.copy_(value)
@@ -171,14 +171,17 @@ def _read(transformers: Any, where: Path) -> tuple[Any, Any]:
     return encoder, transformers.AutoTokenizer.from_pretrained(where, local_files_only=True)
 
 
-def _warm_head(model: TwoHeads, corpus: Tokens, tokenizer: Any, case: Case, seed: int) -> list[Tensor]:
-    """The head for tokens after some steps with everything else frozen."""
+def _warm_head(model: TwoHeads, corpus: Tokens, tokenizer: Any, case: Case) -> list[Tensor]:
+    """The head for tokens after some steps with everything else frozen, from initial weights of its own."""
     head = model.token_head()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        head[0].copy_(0.02 * torch.randn(head[0].shape))
     model.requires_grad_(False)
     for p in head:
         p.requires_grad_(True)
     optimizer = torch.optim.AdamW(head, lr=1e-3, weight_decay=0.0)
-    batches = Masked(corpus, tokenizer, 4 * case.batch, seed + 2000)
+    batches = Masked(corpus, tokenizer, 4 * case.batch, 2000)
     train(model, token_objective, batches, optimizer, case.head_steps, graph=case.graph)
     model.requires_grad_(True)
     return [p.detach().clone() for p in head]

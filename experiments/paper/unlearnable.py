@@ -357,8 +357,9 @@ SETTINGS: dict[Scale, Settings] = {
     "small": Settings(
         "cifar10",
         5000,
-        Case(unet=32, steps=1500, looks=4, scratch=3, epochs=(30, 12), rounds=10),
+        Case(unet=16, steps=1000, looks=4, scratch=3, epochs=(45, 12), rounds=8, bome=0.25),
         ROWS,
+        short=0.25,
     ),
     "paper": Settings("cifar10", 5000, Case(), ROWS, short=0.1),
 }

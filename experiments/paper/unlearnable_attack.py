@@ -42,13 +42,15 @@ class Case:
         unet, width, hidden: channels of the generator's and the CNN's first layers, and the CNN's hidden units.
         resnet: channels of ResNet-18's first stage.
         batch: of both levels; BOME has half of it, as printed.
-        steps: of λ; of θ as many (BOME: ten for each step of λ).
+        steps: of λ; of θ as many. BOME, whose step is that of ten others, makes a share of them.
         rate: step size of θ (SGD with momentum 0.9; BOME without).
         looks: how often a short run of a fresh CNN judges the attacker on held-out images; the best one is kept.
         scratch: epochs of such a run.
         epochs: of a victim's training, by victim.
         rounds: passes of error-minimising noise over all images, each with ten steps of θ before it.
         damping: of all hypergradients.
+        padding: of crops.
+        bome: BOME's share of the steps.
     """
 
     unet: int = 64
@@ -65,6 +67,7 @@ class Case:
     rounds: int = 20
     damping: float = 1e-3
     padding: int = 4
+    bome: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -244,7 +247,7 @@ def victim_accuracy(case: Case, data: Data, noise: nn.Module | None, victim: Vic
     part = published(noise, data.train[0]), data.train[1]
     batch = min(case.victim_batch, len(part[1]))
     steps = case.epochs[victim != "CNN"] * max(1, len(part[1]) // batch)
-    rate = case.rate if victim == "CNN" else 0.1
+    rate = 1.5 * case.rate if victim == "CNN" else 0.1
     train(network, part, steps, batch=batch, rate=rate, padding=case.padding, seed=seed)
     return {"test": accuracy(network, data.test), "published": accuracy(network, part)}
 
@@ -330,7 +333,8 @@ def attack(
     begin = {name: x.detach().clone() for name, x in noise.state_dict().items()}
     if method == ERROR_MINIMISING:
         steps = case.rounds * int(getattr(run.algorithm, "pass_length", 1))
-    run.advance(case.steps if steps is None else steps)
+    steps = case.steps if steps is None else steps
+    run.advance(max(1, round(steps * case.bome)) if method == "BOME" else steps)
     directions = [float(x) for row in run.history.to_rows() if (x := row.get("direction")) is not None]
     noise.load_state_dict(begin if selection.best is None else selection.best[2])
     change = {name: p.detach() - begin[name] for name, p in run.state.hypers.items()}

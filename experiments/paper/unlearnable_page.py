@@ -35,10 +35,11 @@ NOTE = (
     "training images are held out: every few hundred steps a CNN is trained briefly on the published images, and the "
     "attacker on which it is worst on the held-out ones is kept; the test images are used once, at the end. Two arms: "
     "“as printed” moves λ by SGD at the printed step size (1; BOME 0.1), “own” by Adam, with the step size chosen for "
-    "each method from a grid by short attacks. At small scale the U-Net has half its width (32-64-128-256), λ makes "
-    "1500 steps of batch 512 (17 epochs; printed: 50), a CNN is trained for 30 and ResNet-18 for 12 epochs in one "
+    "each method from a grid by short attacks. At small scale the U-Net has a quarter of its width (16-32-64-128), λ "
+    "makes 1000 steps of batch 512 (11 epochs; printed: 50), BOME, whose step has ten of a copy of θ, 250 of batch "
+    "256; the CNN is trained for 45 and ResNet-18 for 12 epochs in one "
     "cycle (printed: 100). The printed step size of the classifier is 0; ours is 0.03. A step of θ and one of λ take "
-    "turns (printed: ten of each). AID-CG makes 3 iterations; EM makes 10 passes of 10 sign steps."
+    "turns (printed: ten of each). AID-CG makes 3 iterations; EM makes 8 passes of 10 sign steps."
 )
 
 

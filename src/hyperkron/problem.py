@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hyperkron.collectives import ONE_PROCESS, Group
 from hyperkron.losses import Loss, Term
 from hyperkron.solution import HyperkronError
 
@@ -67,6 +68,16 @@ class BilevelProblem:
     def parts(self, batch: Any) -> list[Any]:
         """The pieces of ``batch`` in which curvature is measured, one after the other; by default ``batch`` itself."""
         return [batch]
+
+    @property
+    def group(self) -> Group:
+        """The processes among which batches are divided; by default this one alone."""
+        return ONE_PROCESS
+
+    @property
+    def divides(self) -> bool:
+        """Whether each of several processes is given the whole batch, and takes its part of it."""
+        return True
 
 
 def rows(terms: Sequence[Term], examples: int) -> tuple[float, ...]:

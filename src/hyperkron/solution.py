@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hyperkron.trees import Tree
@@ -111,6 +112,31 @@ class Solution:
     iterations: int = 0
     products: int = 0
     residual: float | None = None
+
+
+_SEVERITY = (
+    Status.DIRECT,
+    Status.CONVERGED,
+    Status.BUDGET,
+    Status.MORE_DAMPING,
+    Status.STALE,
+    Status.KEPT_PREVIOUS,
+    Status.COLLAPSED,
+    Status.NONPOSITIVE_CURVATURE,
+    Status.DIVERGED,
+    Status.SKIPPED,
+    Status.NON_FINITE,
+)
+
+
+def worst(statuses: Iterable[Status]) -> Status:
+    """The status of several solves together: that of the one that went worst.
+
+    Example:
+        >>> worst([Status.DIVERGED, Status.CONVERGED]).name
+        'DIVERGED'
+    """
+    return max(statuses, key=_SEVERITY.index)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ Binary functions match tensors by name, not by order, and refuse trees whose nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -128,6 +128,22 @@ def zeros_like(a: Tree) -> Tree:
 def map(f: Callable[[Tensor], Tensor], a: Tree) -> Tree:
     """``f`` applied to every tensor."""
     return {name: f(x) for name, x in a.items()}
+
+
+def stacked(parts: Sequence[Tree]) -> Tree:
+    """Several trees over the same parameters as one, with a leading index for the tree.
+
+    Example:
+        >>> stacked([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].shape
+        torch.Size([2, 2])
+    """
+    return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+
+
+def unstacked(a: Tree) -> Iterator[Tree]:
+    """The trees of a :func:`stacked` one, as views."""
+    columns = [x.unbind(0) for x in a.values()]
+    return (dict(zip(a, row, strict=True)) for row in zip(*columns, strict=True))
 
 
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:

@@ -1,4 +1,4 @@
-"""What a user meets: results on disk, interruptions, several models, and arguments that make no sense."""
+"""What a user meets: several models, bad solves, and arguments that make no sense."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import hyperkron as hk
-from hyperkron.attribution import attribute, inner_products
+from hyperkron.attribution import attribute, self_influence
+from hyperkron.solution import Status
 
 
 def loss(model, batch):
@@ -31,53 +32,6 @@ def test_the_model_is_left_as_it_was():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_scores_on_disk_are_those_in_memory(tmp_path):
-    model, train, queries = made()
-    memory = hk.attribute(loss, model, train, queries, batch_size=7).scores
-    disk = hk.attribute(loss, model, train, queries, batch_size=7, out=tmp_path)
-    assert torch.equal(disk.scores, memory)
-    assert disk.helpful(1, 3) == hk.Attribution(memory).helpful(1, 3)
-
-
-class Killed(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("after", [0, 1, 3])
-def test_an_interrupted_call_continues_to_the_same_bits(tmp_path, monkeypatch, after):
-    model, train, queries = made()
-    method = hk.ekfac(1e-3)  # draws at random: a second measurement would give other factors
-    whole = hk.attribute(loss, model, train, queries, method=method, batch_size=7, out=tmp_path / "a").scores.clone()
-    real, calls = inner_products.LayerProducts.__call__, []
-
-    def dies(self, batch, vectors, count):
-        if len(calls) == after:
-            raise Killed
-        calls.append(1)
-        return real(self, batch, vectors, count)
-
-    monkeypatch.setattr(inner_products.LayerProducts, "__call__", dies)
-    with pytest.raises(Killed):
-        hk.attribute(loss, model, train, queries, method=method, batch_size=7, out=tmp_path / "b")
-    done = []
-    monkeypatch.setattr(inner_products.LayerProducts, "__call__", lambda *a: done.append(1) or real(*a))
-    found = hk.attribute(loss, model, train, queries, method=method, batch_size=7, out=tmp_path / "b")
-    assert torch.equal(found.scores, whole)
-    assert len(done) == 6 - after
-
-
-def test_another_run_s_folder_is_refused(tmp_path):
-    model, train, queries = made()
-    hk.attribute(loss, model, train, queries, out=tmp_path)
-    with torch.no_grad():
-        model[0].weight.add_(1e-3)
-    with pytest.raises(hk.HyperkronError, match="different: model"):
-        hk.attribute(loss, model, train, queries, out=tmp_path)
-    (tmp_path / "progress.json").write_text("{")
-    with pytest.raises(hk.HyperkronError, match="cannot be read"):
-        hk.attribute(loss, model, train, queries, out=tmp_path)
-
-
 def test_several_models_are_averaged():
     first, train, queries = made()
     torch.manual_seed(1)
@@ -96,30 +50,32 @@ def test_a_dataset_gives_the_scores_of_its_tensors():
     assert torch.equal(found, wanted)
 
 
-def test_the_cheaper_way_is_taken():
-    model, train, queries = made()
-    assert hk.attribute(loss, model, train, queries).stats["way"] == "layers"
-    assert hk.attribute(loss, model, train, queries, aggregate=True).stats["way"] == "forward"
-    model.extra = nn.Parameter(torch.zeros(()))
-    used = hk.attribute(lambda m, b: loss(m, (b[0] + m.extra, b[1])), model, train, queries)
-    assert used.stats["way"] == "forward"
-
-
-def test_layers_over_flattened_tokens_go_the_other_way():
-    torch.manual_seed(0)
-
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.last(self.first(x.reshape(-1, 4)).reshape(x.shape).mean(1))
-
-    x, y = torch.randn(8, 5, 4), torch.randint(0, 3, (8,))
+def test_self_influence_takes_several_models_and_any_network():
+    first, train, _ = made(12)
+    second = nn.Sequential(nn.Linear(5, 3))
     method = hk.kfac(1e-2, fisher="type-2")
-    found = hk.attribute(loss, Flat(), (x, y), (x[:3], y[:3]), method=method)
-    assert found.stats["way"] == "forward"
+    apart = [self_influence(loss, m, train, method=method) for m in (first, second)]
+    together = self_influence(loss, [first, second], train, method=method)
+    assert torch.allclose(together, (apart[0] + apart[1]) / 2)
+    first.extra = nn.Parameter(torch.zeros(()))  # no layer: gradients one by one
+
+    def shifted(model, batch):
+        return loss(model, (batch[0] + model.extra, batch[1]))
+
+    found = self_influence(shifted, first, train, method=method, batch_size=5)
+    wanted = hk.attribute(shifted, first, train, train, method=method, batch_size=5)
+    assert wanted.stats["way"] == "forward"
+    assert torch.allclose(found, wanted.scores.diagonal(), rtol=1e-4)
+    with pytest.raises(hk.HyperkronError, match="method='ekfac' does not solve"):
+        self_influence(loss, first, train, method="ekfac")
+
+
+def test_the_worst_status_of_all_solves_is_told():
+    model, train, queries = made()
+    plain = lambda m, b: hk.losses.cross_entropy(m(b[0]), b[1])  # noqa: E731
+    with pytest.warns(hk.HyperkronWarning, match="NONPOSITIVE_CURVATURE"):
+        found = hk.attribute(plain, model, train, queries, method=hk.cg(30, 0.0))
+    assert found.stats["status"] is Status.NONPOSITIVE_CURVATURE
 
 
 @pytest.mark.parametrize(

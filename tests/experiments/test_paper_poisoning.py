@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,9 +110,11 @@ def test_parts_do_not_overlap_and_poison_is_made_of_training_rows(split: Split) 
 
 def test_batches_visit_every_row_once_an_epoch() -> None:
     rows = torch.arange(10), torch.arange(10)
-    batches = poisoning_problem.Shuffled(rows, 4, seed=0)
+    batches = poisoning_problem.Shuffled(rows, 5, seed=0)
     seen = torch.cat([batches()[0] for _ in range(batches.epochs(2))])
     assert torch.equal(seen.sort().values, torch.arange(10).repeat_interleave(2))
+    odd = poisoning_problem.Shuffled(rows, 4, seed=0)  # two rows do not fill a batch
+    assert odd.epochs(3) == 6 and all(len(set(odd()[1].tolist()) | set(odd()[1].tolist())) == 8 for _ in range(3))
 
 
 def test_flipped_labels_are_all_wrong(split: Split) -> None:
@@ -176,7 +179,10 @@ def _result(kfac_drop: dict[str, float], moved: float = 0.3, cg_drop: float = 1.
 
     figures = {
         "models": {name: model(drop) for name, drop in kfac_drop.items()},
-        "prices": {name: {"TGDA-CG": 0.02, "TGDA-KFAC-EMP": 0.008} for name in kfac_drop},
+        "prices": {
+            name: {"steps of θ alone": 0.005, "TGDA-CG": 0.02, "TGDA-KFAC-EMP": 0.008, "BOME": 0.03, "TGDA-KFAC": None}
+            for name in kfac_drop
+        },
     }
     return Result("poisoning", "small", (1, 2, 3), figures)
 
@@ -211,8 +217,24 @@ def test_tables_have_the_printed_drop_beside_ours() -> None:
     assert rows["TGDA-CG"][2:6] == ["2.78", "0.23 ± 0.14", "1.00 ± 0.02", "not reproduced"]
     assert rows["TGDA-KFAC-EMP"][6:] == ["– / 30 %", "outer 0.0001 (edge of its grid)"]
     assert rows["label flip"][3] == rows["label flip"][4] == "0.53 ± 0.14"
-    assert prices.rows == [["LR", "20.0 (1.00)", "8.0 (0.40)"]]
+    assert prices.rows == [["LR", "5.0", "30.0 (1.50)", "20.0 (1.00, 1.00)", "8.0 (0.40, 0.20)", "–"]]
     assert defence.rows == [["LR", "label flip", "9", "50.0 %", "25.0 %", "92.00", "91.00", "91.50"]]
+
+
+def test_a_model_without_its_data_waits(tmp_path: Path) -> None:
+    """Its stages are there but empty, so that tasks keep their numbers."""
+    recipe = poisoning.RECIPES[0]
+    settings = replace(poisoning.SETTINGS["smoke"], cases={**poisoning.SETTINGS["smoke"].cases, "CNN": poisoning.CNN})
+    job = replace(recipe, settings={"smoke": settings}).job("smoke", 1, torch.device("cpu"), tmp_path)
+    (tmp_path / "cifar10").mkdir()
+    job.data = tmp_path
+    for present, wanted in ((4, True), (5, False)):
+        for i in range(present):
+            (tmp_path / "cifar10" / f"train_{i}.webp").touch()
+        assert poisoning.absent(job, "CNN") is wanted
+        found = poisoning._stages(job, poisoning.Source(job))
+        assert len(found) == len(settings.parts)
+        assert [not x.entries for x in found] == [wanted and x.name.startswith("CNN") for x in found]
 
 
 def test_the_cases_have_the_printed_share() -> None:

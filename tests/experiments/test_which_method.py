@@ -50,7 +50,8 @@ def test_the_step_size_with_the_lowest_held_out_objective_is_run_again() -> None
         extra = {"cosines": {name: [0.5, 0.7] for name in METHODS}} if not piece.rate else {}
         rows.append({**row(piece, held), **extra} if piece.rate else {**piece._asdict(), **extra})
     made = which.Map(rows, ["poisoning"], seeds=2)
-    assert len(rows) == 2 + len(METHODS) * (len(which.RATES) + 2)
+    assert len(rows) == 2 + len(METHODS) * (2 * len(which.RATES) + 2)
     assert made.best("poisoning", "KFAC") == 0.1
+    assert made.best("poisoning", "unheard of") is None
     text = which.table(made)
     assert text.count("| KFAC | 0.60 |") == 1 and "| 1.0× | 1.0× | 0.1 |" in text

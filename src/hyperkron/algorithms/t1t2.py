@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, State, StepReport
 from hyperkron.batches import BatchSources
+from hyperkron.cross import Mode
+from hyperkron.curvature import Identity
 from hyperkron.hypergradient import Implicit, identity
 
 
@@ -24,26 +25,31 @@ class T1T2(Algorithm):
 
     Args:
         scale: the number that stands for H⁻¹; ``None`` for the inner learning rate.
-        cross: how X is computed; ``difference`` is DARTS' [∂_λ g(θ + εv) − ∂_λ g(θ − εv)]/2ε with ε = .01/‖v‖.
+        cross: how X is computed; ``difference`` is DARTS' [∂_λ g(θ + εv) − ∂_λ g(θ − εv)]/2ε with ε = .01/‖v‖;
+            ``auto`` chooses.
+        graph: on a GPU, replay the hypergradient as a CUDA graph; see :class:`hyperkron.Implicit`.
     """
 
     scale: float | None = None
-    cross: Literal["reverse", "forward", "difference"] = "reverse"
+    cross: Mode = "reverse"
+    graph: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        identity(1.0 if self.scale is None else self.scale, cross=self.cross)  # refuses what makes no sense
+        self._method(1.0 if self.scale is None else self.scale)  # refuses what makes no sense
+
+    def _method(self, scale: float) -> Implicit:
+        return identity(scale, cross=self.cross, graph=self.graph)
 
     def prepare(self, state: State) -> None:
-        """What a hypergradient remembers serves all steps, though the scale may change."""
-        state.hypergradient = identity(cross=self.cross)
+        """The hypergradient, whose scale may change later."""
+        state.hypergradient = self._method(1.0)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         """One step on each level."""
-        assert isinstance(state.hypergradient, Implicit)
-        scale = state.inner.lr if self.scale is None else self.scale
-        inner_loss = derivatives.descend(state, batches, 1)
-        method = identity(scale, cross=self.cross)
-        method.state = state.hypergradient.state
-        result = method.compute(state.problem, state.model, state.hyper, batches.inner(), batches.outer())
-        return state.follow(result, inner_loss)
+        scale, method = state.inner.lr if self.scale is None else self.scale, state.hypergradient
+        assert isinstance(method, Implicit)
+        if method.curvature != Identity(scale):
+            state.hypergradient = self._method(scale)
+            state.hypergradient.state = method.state
+        return derivatives.alternate(state, batches, 1)

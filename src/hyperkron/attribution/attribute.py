@@ -8,8 +8,9 @@ function (Koh & Liang, 2017), so that leaving the example out raises f_q by abou
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,20 +19,35 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 
+from hyperkron import trees
 from hyperkron.attribution.data import ExampleRows, Parts
-from hyperkron.attribution.inner_products import ForwardProducts, LayerProducts, LossOf, MixedExamplesError, stacked
+from hyperkron.attribution.inner_products import (
+    CHUNK,
+    ForwardProducts,
+    LayerProducts,
+    Products,
+    UnsuitableError,
+    without_penalties,
+)
 from hyperkron.attribution.result import Attribution
-from hyperkron.attribution.store import Store, digest
-from hyperkron.evaluation.point import Point, trainable
+from hyperkron.attribution.store import Store, averaged
+from hyperkron.evaluation.differentiation import gradient_tree
+from hyperkron.evaluation.point import Level, Point, independent, trainable
 from hyperkron.hyper import as_hyper
 from hyperkron.hypergradient import Implicit, ekfac
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HyperkronError, Solution
+from hyperkron.solution import HyperkronError, HyperkronWarning, Solution, Status, worst
+from hyperkron.training.program import Program
 from hyperkron.trees import Tree
 from hyperkron.validation import check_one_of, check_whole
 
 Way = Literal["auto", "layers", "forward"]
+LossOf = Callable[[nn.Module, Any], Loss | Tensor]
+"""J of a batch: a mean over its examples."""
+
+TOGETHER = 32
+"""Right-hand sides that are solved for at once."""
 
 
 def attribute(
@@ -85,26 +101,27 @@ def attribute(
         >>> found.helpful(0)[0][0], found.harmful(0)[0][0]
         (2, 1)
     """
-    method = ekfac(1e-4) if method is None else method
-    if not isinstance(method, Implicit):
-        raise HyperkronError(f"method={method!r:.60} does not solve for v; pass hk.ekfac(), hk.kfac() or hk.pcg().")
-    check_whole("batch_size", batch_size)
     check_one_of("way", way, ("auto", "layers", "forward"))
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    if not models:
-        raise HyperkronError("model is an empty list; pass a network, or several.")
-    found = []
-    for i, one in enumerate(models):
-        folder = None if out is None else Path(out) / (f"model-{i}" if len(models) > 1 else "")
-        task = _Task(loss, one, train, queries, method.fresh(), query_loss or loss, curvature_data, batch_size, collate)
-        found.append(task.scores(aggregate, way, folder, progress))
-    scores = found[0].scores if len(found) == 1 else torch.stack([f.scores for f in found]).mean(0)
-    return Attribution(scores, found[0].stats)
+    models = _models(model)
+    tasks = [
+        _Task(loss, one, train, queries, _method(method), query_loss or loss, curvature_data, batch_size, collate)
+        for one in models
+    ]
+    folders = [
+        None if out is None else Path(out) / (f"model-{i}" if len(models) > 1 else "") for i in range(len(models))
+    ]
+    found = [task.scores(aggregate, way, folder, progress) for task, folder in zip(tasks, folders, strict=True)]
+    if len(found) == 1:
+        return found[0]
+    parts = [one.scores for one in found]
+    scores = torch.stack(parts).mean(0) if out is None else averaged(Path(out), parts)
+    status = worst(one.stats["status"] for one in found)
+    return Attribution(scores, {**found[0].stats, "status": status, "models": len(found)})
 
 
 def self_influence(
     loss: LossOf,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     train: Any,
     *,
     method: Implicit | None = None,
@@ -118,13 +135,29 @@ def self_influence(
     High values mark examples that the model had to learn by heart: rare ones, and wrong labels. The arguments are those
     of :func:`attribute`.
     """
+    found = []
+    for one in _models(model):
+        task = _Task(loss, one, train, train, _method(method), loss, curvature_data, batch_size, collate)
+        found.append(task.self_influence(progress))
+    return torch.stack(found).mean(0)
+
+
+def _models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    if not models:
+        raise HyperkronError("model is an empty list; pass a network, or several.")
+    return models
+
+
+def _method(method: Implicit | None) -> Implicit:
     method = ekfac(1e-4) if method is None else method
-    task = _Task(loss, model, train, train, method.fresh(), loss, curvature_data, batch_size, collate)
-    return task.self_influence(progress)
+    if not isinstance(method, Implicit):
+        raise HyperkronError(f"method={method!r:.60} does not solve for v; pass hk.ekfac(), hk.kfac() or hk.pcg().")
+    return method.fresh()
 
 
 class _TrainingProblem(BilevelProblem):
-    """J_in alone; the training set is measured batch by batch."""
+    """J_in and the loss of queries; the training set is measured batch by batch."""
 
     def parts(self, batch: Any) -> Any:
         return batch if isinstance(batch, Parts) else [batch]
@@ -145,90 +178,140 @@ class _Task:
         batch_size: int,
         collate: Callable[[list[Any]], Any],
     ) -> None:
+        check_whole("batch_size", batch_size)
         self.model, self.params, self.method = model, trainable(model, "model"), method
         self.loss, self.query_loss = _checked("loss", loss), _checked("query_loss", query_loss)
-        device = next(iter(self.params.values())).device
-        self.train = Parts(ExampleRows("train", train, device, collate), batch_size)
-        self.queries = ExampleRows("queries", queries, device, collate)
-        measured = (
-            self.train.rows
-            if curvature_data is None
-            else ExampleRows("curvature_data", curvature_data, device, collate)
-        )
+        first = next(iter(self.params.values()))
+
+        def rows(name: str, given: Any) -> ExampleRows:
+            return ExampleRows(name, given, first.device, collate)
+
+        self.train, self.queries = Parts(rows("train", train), batch_size), rows("queries", queries)
+        measured = self.train.rows if curvature_data is None else rows("curvature_data", curvature_data)
         self.curvature = Parts(measured, batch_size)
+        self.given = {
+            "loss": loss,
+            "query_loss": query_loss,
+            "model": model,
+            "weights": dict(model.state_dict()),
+            "train": train,
+            "queries": queries,
+            "curvature_data": curvature_data,
+            "collate": collate,
+            "method": method,
+            "batch_size": batch_size,
+        }
+        self.hyper = as_hyper(torch.zeros(1, device=first.device, dtype=first.dtype))
 
     def scores(self, aggregate: bool, way: Way, folder: Path | None, progress: bool) -> Attribution:
         count, total = 1 if aggregate else len(self.queries), len(self.train.rows)
-        store = None if folder is None else Store(folder, (count, total), self._identity(aggregate))
-        stats: dict[str, Any] = {}
-        with _evaluation(self.model):
-            vectors = None if store is None else store.vectors()
-            if vectors is None:
-                vectors, stats = self._vectors(aggregate, progress)
+        with ExitStack() as stack:
+            point = stack.enter_context(self._point())
+            store: Store | None = None
+            if folder is not None:
+                told = Program({**self.given, "aggregate": aggregate, "way": way}, [self.model]).lines()
+                store = stack.enter_context(Store(folder, (count, total), told))
+            vectors = None if store is None else store.vectors(self.params)
+            if store is None or vectors is None:
+                vectors, stats = self._vectors(point, aggregate, progress)
                 if store is not None:
-                    store.keep(vectors)
-            vectors = {name: v.to(self.params[name].device) for name, v in vectors.items()}
-            products = self._products(way, count)
-            pieces: list[Tensor] = []
+                    store.keep(vectors, stats)
+            else:
+                stats = store.stats
+            ways = self._ways(point, way, count)
             first = 0 if store is None else store.done
-            spans = [self.train.span(i) for i in range(len(self.train)) if self.train.span(i)[0] >= first]
+            pieces: list[Tensor] = []
+            spans = [span for span in map(self.train.span, range(len(self.train))) if span[0] >= first]
             bar = tqdm(spans, disable=not progress, unit="batch", desc="scores", dynamic_ncols=True)
             for start, stop in bar:
                 batch, size = self.train.rows.batch(start, stop), stop - start
-                try:
-                    piece = products(batch, vectors, size)
-                except MixedExamplesError:
-                    if way != "auto" or isinstance(products, ForwardProducts):
-                        raise
-                    products = ForwardProducts(self.loss, self.model, self.params)
-                    piece = products(batch, vectors, size)
-                piece = piece * (size / total)
+                piece = _products(ways, batch, vectors, size) * (size / total)
                 if store is None:
                     pieces.append(piece)
                 else:
+                    point.settle()
                     store.write(start, piece)
-        scores = torch.cat(pieces, 1) if store is None else store.scores()
-        return Attribution(scores, {"way": products.name, **stats})
+            scores = torch.cat(pieces, 1) if store is None else store.scores()
+        stats = {"way": ways[0].name, **stats, "status": Status[stats["status"]]}
+        _warn(stats)
+        return Attribution(scores, stats)
 
     def self_influence(self, progress: bool) -> Tensor:
         found: list[Tensor] = []
-        total = len(self.train.rows)
-        with _evaluation(self.model), self._inverse() as inverse:
-            products = self._products("layers", total)
-            assert isinstance(products, LayerProducts)
-            for i in tqdm(range(len(self.train)), disable=not progress, unit="batch", dynamic_ncols=True):
-                start, stop = self.train.span(i)
-                for gradient in products.gradients(self.train.rows.batch(start, stop), stop - start):
-                    v = inverse(gradient).value
-                    dot = sum(torch.sum(v[name] * g) for name, g in gradient.items())
-                    found.append((stop - start) ** 2 / total * dot)  # type: ignore[arg-type]  # a sum of tensors
-        return torch.stack(found)
+        total, numbers = len(self.train.rows), sum(p.numel() for p in self.params.values())
+        parts = Parts(self.train.rows, max(1, min(self.train.size, CHUNK // numbers)))
+        statuses = set()
+        with self._point() as point:
+            inverse, layers = self.method.inverse(point), _layers(point)
+            for i in tqdm(range(len(parts)), disable=not progress, unit="batch", dynamic_ncols=True):
+                start, stop = parts.span(i)
+                gradients, layers = self._gradients(point, layers, start, stop)
+                solution = inverse(gradients)
+                statuses.add(solution.status)
+                dots = [(solution.value[name] * g).reshape(len(g), -1).sum(1) for name, g in gradients.items()]
+                found.append(torch.stack(dots).sum(0) / total)
+        _warn({"status": worst(statuses)})
+        return torch.cat(found)
 
-    def _vectors(self, aggregate: bool, progress: bool) -> tuple[Tree, dict[str, Any]]:
+    def _gradients(
+        self, point: Point, layers: LayerProducts | None, start: int, stop: int
+    ) -> tuple[Tree, LayerProducts | None]:
+        """∂_θ of the losses of single training examples, stacked: by layers, or where that fails one by one."""
+        if layers is not None:
+            try:
+                found = layers.gradients(self.train.rows.batch(start, stop), stop - start)
+                return trees.scale(found, float(stop - start)), layers
+            except UnsuitableError:
+                pass
+        each = [self._gradient(point, "inner", self.train.rows.batch(n, n + 1)) for n in range(start, stop)]
+        return trees.stacked(each), None
+
+    def _vectors(self, point: Point, aggregate: bool, progress: bool) -> tuple[Tree, dict[str, Any]]:
         """A⁻¹ ∂_θ f_q of every query, stacked, and what is to be told of the solves."""
+        inverse, found = self.method.inverse(point), list[Solution]()
         count = len(self.queries)
-        found: list[Tree] = []
-        solutions: list[Solution] = []
-        with self._inverse() as inverse:
-            gradients = [self._mean_gradient()] if aggregate else (self._gradient(q, q + 1) for q in range(count))
-            bar = tqdm(total=1 if aggregate else count, disable=not progress, unit="query", dynamic_ncols=True)
-            for gradient in gradients:
-                solutions.append(inverse(gradient))
-                found.append(solutions[-1].value)
-                bar.update()
-            bar.close()
-        worst = max((s.residual for s in solutions if s.residual is not None), default=None)
-        stats: dict[str, Any] = {"status": solutions[-1].status, "products": sum(s.products for s in solutions)}
-        return stacked(found), stats if worst is None else {**stats, "residual": worst}
+        spans = [(0, count)] if aggregate else [(q, q + 1) for q in range(count)]
+        with tqdm(total=len(spans), disable=not progress, unit="query", dynamic_ncols=True) as bar:
+            for i in range(0, len(spans), TOGETHER):
+                gradients = [self._mean_gradient(point, *span) for span in spans[i : i + TOGETHER]]
+                found.append(inverse(trees.stacked(gradients)))
+                bar.update(len(gradients))
+        residuals = [x.residual for x in found if x.residual is not None]
+        stats: dict[str, Any] = {
+            "status": worst(x.status for x in found).name,
+            "products": sum(x.products for x in found),
+            **({"residual": max(residuals)} if residuals else {}),
+        }
+        return {name: torch.cat([x.value[name] for x in found]) for name in self.params}, stats
+
+    def _mean_gradient(self, point: Point, start: int, stop: int) -> Tree:
+        """∂_θ of the mean loss of some queries, batch by batch."""
+        total = trees.zeros_like(self.params)
+        for i in range(start, stop, self.train.size):
+            end = min(i + self.train.size, stop)
+            part = self._gradient(point, "outer", self.queries.batch(i, end))
+            total = trees.add(total, part, alpha=(end - i) / (stop - start))
+        return total
+
+    def _gradient(self, point: Point, level: Level, batch: Any) -> Tree:
+        """∂_θ of the loss of a batch, without penalties."""
+        value = without_penalties(point.evaluate(level, batch))
+        if not value.requires_grad:
+            raise independent(level)
+        return gradient_tree(value, self.params)
 
     @contextmanager
-    def _inverse(self) -> Iterator[Callable[[Tree], Solution]]:
-        problem = _TrainingProblem(self._objective, self._objective)
-        hyper = as_hyper(
-            torch.zeros(1, device=self.curvature.rows.device, dtype=next(iter(self.params.values())).dtype)
-        )
-        with Point(problem, self.model, hyper, None, None, curvature_batch=self.curvature) as point:
-            yield self.method.inverse(point)
+    def _point(self) -> Iterator[Point]:
+        """The model in evaluation mode, with J_in and the loss of queries; each module gets its own mode back."""
+        problem = _TrainingProblem(self._objective, lambda model, _, batch: self.query_loss(model, batch))
+        modes = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            with Point(problem, self.model, self.hyper, None, None, curvature_batch=self.curvature) as point:
+                yield point
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
 
     def _objective(self, model: nn.Module, hyper: nn.Module, batch: Any) -> Loss:
         """J_in of a batch; of all batches where a curvature asks for the whole set at once."""
@@ -240,70 +323,41 @@ class _Task:
             (share * self.loss(model, part) for share, part in zip(shares, batch, strict=True)), Loss(torch.zeros(()))
         )
 
-    def _gradient(self, start: int, stop: int) -> Tree:
-        """∂_θ of the loss of a few queries, without penalties."""
-        loss = self.query_loss(self.model, self.queries.batch(start, stop))
-        terms = [(term.coefficients * term.row_losses).sum() for term in loss.terms]
-        value = loss.value if loss.opaque else torch.stack(terms).sum()
-        found = torch.autograd.grad(value, list(self.params.values()), allow_unused=True)
-        if all(g is None for g in found):
-            raise HyperkronError("the loss of the queries does not depend on the model's parameters.")
-        pairs = zip(self.params.items(), found, strict=True)
-        return {name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}
-
-    def _mean_gradient(self) -> Tree:
-        """∂_θ of the mean loss of all queries, batch by batch."""
-        parts = Parts(self.queries, self.train.size)
-        total = {name: torch.zeros_like(p) for name, p in self.params.items()}
-        for i in range(len(parts)):
-            start, stop = parts.span(i)
-            for name, g in self._gradient(start, stop).items():
-                total[name] += g * ((stop - start) / len(self.queries))
-        return total
-
-    def _products(self, way: Way, count: int) -> LayerProducts | ForwardProducts:
-        """The cheaper way that works: by layers for several queries, else by forward mode."""
-        missing = LayerProducts.missing(self.model) if way != "forward" else []
-        if way == "layers" and missing:
-            raise HyperkronError(
-                f"way='layers' does not see the gradients of {', '.join(missing[:3])}; use way='forward'."
-            )
-        layered = way == "layers" or (way == "auto" and count > 2 and not missing)
-        return (LayerProducts if layered else ForwardProducts)(self.loss, self.model, self.params)
-
-    def _identity(self, aggregate: bool) -> dict[str, str]:
-        ends = [self.train.rows.batch(0, 1), self.train.rows.batch(len(self.train.rows) - 1, len(self.train.rows))]
-        method = self.method
-        return {
-            "model": digest(dict(self.model.state_dict())),
-            "train": digest(len(self.train.rows), _flat(ends)),
-            "queries": digest(len(self.queries), aggregate, _flat(self.queries.batch(0, len(self.queries)))),
-            "method": repr((method.curvature, method.solver, method.preconditioner)),
-            "batch_size": str(self.train.size),
-        }
+    def _ways(self, point: Point, way: Way, count: int) -> list[Products]:
+        """The ways to try, the cheapest first: by layers for several queries, else by forward mode."""
+        if way != "auto":
+            return [LayerProducts(point) if way == "layers" else ForwardProducts(point)]
+        forward, layers = ForwardProducts(point), _layers(point)
+        if layers is None:
+            return [forward]
+        return [layers, forward] if count > 2 and not layers.plan.rest else [forward, layers]
 
 
-def _flat(batch: Any) -> Any:
-    return list(batch.items()) if isinstance(batch, dict) else batch
+def _layers(point: Point) -> LayerProducts | None:
+    try:
+        return LayerProducts(point)
+    except UnsuitableError:
+        return None
 
 
-def _checked(name: str, loss: LossOf) -> LossOf:
+def _products(ways: list[Products], batch: Any, vectors: Tree, count: int) -> Tensor:
+    """By the first of ``ways`` that works; those that do not are dropped."""
+    while True:
+        try:
+            return ways[0](batch, vectors, count)
+        except UnsuitableError:
+            if len(ways) == 1:
+                raise
+            del ways[0]
+
+
+def _warn(stats: dict[str, Any]) -> None:
+    """Say where a solve was not the one asked for."""
+    if not stats["status"].ok:
+        warnings.warn(f"attribution, {stats['status'].name}: {stats['status'].value}", HyperkronWarning, stacklevel=4)
+
+
+def _checked(name: str, loss: LossOf) -> Callable[[nn.Module, Any], Loss]:
     if not callable(loss):
         raise HyperkronError(f"{name}={loss!r:.60} is not callable; pass a function (model, batch) -> loss.")
-
-    def call(model: nn.Module, batch: Any) -> Loss:
-        return as_loss(loss(model, batch))
-
-    return call
-
-
-@contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for the while; each module gets its own mode back."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    return lambda model, batch: as_loss(loss(model, batch))

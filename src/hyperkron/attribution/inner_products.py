@@ -2,241 +2,310 @@ r"""Inner products ⟨V_q, ∂_θ c_n⟩ of many examples n with some vectors V_
 
 - ``layers``: one backward pass over a batch. The gradient of example n in a layer's weight is Σ_s g_ns a_nsᵀ, over the
   positions s at which it is used, so that inputs and output gradients are all it takes: one matrix product scores all
-  vectors. Other modules (norms, embeddings) give the gradient of one example at a time by ``torch.func.vmap``.
-- ``forward``: one forward-mode pass for each vector; works with every model that has one, and costs nothing but memory
-  of one forward pass. It is the cheaper way for a single vector.
+  vectors. Norms and embeddings give the gradients of single examples by ``torch.func.vmap``. On the first batch these
+  gradients are added up and compared with autograd's.
+- ``forward``: one forward-mode pass for each vector. It needs no layers, and is the cheaper way for one vector.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+from torch.autograd.forward_ad import dual_level, unpack_dual
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, vjp, vmap
 
-from hyperkron.curvature.kfac.coverage import Plan, plan
+from hyperkron import trees
+from hyperkron.cross.ways import NoForwardModeError, along, forward_mode
+from hyperkron.curvature.kfac.coverage import Block, plan
+from hyperkron.evaluation.differentiation import gradient_tree
+from hyperkron.evaluation.point import Level, Point
+from hyperkron.kernels.linalg import full_precision
 from hyperkron.losses import Loss
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
-
-LossOf = Callable[[nn.Module, Any], Loss]
-"""J of a batch: a mean over its examples."""
 
 CHUNK = 2**26
 """Numbers held at once as gradients of single examples."""
 
 
-class MixedExamplesError(HyperkronError):
-    """Which rows of a layer belong to an example cannot be seen."""
+class UnsuitableError(HyperkronError):
+    """A way does not work with this model or loss; another may."""
 
 
-def stacked(vectors: list[Tree]) -> Tree:
-    """Several trees as one with a leading dimension."""
-    return {name: torch.stack([v[name] for v in vectors]) for name in vectors[0]}
+class Products(ABC):
+    """A way to compute inner products at a point.
+
+    Attributes:
+        name: what users call it.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, point: Point) -> None:
+        self.point = point
+
+    @abstractmethod
+    def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
+        """⟨V_q, ∂_θ c_n⟩ for every vector and each of ``count`` examples: (queries, examples).
+
+        c_n is the share of example n in the loss of the batch, so that J = Σ_n c_n without penalties.
+        """
 
 
-class LayerProducts:
+def without_penalties(loss: Loss) -> Tensor:
+    """Σ_n c_n, the part of a loss that its examples make."""
+    if loss.opaque or not loss.terms:
+        return loss.value
+    return torch.stack([(term.coefficients * term.row_losses).sum() for term in loss.terms]).sum()
+
+
+# --- by layers ---------------------------------------------------------------------------------------------
+
+
+class LayerProducts(Products):
     """The way by layers; see the module's docstring."""
 
     name = "layers"
 
-    def __init__(self, loss: LossOf, model: nn.Module, params: Tree) -> None:
-        self.loss, self.model, self.params, self.plan = loss, model, params, plan(model, "diagonal")
-
-    @staticmethod
-    def missing(model: nn.Module) -> list[str]:
-        """The parameters whose gradients are not seen from layers; an empty list if the way works."""
-        made: Plan = plan(model, "diagonal")
-        batch_norms = [
-            name
-            for module, names in made.diagonal
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
-            for name in names.values()
-        ]
-        return [*made.rest, *batch_norms]
+    def __init__(self, point: Point, level: Level = "inner") -> None:
+        super().__init__(point)
+        self.level, self.plan = level, plan(point.model, "diagonal")
+        self._compared = False
+        for name, module in point.model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+                raise UnsuitableError(
+                    f"{name} normalises by the statistics of the batch, which mixes its examples; use "
+                    "track_running_stats=True, or way='forward'."
+                )
 
     def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
-        """⟨V_q, ∂_θ c_n⟩ for every vector and each of ``count`` examples: (queries, examples)."""
-        return torch.stack([use.scores(x, g, vectors) for use, x, g in self._uses(batch, count)]).sum(0)
+        return torch.stack([call.scores(vectors) for call in self._calls(batch, count)]).sum(0)
 
-    def gradients(self, batch: Any, count: int) -> Iterator[Tree]:
-        """The gradient of each example, one tree after the other."""
-        uses = self._uses(batch, count)
-        for n in range(count):
-            tree = {name: torch.zeros_like(p) for name, p in self.params.items()}
-            for use, x, g in uses:
-                for name, gradient in use.one(x[n : n + 1], g[n : n + 1]).items():
-                    tree[name] = tree[name] + gradient
-            yield tree
+    def gradients(self, batch: Any, count: int) -> Tree:
+        """The gradient of each example, stacked."""
+        found = {name: p.new_zeros(count, *p.shape) for name, p in self.point.params.items()}
+        for call in self._calls(batch, count):
+            start = 0
+            for matrices in call.gradients():
+                for name, x in call.named(matrices).items():
+                    found[name][start : start + len(x)] += x
+                start += len(x)
+        return found
 
-    def _uses(self, batch: Any, count: int) -> list[tuple[_Use, Tensor, Tensor]]:
+    def _calls(self, batch: Any, count: int) -> list[_LayerCall]:
         """Every call of a layer that the loss depends on, with its input and output gradient."""
-        with self._watched() as seen:
-            value = self.loss(self.model, batch).value
-        outputs = [output for _, _, output in seen]
-        gradients = torch.autograd.grad(value, outputs, allow_unused=True) if outputs else ()
-        found = [(use, x, g) for (use, x, _), g in zip(seen, gradients, strict=True) if g is not None]
-        if not found:
-            raise HyperkronError("the loss of the training examples does not depend on the layers of the model.")
-        lengths = {len(part) for _, x, g in found for part in (x, g)} - {count}
+        if self._compared:
+            return self._reached(batch, count)[0]
+        with full_precision():
+            calls, value = self._reached(batch, count, retain_graph=True)
+            self._compare(calls, gradient_tree(value, self.point.params))
+        self._compared = True
+        return calls
+
+    def _reached(self, batch: Any, count: int, retain_graph: bool = False) -> tuple[list[_LayerCall], Tensor]:
+        with self._watched() as calls:
+            value = without_penalties(self.point.evaluate(self.level, batch))
+        reached: list[_LayerCall] = []
+        if calls and value.requires_grad:
+            edges = [call.edge for call in calls]
+            found = torch.autograd.grad(value, edges, allow_unused=True, retain_graph=retain_graph)
+            reached = [call for call, g in zip(calls, found, strict=True) if call.receive(g)]
+        if not reached:
+            raise UnsuitableError(
+                "way='layers' sees no layer that the loss depends on; compute the loss from the model it is given, "
+                "or use way='forward'."
+            )
+        lengths = {len(part) for call in reached for part in (call.x, call.g)} - {count}
         if lengths:
-            raise MixedExamplesError(
+            raise UnsuitableError(
                 f"a batch of {count} examples reaches layers as {min(lengths)} rows, so which belong to an example is "
                 "open; use way='forward', or layers whose first dimension is the example."
             )
-        return found
+        return reached, value
+
+    def _compare(self, calls: list[_LayerCall], wanted: Tree) -> None:
+        """Refuse gradients that are not autograd's: of weights that are used outside their layers, for example."""
+        found = trees.zeros_like(wanted)
+        for call in calls:
+            for matrices in call.gradients():
+                for name, x in call.named(matrices).items():
+                    found[name] += x.sum(0)
+        eps = float(torch.finfo(self.point.dtype).eps)
+        largest = max(float(x.abs().max()) for x in wanted.values())
+        for name, x in wanted.items():
+            if float((found[name] - x).norm()) > 1e3 * eps * (float(x.norm()) + largest):
+                raise UnsuitableError(
+                    f"way='layers' does not see all of the gradient of {name}, which is used outside the layers that "
+                    "KFAC covers; use way='forward'."
+                )
 
     @contextmanager
-    def _watched(self) -> Iterator[list[tuple[_Use, Tensor, Tensor]]]:
+    def _watched(self) -> Iterator[list[_LayerCall]]:
         """Hooks that note the input and output of every call of a layer, while the block runs."""
-        seen: list[tuple[_Use, Tensor, Tensor]] = []
-        handles = []
+        calls: list[_LayerCall] = []
+        params, handles = self.point.params, []
 
-        def note(use: _Use) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-                if output.requires_grad:
-                    seen.append((use, args[0].detach(), output))
+        def hook(make: Callable[[], _LayerCall], _: nn.Module, given: tuple[Any, ...], named: Any, y: Tensor) -> None:
+            if y.requires_grad:
+                call = make()
+                call.x, call.edge = (given[0] if given else next(iter(named.values()))).detach(), get_gradient_edge(y)
+                calls.append(call)
 
-            return hook
-
+        makers: list[tuple[nn.Module, Callable[[], _LayerCall]]] = [
+            (module, partial(_BlockCall, self.plan.blocks[name], params)) for module, name in self.plan.feeds
+        ]
+        makers += [(module, partial(_ModuleCall, module, names)) for module, names in self.plan.diagonal]
         try:
-            for module, name in self.plan.feeds:
-                block = self.plan.blocks[name]
-                use = _LayerUse(block, self.params)
-                handles.append(module.register_forward_hook(note(use)))
-            for module, names in self.plan.diagonal:
-                handles.append(module.register_forward_hook(note(_ModuleUse(module, names))))
-            yield seen
+            for module, make in makers:
+                handles.append(module.register_forward_hook(partial(hook, make), with_kwargs=True))
+            yield calls
         finally:
             for handle in handles:
                 handle.remove()
 
 
-class _Use:
-    """A call of a module with parameters: the gradients of single examples from its input and output gradient."""
+class _LayerCall(ABC):
+    """A call of a module with parameters: from its input and output gradient come the gradients of single examples."""
 
+    x: Tensor
+    edge: GradientEdge  # of the output as it left the module, whatever is done to it in place later
+    g: Tensor
+
+    def receive(self, g: Tensor | None) -> bool:
+        """Take the gradient at the output; whether there is one."""
+        if g is not None:
+            self.g = g
+        return g is not None
+
+    @abstractmethod
     def matrices(self, x: Tensor, g: Tensor) -> dict[str, Tensor]:
         """The gradients of a few examples, with a leading dimension for the example."""
-        raise NotImplementedError
 
+    @abstractmethod
     def vectors(self, vectors: Tree) -> dict[str, Tensor]:
         """The vectors in the form of :meth:`matrices`."""
-        raise NotImplementedError
 
-    def one(self, x: Tensor, g: Tensor) -> Tree:
-        """The gradient of one example, by parameter."""
-        raise NotImplementedError
+    @abstractmethod
+    def named(self, matrix: dict[str, Tensor]) -> Tree:
+        """What is in the form of :meth:`matrices`, by parameter."""
 
-    def scores(self, x: Tensor, g: Tensor, vectors: Tree) -> Tensor:
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Numbers in the gradient of one example."""
+
+    def gradients(self) -> Iterator[dict[str, Tensor]]:
+        """The gradients of all examples, as many at a time as memory allows."""
+        size = max(1, CHUNK // max(self.width, 1))
+        for start in range(0, len(self.x), size):
+            yield self.matrices(self.x[start : start + size], self.g[start : start + size])
+
+    def scores(self, vectors: Tree) -> Tensor:
         """⟨V_q, ∂_θ c_n⟩ over the parameters of this module: (queries, examples)."""
-        mine = {name: v.flatten(1) for name, v in self.vectors(vectors).items()}
-        width = sum(v.shape[1] for v in mine.values())
-        size = max(1, CHUNK // max(width, 1))
-        found = []
-        for start in range(0, len(x), size):
-            gradients = self.matrices(x[start : start + size], g[start : start + size])
-            found.append(sum(v @ gradients[name].flatten(1).to(v.dtype).T for name, v in mine.items()))
-        return torch.cat(found, dim=1)  # type: ignore[arg-type]  # sums of tensors
+        mine = {key: v.flatten(1) for key, v in self.vectors(vectors).items()}
+        pieces = [
+            torch.stack([v @ part[key].flatten(1).to(v.dtype).T for key, v in mine.items()]).sum(0)
+            for part in self.gradients()
+        ]
+        return torch.cat(pieces, dim=1)
 
 
-class _LayerUse(_Use):
+class _BlockCall(_LayerCall):
     """A layer that KFAC covers: [W | b] has the gradient Σ_s g_s [a_s | 1]ᵀ."""
 
-    def __init__(self, block: Any, params: Tree) -> None:
+    def __init__(self, block: Block, params: Tree) -> None:
         self.block, self.params = block, params
 
     def matrices(self, x: Tensor, g: Tensor) -> dict[str, Tensor]:
         layer, found = self.block.layer, []
         for a, b in layer.positions(x, g):
-            a = layer.ordered(a)
-            weight = b.mT @ a
-            parts = [] if self.block.weight is None else [weight]
+            parts = [] if self.block.weight is None else [b.mT @ layer.ordered(a)]
             if self.block.bias is not None:
                 parts.append(b.sum(-2)[..., None])
-            found.append(torch.cat(parts, -1) if len(parts) > 1 else parts[0])
+            found.append(torch.cat(parts, -1))
         return {"": torch.cat(found)}
 
     def vectors(self, vectors: Tree) -> dict[str, Tensor]:
-        count = len(next(iter(vectors.values())))
-        return {"": torch.stack([self.block.join({n: v[q] for n, v in vectors.items()}) for q in range(count)])}
+        mine = {name: vectors[name] for name in self.block.names}
+        return {"": torch.stack([self.block.join(v) for v in trees.unstacked(mine)])}
 
-    def one(self, x: Tensor, g: Tensor) -> Tree:
-        found: Tree = self.block.part(self.matrices(x, g)[""][0], self.params)
+    def named(self, matrix: dict[str, Tensor]) -> Tree:
+        found: Tree = vmap(partial(self.block.part, like=self.params))(matrix[""])
         return found
 
+    @property
+    def width(self) -> int:
+        return sum(self.params[name].numel() for name in self.block.names)
 
-class _ModuleUse(_Use):
+
+class _ModuleCall(_LayerCall):
     """Any other module that treats examples apart: the vector-Jacobian product of one example, for many at once."""
 
     def __init__(self, module: nn.Module, names: dict[str, str]) -> None:
         self.module, self.names = module, names
+        self.own = {local: p.detach() for local, p in module.named_parameters() if local in names}
 
     def matrices(self, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-        own = {local: p.detach() for local, p in self.module.named_parameters() if local in self.names}
-
         def pulled(one: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-            back = vjp(lambda p: functional_call(self.module, p, (one[None],)), own)[1]
+            back = vjp(lambda p: functional_call(self.module, p, (one[None],)), self.own)[1]
             found: dict[str, Tensor] = back(gradient[None])[0]
             return found
 
-        gradients = vmap(pulled)(x, g)
-        return {self.names[local]: gradient for local, gradient in gradients.items()}
+        return {self.names[local]: gradient for local, gradient in vmap(pulled)(x, g).items()}
 
     def vectors(self, vectors: Tree) -> dict[str, Tensor]:
         return {name: vectors[name] for name in self.names.values()}
 
-    def one(self, x: Tensor, g: Tensor) -> Tree:
-        return {name: gradient[0] for name, gradient in self.matrices(x, g).items()}
+    def named(self, matrix: dict[str, Tensor]) -> Tree:
+        return matrix
+
+    @property
+    def width(self) -> int:
+        return sum(p.numel() for p in self.own.values())
 
 
-class ForwardProducts:
+# --- by forward mode ---------------------------------------------------------------------------------------
+
+
+class ForwardProducts(Products):
     """The way by forward mode; see the module's docstring."""
 
     name = "forward"
 
-    def __init__(self, loss: LossOf, model: nn.Module, params: Tree) -> None:
-        self.loss, self.model, self.params = loss, model, params
-
     def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
-        """⟨V_q, ∂_θ c_n⟩ for every vector and each of ``count`` examples: (queries, examples)."""
-        queries = len(next(iter(vectors.values())))
-        found = torch.stack([self._along(batch, {name: v[q] for name, v in vectors.items()}) for q in range(queries)])
+        try:
+            found = torch.stack([self._along(batch, v) for v in trees.unstacked(vectors)])
+        except NoForwardModeError as error:
+            raise UnsuitableError(
+                f"way='forward' does not pass through this model ({error.why}); use way='layers'."
+            ) from error
         if found.shape[1] != count:
-            raise MixedExamplesError(
+            raise UnsuitableError(
                 f"a batch of {count} examples has {found.shape[1]} rows in the loss; give it a target for each example "
                 "(tokens as a second dimension)."
             )
         return found
 
     def _along(self, batch: Any, v: Tree) -> Tensor:
-        with torch.no_grad(), dual_level():
-            duals = {name: make_dual(p.detach(), v[name].to(p.dtype)) for name, p in self.params.items()}
-            loss = functional_call(
-                _LossCaller(self.model), {f"model.{n}": p for n, p in duals.items()}, (self.loss, batch)
-            )
+        with torch.no_grad(), forward_mode(), dual_level():
+            loss, _ = along(self.point, trees.cast(v, self.point.params), batch)
             if not loss.terms:
-                raise HyperkronError(
+                raise UnsuitableError(
                     "loss returned a plain tensor, which does not tell the losses of single examples; return "
                     "hyperkron.losses.cross_entropy(...), mse(...) or binary_cross_entropy(...)."
                 )
-            found = []
-            for term in loss.terms:
-                tangent = unpack_dual(term.row_losses).tangent
-                if tangent is not None:
-                    found.append((tangent * term.coefficients).reshape(len(tangent), -1).sum(1))
+            pairs = [(unpack_dual(term.row_losses).tangent, term.coefficients) for term in loss.terms]
+        found = [(tangent * w).reshape(len(tangent), -1).sum(1) for tangent, w in pairs if tangent is not None]
         if not found:
-            raise HyperkronError("the loss of the training examples does not depend on the model's parameters.")
+            raise HyperkronError(
+                "the loss of the training examples does not depend on the model's parameters; compute it from the "
+                "model it is given, without detach() or torch.no_grad()."
+            )
         return torch.stack(found).sum(0)
-
-
-class _LossCaller(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, loss: LossOf, batch: Any) -> Loss:
-        return loss(self.model, batch)

@@ -19,15 +19,16 @@ class Attribution:
         scores: (queries, examples). ``scores[q, n]`` estimates by how much the loss of query q would rise if example n
             were left out of the training set: positive for examples that speak for the query, negative for those that
             speak against it. With ``out=`` it lies on disk and is read as needed.
-        stats: how it was computed: the ``way``, the solver's worst ``status``, ``products`` with A.
+        stats: how it was computed: the ``way``, the worst ``status`` of all solves, ``products`` with A, the largest
+            ``residual`` where it is known, and the number of ``models`` where there are several.
 
     Example:
         >>> import torch
-        >>> found = Attribution(torch.tensor([[0.1, -0.3, 0.2]]))
+        >>> found = Attribution(torch.tensor([[0.125, -0.5, 0.25]]))
         >>> found.helpful(0, 2)
-        [(2, 0.2), (0, 0.1)]
+        [(2, 0.25), (0, 0.125)]
         >>> found.harmful(0, 1)
-        [(1, -0.3)]
+        [(1, -0.5)]
     """
 
     scores: Tensor
@@ -47,7 +48,7 @@ class Attribution:
             raise HyperkronError(f"query={query} is not one of the {queries} queries; count from 0.")
         values, rows = torch.topk(self.scores[query], min(count, examples), largest=largest)
         pairs = zip(rows.tolist(), values.tolist(), strict=True)
-        return [(row, float(f"{value:.6g}")) for row, value in pairs if (value > 0) == largest and value != 0]
+        return [(row, value) for row, value in pairs if (value > 0) == largest and value != 0]
 
     def __repr__(self) -> str:
         queries, examples = self.scores.shape

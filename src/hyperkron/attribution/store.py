@@ -1,119 +1,168 @@
 """Scores on disk: written in pieces, resumed after an interruption to the same bits.
 
-A folder holds ``vectors.safetensors`` (A⁻¹ ∂_θ of every query, computed once), ``scores.npy`` and ``progress.json``
-with how many examples are done and what the run is made of.
+A folder holds ``progress.json`` (how many examples are done, and what the call is made of), ``vectors.safetensors``
+(A⁻¹ ∂_θ of every query, computed once) and ``scores.npy`` in float32. One process at a time writes to it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hyperkron.solution import HyperkronError
+from hyperkron.training import files, fingerprint
+from hyperkron.training.locks import FolderLock
+from hyperkron.training.program import comparable
+from hyperkron.training.writing import flush_folder, in_words, whole_file
 from hyperkron.trees import Tree
 from hyperkron.validation import check_interval
 
-
-def digest(*parts: Any) -> str:
-    """The SHA-256 of tensors and of anything else as it prints."""
-    found = hashlib.sha256()
-    for part in parts:
-        if isinstance(part, Tensor):
-            found.update(str((part.dtype, tuple(part.shape))).encode())
-            found.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(part, (list, tuple)):
-            found.update(digest(*part).encode())
-        elif isinstance(part, dict):
-            found.update(digest(*(x for pair in part.items() for x in pair)).encode())
-        else:
-            found.update(repr(part).encode())
-    return found.hexdigest()
+PROGRESS, VECTORS, SCORES, MEAN = "progress.json", "vectors.safetensors", "scores.npy", "mean.npy"
+BLOCK = 2**24
+"""Scores that are averaged at once."""
 
 
 class Store:
-    """The folder of one attribution.
+    """The folder of one attribution, a context manager that holds its lock.
 
     Args:
         folder: made if it does not exist.
         shape: (queries, examples).
-        identity: what the scores depend on, by name; another run's folder is refused.
+        identity: what the scores depend on, a line each (:class:`hyperkron.training.program.Program`); the folder of
+            another call is refused with the differences.
+
+    Attributes:
+        done: how many examples have their scores.
+        stats: what is to be told of the solves, once they are done.
     """
 
-    def __init__(self, folder: str | Path, shape: tuple[int, int], identity: dict[str, str]) -> None:
-        self.folder, self.shape, self.identity = Path(folder), shape, identity
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.done = self._begin()
-        self._scores = self._open(new=self.done == 0 and not self._path("scores.npy").exists())
-        if self._scores.shape != shape or self._scores.dtype.name != "float32":
-            raise HyperkronError(f"{self._path('scores.npy')} was changed by another program; choose another out=.")
+    def __init__(self, folder: str | Path, shape: tuple[int, int], identity: Mapping[str, str]) -> None:
+        self.folder, self.shape, self.identity = Path(folder), shape, dict(identity)
+        self.done, self.stats = 0, dict[str, Any]()
+        self._record: dict[str, Any] | None = None
+        self._lock = FolderLock(self.folder)
 
-    def _open(self, new: bool = False) -> Any:
-        """The file of scores as an array in memory that the disk backs."""
+    def __enter__(self) -> Store:
+        self._lock.acquire()
         try:
-            import numpy
-        except ImportError as error:
-            raise HyperkronError("out= needs numpy; pip install 'hyperkron[data]'.") from error
-        path = self._path("scores.npy")
-        if new:
-            return numpy.lib.format.open_memmap(path, mode="w+", dtype=numpy.float32, shape=self.shape)
-        return numpy.lib.format.open_memmap(path, mode="r+")
+            self._begin()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
 
-    def _path(self, name: str) -> Path:
-        return self.folder / name
+    def __exit__(self, *reason: object) -> None:
+        self._lock.release()
 
-    def _begin(self) -> int:
-        path = self._path("progress.json")
-        if not path.exists():
-            return 0
+    def _begin(self) -> None:
+        if (self.folder / PROGRESS).exists():
+            self._continue()
+        else:
+            for name in (VECTORS, SCORES):
+                if (self.folder / name).exists():
+                    raise HyperkronError(
+                        f"out={str(self.folder)!r} has {name} but no {PROGRESS}, so whose it is cannot be told; move "
+                        "it away, or choose another folder."
+                    )
+            self._progress()
+        new = not (self.folder / SCORES).exists()
+        if new and self.done:
+            raise self._damaged(f"{SCORES} is missing")
+        with in_words(self.folder / SCORES, 4 * self.shape[0] * self.shape[1]):
+            self._scores = _array(self.folder / SCORES, "w+" if new else "r+", self.shape)
+
+    def _continue(self) -> None:
+        """Read how far an earlier call came, and refuse one that was made of something else."""
         try:
-            kept = json.loads(path.read_text("utf-8"))
-            identity, done = kept["identity"], kept["done"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise HyperkronError(f"{path} cannot be read ({error}); choose another out=.") from None
-        if identity != self.identity:
-            changed = sorted(k for k in {*identity, *self.identity} if identity.get(k) != self.identity.get(k))
+            kept, _ = files.read_json(self.folder / PROGRESS)
+            saved, done = kept["identity"], kept["done"]
+            self.stats, self._record = dict(kept["stats"]), kept["vectors"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged(str(error)) from error
+        changed = fingerprint.differences("call", *comparable(saved, self.identity))
+        if changed:
             raise HyperkronError(
-                f"out={str(self.folder)!r} holds scores of another run (different: {', '.join(changed)}); "
-                "repeat that run's arguments to continue it, or choose another folder."
+                f"out={str(self.folder)!r} holds scores of another call:{fingerprint.listed(changed)}\n"
+                "Repeat that call's arguments to continue it, or choose another folder."
             )
-        check_interval("done", done, 0, self.shape[1], remedy=f"{path} was changed: choose another out=")
-        return int(done)
+        check_interval("done", done, 0, self.shape[1], remedy=f"{PROGRESS} was changed: choose another out=")
+        self.done = int(done)
 
-    def vectors(self) -> Tree | None:
-        """The vectors of the queries, if an earlier call has kept them."""
-        path = self._path("vectors.safetensors")
-        return load_file(path) if path.exists() else None
+    def vectors(self, like: Tree) -> Tree | None:
+        """The vectors of the queries, for parameters ``like``, if an earlier call has kept them."""
+        if self._record is None:
+            return None
+        try:
+            with files.TensorFile(self.folder / VECTORS, self._record) as file:
+                return {name: file(name).to(p.device) for name, p in like.items()}
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged(str(error)) from error
 
-    def keep(self, vectors: Tree) -> None:
+    def keep(self, vectors: Tree, stats: Mapping[str, Any]) -> None:
         """Keep the vectors of the queries."""
-        path = self._path("vectors.safetensors")
-        save_file({name: v.detach().cpu().contiguous() for name, v in vectors.items()}, f"{path}.part")
-        _replace(Path(f"{path}.part"), path)
+        path, part = self.folder / VECTORS, self.folder / f".{VECTORS}.part"
+        with in_words(path):
+            part.unlink(missing_ok=True)
+            record = files.write_tensors(part, vectors)
+            os.replace(part, path)
+            flush_folder(self.folder)
+        self.stats, self._record = dict(stats), record
+        self._progress()
 
     def write(self, start: int, scores: Tensor) -> None:
         """The scores of the next examples; they count as done only when they are on the disk."""
-        self._scores[:, start : start + scores.shape[1]] = scores.cpu().numpy()
-        self._scores.flush()
+        with in_words(self.folder / SCORES):
+            self._scores[:, start : start + scores.shape[1]] = scores.float().cpu().numpy()
+            self._scores.flush()
         self.done = start + scores.shape[1]
-        path = self._path("progress.json")
-        part = Path(f"{path}.part")
-        part.write_text(json.dumps({"done": self.done, "identity": self.identity}, indent=1), "utf-8")
-        _replace(part, path)
+        self._progress()
 
     def scores(self) -> Tensor:
         """All scores, read from the disk as needed."""
-        return torch.from_numpy(self._open())
+        return torch.from_numpy(_array(self.folder / SCORES, "c", self.shape))
+
+    def _progress(self) -> None:
+        told = {"done": self.done, "vectors": self._record, "stats": self.stats, "identity": self.identity}
+        with in_words(self.folder / PROGRESS), whole_file(self.folder / PROGRESS) as path:
+            path.write_text(json.dumps(told, indent=1), "ascii")
+
+    def _damaged(self, why: str) -> HyperkronError:
+        return HyperkronError(f"out={str(self.folder)!r} is damaged ({why}); choose another folder, or empty this one.")
 
 
-def _replace(part: Path, path: Path) -> None:
-    """Put a finished file in its place, durably."""
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(part, path)
+def averaged(folder: Path, parts: Sequence[Tensor]) -> Tensor:
+    """The mean of scores on disk, in ``folder/mean.npy``, without reading them all at once."""
+    shape = (parts[0].shape[0], parts[0].shape[1])
+    with in_words(folder / MEAN, 4 * shape[0] * shape[1]):
+        total = _array(folder / MEAN, "w+", shape)
+        size = max(1, BLOCK // shape[0])
+        for start in range(0, shape[1], size):
+            columns = [part[:, start : start + size] for part in parts]
+            total[:, start : start + size] = torch.stack(columns).mean(0).numpy()
+        total.flush()
+    return torch.from_numpy(_array(folder / MEAN, "c", shape))
+
+
+def _array(path: Path, mode: str, shape: tuple[int, int]) -> Any:
+    """A file of float32 as an array that the disk backs; ``mode`` is that of numpy's memory maps."""
+    try:
+        import numpy
+    except ImportError as error:
+        raise HyperkronError("out= needs numpy; pip install 'hyperkron[data]'.") from error
+    if mode == "w+":
+        return numpy.lib.format.open_memmap(path, mode="w+", dtype=numpy.float32, shape=shape)
+    try:
+        found = numpy.lib.format.open_memmap(path, mode=mode)
+    except ValueError as error:
+        raise HyperkronError(f"{path} is damaged ({error}); choose another out=.") from error
+    if found.shape != shape or found.dtype != numpy.float32:
+        raise HyperkronError(
+            f"{path} holds {found.dtype} {list(found.shape)} instead of float32 {list(shape)}; choose another out=."
+        )
+    return found

@@ -2,7 +2,19 @@
 
 from hyperkron.cleaning.api import clean, resume
 from hyperkron.cleaning.config import ALTERNATIVES, OURS, CleanConfig, Progress
+from hyperkron.cleaning.explain import Explanation, explain
 from hyperkron.cleaning.loading import load
 from hyperkron.cleaning.result import CleanResult
 
-__all__ = ["ALTERNATIVES", "OURS", "CleanConfig", "CleanResult", "Progress", "clean", "load", "resume"]
+__all__ = [
+    "ALTERNATIVES",
+    "OURS",
+    "CleanConfig",
+    "CleanResult",
+    "Explanation",
+    "Progress",
+    "clean",
+    "explain",
+    "load",
+    "resume",
+]

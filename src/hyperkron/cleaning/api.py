@@ -88,7 +88,9 @@ def clean(
             "config.json", {"format": FORMAT, **about, "config": asdict(config), "data": fingerprint(parts)}
         )
     given = Given.of(train, parts[0])
-    return CleaningRun(parts, config, folder, model, shown, command, given, config.encoder, on_result).result()
+    return CleaningRun(
+        parts, config, folder, model, shown, command, given, config.encoder, on_result=on_result
+    ).result()
 
 
 def resume(
@@ -112,6 +114,24 @@ def resume(
         progress: object that shows progress; None shows a bar on a terminal and in a notebook, False nothing.
         on_result: as for :func:`clean`.
     """
+    return _continued(out, model, expected, progress, on_result=on_result)
+
+
+def reopen(
+    out: str | Path, *, model: Callable[[], nn.Module] | None = None, progress: Progress | None = None
+) -> CleanResult:
+    """The result of a finished run, read again as :func:`resume` does, without writing to its folder."""
+    return _continued(out, model, None, progress, writes=False)
+
+
+def _continued(
+    out: str | Path,
+    model: Callable[[], nn.Module] | None,
+    expected: Mapping[str, Any] | None,
+    progress: Progress | bool | None,
+    writes: bool = True,
+    on_result: Callable[[Path], None] | None = None,
+) -> CleanResult:
     folder = RunFolder(out, new=False)
     kept = folder.read_config()
     source = kept["source"]
@@ -130,4 +150,4 @@ def resume(
     config = CleanConfig(**{**kept["config"], "compare": tuple(kept["config"]["compare"])})
     given, encoder = Given.of(source["train"], parts[0]), encoder_to_load(kept, expected)
     shown = shown_progress(progress)
-    return CleaningRun(parts, config, folder, model, shown, kept["command"], given, encoder, on_result).result()
+    return CleaningRun(parts, config, folder, model, shown, kept["command"], given, encoder, writes, on_result).result()

@@ -8,6 +8,7 @@ import platform
 import resource
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from hyperkron.cleaning.given import USED
 from hyperkron.cleaning.method import Outcome
 from hyperkron.cleaning.prepare import InputTransform
 from hyperkron.cleaning.recorded import installed_version
-from hyperkron.cleaning.trainer import TrainingPlan, predict
+from hyperkron.cleaning.trainer import Inputs, TrainingPlan, TrainingTargets, predict
 from hyperkron.cleaning.work import Work
 from hyperkron.solution import HyperkronError, HyperkronWarning
 
@@ -32,6 +33,15 @@ SUSPECT_THRESHOLD = 0.5
 SHOWN_SUSPECTS = 5
 """Suspects that a notebook shows."""
 CURVES = ("weight of the experts κ", "weight of the given label β", "weight of learning the given label γ")
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What the network that won was trained on: the rows as they were read, their inputs, and the targets."""
+
+    parts: list[Labelled]
+    inputs: Inputs
+    targets: TrainingTargets
 
 
 @dataclass(repr=False)
@@ -71,6 +81,7 @@ class CleanResult:
     summary: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
     transform: InputTransform | None = None
+    learnt: Callable[[], Learnt] | None = None
 
     def __repr__(self) -> str:
         where = "" if self.folder is None else f", folder={str(self.folder)!r}"

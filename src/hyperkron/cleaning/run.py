@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,15 @@ from hyperkron.cleaning.method import Outcome, clean_labels
 from hyperkron.cleaning.models import HASHED, EncoderUnavailable, TextEncoder, choose_encoder, load_encoder
 from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
 from hyperkron.cleaning.progress import EmbeddingBar, stage_in_words
-from hyperkron.cleaning.result import SUSPECT_THRESHOLD, CleanResult, about_run, history, per_class, scores_summary
+from hyperkron.cleaning.result import (
+    SUSPECT_THRESHOLD,
+    CleanResult,
+    Learnt,
+    about_run,
+    history,
+    per_class,
+    scores_summary,
+)
 from hyperkron.cleaning.sources import model_name
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict
@@ -50,6 +59,7 @@ class CleaningRun:
     command: str | None
     given: Given
     encoder: str | None = None
+    writes: bool = True
     on_result: Callable[[Path], None] | None = None
     messages: list[str] = field(default_factory=list, init=False)
     seconds: dict[str, float] = field(default_factory=dict, init=False)
@@ -88,7 +98,7 @@ class CleaningRun:
             plan = outcome.paced(work, work.last)
             networks = {OURS: train_on(work, "network-hyperkron", targets_for(OURS, work, outcome), plan)}
         scores = self._scores(work, outcome)
-        if self.folder is not None:
+        if self.folder is not None and self.writes:
             self.folder.write_rows(self.parts[0], scores, SUSPECT_THRESHOLD)
             self.folder.write_inputs(self._about_inputs(prepared), prepared.transform.tensors())
             self.folder.write_model(networks[OURS])
@@ -105,7 +115,8 @@ class CleaningRun:
                 with self._timed(name, "candidate"):
                     networks[name] = train_on(work, f"network-{name}", targets_for(name, work, outcome))
         summary = self._summary(prepared, work, outcome, scores, table, chosen, networks)
-        return self._finish(prepared, scores, summary, networks[chosen])
+        learnt = partial(self._learnt, work, outcome, chosen)
+        return self._finish(prepared, scores, summary, networks[chosen], learnt)
 
     def _prepare(self) -> Prepared:
         self.progress.message(f"{len(self.parts[0])} training rows, {len(self.parts[1])} trusted rows")
@@ -229,10 +240,13 @@ class CleaningRun:
         finally:
             taken = time.perf_counter() - begin
             times[name] += taken
-            if self.folder is not None:
+            if self.folder is not None and self.writes:
                 self.folder.log(event, name=name, seconds=round(taken, 3))
 
     # --- what comes out
+
+    def _learnt(self, work: Work, outcome: Outcome, chosen: str) -> Learnt:
+        return Learnt(self.parts, work.inputs, targets_for(chosen, work, outcome))
 
     def _scores(self, work: Work, outcome: Outcome) -> dict[str, Tensor]:
         """What is known of every training row."""
@@ -256,7 +270,9 @@ class CleaningRun:
     ) -> None:
         """result.json as far as it is known, before the alternatives and, now and then, between them."""
         now = time.monotonic()
-        if self.folder is None or not names or (table and now - self.written < SECONDS_BETWEEN_RESULTS):
+        if self.folder is None or not self.writes or not names:
+            return
+        if table and now - self.written < SECONDS_BETWEEN_RESULTS:
             return
         summary = self._summary(prepared, work, outcome, scores, table, OURS, {OURS: networks[OURS]})
         done = [c.name for c in table]
@@ -298,11 +314,16 @@ class CleaningRun:
         }
 
     def _finish(
-        self, prepared: Prepared, scores: dict[str, Tensor], summary: dict[str, Any], network: nn.Module
+        self,
+        prepared: Prepared,
+        scores: dict[str, Tensor],
+        summary: dict[str, Any],
+        network: nn.Module,
+        learnt: Callable[[], Learnt],
     ) -> CleanResult:
         doubt = scores["error_probability"]
         order = doubt.argsort(descending=True)
-        if self.folder is not None:
+        if self.folder is not None and self.writes:
             self.folder.write_model(network)
             self.folder.write_json("result.json", summary)
         spread = self.given.spread
@@ -320,6 +341,7 @@ class CleaningRun:
             summary,
             None if self.folder is None else self.folder.path,
             prepared.transform,
+            learnt,
         )
 
     def _about_inputs(self, prepared: Prepared) -> dict[str, Any]:

@@ -26,6 +26,7 @@ _COMMANDS = {
     "report": ("runs", "report"),
     "export": ("runs", "export"),
     "predict": ("predict", "predict"),
+    "attribute": ("attribution", "attribute"),
     "doctor": ("doctor", "doctor"),
 }
 

@@ -46,13 +46,13 @@ def clean(options: Any, given: list[str]) -> int:
     if compare is not None:
         settings["compare"] = compare
     config = cleaning.CleanConfig(budget=budget, **settings)
-    with _progress(options) as shown, replacing(out, options.overwrite, say):
+    with showing(options) as shown, replacing(out, options.overwrite, say):
         cleaning.clean(
             options.train,
             options.trusted,
             test=options.test,
             out=out,
-            model=chosen_model(options.model),
+            model=load_model(options.model),
             config=config,
             progress=shown,
             command=shlex.join(["hyperkron", *given]),
@@ -73,10 +73,10 @@ def resume(options: Any, given: list[str]) -> int:
         say(f"The run in {out} is finished; reading its result again" if done else f"Continuing {out}")
     from hyperkron import cleaning
 
-    with _progress(options) as shown:
+    with showing(options) as shown:
         cleaning.resume(
             out,
-            model=chosen_model(options.model),
+            model=load_model(options.model),
             expected=_expected(options),
             progress=shown,
             on_result=_first_report(options),
@@ -98,7 +98,8 @@ def _first_report(options: Any) -> Callable[[Path], None] | None:
 
 
 @contextmanager
-def _progress(options: Any) -> Iterator[Any]:
+def showing(options: Any) -> Iterator[Any]:
+    """What shows the progress of a command, until the block ends."""
     shown = progress(options.quiet)
     try:
         yield shown
@@ -133,8 +134,8 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def chosen_model(name: str | None) -> Callable[[], nn.Module] | None:
-    """The user's own network, as module:callable; None for the default."""
+def load_model(name: str | None) -> Callable[[], nn.Module] | None:
+    """The user's own network, where one is named."""
     if name is None:
         return None
     from hyperkron.cleaning.models import load_callable

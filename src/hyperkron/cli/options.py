@@ -144,9 +144,18 @@ PREDICT = (
     JSON,
     *SPEAKING,
 )
+ATTRIBUTE = (
+    RUN,
+    Option("--query", "text", "rows to explain, with the columns of the training rows", "PATH", required=True),
+    Option("--count", "whole", "training rows for, and against, each prediction", "N", 5),
+    MODEL,
+    Option("--out", "text", "the page to write (default: RUN/attribution.html)", "FILE", group=_OUTPUT, short="-o"),
+    JSON,
+    *SPEAKING,
+)
 DOCTOR = (JSON, SPEAKING[1])
 
-_ARGUMENTS = {option.key: option for option in (*PREDICT, *CLEAN, *EXPORT)} | {"run_folder": RUN}
+_ARGUMENTS = {option.key: option for option in (*PREDICT, *CLEAN, *EXPORT, *ATTRIBUTE)} | {"run_folder": RUN}
 _ARGUMENT = re.compile(rf"(?<![\w.`'-])({'|'.join(_ARGUMENTS)})(\[\d+\])?=(True\b|\.\.\.)?")
 
 

@@ -19,6 +19,7 @@ _EXAMPLES = """examples:
   hyperkron report runs/mine
   hyperkron export runs/mine --drop suspects -o clean.csv
   hyperkron predict runs/mine new.csv -o predictions.csv
+  hyperkron attribute runs/mine --query test.csv
   hyperkron resume runs/mine
   hyperkron doctor
 
@@ -38,11 +39,15 @@ _PREDICT = """examples:
   hyperkron predict runs/mine new.csv -o predictions.csv
   hyperkron predict runs/mine new.csv --id customer -o predictions.jsonl"""
 
+_ATTRIBUTE = """example:
+  hyperkron attribute runs/mine --query test.csv"""
+
 COMMANDS: dict[str, tuple[tuple[Option, ...], str, str]] = {
     "clean": (options.CLEAN, "find wrong labels and train a better model", _CLEAN),
     "report": (options.REPORT, "write or update report.html of a run", "example:\n  hyperkron report runs/mine"),
     "export": (options.EXPORT, "write the training rows without the suspects, or with suggested labels", _EXPORT),
     "predict": (options.PREDICT, "labels and probabilities for new rows", _PREDICT),
+    "attribute": (options.ATTRIBUTE, "show the training rows behind each prediction", _ATTRIBUTE),
     "resume": (options.RESUME, "continue an interrupted run", "example:\n  hyperkron resume runs/mine"),
     "doctor": (options.DOCTOR, "check this installation", "example:\n  hyperkron doctor"),
 }
@@ -79,7 +84,7 @@ class Parser(argparse.ArgumentParser):
             return wrong[1]
         if missing := re.match(r"the following arguments are required: (.*)", message):
             names = missing[1].split(", ")
-            needed = [o for o in self._wanted if o.metavar in names or f"{o.short}/{o.name}" in names]
+            needed = [o for o in self._wanted if {o.metavar, o.name, f"{o.short}/{o.name}"} & set(names)]
             about = "; ".join(f"{self.prog.split()[-1]} needs {o.shown} ({o.help})" for o in needed if o.required)
             return f"{about}." if about else f"name a command: {', '.join(COMMANDS)}."
         return message

@@ -11,7 +11,7 @@ from typing import Any
 
 from hyperkron.cleaning.data import ReadOptions
 from hyperkron.cleaning.loading import load
-from hyperkron.cli.cleaning import chosen_model
+from hyperkron.cli.cleaning import load_model
 from hyperkron.cli.options import as_options
 from hyperkron.cli.output import UsageError, say, say_json
 from hyperkron.training.writing import in_words, whole_file
@@ -27,7 +27,7 @@ def predict(options: Any, given: list[str]) -> int:
         raise UsageError(f"--out={options.out!r} must end in {' or '.join(FORMATS)}.")
     if out is not None and out.exists() and not options.overwrite:
         raise FileExistsError(f"--out={options.out!r} exists already; choose another name, or add --overwrite.")
-    result = load(options.run, model=chosen_model(options.model), encoder=options.encoder, device=options.device)
+    result = load(options.run, model=load_model(options.model), encoder=options.encoder, device=options.device)
     reading = ReadOptions() if options.charset is None else ReadOptions(charset=options.charset)
     found, probabilities = result.predicted(options.rows, id=options.id, options=reading)
     notes = [as_options(message) for message in found.messages]

@@ -342,7 +342,7 @@ def _weighted_ways(point: Point, form: str, state: CrossState) -> list[Way]:
 def _moves_by_gradient(point: Point, v: Tree, loss: Loss, found: _Found) -> bool:
     """Whether the row losses change along v as their gradients say, beyond rounding and their own error."""
     gap = weighting.disagreement(point, loss, v, found.way.form, found.changes)
-    return gap <= max(5 * found.spread, _precision(point).agreement)
+    return point.problem.group.all(gap <= max(5 * found.spread, _precision(point).agreement))
 
 
 def _tangent_is_slope(point: Point, v: Tree, tangent: Tensor) -> bool:

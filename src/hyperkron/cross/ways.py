@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class NoForwardModeError(UndifferentiableError):
         HyperkronError.__init__(
             self, f"cross='forward' does not pass through this model ({why}); use cross='reverse' or cross='auto'."
         )
+        self.why = why
 
 
 def reverse(point: Point, v: Tree) -> Tree:
@@ -84,14 +85,15 @@ def forward_mode() -> Iterator[None]:
         raise NoForwardModeError(str(failure).strip().splitlines()[0]) from failure
 
 
-def along(point: Point, v: Tree) -> tuple[Loss, Tree]:
-    """J_in with tangents along v, and the dual parameters; inside a ``dual_level``."""
+def along(point: Point, v: Tree, batch: Any = None) -> tuple[Loss, Tree]:
+    """J_in with tangents along v, and the dual parameters; inside a ``dual_level``. ``None``: on the inner batch."""
     params = {name: make_dual(p.detach(), v[name]) for name, p in point.params.items()}
-    return _inner_at(point, params), params
+    return _inner_at(point, params, batch), params
 
 
-def _inner_at(point: Point, params: Tree) -> Loss:
-    return point.evaluate("inner", point.inner_batch, params, differentiable=True, where="along v")
+def _inner_at(point: Point, params: Tree, batch: Any = None) -> Loss:
+    batch = point.inner_batch if batch is None else batch
+    return point.evaluate("inner", batch, params, differentiable=True, where="along v")
 
 
 def _gradient_of_tangent(point: Point, tangent: Tensor | None) -> tuple[Tree, Tensor]:
@@ -100,7 +102,8 @@ def _gradient_of_tangent(point: Point, tangent: Tensor | None) -> tuple[Tree, Te
         return filled(point, dict.fromkeys(point.hypers)), torch.zeros((), device=point.device)
     _refuse_normalisation(tangent)
     found = gradients_of(tangent, list(point.hypers.values()))
-    return filled(point, dict(zip(point.hypers, found, strict=True))), tangent.detach()
+    (whole,) = point.problem.group.sum([tangent.detach()])
+    return filled(point, dict(zip(point.hypers, found, strict=True))), whole
 
 
 def _refuse_normalisation(tangent: Tensor) -> None:

@@ -83,7 +83,8 @@ def with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
     """``form``, with ``m`` where weights move with θ: they are functions of it that were stopped."""
     up, down = sides(point, v, step_of(v, radius), False, lambda loss, params: _Read.of(loss, form, params))
     pairs = [*zip(up.weights, down.weights, strict=True), *((up.decays[n], down.decays[n]) for n in up.decays)]
-    return form if all(torch.equal(a, b) for a, b in pairs) else f"{form}m"
+    still = point.problem.group.all(all(torch.equal(a, b) for a, b in pairs))
+    return form if still else f"{form}m"
 
 
 def difference(point: Point, v: Tree, radius: float, form: str, full: bool = False) -> Weighted:
@@ -118,7 +119,8 @@ def disagreement(point: Point, loss: Loss, v: Tree, form: str, changes: Tensor) 
     """
     if changes.numel() == 0:
         return 0.0
-    size = float(changes.norm())
+    group = point.problem.group
+    size = float(group.norm(changes))
     terms = [t for t, letter in zip(loss.terms, form, strict=False) if letter == "w"]
     rows = torch.cat([t.row_losses.reshape(-1) for t in terms])
     noise = rounding(point) * float(trees.norm(v))
@@ -128,7 +130,8 @@ def disagreement(point: Point, loss: Loss, v: Tree, form: str, changes: Tensor) 
     for r in (*([changes.to(rows) / size] if size else []), *signs):
         told, steep = slope_of(point, (rows * r).sum(), v, retain_graph=True)
         point.finite("the slope of the inner loss along v", told, "look for inf or extreme values in inner_batch")
-        gap = abs(float(told.double() - (changes.double() * r.double()).sum()))
+        (moved,) = group.sum([(changes.double() * r.double()).sum()])
+        gap = abs(float(told.double() - moved))
         gaps.append(max(0.0, gap - noise * float(steep)))
     return max(gaps) / size if size else math.inf if any(gaps) else 0.0
 

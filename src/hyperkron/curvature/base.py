@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hyperkron import trees
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import Loss
 from hyperkron.solution import HyperkronError, Status, warn_once
@@ -73,6 +74,10 @@ class Invertible(Operator):
     @abstractmethod
     def solve(self, b: Tree) -> Tree:
         """(A + δI)⁻¹ b as a new tree with the names of ``b``, which is not changed; counts no product."""
+
+    def solve_stacked(self, b: Tree) -> Tree:
+        """:meth:`solve` for each of many right-hand sides, along the leading dimension of ``b``."""
+        return trees.stacked([self.solve(one) for one in trees.unstacked(b)])
 
     def definite(self) -> Invertible:
         """This operator as a preconditioner: positive definite on all parameters.

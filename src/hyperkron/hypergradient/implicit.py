@@ -211,16 +211,23 @@ class Implicit(Hypergradient):
         if point.recording:
             return self.solver.record(operator, b, point.execution, start=start, preconditioner=preconditioner)
         solution = self.solver.solve(operator, b, start=start, preconditioner=preconditioner)
+        return self._finite(point, solution).value, Pending.ready(solution)
+
+    def _finite(self, point: Point, solution: Solution) -> Solution:
         if solution.status is Status.NON_FINITE:
             blame = point.culprits()
             raise NonFiniteError(f"{self.solver!r}: {solution.status.value}{blame and f' Here {blame}.'}")
-        return solution.value, Pending.ready(solution)
+        return solution
 
     def inverse(self, point: Point) -> Callable[[Tree], Solution]:
-        """b ↦ (A + δI)⁻¹ b, with A measured once at ``point`` and used for any number of right-hand sides."""
+        """b ↦ (A + δI)⁻¹ b for stacked right-hand sides, with A measured once at ``point``."""
         operator = self.curvature.operator(point, self.state.curvature)
         preconditioner = self._preconditioner(point, self.state)
-        return lambda b: self.solver.solve(operator, b, preconditioner=preconditioner)
+
+        def solve(b: Tree) -> Solution:
+            return self._finite(point, self.solver.solve_stacked(operator, b, preconditioner=preconditioner))
+
+        return solve
 
     def _preconditioner(self, point: Point, state: ImplicitState) -> Invertible | None:
         if self.preconditioner is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -38,6 +38,24 @@ class L2:
 
 
 @dataclass(frozen=True, eq=False)
+class Place:
+    """Where the examples of one rank are in a batch that is divided among several.
+
+    Attributes:
+        counts: the examples of every rank, one after the other in the batch.
+        rank: which of them these are.
+    """
+
+    counts: Tensor
+    rank: int
+
+    def of(self, draw: Callable[..., Tensor], shape: Sequence[int], **options: Any) -> Tensor:
+        """This rank's part of ``draw(shape of the whole batch)``: the same numbers whatever the number of ranks."""
+        counts = [int(n) for n in self.counts.tolist()]
+        return draw((sum(counts), *shape[1:]), **options).split(counts)[self.rank]
+
+
+@dataclass(frozen=True, eq=False)
 class Term(ABC):
     """One criterion c applied to one model output f: J = Σ_r w_r c_r(f_r), summed over rows r.
 
@@ -51,6 +69,7 @@ class Term(ABC):
         valid: which rows are not masked; ``None`` if all are valid.
         factors: what w_r is the product of, attached to the graph, each one number or one per row; empty if that is
             not known. They tell which part of J reaches λ through the weights of examples.
+        place: of these rows in the whole batch, where it is divided among ranks.
     """
 
     output: Tensor
@@ -58,6 +77,7 @@ class Term(ABC):
     row_losses: Tensor
     valid: Tensor | None
     factors: tuple[Tensor | float, ...] = field(default=(), kw_only=True)
+    place: Place | None = field(default=None, kw_only=True)
 
     @property
     def per_example(self) -> Tensor:
@@ -153,6 +173,10 @@ class Term(ABC):
     @abstractmethod
     def _criterion_product(self, v: Tensor) -> Tensor:
         """(∂²c/∂f²) v as a fresh tensor."""
+
+    def _drawn(self, draw: Callable[..., Tensor], shape: Sequence[int], **options: Any) -> Tensor:
+        """``draw(shape)``, random numbers for every example: those of its place in the whole batch."""
+        return draw(shape, **options) if self.place is None else self.place.of(draw, shape, **options)
 
     def _in_output_dtype(self, x: Tensor) -> Tensor:
         return x.to(self.output.dtype)

@@ -161,7 +161,8 @@ class SoftmaxTerm(Term):
         # Inverse transform: one uniform number per row and sample, one cumulative sum for all samples.
         p = self.probabilities
         cdf = p.cumsum(-1).contiguous()
-        uniform = torch.rand((*p.shape[:-1], samples), generator=generator, dtype=p.dtype, device=p.device)
+        shape = (*p.shape[:-1], samples)
+        uniform = self._drawn(torch.rand, shape, generator=generator, dtype=p.dtype, device=p.device)
         drawn = torch.searchsorted(cdf, uniform.mul_(cdf[..., -1:]), right=True).clamp_(max=p.shape[-1] - 1)
         del cdf, uniform
         for m in range(samples):

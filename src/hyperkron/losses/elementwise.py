@@ -135,7 +135,7 @@ class SquaredTerm(_ElementwiseTerm):
 
     def _noise(self, generator: torch.Generator | None) -> Tensor:
         f = self.point
-        return torch.randn(f.shape, generator=generator, dtype=f.dtype, device=f.device)
+        return self._drawn(torch.randn, f.shape, generator=generator, dtype=f.dtype, device=f.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,5 +153,5 @@ class BernoulliTerm(_ElementwiseTerm):
 
     def _noise(self, generator: torch.Generator | None) -> Tensor:
         p = self.mean
-        uniform = torch.rand(p.shape, generator=generator, dtype=p.dtype, device=p.device)
+        uniform = self._drawn(torch.rand, p.shape, generator=generator, dtype=p.dtype, device=p.device)
         return p - (uniform < p).to(p.dtype)

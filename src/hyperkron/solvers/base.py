@@ -13,7 +13,7 @@ from torch import Tensor
 from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.kernels.execution import Execution, Pending, read
-from hyperkron.solution import HyperkronError, NonFiniteError, Solution, Status
+from hyperkron.solution import HyperkronError, NonFiniteError, Solution, Status, worst
 from hyperkron.trees import Tree
 
 _SMALLEST, _LARGEST = 1e-6, 1e6  # of the largest entry of b: float32 squares and products stay far from its limits
@@ -75,6 +75,22 @@ class Solver(ABC):
         solution = self._solve(operator, b, start, preconditioner)
         value = solution.value if unit == 1.0 else trees.scale(solution.value, unit)
         return dataclasses.replace(solution, value=trees.cast(value, given))
+
+    def solve_stacked(self, operator: Operator, b: Tree, *, preconditioner: Invertible | None = None) -> Solution:
+        """:meth:`solve` for each of many right-hand sides, along the leading dimension of ``b``.
+
+        Returns:
+            All solutions, stacked; the worst status, all iterations and products, and the largest residual.
+        """
+        found = [self.solve(operator, one, preconditioner=preconditioner) for one in trees.unstacked(b)]
+        residuals = [x.residual for x in found if x.residual is not None]
+        return Solution(
+            trees.stacked([x.value for x in found]),
+            worst(x.status for x in found),
+            sum(x.iterations for x in found),
+            sum(x.products for x in found),
+            max(residuals, default=None),
+        )
 
     @abstractmethod
     def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:

@@ -36,6 +36,15 @@ class Direct(Solver):
             return self._unchecked(operator, b, start, preconditioner)
         return super().solve(operator, b, start=start, preconditioner=preconditioner)
 
+    def solve_stacked(self, operator: Operator, b: Tree, *, preconditioner: Invertible | None = None) -> Solution:
+        """By one application of the inverse to all right-hand sides."""
+        self._check(operator, None, preconditioner)
+        if not trees.is_finite(b):
+            raise NonFiniteError("b holds NaN or infinity; check the outer loss and its batch")
+        given = trees.widened({name: x.detach() for name, x in b.items()})
+        value = _inverse_of(operator).solve_stacked(given)
+        return Solution(trees.cast(_finite(operator, value), b), _inverse_of(operator).status)
+
     def record(
         self,
         operator: Operator,
@@ -62,18 +71,28 @@ class Direct(Solver):
 
     def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
         solution = _applied(operator, b)
-        if not trees.is_finite(solution.value):
-            raise NonFiniteError(
-                f"{type(operator).__name__} turned a finite right-hand side into NaN or infinity; "
-                "raise the damping, or check the curvature batch"
-            )
+        _finite(operator, solution.value)
         return solution
 
 
+def _finite(operator: Operator, value: Tree) -> Tree:
+    if not trees.is_finite(value):
+        raise NonFiniteError(
+            f"{type(operator).__name__} turned a finite right-hand side into NaN or infinity; "
+            "raise the damping, or check the curvature batch"
+        )
+    return value
+
+
 def _applied(operator: Operator, b: Tree) -> Solution:
+    inverse = _inverse_of(operator)
+    return Solution(inverse.solve(b), inverse.status)
+
+
+def _inverse_of(operator: Operator) -> Invertible:
     if not isinstance(operator, Invertible):
         raise HyperkronError(
             f"solver is Direct but {type(operator).__name__} has no inverse of its own; "
             "use CG, or an invertible curvature such as KFAC"
         )
-    return Solution(operator.solve(b), operator.status)
+    return operator

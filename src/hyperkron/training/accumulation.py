@@ -56,6 +56,11 @@ class Accumulated(BilevelProblem):
     def __init__(self, problem: BilevelProblem, micro_batch: int | None = None) -> None:
         if isinstance(problem, Accumulated):
             problem = problem.whole
+        if problem.group.size > 1:
+            raise HyperkronError(
+                f"problem is divided among {problem.group.size} processes, which would not evaluate micro-batches in "
+                "step; use smaller batches or more processes, and no HalveOnOutOfMemory."
+            )
         object.__setattr__(self, "whole", problem)
         object.__setattr__(self, "_size", _Size())
         self.resize(micro_batch)
@@ -103,7 +108,7 @@ class _Pieces:
         if len(parts) == 1:
             return self.function(model, hyper, batch)
         _refuse_batch_norm(model)
-        _refuse_what_is_no_mean(self, model, hyper, parts[0])
+        refuse_what_is_no_mean(self.level, self.function, model, hyper, parts[0], self.size.means)
         work = _Work(self.function, model, hyper, parts)
         inputs = [x for x in work.named().values() if x.requires_grad]
         if not inputs or not torch.is_grad_enabled():
@@ -153,7 +158,7 @@ def split(batch: Any, size: int | None) -> list[Any]:
 # --- sums over pieces --------------------------------------------------------------------------------------
 
 
-class _Both(nn.Module):
+class Both(nn.Module):
     """θ and λ in one module, so that both can be substituted."""
 
     def __init__(self, model: nn.Module, hyper: nn.Module) -> None:
@@ -168,7 +173,7 @@ class _Work:
     """An objective, where it is evaluated, and the pieces; every evaluation draws the same random numbers."""
 
     def __init__(self, function: Objective, model: nn.Module, hyper: nn.Module, parts: list[Any]) -> None:
-        self.function, self.both, self.parts = function, _Both(model, hyper), parts
+        self.function, self.both, self.parts = function, Both(model, hyper), parts
         self.random: dict[str, Any] = random_state()
         device = next(iter(self.named().values()), torch.zeros(())).device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
@@ -309,15 +314,17 @@ def _refuse_batch_norm(model: nn.Module) -> None:
         )
 
 
-def _refuse_what_is_no_mean(pieces: _Pieces, model: nn.Module, hyper: nn.Module, part: Any) -> None:
-    """Compare J and its gradient on one piece with those of its halves, once.
+def refuse_what_is_no_mean(
+    level: Level, function: Objective, model: nn.Module, hyper: nn.Module, part: Any, means: set[Level]
+) -> None:
+    """Compare J and its gradient on one piece with those of its halves, once; then its level is among ``means``.
 
     A loss that draws random numbers cannot be compared, nor one that refuses a half (all of it masked).
     """
     halves, before = split(part, -(-length(part) // 2)), random_state()
-    if pieces.level in pieces.size.means or len(halves) == 1:
+    if level in means or len(halves) == 1:
         return
-    work = _Work(pieces.function, model, hyper, [part])
+    work = _Work(function, model, hyper, [part])
     inputs = tuple(x for x in work.named().values() if x.requires_grad)
     try:
         whole = work.gradients(inputs)
@@ -333,11 +340,11 @@ def _refuse_what_is_no_mean(pieces: _Pieces, model: nn.Module, hyper: nn.Module,
     unlike = not drew and any(_unlike(x, y, coarse) for x, y in pairs)
     if unlike:
         raise HyperkronError(
-            f"{pieces.level} or its gradient is not the same on {length(part)} examples ({float(whole[0]):.6g}) as on "
+            f"{level} or its gradient is not the same on {length(part)} examples ({float(whole[0]):.6g}) as on "
             f"average over two halves of them ({float(both[0]):.6g}): it is not a mean over examples and has no exact "
             "micro-batches; divide sums by the batch size, do not normalise over the batch, or use whole batches."
         )
-    pieces.size.means.add(pieces.level)
+    means.add(level)
 
 
 def _unlike(x: Tensor | None, y: Tensor | None, coarse: float) -> bool:

@@ -103,7 +103,7 @@ def write(folder: str | Path, step: int, state: dict[str, Any], about: About | N
     folder, about = Path(folder), about or About()
     tree, tensors = split(state)
     refuse_overtaken(folder, step)
-    target = folder / _name(step)
+    target = place(folder, step)
     try:
         _make_folder(folder)
         clean(folder)
@@ -343,6 +343,11 @@ def _plausible(path: Path) -> bool:
         return all((path / n).stat().st_size == r["size"] for n, r in _read_manifest(path)["files"].items())
     except (DamagedCheckpoint, OSError):
         return False
+
+
+def place(folder: str | Path, step: int) -> Path:
+    """Where a checkpoint of this step is written."""
+    return Path(folder) / _name(step)
 
 
 def _name(step: int) -> str:

@@ -16,8 +16,10 @@ from hyperkron.optimizers import Project
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError
 from hyperkron.training import checkpoint
+from hyperkron.training.callbacks import Callback
+from hyperkron.training.data_parallel import together
 from hyperkron.training.randomness import random_state, seed_all
-from hyperkron.training.run import Callback, Run
+from hyperkron.training.run import Run
 
 
 def fit(
@@ -46,7 +48,7 @@ def fit(
     """Train λ and θ for ``steps`` steps of ``algorithm`` or for ``seconds``, whichever comes first.
 
     Args:
-        problem: the two objectives.
+        problem: the two objectives; as :class:`hyperkron.training.DataParallel` on several processes.
         model: θ; trained in place.
         hyper: λ; trained in place. ``None`` with :class:`hyperkron.algorithms.InnerOnly`, which trains θ alone.
         algorithm: ``AID(hk.kfac())``, ``AmIGO()``, …
@@ -96,6 +98,7 @@ def fit(
             f"algorithm={algorithm!r:.60} is a {type(algorithm).__name__}, not an Algorithm; wrap a hypergradient "
             "as hyperkron.AID(hypergradient, inner_steps=10)."
         )
+    model = together(problem, model, hyper)
     if seed is not None:
         seed_all(seed)
     levels = {"inner": inner_optimizer, "outer": outer_optimizer}
@@ -104,11 +107,11 @@ def fit(
     run = Run(algorithm, state, sources, callbacks, clock=clock, record_failure=record_failure)
     run._set_goal(steps, seconds)
     with nullcontext() if run._ended else run._writing():  # what is read here is not overtaken by another run
-        if resume is not None and checkpoint.candidates(resume):
+        if resume is not None and run.group.numbers(bool(checkpoint.candidates(resume)))[0][0]:
             run.resume(resume, allow_changes=allow_changes)
             steps = None if steps is None else max(0, steps - run.state.step)
             seconds = None if seconds is None else max(0.0, seconds - run.seconds)
         if steps == 0 or seconds == 0:
             run._random = random_state()
             return run
-        return run.advance(steps, seconds=seconds, progress=progress)
+        return run.advance(steps, seconds=seconds, progress=progress and run.group.rank == 0)

@@ -21,8 +21,9 @@ from hyperkron.algorithms import StepReport
 from hyperkron.hyper import DomainWeights, SampleWeights
 from hyperkron.solution import FactorizationError, HyperkronError, HyperkronWarning, NonFiniteError, Status
 from hyperkron.training.accumulation import Accumulated, batch_norms, length
+from hyperkron.training.callbacks import Callback, Verdict
 from hyperkron.training.history import Value
-from hyperkron.training.run import Callback, Run, Verdict
+from hyperkron.training.run import Run
 from hyperkron.validation import check_interval, check_whole
 
 MAX_DUMPS = 100
@@ -110,7 +111,7 @@ class SkipFailures(Callback):
             return None
         if self._dumps is None:
             self._dumps = run.folder or Path(tempfile.mkdtemp(prefix="hyperkron-"))
-        path = self._dumps / f"failed-rank00000-step-{run.state.step:08d}.json"
+        path = self._dumps / f"failed-rank{run.group.rank:05d}-step-{run.state.step:08d}.json"
         temporary = path.with_name(f".{path.name}.tmp")
         content = {"step": run.state.step, "error": self._reason, "batches": run.batches.describe()}
         try:

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hyperkron.algorithms import Source
+from hyperkron.collectives import Group
 from hyperkron.training import contents
 from hyperkron.training.contents import Contents, plain, short
 
@@ -353,7 +354,7 @@ def _read_by_name(x: Any) -> bool:
 def _parts(x: Any) -> Iterable[tuple[str, Any]]:
     """What an object consists of, by name."""
     module = type(x).__module__
-    if isinstance(x, torch.Generator):
+    if isinstance(x, (torch.Generator, Group)):  # a run continues with any number of processes
         return []
     if isinstance(x, torch.optim.Optimizer):
         groups = [{k: v for k, v in group.items() if k != "params"} for group in x.param_groups]

@@ -1,9 +1,7 @@
-"""A run of an algorithm, and the callbacks around its steps."""
+"""A run of an algorithm, with the callbacks around its steps."""
 
 from __future__ import annotations
 
-import copy
-import enum
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +13,10 @@ import torch
 from tqdm.auto import tqdm
 
 from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, derivatives
+from hyperkron.collectives import Group
 from hyperkron.solution import HyperkronError, Status
 from hyperkron.training import checkpoint, fingerprint
+from hyperkron.training.callbacks import Callback, Verdict
 from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import History, Value
 from hyperkron.training.jsonl import JSONLog
@@ -26,63 +26,6 @@ from hyperkron.training.randomness import random_state, set_random_state
 from hyperkron.training.signals import Interrupted, Signals
 from hyperkron.training.undo import RecordedBatches, TrainingSnapshot, refuse_non_finite
 from hyperkron.validation import check_nonnegative, check_whole
-
-
-class Verdict(enum.Enum):
-    """What to do with a failed step."""
-
-    SKIP = "Undo the step and continue with the next batches."
-    RETRY = "Undo the step and repeat it with the same batches and random states."
-
-
-class Callback:
-    """Base class of callbacks. Every method does nothing by default; override the ones you need.
-
-    ``on_step`` may return values for the step's row of the history, and may call ``run.stop(reason)``.
-
-    Attributes:
-        catches_signals: whether SIGTERM and SIGINT wait for the end of the step, so that this callback can save.
-        undoes: whether steps must be undoable, so that ``on_failure`` can skip or retry them.
-        folder: where the run is saved, or ``None``; no other run can write there meanwhile.
-        remembers: the names of attributes that the next call depends on: they are saved with the run.
-    """
-
-    catches_signals: bool = False
-    undoes: bool = False
-    folder: Path | None = None
-    remembers: tuple[str, ...] = ()
-
-    def on_start(self, run: Run) -> None:
-        """Before the first step of a call of :meth:`Run.advance`."""
-
-    def on_report(self, run: Run, report: StepReport) -> None:
-        """After a step, while it can still be undone (with ``undoes``): raise an error to reject it."""
-
-    def on_failure(self, run: Run, error: Exception) -> Verdict | None:
-        """After an error in a step (with ``undoes``): what to do; ``None`` leaves it to the next callback."""
-        return None
-
-    def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        """After every step."""
-        return None
-
-    def on_boundary(self, run: Run) -> None:
-        """After every step and all ``on_step`` calls, when its row is in the history: the place to save."""
-
-    def on_end(self, run: Run) -> None:
-        """After the last step, also if the run was stopped or interrupted."""
-
-    def on_exit(self, run: Run) -> None:
-        """At the very end, also after an error: the place to close files."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next call depends on, as plain values."""
-        return {name.lstrip("_"): copy.copy(getattr(self, name)) for name in self.remembers}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`."""
-        for name in self.remembers:
-            setattr(self, name, copy.copy(state[name.lstrip("_")]))
 
 
 class Run:
@@ -129,6 +72,11 @@ class Run:
         parts = {f"{level}_data": source for level, source in data.items() if source is not None}
         parts |= {"problem": state.problem, "model": state.model, "hyper": state.hyper}
         self._program = Program(parts, [state.model, state.hyper])
+
+    @property
+    def group(self) -> Group:
+        """The processes that share this run (:class:`DataParallel`); the first of them writes its files."""
+        return self.state.problem.group
 
     def stop(self, reason: str) -> None:
         """End the run after this step."""
@@ -186,7 +134,7 @@ class Run:
         """Hold the folders of the log and the checkpoints: no other run writes there meanwhile."""
         with ExitStack() as stack:
             for callback in self.callbacks:
-                if callback.folder is not None:
+                if callback.folder is not None and self.group.rank == 0:
                     stack.enter_context(self._lock(callback.folder))
             yield
 
@@ -204,7 +152,7 @@ class Run:
                 stack.callback(callback.on_exit, self)
             for callback in self.callbacks:
                 callback.on_start(self)
-            if self.folder is not None:
+            if self.folder is not None and self.group.rank == 0:
                 self._log = JSONLog(self.folder)
                 self._log.begin(self.history)
             yield
@@ -236,6 +184,14 @@ class Run:
         self._record(report)
         for callback in self.callbacks:
             callback.on_boundary(self)
+
+    def _agree(self, signals: Signals) -> None:
+        """Every process has the clock of the first one, and all stop where one does."""
+        table = self.group.numbers(self.seconds, self.stopped is not None, signals.received or 0)
+        self.seconds = table[0][0]
+        if any(stopped for _, stopped, _ in table) and self.stopped is None:
+            self.stopped = "another process has stopped"
+        signals.received = int(max(received for *_, received in table)) or None
 
     def _step(self) -> StepReport:
         """One step of the algorithm; where a guard can undo it, one that is undone, repeated or left out as it says."""
@@ -334,13 +290,17 @@ class Run:
         model, hyper = fingerprint.tensors(self.state.model), fingerprint.tensors(self.state.hyper)
         kinds = {f"callbacks.{i}": type(callback).__qualname__ for i, callback in enumerate(self.callbacks)}
         config = {**self._settings.begin(), **kinds}
-        return checkpoint.About(model, hyper, config, program=self._program.lines())
+        spread = 1 if self.state.problem.divides else self.group.size
+        return checkpoint.About(model, hyper, config, spread, self._program.lines())
 
     def save(self, folder: str | Path) -> Path:
         """Write everything the rest of the run depends on to ``folder/step-…``, and return that path.
 
-        It is complete or absent, whatever happens meanwhile; see ``docs/checkpoints.md``.
+        It is complete or absent, whatever happens meanwhile; see ``docs/checkpoints.md``. Of several processes the
+        first writes.
         """
+        if self.group.rank > 0:
+            return checkpoint.place(folder, self.state.step)
         with self._lock(folder):
             return checkpoint.write(folder, self.state.step, self.state_dict(), self.about())
 
@@ -355,9 +315,12 @@ class Run:
                 after which this run is as it was. Settings of optimizers and schedulers come from the checkpoint in
                 any case.
         """
-        saved = checkpoint.newest(folder, step)
-        lines = checkpoint.differences(saved, self.about(), allow=allow_changes)
-        if not lines:
+        first = self.group.rank == 0  # it chooses and compares; its error ends all
+        saved = checkpoint.newest(folder, step) if first else None
+        lines = [] if saved is None else checkpoint.differences(saved, self.about(), allow=allow_changes)
+        found, differs = self.group.numbers(0 if saved is None else saved.step, len(lines))[0]
+        saved = saved or checkpoint.newest(folder, int(found))
+        if not differs:
             try:
                 self.load_state_dict(saved.state)
             except HyperkronError:
@@ -442,6 +405,8 @@ def _take_steps(run: Run, count: int, signals: Signals, bar: Any) -> None:
         if run._ended or signals.received is not None:
             return
         run._take_step()
+        if run.group.size > 1:
+            run._agree(signals)
         if bar is not None:
             bar.update()
             loss = run.row["outer_loss"] if run.row.get("outer_loss") is not None else run.row.get("inner_loss")

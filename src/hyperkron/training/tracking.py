@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hyperkron.solution import HyperkronError
+from hyperkron.training.callbacks import Callback
 from hyperkron.training.history import Value, plain
-from hyperkron.training.run import Callback, Run
+from hyperkron.training.run import Run
 from hyperkron.validation import check_whole
 
 
@@ -57,13 +58,14 @@ class Tracker(Callback):
         """Send what is left and close."""
 
     def on_start(self, run: Run) -> None:
-        self.open(run)
-        self._open = True
+        if run.group.rank == 0:  # of several processes the first reports
+            self.open(run)
+            self._open = True
 
     def on_boundary(self, run: Run) -> None:
         row = run.history[-1]
         step = int(row["step"])  # type: ignore[arg-type]
-        if step % self.every == 0:
+        if self._open and step % self.every == 0:
             self.log(step, *_sorted(row))
 
     def on_exit(self, run: Run) -> None:

@@ -13,6 +13,7 @@ import hyperkron as hk
 import oracles
 from cases import Case, Mean, make, random_weights
 from hyperkron.curvature.kfac import diagonals
+from recorded import nothing_read
 
 Build = Callable[[], nn.Module]
 
@@ -201,3 +202,18 @@ def test_sparse_embedding_gradients() -> None:
             warnings.simplefilter("ignore")
             grads.append(hk.kfac(0.1, fisher="type-2").compute(*case.arguments).grads)
     assert oracles.relative(grads[1], grads[0]) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (7,), (1, 1), (2, 3, 4)])
+def test_the_diagonal_of_an_embedding_waits_for_nothing(shape: tuple[int, ...]) -> None:
+    """Example by example against plain loops, with nothing read on the way, as a CUDA graph needs."""
+    module = nn.Embedding(9, 3, padding_idx=0).double()
+    index, g = torch.randint(4, shape), torch.randn(*shape, 3, dtype=torch.float64)
+    with nothing_read():
+        found = diagonals.squared_gradients(module, index, g)["weight"]
+    wanted = torch.zeros(9, 3, dtype=torch.float64)
+    for rows, gradients in zip(index.reshape(shape[0], -1), g.reshape(shape[0], -1, 3), strict=True):
+        for row in rows.unique().tolist():
+            wanted[row] += gradients[rows == row].sum(0).square()
+    wanted[0] = 0.0
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0.0)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import math
-from importlib.resources import files
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from hyperkron.cleaning.choice import FEW_PER_CLASS
 from hyperkron.cleaning.report import plots, wording
 from hyperkron.cleaning.report.folder import RunContents, Suspect, read_run
 from hyperkron.cleaning.report.matrix import noise_table
+from hyperkron.cleaning.report.templates import filled
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import in_words, remove_stale, whole_file
 
@@ -61,31 +59,7 @@ def write_report(run_folder: str | Path) -> Path:
 
 def render(run: RunContents) -> str:
     """The page of a run as text."""
-    try:
-        from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
-    except ImportError as error:
-        raise HyperkronError("A report needs jinja2; pip install 'hyperkron[report]'.") from error
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(
-        percent=wording.percent, count=wording.count, duration=wording.duration, memory=wording.memory
-    )
-    script, style = _package_text("report.js"), _package_text("report.css")
-    policy = f"default-src 'none'; img-src data:; style-src {_source(style)}; script-src {_source(script)}; "
-    policy += "base-uri 'none'; form-action 'none'"
-    template = environment.from_string(_package_text("template.html.j2"))
-    return template.render(
-        policy=policy, script=Markup(script), style=Markup(style), data=Markup(_data(run)), **_context(run)
-    )
-
-
-def _package_text(name: str) -> str:
-    return files(__package__).joinpath(name).read_text("utf-8")
-
-
-def _source(text: str) -> str:
-    """How a Content-Security-Policy names an inline script or style."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    return filled("template.html.j2", "report.js", data=_data(run), **_context(run))
 
 
 # --- what the script gets ----------------------------------------------------------------------------------

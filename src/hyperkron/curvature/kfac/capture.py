@@ -6,12 +6,14 @@ depends on, and the hooks of :mod:`~hyperkron.curvature.kfac.recorder` collect w
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hyperkron.collectives import Group
 from hyperkron.curvature.base import l2_curvature, warn_opaque
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.factors import add_to, scaled
@@ -19,7 +21,7 @@ from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.penalty import column_scales
 from hyperkron.curvature.kfac.recorder import Basis, Measured, Recorder
 from hyperkron.evaluation.point import Point
-from hyperkron.losses import Fisher, Loss
+from hyperkron.losses import Fisher, Loss, Place
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, warn_once
 
@@ -56,14 +58,48 @@ def measure(
             recorder.saw(loss)
         recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
         recorder.measured.scales = {} if damping is None else column_scales(plan, l2, damping, like)
-        vectors = _vectors(loss, recorder.batch_size, fisher, samples, generator, checked)
+        size = recorder.batch_size * point.problem.group.size
+        vectors = _vectors(loss, size, fisher, samples, generator, checked)
         # Monte-Carlo vectors of different examples are independent already
-        found = recorder.backward(point.params, vectors, None if fisher == "mc" else generator)
+        found = recorder.backward(point.params, vectors, None if fisher == "mc" else generator, _place(loss))
         if len(parts) == 1:
-            return found
+            return over_ranks(found, plan, point.problem.group)
         whole.add(found, rows(loss.terms, recorder.batch_size))  # counting rows waits for the device
         del loss, vectors, found, recorder
     return whole.finish()
+
+
+def over_ranks(found: Measured, plan: Plan, group: Group) -> Measured:
+    """The measurement of a batch that is divided among ranks, from that of each: all sums in one collective.
+
+    Gradients of parameters outside layers, and so their squares, are those of the whole batch already.
+    """
+    if group.size == 1:
+        return found
+    known = {*plan.rest, *found.uncalled}
+    a: Any = found.a
+    sides: Any = (a, found.b, *found.wide, found.corrected, found.diagonal)
+    places = [(side, n) for side in sides for n in side if not (side is found.diagonal and n in known)]
+    names = zlib.crc32(",".join(name for _, name in places).encode())
+    if len({x for (x,) in group.numbers(names)}) > 1:
+        raise HyperkronError(
+            f"the processes have measured different layers, number {group.rank} {', '.join(found.reached)}; let the "
+            "inner loss use the same layers on all of them."
+        )
+    rows = [torch.as_tensor(n, dtype=torch.float64) for n in found.rows.values()]
+    counts = dict(zip(found.rows, rows, strict=True))
+    own: dict[int, Tensor] = {}  # a sum shared by several blocks is sent once
+    for side, name in places:
+        own.setdefault(id(side[name]), side[name] * counts[name].to(side[name]) if side is a else side[name])
+    like = next(iter(own.values()), torch.zeros(()))
+    *summed, totals = group.sum([*own.values(), torch.stack([n.to(like) for n in rows]) if rows else like.new_zeros(0)])
+    whole = dict(zip(own, summed, strict=True))
+    found.rows = dict(zip(counts, totals, strict=True))
+    shared: dict[int, Tensor] = {}
+    for side, name in places:
+        key = id(side[name])
+        side[name] = shared.setdefault(key, whole[key] / found.rows[name]) if side is a else whole[key]
+    return found
 
 
 class _Merged:
@@ -101,6 +137,11 @@ class _Merged:
         for sums in summed:
             sums.update({name: scaled(value, 1.0 / total) for name, value in sums.items()})
         return whole
+
+
+def _place(loss: Loss) -> Place | None:
+    """Where the examples of a loss are in the whole batch."""
+    return loss.terms[0].place if loss.terms else None
 
 
 def _vectors(

@@ -56,13 +56,18 @@ def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tens
 
 
 def _embedding_squares(module: nn.Embedding, index: Tensor, g: Tensor) -> Tensor:
-    """For each row of the table, Σ_n (Σ g over the positions of example n where the row was looked up)²."""
+    """For each row of the table, Σ_n (Σ g over the positions of example n where the row was looked up)².
+
+    Pairs (example, row) are numbered by sorting, in tensors as long as if all were different, so that a CUDA graph can
+    record it; a number that no pair has stands for a sum of zero.
+    """
     count, width = module.weight.shape
     examples = torch.arange(index.shape[0] if index.dim() > 1 else index.numel(), device=index.device)
-    pairs = (index.reshape(len(examples), -1) + count * examples[:, None]).reshape(-1)
-    distinct, where = torch.unique(pairs, return_inverse=True)
-    sums = g.new_zeros(len(distinct), width).index_add_(0, where, g.reshape(-1, width))
-    diagonal = g.new_zeros(count, width).index_add_(0, distinct % count, sums.square())
+    pairs, order = (index.reshape(len(examples), -1) + count * examples[:, None]).reshape(-1).sort()
+    number = F.pad((pairs[1:] != pairs[:-1]).long(), (1, 0)).cumsum(0)
+    sums = g.new_zeros(len(pairs), width).index_add_(0, number, g.reshape(-1, width)[order])
+    looked_up = torch.zeros_like(pairs).scatter_(0, number, pairs % count)
+    diagonal = g.new_zeros(count, width).index_add_(0, looked_up, sums.square())
     if module.padding_idx is not None:
         diagonal[module.padding_idx] = 0.0  # its row receives no gradient
     return diagonal

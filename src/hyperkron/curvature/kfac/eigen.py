@@ -18,11 +18,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from hyperkron.collectives import ONE_PROCESS, Group
 from hyperkron.curvature.kfac.factors import Factor, Factors, LowRank, Matrices, dense, stored
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.linalg import full_precision, side_by_side
@@ -86,6 +87,9 @@ class EigenInverses:
 
     blocks: dict[str, EigenBlock]
 
+    vectorizes: ClassVar[bool] = True
+    """Whether ``torch.func.vmap`` takes :meth:`solve`."""
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.blocks)
@@ -141,11 +145,13 @@ Bases = dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]
 """(eigenvalues of A, Q_A, eigenvalues of B, Q_B) of every block."""
 
 
-def eigen_bases(factors: Factors, thin: tuple[bool, bool] = (False, False)) -> tuple[Bases, Status]:
+def eigen_bases(
+    factors: Factors, thin: tuple[bool, bool] = (False, False), group: Group = ONE_PROCESS
+) -> tuple[Bases, Status]:
     """The eigenbases of all blocks, negative rounding of eigenvalues set to zero, and how they were obtained.
 
     ``thin`` says of A and of B whether a factor that is kept as rows gets a thin basis, in place of a complete one.
-    Blocks that share a factor share its basis.
+    Blocks that share a factor share its basis. The ranks of ``group``, which all have the same factors, share the work.
     """
     found: Bases = {}
     status = Status.DIRECT
@@ -153,7 +159,8 @@ def eigen_bases(factors: Factors, thin: tuple[bool, bool] = (False, False)) -> t
     jobs = [partial(_decomposed, factor, may) for (_, may), factor in needed.items()]
     device = next((stored(factor).device for factor in needed.values()), torch.device("cpu"))
     with full_precision():
-        known = dict(zip(needed, side_by_side(jobs, device), strict=True))
+        results = side_by_side(jobs, device) if group.size == 1 else _shared(list(needed.values()), group)
+    known = dict(zip(needed, results, strict=True))
     for name, pair in factors.items():
         (values_a, q_a, direct_a), (values_b, q_b, direct_b) = (
             known[id(factor), may] for factor, may in zip(pair, thin, strict=True)
@@ -161,6 +168,28 @@ def eigen_bases(factors: Factors, thin: tuple[bool, bool] = (False, False)) -> t
         found[name] = (values_a.clamp_min(0), q_a, values_b.clamp_min(0), q_b)
         status = status if direct_a and direct_b else Status.MORE_DAMPING
     return found, status
+
+
+def _shared(factors: list[Factor], group: Group) -> list[tuple[Tensor, Tensor, bool]]:
+    """:func:`_eigh` of every factor, each by one rank; a failure is one on all of them."""
+    matrices = [dense(factor) for factor in factors]
+
+    def work(i: int) -> Tensor:
+        try:
+            values, vectors, direct = _eigh(matrices[i])
+        except FactorizationError:
+            return matrices[i].new_full((lengths[i],), math.nan)
+        return torch.cat([values.reshape(-1), vectors.reshape(-1), values.new_tensor([float(direct)])])
+
+    lengths = [m.shape[0] * m.shape[1] * (m.shape[1] + 1) + 1 for m in matrices]
+    costs = [float(m.shape[0] * m.shape[1] ** 3) for m in matrices]
+    found = []
+    for matrix, sent in zip(matrices, group.share(costs, lengths, matrices[0], work) if matrices else (), strict=True):
+        direct, count = float(sent[-1]), matrix.shape[0] * matrix.shape[1]
+        if math.isnan(direct):
+            raise FactorizationError(f"the eigendecomposition of a factor of size {matrix.shape[-1]} did not converge")
+        found.append((sent[:count].view(matrix.shape[:2]), sent[count:-1].view(matrix.shape), bool(direct)))
+    return found
 
 
 def completed(bases: Bases, wide: tuple[dict[str, Factor], dict[str, Factor]], scales: Matrices) -> Bases:

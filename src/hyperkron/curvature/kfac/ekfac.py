@@ -137,7 +137,8 @@ class EKFAC(Kronecker):
     ) -> Pending[tuple[BlockInverses, Status]]:
         self._finite(point, measured, bool(finite(measured)))
         # S is measured with Monte-Carlo vectors of its own, which leave the span of those that B is made of
-        bases, status = eigen_bases(factors, thin=(self._thin, self._thin and self.fisher != "mc"))
+        thin = self._thin, self._thin and self.fisher != "mc"
+        bases, status = eigen_bases(factors, thin, point.problem.group)
         if self._wide:
             bases = completed(bases, measured.wide, measured.scales)
         if self.ema == 0:

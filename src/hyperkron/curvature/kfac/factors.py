@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -186,6 +186,9 @@ class FactoredInverses:
     """(B + δ_B I)⁻¹ ⊗ (A + δ_A I)⁻¹ of all blocks; those of one shape are solved together."""
 
     classes: tuple[ShapeClass, ...]
+
+    vectorizes: ClassVar[bool] = False
+    """Whether ``torch.func.vmap`` takes :meth:`solve`."""
 
     @property
     def names(self) -> tuple[str, ...]:

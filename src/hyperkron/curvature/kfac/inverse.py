@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hyperkron.collectives import ONE_PROCESS, Group
 from hyperkron.curvature.kfac.eigen import EigenBlock, EigenInverses
 from hyperkron.curvature.kfac.factors import (
     Dual,
@@ -87,6 +88,7 @@ def factored_inverses(
     keep: bool = True,
     own: bool = False,
     lean: bool = False,
+    group: Group = ONE_PROCESS,
 ) -> Pending[tuple[FactoredInverses, Status, bool]]:
     """Begin the damped inverses of all blocks: on a GPU other work can be queued before they are waited for.
 
@@ -99,6 +101,7 @@ def factored_inverses(
         keep: keep the systems until it is known how it went; if not, a failure raises :class:`FactorsNeeded`.
         own: ``factors`` are the caller's to give: they are cleared, and those of :data:`ALONE` freed one by one.
         lean: prefer memory to launches.
+        group: its ranks, which all have the same factors, share the work.
 
     Returns the inverses, how they were obtained, and the value of ``finite``; where it is false they are worthless.
     """
@@ -110,7 +113,7 @@ def factored_inverses(
     shifts = systems.shifts([damping[n] for n in names], split)
     if own:
         factors.clear()
-    infos = systems.factorize(shifts)
+    infos = systems.factorize(shifts) if group.size == 1 else systems.factorize_shared(shifts, group)
 
     def finish() -> tuple[FactoredInverses, Status, bool]:
         status, good = systems.outcome(shifts, infos, finite, execution)
@@ -220,17 +223,45 @@ class _Systems:
         """
         infos: list[Tensor] = []
         for s, members in enumerate(self.members):
-            given = self.stacks[s]
-            assert given is not None
-            stack = given.clone() if self.keep or given.device.type == "cpu" else given
-            stack.diagonal(dim1=-2, dim2=-1).add_(self._of_stack(shifts, members)[:, None])
-            self._border(stack, members)
+            stack = self._shifted(s, members, shifts)
             made, info = self._branched(stack)
             self.made.append(made)
             infos.append(info)
             if not self.keep or (stack.device.type == "cpu" and not bool(infos[-1].any())):
                 self.stacks[s] = None
-            del given, stack
+            del stack
+        return infos
+
+    def _shifted(self, s: int, members: list[int], shifts: Tensor) -> Tensor:
+        """M + shift·I of one stack, in its memory where that may be used up."""
+        given = self.stacks[s]
+        assert given is not None
+        stack = given.clone() if self.keep or given.device.type == "cpu" else given
+        stack.diagonal(dim1=-2, dim2=-1).add_(self._of_stack(shifts, members)[:, None])
+        self._border(stack, members)
+        return stack
+
+    def factorize_shared(self, shifts: Tensor, group: Group) -> list[Tensor]:
+        """The same where each matrix is factorised by one rank, by cost, and its triangle sent to the others."""
+        stacks = [self._shifted(s, members, shifts) for s, members in enumerate(self.members)]
+        pieces = [matrix for stack in stacks for matrix in stack]
+        sizes = [matrix.shape[-1] for matrix in pieces]
+        below = {n: torch.ones(n, n, dtype=torch.bool, device=stacks[0].device).tril() for n in sizes}
+
+        def work(i: int) -> Tensor:
+            factor, info = torch.linalg.cholesky_ex(pieces[i])
+            return torch.cat([factor[below[sizes[i]]], info.to(factor).reshape(1)])
+
+        found = group.share([n**3 for n in sizes], [n * (n + 1) // 2 + 1 for n in sizes], shifts, work)
+        infos, results = [], iter(found)
+        for s, stack in enumerate(stacks):
+            stack.zero_()
+            mine = [next(results) for _ in stack]
+            for matrix, triangle in zip(stack, mine, strict=True):
+                matrix[below[matrix.shape[-1]]] = triangle[:-1]
+            self.made.append(Cholesky(stack))
+            infos.append(torch.stack([triangle[-1] for triangle in mine]).int())
+            self.stacks[s] = self.stacks[s] if self.keep else None
         return infos
 
     def _branched(self, stack: Tensor) -> tuple[Factorization, Tensor]:
@@ -311,7 +342,7 @@ def _common_sizes(sizes: set[int], multiple: int = 1, beyond: int = 0) -> dict[i
 def _vector(values: Sequence[Tensor | float], like: Tensor) -> Tensor:
     """Numbers, some of which may be on the device already, as one vector."""
     if any(isinstance(x, Tensor) for x in values):
-        return torch.stack([torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in values])
+        return torch.stack([x.to(like) if isinstance(x, Tensor) else like.new_full((), x) for x in values])
     return _sent(tuple(values), like.dtype, like.device)
 
 

@@ -100,15 +100,16 @@ class KFAC(Kronecker):
         if self.split == "exact" or not queued:
             self._finite(point, measured, bool(good))
         if self.split == "exact":
-            bases, status = eigen_bases(factors, thin=(True, True))
+            bases, status = eigen_bases(factors, (True, True), point.problem.group)
             spectra = ((n, q_a, q_b, b[..., :, None] * a[..., None, :]) for n, (a, q_a, b, q_b) in bases.items())
             return Pending.ready((self._eigen_inverses(point, made, measured, spectra), status))
         damping = {name: self._block_damping(made, measured, name) for name in factors}
         own = self.ema == 0 and not (keep and queued)  # not an average, nor asked which of them is not finite
         if own:
             measured.release()
+        options = {"keep": keep or not queued, "own": own, "lean": self.lean}
         begun = factored_inverses(
-            factors, damping, self.split, good, point.execution, keep=keep or not queued, own=own, lean=self.lean
+            factors, damping, self.split, good, point.execution, **options, group=point.problem.group
         )
 
         def checked_factors(found: tuple[FactoredInverses, Status, bool]) -> tuple[BlockInverses, Status]:

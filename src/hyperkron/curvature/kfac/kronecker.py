@@ -170,7 +170,7 @@ class Kronecker(Curvature):
             sharing=self.sharing,
             generator=state.random(point.device),
             basis=basis,
-            low_rank=self._low_rank,
+            low_rank=self._low_rank and point.problem.group.size == 1,  # sums over ranks are matrices
             checked=checked,
             diagonal=diagonal,
             wide=basis is None and self._wide,

@@ -21,7 +21,7 @@ from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import Factor, add_to, few_rows, scaled
 from hyperkron.curvature.kfac.grams import bordered, corrected, masked_gram, narrowed, summed
 from hyperkron.curvature.kfac.layers import WeightSharing
-from hyperkron.losses import Loss
+from hyperkron.losses import Loss, Place
 from hyperkron.trees import Tree
 
 
@@ -199,12 +199,17 @@ class Recorder:
                 self._waiting.append(call)
 
     def backward(
-        self, params: Tree, vectors: Iterable[tuple[Tensor, Tensor]], signs: torch.Generator | None
+        self,
+        params: Tree,
+        vectors: Iterable[tuple[Tensor, Tensor]],
+        signs: torch.Generator | None,
+        place: Place | None = None,
     ) -> Measured:
         """Backpropagate pairs (output, vector); what passes the hooks becomes the factors.
 
         Parameters outside layers are measured by the square of a whole batch's gradient. There ``signs`` gives examples
-        random signs, which make the mixed terms vanish on average and change no factor.
+        random signs, which make the mixed terms vanish on average and change no factor; ``place`` tells which
+        examples of a divided batch these are.
         """
         plan, found = self.plan, self.measured
         layered = [n for block in plan.blocks.values() for n in block.names]
@@ -215,7 +220,8 @@ class Recorder:
         for output, vector, last in _with_last(vectors):
             if names and signs is not None and vector.dim() > 0:
                 shape = (vector.shape[0], *[1] * (vector.dim() - 1))
-                coin = torch.randint(0, 2, shape, generator=signs, device=vector.device)
+                toss = partial(torch.randint, 0, 2, generator=signs, device=vector.device)
+                coin = toss(shape) if place is None else place.of(toss, shape)
                 vector = vector * (2 * coin - 1).to(vector.dtype)
             gradients = torch.autograd.grad(output, inputs, vector, retain_graph=not last, allow_unused=True)
             with _plainly(vector):

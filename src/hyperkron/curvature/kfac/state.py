@@ -193,11 +193,26 @@ class KroneckerOperator(Invertible):
         return self._apply(v, self.inverses.matvec, torch.mul, torch._foreach_mul)
 
     def solve(self, b: Tree) -> Tree:
+        self._ready()
+        return self._apply(b, self.inverses.solve, torch.div, torch._foreach_div)
+
+    def solve_stacked(self, b: Tree) -> Tree:
+        self._ready()
+        if not self.inverses.vectorizes:
+            return super().solve_stacked(b)
+
+        def solve(one: Tree) -> Tree:
+            return self._apply(one, self.inverses.solve, torch.div, lambda xs, ds: list(map(torch.div, xs, ds)))
+
+        found: Tree = torch.func.vmap(solve)(b)
+        return found
+
+    def _ready(self) -> None:
+        """Before a solve: say where little is covered, and wait for a refresh still under way."""
         if not self._elsewhere and self._state.coverage is not None:  # a preconditioner may cover what it likes
             self._state.coverage.warn()
         if self._refresh is not None:
             self._settle()
-        return self._apply(b, self.inverses.solve, torch.div, torch._foreach_div)
 
     def _apply(
         self,

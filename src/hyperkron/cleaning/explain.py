@@ -1,0 +1,178 @@
+"""``explain``: which training rows speak for, and which against, what the network of a finished run predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperkron import losses
+from hyperkron.attribution import Attribution, attribute
+from hyperkron.cleaning.api import reopen
+from hyperkron.cleaning.config import Progress
+from hyperkron.cleaning.data import Labelled, read
+from hyperkron.cleaning.evidence import likelihood
+from hyperkron.cleaning.fields import read_result
+from hyperkron.cleaning.folder import RunFolder, shown
+from hyperkron.cleaning.result import Learnt
+from hyperkron.cleaning.trainer import Inputs, predict
+from hyperkron.hypergradient import Implicit
+from hyperkron.losses import Loss
+from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_whole
+
+MAX_QUERIES = 200
+"""Queries that are explained at once; of more, the first."""
+
+
+@dataclass(frozen=True)
+class Witness:
+    """A training row that speaks for or against a prediction.
+
+    Attributes:
+        row: its place in the source of the training rows, or of the trusted ones.
+        label: as it was given.
+        learnt: what the network learnt the row as: the class with the most evidence.
+        trusted: whether it is a trusted row.
+        score: by how much the loss of the prediction would rise if the row were left out.
+        shown: its text, picture or features.
+    """
+
+    row: int
+    label: str
+    learnt: str
+    trusted: bool
+    score: float
+    shown: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A query, what the network predicts for it, and the training rows behind that, the strongest first."""
+
+    row: int
+    label: str
+    prediction: str
+    probability: float
+    shown: dict[str, Any]
+    helpful: list[Witness]
+    harmful: list[Witness]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :func:`explain` found: the queries, how the scores were computed, and what a person should know."""
+
+    name: str
+    kind: str
+    queries: list[Explained]
+    messages: list[str]
+    attribution: Attribution
+
+
+def explain(
+    out: str | Path,
+    queries: Any,
+    *,
+    count: int = 5,
+    method: Implicit | None = None,
+    model: Callable[[], nn.Module] | None = None,
+    progress: Progress | None = None,
+) -> Explanation:
+    """Explain the predictions of a finished run by its training rows.
+
+    The loss of query q is −log f(prediction). Its hypergradient in the weight of a training row is what the row did for
+    the prediction (:func:`hyperkron.attribute`). Nothing in the folder is changed.
+
+    Args:
+        out: the folder of a finished run that was made from files.
+        queries: rows with the columns of the training rows, the label among them.
+        count: rows for and rows against each prediction. Default: 5.
+        method: how A⁻¹ is applied; the default is that of ``attribute``.
+        model: the same function as for ``clean``, if the run used one.
+        progress: object that shows progress; None shows nothing.
+    """
+    check_whole("count", count)
+    out = Path(out)
+    if not (out / "result.json").exists() or read_result(out).items("unfinished"):
+        kept = (out / "config.json").exists()
+        remedy = f"it has not finished: continue with `hyperkron resume {out}`" if kept else "name one of clean()"
+        raise HyperkronError(f"out={str(out)!r} holds no finished run; {remedy}.")
+    result = reopen(out, model=model, progress=progress)
+    assert result.learnt is not None and result.transform is not None
+    learnt = result.learnt()
+    source = RunFolder(out, new=False).read_config()["source"]
+    reading = {
+        name: x for name, x in source["reading"].items() if x is not None and name not in ("trusted_column", "id")
+    }
+    rows = read(queries, like=learnt.parts[0], **reading)
+    messages = list(rows.messages)
+    if len(rows) > MAX_QUERIES:
+        messages.append(f"The first {MAX_QUERIES} of {len(rows)} queries are explained.")
+    device = next(result.model.parameters()).device
+    asked = result.transform(rows.inputs[:MAX_QUERIES], device)
+    found, predicted = _scores(result.model, learnt, asked, method)
+    explained = []
+    for q in range(len(asked)):
+        sides = [_witnesses(side(q, count), learnt) for side in (found.helpful, found.harmful)]
+        explained.append(_explained(q, rows, predicted[q], sides))
+    return Explanation(out.resolve().name, rows.kind, explained, messages, found)
+
+
+def _scores(network: nn.Module, learnt: Learnt, asked: Inputs, method: Implicit | None) -> tuple[Attribution, Tensor]:
+    """The scores of the rows that the network learnt from, and the probabilities it gives to queries."""
+    device = learnt.targets.rows.device
+    predicted = predict(network, asked, torch.arange(len(asked), device=device))
+    answers = predicted.argmax(1)
+
+    def query_loss(model: nn.Module, part: Tensor) -> Loss:
+        return losses.cross_entropy(model(*asked.batch(part)), answers[part])
+
+    positions, queries = torch.arange(len(learnt.targets.rows)), torch.arange(len(asked))
+    found = attribute(training_loss(learnt), network, positions, queries, query_loss=query_loss, method=method)
+    return found, predicted.cpu()
+
+
+def training_loss(learnt: Learnt) -> Callable[[nn.Module, Tensor], Loss]:
+    """What the network was trained on, at positions in its targets, as a loss that knows its curvature."""
+    targets = learnt.targets
+
+    def loss(model: nn.Module, part: Tensor) -> Loss:
+        output = model(*learnt.inputs.batch(targets.rows[part]))
+        weight = None if targets.weight is None else targets.weight[part]
+        found = likelihood(output, targets.evidence[part], weight)
+        if targets.believed is None:
+            return found
+        label, belief = (x[part] for x in targets.believed)
+        return found + losses.cross_entropy(output, label, weight=belief)
+
+    return loss
+
+
+def _witnesses(pairs: list[tuple[int, float]], learnt: Learnt) -> list[Witness]:
+    """Positions in what the network learnt from, as rows of the sources."""
+    train, trusted = learnt.parts[:2]
+    found = []
+    for position, score in pairs:
+        i = int(learnt.targets.rows[position])
+        part, i = (train, i) if i < len(train) else (trusted, i - len(train))
+        label, learnt_as = int(part.labels[i]), int(learnt.targets.evidence[position].argmax())
+        names = part.classes[label], part.classes[learnt_as]
+        found.append(Witness(int(part.rows[i]), *names, part is trusted, score, shown(part, i)))
+    return found
+
+
+def _explained(q: int, rows: Labelled, probabilities: Tensor, sides: list[list[Witness]]) -> Explained:
+    best = int(probabilities.argmax())
+    return Explained(
+        int(rows.rows[q]),
+        rows.classes[int(rows.labels[q])],
+        rows.classes[best],
+        float(probabilities[best]),
+        shown(rows, q),
+        *sides,
+    )

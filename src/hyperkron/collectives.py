@@ -1,0 +1,204 @@
+"""The ranks of a data-parallel run: sums, gathers and shared work, and tensors that all of them hold alike.
+
+Every rank holds the same θ and λ and its own part of each batch. With J = Σ_r J_r the sum of the ranks' parts, two
+rules of differentiation make every derivative of J, of any order, the same on all ranks:
+
+    replicated: x ↦ x,               whose derivative sums over ranks    (θ and λ on their way into J_r)
+    summed:     x_r ↦ Σ_r x_r,       whose derivative is the identity    (∂J_r on its way out)
+
+so ∂_θ J, Hessian products, cross terms and unrolled steps need no further communication. A collective takes all
+tensors of a stage at once, in one piece of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hyperkron.trees import Tree
+
+
+class Group:
+    """The processes that train one model together; with ``handle=None`` this process alone, at no cost.
+
+    Args:
+        handle: a process group of ``torch.distributed``.
+
+    Attributes:
+        size, rank: how many there are, and which one this is.
+        sent: bytes of the tensors given to collectives so far, by kind: ``sum``, ``gather`` and ``share``.
+        calls: how many collectives of each kind.
+
+    Example:
+        >>> alone = Group()
+        >>> alone.size, alone.sum([torch.ones(2)])
+        (1, [tensor([1., 1.])])
+    """
+
+    def __init__(self, handle: dist.ProcessGroup | None = None) -> None:
+        self.handle = handle
+        self.size = 1 if handle is None else dist.get_world_size(handle)
+        self.rank = 0 if handle is None else dist.get_rank(handle)
+        cuda = handle is not None and dist.get_backend(handle) == "nccl"
+        self._device = torch.device("cuda") if cuda else None
+        self.sent = dict.fromkeys(("sum", "gather", "share"), 0)
+        self.calls = dict(self.sent)
+
+    def _count(self, kind: str, x: Tensor) -> None:
+        self.sent[kind] += x.numel() * x.element_size()
+        self.calls[kind] += 1
+
+    def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Σ over ranks of each tensor, in one collective; half precision is summed in float32."""
+        if self.size == 1 or not tensors:
+            return list(tensors)
+        flat = _flat(tensors)
+        self._count("sum", flat)
+        dist.all_reduce(flat, group=self.handle)
+        return _apart(flat, tensors)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks, which have one shape, stacked in the order of ranks."""
+        if self.size == 1:
+            return x[None]
+        x = x.detach().contiguous()
+        self._count("gather", x)
+        found = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(found, x, group=self.handle)
+        return torch.stack(found)
+
+    def numbers(self, *values: float) -> list[list[float]]:
+        """Numbers of every rank, read at once.
+
+        Example:
+            >>> Group().numbers(3, True)
+            [[3.0, 1.0]]
+        """
+        own = [float(x) for x in values]
+        if self.size == 1:
+            return [own]
+        found: list[list[float]] = self.gather(torch.tensor(own, dtype=torch.float64, device=self._device)).tolist()
+        return found
+
+    def all(self, condition: bool) -> bool:
+        """Whether ``condition`` holds on every rank."""
+        return all(holds for (holds,) in self.numbers(condition))
+
+    def norm(self, x: Tensor) -> Tensor:
+        """The Euclidean norm of the tensors of all ranks together."""
+        return x.norm() if self.size == 1 else self.sum([x.square().sum()])[0].sqrt()
+
+    def adopt(self, tensors: Sequence[Tensor]) -> None:
+        """Every rank takes the values of the first one."""
+        with torch.no_grad():
+            for x in tensors if self.size > 1 else ():
+                value = x.detach().to(self._device or x.device, copy=True).contiguous()
+                dist.broadcast(value, group=self.handle, group_src=0)
+                x.copy_(value)
+
+    def share(
+        self, costs: Sequence[float], lengths: Sequence[int], like: Tensor, work: Callable[[int], Tensor]
+    ) -> list[Tensor]:
+        """What ``work(i)``, a vector of ``lengths[i]`` numbers, gives for every piece i; each is done by one rank.
+
+        Args:
+            costs: of the pieces, by which they are divided among ranks.
+            lengths: of the results.
+            like: a tensor of their dtype and device.
+            work: does piece i.
+        """
+        owners = balanced(costs, self.size)
+        mine = {i: work(i) for i, owner in enumerate(owners) if owner == self.rank}
+        found: dict[int, Tensor] = {}
+        for rank in range(self.size):
+            pieces = [i for i, owner in enumerate(owners) if owner == rank]
+            total = sum(lengths[i] for i in pieces)
+            flat = like.new_empty(total)
+            if rank == self.rank and pieces:
+                torch.cat([mine[i].reshape(-1) for i in pieces], out=flat)
+            if self.size > 1 and pieces:
+                if rank == self.rank:
+                    self._count("share", flat)
+                dist.broadcast(flat, group=self.handle, group_src=rank)
+            found.update(zip(pieces, flat.split([lengths[i] for i in pieces]), strict=True))
+        return [found[i] for i in range(len(costs))]
+
+
+ONE_PROCESS = Group()
+"""The group of a problem that is not data parallel."""
+
+
+def balanced(costs: Sequence[float], size: int) -> list[int]:
+    """Which of ``size`` ranks does each piece of work: the most expensive first, each to the one with least to do.
+
+    Example:
+        >>> balanced([1.0, 8.0, 4.0, 4.0], 2)
+        [0, 0, 1, 1]
+    """
+    load, found = [0.0] * size, [0] * len(costs)
+    for piece in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        found[piece] = min(range(size), key=load.__getitem__)
+        load[found[piece]] += costs[piece]
+    return found
+
+
+def replicated(group: Group, tensors: Tree) -> Tree:
+    """The same tensors, whose gradients are summed over ranks, all of them in one collective."""
+    return dict(zip(tensors, _Replicated.apply(group, *tensors.values()), strict=True)) if tensors else {}
+
+
+class _Replicated(torch.autograd.Function):
+    """x ↦ x on every rank; the gradients of all x are summed over ranks."""
+
+    @staticmethod
+    def forward(group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.group, ctx.like = inputs[0], [x.detach() for x in inputs[1:]]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *_Summed.apply(ctx.group, ctx.like, *gradients))
+
+
+class _Summed(torch.autograd.Function):
+    """x_r ↦ Σ_r x_r; the gradient of the sum, which is the same on all ranks, is that of every x_r.
+
+    An x that a rank does not have counts as zero there; one that no rank has stays ``None``.
+    """
+
+    @staticmethod
+    def forward(group: Group, like: list[Tensor], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        dense = [torch.zeros_like(y) if x is None else x.to_dense() for x, y in zip(tensors, like, strict=True)]
+        here = [x is not None for x in tensors]
+        *found, counts = group.sum([*dense, dense[0].new_tensor(here)])
+        there = here if all(here) else (counts > 0).tolist()
+        return tuple(x if some else None for x, some in zip(found, there, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.here = [x is not None for x in inputs[2:]]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, *(g if here else None for g, here in zip(gradients, ctx.here, strict=True)))
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    dtype = torch.float32
+    for x in tensors:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return torch.cat([x.detach().reshape(-1).to(dtype) for x in tensors])
+
+
+def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([x.numel() for x in like])
+    return [part.reshape(x.shape).to(x.dtype) for part, x in zip(parts, like, strict=True)]

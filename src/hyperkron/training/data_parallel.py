@@ -1,0 +1,227 @@
+"""One problem on several processes: each evaluates its part of every batch, and all get the derivatives of the whole.
+
+With R_r the (valid) rows of rank r, J(batch) = Σ_r R_r J(part r) / Σ_r R_r. The objectives of a :class:`DataParallel`
+problem return this J. Gradients on their way to θ and λ are summed over ranks (:mod:`hyperkron.collectives`), so
+whatever is made of the objectives (inner steps, b, Hessian products, cross terms, unrolled steps) is the same on all
+ranks; KFAC sums its factors likewise. ``docs/scaling.md`` says what is sent when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+
+from hyperkron.collectives import Group, replicated
+from hyperkron.evaluation.inputs import map_tensors, tensors_of
+from hyperkron.kernels.checkpoints import differentiable_checkpoints
+from hyperkron.losses import Loss, Place, as_loss
+from hyperkron.problem import BilevelProblem, Objective
+from hyperkron.solution import HyperkronError, warn_once
+from hyperkron.training.accumulation import Accumulated, Both, Level, batch_norms, length, refuse_what_is_no_mean
+from hyperkron.trees import Tree
+
+
+class DataParallel(BilevelProblem):
+    """A problem whose batches are divided among the processes of ``torch.distributed``: the same numbers on each.
+
+        J(batch) = Σ_r R_r J(part r) / Σ_r R_r ,    R_r the rows that count on rank r
+
+    It serves wherever the problem does, also in loops by hand: every process calls the same functions with its own
+    copies of model and λ, as under ``DistributedDataParallel``. :func:`hyperkron.fit` makes the copies alike first.
+
+    Monte-Carlo vectors of KFAC depend on an example's place in the whole batch, so that any number of processes draws
+    the same ones. Dropout masks are drawn by each process for itself.
+
+    Refused are losses that are no means over examples (weights normalised over the batch, contrastive losses).
+    BatchNorm in training mode uses the statistics of each part, as under ``DistributedDataParallel``, with a warning.
+
+    Args:
+        problem: the two objectives, each a mean over the examples of its batch (penalties may be added).
+        group: the processes; ``None`` for all of them, or for this one where ``torch.distributed`` is not initialised.
+        divide: ``True`` (default): every process is given the same batch and takes its part of it, along the first
+            dimension of its tensors; then the batches do not depend on the number of processes, and a checkpoint can be
+            continued with another number. ``False``: every process is given its own part (``DistributedSampler``).
+
+    Example:
+        >>> import hyperkron as hk
+        >>> problem = hk.BilevelProblem(lambda m, h, b: m(b).square().mean(), lambda m, h, b: m(b).mean())
+        >>> hk.training.DataParallel(problem).group.size  # in a program started by torchrun: the number of processes
+        1
+    """
+
+    def __init__(self, problem: BilevelProblem, group: dist.ProcessGroup | None = None, *, divide: bool = True) -> None:
+        if isinstance(problem, (Accumulated, DataParallel)):
+            raise HyperkronError(
+                f"problem is a {type(problem).__name__}, whose batches are divided already; pass the BilevelProblem "
+                "itself, and batches whose parts fit into memory."
+            )
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        object.__setattr__(self, "_group", Group(group))
+        inner = _Divided("inner", problem.inner, self._group, divide)
+        outer = _Divided("outer", problem.outer, self._group, divide)
+        super().__init__(inner, outer, autocast=problem.autocast)
+
+    _group: Group
+
+    @property
+    def group(self) -> Group:
+        return self._group
+
+    @property
+    def divides(self) -> bool:
+        assert isinstance(self.inner, _Divided)
+        return self.inner.divide
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside ``DistributedDataParallel``; any other model as it is."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def together(problem: BilevelProblem, model: nn.Module, hyper: nn.Module | None) -> nn.Module:
+    """The bare model, with θ, λ, buffers and torch's random state of the first process on all of them.
+
+    Refuses a ``DistributedDataParallel`` model whose problem would be evaluated by every process for itself.
+    """
+    group = problem.group
+    if isinstance(model, DistributedDataParallel) and not isinstance(problem, DataParallel):
+        raise HyperkronError(
+            "model is a DistributedDataParallel, but problem is not divided among processes, so that each would move λ "
+            "for itself; use hyperkron.training.DataParallel(problem)."
+        )
+    model = unwrapped(model)
+    if group.size > 1:
+        random = torch.get_rng_state()
+        group.adopt([*model.state_dict().values(), *({} if hyper is None else hyper.state_dict()).values(), random])
+        torch.set_rng_state(random)
+    return model
+
+
+@dataclass(frozen=True)
+class _Divided:
+    """An objective that evaluates its rank's part of a batch, and is worth the whole."""
+
+    level: Level
+    function: Objective
+    group: Group
+    divide: bool
+    checked: set[Level] = field(default_factory=set)
+
+    def __call__(self, model: nn.Module, hyper: nn.Module, batch: Any) -> Loss | Tensor:
+        model = unwrapped(model)
+        if self.group.size == 1:
+            return self.function(model, hyper, batch)
+        device = next(model.parameters()).device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("collectives of several processes are not recorded")
+        part = _part(batch, self.group, self.level) if self.divide else batch
+        if not self.checked:
+            self._check(model, hyper, batch, part)
+        both = Both(model, hyper)
+        live = {name: x for name, x in both.named_parameters() if x.requires_grad and torch.is_grad_enabled()}
+        seen: Tree = {}
+        for level in ("model.", "hyper."):  # apart: what λ reaches must not seem to be reached by θ
+            seen |= replicated(self.group, {name: x for name, x in live.items() if name.startswith(level)})
+        with _own_draws(self.group.rank, device), differentiable_checkpoints(keep=True):
+            loss = as_loss(functional_call(both, seen, (self.function, part)))
+        return self._whole(loss, part, {id(x): live[name] for name, x in seen.items()})
+
+    def _whole(self, loss: Loss, part: Any, own: dict[int, Tensor]) -> Loss:
+        """The loss of the whole batch, as this rank sees it: its value, this rank's rows, and all penalties."""
+        value = unpack_dual(loss.value).primal.detach()
+        table = self.group.gather(_row(loss, part, value))
+        shares = table[:, 2:] / table[:, 2:].sum(0)
+        if len(loss.terms) > 1 and bool((shares - shares[:, :1]).abs().max() > 1e-9):
+            raise HyperkronError(
+                f"the criteria of the {self.level} loss run over different shares of the rows ({shares.tolist()}, by "
+                "rank), so that no one weight of a rank is right; mask them alike."
+            )
+        share, total = shares[self.group.rank, 0], (shares[:, 0] * table[:, 0]).sum()
+        place, mine = Place(table[:, 1], self.group.rank), share.to(value)
+        return Loss(
+            loss.value * mine + (total.to(value) - value * mine),  # its gradient is the part's, its value the whole's
+            tuple(replace(term.scale(share), place=place) for term in loss.terms),
+            tuple(  # of a penalty each rank has its share, but its curvature is read from one of them
+                replace(p.scale(share), coefficient=p.coefficient, parameter=own.get(id(p.parameter), p.parameter))
+                for p in loss.l2
+            ),
+            loss.opaque,
+        )
+
+    def _check(self, model: nn.Module, hyper: nn.Module, batch: Any, part: Any) -> None:
+        """Refuse, at the first evaluation, different batches where they must be alike, and losses that are no means."""
+        self.checked.add(self.level)
+        if self.divide and len(set(map(tuple, self.group.numbers(*_sums(batch))))) > 1:
+            raise HyperkronError(
+                f"the processes were given different batches of {self.level}; seed their data alike, so that each can "
+                "take its part of the same batch, or use DataParallel(..., divide=False) where each has its own."
+            )
+        mixing = batch_norms(model)
+        if mixing:
+            warn_once(
+                "data-parallel-batch-norm",
+                f"{mixing[0]} is a BatchNorm layer in training mode: it uses the statistics of each process's part of "
+                "a batch, so results depend on the number of processes; use eval() for it, GroupNorm or LayerNorm.",
+            )
+        else:
+            refuse_what_is_no_mean(self.level, self.function, model, hyper, part, set())
+
+
+def _part(batch: Any, group: Group, level: str) -> Any:
+    """This rank's part of a batch: the examples in order, as evenly as possible."""
+    count = length(batch)
+    if count < group.size and any(x.dim() for _, x in tensors_of("", batch)):
+        raise HyperkronError(
+            f"a batch of {level} has {count} examples, too few for {group.size} processes; use larger batches or fewer "
+            "processes."
+        )
+    begin, end = (count * rank // group.size for rank in (group.rank, group.rank + 1))
+    return map_tensors(lambda x: x[begin:end] if x.dim() > 0 else x, batch)
+
+
+def _sums(batch: Any) -> list[float]:
+    """A number for every tensor of a batch, to tell it from others."""
+    flat = [x.detach().reshape(-1).double().nan_to_num() for _, x in tensors_of("", batch)]
+    return [float(x @ torch.linspace(1, 2, len(x), dtype=x.dtype, device=x.device)) for x in flat]
+
+
+def _row(loss: Loss, part: Any, value: Tensor) -> Tensor:
+    """J, the number of examples and the rows of every criterion, in float64; nothing is read from the device."""
+    examples = float(len(loss.terms[0].row_losses)) if loss.terms else float(length(part) or 1)
+    found = [value.double(), value.new_tensor(examples, dtype=torch.float64)]
+    for t in loss.terms:
+        rows = t.row_losses.numel() if t.valid is None else t.valid.sum()
+        found.append(torch.as_tensor(rows, dtype=torch.float64, device=value.device))
+    return torch.stack(found if loss.terms else [*found, found[1]])
+
+
+@contextlib.contextmanager
+def _own_draws(rank: int, device: torch.device) -> Iterator[None]:
+    """Random numbers of this rank's own inside the block; after it all ranks are in one and the same random state.
+
+    It is the state of before where nothing was drawn, so that the order of data does not depend on the number of ranks.
+    """
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    before = [g.get_state() for g in generators]
+    seed = int(torch.randint(2**62, ())) + rank
+    seeded = [g.manual_seed(seed).get_state() for g in generators]
+    try:
+        yield
+    finally:
+        for g, old, new in zip(generators, before, seeded, strict=True):
+            drew = not torch.equal(g.get_state(), new)
+            g.set_state(old)
+            if drew:
+                torch.rand((), generator=g, device=g.device)

@@ -1,0 +1,131 @@
+"""Networks of all kinds: which way scores them, and that it is right."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import hyperkron as hk
+
+
+def loss(model, batch):
+    return hk.losses.cross_entropy(model(batch[0]), batch[1]) + hk.losses.l2(model, 1e-2)
+
+
+def made(rows=40):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.Tanh(), nn.Linear(6, 3))
+    x, y = torch.randn(rows, 5), torch.randint(0, 3, (rows,))
+    return model, (x, y), (x[:4], y[:4])
+
+
+class Plain(nn.Module):
+    """Two layers; subclasses compute the same in other ways."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Reentrant(Plain):
+    def forward(self, x):
+        return self.last(checkpoint(lambda z: torch.tanh(self.first(z)), x.requires_grad_(), use_reentrant=True))
+
+
+class Recomputed(Plain):
+    def forward(self, x):
+        return self.last(checkpoint(lambda z: torch.tanh(self.first(z)), x, use_reentrant=False))
+
+
+class Keywords(Plain):
+    def forward(self, x):
+        return self.last(input=torch.tanh(self.first(input=x)))
+
+
+class InPlace(Plain):
+    def forward(self, x):
+        return self.last(self.first(x).tanh_())
+
+
+class Functional(Plain):
+    def forward(self, x):
+        return F.linear(torch.tanh(self.first(x)), self.last.weight, self.last.bias)
+
+
+class Twice(Plain):
+    """A weight that is used by its layer and once more outside it."""
+
+    def forward(self, x):
+        return super().forward(x) + 0.1 * (x @ self.first.weight.T)[:, :3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        (Reentrant, "layers"),
+        (Recomputed, "layers"),
+        (Keywords, "layers"),
+        (InPlace, "layers"),
+        (Functional, "forward"),
+        (Twice, "forward"),
+    ],
+)
+def test_scores_do_not_depend_on_how_a_network_is_written(kind, way):
+    _, train, queries = made(12)
+    method = hk.identity()
+    found = hk.attribute(loss, kind(), train, queries, method=method, batch_size=5)
+    assert found.stats["way"] == way
+    if kind is not Twice:
+        wanted = hk.attribute(loss, Plain(), train, queries, method=method, batch_size=5).scores
+    else:
+        wanted = hk.attribute(loss, kind(), train, queries, method=method, way="forward").scores
+    assert torch.allclose(found.scores, wanted, rtol=1e-4, atol=1e-7)
+    if way == "forward":
+        with pytest.raises(hk.HyperkronError, match=r"does not see all of the gradient of .*use way='forward'"):
+            hk.attribute(loss, kind(), train, queries, method=method, way="layers")
+
+
+def test_statistics_of_the_batch_mix_examples():
+    _, train, queries = made(12)
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 3))
+    with pytest.raises(hk.HyperkronError, match="1 normalises by the statistics of the batch"):
+        hk.attribute(loss, model, train, queries, method=hk.identity(), aggregate=True, way="layers")
+    found = hk.attribute(loss, model, train, queries, method=hk.identity(), aggregate=True)
+    assert found.stats["way"] == "forward"
+
+
+def test_a_loss_without_the_model_is_refused():
+    model, train, queries = made(12)
+    with pytest.raises(hk.HyperkronError, match="does not depend on the model's parameters"):
+        hk.attribute(lambda m, b: b[0].mean(), model, train, queries, method=hk.identity())
+
+
+def test_the_cheaper_way_is_taken():
+    model, train, queries = made()
+    assert hk.attribute(loss, model, train, queries).stats["way"] == "layers"
+    assert hk.attribute(loss, model, train, queries, aggregate=True).stats["way"] == "forward"
+    model.extra = nn.Parameter(torch.zeros(()))
+    used = hk.attribute(lambda m, b: loss(m, (b[0] + m.extra, b[1])), model, train, queries)
+    assert used.stats["way"] == "forward"
+
+
+def test_layers_over_flattened_tokens_go_the_other_way():
+    torch.manual_seed(0)
+
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.last(self.first(x.reshape(-1, 4)).reshape(x.shape).mean(1))
+
+    x, y = torch.randn(8, 5, 4), torch.randint(0, 3, (8,))
+    method = hk.kfac(1e-2, fisher="type-2")
+    found = hk.attribute(loss, Flat(), (x, y), (x[:3], y[:3]), method=method)
+    assert found.stats["way"] == "forward"

@@ -1,0 +1,149 @@
+"""Predictions explained by training rows: in Python, as a page, and as a command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blobs import blobs, quicken, write_csv
+from hyperkron.attribution import Attribution
+from hyperkron.cleaning import CleanConfig, clean, explain
+from hyperkron.cleaning.api import reopen
+from hyperkron.cleaning.explain import Explained, Explanation, Witness, training_loss
+from hyperkron.cleaning.report import write_explanation
+from hyperkron.cleaning.result import Learnt
+from hyperkron.cleaning.trainer import Dense, TrainingTargets
+from hyperkron.cli.app import main
+from hyperkron.solution import HyperkronError, Status
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, data = tmp_path_factory.mktemp("explain"), blobs(rows=120)
+    for name in ("train", "trusted", "test"):
+        write_csv(folder / f"{name}.csv", getattr(data, name))
+    with pytest.MonkeyPatch.context() as patch:
+        quicken(patch, least=200)
+        config = CleanConfig(compare=())
+        clean(folder / "train.csv", folder / "trusted.csv", out=folder / "run", config=config)
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_rows_near_a_query_speak_for_it_and_nothing_is_changed(folder: Path) -> None:
+    before = files_of(folder / "run")
+    found = explain(folder / "run", folder / "test.csv", count=3)
+    assert files_of(folder / "run") == before
+    assert len(found.queries) == 60 and found.attribution.scores.shape == (60, 144)
+    strongest = [query.helpful[0] for query in found.queries]
+    same = sum(x.learnt == query.prediction for x, query in zip(strongest, found.queries, strict=True))
+    assert same > 50
+    for query in found.queries:
+        assert all(x.score > 0 for x in query.helpful) and all(x.score < 0 for x in query.harmful)
+        assert sorted(query.helpful, key=lambda x: -x.score) == query.helpful and len(query.helpful) <= 3
+    trusted = {x.row for query in found.queries for x in query.helpful if x.trusted}
+    assert trusted and max(trusted) < 24
+
+
+@pytest.mark.parametrize("believed", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_loss_is_that_of_the_training(believed: bool, weighted: bool) -> None:
+    torch.manual_seed(0)
+    network, x = torch.nn.Linear(2, 3), torch.randn(9, 2)
+    rows, part = torch.tensor([8, 0, 3, 5]), torch.tensor([2, 0, 3])
+    targets = TrainingTargets(
+        rows,
+        torch.randn(4, 3).log_softmax(1),
+        torch.rand(4) if weighted else None,
+        (torch.tensor([0, 1, 2, 0]), torch.rand(4)) if believed else None,
+    )
+    found = training_loss(Learnt([], Dense(x), targets))(network, part)
+    wanted = targets.loss(network(x[rows[part]]), part)
+    gradients = [torch.autograd.grad(value, list(network.parameters())) for value in (found.value, wanted)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_page_shows_everything_and_runs_nothing(tmp_path: Path) -> None:
+    bad = "<script>alert(1)</script>"
+    nothing: dict[str, Any] = {"image": None, "features": None}
+    witness = Witness(7, bad, "b", True, 0.5, {"text": bad, **nothing})
+    against = Witness(8, "b", "b", False, -0.25, {"text": None, "image": None, "features": {bad: 1.5}})
+    query = Explained(3, "b", bad, 0.75, {"text": bad, **nothing}, [witness], [against, against])
+    alone = Explained(4, "b", "b", 0.5, {"text": "x" * 5000, **nothing}, [], [])
+    stats = {"status": Status.MORE_DAMPING}
+    found = Explanation(bad, "text", [query, alone], [bad], Attribution(torch.zeros(2, 9), stats))
+    page = write_explanation(found, tmp_path / "page.html").read_text("utf-8")
+    assert "<script" not in page and page.count("&lt;script&gt;") >= 7
+    assert "script-src &#39;none&#39;" in page and "default-src &#39;none&#39;" in page
+    assert (
+        "trusted row 7" in page
+        and "learnt as <bdi>b</bdi>" in page
+        and "no row" in page
+        and "The scores may be inexact" in page
+    )
+    assert "x" * 1000 + "…" in page and "x" * 1001 not in page
+
+
+def test_the_command_writes_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(folder / "run")
+    target = folder / "page.html"
+    assert main(["attribute", run, "--query", str(folder / "test.csv"), "--count", "2", "-o", str(target)]) == 0
+    assert capsys.readouterr().out.strip() == str(target) and target.read_text().count("<section") == 60
+    assert main(["attribute", run, "--query", str(folder / "test.csv"), "--json", "-o", str(target)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["page"] == str(target) and len(told["queries"]) == 60
+    assert set(told["queries"][0]) >= {"prediction", "probability", "helpful", "harmful"}
+
+
+def _unfinished(folder: Path) -> Path:
+    (folder / "begun").mkdir(exist_ok=True)
+    (folder / "begun" / "config.json").write_text("{}")
+    return folder / "begun"
+
+
+@pytest.mark.parametrize(
+    ("place", "more", "code", "message"),
+    [
+        (lambda f: f / "nothing", [], 1, "holds no finished run; name one of clean()"),
+        (_unfinished, [], 1, "it has not finished: continue with `hyperkron resume"),
+        (lambda f: f / "run", ["--count", "0"], 2, "--count=0 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(
+    folder: Path, place: Callable[[Path], Path], more: list[str], code: int, message: str, capsys: Any
+) -> None:
+    assert main(["attribute", str(place(folder)), "--query", str(folder / "test.csv"), *more]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_query_file_is_needed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["attribute", str(folder / "run")]) == 2
+    assert "attribute needs --query" in capsys.readouterr().err
+    with pytest.raises(HyperkronError, match="count=0"):
+        explain(folder / "run", folder / "test.csv", count=0)
+
+
+def test_many_queries_are_cut_with_a_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["hyperkron.cleaning.explain"], "MAX_QUERIES", 5)
+    found = explain(folder / "run", folder / "test.csv")
+    assert len(found.queries) == 5 and found.messages == ["The first 5 of 60 queries are explained."]
+
+
+def test_reopening_gives_the_result_that_was(folder: Path) -> None:
+    told = json.loads((folder / "run" / "result.json").read_text())
+    assert reopen(folder / "run").verdict == told["verdict"]

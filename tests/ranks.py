@@ -1,0 +1,247 @@
+"""A small language model on several processes: what each of them computes, for tests that compare them.
+
+``python tests/ranks.py folder`` is run by every process; it does all checks one after the other, on all processes and
+on the first two, and the first writes the results into the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import hyperkron as hk
+from hyperkron.hypergradient import Hypergradient
+from hyperkron.hypergradient.steps import Adam
+
+EXAMPLES, TOKENS, WORDS, CLASSES = 22, 3, 9, 4
+STEPS = 50
+
+
+class Network(nn.Module):
+    """Every kind of curvature: Kronecker blocks, an exact diagonal (norm, embedding) and a bare parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix, self.norm = nn.Embedding(WORDS, 5), nn.Linear(5, 6), nn.LayerNorm(6)
+        self.scale, self.out = nn.Parameter(torch.ones(6)), nn.Linear(6, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.scale * self.norm(torch.tanh(self.mix(self.words(tokens)))))  # type: ignore[no-any-return]
+
+
+class Lambda(nn.Module):
+    """Example weights and a weight decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.decay = hk.SampleWeights(EXAMPLES, "sigmoid"), hk.as_hyper(torch.tensor(-4.0))
+
+
+def inner(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+    tokens, classes, index = batch
+    loss = hk.losses.cross_entropy(model(tokens), classes, weight=hyper.weights(index))
+    return loss + hk.losses.l2(model, hyper.decay().exp())
+
+
+def outer(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+    return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+
+def make(dtype: torch.dtype) -> tuple[hk.BilevelProblem, nn.Module, nn.Module, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Problem, model, λ and two batches whose masked tokens are spread unevenly over the examples."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model, hyper = Network().to(dtype), Lambda().to(dtype)
+    batches = []
+    for masked in (9, 5):
+        tokens = torch.randint(WORDS, (EXAMPLES, TOKENS), generator=generator)
+        classes = torch.randint(CLASSES, (EXAMPLES, TOKENS), generator=generator)
+        classes[:masked, 1:] = -100
+        batches.append((tokens, classes, torch.arange(EXAMPLES)))
+    return hk.BilevelProblem(inner, outer), model, hyper, *batches
+
+
+METHODS: dict[str, Callable[[], Hypergradient]] = {
+    "identity": lambda: hk.identity(cross="reverse"),
+    "sama": lambda: hk.sama(),
+    "kfac mc": lambda: hk.kfac(0.1, samples=2, cross="reverse"),
+    "kfac empirical": lambda: hk.kfac(0.1, fisher="empirical", cross="reverse"),
+    "kfac type-2": lambda: hk.kfac(0.1, fisher="type-2", split="exact", cross="reverse"),
+    "kfac reduce": lambda: hk.kfac(0.1, sharing="reduce", cross="reverse"),
+    "ekfac": lambda: hk.ekfac(0.1, cross="reverse"),
+    "cg": lambda: hk.cg(5, 0.1),
+    "pcg": lambda: hk.pcg(5, 0.1, cross="reverse"),
+    "neumann": lambda: hk.neumann(5, 0.1),
+    "unrolled": lambda: hk.unrolled(3),
+    "unrolled adam": lambda: hk.unrolled(3, Adam(0.01)),
+    "kfac auto": lambda: hk.kfac(0.1),
+}
+
+
+def hypergradients(
+    group: dist.ProcessGroup | None, dtype: torch.dtype, traffic: dict[str, dict[str, int]] | None = None
+) -> dict[str, Tensor]:
+    """The gradient by every method, and J_out.
+
+    With ``traffic``, also the bytes of a second hypergradient: the first one looks at more.
+    """
+    found = {}
+    for name, make_method in METHODS.items():
+        problem, model, hyper, *batches = make(dtype)
+        divided, method = hk.training.DataParallel(problem, group), make_method()
+        result = method.compute(divided, model, hyper, *batches)
+        found[name] = torch.cat([g.reshape(-1) for g in result.grads.values()])
+        found[f"{name} loss"] = torch.tensor(result.outer_loss)
+        if traffic is not None:
+            before = dict(divided.group.sent)
+            result = method.compute(divided, model, hyper, *batches)
+            traffic[name] = {kind: n - before[kind] for kind, n in divided.group.sent.items()}
+            traffic[name]["products"] = int(result.stats.get("products", 0))
+    return found
+
+
+def trained(
+    group: dist.ProcessGroup | None, steps: int, folder: Path | None = None, method: str = "kfac mc"
+) -> tuple[dict[str, Tensor], hk.Run]:
+    """λ and θ after ``steps`` steps of ``fit`` on shuffled batches; with a folder, continued from it and saved."""
+    problem, model, hyper, rows, trusted = make(torch.float64)
+    data = torch.utils.data.TensorDataset(*rows)
+    loader = torch.utils.data.DataLoader(data, batch_size=10, shuffle=True, drop_last=True)
+    run = hk.fit(
+        hk.training.DataParallel(problem, group),
+        model,
+        hyper,
+        hk.AID(METHODS[method](), inner_steps=1),
+        loader,
+        trusted,
+        steps=steps,
+        inner_optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+        outer_optimizer=torch.optim.Adam(hyper.parameters(), lr=0.05),
+        callbacks=[] if folder is None else [hk.Checkpoint(folder, every=10)],
+        resume=folder,
+    )
+    return {name: p.detach().clone() for m in (hyper, model) for name, p in m.state_dict().items()}, run
+
+
+def refused(action: Callable[[], object]) -> str:
+    """The message of the error that ``action`` raises."""
+    try:
+        action()
+    except hk.HyperkronError as error:
+        return str(error)
+    return ""
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """What the processes say about data and losses that are not right, each a sentence."""
+    problem, model, hyper, rows, trusted = make(torch.float64)
+    method = hk.identity()
+
+    def compute(problem: hk.BilevelProblem, batch: Any, net: nn.Module = model) -> Any:
+        return lambda: method.compute(hk.training.DataParallel(problem), net, hyper, batch, trusted)
+
+    def normalised(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+        weights = hyper.weights(batch[2]) * torch.arange(1.0, 1 + len(batch[2]), dtype=torch.float64)
+        return hk.losses.cross_entropy(model(batch[0]), batch[1], weight=weights / weights.mean())
+
+    own = (*rows[:2], (rows[2] + rank) % EXAMPLES)
+    broken = make(torch.float64)[1]
+    if rank == 1:
+        with torch.no_grad():
+            broken.get_parameter("scale").fill_(torch.nan)
+    wrapped = nn.parallel.DistributedDataParallel(make(torch.float64)[1])
+    return {
+        "different": refused(compute(problem, own)),
+        "small": refused(compute(problem, tuple(x[:3] for x in rows))),
+        "normalised": refused(compute(hk.BilevelProblem(normalised, outer), rows)),
+        "nan": refused(compute(problem, rows, broken)),
+        "pieces": refused(lambda: hk.training.Accumulated(hk.training.DataParallel(problem), 4)),
+        "plain": refused(lambda: hk.fit(problem, wrapped, hyper, hk.AID(method), rows, trusted, steps=1)),
+    }
+
+
+class Dropped(nn.Module):
+    """λ does not see the dropout of this model, but the masks show in its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.dropout = nn.Parameter(torch.ones(())), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * self.dropout(x)  # type: ignore[no-any-return]
+
+
+def ways_of_use(rank: int) -> dict[str, bool]:
+    """What else must hold: batches of one's own, a wrapped model, masks of one's own and one random state."""
+    problem, model, hyper, rows, trusted = make(torch.float64)
+    cut = slice(EXAMPLES * rank // 4, EXAMPLES * (rank + 1) // 4)
+    own = [tuple(x[cut] for x in batch) for batch in (rows, trusted)]
+    parts = hk.training.DataParallel(problem, divide=False)
+    wanted = hk.identity().compute(hk.training.DataParallel(problem), model, hyper, rows, trusted).grads
+    found = hk.identity().compute(parts, model, hyper, *own).grads
+    net = nn.parallel.DistributedDataParallel(make(torch.float64)[1])
+    wrapped = hk.AID(hk.identity(), inner_steps=2)
+    run = hk.fit(hk.training.DataParallel(problem), net, hyper, wrapped, rows, trusted, steps=2)
+    bare = make(torch.float64)
+    hk.fit(hk.training.DataParallel(problem), bare[1], bare[2], wrapped, rows, trusted, steps=2)
+    pairs = zip(net.module.parameters(), bare[1].parameters(), strict=True)
+    torch.manual_seed(rank // 4)
+    seen: list[Tensor] = []
+
+    def drawn(model: nn.Module, hyper: nn.Module, batch: Tensor) -> Tensor:
+        seen.append(model(batch))
+        return seen[-1].mean()
+
+    noisy, group = hk.training.DataParallel(hk.BilevelProblem(drawn), divide=False), run.group
+    noisy.inner(Dropped(), nn.Module(), torch.ones(64))
+    masks = group.gather(seen[-1])
+    after = group.gather(torch.rand(3))
+    return {
+        "own batches": all(torch.equal(found[name], wanted[name]) for name in wanted),
+        "wrapped": run.state.model is net.module and all(torch.equal(x, y) for x, y in pairs),
+        "masks": len({tuple(x.tolist()) for x in masks}) == 4,
+        "random state": bool((after == after[0]).all()),
+    }
+
+
+def main(folder: Path) -> None:
+    """All checks, on this process."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=4)
+    two = dist.new_group([0, 1])
+    tensors: dict[str, Tensor] = {}
+    traffic: dict[str, dict[str, int]] = {}
+    for size, group, dtype in ((2, two, torch.float64), (4, None, torch.float64), (4, None, torch.float32)):
+        if rank < size:
+            counts = traffic if (size, dtype) == (4, torch.float64) else None
+            found = hypergradients(group, dtype, counts)
+            tensors |= {f"{size} {dtype} {name}": x for name, x in found.items()}
+    for size, group in ((2, two), (4, None)):
+        if rank < size:
+            tensors |= {f"{size} trained {name}": x for name, x in trained(group, STEPS)[0].items()}
+    if rank < 2:
+        trained(two, 20, folder / "run")
+    state, run = trained(None, 40, folder / "run")
+    alike = torch.cat([x.reshape(-1) for x in state.values()])
+    texts: dict[str, Any] = {"same": bool((run.group.gather(alike) == alike).all()), "traffic": traffic}
+    texts |= {"refusals": refusals(rank), "use": ways_of_use(rank)}
+    texts |= {"history": len(run.history), "loss": run.history.column("outer_loss")}
+    if rank == 0:
+        save_file(tensors, folder / "tensors.safetensors")
+    (folder / f"texts-{rank}.json").write_text(json.dumps(texts))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

@@ -1,0 +1,75 @@
+"""Many right-hand sides at once against one at a time."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyperkron as hk
+from hyperkron import trees
+from hyperkron.curvature import GGN
+from hyperkron.evaluation.point import Point
+from hyperkron.solution import NonFiniteError, Status
+from hyperkron.solvers import CG
+
+METHODS = {
+    "kfac": hk.kfac(1e-2, fisher="type-2"),
+    "kfac, exact": hk.kfac(1e-2, fisher="type-2", split="exact"),
+    "ekfac": hk.ekfac(1e-2, fisher="type-2"),
+    "identity": hk.identity(0.5),
+    "pcg": hk.pcg(5, 1e-2),
+}
+
+
+class Network(nn.Module):
+    """Blocks of two shapes, a diagonal, and a parameter outside all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 51), nn.LayerNorm(51), nn.Linear(51, 50)
+        self.shift = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(torch.tanh(self.first(x) + self.shift)))
+
+
+def at(examples: int) -> Point:
+    torch.manual_seed(0)
+    model, weights = Network().double(), torch.rand(51, 4, dtype=torch.float64)
+    batch = torch.randn(examples, 4, dtype=torch.float64), torch.randint(0, 50, (examples,))
+
+    def inner(m: nn.Module, _: nn.Module, b: tuple[Tensor, Tensor]) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(m(b[0]), b[1]) + hk.losses.l2([m.first.weight], [weights[:1]])
+
+    return Point(hk.BilevelProblem(inner, inner), model, hk.as_hyper(torch.zeros(1).double()), batch, batch)
+
+
+@pytest.mark.parametrize("examples", [2, 30])  # few rows: thin bases, low-rank factors
+@pytest.mark.parametrize("name", METHODS)
+def test_stacked_solves_equal_single_ones(name: str, examples: int) -> None:
+    method = METHODS[name]
+    with at(examples) as point:
+        b = {n: torch.randn(3, *p.shape, dtype=p.dtype) for n, p in point.params.items()}
+        found = method.fresh().inverse(point)(b)
+        alone = [method.fresh().inverse(point)({n: x[q : q + 1] for n, x in b.items()}) for q in range(3)]
+    for q, one in enumerate(alone):
+        for n in b:
+            torch.testing.assert_close(found.value[n][q], one.value[n][0], rtol=1e-9, atol=1e-12)
+    assert found.products == sum(one.products for one in alone)
+    assert found.status is (Status.BUDGET if name == "pcg" else Status.DIRECT)
+
+
+def test_the_worst_of_several_solves_is_told() -> None:
+    with at(30) as point:
+        operator = GGN(1e-2).operator(point, GGN(1e-2).init())
+        b = {n: torch.randn(2, *p.shape, dtype=p.dtype) for n, p in point.params.items()}
+        found = CG(2).solve_stacked(operator, b)
+        alone = [CG(2).solve(operator, one) for one in trees.unstacked(b)]
+    assert found.residual == max(x.residual for x in alone if x.residual is not None)
+    assert found.iterations == 4
+
+
+def test_a_right_hand_side_that_is_not_finite_is_refused() -> None:
+    with at(30) as point:
+        b = {n: torch.full((2, *p.shape), float("nan"), dtype=p.dtype) for n, p in point.params.items()}
+        with pytest.raises(NonFiniteError, match="b holds NaN"):
+            hk.kfac().inverse(point)(b)
