@@ -137,8 +137,8 @@ class CleaningRun:
         """The encoder of the run, recorded before it is used; None for hashed n-grams."""
         encoder: TextEncoder | None
         notes: tuple[str, ...] = ()
-        if self.encoder != HASHED:
-            self.progress.message(f"Loading the text encoder {choose_encoder(self.encoder).name}")
+        if (name := choose_encoder(self.encoder).name) != HASHED:
+            self.progress.message(f"Loading the text encoder {name}")
         try:
             if self.config.layers:  # which cannot do without
                 encoder = TextEncoder(self.encoder, device=self.device)

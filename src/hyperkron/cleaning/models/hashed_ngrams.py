@@ -30,7 +30,7 @@ def load_encoder(
         encoder: a name or folder for :class:`TextEncoder`; None takes the default, ``"hashed n-grams"`` none at all.
         device: where the encoder computes.
     """
-    if encoder == HASHED:
+    if choose_encoder(encoder).name == HASHED:
         return None, ()
     try:
         return TextEncoder(encoder, device=device), ()
