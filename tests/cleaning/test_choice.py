@@ -113,6 +113,8 @@ def test_the_verdict_leads_with_the_interval() -> None:
 
 
 def test_the_verdict_never_boasts_of_a_hundred_per_cent_and_concludes_nothing_from_few_rows() -> None:
+    many = told(OURS, [candidate(OURS, [1] * 60)])  # whose interval ends at 1 up to rounding
+    assert many.startswith("The cleaned model is right on at least 94.0% of new rows")
     whole, other = candidate(OURS, [1] * 10), candidate("noisy", [0] * 10)
     assert "100" not in told(OURS, [whole]).replace("10 of 10", "")
     found = told(OURS, [whole, other], classes=3)

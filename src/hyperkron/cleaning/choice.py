@@ -92,7 +92,7 @@ def few(rows: int, classes: int) -> bool:
 
 
 def _score(low: float, high: float) -> str:
-    return f"at least {low:.1%}" if high >= 1 else f"{low:.1%} to {high:.1%}"
+    return f"at least {low:.1%}" if high >= 0.9995 else f"{low:.1%} to {high:.1%}"
 
 
 def verdict(

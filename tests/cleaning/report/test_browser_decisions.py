@@ -120,6 +120,14 @@ def test_they_are_kept_and_can_be_forgotten(opened: Opened, browser: Browser, fi
     assert page.locator("#decided").inner_text() == "No decision yet."
 
 
+def test_the_table_stays_in_its_part(opened: Opened) -> None:
+    for width in (900, 1200, 1600):
+        opened.page.set_viewport_size({"width": width, "height": 900})
+        table, part = (opened.page.locator(name).bounding_box() for name in ("#table", "#suspects"))
+        assert table is not None and part is not None
+        assert table["x"] + table["width"] <= part["x"] + part["width"], width
+
+
 def test_different_kinds_come_first(opened: Opened) -> None:
     opened.page.get_by_role("checkbox", name="Different kinds first").check()
     pairs = list(zip(opened.column("Given"), opened.column("Suggested"), strict=True))

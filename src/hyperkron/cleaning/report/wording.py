@@ -131,7 +131,9 @@ def interval(low: float | None, high: float | None, digits: int = 1) -> str:
     """
     if low is None or high is None:
         return UNKNOWN
-    return f"at least {percent(low, digits)}" if high >= 1 else f"{percent(low, digits)} to {percent(high, digits)}"
+    return (
+        f"at least {percent(low, digits)}" if high >= 0.9995 else f"{percent(low, digits)} to {percent(high, digits)}"
+    )
 
 
 def headline(run: RunContents) -> str:
