@@ -103,7 +103,12 @@ def language_model(size: Size, seed: int) -> nn.Module:
     """A small GPT-2 with random weights, without dropout."""
     import transformers
 
-    sizes = {"vocab_size": size.words, "n_positions": size.length, "n_embd": size.width, "n_layer": size.layers}
+    sizes: dict[str, Any] = {
+        "vocab_size": size.words,
+        "n_positions": size.length,
+        "n_embd": size.width,
+        "n_layer": size.layers,
+    }
     none: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     none |= {"bos_token_id": None, "eos_token_id": None, "attn_implementation": "eager"}
     config = transformers.GPT2Config(**sizes, n_head=2, **none)
