@@ -257,8 +257,12 @@ def work(job: Job) -> dict[str, Any]:
 def gathered(job: Job) -> dict[str, Any]:
     """The figures of all finished pieces."""
     found: dict[str, Any] = {}
+    tried: dict[str, list[Any]] = {}
     rows = [row for row in job.settings.rows if row.seed in job.seeds]
     for row in rows:
+        scores = {piece.rate: (job.cells.get(piece.key) or {}).get("held_out") for piece in trials(job, row)}
+        if any(score is not None for score in scores.values()):
+            tried[row.method] = [[rate, score] for rate, score in scores.items()]
         victim, attacked = job.cells.get(Piece("victim", row).key), job.cells.get(Piece("attack", row).key)
         if victim is None:
             continue
@@ -272,12 +276,9 @@ def gathered(job: Job) -> dict[str, Any]:
                 line["picture"] = attacked["picture"]
         if judged := job.cells.get(Piece("judge", row).key):
             line["held_out"] = judged["held_out"]
-        if tuned := trials(job, row):
-            scores = [(job.cells.get(piece.key) or {}).get("held_out") for piece in tuned]
-            line["tried"] = [[piece.rate, score] for piece, score in zip(tuned, scores, strict=True)]
     times = job.cells.get(["prices"])
     missing = any(job.cells.get(Piece("victim", row).key) is None for row in rows)
-    return {"lines": found, "seconds": times or {}, "cut_short": missing or times is None}
+    return {"lines": found, "tried": tried, "seconds": times or {}, "cut_short": missing or times is None}
 
 
 def fill(job: Job, recipe: Recipe, count: int) -> None:

@@ -189,17 +189,14 @@ def _smaller(result: Result, names: Sequence[str]) -> Table:
 
 
 def _tried(result: Result) -> Table:
-    rates = sorted({rate for x in result.figures["lines"].values() for rate, _ in x.get("tried", [])})
+    found = {method: dict(scores) for method, scores in result.figures["tried"].items()}
+    rates = sorted({rate for scores in found.values() for rate in scores})
     rows = []
-    for name, x in result.figures["lines"].items():
-        radius, method = name.split(" ")[:2]
-        if "tried" not in x or int(radius) != LARGE:
-            continue
-        scores = {rate: score for rate, score in x["tried"] if score is not None}
-        best = min(scores, key=lambda rate: scores[rate]) if scores else None
-        edge = len(rates) > 1 and best in (rates[0], rates[-1])
-        told = "–" if best is None else f"{best:g} (edge)" if edge else f"{best:g}"
-        rows.append([method, *(f"{scores[rate]:.1f}" if rate in scores else "–" for rate in rates), told])
+    for method, scores in found.items():
+        known = {rate: score for rate, score in scores.items() if score is not None}
+        best = min(known, key=lambda rate: known[rate])
+        edge = " (edge)" if len(rates) > 1 and best in (rates[0], rates[-1]) else ""
+        rows.append([method, *(f"{known[rate]:.1f}" if rate in known else "–" for rate in rates), f"{best:g}{edge}"])
     for name, x in result.figures["lines"].items():
         if "held_out" in x:
             rows.append([name.split(" ", 1)[1].rsplit(" ", 1)[0], *[f"{x['held_out']:.1f}"] * len(rates), "–"])
@@ -240,7 +237,7 @@ def plot(result: Result, folder: Path) -> list[Path]:
 
     def fill(axes: Any) -> None:
         stacked = np.concatenate([part for strip in strips for part in (strip, white)])
-        axes[0].imshow(stacked, interpolation="nearest")
+        axes[0].imshow(stacked, interpolation="none")
         places = [i * (height + gap) + height / 2 for i in range(len(strips))]
         axes[0].set_yticks(places, list(found))
         axes[0].set_xticks([])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 import oracles
+from experiments import records
 from experiments.paper import unlearnable, unlearnable_attack, unlearnable_page
 from experiments.paper.recipe import Job, Result, Verdict
 from experiments.paper.unlearnable import Row
@@ -265,10 +266,11 @@ def result(own: dict[str, float], moved: float = 0.5, seeds: int = 1) -> Result:
         lines[unlearnable_page.line(0 if name == "None" else 25, name, "own")] = {
             "test": test,
             "attack": {} if name == "None" else attacks,
-            "tried": [[1e-3, 40.0], [1e-2, 30.0]],
         }
     cost = {"AID-KFAC": 0.01, "AID-CG": 0.02, "AID-CG-16": 0.1}
-    return Result("unlearnable", "small", (1,), {"lines": lines, "seconds": cost})
+    return Result(
+        "unlearnable", "small", (1,), {"lines": lines, "tried": {"BOME": [[1e-3, 40.0], [1e-2, 30.0]]}, "seconds": cost}
+    )
 
 
 AS_PRINTED = {"None": 90.0, "AID-KFAC": 30.0, "AID-CG": 60.0, "BOME": 40.0, "stocBiO": 70.0, "EM": 20.0}
@@ -324,3 +326,12 @@ def test_the_picture_shows_images_above_their_perturbations(tmp_path: Path) -> N
     [path] = unlearnable_page.plot(one, tmp_path)
     assert path.stat().st_size > 1000 and "AID-KFAC" in path.read_text("utf-8")
     assert unlearnable_page.plot(result(AS_PRINTED), tmp_path) == []
+
+
+def test_the_page_has_the_recorded_figures() -> None:
+    found = Result.read(records.RESULTS / "paper" / "unlearnable-small.json")
+    text = (records.PAGES / "unlearnable.md").read_text("utf-8")
+    for row in unlearnable_page.tables(found)[0].rows[:6]:
+        method, printed, ours, verdict = row[0], row[5], row[6], row[7]
+        assert f"| {method} | {printed} | {ours if ours != '–' else 'not run'} | {verdict} |" in text
+    assert unlearnable.RECIPES[0].judge(found).verdict is Verdict.REFUSED and "no verdict" in text

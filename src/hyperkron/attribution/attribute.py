@@ -272,15 +272,15 @@ class _Task:
         inverse, found = self.method.inverse(point), list[Solution]()
         count = len(self.queries)
         spans = [(0, count)] if aggregate else [(q, q + 1) for q in range(count)]
-        together = None if aggregate else self._together(point)
+        batched = None if aggregate else self._batched(point)
         with tqdm(total=len(spans), disable=not progress, unit="query", dynamic_ncols=True) as bar:
             for i in range(0, len(spans), TOGETHER):
                 part = spans[i : i + TOGETHER]
-                if together is None:
+                if batched is None:
                     gradients = trees.stacked([self._mean_gradient(point, *span) for span in part])
                 else:
                     batch = self.queries.batch(i, i + len(part))
-                    gradients = trees.scale(together.gradients(batch, len(part)), float(len(part)))
+                    gradients = trees.scale(batched.gradients(batch, len(part)), float(len(part)))
                 found.append(inverse(gradients))
                 bar.update(len(part))
         residuals = [x.residual for x in found if x.residual is not None]
@@ -291,7 +291,7 @@ class _Task:
         }
         return {name: torch.cat([x.value[name] for x in found]) for name in self.params}, stats
 
-    def _together(self, point: Point) -> LayerProducts | None:
+    def _batched(self, point: Point) -> LayerProducts | None:
         """The way to the gradients of many queries in one pass; ``None`` where they would not be those of each alone.
 
         They are if the loss is a mean over queries that are all counted alike, which the first shows: its gradient

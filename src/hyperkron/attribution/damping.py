@@ -24,8 +24,8 @@ def training_damping(rates: Sequence[float], *, momentum: float = 0.0) -> float:
     differentiation" (2024).
 
     Example:
-        >>> training_damping([0.1] * 100, momentum=0.9)
-        0.01
+        >>> training_damping([0.25] * 100, momentum=0.5)
+        0.02
     """
     check_interval("momentum", momentum, 0, 1, brackets="[)")
     for rate in rates:
