@@ -266,7 +266,7 @@ def test_runs_that_others_depend_on_come_first(tmp_path: Path) -> None:
     job = _job(tmp_path)
     first = pretraining._missing(job)
     assert {task.method for task in first} == {"Baseline"}  # θ's step sizes, of the first two tasks only
-    assert [task.dataset for task in first] == ["sciie"] * 3 + ["citation_intent"] * 3
+    assert [task.dataset for task in first] == ["sciie"] * 4 + ["citation_intent"] * 4
     while left := [task for task in pretraining._missing(job) if task.method == "Baseline" and task.seed == 1]:
         for task in left:
             job.cells.put(list(task), _done(70 + (task.inner == 2e-4), 60), 1.0)
