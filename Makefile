@@ -6,6 +6,7 @@
 #   make faults   kill, signal and damage runs, and count those that survive
 #   make grid     every model × λ × hypergradient against an oracle, and count those silently wrong
 #   make audit    known vulnerabilities of the pinned versions, where the database can be reached
+#   make ranks    1 to 4 processes give the same numbers, and survive a kill of one
 #   make soak     ten thousand steps: memory, hooks and file handles
 #   make format   let ruff rewrite the code in the house style
 #   make clean    remove caches and builds (make distclean: the environment too)
@@ -34,7 +35,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint types unit bench faults grid audit soak format clean distclean stale
+.PHONY: help venv demo test lint types unit bench faults ranks grid audit soak format clean distclean stale
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -77,6 +78,10 @@ bench: $(STAMP)
 faults: export OMP_NUM_THREADS := 1
 faults: $(STAMP)
 	$(PY) benchmarks/faults.py
+
+ranks: export OMP_NUM_THREADS := 1
+ranks: $(STAMP)
+	$(PY) benchmarks/ranks.py
 
 grid: export OMP_NUM_THREADS := 1
 grid: $(STAMP)

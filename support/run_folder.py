@@ -77,7 +77,7 @@ def make_rows(classes: tuple[str, ...], rows: int, rate: float) -> list[dict[str
 
 def make_suspects(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     """The lines of suspects.jsonl, most suspicious first."""
-    found = sorted((r for r in rows if r["suspect"]), key=lambda r: -r["error_probability"])[:500]
+    found = sorted((r for r in rows if r["suspect"]), key=lambda r: -r["error_probability"])
     made = []
     for r in found:
         draw, weight = random.Random(r["row"]), r["weight"]

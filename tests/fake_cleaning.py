@@ -40,7 +40,7 @@ class FakeCleaning:
         run_folder.write_json(out / "config.json", config)
         self._work(out, more["progress"], config)
 
-    def resume(self, out: Path, *, model: Any = None, expected: Any = None, progress: Any = None) -> None:
+    def resume(self, out: Path, *, model: Any = None, expected: Any = None, progress: Any = None, **more: Any) -> None:
         self.calls.append({"out": out, "model": model, "expected": expected})
         self._work(Path(out), progress, json.loads((out / "config.json").read_text()))
 

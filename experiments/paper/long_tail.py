@@ -8,7 +8,10 @@ runs themselves may share a device.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import shutil
 import signal
 import tempfile
 import time
@@ -36,8 +39,6 @@ MORE = ("MWN + T1–T2", "MWN + KFAC-mc", "MWN + EKFAC")
 LOSSES = ("Logit adjustment", "Deferred re-weighting", "Class-balanced", "Focal")
 PRINTED = ("MWN + KFAC-emp", "MWN + SAMA", "MWN + T1–T2")
 FIRST_PRICED = ("Base", "MWN + SAMA", "MWN + KFAC-emp")
-CROWDED = 0.3
-"""By which share of its time alone a run is delayed by each run beside it."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Settings:
 
     data: str = "cifar10"
     case: Case = field(default_factory=Case)
-    epochs: float = 60
-    short: float = 12
+    epochs: float = 100
+    short: float = 20
     meta: int = 10
     held_out: int = 200
     tuned_at: float = 100
@@ -85,12 +86,14 @@ class Row(NamedTuple):
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Everything that is wanted, most important first."""
+    """Everything that is wanted, most important first: what needs no trials before what does."""
     first, rest = settings.imbalances[: settings.first], settings.imbalances[settings.first :]
-    groups = [(x, names) for names in (MAIN, MORE) for x in first] + [(x, (*MAIN, *MORE)) for x in rest]
-    for imbalance, names in [*groups, *((x, LOSSES) for x in settings.imbalances)]:
-        yield from (Row(imbalance, name, "own") for name in names)
-        yield from (Row(imbalance, name, "printed") for name in names if name in PRINTED)
+    groups = [(first, MAIN), (first, LOSSES), (first, MORE), (rest, (*MAIN, *LOSSES)), (rest, MORE)]
+    for imbalances, names in groups:
+        tuned = [name for name in names if METHODS[name].make is not None]
+        yield from (Row(x, name, "own") for x in imbalances for name in names if name not in tuned)
+        yield from (Row(x, name, "printed") for x in imbalances for name in tuned if name in PRINTED)
+        yield from (Row(x, name, "own") for x in imbalances for name in tuned)
 
 
 def trials(job: Job, name: str) -> list[Task]:
@@ -100,8 +103,10 @@ def trials(job: Job, name: str) -> list[Task]:
 
 
 def chosen(job: Job, name: str) -> float | None:
-    """The number with the highest held-out accuracy; ``None`` where trials are missing."""
-    if not METHODS[name].grid:
+    """The number with the highest held-out accuracy, ``None`` where trials are missing; of a plain loss the published
+    one.
+    """
+    if METHODS[name].make is None:
         return METHODS[name].usual
     found = [(task.value, job.cells.get([*task])) for task in trials(job, name)]
     if any(cell is None for _, cell in found):
@@ -131,8 +136,10 @@ def missing(job: Job) -> Iterator[Task]:
 class Runner:
     """Carries out tasks, with all data that were needed so far on the device."""
 
-    def __init__(self, settings: Settings, device: torch.device, folder: Path | None) -> None:
-        self.settings, self.device, self.folder = settings, device, folder
+    def __init__(
+        self, settings: Settings, device: torch.device, folder: Path | None, saved: Path | None = None
+    ) -> None:
+        self.settings, self.device, self.folder, self.saved = settings, device, folder, saved
         self._decoded: tuple[Part, Part] | None = None
         self._data: dict[tuple[float, int], LongTail] = {}
         if device.type == "cuda":
@@ -155,8 +162,14 @@ class Runner:
         return Training(self.settings.case, data, METHODS[task.method], task.value, task.epochs, task.seed)
 
     def __call__(self, task: Task) -> dict[str, Any]:
-        """A run; the test images are looked at in full runs alone."""
-        return self.training(task).train(test=task.epochs == self.settings.epochs)
+        """A run, continued where it was interrupted; the test images are looked at in full runs alone."""
+        test, folder = task.epochs == self.settings.epochs, None
+        if self.saved is not None:
+            folder = self.saved / hashlib.sha256(repr([*task]).encode()).hexdigest()[:16]
+        found = self.training(task).train(test=test, folder=folder)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        return found
 
     def price(self, name: str) -> dict[str, Any]:
         """What an outer iteration of a method costs."""
@@ -164,38 +177,39 @@ class Runner:
         return self.training(Task(s.tuned_at, name, METHODS[name].usual, s.epochs, 0)).price(s.timed)
 
 
-def prices(job: Job, runner: Runner, names: Sequence[str] = FIRST_PRICED) -> dict[str, dict[str, Any]]:
-    """What an outer iteration of each method costs, with the device to itself."""
-    return {name: job.cell(["price", name], partial(runner.price, name)) for name in names}
+def prices(job: Job, runner: Runner, names: Sequence[str] = FIRST_PRICED) -> None:
+    """Measure what an outer iteration of each method costs, one after the other."""
+    for name in names:
+        job.cell(["price", name], partial(runner.price, name))
 
 
 def work(job: Job) -> dict[str, Any]:
     """Prices, then every run in order of importance, as far as the time allows."""
     runner, cut_short = Runner(job.settings, job.device, job.data), False
-    price: dict[str, dict[str, Any]] = {}
     try:
-        price = prices(job, runner)
+        prices(job, runner)
         while (task := next(missing(job), None)) is not None:
-            if not in_time(job, price, task, 1):
-                raise OutOfTime("the next run would not end in time; run the same command again.")
             job.cell([*task], partial(runner, task))
-        price |= prices(job, runner, [name for name, method in METHODS.items() if method.make is not None])
+        prices(job, runner, [name for name, method in METHODS.items() if method.make is not None])
     except OutOfTime:
         cut_short = True
-    found = summary(job)
-    if not found:
+    found, tried = summary(job), _tried(job)
+    if not (found or tried):
         raise OutOfTime("the time limit was reached before the first run was done; run the same command again.")
-    return {"found": found, "trials": _tried(job), "prices": price, "cut_short": cut_short}
+    known = {name: cell for name in METHODS if (cell := job.cells.get(["price", name])) is not None}
+    return {"found": found, "trials": tried, "prices": known, "cut_short": cut_short}
 
 
-def _tried(job: Job) -> dict[str, dict[str, float | None]]:
-    """Held-out accuracy of every trial, by method and number."""
-    cells = {name: [(t.value, job.cells.get([*t])) for t in trials(job, name)] for name in METHODS}
-    return {
-        name: {f"{value:g}": None if cell["failed"] else cell["held_out"] for value, cell in of if cell is not None}
-        for name, of in cells.items()
-        if any(cell is not None for _, cell in of)
-    }
+def _tried(job: Job) -> dict[str, dict[str, Any]]:
+    """What every trial reached and what its weights did, by method and number; ``None`` where it failed."""
+    kept = ("held_out", "moved", "class_weights", "last_weights")
+    found: dict[str, dict[str, Any]] = {}
+    for name in METHODS:
+        for task in trials(job, name):
+            if (cell := job.cells.get([*task])) is not None:
+                short = {key: cell[key] for key in kept if key in cell}
+                found.setdefault(name, {})[f"{task.value:g}"] = None if cell["failed"] else short
+    return found
 
 
 def summary(job: Job) -> dict[str, dict[str, dict[str, Any]]]:
@@ -222,7 +236,11 @@ def _short(run: dict[str, Any], again: bool) -> dict[str, Any]:
 
 
 def fill(job: Job, recipe: Recipe, count: int) -> None:
-    """Carry out what is missing in ``count`` processes; none begins a run that would not end in time."""
+    """Carry out what is missing in ``count`` processes.
+
+    What is not finished at the deadline is saved in a folder (``HYPERKRON_CHECKPOINTS``, or beside the cells), and
+    continues from there.
+    """
     settings: Settings = job.settings
     with tempfile.TemporaryDirectory() if settings.data != "digits" else nullcontext() as place:
         folder = job.data
@@ -230,20 +248,21 @@ def fill(job: Job, recipe: Recipe, count: int) -> None:
             keep_decoded(decoded(settings.data, job.data), Path(place) / settings.data)
             folder = Path(place)
         try:
-            price = prices(job, Runner(settings, job.device, folder))
+            prices(job, Runner(settings, job.device, folder))
         except OutOfTime:
             return
         began = time.monotonic()
 
         def ready() -> Iterator[tuple[list[Any], Task]]:
-            return (([*task], task) for task in missing(job) if in_time(job, price, task, count))
+            return (([*task], task) for task in missing(job))
 
         def keep(key: list[Any], value: dict[str, Any], seconds: float, busy: float) -> None:
             accuracy = value.get("test", value.get("held_out", 0.0))
             job.say(f"{time.monotonic() - began:5.0f} s: {key}: {100 * accuracy:.1f} %, {seconds:.0f} s")
             job.cells.put(key, value, seconds, busy)
 
-        make = partial(_worker, settings, str(job.device), folder)
+        saved = Path(os.environ.get("HYPERKRON_CHECKPOINTS") or job.cells.path.parent / "long-tail-checkpoints")
+        make = partial(_worker, settings, str(job.device), folder, saved)
         with suppress(OutOfTime), _stopped_at(job.deadline):
             share(count, make, ready, keep, late=lambda: job.late)
 
@@ -253,7 +272,7 @@ def _stopped_at(deadline: float) -> Iterator[None]:
     """:class:`OutOfTime` inside the block when the deadline comes."""
 
     def stop(number: int, frame: object) -> None:
-        raise OutOfTime("the time limit was reached; what was not finished is lost.")
+        raise OutOfTime("the time limit was reached; run the same command again to continue.")
 
     if math.isinf(deadline):
         yield
@@ -267,22 +286,8 @@ def _stopped_at(deadline: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _worker(settings: Settings, device: str, folder: Path | None) -> Callable[[Task], dict[str, Any]]:
-    return Runner(settings, torch.device(device), folder)
-
-
-def forecast(settings: Settings, price: dict[str, dict[str, Any]], task: Task) -> float:
-    """Seconds that a run takes with the device to itself."""
-    images = sum(1.0 / task.imbalance ** (c / 9) for c in range(10)) * (5000 - settings.meta - settings.held_out)
-    learned = METHODS[task.method].make is not None
-    update = price.get(task.method, price["MWN + KFAC-emp" if learned else "Base"])["update"]
-    return 2.0 + task.epochs * images / settings.case.batch * float(update)
-
-
-def in_time(job: Job, price: dict[str, dict[str, Any]], task: Task, count: int) -> bool:
-    """Whether a run that begins now, beside ``count`` − 1 others, would end before the deadline."""
-    delayed = 1 + CROWDED * (count - 1)
-    return forecast(job.settings, price, task) * delayed < job.deadline - time.monotonic()
+def _worker(settings: Settings, device: str, folder: Path | None, saved: Path) -> Callable[[Task], dict[str, Any]]:
+    return Runner(settings, torch.device(device), folder, saved)
 
 
 SMOKE = Settings(
@@ -304,15 +309,15 @@ RECIPES = (
         title="Meta-Weight-Net on long-tailed CIFAR-10, ResNet-32",
         place="Table 3",
         experiment=8,
-        settings={"smoke": SMOKE, "small": Settings(), "paper": Settings(epochs=100, short=20)},
+        settings={"smoke": SMOKE, "small": Settings()},
         work=work,
         verdict=verdict,
         tables=tables,
         plot=plot,
         note=NOTE,
         answer=answer,
-        gpu=("small", "paper"),
-        seeds={"smoke": 1, "small": 3, "paper": 3},
+        gpu=("small",),
+        seeds={"smoke": 1, "small": 3},
         partial=True,
         fill=fill,
     ),

@@ -111,6 +111,7 @@ class Augmented(Source):
         self.side = part[0].shape[-1]
         self.generator = torch.Generator().manual_seed(seed)
         self._left: list[Part] = []
+        self._start = self.generator.get_state()
 
     def __len__(self) -> int:
         """Batches of an epoch."""
@@ -119,10 +120,23 @@ class Augmented(Source):
     def next(self) -> Part:
         """The next batch."""
         if not self._left:
+            self._start = self.generator.get_state()
             images, labels = self._epoch()
             cuts = [slice(i * self.batch, (i + 1) * self.batch) for i in reversed(range(len(self)))]
             self._left = [(images[cut], labels[cut]) for cut in cuts]
         return self._left.pop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The random state before this epoch (or the next, where it is over), and how many batches are left."""
+        return {"start": self._start if self._left else self.generator.get_state(), "left": len(self._left)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the batches that would have followed."""
+        self.generator.set_state(state["start"])
+        self._left = []
+        if state["left"]:
+            self.next()
+            del self._left[state["left"] :]
 
     def _epoch(self) -> Part:
         count, device, random = len(self.labels), self.images.device, self.generator

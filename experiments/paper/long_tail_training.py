@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch.nn import functional as F
 import hyperkron as hk
 from experiments.paper.long_tail_data import Augmented, LongTail, Part, class_shares
 from experiments.paper.networks import resnet32
-from hyperkron.algorithms import AID, T1T2, InnerOnly, Updates
+from hyperkron.algorithms import AID, T1T2, InnerOnly, StepReport, Updates
 from hyperkron.algorithms.base import Algorithm
-from hyperkron.training import Evaluate, Run
+from hyperkron.training import Callback, Evaluate, Run
 
+SAVES = 20
+"""How often a run is saved on its way."""
 LOSSES = tuple(0.25 * i for i in range(41))
 """Where the weight of a loss is recorded: 0 to 10."""
 
@@ -50,7 +53,7 @@ class Case:
     width: int = 16
     blocks: int = 5
     shift: int = 4
-    looks: int = 5
+    looks: int = 10
 
 
 @dataclass(frozen=True)
@@ -114,13 +117,13 @@ def _deferred(sizes: Sequence[int], value: float, late: Tensor) -> Callable[[Ten
     return lambda logits, y: F.cross_entropy(logits, y, weight=torch.lerp(torch.ones_like(weights), weights, late))
 
 
-RATES = (1e-4, 1e-3, 1e-2)
-"""Step sizes of λ with Adam; the printed one is 1e-5."""
+RATES = (1e-5, 1e-4, 1e-3, 1e-2)
+"""Step sizes of λ with Adam; the first is the printed one."""
 BETAS = (0.99, 0.999, 0.9999)
 
 
 def _learned(name: str, make: Callable[[Case, torch.optim.Optimizer, int], Algorithm]) -> Method:
-    return Method(f"MWN + {name}", "Adam's step size of λ", 1e-5, RATES, make=make)
+    return Method(f"MWN + {name}", "Adam's step size", 1e-5, RATES, make=make)
 
 
 METHODS = {
@@ -167,6 +170,22 @@ def weighted(model: nn.Module, net: nn.Module, batch: Part) -> hk.losses.Loss:
 def plain(model: nn.Module, net: nn.Module, batch: Part) -> hk.losses.Loss:
     """J_out: cross-entropy on the meta images."""
     return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+
+class Late(Callback):
+    """Sets ``late`` to 1 after ``steps`` steps, also in a run that is continued."""
+
+    def __init__(self, late: Tensor, steps: int) -> None:
+        self.late, self.steps = late, steps
+
+    def on_start(self, run: Run) -> None:
+        """Before the first step."""
+        self.late.fill_(float(run.state.step >= self.steps))
+
+    def on_step(self, run: Run, report: StepReport) -> None:
+        """After every step."""
+        if run.state.step == self.steps:
+            self.late.fill_(1.0)
 
 
 class Training:
@@ -242,19 +261,23 @@ class Training:
             "graph": run.state.loop.recorded,
         }
 
-    def train(self, *, test: bool) -> dict[str, Any]:
-        """Train to the end; what became of the network and the weights. Without ``test`` no test image is looked at."""
+    def train(self, *, test: bool, folder: Path | None = None) -> dict[str, Any]:
+        """Train to the end; what became of the network and the weights.
+
+        Args:
+            test: whether test images are looked at.
+            folder: the run is saved here from time to time and continues from there.
+        """
         parts = {"held_out": self.data.held_out, **({"test": self.data.test} if test else {})}
 
         def look(run: Run) -> dict[str, Any]:
             return {name: float(accuracies(self.model, part).mean()) for name, part in parts.items()}
 
-        def later(run: Run) -> None:
-            self.late.fill_(1.0)
-
         looks = Evaluate(look, times=self.case.looks)
-        drop = Evaluate(later, at=(max(1, int(0.8 * self.steps)),))
-        run = self._fit(self.steps, callbacks=[looks, drop])
+        callbacks: list[Callback] = [looks, Late(self.late, max(1, int(0.8 * self.steps)))]
+        if folder is not None:
+            callbacks.append(hk.Checkpoint(folder, every=max(1, self.steps // SAVES), keep=1))
+        run = self._fit(self.steps, callbacks=callbacks, resume=folder)
         loss = mean_loss(self.model, self.data.held_out)
         if run.failure is not None or not math.isfinite(loss):
             return {"failed": str(run.failure or "the held-out loss is not finite")}

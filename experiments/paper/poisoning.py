@@ -246,11 +246,8 @@ def summary(found: Found, model: str) -> dict[str, Any]:
 
 def parts_for(models: Sequence[str], seeds: int | None = None) -> tuple[Part, ...]:
     """The decisive methods of every model first, then the further curvatures."""
-    first = [
-        Part(model, arm, methods, seeds)
-        for model in models
-        for arm, methods in (("reference", REFERENCES), ("own", FIRST), ("printed", FIRST), ("own", (NOISE,)))
-    ]
+    decisive = (("reference", REFERENCES), ("own", (NOISE,)), ("own", FIRST), ("printed", FIRST))
+    first = [Part(model, arm, methods, seeds) for model in models for arm, methods in decisive]
     return (*first, *(Part(model, arm, BESIDE, seeds) for model in models for arm in ("own", "printed")))
 
 

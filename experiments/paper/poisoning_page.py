@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,18 +49,22 @@ def paper_row(model: str) -> dict[str, Any]:
 
 def cell(drops: Sequence[float], wanted: float) -> Verdict:
     """A drop beside the printed one. Reproduced: its 95 % interval over seeds, or half a point around its mean where
-    that is wider, reaches the printed drop. In trend: it is clearly above zero and at least half of the printed drop.
-    Not reproduced: otherwise.
+    that is wider, reaches the printed drop. In trend: it is clearly above zero and at least half of the printed drop,
+    perhaps larger. Not reproduced: otherwise. No verdict: one seed, or an interval that holds both zero and a printed
+    drop of more than half a point.
 
     Example:
         >>> cell([2.0, 2.2, 2.4], 2.5).value, cell([1.4, 1.5, 1.6], 2.5).value, cell([0.1, 0.2, 0.1], 2.5).value
         ('reproduced', 'reproduced in trend', 'not reproduced')
+        >>> cell([2.5], 2.5).value, cell([0.5, 1.0, 3.0], 2.5).value
+        ('no verdict', 'no verdict')
     """
     middle, half = interval(drops)
-    reach = max(CLOSE, half) if half == half else CLOSE
-    if abs(middle - wanted) <= reach:
+    if math.isnan(half) or (wanted > CLOSE and abs(middle) <= half and abs(middle - wanted) <= half):
+        return Verdict.REFUSED
+    if abs(middle - wanted) <= max(CLOSE, half):
         return Verdict.REPRODUCED
-    return Verdict.TREND if middle >= wanted / 2 and middle > (half if half == half else CLOSE) else Verdict.FAILED
+    return Verdict.TREND if middle >= wanted / 2 and middle > half else Verdict.FAILED
 
 
 def still(of: dict[str, Any]) -> bool:
@@ -113,6 +118,8 @@ def _drops(result: Result) -> Table:
     rows = []
     for model, of in result.figures["models"].items():
         known_row = paper_row(model)
+        if not of["clean"]:
+            continue
         clean = shown(of["clean"], 2)
         rows.append([model, "accuracy without poison", f"{known_row['clean_acc']:.2f}", clean, clean, "–", "–", "–"])
         for name in ORDER:
@@ -121,8 +128,9 @@ def _drops(result: Result) -> Table:
             if own is None and arms["printed"] is None:
                 continue
             wanted = known_row[COLUMNS[name]] if name in COLUMNS else None
-            best = max((x for x in (own, arms["printed"]) if x), key=lambda x: mean(x["drop"]))
-            judged = "–" if wanted is None else cell(best["drop"], wanted).value
+            judged = [_verdict(arms[arm], wanted) for arm in ("printed", "own")]
+            if arms["reference"]:
+                judged = [_verdict(own, wanted)]
             rows.append(
                 [
                     model,
@@ -130,16 +138,20 @@ def _drops(result: Result) -> Table:
                     "–" if wanted is None else f"{wanted:.2f}",
                     _drop(arms["printed"] or arms["reference"]),
                     _drop(own),
-                    judged,
+                    " / ".join(judged),
                     " / ".join(_moved(arms[arm]) for arm in ("printed", "own")),
                     _setting(own),
                 ]
             )
     title = (
-        "Accuracy drop in points (± half a 95 % interval over seeds); the verdict is on the larger of our two; "
-        "λ moved: ‖λ − λ₀‖/‖λ₀‖ with printed / own steps"
+        "Accuracy drop in points (± half a 95 % interval over seeds); verdict and λ's way ‖λ − λ₀‖/‖λ₀‖ with printed / "
+        "own steps"
     )
     return Table(title, columns, rows)
+
+
+def _verdict(of: dict[str, Any] | None, wanted: float | None) -> str:
+    return "–" if of is None or wanted is None or not of["drop"] else cell(of["drop"], wanted).value
 
 
 def _drop(of: dict[str, Any] | None) -> str:

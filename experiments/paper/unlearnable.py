@@ -34,7 +34,8 @@ from experiments.paper.unlearnable_attack import (
     Data,
     Victim,
     attack,
-    price,
+    judge,
+    prices,
     seeded,
     victim_accuracy,
 )
@@ -89,7 +90,7 @@ def table(radius: int, methods: tuple[str, ...], arm: Arm, victim: Victim, seed:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of work: ``tune``, ``attack``, ``victim`` or ``price``."""
+    """A piece of work: ``tune``, ``attack``, ``victim``, or ``judge``, the attackers' judge without an attacker."""
 
     kind: str
     row: Row
@@ -99,10 +100,10 @@ class Piece:
     def key(self) -> list[Any]:
         """What it is called in the file of finished pieces."""
         row = self.row
-        if self.kind == "price":
-            return ["price", row.method]
         if self.kind == "tune":
             return ["tune", row.radius, row.method, self.rate]
+        if self.kind == "judge":
+            return ["judge", row.radius, row.method]
         found = [self.kind, row.radius, row.method, row.arm, row.seed]
         return [*found, row.victim] if self.kind == "victim" else found
 
@@ -127,7 +128,7 @@ def ready(job: Job) -> Iterator[Piece]:
         if row.seed not in job.seeds:
             continue
         tuned, made = trials(job, row), Piece("attack", row)
-        steps = [*tuned, *([made] if is_attack(row) else []), Piece("victim", row)]
+        steps = [*tuned, made if is_attack(row) else Piece("judge", row), Piece("victim", row)]
         for piece in steps:
             if job.cells.get(piece.key) is not None:
                 continue
@@ -159,13 +160,13 @@ class Work:
     def __call__(self, piece: Piece) -> dict[str, Any]:
         """The value of a piece."""
         row, case, data = piece.row, self.case, self.data
-        if piece.kind == "price":
-            return {"seconds": price(case, data, row.method, self.job.settings.priced)}
         if piece.kind == "tune":
             steps = max(1, round(self.job.settings.short * case.steps))
             return attack(case, data, row.method, row.arm, piece.rate, row.radius / 255, 0, steps)[1]
         if piece.kind == "attack":
             return self.attack(row)[1]
+        if piece.kind == "judge":
+            return {"held_out": judge(case, data, self.noise(row), 0)}
         return victim_accuracy(case, data, self.noise(row), row.victim, row.seed)
 
     def attack(self, row: Row) -> tuple[nn.Module, dict[str, Any]]:
@@ -226,12 +227,14 @@ def _made_up(train: int, test: int) -> tuple[tuple[torch.Tensor, torch.Tensor], 
     return part(train), part(test)
 
 
-def prices(job: Job, work: Callable[[], Work]) -> dict[str, float]:
-    """Seconds of a step of each method, measured one after the other before anything else runs."""
-    return {
-        name: job.cell(["price", name], lambda n=name: work()(Piece("price", Row(0, n, "own", "CNN"))))["seconds"]  # type: ignore[misc]
-        for name in PRICED
-    }
+def priced(job: Job, work: Callable[[], Work]) -> None:
+    """The prices of all methods, measured before anything else runs."""
+
+    def measured() -> dict[str, Any]:
+        made = work()
+        return prices(made.case, made.data, PRICED, job.settings.priced)
+
+    job.cell(["prices"], measured)
 
 
 def work(job: Job) -> dict[str, Any]:
@@ -243,7 +246,7 @@ def work(job: Job) -> dict[str, Any]:
         return made[0]
 
     try:
-        prices(job, worker)
+        priced(job, worker)
         while (piece := next(ready(job), None)) is not None:
             job.cell(piece.key, lambda p=piece: worker()(p))  # type: ignore[misc]
     except OutOfTime:
@@ -267,18 +270,20 @@ def gathered(job: Job) -> dict[str, Any]:
             line.setdefault("attack", {})[str(row.seed)] = {name: attacked[name] for name in kept}
             if row.seed == job.seeds[0]:
                 line["picture"] = attacked["picture"]
+        if judged := job.cells.get(Piece("judge", row).key):
+            line["held_out"] = judged["held_out"]
         if tuned := trials(job, row):
             scores = [(job.cells.get(piece.key) or {}).get("held_out") for piece in tuned]
             line["tried"] = [[piece.rate, score] for piece, score in zip(tuned, scores, strict=True)]
-    times = {name: (job.cells.get(["price", name]) or {}).get("seconds") for name in PRICED}
+    times = job.cells.get(["prices"])
     missing = any(job.cells.get(Piece("victim", row).key) is None for row in rows)
-    return {"lines": found, "seconds": times, "cut_short": missing or None in times.values()}
+    return {"lines": found, "seconds": times or {}, "cut_short": missing or times is None}
 
 
 def fill(job: Job, recipe: Recipe, count: int) -> None:
     """Measure the prices here, then carry out what is missing in ``count`` processes."""
     try:
-        prices(job, lambda: Work(job))
+        priced(job, lambda: Work(job))
     except OutOfTime:
         return
     longest = [0.0]

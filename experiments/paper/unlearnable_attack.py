@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -155,24 +155,25 @@ PRINTED_RATE = {"BOME": 0.1}
 NO_NOISE, UNTRAINED, ERROR_MINIMISING = "None", "Untrained generator", "EM"
 
 
-def sampled(part: Part, size: int, seed: int) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """A function that returns random batches: images, labels, and the numbers of the images; epoch after epoch."""
+def sampled(part: Part, size: int, seed: int, padding: int = 0) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """A function that returns random batches: images, labels, and the numbers of the images; epoch after epoch.
+
+    Where ``padding`` is positive, the images of an epoch are shifted and mirrored, all at once.
+    """
     x, y = part
     generator = torch.Generator(x.device).manual_seed(seed)
     size = min(size, len(x))
 
-    def numbers() -> Iterator[Tensor]:
+    def batches() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         while True:
-            order = torch.randperm(len(x), device=x.device, generator=generator)
-            yield from order[: len(x) // size * size].split(size)
+            order = torch.randperm(len(x), device=x.device, generator=generator)[: len(x) // size * size]
+            if not padding:
+                yield from ((x[index], y[index], index) for index in order.split(size))
+                continue
+            images = crop_and_flip(x[order], padding, generator)
+            yield from zip(images.split(size), y[order].split(size), order.split(size), strict=True)
 
-    stream = numbers()
-
-    def batch() -> tuple[Tensor, Tensor, Tensor]:
-        index = next(stream)
-        return x[index], y[index], index
-
-    return batch
+    return batches().__next__
 
 
 def seeded(make: Callable[[], nn.Module], seed: int, device: torch.device) -> Any:
@@ -188,13 +189,7 @@ def _half(device: torch.device) -> torch.dtype | None:
 
 def train(network: nn.Module, part: Part, steps: int, *, batch: int, rate: float, padding: int, seed: int) -> None:
     """Plain training in one cycle of the step size, with crops and mirror images where ``padding`` is positive."""
-    draw, device = sampled(part, batch, seed), part[0].device
-    generator = torch.Generator(device).manual_seed(seed + 1)
-
-    def batches() -> tuple[Tensor, Tensor]:
-        x, y, _ = draw()
-        return crop_and_flip(x, padding, generator) if padding else x, y
-
+    device = part[0].device
     optimizer = torch.optim.SGD(network.parameters(), lr=rate, momentum=0.9, nesterov=True, weight_decay=5e-4)
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1, cycle_momentum=False)
     fit(
@@ -202,7 +197,7 @@ def train(network: nn.Module, part: Part, steps: int, *, batch: int, rate: float
         network,
         None,
         InnerOnly(report_every=steps),
-        batches,
+        sampled(part, batch, seed, padding),
         steps=steps,
         seed=None,
         graph=True,
@@ -357,12 +352,21 @@ CHANGED = 500
 """Images whose perturbations are compared before and after."""
 
 
-def price(case: Case, data: Data, method: str, steps: int) -> float:
-    """Seconds of one step of λ with its steps of θ, on a device that nobody else uses."""
-    run = start(case, data, method, "own", 1e-4, 25 / 255, 0)
-    run.advance(1 + steps // 3, seconds=math.inf)
-    before = run.seconds
-    run.advance(steps, seconds=math.inf)
-    if run.failure is not None:
-        raise run.failure
-    return (run.seconds - before) / steps
+def prices(case: Case, data: Data, methods: Sequence[str], steps: int, blocks: int = 5) -> dict[str, float]:
+    """Seconds of one step of λ with its steps of θ: the median of ``blocks`` measurements of each method.
+
+    The methods take turns, so that others who use the device slow them all down alike and their ratios hold.
+    """
+    runs = {name: start(case, data, name, "own", 1e-4, 25 / 255, 0) for name in methods}
+    found: dict[str, list[float]] = {name: [] for name in methods}
+    for run in runs.values():
+        run.advance(1 + steps // 3, seconds=math.inf)
+    for _ in range(blocks):
+        for name, run in runs.items():
+            before = run.seconds
+            run.advance(steps, seconds=math.inf)
+            found[name].append((run.seconds - before) / steps)
+    for run in runs.values():
+        if run.failure is not None:
+            raise run.failure
+    return {name: statistics.median(values) for name, values in found.items()}

@@ -1,6 +1,6 @@
 """The map on one page: by how much every method changes what the user wanted, and why.
 
-python -m experiments.which_method.page             # the tables of docs/which-method.md
+python -m experiments.which_method.page             # the tables of pages/which-method.md
 python -m experiments.which_method.page --figure    # its figure
 """
 
@@ -18,13 +18,7 @@ from experiments.which_method.compare import RATES, RESULT, Map
 from experiments.which_method.methods import METHODS
 from experiments.which_method.problems import PROBLEMS
 
-WANTED = {
-    "poisoning": "test error of a retrained model",
-    "generator noise": "test error of a retrained model",
-    "distilled images": "test accuracy of a retrained model",
-}
-"""What is wanted, where it is not the test accuracy."""
-FIGURE = records.ROOT / "docs" / "figures" / "which-method.svg"
+FIGURE = records.PAGES / "figures" / "which-method.svg"
 
 
 def _row(name: str, cells: list[str]) -> str:

@@ -46,7 +46,7 @@ else:
         "algorithms": "AID",
         "training": "fit Box Ball Simplex Run InnerLoop Checkpoint",
         "attribution": "attribute Attribution",
-        "cleaning": "clean CleanConfig CleanResult",
+        "cleaning": "clean load CleanConfig CleanResult",
         "solution": "HypergradientResult Status HyperkronError HyperkronWarning NonFiniteError",
     }
     """Where each name lives; _public_names.py has the same for type checkers."""

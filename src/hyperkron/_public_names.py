@@ -9,7 +9,7 @@ from __future__ import annotations
 from hyperkron import algorithms, curvature, hypergradient, losses, solvers, training
 from hyperkron.algorithms import AID
 from hyperkron.attribution import Attribution, attribute
-from hyperkron.cleaning import CleanConfig, CleanResult, clean
+from hyperkron.cleaning import CleanConfig, CleanResult, clean, load
 from hyperkron.hyper import (
     Augmentation,
     DomainWeights,
@@ -70,6 +70,7 @@ __all__ = [
     "attribute",
     "Attribution",
     "clean",
+    "load",
     "CleanConfig",
     "CleanResult",
     "HypergradientResult",

@@ -168,6 +168,28 @@ def balanced(costs: Sequence[float], size: int) -> list[int]:
     return found
 
 
+def triangle(matrices: Tensor) -> Tensor:
+    """The n (n + 1)/2 entries of each matrix (…, n, n) on and below its diagonal, (…, n (n + 1)/2)."""
+    return matrices[..., _below(matrices)]
+
+
+def filled(triangles: Tensor, like: Tensor, *, mirrored: bool) -> Tensor:
+    """The matrices, shaped as ``like``, of which these are the :func:`triangle`; symmetric or zero above the diagonal.
+
+    Example:
+        >>> matrix = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+        >>> bool((filled(triangle(matrix), matrix, mirrored=True) == matrix).all())
+        True
+    """
+    found = torch.zeros_like(like)
+    found[..., _below(like)] = triangles
+    return found + found.tril(-1).mT if mirrored else found
+
+
+def _below(matrices: Tensor) -> Tensor:
+    return torch.ones(matrices.shape[-2:], dtype=torch.bool, device=matrices.device).tril()
+
+
 def replicated(group: Group, tensors: Tree) -> Tree:
     """The same tensors, whose gradients are summed over ranks, all of them in one collective."""
     return dict(zip(tensors, _Replicated.apply(group, *tensors.values()), strict=True)) if tensors else {}

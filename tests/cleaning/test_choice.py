@@ -86,26 +86,48 @@ def test_without_ours_the_most_accurate_is_taken() -> None:
     assert choose([candidate("noisy", [1, 0, 0]), candidate("trusted", [1, 1, 0])]) == "trusted"
 
 
-def test_the_verdict_is_for_a_person() -> None:
+NOISE = "About 23% of the 500 labels look wrong; 101 rows are marked as suspects."
+
+
+def told(chosen: str, candidates: list[Judged], classes: int = 2, test: tuple[int, int] | None = None) -> str:
+    found = verdict(chosen, candidates, 0.231, 101, 500, classes=classes, test=test)
+    assert found.endswith(NOISE)
+    return found.removesuffix(NOISE).strip()
+
+
+def test_the_verdict_leads_with_the_interval() -> None:
     ours, alone = candidate(OURS, [1] * 9 + [0]), candidate("trusted", [1] * 8 + [0] * 2)
-    noise = "About 23% of the 500 labels look wrong; 101 rows are marked as suspects."
-    found = verdict(OURS, [ours, alone, candidate("noisy", [1] * 5 + [0] * 5)], 0.231, 101, 500)
+    first = "The cleaned model is right on 59.6% to 98.2% of new rows (95 % interval, from 9 of 10 trusted rows it "
+    assert told(OURS, [ours]) == f"{first}had not seen)."
+    assert told(OURS, [ours, alone, candidate("noisy", [1] * 5 + [0] * 5)]) == (
+        f"{first}had not seen). There is no significant difference to the best alternative ('trusted': 8 of 10)."
+    )
+    worse = candidate("noisy", [1] + [0] * 9)
+    assert "It is significantly better than the best alternative ('noisy': 1 of 10)." in told(OURS, [ours, worse])
+    found = told("trusted", [ours, alone])
+    assert found.startswith("Train on the trusted set alone: its model is right on 49.0% to 94.3% of new rows")
+    assert found.endswith("better than the cleaned model on trusted rows; the noisy rows make the model worse here.")
+    assert "The alternative 'pooled' is right on at least 72.2%" in told(
+        "pooled", [ours, candidate("pooled", [1] * 10)]
+    )
+
+
+def test_the_verdict_never_boasts_of_a_hundred_per_cent_and_concludes_nothing_from_few_rows() -> None:
+    whole, other = candidate(OURS, [1] * 10), candidate("noisy", [0] * 10)
+    assert "100" not in told(OURS, [whole]).replace("10 of 10", "")
+    found = told(OURS, [whole, other], classes=3)
     assert found == (
-        "The cleaned model reaches 90.0% on 10 trusted rows it had not seen; the best alternative, 'trusted', 80.0%. "
-        + noise
+        "The cleaned model is right on 10 of 10 trusted rows it had not seen: too few to conclude anything about its "
+        "accuracy, or about which model is best. Add trusted rows, at least 5 of each class."
     )
-    assert (
-        verdict(OURS, [ours], 0.231, 101, 500)
-        == f"The cleaned model reaches 90.0% on 10 trusted rows it had not seen. {noise}"
+
+
+def test_with_a_test_set_the_verdict_leads_with_it() -> None:
+    whole, other = candidate(OURS, [1] * 10), candidate("noisy", [1] * 9 + [0])
+    assert told(OURS, [whole, other], classes=3, test=(463, 500)) == (
+        "The cleaned model is right on 92.6% of the 500 test rows (90.0% to 94.6%). On trusted rows there is no "
+        "significant difference to the best alternative ('noisy': 9 of 10)."
     )
-    assert verdict("trusted", [ours, alone], 0.231, 101, 500) == (
-        "Train on the trusted set alone: 80.0% on 10 trusted rows it had not seen; "
-        f"the noisy rows make the model worse here. {noise}"
-    )
-    found = verdict("trusted", [ours, alone], 0.231, 101, 500)
-    assert found.startswith("Train on the trusted set alone")
-    found = verdict("pooled", [ours, candidate("pooled", [1] * 10)], 0.231, 101, 500)
-    assert "'pooled' was better than the cleaned data here (100.0% on 10" in found and found.endswith(noise)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,8 @@ OTHER = {
     "--image": ["across"],
     "--features": ["up"],
     "--label": ["up"],
+    "--id": ["up"],
+    "--charset": ["latin-1"],
     "--encoder": ["some/encoder"],
     "--layers": ["2"],
     "--epochs": ["2"],

@@ -18,6 +18,7 @@ from hyperkron.cleaning import OURS, CleanConfig, CleanResult, budget, clean, re
 from hyperkron.cleaning.data import read_pair
 from hyperkron.cleaning.folder import fingerprint
 from hyperkron.cleaning.report import write_report
+from hyperkron.cli.output import finished as run_finished
 from hyperkron.solution import HyperkronError, HyperkronWarning
 from hyperkron.training import Interrupted
 from hyperkron.training.locks import FolderLock
@@ -131,7 +132,7 @@ def test_interruptions_leave_no_trace(files: Files) -> None:
         with pytest.raises(Interrupted) as stopped:
             resume(out, progress=watch) if turn else files.clean("stopped", progress=watch)
         assert stopped.value.code == 128 + number and signal.getsignal(number) is before
-        assert not (out / "result.json").exists() and watch.stops == 1
+        assert not run_finished(out) and watch.stops == 1
         finished.append(len(list((out / "stages").glob("*.json"))))
     assert finished[:4] == [0, 1, 3, 3] and finished[4] >= 5
     again = resume(out, progress=(last := Watch()))
@@ -155,7 +156,7 @@ def test_a_finished_run_is_read_again_but_never_overwritten(files: Files) -> Non
     again = resume(files.whole, progress=(watch := Watch()))
     assert all(c["seconds"] >= before[c["name"]] - 0.02 for c in again.candidates)  # the log keeps what was spent
     assert watch.steps == 0 and torch.equal(again.weights, files.result.weights)
-    with pytest.raises(HyperkronError, match="already holds a run; continue with `hyperkron resume"):
+    with pytest.raises(HyperkronError, match="already holds a run; continue it with resume"):
         files.clean("whole")
 
 

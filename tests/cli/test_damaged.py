@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from hyperkron.cleaning import CleanConfig, clean
+from hyperkron.cleaning.replacing import HASHES
 from hyperkron.cli import main
-from hyperkron.cli.cleaning import HASHES
 
 Captured = pytest.CaptureFixture[str]
 Damage = Callable[[Path], None]

@@ -146,6 +146,7 @@ package.__path__, package.__version__ = [{package!r}], "0"
 sys.modules["hyperkron"] = package
 from pathlib import Path
 fake = types.ModuleType("hyperkron.cleaning")
+fake.__path__ = [{package!r} + "/cleaning"]
 def clean(*data, out, **more):
     if {begun}:
         out.mkdir(parents=True)

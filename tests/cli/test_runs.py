@@ -12,9 +12,9 @@ import pytest
 import run_folder
 from fake_cleaning import write_table
 from hyperkron.cleaning.data import row_hashes
+from hyperkron.cleaning.replacing import HASHES
 from hyperkron.cli import doctor as doctor_command
 from hyperkron.cli import main
-from hyperkron.cli.cleaning import HASHES
 
 Captured = pytest.CaptureFixture[str]
 RUN = Path("runs/mine")
@@ -79,6 +79,64 @@ def test_relabelling_suspects(rows: list[dict[str, Any]], capsys: Captured) -> N
     count = sum(row["suspect"] for row in rows)
     wanted = {"file": "clean.csv", "rows": 40, "trusted": 0, "relabelled": count, "warnings": []}
     assert json.loads(capsys.readouterr().out) == wanted
+
+
+def decide(**more: Any) -> list[dict[str, Any]]:
+    """decisions.json: the first suspect is accepted, the second rejected, the third gets another label."""
+    suspects = [row for row in run_folder.make_rows(run_folder.CLASSES, 40, 0.4) if row["suspect"]]
+    made = zip(suspects, ("accept", "reject", "relabel"), strict=False)
+    others = [name for name in run_folder.CLASSES if name not in (suspects[2]["given"], suspects[2]["suggested"])]
+    labels = [suspects[0]["suggested"], suspects[1]["given"], others[0]]
+    found = [{"row": s["row"], "decision": kind} for s, kind in made]
+    entries = [entry | {"label": label} for entry, label in zip(found, labels, strict=True)]
+    run_folder.write_json(Path("decisions.json"), {"format": 1, "run": "mine", "data": "", "decisions": entries} | more)
+    return entries
+
+
+def test_decisions_are_applied(rows: list[dict[str, Any]], capsys: Captured) -> None:
+    entries = {entry["row"]: entry["label"] for entry in decide()}
+    rest = {"--drop": None, "--relabel": "suggested", "": "given"}
+    for option, key in rest.items():
+        more = [option, "suspects"] if option else []
+        command = ["export", "runs/mine", "--decisions", "decisions.json", "-o", "clean.csv", "--overwrite", *more]
+        assert main(command) == 0
+        wanted = []
+        for row in rows:
+            if row["row"] in entries:
+                wanted.append((row["row"], entries[row["row"]]))
+            elif not row["suspect"]:
+                wanted.append((row["row"], row["given"]))
+            elif key is not None:
+                wanted.append((row["row"], row[key]))
+        with Path("clean.csv").open(newline="") as file:
+            found = [(int(line["text"].split()[1]), line["label"]) for line in csv.DictReader(file)]
+        assert found == wanted
+    assert "40 rows written; 3 decided, 2 relabelled, 0 suspects dropped." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"data": "other"},
+            "are about other data (run 'mine') than the run in 'runs/mine'; save it again in the report",
+        ),
+        ({"format": 7}, "is not a file of decisions"),
+        ({"decisions": [{"row": 1, "decision": "maybe", "label": "human"}]}, "'maybe'"),
+        ({"decisions": [{"row": 1, "decision": "accept", "label": "nobody"}]}, "'nobody'"),
+        ({"decisions": [{"row": 4000, "decision": "accept", "label": "human"}]}, "decide about row 4000, which is not"),
+        ({"decisions": 3}, "decisions=3 is not a list"),
+    ],
+)
+def test_decisions_that_do_not_fit_are_refused(
+    rows: list[dict[str, Any]], more: dict[str, Any], message: str, capsys: Captured
+) -> None:
+    decide(**more)
+    assert main(["export", "runs/mine", "--decisions", "decisions.json", "-o", "clean.csv"]) == 1
+    told = capsys.readouterr().err
+    assert message in told and "Traceback" not in told and not Path("clean.csv").exists()
+    assert main(["export", "runs/mine", "--decisions", "none.json", "-o", "clean.csv"]) == 1
+    assert "--decisions='none.json' does not exist; save it in report.html" in capsys.readouterr().err
 
 
 def test_the_label_column_of_the_run_is_the_one_relabelled(rows: list[dict[str, Any]]) -> None:

@@ -287,26 +287,48 @@ def _job(tmp_path: Path) -> Job:
 def test_trials_come_before_the_runs_that_need_them_and_the_best_is_taken(tmp_path: Path) -> None:
     job = _job(tmp_path)
     first = list(long_tail.missing(job))
-    assert first[0] == (100, "Base", 0.0, 60, 1) and len(first) == len(set(first))
-    own = [t for t in first if t.method == long_tail_page.KFAC and t.epochs == 60]
+    assert first[0] == (100, "Base", 0.0, 100, 1) and len(first) == len(set(first))
+    own = [t for t in first if t.method == long_tail_page.KFAC and t.epochs == 100]
     assert {t.value for t in own} == {1e-5}  # only the printed number is known
     for i, trial in enumerate(long_tail.trials(job, long_tail_page.KFAC)):
-        assert trial.seed == 0 and trial.epochs == 12
-        job.cells.put([*trial], {"failed": "", "held_out": [0.6, 0.6, 0.1][i], "held_out_loss": 2.0 - i}, 1.0)
+        assert trial.seed == 0 and trial.epochs == 20
+        job.cells.put([*trial], {"failed": "", "held_out": [0.5, 0.6, 0.6, 0.1][i], "held_out_loss": 2.0 - i}, 1.0)
     assert long_tail.chosen(job, long_tail_page.KFAC) == 1e-3  # equal accuracy, lower loss
     later = [t for t in long_tail.missing(job) if t.method == long_tail_page.KFAC]
     assert {t.value for t in later} == {1e-5, 1e-3} and {t.seed for t in later} == {1, 2}
     assert {t.imbalance for t in later} == {200, 100, 50, 20, 10}
 
 
-def test_no_run_begins_that_would_not_end_in_time(tmp_path: Path) -> None:
-    job, price = _job(tmp_path), {"Base": {"update": 0.002}}
-    task = long_tail.Task(100, "Base", 0.0, 60, 1)
-    seconds = long_tail.forecast(job.settings, price, task)
-    assert seconds == pytest.approx(2 + 60 * 118.8 * 0.002, rel=0.01)
-    assert long_tail.in_time(job, price, task, 4)
-    job.deadline = long_tail.time.monotonic() + 1.5 * seconds
-    assert long_tail.in_time(job, price, task, 1) and not long_tail.in_time(job, price, task, 4)
+def test_what_needs_no_trials_comes_first_and_plain_losses_have_published_numbers(tmp_path: Path) -> None:
+    job = _job(tmp_path)
+    order = [*dict.fromkeys((t.imbalance, t.method) for t in long_tail.missing(job) if t.epochs == 100)]
+    assert order[:2] == [(100, "Base"), (50, "Base")]
+    assert set(order[2:6]) == {(x, name) for x in (100, 50) for name in (long_tail_page.KFAC, long_tail_page.SAMA)}
+    losses = {t.method: t.value for t in long_tail.missing(job) if METHODS[t.method].make is None}
+    assert losses == {name: METHODS[name].usual for name in ("Base", *long_tail.LOSSES)}
+
+
+def test_an_interrupted_run_continues_where_it_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit: batches, weights of deferred re-weighting, λ, and the looks of the first part."""
+
+    class Interrupted(Exception):
+        pass
+
+    for name, value in (("MWN + KFAC-emp", 1e-2), ("Deferred re-weighting", 0.99)):
+        whole = Training(CASE, _data(), METHODS[name], value, 5, 1).train(test=False)
+        cut = Training(CASE, _data(), METHODS[name], value, 5, 1)
+
+        def stop(run: Any, report: Any, at: int = cut.steps - 2) -> None:
+            if run.state.step == at:
+                raise Interrupted
+
+        with monkeypatch.context() as patch:
+            patch.setattr(hk.Checkpoint, "on_end", lambda self, run: None)  # as if the process had been killed
+            patch.setattr(hk.Checkpoint, "on_step", lambda self, run, report, stop=stop: stop(run, report))
+            with pytest.raises(Interrupted):
+                cut.train(test=False, folder=tmp_path / name)
+        again = Training(CASE, _data(), METHODS[name], value, 5, 1).train(test=False, folder=tmp_path / name)
+        assert again == whole
 
 
 # --- verdicts ------------------------------------------------------------------------------------------------------
@@ -328,7 +350,9 @@ def _result(kfac: list[float], sama: list[float], *, moved: float = 0.5, base: f
         }
     }
     prices = {name: {"seconds": 0.1, "inner_steps": 10, "update": 0.01} for name in ("MWN + SAMA", "MWN + KFAC-emp")}
-    figures = {"found": found, "trials": {}, "prices": prices, "cut_short": False}
+    one = {"held_out": 0.5, "moved": 0.2, "class_weights": [0.5, 2.0], "last_weights": [1.0] * 41}
+    trials = {"MWN + KFAC-emp": {"0.0001": one}, "Focal": {"1": {"held_out": 0.4}, "2": None}}
+    figures = {"found": found, "trials": trials, "prices": prices, "cut_short": False}
     return Result("long-tail", "small", (1, 2), figures)
 
 
@@ -341,6 +365,16 @@ CASES = {
 @pytest.mark.parametrize("verdict", CASES)
 def test_verdicts(verdict: Verdict) -> None:
     assert long_tail_page.verdict(CASES[verdict]).verdict is verdict
+
+
+def test_trials_alone_are_shown_without_a_verdict(tmp_path: Path) -> None:
+    result = _result([0.73], [0.70])
+    result.figures["found"] = {}
+    judged = long_tail_page.verdict(result)
+    assert judged.verdict is Verdict.NOT_RUN and "MWN + KFAC-emp 50.0 % (0.0001)" in judged.because
+    titles = [table.title for table in long_tail_page.tables(result)]
+    assert any("Trials" in title for title in titles)
+    assert "<svg" in long_tail_page.plot(result, tmp_path)[0].read_text("utf-8")
 
 
 def test_no_verdict_without_seeds_or_motion_and_none_for_a_base_that_is_far_off() -> None:

@@ -225,10 +225,10 @@ def test_no_verdict_without_a_model() -> None:
 def test_tables_have_the_printed_drop_beside_ours() -> None:
     drops, prices, defence = poisoning_page.tables(_result({"LR": 3.0}))
     rows = {row[1]: row for row in drops.rows}
-    assert rows["TGDA-KFAC-EMP"][2:6] == ["5.40", "–", "3.00 ± 0.05", "reproduced in trend"]
-    assert rows["TGDA-CG"][2:6] == ["2.78", "0.23 ± 0.14", "1.00 ± 0.02", "not reproduced"]
+    assert rows["TGDA-KFAC-EMP"][2:6] == ["5.40", "–", "3.00 ± 0.05", "– / reproduced in trend"]
+    assert rows["TGDA-CG"][2:6] == ["2.78", "0.23 ± 0.14", "1.00 ± 0.02", "not reproduced / not reproduced"]
     assert rows["TGDA-KFAC-EMP"][6:] == ["– / 30 %", "outer 0.0001 (edge of its grid)"]
-    assert rows["label flip"][3] == rows["label flip"][4] == "0.53 ± 0.14"
+    assert rows["label flip"][3:6] == ["0.53 ± 0.14", "0.53 ± 0.14", "not reproduced"]
     assert prices.rows == [["LR", "5.0", "30.0 (1.50)", "20.0 (1.00, 1.00)", "8.0 (0.40, 0.20)", "–"]]
     assert defence.rows == [["LR", "label flip", "9", "50.0 %", "25.0 %", "92.00", "91.00", "91.50"]]
 

@@ -16,7 +16,7 @@ import hyperkron as hk
 import oracles
 from experiments.paper import unlearnable, unlearnable_attack, unlearnable_page
 from experiments.paper.recipe import Job, Result, Verdict
-from experiments.paper.unlearnable import Piece, Row
+from experiments.paper.unlearnable import Row
 from experiments.paper.unlearnable_attack import PROBLEM, Case, Data, least_likely
 from experiments.paper.unlearnable_networks import SampleNoise, UNet, cnn, crop_and_flip, published
 from experiments.pieces import Cells
@@ -157,6 +157,17 @@ def test_error_minimising_noise_lowers_the_training_loss_within_its_radius() -> 
     assert float(noise.noise.detach().abs().max()) <= 0.1 + 1e-7  # type: ignore[operator, union-attr]
 
 
+def test_batches_go_through_all_images_with_their_labels() -> None:
+    x, y = torch.arange(12.0).reshape(12, 1, 1, 1).expand(12, 1, 4, 4).contiguous(), torch.arange(12)
+    for padding in (0, 1):
+        draw = unlearnable_attack.sampled((x, y), 5, seed=0, padding=padding)
+        for _ in range(2):
+            found = [draw() for _ in range(2)]
+            assert len(torch.cat([index for _, _, index in found]).unique()) == 10
+            for images, labels, index in found:
+                assert torch.equal(labels, y[index]) and torch.equal(images.amax((1, 2, 3)), index.float())
+
+
 # --- attacks ------------------------------------------------------------------------------------------------
 
 TINY = replace(unlearnable.SETTINGS["smoke"].case, steps=3, looks=3)
@@ -202,9 +213,10 @@ def job(folder: Path, **changes: Any) -> Job:
 def test_pieces_wait_for_what_they_need(tmp_path: Path) -> None:
     rows = (Row(25, "AID-CG", "own", "CNN"), Row(0, "None", "own", "CNN"), Row(8, "AID-CG", "own", "CNN"))
     one = job(tmp_path, rows=(*rows, Row(25, "AID-CG", "own", "CNN", seed=2)), rates=(0.1, 1.0))
-    first = [["tune", 25, "AID-CG", 0.1], ["tune", 25, "AID-CG", 1.0], ["victim", 0, "None", "own", 1, "CNN"]]
+    first = [["tune", 25, "AID-CG", 0.1], ["tune", 25, "AID-CG", 1.0], ["judge", 0, "None"]]
+    first.append(["victim", 0, "None", "own", 1, "CNN"])
     assert [piece.key for piece in unlearnable.ready(one)] == first
-    for piece, score in zip(list(unlearnable.ready(one)), (60.0, 30.0, 0.0), strict=True):
+    for piece, score in zip(list(unlearnable.ready(one)), (60.0, 30.0, 0.0, 0.0), strict=True):
         one.cells.put(piece.key, {"held_out": score, "test": 80.0, "published": 90.0}, 1.0)
     attacks = [["attack", 25, "AID-CG", "own", 1], ["attack", 8, "AID-CG", "own", 1]]
     assert [piece.key for piece in unlearnable.ready(one)] == attacks
@@ -285,6 +297,11 @@ def test_a_difference_of_one_seed_must_be_more_than_three_points() -> None:
     assert unlearnable_page.verdict(result(near, seeds=3)).verdict is Verdict.REPRODUCED
 
 
+def test_no_verdict_where_a_comparison_is_missing() -> None:
+    found = unlearnable_page.verdict(result({name: x for name, x in AS_PRINTED.items() if name != "stocBiO"}))
+    assert found.verdict is Verdict.REFUSED and "2 of 6 comparisons have not been run" in found.because
+
+
 def test_cells_and_tables() -> None:
     found = result({**AS_PRINTED, "AID-KFAC": 23.0})
     assert unlearnable_page.cell(found, "AID-KFAC", "CNN") == "same"
@@ -295,7 +312,6 @@ def test_cells_and_tables() -> None:
     assert {len(row) for row in first.rows} == {len(first.columns)} and len(smaller.rows) == 6
     assert "0.50 of AID-CG's" in unlearnable_page.answer(found)[0]
     assert "EM for the CNN (20.0 %)" in unlearnable_page.answer(found)[1]
-    assert Piece("price", Row(0, "BOME", "own", "CNN")).key == ["price", "BOME"]
 
 
 def test_the_picture_shows_images_above_their_perturbations(tmp_path: Path) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from experiments import records
+from experiments.pieces import Lines
 from experiments.which_method import compare as which
+from experiments.which_method import page
 from experiments.which_method.methods import METHODS
 from experiments.which_method.problems import PROBLEMS, digits
 
@@ -55,3 +59,14 @@ def test_the_step_size_with_the_lowest_held_out_objective_is_run_again() -> None
     assert made.best("poisoning", "unheard of") is None
     text = which.table(made)
     assert text.count("| KFAC | 0.60 |") == 1 and "| 1.0× | 1.0× | 0.1 |" in text
+
+
+def test_the_page_has_the_recorded_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    page.main([])
+    assert capsys.readouterr().out.strip() in (records.PAGES / "which-method.md").read_text("utf-8")
+
+
+def test_the_figure_shows_every_finished_problem(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    made = which.Map(Lines(which.RESULT).rows, list(PROBLEMS))
+    assert "label correction" in page.figure(made, tmp_path / "map.svg").read_text("utf-8")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import hyperkron as hk
-import ranks
+import parallel_runs
 from hyperkron.collectives import balanced
 from hyperkron.training import checkpoint
 
@@ -30,7 +30,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that four processes, the first two of them also by themselves, have left their results in."""
     folder = tmp_path_factory.mktemp("ranks")
     here = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", ranks.__file__, str(folder)]
+    command = [sys.executable, "-W", "ignore", parallel_runs.__file__, str(folder)]
     started = [subprocess.Popen(command, env={**here, "RANK": str(rank)}) for rank in range(4)]
     try:
         assert [process.wait(300) for process in started] == [0] * 4
@@ -53,7 +53,7 @@ def texts(four: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.filterwarnings("ignore::hyperkron.HyperkronWarning")
 def test_one_two_and_four_processes_give_the_same_hypergradient(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-    for name, wanted in ranks.hypergradients(None, dtype).items():
+    for name, wanted in parallel_runs.hypergradients(None, dtype).items():
         for size in (2, 4) if dtype == torch.float64 else (4,):
             error = float((tensors[f"{size} {dtype} {name}"] - wanted).norm() / wanted.norm())
             assert error < TOLERANCES[dtype], f"{name} on {size} processes differs by {error:.1e}"
@@ -64,15 +64,15 @@ def test_a_run_ends_at_the_same_point_and_continues_with_another_number_of_proce
     four: Path, tensors: dict[str, Tensor], texts: list[dict[str, Any]]
 ) -> None:
     """50 steps on 1, 2 and 4 processes; and 20 on 2, 20 on 4 and 10 on 1, from one checkpoint to the next."""
-    wanted, whole = ranks.trained(None, ranks.STEPS)
-    resumed, run = ranks.trained(None, ranks.STEPS, four / "run")
+    wanted, whole = parallel_runs.trained(None, parallel_runs.STEPS)
+    resumed, run = parallel_runs.trained(None, parallel_runs.STEPS, four / "run")
     for name, x in wanted.items():
         for size in (2, 4):
             assert float((tensors[f"{size} trained {name}"] - x).abs().max()) < 1e-10, (size, name)
         assert float((resumed[name] - x).abs().max()) < 1e-10, name
     assert all(text["same"] and text["history"] == 40 for text in texts)  # to the last bit, on all of them
     losses = whole.history.column("outer_loss")
-    assert run.state.step == ranks.STEPS and texts[3]["loss"] == pytest.approx(losses[:40], rel=1e-10)
+    assert run.state.step == parallel_runs.STEPS and texts[3]["loss"] == pytest.approx(losses[:40], rel=1e-10)
     assert wanted["weights.weight"].std() > 0.01  # λ has moved
 
 
@@ -99,10 +99,10 @@ def test_own_batches_wrapped_models_and_random_numbers(texts: list[dict[str, Any
 
 def test_the_bytes_of_a_hypergradient_are_those_of_the_formula(texts: list[dict[str, Any]]) -> None:
     """docs/scaling.md: θ and λ are one number for each entry and tensor, an evaluation is three numbers."""
-    _, model, hyper, *_ = ranks.make(torch.float64)
+    _, model, hyper, *_ = parallel_runs.make(torch.float64)
     theta, lam = (sum(p.numel() + 1 for p in module.parameters()) for module in (model, hyper))
     sides = [(6, 6), (7, 4)]  # (d_in + 1, d_out) of the two Kronecker blocks
-    factors = sum(a * a + b * b for a, b in sides) + len(sides)  # and the rows of each
+    factors = sum(d * (d + 1) // 2 for pair in sides for d in pair) + len(sides)  # and the rows of each
     factors += model.get_parameter("words.weight").numel() + 2 * 6  # exact diagonals
     triangles = sum(d * (d + 1) // 2 + 1 for pair in sides for d in pair)
     bases = sum(d * (d + 1) + 1 for pair in sides for d in pair)
@@ -142,7 +142,7 @@ def test_inversions_are_balanced(size: int) -> None:
 
 
 def test_one_process_is_the_problem_itself() -> None:
-    problem, model, hyper, rows, trusted = ranks.make(torch.float64)
+    problem, model, hyper, rows, trusted = parallel_runs.make(torch.float64)
     divided = hk.training.DataParallel(problem)
     assert divided.group.size == 1
     found, wanted = (hk.kfac().compute(p, model, hyper, rows, trusted).grads for p in (divided, problem))

@@ -3,6 +3,7 @@
 from hyperkron.cleaning.api import clean, resume
 from hyperkron.cleaning.config import ALTERNATIVES, OURS, CleanConfig, Progress
 from hyperkron.cleaning.explain import Explanation, explain
+from hyperkron.cleaning.loading import load
 from hyperkron.cleaning.result import CleanResult
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "Progress",
     "clean",
     "explain",
+    "load",
     "resume",
 ]

@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from hyperkron.cleaning.config import CleanConfig, Progress, SilentProgress
-from hyperkron.cleaning.data import row_hashes
+from hyperkron.cleaning.config import CleanConfig, Progress
+from hyperkron.cleaning.data import ReadOptions, row_hashes
 from hyperkron.cleaning.folder import FORMAT, RunFolder, fingerprint
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.prepare import refuse_early
+from hyperkron.cleaning.progress import shown_progress
 from hyperkron.cleaning.recorded import encoder_to_load, refuse_other_model, refuse_other_settings
+from hyperkron.cleaning.replacing import replacing
 from hyperkron.cleaning.result import CleanResult
 from hyperkron.cleaning.run import CleaningRun
 from hyperkron.cleaning.sources import model_name, plain_sources, read_parts
@@ -29,8 +31,10 @@ def clean(
     out: str | Path | None = None,
     model: Callable[[], nn.Module] | None = None,
     config: CleanConfig | None = None,
-    progress: Progress | None = None,
+    overwrite: bool = False,
+    progress: Progress | bool | None = None,
     command: str | None = None,
+    on_result: Callable[[Path], None] | None = None,
     **reading: Any,
 ) -> CleanResult:
     """Find wrong labels in a training set with a few trusted rows, and train a better model.
@@ -44,8 +48,11 @@ def clean(
         out: run folder, for the report and for resuming; None (default) writes nothing.
         model: function that returns a new network; None uses the default for the kind of data.
         config: settings; the defaults are meant for every dataset.
-        progress: object that shows progress; None shows nothing.
+        overwrite: replace the run that ``out`` holds; it is kept until the new one has finished.
+        progress: object that shows progress; None shows a bar on a terminal and in a notebook, False nothing.
         command: the command line to record.
+        on_result: called with the run folder when it holds a first result, before the alternatives are compared, and
+            again as they finish; for example :func:`hyperkron.cleaning.report.write_report`.
         reading: columns and options for :func:`hyperkron.cleaning.data.read_pair` (``text=``, ``label=``, ...).
 
     Example:
@@ -57,10 +64,16 @@ def clean(
         >>> len(result.weights), result.chosen
         (160, 'hyperkron')
     """
+    shown = shown_progress(progress)
+    if out is not None and overwrite:
+        with replacing(Path(out), overwrite, shown.message):
+            again: dict[str, Any] = {"test": test, "out": out, "model": model, "config": config}
+            return clean(train, trusted, **again, progress=shown, command=command, on_result=on_result, **reading)
     config = config or CleanConfig()
     sources = {"train": train, "trusted": trusted, "test": test, "reading": reading}
     plain = None if out is None else plain_sources(sources)
-    hashes = None if plain is None else row_hashes(plain["train"])  # before they are read, so never of later ones
+    how = ReadOptions(charset=reading.get("charset") or ReadOptions.charset)
+    hashes = None if plain is None else row_hashes(plain["train"], how, "train")  # before reading: never of later ones
     parts = read_parts(train, trusted, test, reading)
     refuse_early(parts, config, model)
     folder = None if out is None else RunFolder(out, new=True)
@@ -76,7 +89,7 @@ def clean(
         )
     given = Given.of(train, parts[0])
     return CleaningRun(
-        parts, config, folder, model, progress or SilentProgress(), command, given, config.encoder
+        parts, config, folder, model, shown, command, given, config.encoder, on_result=on_result
     ).result()
 
 
@@ -85,7 +98,8 @@ def resume(
     *,
     model: Callable[[], nn.Module] | None = None,
     expected: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
+    on_result: Callable[[Path], None] | None = None,
 ) -> CleanResult:
     """Continue an interrupted run after its last finished stage; a finished run is read again.
 
@@ -97,9 +111,10 @@ def resume(
         model: the same function as before, if the run used one.
         expected: arguments of :func:`clean` and settings of ``CleanConfig`` by name, such as ``{"seed": 1}``; an error
             is raised if the run started with others. A folder given as ``encoder`` is used if it holds the same one.
-        progress: object that shows progress; None shows nothing.
+        progress: object that shows progress; None shows a bar on a terminal and in a notebook, False nothing.
+        on_result: as for :func:`clean`.
     """
-    return _continued(out, model, expected, progress)
+    return _continued(out, model, expected, progress, on_result=on_result)
 
 
 def reopen(
@@ -113,8 +128,9 @@ def _continued(
     out: str | Path,
     model: Callable[[], nn.Module] | None,
     expected: Mapping[str, Any] | None,
-    progress: Progress | None,
+    progress: Progress | bool | None,
     writes: bool = True,
+    on_result: Callable[[Path], None] | None = None,
 ) -> CleanResult:
     folder = RunFolder(out, new=False)
     kept = folder.read_config()
@@ -133,6 +149,5 @@ def _continued(
         )
     config = CleanConfig(**{**kept["config"], "compare": tuple(kept["config"]["compare"])})
     given, encoder = Given.of(source["train"], parts[0]), encoder_to_load(kept, expected)
-    return CleaningRun(
-        parts, config, folder, model, progress or SilentProgress(), kept["command"], given, encoder, writes
-    ).result()
+    shown = shown_progress(progress)
+    return CleaningRun(parts, config, folder, model, shown, kept["command"], given, encoder, writes, on_result).result()

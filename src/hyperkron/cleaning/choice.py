@@ -14,6 +14,8 @@ Z = 1.96
 """Of a 95 % interval."""
 SIGNIFICANCE_LEVEL = 0.05
 """How often an alternative may be preferred to ours by chance."""
+FEW_PER_CLASS = 5
+"""Trusted rows a class, on average, below which nothing is concluded from them."""
 
 
 @dataclass(frozen=True)
@@ -67,31 +69,89 @@ def choose(candidates: list[Judged]) -> str:
     ours = next((c for c in candidates if c.name == OURS), None)
     if ours is None:
         return max(candidates, key=lambda c: c.accuracy).name
-    better = []
     others = [c for c in candidates if c is not ours]
-    z = NormalDist().inv_cdf(1 - SIGNIFICANCE_LEVEL / max(1, len(others)))
-    for other in others:
-        difference = other.right.double() - ours.right.double()
-        error = float(difference.std(correction=0)) / math.sqrt(len(difference))
-        if float(difference.mean()) > z * error:
-            better.append(other)
+    better = [other for other in others if exceeds(other, ours, len(others))]
     return max(better, key=lambda c: c.accuracy).name if better else OURS
 
 
-def verdict(chosen: str, candidates: list[Judged], rate: float, suspects: int, rows: int) -> str:
-    """One or two sentences for a person."""
-    by_name = {c.name: c for c in candidates}
+def exceeds(one: Judged, other: Judged, tried: int = 1) -> bool:
+    """Whether a candidate is significantly better than another on the same rows, as one of ``tried``."""
+    difference = one.right.double() - other.right.double()
+    error = float(difference.std(correction=0)) / math.sqrt(len(difference))
+    return float(difference.mean()) > NormalDist().inv_cdf(1 - SIGNIFICANCE_LEVEL / max(1, tried)) * error
+
+
+def different(one: Judged, other: Judged, tried: int = 1) -> bool:
+    """Whether one of two candidates is significantly better than the other."""
+    return exceeds(one, other, tried) or exceeds(other, one, tried)
+
+
+def few(rows: int, classes: int) -> bool:
+    """Whether there are too few trusted rows to conclude anything: on average under 5 a class."""
+    return rows < FEW_PER_CLASS * classes
+
+
+def _score(low: float, high: float) -> str:
+    return f"at least {low:.1%}" if high >= 1 else f"{low:.1%} to {high:.1%}"
+
+
+def verdict(
+    chosen: str,
+    candidates: list[Judged],
+    rate: float,
+    suspects: int,
+    rows: int,
+    *,
+    classes: int,
+    test: tuple[int, int] | None = None,
+) -> str:
+    """Two or three sentences for a person: the model, how it compares, and the labels.
+
+    Args:
+        chosen: the name of the chosen candidate.
+        candidates: all of them.
+        rate: the share of labels that look wrong.
+        suspects, rows: how many training rows are suspects, of how many.
+        classes: how many there are.
+        test: right answers of the chosen one on the test rows, and how many those are.
+    """
+    won = next(c for c in candidates if c.name == chosen)
     noise = f"About {rate:.0%} of the {rows} labels look wrong; {suspects} rows are marked as suspects."
-    won = by_name[chosen]
-    score = f"{won.accuracy:.1%} on {won.rows} trusted rows it had not seen"
-    if chosen == "trusted":
-        return f"Train on the trusted set alone: {score}; the noisy rows make the model worse here. {noise}"
-    if chosen != OURS:
+    named = {OURS: "The cleaned model", "trusted": "Train on the trusted set alone: its model"}
+    name = named.get(chosen, f"The alternative '{chosen}'")
+    held = f"{int(won.right.sum())} of {won.rows} trusted rows it had not seen"
+    if test is not None:
+        low, high = wilson(*test)
+        said = f"{name} is right on {test[0] / test[1]:.1%} of the {test[1]} test rows ({_score(low, high)})."
+    elif few(won.rows, classes):
         return (
-            f"The alternative '{chosen}' was better than the cleaned data here ({score}), so it is the result. {noise}"
+            f"{name} is right on {held}: too few to conclude anything about its accuracy, or about which model is "
+            f"best. Add trusted rows, at least {FEW_PER_CLASS} of each class. {noise}"
         )
-    others = [c for c in candidates if c.name != OURS]
+    else:
+        said = f"{name} is right on {_score(won.low, won.high)} of new rows (95 % interval, from {held})."
+    return f"{said}{_compared(won, candidates, test is not None)} {noise}"
+
+
+def first_verdict(rate: float, suspects: int, alternatives: int) -> str:
+    """What can be said before the alternatives are known."""
+    return (
+        f"First result: about {rate:.0%} of the labels look wrong; {suspects} rows are marked as suspects. The "
+        f"comparison with {alternatives} alternatives is still running."
+    )
+
+
+def _compared(won: Judged, candidates: list[Judged], tested: bool) -> str:
+    """How the chosen candidate stands against the best of the others."""
+    others = [c for c in candidates if c.name != won.name]
     if not others:
-        return f"The cleaned model reaches {score}. {noise}"
+        return ""
+    if won.name != OURS:
+        worse = "; the noisy rows make the model worse here" if won.name == "trusted" else ""
+        return f" It was significantly better than the cleaned model on trusted rows{worse}."
     best = max(others, key=lambda c: c.accuracy)
-    return f"The cleaned model reaches {score}; the best alternative, '{best.name}', {best.accuracy:.1%}. {noise}"
+    where = "On trusted rows " if tested else ""
+    counts = f"'{best.name}': {int(best.right.sum())} of {best.rows}"
+    if different(won, best, len(others)):
+        return f" {where}{'it' if where else 'It'} is significantly better than the best alternative ({counts})."
+    return f" {where}{'there' if where else 'There'} is no significant difference to the best alternative ({counts})."

@@ -16,6 +16,7 @@ from hyperkron.cleaning.api import reopen
 from hyperkron.cleaning.config import Progress
 from hyperkron.cleaning.data import Labelled, read
 from hyperkron.cleaning.evidence import likelihood
+from hyperkron.cleaning.fields import read_result
 from hyperkron.cleaning.folder import RunFolder, shown
 from hyperkron.cleaning.result import Learnt
 from hyperkron.cleaning.trainer import Inputs, predict
@@ -97,7 +98,7 @@ def explain(
     """
     check_whole("count", count)
     out = Path(out)
-    if not (out / "result.json").exists():
+    if not (out / "result.json").exists() or read_result(out).items("unfinished"):
         kept = (out / "config.json").exists()
         remedy = f"it has not finished: continue with `hyperkron resume {out}`" if kept else "name one of clean()"
         raise HyperkronError(f"out={str(out)!r} holds no finished run; {remedy}.")
@@ -105,12 +106,15 @@ def explain(
     assert result.learnt is not None and result.transform is not None
     learnt = result.learnt()
     source = RunFolder(out, new=False).read_config()["source"]
-    reading = {name: x for name, x in source["reading"].items() if x is not None and name != "trusted_column"}
+    reading = {
+        name: x for name, x in source["reading"].items() if x is not None and name not in ("trusted_column", "id")
+    }
     rows = read(queries, like=learnt.parts[0], **reading)
     messages = list(rows.messages)
     if len(rows) > MAX_QUERIES:
         messages.append(f"The first {MAX_QUERIES} of {len(rows)} queries are explained.")
-    asked = result.transform(rows.inputs[:MAX_QUERIES])
+    device = next(result.model.parameters()).device
+    asked = result.transform(rows.inputs[:MAX_QUERIES], device)
     found, predicted = _scores(result.model, learnt, asked, method)
     explained = []
     for q in range(len(asked)):

@@ -25,8 +25,8 @@ from hyperkron.training.writing import flush_folder, in_words, open_ordinary, re
 
 FORMAT = 1
 """The format of config.json and result.json."""
-MAX_SUSPECTS = 500
-"""Suspects in suspects.jsonl and on the page; all of them are in rows.csv."""
+_COLUMNS = ("row", "given", "suggested", "error_probability", "weight", "suspect")
+"""Of rows.csv, where ids stand after the row."""
 _BEGIN = "restore the file, or begin a new run with `hyperkron clean`"
 _TEXT, _NUMBER = (str, type(None)), (int, float, type(None))
 _CONFIG: dict[str, tuple[type, ...]] = {
@@ -70,7 +70,8 @@ class RunFolder:
         self.path = Path(path)
         if new and (self.path / "config.json").exists():
             raise HyperkronError(
-                f"out={str(path)!r} already holds a run; continue with `hyperkron resume {path}`, or use another one."
+                f"out={str(path)!r} already holds a run; continue it with resume({str(path)!r}), replace it with "
+                "overwrite=True, or use another folder."
             )
         if not new and not (self.path / "config.json").exists():
             raise HyperkronError(f"out={str(path)!r} holds no run: there is no config.json in it.")
@@ -167,31 +168,42 @@ class RunFolder:
             beside.replace(self.path / "model.safetensors")
             flush_folder(self.path)
 
+    def write_inputs(self, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """inputs.json and inputs.safetensors: how new rows become inputs of the network."""
+        target = self.path / "inputs.safetensors"
+        with self._writing("inputs.safetensors", sum(x.numel() * x.element_size() for x in tensors.values())):
+            target.unlink(missing_ok=True)
+            record = write_tensors(target, {name: x.contiguous() for name, x in tensors.items()})
+        self.write_json("inputs.json", {"format": FORMAT, **about, "file": record, "tensors": sorted(tensors)})
+
     def write_rows(self, train: Labelled, scores: dict[str, Tensor], cut: float) -> None:
         """rows.csv, left_out.csv and suspects.jsonl, where ``row`` is the position of a row in the source.
 
         ``scores``: suggested, error_probability, weight, history (N, steps) of the rows that were used.
         """
         probability, weight = scores["error_probability"].tolist(), scores["weight"].tolist()
-        suggested = scores["suggested"].tolist()
+        given = [train.classes[k] for k in train.labels.tolist()]
+        suggested = [train.classes[k] for k in scores["suggested"].tolist()]
+        ids = {f"id {name}" if name in _COLUMNS else name: values for name, values in train.ids.items()}
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["row", "given", "suggested", "error_probability", "weight", "suspect"])
-        for i in range(len(train)):
-            names = train.classes[int(train.labels[i])], train.classes[suggested[i]]
-            flag = "true" if probability[i] > cut else "false"
-            writer.writerow([int(train.rows[i]), *names, f"{probability[i]:.6f}", f"{weight[i]:.6f}", flag])
-        self._put("rows.csv", text.getvalue().encode("utf-8"))
+        writer.writerow(["row", *ids, *_COLUMNS[1:]])
+        for i, row in enumerate(train.rows.tolist()):
+            numbers = f"{probability[i]:.6f}", f"{weight[i]:.6f}"
+            known = [values[i] for values in ids.values()]
+            writer.writerow([row, *known, given[i], suggested[i], *numbers, str(probability[i] > cut).lower()])
+        self._put("rows.csv", text.getvalue().encode("utf-8", "surrogatepass"))
         gone = sorted((int(row), why) for why, rows in train.left_out.items() for row in rows)
         self._put("left_out.csv", "".join(f"{row},{why}\n" for row, why in [("row", "why"), *gone]).encode("utf-8"))
         order = scores["error_probability"].argsort(descending=True).tolist()
         lines = []
-        for i in [i for i in order if probability[i] > cut][:MAX_SUSPECTS]:
+        for i in [i for i in order if probability[i] > cut]:
             lines.append(
                 {
                     "row": int(train.rows[i]),
-                    "given": train.classes[int(train.labels[i])],
-                    "suggested": train.classes[suggested[i]],
+                    "id": {name: str(values[i]) for name, values in ids.items()},
+                    "given": given[i],
+                    "suggested": suggested[i],
                     "error_probability": round(probability[i], 6),
                     "weight": round(weight[i], 6),
                     "weights": [round(w, 4) for w in scores["history"][i].tolist()],

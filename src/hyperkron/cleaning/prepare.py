@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning.config import CleanConfig
-from hyperkron.cleaning.data import Labelled
+from hyperkron.cleaning.data import InputForm, Labelled
+from hyperkron.cleaning.data.files import np
 from hyperkron.cleaning.models import HashedNgrams, Hidden, TextEncoder, default_model
+from hyperkron.cleaning.stages import Tensors
 from hyperkron.cleaning.trainer import Dense, Inputs
 from hyperkron.solution import HyperkronError
 
@@ -39,6 +41,71 @@ class States:
 
 
 @dataclass(frozen=True)
+class _Scale:
+    """Standardisation by the training rows: per number of an embedding, per channel of a picture, none for tables."""
+
+    mean: Tensor | float = 0.0
+    deviation: Tensor | float = 1.0
+
+    @classmethod
+    def of(cls, values: Tensor, kind: str) -> _Scale:
+        if kind == "table":  # already encoded
+            return cls()
+        dims = (0,) if kind == "text" else (0, 2, 3)
+        deviation = values.std(dims, keepdim=True).nan_to_num(1.0).clamp(min=1e-6)
+        return cls(values.mean(dims, keepdim=True), deviation)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return (values - self.mean) / self.deviation
+
+
+@dataclass(frozen=True)
+class InputTransform:
+    """Makes inputs of rows that are given in the form of ``Labelled.inputs``; the same for training and for new rows.
+
+    Attributes:
+        form: of the rows.
+        scale: standardisation of what the network takes.
+        vectors: makes vectors of texts.
+        layers: how many of the encoder's last layers are trained.
+    """
+
+    form: InputForm
+    scale: _Scale
+    vectors: TextEncoder | HashedNgrams | None = None
+    layers: int = 0
+
+    def __call__(self, rows: Any, device: torch.device, progress: TokenProgress | None = None) -> Inputs:
+        """The inputs of rows, on a device."""
+        if self.layers:
+            assert isinstance(self.vectors, TextEncoder)
+            return States(self.vectors.prefix([str(text) for text in rows], self.layers, progress=progress), device)
+        return Dense(self.scale(self._raw(rows, device)).to(device))
+
+    def _raw(self, rows: Any, device: torch.device) -> Tensor:
+        if self.form.encoding is not None:
+            return _floats(self.form.encoding.standardise(np.asarray(rows)))
+        if not isinstance(self.vectors, TextEncoder):
+            return _floats(rows) if self.vectors is None else self.vectors(list(rows))
+        self.vectors.to(device)
+        try:
+            return self.vectors.embed(list(rows)).cpu()
+        finally:
+            self.vectors.to("cpu")  # out of the way of training
+
+    def tensors(self) -> Tensors:
+        """What was learnt from the training rows, as far as it is numbers."""
+        found = {"mean": torch.as_tensor(self.scale.mean), "deviation": torch.as_tensor(self.scale.deviation)}
+        return found | (self.vectors.tensors() if isinstance(self.vectors, HashedNgrams) else {})
+
+    @classmethod
+    def load(cls, form: InputForm, tensors: Tensors, encoder: TextEncoder | None, layers: int) -> InputTransform:
+        """From :meth:`tensors`, and the encoder if there was one."""
+        hashed = HashedNgrams.from_tensors(tensors) if "components" in tensors else None
+        return cls(form, _Scale(tensors["mean"], tensors["deviation"]), encoder or hashed, layers)
+
+
+@dataclass(frozen=True)
 class Prepared:
     """What training needs of the data.
 
@@ -46,13 +113,26 @@ class Prepared:
         inputs: of the training rows, then the trusted ones.
         test: of the test rows, if there are some.
         build: makes a fresh network.
-        transform: makes inputs of further rows, given in the form of ``Labelled.inputs``.
+        shape: of one input.
+        transform: makes inputs of further rows.
     """
 
     inputs: Inputs
     test: Inputs | None
     build: Callable[[], nn.Module]
-    transform: Callable[[Any], Inputs]
+    shape: tuple[int, ...]
+    transform: InputTransform
+
+
+def network_builder(
+    transform: InputTransform, shape: tuple[int, ...], classes: int, model: Callable[[], nn.Module] | None = None
+) -> Callable[[], nn.Module]:
+    """What makes a fresh network: the user's own, the default for a shape, or the last layers of an encoder."""
+    if transform.layers:
+        assert isinstance(transform.vectors, TextEncoder)
+        return partial(transform.vectors.with_head, classes, transform.layers)
+    hidden = TEXT_HIDDEN if transform.form.kind == "text" else None
+    return model or default_model(transform.form.kind, shape, classes, hidden=hidden)
 
 
 def pick_device(name: str) -> torch.device:
@@ -100,77 +180,44 @@ def prepare(
         progress: of embedding.
     """
     refuse_early(parts, config, model)
-    kind, classes = parts[0].kind, len(parts[0].classes)
-    if kind == "text" and config.layers:
+    classes, form = len(parts[0].classes), InputForm.of(parts[0])
+    if config.layers:
         assert encoder is not None
-        return _trained_encoder(parts, config, encoder, device, progress)
-    raw: Callable[[Any], Tensor] = _floats
-    if kind == "text":
-        values, raw = _text_vectors([list(part.inputs) for part in parts], encoder, device, cache, progress)
-    elif kind == "image":
+        transform = InputTransform(form, _Scale(), encoder, config.layers)
+        texts = [list(part.inputs) for part in parts]
+        inputs: Inputs = transform(texts[0] + texts[1], device, progress)
+        test: Inputs | None = transform(texts[2], device, progress) if len(texts) > 2 else None
+        return Prepared(inputs, test, network_builder(transform, (), classes), (), transform)
+    vectors: TextEncoder | HashedNgrams | None = None
+    if form.kind == "text":
+        values, vectors = _text_vectors([list(part.inputs) for part in parts], encoder, cache, progress)
+    elif form.kind == "image":
         values = [_floats(part.inputs) for part in parts]
     else:
         values = [_floats(part.standardised()) for part in parts]
-        raw = partial(_encoded, parts[0].encoding)
-    scale = _Scale.of(values[0], kind)
-    hidden = TEXT_HIDDEN if kind == "text" else None
-    build = model or default_model(kind, tuple(values[0].shape[1:]), classes, hidden=hidden)
+    scale = _Scale.of(values[0], form.kind)
+    transform, shape = InputTransform(form, scale, vectors), tuple(values[0].shape[1:])
+    build = network_builder(transform, shape, classes, model)
     inputs = Dense(scale(torch.cat(values[:2])).to(device))
     test = Dense(scale(values[2]).to(device)) if len(values) > 2 else None
     _refuse_misfit(build, inputs, classes, device)
-    return Prepared(inputs, test, build, lambda rows: Dense(scale(raw(rows)).to(device)))
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """Standardisation by the training rows: per number of an embedding, per channel of a picture, none for tables."""
-
-    mean: Tensor | float = 0.0
-    deviation: Tensor | float = 1.0
-
-    @classmethod
-    def of(cls, values: Tensor, kind: str) -> _Scale:
-        if kind == "table":  # already encoded
-            return cls()
-        dims = (0,) if kind == "text" else (0, 2, 3)
-        deviation = values.std(dims, keepdim=True).nan_to_num(1.0).clamp(min=1e-6)
-        return cls(values.mean(dims, keepdim=True), deviation)
-
-    def __call__(self, values: Tensor) -> Tensor:
-        return (values - self.mean) / self.deviation
+    return Prepared(inputs, test, build, shape, transform)
 
 
 def _floats(rows: Any) -> Tensor:
     return torch.as_tensor(rows).float()
 
 
-def _encoded(encoding: Any, rows: Any) -> Tensor:
-    return _floats(encoding.standardise(rows))
-
-
 def _text_vectors(
-    texts: list[list[str]],
-    encoder: TextEncoder | None,
-    device: torch.device,
-    cache: Path | None,
-    progress: TokenProgress | None,
-) -> tuple[list[Tensor], Callable[[Any], Tensor]]:
+    texts: list[list[str]], encoder: TextEncoder | None, cache: Path | None, progress: TokenProgress | None
+) -> tuple[list[Tensor], TextEncoder | HashedNgrams]:
     """Vectors of each list of texts, and what makes vectors of further ones in the same way."""
     if encoder is None:
         hashed = HashedNgrams(texts[0])
-        return [hashed(part) for part in texts], lambda rows: hashed(list(rows))
+        return [hashed(part) for part in texts], hashed
     flat = [text for part in texts for text in part]
     found = encoder.embed(flat, cache=cache, progress=progress).split([len(part) for part in texts])
-    encoder.to("cpu")  # it waits there for further rows, out of the way of training
-
-    def embed(rows: Any) -> Tensor:
-        encoder.to(device)
-        try:
-            return encoder.embed(list(rows)).cpu()
-        finally:
-            encoder.to("cpu")
-
-    return list(found), embed
+    return list(found), encoder.to("cpu")  # it waits there for further rows, out of the way of training
 
 
 def _refuse_misfit(build: Callable[[], nn.Module], inputs: Inputs, classes: int, device: torch.device) -> None:
@@ -188,24 +235,3 @@ def _refuse_misfit(build: Callable[[], nn.Module], inputs: Inputs, classes: int,
             f"model gives an output of shape {shape} for {len(two)} rows; it must be ({len(two)}, {classes}), one "
             f"logit for each of the {classes} classes."
         )
-
-
-def _trained_encoder(
-    parts: list[Labelled],
-    config: CleanConfig,
-    encoder: TextEncoder,
-    device: torch.device,
-    progress: TokenProgress | None,
-) -> Prepared:
-    def states(*some: Any, progress: TokenProgress | None = progress) -> States:
-        texts = [str(text) for rows in some for text in rows]
-        return States(encoder.prefix(texts, config.layers, progress=progress), device)
-
-    inputs, classes = states(*(part.inputs for part in parts[:2])), len(parts[0].classes)
-    test = states(parts[2].inputs) if len(parts) > 2 else None
-    return Prepared(
-        inputs,
-        test,
-        lambda: encoder.with_head(classes, config.layers),
-        lambda rows: states(rows, progress=None),
-    )

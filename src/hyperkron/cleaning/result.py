@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import html
 import platform
 import resource
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,18 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning.config import CleanConfig
-from hyperkron.cleaning.data import Labelled
+from hyperkron.cleaning.data import Labelled, NewRows
 from hyperkron.cleaning.evidence import Evidence, of_label
 from hyperkron.cleaning.folder import FORMAT
 from hyperkron.cleaning.given import USED
 from hyperkron.cleaning.method import Outcome
+from hyperkron.cleaning.prepare import InputTransform
 from hyperkron.cleaning.recorded import installed_version
 from hyperkron.cleaning.trainer import Inputs, TrainingPlan, TrainingTargets, predict
 from hyperkron.cleaning.work import Work
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, HyperkronWarning
 
 SUSPECT_THRESHOLD = 0.5
 """A row whose label is more likely wrong than right is a suspect."""
+SHOWN_SUSPECTS = 5
+"""Suspects that a notebook shows."""
 CURVES = ("weight of the experts κ", "weight of the given label β", "weight of learning the given label γ")
 
 
@@ -39,7 +44,7 @@ class Learnt:
     targets: TrainingTargets
 
 
-@dataclass
+@dataclass(repr=False)
 class CleanResult:
     """What ``clean`` found.
 
@@ -73,10 +78,30 @@ class CleanResult:
     chosen: str
     verdict: str
     classes: tuple[str, ...]
-    summary: dict[str, Any] = field(repr=False, default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
-    transform: Callable[[Any], Inputs] | None = field(repr=False, default=None)
-    learnt: Callable[[], Learnt] | None = field(repr=False, default=None)
+    transform: InputTransform | None = None
+    learnt: Callable[[], Learnt] | None = None
+
+    def __repr__(self) -> str:
+        where = "" if self.folder is None else f", folder={str(self.folder)!r}"
+        about = f"rows={len(self.weights)}, suspects={len(self.suspects)}, chosen={self.chosen!r}{where}"
+        return f"CleanResult({about})\n{self.verdict}"
+
+    def _repr_html_(self) -> str:
+        """The verdict, the candidates and the first suspects, for a notebook."""
+        lines = [
+            [c["name"], f"{c['low']:.1%} to {c['high']:.1%}", "" if (t := c["test_accuracy"]) is None else f"{t:.1%}"]
+            for c in sorted(self.candidates, key=lambda c: -c["accuracy"])
+        ]
+        positions = self.suspects[:SHOWN_SUSPECTS]
+        probability, suggested = (torch.as_tensor(list(x)) for x in (self.error_probability, self.suggested))
+        rows = [[int(i), self.classes[int(suggested[i])], f"{float(probability[i]):.1%}"] for i in positions]
+        return (
+            f"<p><b>{html.escape(self.verdict)}</b></p>"
+            + _html_table(["candidate", "held-out accuracy", "test accuracy"], lines)
+            + _html_table(["suspect (position)", "suggested", "error probability"], rows)
+        )
 
     @property
     def used(self) -> Any:
@@ -90,17 +115,58 @@ class CleanResult:
         index = getattr(self.weights, "index", None)
         return None if isinstance(self.weights, Tensor) or index is None else index[self.suspects.numpy()]
 
-    def predict(self, rows: Any) -> Tensor:
-        """Class probabilities (n, C) of further rows.
+    def predict(self, rows: Any) -> Any:
+        """Class probabilities (n, C) of new rows: a tensor, or a DataFrame with the index of the rows.
+
+        Rows that cannot be read, such as a damaged picture, have NaN. What is unusual about the rows is a warning.
 
         Args:
-            rows: texts, pictures (n, C, H, W) of 0 to 255, or a matrix of features, as the training rows were.
+            rows: a DataFrame or a dictionary of columns, named as in training (further columns are ignored); a matrix
+                of features; a list of texts; pictures (n, C, H, W) of 0 to 255; or a path.
+
+        Example:
+            >>> x = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
+            >>> from hyperkron.cleaning import clean
+            >>> config = CleanConfig(epochs=1, compare=())
+            >>> result = clean((x[:40], x[:40, 0] > 0), (x[40:], x[40:, 0] > 0), config=config)
+            >>> probabilities = result.predict(x[:3])
+            >>> [result.classes[k] for k in probabilities.argmax(1)] == [str(bool(v > 0)).lower() for v in x[:3, 0]]
+            True
+        """
+        found, probabilities = self.predicted(rows)
+        for message in found.messages:
+            warnings.warn(message, HyperkronWarning, stacklevel=2)
+        index = getattr(rows, "index", None)
+        if not hasattr(rows, "iloc") or index is None:
+            return probabilities
+        import pandas
+
+        return pandas.DataFrame(probabilities.numpy(), index=index, columns=list(self.classes))
+
+    def predicted(self, rows: Any, **reading: Any) -> tuple[NewRows, Tensor]:
+        """New rows as they were read, and the class probabilities (n, C) of all of them.
+
+        Args:
+            rows: as for :meth:`predict`.
+            reading: ``id=`` and ``options=`` for :meth:`hyperkron.cleaning.data.InputForm.read`.
         """
         if self.transform is None:
             raise HyperkronError("this result has no model to predict with.")
-        inputs = self.transform(rows)
+        found = self.transform.form.read(rows, **reading)
+        probabilities = torch.full((found.count, len(self.classes)), torch.nan)
         device = next(self.model.parameters()).device
-        return predict(self.model, inputs, torch.arange(len(inputs), device=device)).cpu()
+        if len(found.rows):
+            inputs = self.transform(found.inputs, device)
+            answers = predict(self.model, inputs, torch.arange(len(inputs), device=device)).cpu()
+            probabilities[torch.as_tensor(found.rows)] = answers
+        return found, probabilities
+
+
+def _html_table(header: list[str], lines: list[list[Any]]) -> str:
+    def line(tag: str, cells: list[Any]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+    return f"<table>{line('th', header)}{''.join(line('td', cells) for cells in lines)}</table>"
 
 
 def about_run(
@@ -156,6 +222,26 @@ def scores_summary(outcome: Outcome, scores: dict[str, Tensor]) -> dict[str, Any
             *({"name": name, **curve, "y": [p[i] for p in outcome.path]} for i, name in enumerate(CURVES)),
         ],
     }
+
+
+def per_class(parts: list[Labelled], suspect: Tensor, right: Tensor, test_right: Tensor | None) -> list[dict[str, Any]]:
+    """For every class its suspects, and how many held-out trusted rows and test rows the chosen model got right.
+
+    Args:
+        parts: training, trusted and, if given, test rows.
+        suspect: which of the training rows are suspects (N,); they count in the class that was given.
+        right: which of the trusted rows were answered rightly by models that had not seen them (M,).
+        test_right: the same for the test rows.
+    """
+    counted = [(parts[0], suspect, "suspects"), (parts[1], right, "right")]
+    if test_right is not None:
+        counted += [(parts[2], torch.ones_like(test_right), "test_rows"), (parts[2], test_right, "test_right")]
+    found: list[dict[str, Any]] = [{"name": name} for name in parts[0].classes]
+    for part, mask, key in counted:
+        count = torch.bincount(torch.as_tensor(part.labels)[mask.cpu()], minlength=len(found)).tolist()
+        for line, value in zip(found, count, strict=True):
+            line[key] = value
+    return found
 
 
 def history(outcome: Outcome, work: Work) -> Tensor:

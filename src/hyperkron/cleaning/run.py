@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hyperkron.cleaning import recorded
 from hyperkron.cleaning.alternatives import DESCRIPTIONS, available, judged, targets_for
 from hyperkron.cleaning.budget import READY, steps_of, within
-from hyperkron.cleaning.choice import Judged, choose, judge, verdict
-from hyperkron.cleaning.config import OURS, CleanConfig, Progress
+from hyperkron.cleaning.choice import Judged, choose, different, first_verdict, judge, verdict
+from hyperkron.cleaning.config import OURS, CleanConfig, Progress, SilentProgress
 from hyperkron.cleaning.data import Labelled
 from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.method import Outcome, clean_labels
-from hyperkron.cleaning.models import EncoderUnavailable, TextEncoder, load_encoder
+from hyperkron.cleaning.models import HASHED, EncoderUnavailable, TextEncoder, choose_encoder, load_encoder
 from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
-from hyperkron.cleaning.result import SUSPECT_THRESHOLD, CleanResult, Learnt, about_run, history, scores_summary
+from hyperkron.cleaning.progress import EmbeddingBar, stage_in_words
+from hyperkron.cleaning.result import (
+    SUSPECT_THRESHOLD,
+    CleanResult,
+    Learnt,
+    about_run,
+    history,
+    per_class,
+    scores_summary,
+)
+from hyperkron.cleaning.sources import model_name
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict
 from hyperkron.cleaning.work import Work, folds, train_on
+from hyperkron.solution import HyperkronWarning
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.signals import Interrupted, Signals
+
+SECONDS_BETWEEN_RESULTS = 5.0
+"""How often result.json is written while alternatives are compared."""
 
 
 @dataclass
@@ -43,9 +60,11 @@ class CleaningRun:
     given: Given
     encoder: str | None = None
     writes: bool = True
+    on_result: Callable[[Path], None] | None = None
     messages: list[str] = field(default_factory=list, init=False)
     seconds: dict[str, float] = field(default_factory=dict, init=False)
     spent: dict[str, float] = field(default_factory=dict, init=False)  # on each candidate
+    written: float = field(default=0.0, init=False)  # when result.json was
     stage: tuple[str, int] = field(default=("", 0), init=False)  # that is being computed, and its steps so far
 
     def __post_init__(self) -> None:
@@ -78,9 +97,15 @@ class CleaningRun:
         with self._timed("network"):
             plan = outcome.paced(work, work.last)
             networks = {OURS: train_on(work, "network-hyperkron", targets_for(OURS, work, outcome), plan)}
+        scores = self._scores(work, outcome)
+        if self.folder is not None and self.writes:
+            self.folder.write_rows(self.parts[0], scores, SUSPECT_THRESHOLD)
+            self.folder.write_inputs(self._about_inputs(prepared), prepared.transform.tensors())
+            self.folder.write_model(networks[OURS])
         with self._timed("comparison"):
-            table = []
+            table: list[Judged] = []
             for name in (OURS, *names):
+                self._write_first(prepared, work, outcome, scores, table, networks, names)
                 with self._timed(name, "candidate"):
                     answers = judged(name, work, outcome) if names else outcome.fold_models[work.trusted]
                     table.append(judge(name, answers, work.given[work.trusted]))
@@ -89,14 +114,16 @@ class CleaningRun:
             for name in wanted:
                 with self._timed(name, "candidate"):
                     networks[name] = train_on(work, f"network-{name}", targets_for(name, work, outcome))
-        return self._finish(prepared, work, outcome, table, chosen, networks)
+        summary = self._summary(prepared, work, outcome, scores, table, chosen, networks)
+        learnt = partial(self._learnt, work, outcome, chosen)
+        return self._finish(prepared, scores, summary, networks[chosen], learnt)
 
     def _prepare(self) -> Prepared:
         self.progress.message(f"{len(self.parts[0])} training rows, {len(self.parts[1])} trusted rows")
         self._say([message for part in self.parts for message in part.messages])
         cache = None if self.folder is None else self.folder.path / "embeddings"
         encoder = self._load_encoder() if self.parts[0].kind == "text" else None
-        bar = _Embedding(self.progress, self._check_signals)
+        bar = EmbeddingBar(self.progress, self._check_signals)
         with self._timed("preparation"):
             found = prepare(
                 self.parts, self.config, self.device, encoder=encoder, model=self.model, cache=cache, progress=bar
@@ -110,6 +137,8 @@ class CleaningRun:
         """The encoder of the run, recorded before it is used; None for hashed n-grams."""
         encoder: TextEncoder | None
         notes: tuple[str, ...] = ()
+        if (name := choose_encoder(self.encoder).name) != HASHED:
+            self.progress.message(f"Loading the text encoder {name}")
         try:
             if self.config.layers:  # which cannot do without
                 encoder = TextEncoder(self.encoder, device=self.device)
@@ -123,6 +152,8 @@ class CleaningRun:
         identity = recorded.encoder_identity(encoder)
         self._record("encoder", identity, lambda began: recorded.refuse_other_encoder(began, identity))
         self._say(list(notes))
+        for note in notes if isinstance(self.progress, SilentProgress) else ():
+            warnings.warn_explicit(note, HyperkronWarning, "hyperkron", 1)  # who made it does not matter to a user
         count = sum(len(part) for part in self.parts)
         self.progress.message(f"Embedding {count} texts with {identity['name']}")
         return encoder
@@ -189,7 +220,7 @@ class CleaningRun:
         if self.folder is not None and before and stage != before:  # that one is finished and on the disk
             self.folder.log("stage", name=before, steps=done)
         self.stage = stage, steps + (done if stage == before else 0)
-        self.progress.advance(steps, _in_words(stage))
+        self.progress.advance(steps, stage_in_words(stage))
         self._check_signals()
 
     def _check_signals(self) -> None:
@@ -214,67 +245,130 @@ class CleaningRun:
 
     # --- what comes out
 
-    def _finish(
+    def _learnt(self, work: Work, outcome: Outcome, chosen: str) -> Learnt:
+        return Learnt(self.parts, work.inputs, targets_for(chosen, work, outcome))
+
+    def _scores(self, work: Work, outcome: Outcome) -> dict[str, Tensor]:
+        """What is known of every training row."""
+        probability = outcome.error_probability(work.given[work.noisy]).cpu()
+        return {
+            "error_probability": probability,
+            "weight": 1 - probability,
+            "suggested": outcome.final.posterior.argmax(1).cpu(),
+            "history": history(outcome, work).cpu(),
+        }
+
+    def _write_first(
         self,
         prepared: Prepared,
         work: Work,
         outcome: Outcome,
+        scores: dict[str, Tensor],
+        table: list[Judged],
+        networks: dict[str, nn.Module],
+        names: list[str],
+    ) -> None:
+        """result.json as far as it is known, before the alternatives and, now and then, between them."""
+        now = time.monotonic()
+        if self.folder is None or not self.writes or not names:
+            return
+        if table and now - self.written < SECONDS_BETWEEN_RESULTS:
+            return
+        summary = self._summary(prepared, work, outcome, scores, table, OURS, {OURS: networks[OURS]})
+        done = [c.name for c in table]
+        summary["unfinished"] = [name for name in names if name not in done]
+        summary["verdict"] = first_verdict(summary["noise"]["rate"], summary["suspects"]["count"], len(names))
+        self.folder.write_json("result.json", summary)
+        if not table:
+            self.progress.message(f"{summary['verdict']} The rows are in {self.folder.path / 'rows.csv'}.")
+        if self.on_result is not None:
+            self.on_result(self.folder.path)
+        self.written = time.monotonic()
+
+    def _summary(
+        self,
+        prepared: Prepared,
+        work: Work,
+        outcome: Outcome,
+        scores: dict[str, Tensor],
         table: list[Judged],
         chosen: str,
         networks: dict[str, nn.Module],
-    ) -> CleanResult:
-        given = work.given[work.noisy]
-        probability = outcome.error_probability(given)
-        scores = {
-            "error_probability": probability.cpu(),
-            "weight": 1 - probability.cpu(),
-            "suggested": outcome.final.posterior.argmax(1).cpu(),
-            "history": history(outcome, work).cpu(),
-        }
-        order = probability.argsort(descending=True).cpu()
-        suspects = order[scores["error_probability"][order] > SUSPECT_THRESHOLD]
-        candidates = self._candidates(prepared, table, chosen, networks)
-        words = verdict(chosen, table, float(probability.mean()), len(suspects), len(given))
-        summary = {
+    ) -> dict[str, Any]:
+        """What result.json holds."""
+        right = self._test_right(prepared, networks)
+        won, mine = next((c for c in table if c.name == chosen), None), right.get(chosen)
+        doubt, more = scores["error_probability"], dict[str, Any]()
+        if won is not None:
+            counts = float(doubt.mean()), int((doubt > SUSPECT_THRESHOLD).sum()), len(doubt)
+            test = None if mine is None else (int(mine.sum()), len(mine))
+            more["verdict"] = verdict(chosen, table, *counts, classes=work.classes, test=test)
+            more["per_class"] = per_class(self.parts, doubt > SUSPECT_THRESHOLD, won.right, mine)
+        return {
             **about_run(self.parts, self.config, work.plan, self.device, self.command, self.messages),
             "seconds": self._seconds(work),
             "chosen": chosen,
-            "verdict": words,
-            "candidates": candidates,
+            **more,
+            "candidates": self._candidates(table, chosen, networks, right),
             **scores_summary(outcome, scores),
         }
+
+    def _finish(
+        self,
+        prepared: Prepared,
+        scores: dict[str, Tensor],
+        summary: dict[str, Any],
+        network: nn.Module,
+        learnt: Callable[[], Learnt],
+    ) -> CleanResult:
+        doubt = scores["error_probability"]
+        order = doubt.argsort(descending=True)
         if self.folder is not None and self.writes:
-            self.folder.write_rows(self.parts[0], scores, SUSPECT_THRESHOLD)
-            self.folder.write_model(networks[chosen])
+            self.folder.write_model(network)
             self.folder.write_json("result.json", summary)
         spread = self.given.spread
         return CleanResult(
             spread(scores["weight"], float("nan"), "weight"),
-            spread(scores["error_probability"], float("nan"), "error_probability"),
-            self.given.rows[suspects],
+            spread(doubt, float("nan"), "error_probability"),
+            self.given.rows[order[doubt[order] > SUSPECT_THRESHOLD]],
             spread(scores["suggested"], -1, "suggested"),
             self.given.status(),
-            networks[chosen],
-            candidates,
-            chosen,
-            words,
+            network,
+            summary["candidates"],
+            summary["chosen"],
+            summary["verdict"],
             self.parts[0].classes,
             summary,
             None if self.folder is None else self.folder.path,
             prepared.transform,
-            lambda: Learnt(self.parts, work.inputs, targets_for(chosen, work, outcome)),
+            learnt,
         )
 
+    def _about_inputs(self, prepared: Prepared) -> dict[str, Any]:
+        """What a later reader needs, beside tensors, to make inputs of new rows and to build the network."""
+        vectors = prepared.transform.vectors
+        return {
+            **prepared.transform.form.to_json(),
+            "classes": list(self.parts[0].classes),
+            "input_shape": list(prepared.shape),
+            "layers": self.config.layers,
+            "encoder": recorded.encoder_identity(vectors) if isinstance(vectors, TextEncoder) else None,
+            "model": None if self.model is None else model_name(self.model),
+        }
+
+    def _test_right(self, prepared: Prepared, networks: dict[str, nn.Module]) -> dict[str, Tensor]:
+        """Which test rows each network answers rightly; empty without test rows."""
+        if prepared.test is None:
+            return {}
+        rows, labels = torch.arange(len(prepared.test), device=self.device), torch.as_tensor(self.parts[2].labels)
+        answers = {name: predict(network, prepared.test, rows).argmax(1).cpu() for name, network in networks.items()}
+        return {name: answer == labels for name, answer in answers.items()}
+
     def _candidates(
-        self, prepared: Prepared, table: list[Judged], chosen: str, networks: dict[str, nn.Module]
+        self, table: list[Judged], chosen: str, networks: dict[str, nn.Module], right: dict[str, Tensor]
     ) -> list[dict[str, Any]]:
-        found = []
+        won, found = next((c for c in table if c.name == chosen), None), []
         for c in table:
-            score = None
-            if prepared.test is not None:
-                rows = torch.arange(len(prepared.test), device=self.device)
-                answers = predict(networks[c.name], prepared.test, rows).argmax(1).cpu()
-                score = float((answers == torch.as_tensor(self.parts[2].labels)).float().mean())
             found.append(
                 {
                     "name": c.name,
@@ -282,7 +376,8 @@ class CleaningRun:
                     **{name: getattr(c, name) for name in ("accuracy", "low", "high", "rows")},
                     "seconds": self._spent_on(c.name, networks),
                     "chosen": c.name == chosen,
-                    "test_accuracy": score,
+                    "different": None if won is None or c is won else different(won, c, len(table) - 1),
+                    "test_accuracy": float(right[c.name].float().mean()) if c.name in right else None,
                 }
             )
         return found
@@ -301,42 +396,6 @@ class CleaningRun:
         spent["cleaning"] = self.seconds["cleaning"] + self.seconds["network"]
         spent["plain"] = self.seconds["network"] * work.plan.steps(rows) / work.last.steps(rows)
         return {name: round(value, 2) for name, value in spent.items()}
-
-
-def _in_words(stage: str) -> str:
-    """What a person is told of a stage.
-
-    Example:
-        >>> _in_words("network-small-loss"), _in_words("judge-small-loss"), _in_words("pooled expert")
-        ('training small-loss', 'judging small-loss', 'pooled expert')
-    """
-    kind, _, name = stage.partition("-")
-    doing = {"judge": "judging", "network": "training"}.get(kind)
-    return stage if doing is None else f"{doing} {name}"
-
-
-class _Embedding:
-    """A bar of its own while texts are embedded; its unit is tokens, and every list of texts begins again."""
-
-    def __init__(self, progress: Progress, check: Callable[[], None]) -> None:
-        self.progress, self.check = progress, check
-        self.done, self.total = 0, 0
-
-    def __call__(self, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` tokens are embedded."""
-        if total != self.total or done < self.done:
-            self.stop()
-            self.progress.start(total)
-            self.total = total
-        self.progress.advance(done - self.done, "embedding texts")
-        self.done = done
-        self.check()
-
-    def stop(self) -> None:
-        """Close the bar, if there is one."""
-        if self.total:
-            self.progress.stop()
-        self.done, self.total = 0, 0
 
 
 def _trouble(outcome: Outcome) -> list[str]:

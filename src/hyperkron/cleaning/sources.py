@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning.data import Labelled, read, read_pair
+from hyperkron.cleaning.data.roles import LABELS
 from hyperkron.solution import HyperkronError
 
 
@@ -24,10 +25,12 @@ def read_parts(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> 
         parts = [train, trusted]
     else:
         options = {key: value for key, value in reading.items() if value is not None}
-        parts = list(read_pair(_source(train), None if trusted is None else _source(trusted), **options))
+        sources = [source for source in (train, trusted, test) if source is not None]
+        names = all(_named_pair(source) for source in sources)
+        parts = list(read_pair(_source(train, names), None if trusted is None else _source(trusted, names), **options))
     if test is not None:
-        ours = {k: v for k, v in reading.items() if v is not None and k not in ("trusted_column", "options")}
-        parts.append(test if isinstance(test, Labelled) else _test_rows(test, parts[0], ours))
+        ours = {k: v for k, v in reading.items() if v is not None and k not in ("trusted_column", "options", "id")}
+        parts.append(test if isinstance(test, Labelled) else _test_rows(test, parts[0], ours, _named_pair(train)))
     if len(parts[1]) < 2:
         raise HyperkronError(
             f"trusted has {len(parts[1])} usable rows; at least 2 are needed, better 10 of each class."
@@ -35,27 +38,41 @@ def read_parts(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> 
     return parts
 
 
-def _test_rows(test: Any, like: Labelled, reading: dict[str, Any]) -> Labelled:
+def _test_rows(test: Any, like: Labelled, reading: dict[str, Any], names: bool) -> Labelled:
     """Test rows, with the argument called by its name in what is said about it."""
 
     def named(text: str) -> str:
         return re.sub(r"^source(?=[:= ])", "test", text)
 
     try:
-        found = read(_source(test), like=like, **reading)
+        found = read(_source(test, names and _named_pair(test)), like=like, **reading)
     except HyperkronError as error:
         raise HyperkronError(named(str(error))) from error
     return replace(found, messages=tuple(named(message) for message in found.messages))
 
 
-def _source(given: Any) -> Any:
-    """Arrays and torch Datasets in the form that the readers take."""
-    if isinstance(given, (str, os.PathLike, Mapping)) or hasattr(given, "columns"):
+def _named_pair(given: Any) -> bool:
+    """Whether this is a pair of a DataFrame, whose columns keep their names, and labels."""
+    if not isinstance(given, (tuple, list)) or len(given) != 2 or not hasattr(given[0], "columns"):
+        return False
+    return not {str(name).lower() for name in given[0].columns} & set(LABELS)
+
+
+def _source(given: Any, names: bool = False) -> Any:
+    """Arrays, pairs and torch Datasets in the form that the readers take."""
+    if isinstance(given, (str, os.PathLike, Mapping)) or hasattr(given, "columns") or hasattr(given, "column_names"):
         return given
+    if names:
+        return {**{str(name): given[0][name] for name in given[0].columns}, LABELS[0]: given[1]}
     if isinstance(given, (tuple, list)) and len(given) == 2:
         return {"x": _array(given[0]), "y": _array(given[1])}
     if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
         pairs = [given[i] for i in range(len(given))]
+        if not pairs or not all(isinstance(pair, (tuple, list)) and len(pair) >= 2 for pair in pairs):
+            raise HyperkronError(
+                f"cannot read rows from a {type(given).__name__} whose items are not pairs of an input and a label; "
+                "give (x, y), a dictionary of columns, or a Dataset of such pairs."
+            )
         xs, ys = [p[0] for p in pairs], [p[1] for p in pairs]
         x = torch.stack([torch.as_tensor(v) for v in xs]).numpy() if not isinstance(xs[0], str) else xs
         return {"x": x, "y": [v.item() if isinstance(v, Tensor) else v for v in ys]}

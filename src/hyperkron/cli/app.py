@@ -16,7 +16,7 @@ from typing import Any
 
 from hyperkron.cli.config import read_config
 from hyperkron.cli.options import as_options
-from hyperkron.cli.output import UsageError, ensure_streams, say, say_json, silence
+from hyperkron.cli.output import UsageError, ensure_streams, finished, say, say_json, silence
 from hyperkron.cli.parser import check, parse
 
 OK, ERROR, USAGE = 0, 1, 2
@@ -25,6 +25,7 @@ _COMMANDS = {
     "resume": ("cleaning", "resume"),
     "report": ("runs", "report"),
     "export": ("runs", "export"),
+    "predict": ("predict", "predict"),
     "attribute": ("attribution", "attribute"),
     "doctor": ("doctor", "doctor"),
 }
@@ -100,10 +101,12 @@ def _interrupted(options: Any, code: int) -> int:
     folder = getattr(options, "run", None) or getattr(options, "out", None)
     text = "Interrupted. Nothing was written; run the same command again."
     if folder and getattr(options, "command", "") in ("clean", "resume"):
-        if (Path(folder) / "result.json").exists():
+        if finished(Path(folder)):
             text = f"Interrupted. The run in {folder} is finished; see `hyperkron report {shlex.quote(folder)}`."
         elif (Path(folder) / "config.json").exists():
             text = f"Interrupted. What was finished is saved; continue with: hyperkron resume {shlex.quote(folder)}"
+            if (Path(folder) / "rows.csv").exists():
+                text += "\nThe suspects are known already: see rows.csv and report.html there."
     say(f"\n{text}")
     if getattr(options, "json", False):
         say_json({"error": text, "type": "Interrupted"})

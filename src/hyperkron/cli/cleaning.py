@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import secrets
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,31 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyperkron.cli.config import print_config, seconds
-from hyperkron.cli.options import ALTERNATIVES
-from hyperkron.cli.output import UsageError, progress, say, say_json
+from hyperkron.cli.options import ALTERNATIVES, as_options
+from hyperkron.cli.output import UsageError, finished, progress, say, say_json
 
 if TYPE_CHECKING:
     from torch import nn
 
-READING = ("text", "label", "image", "features", "trusted_column")
+READING = ("text", "label", "image", "features", "trusted_column", "id", "charset")
 """Options that say how the data is to be read."""
 SETTINGS = ("seed", "epochs", "device", "encoder", "layers")
 """Options that are settings of the same name."""
-FILES = (
-    "config.json",
-    "log.jsonl",
-    "result.json",
-    "rows.csv",
-    "left_out.csv",
-    "suspects.jsonl",
-    "model.safetensors",
-    "report.html",
-)
-"""The files of a run."""
-HASHES = "rows.hashes"
-"""A hash of every row of the source, by which `export` knows whether it still holds the rows of the run."""
-FOLDERS = ("stages", "embeddings", "tensorboard")
-"""The folders of a run."""
 
 
 def clean(options: Any, given: list[str]) -> int:
@@ -57,12 +40,13 @@ def clean(options: Any, given: list[str]) -> int:
     if not options.quiet:
         say(f"Reading {options.train}" + (f" and {options.trusted}" if options.trusted else ""))
     from hyperkron import cleaning
+    from hyperkron.cleaning.replacing import replacing
 
     settings: dict[str, Any] = {name: getattr(options, name) for name in SETTINGS}
     if compare is not None:
         settings["compare"] = compare
     config = cleaning.CleanConfig(budget=budget, **settings)
-    with showing(options) as shown, _replacing(out, options.overwrite):
+    with showing(options) as shown, replacing(out, options.overwrite, say):
         cleaning.clean(
             options.train,
             options.trusted,
@@ -72,6 +56,7 @@ def clean(options: Any, given: list[str]) -> int:
             config=config,
             progress=shown,
             command=shlex.join(["hyperkron", *given]),
+            on_result=_first_report(options),
             **_reading(options),
         )
     return _finish(options, out)
@@ -82,15 +67,34 @@ def resume(options: Any, given: list[str]) -> int:
     _need_packages(options)
     out = Path(options.run)
     if not (out / "config.json").is_file():
-        raise FileNotFoundError(f"run={str(out)!r} holds no run (no config.json); begin one with `hyperkron clean`.")
+        raise FileNotFoundError(f"RUN={str(out)!r} holds no run (no config.json); begin one with `hyperkron clean`.")
     if not options.quiet:
-        done = (out / "result.json").exists()
+        done = finished(out)
         say(f"The run in {out} is finished; reading its result again" if done else f"Continuing {out}")
     from hyperkron import cleaning
 
     with showing(options) as shown:
-        cleaning.resume(out, model=load_model(options.model), expected=_expected(options), progress=shown)
+        cleaning.resume(
+            out,
+            model=load_model(options.model),
+            expected=_expected(options),
+            progress=shown,
+            on_result=_first_report(options),
+        )
     return _finish(options, out)
+
+
+def _first_report(options: Any) -> Callable[[Path], None] | None:
+    """What writes report.html while the alternatives are compared; trouble with it is told at the end."""
+
+    def write(out: Path) -> None:
+        from hyperkron.cleaning.report import write_report
+        from hyperkron.solution import HyperkronError
+
+        with suppress(HyperkronError):
+            write_report(out)
+
+    return None if options.no_report else write
 
 
 @contextmanager
@@ -106,8 +110,9 @@ def showing(options: Any) -> Iterator[Any]:
 def _reading(options: Any) -> dict[str, Any]:
     """The options that say how the data is to be read, where they are given."""
     reading = {name: getattr(options, name) for name in READING if getattr(options, name) is not None}
-    if "features" in reading and len(reading["features"]) == 1:
-        reading["features"] = reading["features"][0].split(",")
+    for name in ("features", "id"):
+        if name in reading and len(reading[name]) == 1:
+            reading[name] = reading[name][0].split(",")
     return reading
 
 
@@ -161,7 +166,7 @@ def _refuse_taken(out: Path, overwrite: bool) -> None:
         raise FileExistsError(f"--out={str(out)!r} is a file, but a run is a folder; choose another name.")
     if overwrite:
         return
-    if (out / "result.json").exists():
+    if finished(out):
         raise FileExistsError(
             f"--out={str(out)!r} holds a finished run; choose another folder, or add --overwrite to replace it."
         )
@@ -170,44 +175,6 @@ def _refuse_taken(out: Path, overwrite: bool) -> None:
             f"--out={str(out)!r} holds a run that was interrupted; continue with `hyperkron resume "
             f"{shlex.quote(str(out))}`, choose another folder, or add --overwrite to replace it."
         )
-
-
-@contextmanager
-def _replacing(out: Path, overwrite: bool) -> Iterator[None]:
-    """The earlier run is put aside; it comes back if the new one does not begin, and goes when that has finished."""
-    if not overwrite or not any((out / name).exists() for name in ("config.json", "result.json")):
-        yield
-        return
-    if out.is_symlink():
-        raise FileExistsError(f"--out={str(out)!r} is a link; name the folder itself to overwrite it.")
-    aside = out.with_name(f"{out.name}.replaced-{secrets.token_hex(4)}")
-    out.rename(aside)
-    try:
-        yield
-    except BaseException:
-        if (out / "config.json").exists():
-            say(f"The earlier run is kept in {aside}")
-        else:
-            with suppress(OSError):
-                out.rmdir()
-            if not out.exists():
-                aside.rename(out)
-        raise
-    _remove(aside)
-
-
-def _remove(folder: Path) -> None:
-    """Take away what a run has written; whatever else somebody put there stays."""
-    for name in (*FILES, HASHES):
-        (folder / name).unlink(missing_ok=True)
-        (folder / f"{name}.part").unlink(missing_ok=True)
-    for name in FOLDERS:
-        if (folder / name).is_dir() and not (folder / name).is_symlink():
-            shutil.rmtree(folder / name)
-    try:
-        folder.rmdir()
-    except OSError:
-        say(f"Files that do not belong to the earlier run are kept in {folder}")
 
 
 def _finish(options: Any, out: Path) -> int:
@@ -224,8 +191,10 @@ def _finish(options: Any, out: Path) -> int:
 
             write_board(out)
     except HyperkronError as error:  # the run itself is complete
-        say(f"warning: {error}")
+        say(f"warning: {as_options(str(error))}")
     if options.json:
+        from hyperkron.cleaning.replacing import FILES
+
         content = json.loads((out / "result.json").read_text("utf-8"))
         there = {name: str(out / name) for name in FILES if (out / name).exists()}
         say_json({**content, "folder": str(out), "files": there})

@@ -61,6 +61,10 @@ MODEL = Option(
 TENSORBOARD = Option("--tensorboard", "flag", "also write a TensorBoard log", group=_OUTPUT)
 NO_REPORT = Option("--no-report", "flag", "do not write report.html", group=_OUTPUT)
 RUN = Option("run", "text", "the run folder, as given to `hyperkron clean --out`", "RUN", required=True)
+ID = Option("--id", "texts", "columns that identify rows: carried along, not learnt from", "COLUMN", group=_DATA)
+CHARSET = Option("--charset", "text", "encoding of CSV and JSON files (default: utf-8)", "NAME", group=_DATA)
+ENCODER = Option("--encoder", "text", "text encoder: a Hugging Face model name or a folder", "NAME", group=_TRAINING)
+DEVICE = Option("--device", "text", "device: auto, cpu, cuda, cuda:1, ...", "DEVICE", "auto", group=_TRAINING)
 
 CLEAN = (
     Option("train", "text", "the training rows: a file, a folder, or hf:NAME", "TRAIN"),
@@ -73,8 +77,10 @@ CLEAN = (
         "--features", "texts", "the feature columns of a table, separated by spaces or commas", "COLUMN", group=_DATA
     ),
     Option("--label", "text", "the column with labels", "COLUMN", group=_DATA),
+    ID,
+    CHARSET,
     MODEL,
-    Option("--encoder", "text", "text encoder: a Hugging Face model name or a folder", "NAME", group=_TRAINING),
+    ENCODER,
     Option("--layers", "whole", "train the last K layers of the encoder", "K", 0, group=_TRAINING),
     Option("--epochs", "whole", "epochs of one training (default: 15; fewer with --budget)", "N", group=_TRAINING),
     Option("--budget", "duration", "time limit for the whole run: 90, 90s, 5m or 1h", "TIME", group=_TRAINING),
@@ -87,7 +93,7 @@ CLEAN = (
         group=_TRAINING,
     ),
     Option("--seed", "whole", "random seed", "N", 0, group=_TRAINING),
-    Option("--device", "text", "device: auto, cpu, cuda, cuda:1, ...", "DEVICE", "auto", group=_TRAINING),
+    DEVICE,
     Option("--out", "text", "the run folder (default: runs/NAME)", "RUN", group=_OUTPUT, short="-o"),
     Option("--overwrite", "flag", "replace an existing run in that folder", group=_OUTPUT, config=False),
     NO_REPORT,
@@ -110,6 +116,7 @@ EXPORT = (
     RUN,
     Option("--drop", "text", "leave these rows out", choices=("suspects",)),
     Option("--relabel", "text", "keep these rows, with the suggested label", choices=("suspects",)),
+    Option("--decisions", "text", "apply what was decided in the report (decisions.json)", "FILE"),
     Option("--threshold", "number", "treat rows with at least this error probability as suspects", "P"),
     Option("--out", "text", "the file to write, in the format of the training rows", "FILE", short="-o", required=True),
     Option("--overwrite", "flag", "replace that file"),
@@ -124,6 +131,19 @@ EXPORT = (
     JSON,
     *SPEAKING,
 )
+PREDICT = (
+    RUN,
+    Option("rows", "text", "the new rows: a file or folder with the columns of training", "NEW", required=True),
+    Option("--out", "text", "the file to write, .csv or .jsonl (default: CSV on stdout)", "FILE", short="-o"),
+    Option("--overwrite", "flag", "replace that file"),
+    ID,
+    CHARSET,
+    MODEL,
+    ENCODER,
+    DEVICE,
+    JSON,
+    *SPEAKING,
+)
 ATTRIBUTE = (
     RUN,
     Option("--query", "text", "rows to explain, with the columns of the training rows", "PATH", required=True),
@@ -135,7 +155,7 @@ ATTRIBUTE = (
 )
 DOCTOR = (JSON, SPEAKING[1])
 
-_ARGUMENTS = {option.key: option for option in (*CLEAN, *EXPORT, *ATTRIBUTE)} | {"run_folder": RUN}
+_ARGUMENTS = {option.key: option for option in (*PREDICT, *CLEAN, *EXPORT, *ATTRIBUTE)} | {"run_folder": RUN}
 _ARGUMENT = re.compile(rf"(?<![\w.`'-])({'|'.join(_ARGUMENTS)})(\[\d+\])?=(True\b|\.\.\.)?")
 
 

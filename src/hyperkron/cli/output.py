@@ -10,7 +10,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TextIO
+
+from hyperkron.cli.options import as_options
 
 SECONDS_BETWEEN_LINES = 10.0
 """How often a progress without a terminal says where it is."""
@@ -61,6 +64,16 @@ def say(text: str, stream: TextIO | None = None) -> None:
         if not aside:
             raise
         silence(sys.stderr)  # nobody reads what is said on the way; the work goes on
+
+
+def finished(folder: Path) -> bool:
+    """Whether a run has finished: a result.json that waits for no alternative."""
+    try:
+        return not json.loads((folder / "result.json").read_bytes()).get("unfinished")
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, AttributeError):
+        return True  # damaged, which is told where it is read
 
 
 def silence(stream: TextIO) -> None:
@@ -141,7 +154,7 @@ class Lines:
 
     def message(self, text: str) -> None:
         """Say it."""
-        say(text)
+        say(as_options(text))
 
     def stop(self) -> None:
         """Begin from nothing at the next start."""
@@ -177,7 +190,7 @@ class Bar:
 
     def message(self, text: str) -> None:
         """Say it above the bar."""
-        self._console.print(printable(text), markup=False, highlight=False)
+        self._console.print(printable(as_options(text)), markup=False, highlight=False)
 
     def stop(self) -> None:
         """Leave the bar as it stands; the next start begins another."""

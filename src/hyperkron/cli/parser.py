@@ -18,6 +18,7 @@ _EXAMPLES = """examples:
   hyperkron clean train.csv --trusted trusted.csv --text text --label label --out runs/mine
   hyperkron report runs/mine
   hyperkron export runs/mine --drop suspects -o clean.csv
+  hyperkron predict runs/mine new.csv -o predictions.csv
   hyperkron attribute runs/mine --query test.csv
   hyperkron resume runs/mine
   hyperkron doctor
@@ -32,7 +33,11 @@ _CLEAN = """examples:
   hyperkron clean --config mine.yaml --seed 1 --out runs/again"""
 _EXPORT = """examples:
   hyperkron export runs/mine --drop suspects -o clean.csv
-  hyperkron export runs/mine --relabel suspects --threshold 0.9 -o clean.csv"""
+  hyperkron export runs/mine --relabel suspects --threshold 0.9 -o clean.csv
+  hyperkron export runs/mine --decisions decisions.json -o clean.csv"""
+_PREDICT = """examples:
+  hyperkron predict runs/mine new.csv -o predictions.csv
+  hyperkron predict runs/mine new.csv --id customer -o predictions.jsonl"""
 
 _ATTRIBUTE = """example:
   hyperkron attribute runs/mine --query test.csv"""
@@ -41,6 +46,7 @@ COMMANDS: dict[str, tuple[tuple[Option, ...], str, str]] = {
     "clean": (options.CLEAN, "find wrong labels and train a better model", _CLEAN),
     "report": (options.REPORT, "write or update report.html of a run", "example:\n  hyperkron report runs/mine"),
     "export": (options.EXPORT, "write the training rows without the suspects, or with suggested labels", _EXPORT),
+    "predict": (options.PREDICT, "labels and probabilities for new rows", _PREDICT),
     "attribute": (options.ATTRIBUTE, "show the training rows behind each prediction", _ATTRIBUTE),
     "resume": (options.RESUME, "continue an interrupted run", "example:\n  hyperkron resume runs/mine"),
     "doctor": (options.DOCTOR, "check this installation", "example:\n  hyperkron doctor"),
@@ -140,7 +146,8 @@ def parse(given: Sequence[str], defaults: Mapping[str, Any] | None = None) -> ar
 def check(found: argparse.Namespace) -> None:
     """Refuse options that contradict each other."""
     if found.command == "export":
-        if (found.drop is None) == (found.relabel is None):
-            raise UsageError("export needs one of --drop suspects and --relabel suspects.")
+        asked = [name for name in (found.drop, found.relabel) if name is not None]
+        if len(asked) > 1 or (not asked and found.decisions is None):
+            raise UsageError("export needs one of --drop suspects and --relabel suspects, or --decisions.")
         if found.threshold is not None and not 0 <= found.threshold <= 1:
             raise UsageError(f"--threshold={found.threshold!r} must lie between 0 and 1.")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
-import math
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from hyperkron.cleaning.data import RowHashes, export_rows, read_pair, row_hashes
+from hyperkron.cleaning.data import ReadOptions, RowHashes, export_rows, read_pair, row_hashes
+from hyperkron.cleaning.decisions import read_decisions
+from hyperkron.cleaning.fields import Fields, parse, read_text
+from hyperkron.cleaning.loading import CsvRow, read_rows
+from hyperkron.cleaning.replacing import HASHES
 from hyperkron.cleaning.report import write_report
-from hyperkron.cleaning.report.fields import REMEDY, Fields, parse, read_text
-from hyperkron.cli.cleaning import HASHES, READING
+from hyperkron.cli.cleaning import READING
 from hyperkron.cli.options import as_options
 from hyperkron.cli.output import say, say_json
 from hyperkron.solution import HyperkronError, HyperkronWarning
@@ -30,25 +30,22 @@ def report(options: Any, given: list[str]) -> int:
     return 0
 
 
-class CsvRow(NamedTuple):
-    """A line of rows.csv."""
-
-    row: int
-    suggested: str
-    suspect: bool
-
-
 def export(options: Any, given: list[str]) -> int:
     """Write the training rows again, without the suspects or with the labels suggested for them."""
     folder = Path(options.run)
     config = _config(folder)
     train, reading = config.child("source").text("train"), config.child("source").child("reading").raw
     rows = _rows(folder, options.threshold)
-    notes = [note for note in [_check_rows(folder, train, config.child("rows"))] if note]
-    suspects = sum(row.suspect for row in rows)
-    kept = [row for row in rows if options.drop is None or not row.suspect]
-    keep = [row.row for row in kept]
-    labels: list[str | None] = [row.suggested if options.relabel and row.suspect else None for row in kept]
+    how = ReadOptions(charset=reading.get("charset") or ReadOptions.charset)
+    notes = [note for note in [_check_rows(folder, train, config.child("rows"), how)] if note]
+    decided = {} if options.decisions is None else read_decisions(options.decisions, folder)
+    _refuse_strange(decided, rows, options.decisions)
+    open_suspects = [row for row in rows if row.suspect and row.row not in decided]
+    dropped = {row.row for row in open_suspects} if options.drop else set()
+    new = {row.row: row.suggested for row in open_suspects} if options.relabel else {}
+    new |= {row.row: decided[row.row] for row in rows if decided.get(row.row, row.given) != row.given}
+    keep = [row.row for row in rows if row.row not in dropped]
+    labels: list[str | None] = [new.get(row) for row in keep]
     trusted = _flagged(train, reading)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HyperkronWarning)
@@ -56,27 +53,40 @@ def export(options: Any, given: list[str]) -> int:
             train,
             keep + trusted,
             options.out,
-            labels + [None] * len(trusted) if options.relabel else None,
+            labels + [None] * len(trusted) if new else None,
             label=reading.get("label"),
             overwrite=options.overwrite,
             formulas=options.formulas,
+            options=how,
         )
     notes += [as_options(str(warning.message)) for warning in caught]
     for note in notes:
         say(f"warning: {note}")
-    count, done = len(keep) + len(trusted), "dropped" if options.drop else "relabelled"
+    count = len(keep) + len(trusted)
+    done = {"dropped": len(dropped)} if options.drop else {"relabelled": len(new)}
+    if options.decisions:
+        done = {"decided": len(decided), "relabelled": len(new), "dropped": len(dropped)}
     if options.json:
-        found = {"file": str(written), "rows": count, "trusted": len(trusted), done: suspects, "warnings": notes}
-        say_json(found)
+        say_json({"file": str(written), "rows": count, "trusted": len(trusted), **done, "warnings": notes})
     elif not options.quiet:
         also = f", {len(trusted)} of them trusted" if trusted else ""
-        say(f"{count} rows written{also}; {suspects} suspects {done}.")
+        said = ", ".join(f"{n} {'suspects ' if name == 'dropped' else ''}{name}" for name, n in done.items())
+        say(f"{count} rows written{also}; {said}.")
         say("Rows that were left out when the data was read are not included.")
         print(written)
     return 0
 
 
-def _check_rows(folder: Path, train: str, record: Fields) -> str | None:
+def _refuse_strange(decided: dict[int, str], rows: list[CsvRow], file: str | None) -> None:
+    unknown = sorted(set(decided) - {row.row for row in rows})
+    if unknown:
+        raise HyperkronError(
+            f"decisions={file!r} decide about row {unknown[0]}, which is not a row of the run; save the file again in "
+            "the report of this run."
+        )
+
+
+def _check_rows(folder: Path, train: str, record: Fields, how: ReadOptions) -> str | None:
     """Refuse a source that does not hold the rows of the run any more; what to say where that is not known."""
     if record.count("version") != RowHashes.VERSION:
         return (
@@ -84,7 +94,7 @@ def _check_rows(folder: Path, train: str, record: Fields) -> str | None:
             "holds its rows. If the file was changed or sorted since, the wrong rows are exported: "
             "run `hyperkron clean` again."
         )
-    now = row_hashes(train)
+    now = row_hashes(train, how)
     if now.sha256 == record.text("sha256"):
         return None
     what = f"there were {record.count('count')} rows and are {len(now)} now"
@@ -113,31 +123,15 @@ def _config(folder: Path) -> Fields:
 
 
 def _rows(folder: Path, threshold: float | None) -> list[CsvRow]:
-    file = folder / "rows.csv"
-    if not file.exists():
-        raise HyperkronError(
-            f"run={str(folder)!r} has no rows.csv: it has not finished; continue with `hyperkron resume {folder}`."
-        )
-    lines = csv.DictReader(io.StringIO(read_text(file) or "", newline=""))
-    try:
-        return [_row(line, threshold) for line in lines]
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
-        raise HyperkronError(f"{file}:{lines.line_num} is not a line of a run; {REMEDY}.") from error
-
-
-def _row(line: dict[str, Any], threshold: float | None) -> CsvRow:
-    probability = float(line["error_probability"])
-    suspect = {"true": True, "false": False}[line["suspect"]]
-    if threshold is not None:
-        suspect = probability >= threshold
-    if math.isnan(probability) or line["suggested"] is None or not 0 <= int(line["row"]) < 2**62:
-        raise ValueError
-    return CsvRow(int(line["row"]), line["suggested"], suspect)
+    rows = read_rows(folder)
+    if threshold is None:
+        return rows
+    return [row._replace(suspect=row.error_probability >= threshold) for row in rows]
 
 
 def _flagged(train: str, reading: dict[str, Any]) -> list[int]:
     """The trusted rows that stand in the same file as the others: they belong to a clean dataset."""
     if reading.get("trusted_column") is None:
         return []
-    rows: list[int] = read_pair(train, **{name: reading.get(name) for name in READING})[1].rows.tolist()
+    rows: list[int] = read_pair(train, **{name: reading[name] for name in READING if name in reading})[1].rows.tolist()
     return rows

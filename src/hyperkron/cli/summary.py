@@ -43,11 +43,11 @@ def _candidates(found: list[Candidate]) -> str:
     if not found:
         return ""
     tested = any(c.test_accuracy is not None for c in found)
-    lines = [["  candidate", "held-out accuracy", "interval", *(["test accuracy"] if tested else [])]]
+    lines = [["  candidate", *(["test accuracy"] if tested else []), "95 % interval", "held-out accuracy"]]
     for c in sorted(found, key=lambda c: (c.accuracy is None, -(c.accuracy or 0.0))):
         between = "" if c.low is None or c.high is None else f"{_percent(c.low)[:-2]}–{_percent(c.high)}"
         test = [_percent(c.test_accuracy)] if tested else []
-        lines.append([f"{'*' if c.chosen else ' '} {c.name}", _percent(c.accuracy), between, *test])
+        lines.append([f"{'*' if c.chosen else ' '} {c.name}", *test, between, _percent(c.accuracy)])
     return _table(lines) + "\n* chosen on held-out trusted rows; its model is the one saved"
 
 
@@ -65,7 +65,8 @@ def _suspects(run: RunContents) -> str:
 
 
 def _suspect(s: Suspect) -> str:
-    line = f"  row {s.row}: {s.given} → {s.suggested}"
+    known = "".join(f" ({name} {value})" for name, value in s.ids.items())
+    line = f"  row {s.row}{known}: {s.given} → {s.suggested}"
     if s.error_probability is not None:  # a percentage that never claims to be certain
         sure = "over 99" if 0.995 <= s.error_probability < 1 else f"{100 * s.error_probability:.0f}"
         line += f", {sure} % likely wrong"
@@ -90,7 +91,8 @@ def _next(run: RunContents) -> str:
     folder = shlex.quote(str(run.folder))
     return (
         f"next:\n  hyperkron export {folder} --drop suspects -o clean{suffix}\n"
-        f"  hyperkron export {folder} --relabel suspects -o relabelled{suffix}"
+        f"  hyperkron export {folder} --relabel suspects -o relabelled{suffix}\n"
+        f"  hyperkron predict {folder} NEW -o predictions.csv"
     )
 
 

@@ -41,6 +41,10 @@ class Operator(ABC):
     def matvec(self, v: Tree) -> Tree:
         """(A + δI) v as a new tree with the names and dtypes of ``v``, which is not changed; adds 1 to ``products``."""
 
+    def matvec_stacked(self, v: Tree) -> Tree:
+        """:meth:`matvec` for each of many vectors, along the leading dimension of ``v``."""
+        return trees.stacked([self.matvec(one) for one in trees.unstacked(v)])
+
     def release(self) -> None:  # noqa: B027 (most have nothing to let go of)
         """The solve is done: let go of memory that no later call needs."""
 

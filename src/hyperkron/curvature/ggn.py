@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -59,6 +60,46 @@ class GGNOperator(MatrixFreeOperator):
         ]
         return gradients_of(outputs, list(self.params.values()), bent, retain_graph=True)
 
+    def _products(self, v: Tree, count: int) -> tuple[Tensor | None, ...]:
+        """The same for ``count`` stacked vectors, each pass for all of them."""
+        outputs, seeds, pulled = self._graph
+        pushed = torch.autograd.grad(
+            list(pulled.values()),
+            seeds,
+            [v[name] for name in pulled],
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=True,
+        )
+        bent = [
+            torch.func.vmap(term.hessian_product)(f.new_zeros(count, *f.shape) if j is None else j)
+            for term, f, j in zip(self.loss.terms, outputs, pushed, strict=True)
+        ]
+        return torch.autograd.grad(
+            outputs,
+            list(self.params.values()),
+            bent,
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=True,
+        )
+
+    def matvec_stacked(self, v: Tree) -> Tree:
+        """One pass for all vectors; one after the other where torch cannot do that with an operation of the model."""
+        count = len(next(iter(v.values())))
+        if self.roundoff:  # vectors of half precision are scaled one by one
+            return super().matvec_stacked(v)
+        try:
+            found = self._products(v, count)
+        except RuntimeError:
+            return super().matvec_stacked(v)
+        self.products += count
+        out: Tree = {}
+        for (name, p), x in zip(self.params.items(), found, strict=True):
+            product = p.new_zeros(v[name].shape) if x is None else x.detach()
+            out[name] = product + (self._l2.get(name, 0.0) + self.damping) * v[name]
+        return out
+
     @cached_property
     def _l2(self) -> dict[str, Tensor | float]:
         return l2_curvature(self.loss, self.params)
@@ -76,13 +117,21 @@ class PartedGGNOperator(Operator):
 
     def matvec(self, v: Tree) -> Tree:
         self.products += 1
+        return self._summed(v, GGNOperator.matvec)
+
+    def matvec_stacked(self, v: Tree) -> Tree:
+        """The graph of each part is made once for all vectors."""
+        self.products += len(next(iter(v.values())))
+        return self._summed(v, GGNOperator.matvec_stacked)
+
+    def _summed(self, v: Tree, product_of: Callable[[GGNOperator, Tree], Tree]) -> Tree:
         whole = self.point.curvature_batch
         total, counts = trees.zeros_like(v), []
         try:
             for part in self.point.problem.parts(whole):
                 self.point.curvature_batch = part
                 operator = GGNOperator(self.point, 0.0)
-                product = operator.matvec(v)
+                product = product_of(operator, v)
                 counts.append(rows(operator.loss.terms, 1))
                 total = trees.add(total, product, alpha=counts[-1][0])
         finally:

@@ -38,7 +38,7 @@ class L2:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class BatchPlace:
     """Where the examples of one rank are in a batch that is divided among several.
 
     Attributes:
@@ -49,10 +49,10 @@ class Place:
     counts: Tensor
     rank: int
 
-    def of(self, draw: Callable[..., Tensor], shape: Sequence[int], **options: Any) -> Tensor:
-        """This rank's part of ``draw(shape of the whole batch)``: the same numbers whatever the number of ranks."""
+    def of(self, sample: Callable[..., Tensor], shape: Sequence[int], **options: Any) -> Tensor:
+        """This rank's part of ``sample(shape of the whole batch)``: the same numbers whatever the number of ranks."""
         counts = [int(n) for n in self.counts.tolist()]
-        return draw((sum(counts), *shape[1:]), **options).split(counts)[self.rank]
+        return sample((sum(counts), *shape[1:]), **options).split(counts)[self.rank]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class Term(ABC):
     row_losses: Tensor
     valid: Tensor | None
     factors: tuple[Tensor | float, ...] = field(default=(), kw_only=True)
-    place: Place | None = field(default=None, kw_only=True)
+    place: BatchPlace | None = field(default=None, kw_only=True)
 
     @property
     def per_example(self) -> Tensor:
@@ -174,9 +174,9 @@ class Term(ABC):
     def _criterion_product(self, v: Tensor) -> Tensor:
         """(∂²c/∂f²) v as a fresh tensor."""
 
-    def _drawn(self, draw: Callable[..., Tensor], shape: Sequence[int], **options: Any) -> Tensor:
-        """``draw(shape)``, random numbers for every example: those of its place in the whole batch."""
-        return draw(shape, **options) if self.place is None else self.place.of(draw, shape, **options)
+    def _drawn(self, sample: Callable[..., Tensor], shape: Sequence[int], **options: Any) -> Tensor:
+        """``sample(shape)``, random numbers for every example: those of its place in the whole batch."""
+        return sample(shape, **options) if self.place is None else self.place.of(sample, shape, **options)
 
     def _in_output_dtype(self, x: Tensor) -> Tensor:
         return x.to(self.output.dtype)

@@ -14,6 +14,7 @@ from hyperkron.kernels.execution import Execution, Pending, read
 from hyperkron.solution import Solution, Status
 from hyperkron.solvers.base import Solver, epsilon, finite_or_none, preconditioned
 from hyperkron.solvers.recorded import recorded_cg
+from hyperkron.solvers.stacked import stacked_cg
 from hyperkron.trees import Tree
 from hyperkron.validation import check_interval, check_whole
 
@@ -115,6 +116,11 @@ class CG(Solver):
             return Solution(trees.map(torch.clone, b), status, 0, products)
         (left,) = read(trees.norm(trees.add(b, product, alpha=-1.0)))
         return Solution(trees.map(torch.clone, p), status, 0, products, finite_or_none(left / size))
+
+    def solve_stacked(self, operator: Operator, b: Tree, *, preconditioner: Invertible | None = None) -> Solution:
+        """All systems side by side, so that products with A serve all of them; each stops by itself."""
+        self._check(operator, None, preconditioner)
+        return stacked_cg(operator, b, preconditioner, self.iterations, self.tolerance)
 
     def _record(
         self,

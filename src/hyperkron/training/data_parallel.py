@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hyperkron.collectives import Group, replicated
 from hyperkron.evaluation.inputs import map_tensors, tensors_of
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
-from hyperkron.losses import Loss, Place, as_loss
+from hyperkron.losses import BatchPlace, Loss, as_loss
 from hyperkron.problem import BilevelProblem, Objective
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.training.accumulation import Accumulated, Both, Level, batch_norms, length, refuse_what_is_no_mean
@@ -88,7 +88,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def together(problem: BilevelProblem, model: nn.Module, hyper: nn.Module | None) -> nn.Module:
+def synchronised(problem: BilevelProblem, model: nn.Module, hyper: nn.Module | None) -> nn.Module:
     """The bare model, with θ, λ, buffers and torch's random state of the first process on all of them.
 
     Refuses a ``DistributedDataParallel`` model whose problem would be evaluated by every process for itself.
@@ -147,7 +147,7 @@ class _Divided:
                 "rank), so that no one weight of a rank is right; mask them alike."
             )
         share, total = shares[self.group.rank, 0], (shares[:, 0] * table[:, 0]).sum()
-        place, mine = Place(table[:, 1], self.group.rank), share.to(value)
+        place, mine = BatchPlace(table[:, 1], self.group.rank), share.to(value)
         return Loss(
             loss.value * mine + (total.to(value) - value * mine),  # its gradient is the part's, its value the whole's
             tuple(replace(term.scale(share), place=place) for term in loss.terms),

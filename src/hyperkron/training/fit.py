@@ -17,7 +17,7 @@ from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError
 from hyperkron.training import checkpoint
 from hyperkron.training.callbacks import Callback
-from hyperkron.training.data_parallel import together
+from hyperkron.training.data_parallel import synchronised
 from hyperkron.training.randomness import random_state, seed_all
 from hyperkron.training.run import Run
 
@@ -98,7 +98,7 @@ def fit(
             f"algorithm={algorithm!r:.60} is a {type(algorithm).__name__}, not an Algorithm; wrap a hypergradient "
             "as hyperkron.AID(hypergradient, inner_steps=10)."
         )
-    model = together(problem, model, hyper)
+    model = synchronised(problem, model, hyper)
     if seed is not None:
         seed_all(seed)
     levels = {"inner": inner_optimizer, "outer": outer_optimizer}

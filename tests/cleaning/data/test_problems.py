@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[str | bytes, dict[str, Any], list[str]]] = {
         {},
         ["charset='utf-8'", "line 3", "0xe9", "latin-1"],
     ),
-    "utf-16": ("text,label\na,x\n".encode("utf-16"), {}, ["UTF-16", "charset='utf-16'"]),
+    "utf-16 without a mark": ("text,label\na,x\n".encode("utf-16-le"), {}, ["zero byte in line 1", "charset='utf-8'"]),
     "binary": (b"text,label\n\0\1,x\n", {}, ["zero byte in line 2"]),
     "column not found": (GOOD, {"label": "lable"}, ["label='lable'", "Did you mean 'label'?", "'text', 'label'"]),
     "text not found": (GOOD, {"text": "Text"}, ["text='Text'", "Did you mean 'text'?"]),
@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[str | bytes, dict[str, Any], list[str]]] = {
     "strange flags": ("text,label,ok\na,x,maybe\nb,y,1\n", {"trusted_column": "ok"}, ["true/false", "'maybe'"]),
     "no flag set": ("text,label,ok\na,x,0\nb,y,0\n", {"trusted_column": "ok"}, ["flags none of the 2 rows"]),
     "all flags set": ("text,label,ok\na,x,1\nb,y,1\n", {"trusted_column": "ok"}, ["flags every one of the 2 rows"]),
-    "no trusted rows": (GOOD, {"trusted": None}, ["trusted=None", "--trusted", "trusted_column"]),
+    "no trusted rows": (GOOD, {"trusted": None}, ["trusted=...", "trusted_column=..."]),
     "two kinds of trust": (GOOD + "", {"trusted": "here", "trusted_column": "text"}, ["both given"]),
 }
 

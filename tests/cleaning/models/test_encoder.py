@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -295,13 +296,33 @@ def test_an_encoder_that_was_asked_for_is_never_replaced(name: str, message: str
 
 @pytest.mark.usefixtures("offline")
 def test_without_any_encoder_hashed_ngrams_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(HyperkronWarning, match="Using hashed n-grams: the default encoder is not available"):
-        encoder, messages = load_encoder()
+    encoder, messages = load_encoder()
     assert encoder is None
+    assert messages[0].startswith("Using hashed n-grams: the default encoder is not available")
     assert HUB_ENCODER in messages[0]
     monkeypatch.setenv("HYPERKRON_ENCODER", "no-such-person/no-such-model")
     with pytest.raises(EncoderUnavailable, match="no-such-person"):
         load_encoder()
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    from hyperkron.cleaning.models import encoder
+
+    asked, never = [], threading.Event()
+
+    def wait(self: object, name: str, timeout: float) -> None:
+        asked.append(name)
+        never.wait()
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", wait)
+    monkeypatch.setattr(encoder, "HUB_SECONDS", 0.01)
+    for _ in range(2):
+        with pytest.raises(EncoderUnavailable, match=r"cannot be fetched \(no answer within 0.01 s\)"):
+            load_encoder("nobody/silent-model")
+    assert asked == ["nobody/silent-model"]
+    never.set()
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ browser, file, opened = browsing.browser, browsing.file, browsing.opened
 
 
 def test_it_renders_offline_without_a_word(opened: Opened) -> None:
-    assert opened.page.get_by_role("heading", level=1).inner_text() == "Use weighted and trusted."
+    assert opened.page.get_by_role("heading", level=1).inner_text() == "Use the alternative “weighted and trusted”."
     assert opened.page.get_by_role("heading", level=2).count() == 8
     assert opened.column("#") == [str(i) for i in range(1, 51)]
     assert opened.column("Row") == [str(s["row"]) for s in SUSPECTS[:50]]

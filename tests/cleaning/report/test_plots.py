@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,9 @@ def test_a_matrix_without_noise_has_no_shade() -> None:
 @pytest.mark.parametrize(
     ("winner", "other", "words"),
     [
-        ((0.9, 0.88, 0.92), (0.8, 0.78, 0.82), "10.0 points less; the intervals do not overlap."),
-        ((0.9, 0.8, 1.0), (0.89, 0.8, 1.0), "1.0 points less; the intervals overlap, so the difference may be chance."),
-        ((0.8, 0.7, 0.9), (0.82, 0.7, 0.9), "2.0 points more; the intervals overlap"),
+        ((0.9, 0.88, 0.92), (0.8, 0.78, 0.82), "10.0 points less, a significant difference."),
+        ((0.9, 0.8, 1.0), (0.89, 0.8, 1.0), "1.0 points less: no significant difference."),
+        ((0.8, 0.7, 0.9), (0.82, 0.7, 0.9), "2.0 points more: no significant difference."),
         ((0.8, None, 0.9), (0.8, 0.7, 0.9), "the same accuracy."),
         ((0.8, 0.7, 0.9), (0.8, 0.7, 0.9), "the same accuracy."),
     ],
@@ -116,3 +117,6 @@ def test_the_comparison_in_words(winner: Any, other: Any, words: str) -> None:
     b = Candidate("b", "", *other, None, None, False, None)
     assert words in wording.comparison([a, b])
     assert wording.comparison([a]) == ""
+    for different, said in ((True, ", a significant difference."), (False, ": no significant difference.")):
+        if "same" not in words:  # the run compared them row by row, which says more than intervals do
+            assert wording.comparison([a, replace(b, different=different)]).endswith(said)

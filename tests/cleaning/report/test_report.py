@@ -81,10 +81,10 @@ def test_the_parts_stand_in_their_order(report: _Reader) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        "Use weighted and trusted .",
+        "Use the alternative “weighted and trusted”.",
         f"About 40 % of the labels look wrong. {COUNT} of 300 rows are suspects.",
         "Training with the learned weights beats every alternative",
-        "The best alternative, “small loss”, reaches 88.7 %, 2.7 points less; the intervals overlap",
+        "The best alternative, “small loss”, reaches 88.7 %, 2.7 points less: no significant difference.",
         "88.4 % – 94.4 %",
         "Test accuracy",
         "2.5 × one plain training",
@@ -118,7 +118,7 @@ def test_suspects_are_handed_to_the_script(report: _Reader, tmp_path: Path) -> N
 def test_without_test_accuracies_there_is_no_such_column(tmp_path: Path) -> None:
     candidates = [{"name": "a", "accuracy": 0.5, "test_accuracy": None}]
     reader = read(write_report(write_run_folder(tmp_path, candidates=candidates, chosen="a")))
-    assert "Test accuracy" not in reader.text and "On the test set" not in reader.text
+    assert "Test accuracy" not in reader.text and "Accuracy on the test set" not in reader.text
 
 
 def test_times_of_candidates_stand_there_where_they_are_known(tmp_path: Path, report: _Reader) -> None:
@@ -135,11 +135,43 @@ def test_collapse_is_said(tmp_path: Path, report: _Reader) -> None:
     assert "The weights collapsed." in read(write_report(write_run_folder(tmp_path, collapsed=True))).text
 
 
-def test_only_five_hundred_suspects_are_listed_and_that_is_said(tmp_path: Path) -> None:
-    reader = read(write_report(write_run_folder(tmp_path, rows=2000)))
-    assert len(reader.data["suspects"]) == 500
-    count = json.loads((tmp_path / "result.json").read_text("utf-8"))["suspects"]["count"]
-    assert f"The first 500 of {count} are listed" in reader.text
+def test_all_suspects_are_listed_and_examples_as_far_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run_folder(tmp_path, rows=2000)
+    count = json.loads((folder / "result.json").read_text("utf-8"))["suspects"]["count"]
+    assert count > 500 and len(read(write_report(folder)).data["suspects"]) == count
+    monkeypatch.setattr(page, "MAX_EXAMPLES", 5000)
+    told = [s["text"] for s in read(write_report(folder)).data["suspects"]]
+    assert len(told) == count and told[0] and 0 < sum(map(len, told)) <= 5000 and not told[-1]
+
+
+def test_ids_are_on_the_page(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path)
+    write_suspects(folder, [{"row": 3, "id": {"customer": "<b>C-7</b>"}, "given": "a", "suggested": "b"}])
+    assert read(write_report(folder)).data["suspects"][0]["ids"] == [["customer", "<b>C-7</b>"]]
+
+
+def test_the_heading_says_what_to_do_and_few_trusted_rows_show_nothing(tmp_path: Path) -> None:
+    for name, said in (("hyperkron", "Use the cleaned model."), ("trusted", "Train on the trusted rows alone.")):
+        assert said in read(write_report(write_run_folder(tmp_path, chosen=name))).text
+    whole = [{"name": "hyperkron", "accuracy": 1.0, "low": 0.94, "high": 1.0, "rows": 60}]
+    reader = read(write_report(write_run_folder(tmp_path, chosen="hyperkron", candidates=whole)))
+    assert "Held-out accuracy at least 94.0 % 95 % interval; 100.0 % of 60 rows" in reader.text
+    data = json.loads((tmp_path / "result.json").read_text("utf-8"))["data"] | {"trusted_rows": 29}
+    reader = read(write_report(write_run_folder(tmp_path, chosen="hyperkron", candidates=whole, data=data)))
+    assert "Held-out accuracy not known too few trusted rows to tell" in reader.text
+
+
+def test_each_class_has_a_line(tmp_path: Path) -> None:
+    classes = ("a", "b")
+    lines = [{"name": "a", "suspects": 3, "right": 9}, {"name": "b", "suspects": 5, "right": 1}]
+    more = [line | {"test_rows": 50, "test_right": 40} for line in lines]
+    data = {"classes": classes, "train_per_class": [40, 60], "trusted_per_class": [10, 2], "trusted_rows": 12}
+    for per_class, end in ((lines, ""), (more, " 40 of 50")):
+        result = {"data": data, "per_class": per_class}
+        text = read(write_report(write_run_folder(tmp_path, classes=classes, **result))).text
+        assert f"a 40 3 9 of 10{end} b 60 5 1 of 2, too few to tell{end}" in text
 
 
 def test_many_classes_show_the_noisiest_twenty(tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ from hyperkron.cleaning.data.export import export_rows
 from hyperkron.cleaning.data.idx import MNIST, mnist, read_idx
 from hyperkron.cleaning.data.labelled import Labelled
 from hyperkron.cleaning.data.limits import ReadOptions
+from hyperkron.cleaning.data.new_rows import InputForm, NewRows
 from hyperkron.cleaning.data.provenance import RowHashes
 from hyperkron.cleaning.data.reading import read, read_pair
 from hyperkron.cleaning.data.sources import row_hashes
 
 __all__ = [
     "MNIST",
+    "InputForm",
     "Labelled",
+    "NewRows",
     "ReadOptions",
     "RowHashes",
     "TableEncoding",

@@ -65,6 +65,8 @@ def _keys(arrays: Mapping[str, Any], place: Place) -> tuple[str, str, str]:
             for y in ("y", "labels", "targets"):
                 if x + suffix in by_lower and y + suffix in by_lower:
                     return by_lower[x + suffix], by_lower[y + suffix], suffix
+            if not place.labelled and x + suffix in by_lower:
+                return by_lower[x + suffix], by_lower[x + suffix], suffix
     needed = f"x_{place.part} and y_{place.part}" if place.part else "x and y, or x_train and y_train"
     held = listing(map(repr, sorted(arrays)), 12)
     raise HyperkronError(f"{place.path.name} must hold {needed}; it holds {held}.")
@@ -73,7 +75,8 @@ def _keys(arrays: Mapping[str, Any], place: Place) -> tuple[str, str, str]:
 def read_npz_rows(place: Place) -> Raw:
     """The inputs and labels of a ``.npz`` file."""
     arrays = read_npz(place.path, place.options)
-    x, y = (arrays[name] for name in _keys(arrays, place)[:2])
+    inputs, labels, _ = _keys(arrays, place)
+    x, y = arrays[inputs], arrays[labels] if labels != inputs else np.zeros(len(arrays[inputs]), dtype=np.int64)
     names = arrays.get("classes")
     classes = tuple(str(name) for name in names.tolist()) if names is not None and names.ndim == 1 else ()
     if x.ndim <= 2:
@@ -130,9 +133,22 @@ def _npz(content: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
+def dense(x: Any, name: str, most: int = ReadOptions.max_cells) -> Array:
+    """An array of what was given; a sparse matrix is filled up, if it is not too large for that."""
+    if hasattr(x, "toarray"):
+        cells = prod(x.shape)
+        if cells > most:
+            raise HyperkronError(
+                f"{name}: x is a sparse matrix of {x.shape[0]} × {x.shape[1]}; more than {most} cells are not filled "
+                "up. Reduce it first, for example with sklearn.decomposition.TruncatedSVD(256).fit_transform(x)."
+            )
+        x = x.toarray()
+    return np.asarray(x)
+
+
 def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
     """Rows of arrays: texts (N,), a table (N, d), or images (N, H, W), (N, H, W, C) or (N, C, H, W), and labels."""
-    inputs, targets = np.asarray(x), np.asarray(y)
+    inputs, targets = dense(x, name), np.asarray(y)
     if targets.ndim == 2 and 1 in targets.shape:
         targets = targets.reshape(-1)
     if targets.ndim != 1:

@@ -105,12 +105,17 @@ def duplicate_notes(raw: Raw, of: Iterable[Hashable]) -> list[str]:
     notes = [f"{raw.name}: {several(extra, 'row')} {verb} the input of an earlier one and stay: rows {pairs}."]
     conflicting = [group for group in repeated if len({raw.labels[i] for i in group}) > 1]
     if conflicting:
-        shown = listing(" / ".join(f"{rows[i]} {raw.labels[i]!r}" for i in group[:3]) for group in conflicting)
+        first = ({raw.labels[i]: rows[i] for i in reversed(group)} for group in conflicting)
+        shown = listing(" / ".join(f"{row} {name!r}" for name, row in sorted(f.items(), key=_row)[:4]) for f in first)
         notes.append(
             f"{raw.name}: {several(len(conflicting), 'input')} with conflicting labels, which cannot all be right: "
             f"rows {shown}."
         )
     return notes
+
+
+def _row(item: tuple[str | None, int]) -> int:
+    return item[1]
 
 
 def without_overlap(train: Raw, trusted: Raw, keep: bool, shared: Array) -> Raw:
@@ -142,6 +147,11 @@ def class_list(*parts: Raw) -> tuple[str, ...]:
     if len(found) < 2:
         raise HyperkronError(
             f"{where} has a single class, {next(iter(found), None)!r}; at least two are needed. Check label=... ."
+        )
+    if len(set(parts[0].labels)) < 2:
+        raise HyperkronError(
+            f"{where} has a single class, {parts[0].labels[0]!r}, in every training row; at least two are needed. "
+            "Check label=... ."
         )
     rows = sum(len(raw) for raw in parts)
     if len(found) > 20 and 2 * len(found) > rows:
@@ -222,4 +232,6 @@ def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None,
         encoding=encoding,
         source=raw.name,
         left_out={why: rows.astype(np.int64) for why, rows in raw.left_out.items()},
+        ids=raw.ids,
+        roles=raw.roles,
     )

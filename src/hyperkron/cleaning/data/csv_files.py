@@ -15,7 +15,8 @@ from hyperkron.cleaning.data.files import listing
 from hyperkron.cleaning.data.formulas import FormulaCells
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Frame, Place
-from hyperkron.cleaning.data.limits import Bounds, ReadOptions, read_bounded, read_text
+from hyperkron.cleaning.data.limits import Bounds, ReadOptions, charset_of, read_bounded, read_text
+from hyperkron.cleaning.data.suspicions import header_note
 from hyperkron.cleaning.data.values import Cells
 from hyperkron.solution import HyperkronError
 
@@ -137,8 +138,9 @@ def read_csv(place: Place) -> Frame:
     values = zip(*(fields for fields, _ in file.records), strict=True)
     columns = {name: Cells(column) for name, column in zip(file.header, values, strict=False)}
     expected = "\t" if _is_tabbed(path) else ","
-    notes = (f"{path.name}: fields are taken to be separated by {file.delimiter!r}.",)
-    return Frame(path.name, columns, path.parent, notes if file.delimiter != expected else ())
+    notes = [f"{path.name}: fields are taken to be separated by {file.delimiter!r}."] * (file.delimiter != expected)
+    notes += [f"{path.name}: {note}" for note in [header_note(columns)] if note]
+    return Frame(path.name, columns, path.parent, tuple(notes))
 
 
 def csv_line(fields: Sequence[str], delimiter: str = ",", end: str = "\n") -> str:
@@ -169,5 +171,4 @@ def write_csv(place: Place, kept: Kept) -> bytes:
     parts = [written(file.header, file.head)]
     parts += [written(*file.records[row], row) for row in kept.within(len(file.records), path.name)]
     cells.tell(path.name)
-    marked = options.charset.lower() in ("utf-8", "utf8") and read_bounded(path, options).startswith(b"\xef\xbb\xbf")
-    return "".join(parts).encode("utf-8-sig" if marked else options.charset)
+    return "".join(parts).encode(charset_of(read_bounded(path, options), options.charset))

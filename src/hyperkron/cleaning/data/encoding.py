@@ -6,34 +6,38 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from hyperkron.cleaning.data.files import listing, np, several
+from hyperkron.cleaning.data.number_forms import NumberForm, detect_form, form_note, read_numbers
 from hyperkron.cleaning.data.values import LARGEST, Array, Columns, Values, category, extremes, numbers
 from hyperkron.solution import HyperkronError
 
 FORMAT = 1
 _STRANGE = 0.05  # a column with at most this part of values that are no numbers is one of numbers
+_WORDS = 5  # also one with this many different words at most, if two thirds are numbers and these differ
 
 
 @dataclass(frozen=True)
 class Number:
     """A column of numbers: z = (x − mean) / scale over the training rows, 0 where x is missing.
 
-    ``flagged`` says that values were missing in training, so that an input of its own says where they are.
+    ``flagged`` says that values were missing in training, so that an input of its own says where they are; ``form`` how
+    the numbers are written.
     """
 
     name: str
     mean: float
     scale: float
     flagged: bool
+    form: NumberForm = "plain"
 
     @property
     def inputs(self) -> tuple[str, ...]:
         return (self.name,)
 
     def matrix(self, values: Values) -> Array:
-        return numbers(values)[0][:, None].astype(np.float32)
+        return read_numbers(values, self.form)[0][:, None].astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,10 @@ class TableEncoding:
 def _column(entry: Mapping[str, Any]) -> Column:
     name, flagged = str(entry["name"]), bool(entry["flagged"])
     if entry["kind"] == "number":
-        return Number(name, float(entry["mean"]), float(entry["scale"]), flagged)
+        form = entry.get("form", "plain")
+        if form not in get_args(NumberForm):
+            raise ValueError(f"no form of numbers is called {form!r}")
+        return Number(name, float(entry["mean"]), float(entry["scale"]), flagged, form)
     if entry["kind"] == "category":
         return Category(name, tuple(map(str, entry["values"])), bool(entry["other"]), flagged)
     raise ValueError(f"no kind of column is called {entry['kind']!r}")
@@ -169,6 +176,9 @@ def _column(entry: Mapping[str, Any]) -> Column:
 def _fit_column(name: str, values: Values, cap: int) -> tuple[Column | None, str]:
     """How one column is encoded, None if it is left out; and what to say about it."""
     found, strange = numbers(values)
+    form = detect_form(values, strange) if strange else "plain"
+    if form != "plain":
+        found, strange = read_numbers(values, form)
     here = found[~np.isnan(found)]
     if len(here) + len(strange) == 0:
         if len(extreme := extremes(values)):
@@ -178,7 +188,7 @@ def _fit_column(name: str, values: Values, cap: int) -> tuple[Column | None, str
                 "or take logarithms), or leave it out."
             )
         return None, f"column {name!r} has no values and is left out."
-    if len(strange) > _STRANGE * (len(here) + len(strange)):
+    if len(strange) > _STRANGE * (len(here) + len(strange)) and not _few_words(here, strange):
         return _fit_category(name, values, cap)
     mean, scale = float(here.mean()), float(here.std())
     flagged = len(here) < len(found)
@@ -186,13 +196,19 @@ def _fit_column(name: str, values: Values, cap: int) -> tuple[Column | None, str
         if not flagged:
             return None, f"column {name!r} is {here[0]:g} in every training row and is left out."
         scale = 1.0
-    message = ""
+    message = form_note(name, form, values)
     if strange:
-        message = (
+        message += (" " if message else "") + (
             f"column {name!r} holds numbers but for {several(len(strange), 'value')} taken as missing: "
-            f"{listing(repr(str(value)[:40]) for value in strange)}."
+            f"{listing(dict.fromkeys(repr(str(value)[:40]) for value in strange))}."
         )
-    return Number(name, mean, scale, flagged), message
+    return Number(name, mean, scale, flagged, form), message
+
+
+def _few_words(here: Array, strange: list[Any]) -> bool:
+    """Whether the cells that are no numbers are a few words, such as "unknown", among many different numbers."""
+    words = {str(value).strip().lower() for value in strange}
+    return len(words) <= _WORDS and len(here) >= 2 * len(strange) and len(np.unique(here)) > 2 * _WORDS
 
 
 def _fit_category(name: str, values: Values, cap: int) -> tuple[Category | None, str]:

@@ -61,14 +61,18 @@ def _arrow(dataset: Any) -> Any:
 
 
 def read_hub(place: Place) -> Frame:
-    """The columns of a dataset, and the class names of each column that has them."""
-    dataset = _load(place.source)
+    """The columns of a dataset of the Hub."""
+    return dataset_frame(_load(place.source), place.source, _own_folder(place.source))
+
+
+def dataset_frame(dataset: Any, name: str, folder: Path | None = None) -> Frame:
+    """The columns of a ``datasets.Dataset``, and the class names of each column that has them."""
     names = {
         column: tuple(feature.names)
         for column, feature in dataset.features.items()
         if type(feature).__name__ == "ClassLabel" and feature.names
     }
-    return Frame(place.source, arrow_columns(_arrow(dataset)), _own_folder(place.source), class_names=names)
+    return Frame(name, arrow_columns(_arrow(dataset)), folder, class_names=names)
 
 
 def write_hub(place: Place, kept: Kept) -> bytes:

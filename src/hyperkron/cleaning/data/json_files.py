@@ -9,7 +9,7 @@ from typing import Any
 from hyperkron.cleaning.data.csv_files import lines
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Frame, Place
-from hyperkron.cleaning.data.limits import Bounds, ReadOptions, read_text
+from hyperkron.cleaning.data.limits import Bounds, ReadOptions, charset_of, read_bounded, read_text
 from hyperkron.solution import HyperkronError
 
 Record = tuple[dict[str, Any], str]
@@ -95,10 +95,11 @@ def write_json(place: Place, kept: Kept) -> bytes:
     kept.require_suffix(name, *((".json",) if as_list else (".jsonl", ".ndjson", ".jsonl.gz")))
     records = _records(place)
     column = kept.label_column(name, _names(records))
+    charset = charset_of(read_bounded(place.path, place.options), place.options.charset)
     if not as_list:
-        return lines_of(records, kept, column, name).encode(place.options.charset)
+        return lines_of(records, kept, column, name).encode(charset)
     values = [kept.relabelled(row, records[row][0], column) for row in kept.within(len(records), name)]
-    return (json.dumps(values, ensure_ascii=False, indent=1) + "\n").encode(place.options.charset)
+    return (json.dumps(values, ensure_ascii=False, indent=1) + "\n").encode(charset)
 
 
 def lines_of(records: list[Record], kept: Kept, column: str, name: str) -> str:

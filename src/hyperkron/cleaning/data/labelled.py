@@ -17,11 +17,41 @@ Kind: TypeAlias = Literal["text", "table", "image"]
 
 
 @dataclass(frozen=True)
+class Roles:
+    """The columns a person named; ``roles.resolve`` fills in the rest. ``id`` are carried along and not learnt from."""
+
+    text: str | None = None
+    label: str | None = None
+    image: str | None = None
+    features: Sequence[str] | None = None
+    trusted_column: str | None = None
+    id: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        kinds = self.given("text", "image", "features")
+        if len(kinds) > 1:
+            raise HyperkronError(f"{' and '.join(kinds)} contradict each other; name one of text, image and features.")
+        if isinstance(self.features, str):
+            raise HyperkronError(f"features={self.features!r} must be a list of names, such as [{self.features!r}].")
+        if self.features is not None and not self.features:
+            raise HyperkronError("features=[] names no column; leave it out to use all.")
+        object.__setattr__(self, "id", (self.id,) if isinstance(self.id, str) else tuple(self.id or ()))
+
+    def given(self, *names: str) -> list[str]:
+        """Those of some roles that are named, as arguments."""
+        return [f"{name}={value!r}" for name in names if (value := getattr(self, name)) not in (None, ())]
+
+    def inputs(self) -> tuple[str | None, ...]:
+        """The columns other than the label and ids, None for some that are not named."""
+        return (self.text, self.image, self.trusted_column, *(self.features or ()))
+
+
+@dataclass(frozen=True)
 class Place:
     """A source on the disk or on the Hub, the argument that named it, and how to read it.
 
     ``gold`` says whether true labels are wanted where there are weak ones too (None goes by the part), ``shape`` is the
-    (C, H, W) that pictures must come to.
+    (C, H, W) that pictures must come to, ``labelled`` whether there must be labels.
     """
 
     argument: str
@@ -31,6 +61,7 @@ class Place:
     options: ReadOptions
     gold: bool | None = None
     shape: tuple[int, ...] | None = None
+    labelled: bool = True
 
     @property
     def name(self) -> str:
@@ -87,6 +118,8 @@ class Raw:
     gold: list[str | None] | None = None
     classes: tuple[str, ...] = ()
     left_out: Mapping[str, Array] = field(default_factory=dict)
+    ids: Columns = field(default_factory=dict)
+    roles: Roles = Roles()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -98,7 +131,7 @@ class Raw:
 
     def take(self, positions: Array) -> Raw:
         """Some of the rows, by their positions here."""
-        per_row = ("inputs", "labels", "rows", "trusted", "weak", "gold")
+        per_row = ("inputs", "labels", "rows", "trusted", "weak", "gold", "ids")
         return replace(self, **{name: pick(getattr(self, name), positions) for name in per_row})
 
     def without(self, mask: Array, why: str) -> Raw:
@@ -129,6 +162,8 @@ class Labelled:
         encoding: how a table became numbers; None for texts and images.
         source: what was read.
         left_out: for each reason, the positions in the source of the rows that are not here.
+        ids: columns that identify rows, by name: carried along, never learnt from.
+        roles: which column of the source is the text, the label and so on.
 
     Example:
         >>> from hyperkron.cleaning.data import read_pair
@@ -149,6 +184,8 @@ class Labelled:
     encoding: TableEncoding | None = None
     source: str = ""
     left_out: Mapping[str, Array] = field(default_factory=dict)
+    ids: Columns = field(default_factory=dict)
+    roles: Roles = Roles()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -161,7 +198,7 @@ class Labelled:
     def take(self, positions: Sequence[int] | Array) -> Labelled:
         """Some of the rows, by their positions here, in that order."""
         at = np.asarray(positions, dtype="int64")
-        per_row = ("inputs", "labels", "rows", "weak", "gold")
+        per_row = ("inputs", "labels", "rows", "weak", "gold", "ids")
         return replace(self, **{name: pick(getattr(self, name), at) for name in per_row})
 
     def standardised(self) -> Array:

@@ -118,13 +118,19 @@ def read_bounded(path: Path, options: ReadOptions) -> bytes:
         raise HyperkronError(f"{str(path)!r} cannot be read ({reason}); write or fetch it again.") from error
 
 
+def charset_of(data: bytes, charset: str) -> str:
+    """The encoding of a file: as named, or as a byte order mark says where UTF-8 is expected."""
+    if charset.lower().replace("_", "-") not in {"utf-8", "utf8"}:
+        return charset
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "utf-16"
+    return "utf-8-sig" if data.startswith(b"\xef\xbb\xbf") else "utf-8"
+
+
 def read_text(path: Path, options: ReadOptions) -> str:
     """The text of a file; an error that says where and what to do when it is of another encoding."""
-    data, charset = read_bounded(path, options), options.charset
-    if charset.lower().replace("_", "-") in {"utf-8", "utf8"}:
-        if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            raise HyperkronError(f"{str(path)!r} is encoded as UTF-16, not charset={charset!r}; pass charset='utf-16'.")
-        charset = "utf-8-sig"
+    data = read_bounded(path, options)
+    charset = charset_of(data, options.charset)
     try:
         text = data.decode(charset)
     except LookupError as error:

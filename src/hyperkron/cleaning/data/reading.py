@@ -10,10 +10,11 @@ from typing import Any
 from hyperkron.cleaning.data import checks
 from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.files import np
-from hyperkron.cleaning.data.labelled import Labelled, Raw
+from hyperkron.cleaning.data.labelled import Labelled, Raw, Roles
 from hyperkron.cleaning.data.limits import ReadOptions
-from hyperkron.cleaning.data.roles import Roles, frame_rows
+from hyperkron.cleaning.data.roles import frame_rows
 from hyperkron.cleaning.data.sources import Source, in_memory, locate, own_trusted, without_columns
+from hyperkron.cleaning.data.suspicions import label_notes, number_notes
 from hyperkron.solution import HyperkronError
 
 
@@ -32,12 +33,17 @@ def _load(
     else:
         opened = in_memory(source, argument)
     if isinstance(opened, Raw):
-        named = asked.given("text", "image", "features", "trusted_column")
+        named = asked.given("text", "image", "features", "trusted_column", "id")
         if named:
             raise HyperkronError(f"{' and '.join(named)}: {opened.name} has no columns; leave it out.")
         return checks.usable(opened), asked
     raw, found = frame_rows(opened, asked, options, shape)
     return checks.usable(raw), found
+
+
+def _options(options: ReadOptions | None, charset: str | None) -> ReadOptions:
+    options = options or ReadOptions()
+    return options if charset is None else replace(options, charset=charset)
 
 
 def _encoding(train: Raw, options: ReadOptions) -> tuple[TableEncoding | None, list[str]]:
@@ -57,6 +63,7 @@ def read(
     features: Sequence[str] | None = None,
     part: str | None = None,
     like: Labelled | None = None,
+    charset: str | None = None,
     options: ReadOptions | None = None,
 ) -> Labelled:
     """The rows of one source.
@@ -66,6 +73,7 @@ def read(
         text, label, image, features: the columns of a table; those not named are inferred where there is no doubt.
         part: train, valid or test, for sources that have parts.
         like: rows whose class list, encoding and image size are to be used, such as the training rows for a test set.
+        charset: of CSV and JSON files, in place of that of ``options``.
         options: how to read.
 
     Example:
@@ -73,7 +81,7 @@ def read(
         >>> rows.kind, rows.classes, rows.inputs.tolist()
         ('table', ('a', 'b'), [[0.0, 1.0], [2.0, 3.0]])
     """
-    options, asked = options or ReadOptions(), Roles(text, label, image, features)
+    options, asked = _options(options, charset), Roles(text, label, image, features)
     if like is None:
         raw, _ = _load(source, "source", asked, options, part=part)
         classes = checks.class_list(raw)
@@ -97,6 +105,8 @@ def read_pair(
     image: str | None = None,
     features: Sequence[str] | None = None,
     trusted_column: str | None = None,
+    id: str | Sequence[str] = (),
+    charset: str | None = None,
     options: ReadOptions | None = None,
 ) -> tuple[Labelled, Labelled]:
     """The training and the trusted rows, with one class list and one encoding, learnt on the training rows.
@@ -109,6 +119,8 @@ def read_pair(
             with a part ``trusted`` or ``valid``.
         text, label, image, features: the columns of a table; those not named are inferred where there is no doubt.
         trusted_column: the column that flags the trusted rows of ``train``.
+        id: columns that identify the training rows: carried along, never learnt from.
+        charset: of CSV and JSON files, in place of that of ``options``.
         options: how to read.
 
     Example:
@@ -117,7 +129,7 @@ def read_pair(
         >>> train.inputs, trusted.rows.tolist()
         (['a b', 'c'], [2, 3])
     """
-    options, asked = options or ReadOptions(), Roles(text, label, image, features, trusted_column)
+    options, asked = _options(options, charset), Roles(text, label, image, features, trusted_column, id)
     if trusted is not None and trusted_column is not None:
         raise HyperkronError(
             f"trusted={trusted!r:.100} and trusted_column={trusted_column!r} are both given; give one."
@@ -126,14 +138,14 @@ def read_pair(
         trusted = own_trusted(train)
         if trusted is None:
             raise HyperkronError(
-                "trusted=None: name a second source with rows whose labels are right (trusted=..., --trusted), or the "
-                "column of train that flags them (trusted_column=..., --trusted-column)."
+                "trusted=None: name a second source with rows whose labels are right (trusted=...), or the column of "
+                "train that flags them (trusted_column=...)."
             )
     ours, found = _load(train, "train", asked, options, gold=False)
     if trusted is None:
         ours, theirs = _by_flag(ours, str(trusted_column))
     else:
-        theirs, _ = _load(trusted, "trusted", found, options, ours.shape, gold=True)
+        theirs, _ = _load(trusted, "trusted", replace(found, id=()), options, ours.shape, gold=True)
         checks.refuse_other_kind(theirs, ours.kind, ours.shape, ours.name)
     return _pair(ours, theirs, options)
 
@@ -141,7 +153,8 @@ def read_pair(
 def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Labelled]:
     if train.kind == "table" and len(train.inputs) != len(trusted.inputs):
         raise HyperkronError(
-            f"{train.name} has {len(train.inputs)} columns but {trusted.name} has {len(trusted.inputs)}."
+            f"{train.name} has {len(train.inputs)} columns but {trusted.name} has {len(trusted.inputs)}; give both the "
+            "same columns."
         )
     numeric = checks.numeric_columns(train, trusted)
     ours, theirs = (checks.keys(raw, numeric) for raw in (train, trusted))
@@ -153,7 +166,7 @@ def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Lab
     classes = checks.class_list(train, trusted)
     notes = checks.class_notes(train, trusted, classes)
     encoding, learnt = _encoding(train, options)
-    notes += [*learnt, *checks.duplicate_notes(train, ours)]
+    notes += [*label_notes(train), *number_notes(train), *learnt, *checks.duplicate_notes(train, ours)]
     return (
         checks.labelled(train, classes, encoding, notes),
         checks.labelled(trusted, classes, encoding, checks.duplicate_notes(trusted, theirs)),

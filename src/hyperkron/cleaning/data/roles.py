@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hyperkron.cleaning.data.files import listing, nearest, np
 from hyperkron.cleaning.data.images import SUFFIXES, load_images
-from hyperkron.cleaning.data.labelled import Frame, Kind, Raw
+from hyperkron.cleaning.data.labelled import Frame, Kind, Raw, Roles
 from hyperkron.cleaning.data.limits import ReadOptions
-from hyperkron.cleaning.data.values import Values, as_number, flags, gaps, is_missing, label_names
+from hyperkron.cleaning.data.values import Values, as_number, cells, flags, gaps, is_missing, label_names
 from hyperkron.solution import HyperkronError
 
 LABELS = ("label", "labels", "target", "class", "category", "y")
@@ -24,47 +24,22 @@ _IGNORED = frozenset({"", "id", "ids", "index", "idx", "row", "row_id", "uuid", 
 _LOOK = 200  # rows that are looked at to guess what a column holds
 
 
-@dataclass(frozen=True)
-class Roles:
-    """The columns a person named; ``resolve`` fills in the rest."""
-
-    text: str | None = None
-    label: str | None = None
-    image: str | None = None
-    features: Sequence[str] | None = None
-    trusted_column: str | None = None
-
-    def __post_init__(self) -> None:
-        kinds = self.given("text", "image", "features")
-        if len(kinds) > 1:
-            raise HyperkronError(f"{' and '.join(kinds)} contradict each other; name one of text, image and features.")
-        if isinstance(self.features, str):
-            raise HyperkronError(f"features={self.features!r} must be a list of names, such as [{self.features!r}].")
-        if self.features is not None and not self.features:
-            raise HyperkronError("features=[] names no column; leave it out to use all.")
-
-    def given(self, *names: str) -> list[str]:
-        """Those of some roles that are named, as arguments."""
-        return [f"{name}={value!r}" for name in names if (value := getattr(self, name)) is not None]
-
-    def inputs(self) -> tuple[str | None, ...]:
-        """The columns other than the label, None for some that are not named."""
-        return (self.text, self.image, self.trusted_column, *(self.features or ()))
-
-
 def resolve(frame: Frame, asked: Roles) -> tuple[Roles, list[str]]:
     """Every role of a frame's columns, named or inferred, and what to say about it."""
-    features = {f"features[{i}]": name for i, name in enumerate(asked.features or ())}
-    for argument, name in (vars(asked) | {"features": None} | features).items():
+    named = {f"{role}[{i}]": name for role in ("features", "id") for i, name in enumerate(getattr(asked, role) or ())}
+    for argument, name in (vars(asked) | {"features": None, "id": None} | named).items():
         if name is not None:
             _require(frame.name, frame.columns, argument, name)
-    label = label_column(frame.name, list(frame.columns), asked.label)
-    if label in asked.inputs():
+    doubts = "".join(message.partition(": ")[2] for message in frame.messages if "first line" in message)
+    label = label_column(frame.name, list(frame.columns), asked.label, doubts[:1].upper() + doubts[1:])
+    if label in (*asked.inputs(), *asked.id):
         raise HyperkronError(f"label={label!r} is also named as another column's role; the label cannot be an input.")
+    if both := [name for name in asked.id if name in asked.inputs()]:
+        raise HyperkronError(f"id={both[0]!r} is also named as an input; ids are carried along and not learnt from.")
     found = replace(asked, label=label)
     if not asked.given("text", "image", "features"):
-        found = _infer_input(frame, found)
-    unused = [name for name in frame.columns if name != label and name not in found.inputs()]
+        found = infer_input(frame, found)
+    unused = [name for name in frame.columns if name != label and name not in (*found.inputs(), *found.id)]
     messages = []
     if unused:
         messages.append(f"{frame.name}: columns not used: {listing(map(repr, unused), 12)}.")
@@ -73,8 +48,8 @@ def resolve(frame: Frame, asked: Roles) -> tuple[Roles, list[str]]:
     return found, messages
 
 
-def label_column(source: str, columns: Sequence[str], label: str | None) -> str:
-    """The column of the labels, named or inferred."""
+def label_column(source: str, columns: Sequence[str], label: str | None, hint: str = "") -> str:
+    """The column of the labels, named or inferred; ``hint`` ends the error where there is none."""
     if label is not None:
         _require(source, columns, "label", label)
         return label
@@ -82,7 +57,7 @@ def label_column(source: str, columns: Sequence[str], label: str | None) -> str:
     if found is None:
         raise HyperkronError(
             f"{source} has no column called {', '.join(LABELS[:-1])} or {LABELS[-1]}; name the one that holds the "
-            f"labels with label=... Columns: {_names(columns)}."
+            f"labels with label=... Columns: {_names(columns)}.{' ' + hint if hint else ''}"
         )
     return found
 
@@ -111,9 +86,9 @@ def _first_of(source: str, columns: Iterable[str], wanted: tuple[str, ...]) -> s
     return None
 
 
-def _infer_input(frame: Frame, found: Roles) -> Roles:
+def infer_input(frame: Frame, found: Roles) -> Roles:
     """Text, image or features, whichever the columns leave no doubt about."""
-    taken = {found.label, found.trusted_column}
+    taken = {found.label, found.trusted_column, *found.id}
     free = [name for name in frame.columns if name not in taken and name.lower() not in _IGNORED | set(TRUSTED)]
     image = _first_of(frame.name, free, IMAGES)
     if image is not None and _holds_images(frame.columns[image]):
@@ -174,7 +149,7 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
     inputs: Any
     broken = np.zeros(len(frame), dtype=bool)
     if found.text is not None:
-        kind, inputs = "text", _texts(frame, found.text)
+        kind, inputs = "text", text_cells(frame, found.text)
     elif found.features is not None:
         kind, inputs = "table", {name: frame.columns[name] for name in found.features}
     else:
@@ -182,7 +157,19 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
         inputs, broken, seen = load_images(list(frame.columns[str(found.image)]), frame.folder, where, options, shape)
         notes = [*seen, *notes]
     messages = (*frame.messages, *notes)
-    raw = Raw(frame.name, kind, inputs, labels, np.arange(len(frame)), messages, trusted, classes=classes)
+    ids = {name: cells(frame.columns[name]) for name in found.id}
+    raw = Raw(
+        frame.name,
+        kind,
+        inputs,
+        labels,
+        np.arange(len(frame)),
+        messages,
+        trusted,
+        classes=classes,
+        ids=ids,
+        roles=found,
+    )
     return raw.without(broken, "unreadable image"), found
 
 
@@ -192,7 +179,7 @@ def _class_name(name: str | None, classes: tuple[str, ...]) -> str | None:
     return classes[int(name)] if name and name.isdecimal() and int(name) < len(classes) else name
 
 
-def _texts(frame: Frame, column: str) -> list[str]:
+def text_cells(frame: Frame, column: str) -> list[str]:
     """The texts of a column, empty where missing."""
     values = frame.columns[column]
     nested = next((value for value in values if isinstance(value, (list, dict, bytes))), None)

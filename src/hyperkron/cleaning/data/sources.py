@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from hyperkron.cleaning.data import arrays, csv_files, hub, image_folders, json_files, parquet, wrench
+from hyperkron.cleaning.data import arrays, csv_files, excel, hub, image_folders, json_files, parquet, wrench
 from hyperkron.cleaning.data.files import existing, listing, np
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Frame, Place, Raw
@@ -41,6 +41,7 @@ def _pictures(read: Callable[[Place], Raw]) -> Form:
 
 _CSV = Form(csv_files.read_csv, csv_files.write_csv)
 _JSON = Form(json_files.read_json_rows, json_files.write_json)
+_EXCEL = Form(excel.read_excel, excel.write_excel)
 _PARQUET = Form(parquet.read_parquet, parquet.write_parquet)
 _HUB = Form(hub.read_hub, hub.write_hub)
 _NPZ = Form(arrays.read_npz_rows, arrays.write_npz)
@@ -49,12 +50,18 @@ _FOLDER = Form(image_folders.read_class_folder, image_folders.write_class_folder
 _IDX, _CIFAR, _SHEETS = map(_pictures, (arrays.read_idx_rows, arrays.read_cifar, image_folders.read_sheets))
 
 _PART = re.compile(r"(?P<path>.+):(?P<part>[A-Za-z]\w*)\Z")
-_SUFFIXES = ((_CSV, ".csv .tsv .tab"), (_JSON, ".jsonl .ndjson .json"), (_PARQUET, ".parquet .pq"), (_NPZ, ".npz"))
+_SUFFIXES = (
+    (_CSV, ".csv .tsv .tab"),
+    (_JSON, ".jsonl .ndjson .json"),
+    (_PARQUET, ".parquet .pq"),
+    (_EXCEL, ".xlsx .xlsm .xls"),
+    (_NPZ, ".npz"),
+)
 _FORMS = {suffix: form for form, suffixes in _SUFFIXES for suffix in suffixes.split()}
 _PICKLES = frozenset({".pkl", ".pickle", ".pt", ".pth", ".joblib"})
 _KNOWN = (
-    ".csv, .tsv, .jsonl, .json, .parquet, .npz, a folder of images by class, a folder of idx files, of CIFAR's binary "
-    "batches or of WRENCH parts, or hf:NAME"
+    ".csv, .tsv, .jsonl, .json, .parquet, .xlsx, .npz, a folder of images by class, a folder of idx files, of CIFAR's "
+    "binary batches or of WRENCH parts, or hf:NAME"
 )
 
 
@@ -149,6 +156,13 @@ def without_columns(source: Any) -> bool:
 
 def in_memory(source: Any, argument: str) -> Raw | Frame:
     """The rows of a dictionary of arrays, or the columns of a dictionary or a DataFrame."""
+    if isinstance(source, Mapping) and any(hasattr(part, "column_names") for part in source.values()):
+        raise HyperkronError(
+            f"{argument} has several splits ({listing(source)}); give one of them, such as "
+            f"dataset[{next(iter(source))!r}]."
+        )
+    if hasattr(source, "column_names") and hasattr(source, "with_format"):
+        return hub.dataset_frame(source, argument)
     if not isinstance(source, Mapping) and not hasattr(source, "iloc"):
         raise HyperkronError(
             f"{argument} is a {type(source).__name__}; it must be a path, a dictionary of arrays or columns, or a "
@@ -165,12 +179,14 @@ def in_memory(source: Any, argument: str) -> Raw | Frame:
 
 
 def _column(values: Any) -> Values:
-    if hasattr(values, "dtype") and (found := np.asarray(values)).dtype.kind in "fiu":
-        return found
+    if hasattr(values, "dtype") and (found := np.asarray(values)).dtype.kind in "fiuM":
+        return found if found.dtype.kind != "M" else found.astype("datetime64[us]").tolist()
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
-def row_hashes(source: str | os.PathLike[str], options: ReadOptions | None = None) -> RowHashes:
+def row_hashes(
+    source: str | os.PathLike[str], options: ReadOptions | None = None, argument: str = "source"
+) -> RowHashes:
     """The hashes of all rows of a source, whether they can be used or not.
 
     A row of a table is its fields as they stand in the file, all columns of it; a picture in a folder is the bytes of
@@ -179,6 +195,7 @@ def row_hashes(source: str | os.PathLike[str], options: ReadOptions | None = Non
     Args:
         source: a path, ``folder:part`` or ``hf:NAME:SPLIT``.
         options: how to read.
+        argument: what messages call the source.
 
     Example:
         >>> import tempfile
@@ -189,5 +206,5 @@ def row_hashes(source: str | os.PathLike[str], options: ReadOptions | None = Non
         >>> before.difference(row_hashes(path))
         '1 row of 2 differ: rows 1'
     """
-    form, place = locate(source, "source", options or ReadOptions())
+    form, place = locate(source, argument, options or ReadOptions())
     return form.hashes(place) if form.hashes is not None else RowHashes.of(form.read(place))

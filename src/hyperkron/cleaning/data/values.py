@@ -80,6 +80,11 @@ def _floats(values: list[Any]) -> Array | None:
     return found
 
 
+def cells(values: Values) -> list[Any]:
+    """The cells of a column as Python values."""
+    return values if isinstance(values, list) else list(values.tolist())
+
+
 def gaps(values: Values) -> Array:
     """Which cells of a column hold no value."""
     found = _floats(values) if isinstance(values, list) else values

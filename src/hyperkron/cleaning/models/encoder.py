@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ LOCAL_ENCODER = "data/minilm"
 """The folder, below the current one, where an encoder is looked for first."""
 VARIABLE = "HYPERKRON_ENCODER"
 """The environment variable that names an encoder."""
+
+HUB_SECONDS = 8.0
+"""How long the hub may take to say whether it has an encoder."""
 
 Progress = Callable[[int, int], None]
 """Called with how many tokens are done, and of how many; tokens, as texts differ in length and time."""
@@ -311,16 +315,32 @@ def _load(name: str) -> tuple[Any, Any]:
     return _read(transformers, name, name, local=False)
 
 
-def _reach_hub(name: str) -> None:
-    """Fail at once where the hub cannot be reached or has no such model, instead of after many retries."""
+@functools.cache
+def _hub_trouble(name: str) -> str:
+    """Why the hub does not give a model; empty if it does. Asked once in a process, for a few seconds at most."""
     from huggingface_hub import HfApi
 
-    try:
-        HfApi().model_info(name, timeout=5)
-    except Exception as error:  # the kinds of error differ from version to version of its HTTP library
+    found = [f"no answer within {HUB_SECONDS:g} s"]
+
+    def ask() -> None:
+        try:
+            HfApi().model_info(name, timeout=HUB_SECONDS)
+            found.append("")
+        except Exception as error:  # the kinds of error differ from version to version of its HTTP library
+            found.append(str(error)[:200] or type(error).__name__)
+
+    asking = threading.Thread(target=ask, daemon=True)  # its client tries again and again for minutes
+    asking.start()
+    asking.join(HUB_SECONDS)
+    return found[-1]
+
+
+def _reach_hub(name: str) -> None:
+    """Fail at once where the hub cannot be reached or has no such model."""
+    if trouble := _hub_trouble(name):
         raise EncoderUnavailable(
-            f"encoder={name!r} is not on this computer and cannot be fetched ({str(error)[:200]}); {_REMEDY}."
-        ) from error
+            f"encoder={name!r} is not on this computer and cannot be fetched ({trouble}); {_REMEDY}."
+        )
 
 
 def _read(transformers: Any, place: str, name: str, *, local: bool) -> tuple[Any, Any]:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hyperkron.cleaning.folder import FORMAT, MAX_SUSPECTS
-from hyperkron.cleaning.report.fields import REMEDY, Fields, parse, read_text
+from hyperkron.cleaning.fields import REMEDY, Fields, parse, read_result, read_text
 from hyperkron.solution import HyperkronError
 
 MAX_PICTURE = 2**18
@@ -26,7 +25,7 @@ _COLUMNS = ("weight", "suspect")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of the models that were compared, or would have been an alternative."""
+    """One of the models that were compared; ``different``: significantly, from the chosen one."""
 
     name: str
     description: str
@@ -37,6 +36,7 @@ class Candidate:
     seconds: float | None
     chosen: bool
     test_accuracy: float | None
+    different: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Suspect:
     """A training row whose label looks wrong. ``picture`` is a PNG as a data: address, or empty."""
 
     row: int | None
+    ids: dict[str, Any]
     given: str
     suggested: str
     error_probability: float | None
@@ -95,7 +96,7 @@ def read_run(folder: Path) -> RunContents:
     Args:
         folder: with ``result.json`` and, as far as there are, ``config.json``, ``rows.csv`` and ``suspects.jsonl``.
     """
-    result = _read_result(folder)
+    result = read_result(folder)
     data = result.child("data")
     classes = data.texts("classes")
     matrix = _read_matrix(result, classes)
@@ -121,26 +122,6 @@ def read_run(folder: Path) -> RunContents:
     )
 
 
-def _read_result(folder: Path) -> Fields:
-    if not folder.is_dir():
-        raise HyperkronError(f"run_folder={str(folder)!r} is not a folder; name one that `hyperkron clean` wrote.")
-    file = folder / "result.json"
-    text = read_text(file)
-    if text is None:
-        raise HyperkronError(
-            f"run_folder={str(folder)!r} has no result.json: the run has not finished; "
-            f"continue it with `hyperkron resume {folder}`."
-        )
-    result = parse(text, file)
-    found = result.raw.get("format")
-    if found != FORMAT or isinstance(found, bool):
-        raise HyperkronError(
-            f"{file}: format={found!r:.80} is not one that this version reads ({FORMAT}); "
-            "use the version of hyperkron that made the run, or run `hyperkron clean` again."
-        )
-    return result
-
-
 def _candidate(fields: Fields, chosen: str) -> Candidate:
     name = fields.text("name")
     return Candidate(
@@ -153,6 +134,7 @@ def _candidate(fields: Fields, chosen: str) -> Candidate:
         seconds=fields.number("seconds"),
         chosen=name == chosen if chosen else fields.flag("chosen"),
         test_accuracy=fields.number("test_accuracy"),
+        different=None if fields.raw.get("different") is None else fields.flag("different"),
     )
 
 
@@ -177,13 +159,14 @@ def _read_suspects(file: Path) -> tuple[list[Suspect], list[str]]:
         return [], ["The folder has no suspects.jsonl, so no suspects can be listed."]
     lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     suspects, refused = [], 0
-    for number, line in lines[:MAX_SUSPECTS]:
+    for number, line in lines:
         fields = parse(line, file, f"line {number}")
         picture = _picture(fields.text("image"))
         refused += picture is None
         suspects.append(
             Suspect(
                 row=fields.count("row"),
+                ids=fields.child("id").raw,
                 given=fields.label("given"),
                 suggested=fields.label("suggested"),
                 error_probability=fields.number("error_probability"),

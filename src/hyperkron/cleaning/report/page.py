@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from hyperkron.cleaning.folder import MAX_SUSPECTS
+from hyperkron.cleaning.choice import FEW_PER_CLASS
 from hyperkron.cleaning.report import plots, wording
 from hyperkron.cleaning.report.folder import RunContents, Suspect, read_run
 from hyperkron.cleaning.report.matrix import noise_table
@@ -20,6 +20,8 @@ PAGE_SIZE = 50
 """Suspects on one page of the table."""
 MAX_TEXT = 4000
 """Characters of a suspect's text on the page."""
+MAX_EXAMPLES = 2**25
+"""Characters of all texts, pictures and features on the page; further suspects are listed without theirs."""
 MAX_CURVES = 24
 """Learning curves on the page."""
 _CHIPS = 6
@@ -76,16 +78,20 @@ def embed(value: Any) -> str:
 
 def _data(run: RunContents) -> str:
     top = max([1.0, *(w for s in run.suspects for w in s.history if w is not None)])
-    suspects = [_suspect(rank, s, top) for rank, s in enumerate(run.suspects, 1)]
-    return embed(
-        {
-            "page_size": PAGE_SIZE,
-            "spark": plots.SPARK_SIZE,
-            "givens": _labels(run)[0],
-            "suggestions": _labels(run)[1],
-            "suspects": suspects,
-        }
-    )
+    suspects, room = [], MAX_EXAMPLES
+    for rank, s in enumerate(run.suspects, 1):
+        shown = _suspect(rank, s, top)
+        room -= len(shown["text"]) + len(shown["picture"]) + 20 * len(shown["features"])
+        suspects.append(shown if room > 0 else shown | {"text": "", "picture": "", "features": [], "cut": 0})
+    givens, suggestions = _labels(run)
+    about = {"page_size": PAGE_SIZE, "spark": plots.SPARK_SIZE, "givens": givens, "suggestions": suggestions}
+    digest = run.config.get("data")
+    about |= {
+        "classes": run.classes,
+        "run": run.folder.resolve().name,
+        "key": digest if isinstance(digest, str) else "",
+    }
+    return embed(about | {"suspects": suspects})
 
 
 def _labels(run: RunContents) -> tuple[list[str], list[str]]:
@@ -98,6 +104,7 @@ def _suspect(rank: int, s: Suspect, top: float) -> dict[str, Any]:
     return {
         "rank": rank,
         "row": s.row,
+        "ids": [[name, wording.value(x)] for name, x in s.ids.items()],
         "given": s.given,
         "suggested": s.suggested,
         "probability": s.error_probability,
@@ -126,7 +133,11 @@ def _context(run: RunContents) -> dict[str, Any]:
         "created": wording.moment(result.text("created")),
         "hyperkron": result.text("hyperkron"),
         "verdict": result.text("verdict"),
+        "heading": wording.heading(run),
+        "unfinished": result.texts("unfinished"),
         "headline": wording.headline(run),
+        "few": wording.few_trusted(run),
+        "interval": wording.interval,
         "collapsed": result.flag("collapsed"),
         "chosen": run.chosen,
         "winner": next((c for c in candidates if c.chosen), None),
@@ -142,7 +153,6 @@ def _context(run: RunContents) -> dict[str, Any]:
         "dot_plot": plots.dot_plot(candidates) if candidates else None,
         "suspects": len(run.suspects),
         "suspect_count": wording.suspect_count(run),
-        "most_suspects": MAX_SUSPECTS,
         "cut": result.child("suspects").number("cut"),
         "givens": _labels(run)[0],
         "suggestions": _labels(run)[1],
@@ -158,6 +168,7 @@ def _context(run: RunContents) -> dict[str, Any]:
         "hardware": result.text("hardware"),
         "messages": [*data.texts("messages"), *run.notes],
         "per_class": _per_class(run),
+        "class_titles": _class_titles(run),
         "config": [pair for pair in wording.settings(run.config) if pair[0] not in ("format", "command")],
         "versions": [(key, wording.value(value)) for key, value in result.child("versions").raw.items()],
         "command": result.text("command"),
@@ -191,13 +202,28 @@ def _histogram(run: RunContents) -> plots.Svg | None:
     return plots.histogram(edges, plots.bin_counts(edges, run.rows.kept), plots.bin_counts(edges, run.rows.suspect))
 
 
-def _per_class(run: RunContents) -> list[tuple[str, int | None, int | None]]:
-    """Every class with its numbers of training and trusted rows."""
+def _per_class(run: RunContents) -> list[tuple[str, list[str]]]:
+    """Every class with the cells of its line."""
     data = run.result.child("data")
     train, trusted = data.numbers("train_per_class"), data.numbers("trusted_per_class")
+    found = {fields.label("name"): fields for fields in run.result.children("per_class")}
 
-    def at(counts: list[float | None], i: int) -> int | None:
-        value = counts[i] if i < len(counts) else None
-        return None if value is None else int(value)
+    def line(i: int, name: str) -> list[str]:
+        rows = [counts[i] if i < len(counts) else None for counts in (train, trusted)]
+        fields = found.get(name)
+        if fields is None:
+            return [wording.count(n) for n in rows]
+        suspects, right, tests, tested = (fields.count(key) for key in ("suspects", "right", "test_rows", "test_right"))
+        known = wording.share(right, rows[1]) + (", too few to tell" if (rows[1] or 0) < FEW_PER_CLASS else "")
+        cells = [wording.count(rows[0]), wording.count(suspects), known]
+        return cells if tests is None else [*cells, wording.share(tested, tests)]
 
-    return [(name, at(train, i), at(trusted, i)) for i, name in enumerate(run.classes)] if train or trusted else []
+    return [(name, line(i, name)) for i, name in enumerate(run.classes)] if train or trusted else []
+
+
+def _class_titles(run: RunContents) -> list[str]:
+    found = run.result.children("per_class")
+    if not found:
+        return ["Training rows", "Trusted rows"]
+    titles = ["Training rows", "Suspects", "Trusted rows right when held out"]
+    return titles if found[0].count("test_rows") is None else [*titles, "Test rows right"]

@@ -1,6 +1,6 @@
 "use strict";
-// The table of suspects: sorted, filtered and paged here. Whatever comes from the data is put on the page as the text of
-// an element, or as an attribute that the report has checked; never as markup.
+// The table of suspects: sorted, filtered, paged and decided here. Whatever comes from the data is put on the page as the
+// text of an element, or as an attribute that the report has checked; never as markup.
 (() => {
   const byId = (id) => document.getElementById(id);
   const data = JSON.parse(byId("data").textContent);
@@ -30,11 +30,50 @@
   const percent = (x) => (x === null ? "–" : `${(100 * x).toFixed(1)}\u00a0%`);
   const likely = (x) => (x !== null && x < 1 && x >= 0.9995 ? `> 99.9\u00a0%` : percent(x));  // never quite certain
 
+  const kinds_seen = {};
   for (const s of suspects) {
+    const kind = JSON.stringify([s.given, s.suggested]);
+    s.variety = kinds_seen[kind] = (kinds_seen[kind] || 0) + 1;  // the first of every kind, then the second, ...
+    s.decision = "";
+    s.label = "";
     s.example = s.text || s.features.map(([name, value]) => `${name} ${value}`).join(" ");
     s.change = s.first === null ? null : s.last - s.first;
-    s.searched = `${s.example}\n${s.row === null ? "" : s.row}`.toLowerCase();
+    s.searched = `${s.example}\n${s.row === null ? "" : s.row}\n${s.ids.map(([, value]) => value).join("\n")}`.toLowerCase();
   }
+
+  // --- decisions: accept the suggestion, reject it (keep the given label), or another label -------------------------
+
+  const WORDS = { accept: "accepted", reject: "rejected", relabel: "relabelled" };
+  const byRow = new Map(suspects.map((s) => [s.row, s]));
+  const key = `hyperkron decisions ${data.key}`;
+  const decided = () => suspects.filter((s) => s.decision);
+  const asFile = () => JSON.stringify({
+    format: 1, run: data.run, data: data.key,
+    decisions: decided().map((s) => ({ row: s.row, decision: s.decision, label: s.label })),
+  }, null, 1);
+  const remember = () => {
+    try { localStorage.setItem(key, asFile()); } catch { byId("kept").textContent = "This browser does not keep them: save the file."; }
+  };
+  const recall = () => {
+    try {
+      for (const { row, decision, label } of JSON.parse(localStorage.getItem(key) || "{}").decisions || []) {
+        if (byRow.has(row) && decision in WORDS && data.classes.includes(label)) Object.assign(byRow.get(row), { decision, label });
+      }
+    } catch { /* nothing was kept, or not by us */ }
+  };
+  const labelOf = (s, decision, label) => ({ accept: s.suggested, reject: s.given, relabel: label, "": "" })[decision];
+  const decide = (s, decision, label) => {
+    s.decision = decision === "relabel" && label === s.suggested ? "accept" : decision === "relabel" && label === s.given ? "reject" : decision;
+    s.label = labelOf(s, s.decision, label);
+    remember();
+    tell();
+  };
+  const tell = () => {
+    const counts = Object.entries(WORDS).map(([name, word]) => [suspects.filter((s) => s.decision === name).length, word]);
+    const said = counts.filter(([n]) => n).map(([n, word]) => `${n} ${word}`).join(", ");
+    byId("decided").textContent = said ? `${decided().length} of ${suspects.length} suspects decided: ${said}.` : "No decision yet.";
+    byId("save").disabled = byId("forget").disabled = !said;
+  };
 
   // --- one row -------------------------------------------------------------------------------------------------
 
@@ -122,9 +161,49 @@
     return part;
   };
 
+  const showId = (name, value) => {
+    const part = make("bdi", "small id", value);
+    part.title = name;
+    return part;
+  };
+
+  const showDecision = (s, line) => {
+    const part = make("div", "decision");
+    const buttons = ["accept", "reject"].map((name) => {
+      const button = make("button", name, name === "accept" ? "Accept" : "Reject");
+      button.type = "button";
+      button.title = name === "accept" ? "Take the suggested label (a)" : "Keep the given label (r)";
+      button.addEventListener("click", () => { decide(s, s.decision === name ? "" : name); mark(); });
+      return button;
+    });
+    const other = make("select");
+    other.setAttribute("aria-label", "Another label");
+    other.append(new Option("Relabel…", ""));
+    const fill = () => {
+      if (other.options.length > 1) return;
+      other.append(...data.classes.map((name, i) => new Option(name, String(i))));
+      mark();
+    };
+    other.addEventListener("focus", fill);
+    other.addEventListener("change", () => { decide(s, other.value === "" ? "" : "relabel", data.classes[other.value]); mark(); });
+    const mark = () => {
+      buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(s.decision === ["accept", "reject"][i])));
+      const shown = s.decision === "relabel" || (s.decision && other === document.activeElement);  // arrows pass over all
+      other.value = shown ? String(data.classes.indexOf(s.label)) : "";
+      line.dataset.decision = s.decision;
+    };
+    part.append(...buttons, other);
+    if (data.classes.length <= 100 || s.decision === "relabel") fill();
+    mark();
+    line.mark = mark;
+    return part;
+  };
+
   const showRow = (s) => {
     const line = make("tr");
     line.setAttribute("role", "row");
+    line.tabIndex = -1;
+    line.suspect = s;
     const cell = (label, className, ...content) => {
       const made = make("td", className);
       made.setAttribute("role", "cell");
@@ -133,10 +212,11 @@
       line.append(made);
     };
     cell("#", "n rank", String(s.rank));
-    cell("Row", "n", s.row === null ? "–" : String(s.row));
+    cell("Row", "n", s.row === null ? "–" : String(s.row), ...s.ids.map(([name, value]) => showId(name, value)));
     cell("Example", "example", ...showExample(s));
     cell("Given", "given", make("bdi", "", s.given));
     cell("Suggested", "suggested", make("bdi", "", s.suggested));
+    cell("Decision", "decide", showDecision(s, line));
     cell("Error probability", "n probability", showProbability(s));
     cell("Weight", "n", fixed(s.weight, 3));
     cell("Weight history", "history", showHistory(s));
@@ -189,7 +269,9 @@
     state.shown = suspects.filter((s) =>
       (!words || s.searched.includes(words)) && (from === "" || s.given === data.givens[from])
       && (to === "" || s.suggested === data.suggestions[to]) && (floor === 0 || (s.probability !== null && s.probability >= floor)));
+    if (byId("undecided").checked) state.shown = state.shown.filter((s) => !s.decision);
     state.shown.sort(compare);
+    if (byId("varied").checked) state.shown.sort((a, b) => a.variety - b.variety);  // stable, so sorted within
     state.page = 0;
     byId("least-shown").textContent = `${least.value} %`;
     for (const chip of chips) {
@@ -233,7 +315,7 @@
     const [key, way] = event.target.value.split(" ");
     sortBy(key, way === "down");
   });
-  for (const control of [search, given, suggested, least]) control.addEventListener("input", refresh);
+  for (const control of [search, given, suggested, least, byId("varied"), byId("undecided")]) control.addEventListener("input", refresh);
   byId("filters").addEventListener("submit", (event) => event.preventDefault());
   byId("filters").addEventListener("reset", () => setTimeout(() => sortBy("rank", false)));
   addEventListener("resize", offerMore);
@@ -247,6 +329,57 @@
       refresh();
     });
   }
+
+  // --- decisions by keyboard, and their file ---------------------------------------------------------------------
+
+  const lines = () => [...document.querySelectorAll("#rows tr")].filter((line) => line.suspect);
+  const goTo = (line) => { line.focus({ preventScroll: true }); line.scrollIntoView({ block: "nearest" }); };
+  const step = (by) => {
+    const all = lines(), at = all.indexOf(document.activeElement.closest("#rows tr"));
+    const next = at < 0 ? all[0] : all[at + by];
+    if (next) { goTo(next); return; }
+    const before = state.page;
+    state.page += by;
+    draw();
+    if (state.page !== before) goTo(lines().at(by > 0 ? 0 : -1));
+  };
+  const keys = {
+    j: () => step(1), ArrowDown: () => step(1), k: () => step(-1), ArrowUp: () => step(-1),
+    a: (line) => choose(line, "accept"), r: (line) => choose(line, "reject"), u: (line) => choose(line, ""),
+    l: (line) => line.querySelector("select").focus(),
+  };
+  const choose = (line, decision) => {
+    decide(line.suspect, decision);
+    line.mark();
+    if (decision) step(1);
+  };
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const line = event.target.closest("#rows tr");
+    if (event.key === "Escape" && line) { goTo(line); return; }
+    if (event.target.closest("input, select, textarea") || !(event.key in keys)) return;
+    if (event.key.startsWith("Arrow") && !line) return;  // which scroll the page
+    if (!"jk".includes(event.key) && !line) return;
+    event.preventDefault();
+    keys[event.key](line);
+  });
+  byId("save").addEventListener("click", () => {
+    const link = make("a");
+    link.href = URL.createObjectURL(new Blob([asFile()], { type: "application/json" }));
+    link.download = "decisions.json";
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+  });
+  byId("forget").addEventListener("click", () => {
+    if (!confirm("Forget all decisions on this page?")) return;
+    for (const s of suspects) Object.assign(s, { decision: "", label: "" });
+    remember();
+    tell();
+    refresh();
+  });
+
+  recall();
+  tell();
   explorer.hidden = false;
   sortBy("rank", false);
 })();

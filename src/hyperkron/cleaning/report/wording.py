@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from hyperkron.cleaning.choice import few
+from hyperkron.cleaning.config import OURS
 from hyperkron.cleaning.report.folder import Candidate, RunContents
 
 UNKNOWN = "–"
@@ -26,6 +28,11 @@ def percent(x: float | None, digits: int = 1) -> str:
 def count(n: float | None) -> str:
     """A whole number with separators."""
     return UNKNOWN if n is None else f"{n:,.0f}"
+
+
+def share(n: float | None, of: float | None) -> str:
+    """How many of how many."""
+    return UNKNOWN if n is None or not of else f"{count(n)} of {count(of)}"
 
 
 def duration(seconds: float | None) -> str:
@@ -98,6 +105,35 @@ def suspect_count(run: RunContents) -> int | None:
     return len(run.suspects) or None
 
 
+def heading(run: RunContents) -> str:
+    """What to do, in a few words."""
+    if run.result.items("unfinished"):
+        return "First result: the alternatives are still being compared."
+    if not run.chosen:
+        return "No model was chosen."
+    if run.chosen == OURS:
+        return "Use the cleaned model."
+    return "Train on the trusted rows alone." if run.chosen == "trusted" else f"Use the alternative “{run.chosen}”."
+
+
+def few_trusted(run: RunContents) -> bool:
+    """Whether there are too few trusted rows to conclude anything from them."""
+    rows = run.result.child("data").count("trusted_rows")
+    return rows is not None and few(rows, len(run.classes))
+
+
+def interval(low: float | None, high: float | None, digits: int = 1) -> str:
+    """An interval of shares.
+
+    Example:
+        >>> [interval(low, high).replace(NBSP, " ") for low, high in ((0.9, 0.95), (0.94, 1.0))]
+        ['90.0 % to 95.0 %', 'at least 94.0 %']
+    """
+    if low is None or high is None:
+        return UNKNOWN
+    return f"at least {percent(low, digits)}" if high >= 1 else f"{percent(low, digits)} to {percent(high, digits)}"
+
+
 def headline(run: RunContents) -> str:
     """The finding in one sentence or two."""
     parts = []
@@ -125,10 +161,11 @@ def comparison(candidates: Sequence[Candidate]) -> str:
     if abs(difference) < 0.05:
         return f"{said}, the same accuracy."
     said += f", {abs(difference):.1f} points {'less' if difference > 0 else 'more'}"
+    different = other.different
     limits = (winner.low, winner.high, other.low, other.high)
-    if None in limits:
+    if different is None and None not in limits:  # a run that did not compare them row by row
+        low, high, other_low, other_high = (x or 0.0 for x in limits)
+        different = low > other_high or other_low > high
+    if different is None:
         return said + "."
-    low, high, other_low, other_high = (x or 0.0 for x in limits)
-    if low <= other_high and other_low <= high:
-        return said + "; the intervals overlap, so the difference may be chance."
-    return said + "; the intervals do not overlap."
+    return said + (", a significant difference." if different else ": no significant difference.")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperkron.collectives import Group
+from hyperkron.collectives import Group, filled, triangle
 from hyperkron.curvature.base import l2_curvature, warn_opaque
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.factors import add_to, scaled
@@ -21,7 +21,7 @@ from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.penalty import column_scales
 from hyperkron.curvature.kfac.recorder import Basis, Measured, Recorder
 from hyperkron.evaluation.point import Point
-from hyperkron.losses import Fisher, Loss, Place
+from hyperkron.losses import BatchPlace, Fisher, Loss
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, warn_once
 
@@ -88,17 +88,24 @@ def over_ranks(found: Measured, plan: Plan, group: Group) -> Measured:
         )
     rows = [torch.as_tensor(n, dtype=torch.float64) for n in found.rows.values()]
     counts = dict(zip(found.rows, rows, strict=True))
-    own: dict[int, Tensor] = {}  # a sum shared by several blocks is sent once
+    symmetric = (a, found.b, *found.wide)
+    own: dict[int, Tensor] = {}  # a sum shared by several blocks is sent once, of symmetric matrices a triangle
     for side, name in places:
-        own.setdefault(id(side[name]), side[name] * counts[name].to(side[name]) if side is a else side[name])
+        x = side[name]
+        if id(x) not in own:
+            sent = triangle(x) if any(side is one for one in symmetric) else x
+            own[id(x)] = sent * counts[name].to(sent) if side is a else sent
     like = next(iter(own.values()), torch.zeros(()))
     *summed, totals = group.sum([*own.values(), torch.stack([n.to(like) for n in rows]) if rows else like.new_zeros(0)])
     whole = dict(zip(own, summed, strict=True))
     found.rows = dict(zip(counts, totals, strict=True))
     shared: dict[int, Tensor] = {}
     for side, name in places:
-        key = id(side[name])
-        side[name] = shared.setdefault(key, whole[key] / found.rows[name]) if side is a else whole[key]
+        x = side[name]
+        if id(x) not in shared:
+            total = whole[id(x)] / found.rows[name] if side is a else whole[id(x)]
+            shared[id(x)] = filled(total, x, mirrored=True) if any(side is one for one in symmetric) else total
+        side[name] = shared[id(x)]
     return found
 
 
@@ -139,7 +146,7 @@ class _Merged:
         return whole
 
 
-def _place(loss: Loss) -> Place | None:
+def _place(loss: Loss) -> BatchPlace | None:
     """Where the examples of a loss are in the whole batch."""
     return loss.terms[0].place if loss.terms else None
 

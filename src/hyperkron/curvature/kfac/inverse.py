@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperkron.collectives import ONE_PROCESS, Group
+from hyperkron.collectives import ONE_PROCESS, Group, filled, triangle
 from hyperkron.curvature.kfac.eigen import EigenBlock, EigenInverses
 from hyperkron.curvature.kfac.factors import (
     Dual,
@@ -246,21 +246,17 @@ class _Systems:
         stacks = [self._shifted(s, members, shifts) for s, members in enumerate(self.members)]
         pieces = [matrix for stack in stacks for matrix in stack]
         sizes = [matrix.shape[-1] for matrix in pieces]
-        below = {n: torch.ones(n, n, dtype=torch.bool, device=stacks[0].device).tril() for n in sizes}
 
         def work(i: int) -> Tensor:
             factor, info = torch.linalg.cholesky_ex(pieces[i])
-            return torch.cat([factor[below[sizes[i]]], info.to(factor).reshape(1)])
+            return torch.cat([triangle(factor), info.to(factor).reshape(1)])
 
         found = group.share([n**3 for n in sizes], [n * (n + 1) // 2 + 1 for n in sizes], shifts, work)
         infos, results = [], iter(found)
         for s, stack in enumerate(stacks):
-            stack.zero_()
-            mine = [next(results) for _ in stack]
-            for matrix, triangle in zip(stack, mine, strict=True):
-                matrix[below[matrix.shape[-1]]] = triangle[:-1]
-            self.made.append(Cholesky(stack))
-            infos.append(torch.stack([triangle[-1] for triangle in mine]).int())
+            mine = torch.stack([next(results) for _ in stack])
+            self.made.append(Cholesky(filled(mine[:, :-1], stack, mirrored=False)))
+            infos.append(mine[:, -1].int())
             self.stacks[s] = self.stacks[s] if self.keep else None
         return infos
 

@@ -21,7 +21,7 @@ from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import Factor, add_to, few_rows, scaled
 from hyperkron.curvature.kfac.grams import bordered, corrected, masked_gram, narrowed, summed
 from hyperkron.curvature.kfac.layers import WeightSharing
-from hyperkron.losses import Loss, Place
+from hyperkron.losses import BatchPlace, Loss
 from hyperkron.trees import Tree
 
 
@@ -203,7 +203,7 @@ class Recorder:
         params: Tree,
         vectors: Iterable[tuple[Tensor, Tensor]],
         signs: torch.Generator | None,
-        place: Place | None = None,
+        place: BatchPlace | None = None,
     ) -> Measured:
         """Backpropagate pairs (output, vector); what passes the hooks becomes the factors.
 

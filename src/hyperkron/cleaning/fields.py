@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from hyperkron.cleaning.folder import FORMAT
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import read_plain
 
@@ -146,3 +147,24 @@ def read_text(file: Path) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise HyperkronError(f"{file} cannot be read as UTF-8 ({reason}); {REMEDY}.") from error
+
+
+def read_result(folder: Path) -> Fields:
+    """The content of result.json."""
+    if not folder.is_dir():
+        raise HyperkronError(f"run_folder={str(folder)!r} is not a folder; name one that `hyperkron clean` wrote.")
+    file = folder / "result.json"
+    text = read_text(file)
+    if text is None:
+        raise HyperkronError(
+            f"run_folder={str(folder)!r} has no result.json: the run has not finished; "
+            f"continue it with `hyperkron resume {folder}`."
+        )
+    result = parse(text, file)
+    found = result.raw.get("format")
+    if found != FORMAT or isinstance(found, bool):
+        raise HyperkronError(
+            f"{file}: format={found!r:.80} is not one that this version reads ({FORMAT}); "
+            "use the version of hyperkron that made the run, or run `hyperkron clean` again."
+        )
+    return result

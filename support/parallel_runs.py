@@ -1,7 +1,7 @@
 """A small language model on several processes: what each of them computes, for tests that compare them.
 
-``python tests/ranks.py folder`` is run by every process; it does all checks one after the other, on all processes and
-on the first two, and the first writes the results into the folder.
+``python support/parallel_runs.py folder`` is run by each of four processes; it does all checks one after the other, on
+all of them and on the first two, and the first writes the results into the folder.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def hypergradients(
 
 
 def trained(
-    group: dist.ProcessGroup | None, steps: int, folder: Path | None = None, method: str = "kfac mc"
+    group: dist.ProcessGroup | None, steps: int, folder: Path | None = None, every: int = 10
 ) -> tuple[dict[str, Tensor], hk.Run]:
     """λ and θ after ``steps`` steps of ``fit`` on shuffled batches; with a folder, continued from it and saved."""
     problem, model, hyper, rows, trusted = make(torch.float64)
@@ -121,13 +121,13 @@ def trained(
         hk.training.DataParallel(problem, group),
         model,
         hyper,
-        hk.AID(METHODS[method](), inner_steps=1),
+        hk.AID(METHODS["kfac mc"](), inner_steps=1),
         loader,
         trusted,
         steps=steps,
         inner_optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
         outer_optimizer=torch.optim.Adam(hyper.parameters(), lr=0.05),
-        callbacks=[] if folder is None else [hk.Checkpoint(folder, every=10)],
+        callbacks=[] if folder is None else [hk.Checkpoint(folder, every=every)],
         resume=folder,
     )
     return {name: p.detach().clone() for m in (hyper, model) for name, p in m.state_dict().items()}, run

@@ -1,0 +1,199 @@
+"""New rows for a model that was trained: the columns of the training rows, without labels."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hyperkron.cleaning.data import arrays, checks
+from hyperkron.cleaning.data.encoding import Number, TableEncoding
+from hyperkron.cleaning.data.files import listing, nearest, np, several
+from hyperkron.cleaning.data.images import SUFFIXES, load_images
+from hyperkron.cleaning.data.labelled import Frame, Kind, Labelled, Raw, Roles
+from hyperkron.cleaning.data.limits import ReadOptions
+from hyperkron.cleaning.data.number_forms import read_numbers
+from hyperkron.cleaning.data.roles import infer_input, text_cells
+from hyperkron.cleaning.data.sources import in_memory, locate
+from hyperkron.cleaning.data.values import Array, Columns, cells
+from hyperkron.solution import HyperkronError
+
+
+@dataclass(frozen=True, eq=False)
+class NewRows:
+    """Rows without labels.
+
+    Attributes:
+        inputs: in the form of ``Labelled.inputs``, of the rows that could be read.
+        rows: their positions in the source.
+        count: how many rows the source has.
+        ids: columns that identify rows, of all rows.
+        messages: what was noticed, a sentence each.
+    """
+
+    inputs: Any
+    rows: Array
+    count: int
+    ids: Columns = field(default_factory=dict)
+    messages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class InputForm:
+    """What new rows must look like, so that a model can be asked about them.
+
+    Attributes:
+        kind: of the inputs.
+        roles: the columns of the training rows.
+        encoding: of a table.
+        shape: (C, H, W) of pictures.
+    """
+
+    kind: Kind
+    roles: Roles
+    encoding: TableEncoding | None = None
+    shape: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, train: Labelled) -> InputForm:
+        """The form of the training rows."""
+        shape = None if train.kind != "image" or isinstance(train.inputs, list) else tuple(train.inputs.shape[1:])
+        return cls(train.kind, train.roles, train.encoding, shape)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        encoding = None if self.encoding is None else json.loads(self.encoding.to_json())
+        return {"kind": self.kind, "roles": asdict(self.roles), "encoding": encoding, "shape": self.shape}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> InputForm:
+        """What ``to_json`` gave."""
+        encoding, shape = value["encoding"], value["shape"]
+        return cls(
+            value["kind"],
+            Roles(**value["roles"]),
+            None if encoding is None else TableEncoding.from_json(json.dumps(encoding)),
+            None if shape is None else tuple(shape),
+        )
+
+    def read(self, rows: Any, id: Sequence[str] | str | None = None, options: ReadOptions | None = None) -> NewRows:
+        """New rows, given as a path, a DataFrame, a dictionary of columns, an array, or a list of texts.
+
+        Args:
+            rows: with the columns of the training rows; further columns, the label too, are ignored.
+            id: columns to carry along; None takes those of the training rows that are there.
+            options: how to read.
+        """
+        options = options or ReadOptions()
+        opened = self._open(rows, options)
+        if isinstance(opened, Raw):
+            return self._from_arrays(opened)
+        return self._from_columns(opened, id, options)
+
+    def _open(self, rows: Any, options: ReadOptions) -> Frame | Raw:
+        if isinstance(rows, (str, os.PathLike)):
+            return _open_path(rows, options, self.shape)
+        if isinstance(rows, Mapping) and set(rows) & {"x", "y"} == {"x"}:
+            rows = rows["x"]
+        if isinstance(rows, Mapping) or hasattr(rows, "columns") or hasattr(rows, "column_names"):
+            named = in_memory(rows, "rows")
+            if not self._positional(named):
+                return named
+            rows = np.asarray(rows)
+        values = rows.detach().cpu() if hasattr(rows, "detach") else rows
+        if self.kind == "text":
+            return Raw("rows", "text", _texts(values), [None] * len(values), np.arange(len(values)))
+        found = arrays.dense(values, "rows")
+        names = () if self.encoding is None else self.encoding.names
+        if names and found.shape[1:] == (len(names),) and found.dtype.kind in "fiub":
+            encoded = {name: found[:, i] for i, name in enumerate(names)}
+            return Raw("rows", "table", encoded, [None] * len(found), np.arange(len(found)))
+        return arrays.array_rows(found, np.zeros(len(found), dtype=np.int64), "rows")
+
+    def _positional(self, named: Frame | Raw) -> bool:
+        """Whether columns are to be taken by their places: the training rows were an array, which has no names."""
+        if self.encoding is None or self.roles.features is not None or not isinstance(named, Frame):
+            return False
+        return not {column.name for column in self.encoding.columns} & set(named.columns)
+
+    def _from_arrays(self, raw: Raw) -> NewRows:
+        checks.refuse_other_kind(raw, self.kind, self.shape, "the training rows")
+        inputs: Any = raw.inputs
+        if self.encoding is not None and isinstance(inputs, Mapping):
+            whole = list(inputs) == list(self.encoding.names)
+            inputs = np.stack(list(inputs.values()), axis=1) if whole else self._matrix(inputs, raw.name)[0]
+        return NewRows(inputs, raw.rows, len(raw.rows), messages=raw.messages)
+
+    def _matrix(self, columns: Columns, name: str) -> tuple[Array, list[str]]:
+        """A table as the training rows are encoded, and what to say about its cells."""
+        assert self.encoding is not None
+        _require_columns([column.name for column in self.encoding.columns], columns, name)
+        notes = []
+        for column in self.encoding.columns:
+            strange = read_numbers(columns[column.name], column.form)[1] if isinstance(column, Number) else []
+            if strange:
+                shown = listing(dict.fromkeys(repr(str(value)[:40]) for value in strange))
+                notes.append(f"{name}: column {column.name!r} holds {shown}, taken as missing: numbers are expected.")
+        return self.encoding.matrix(columns), notes
+
+    def _from_columns(self, frame: Frame, id: Sequence[str] | str | None, options: ReadOptions) -> NewRows:
+        kept = [name for name in self.roles.id if name in frame.columns] if id is None else Roles(id=id).id
+        _require_columns(list(kept), frame.columns, frame.name, "named as id")
+        rows, notes = np.arange(len(frame)), list(frame.messages)
+        inputs: Any
+        if self.encoding is not None:
+            inputs, seen = self._matrix(frame.columns, frame.name)
+            used = [column.name for column in self.encoding.columns]
+            dropped = [name for name in self.roles.features or () if name not in used]
+            extra = [name for name in frame.columns if name not in (*used, *dropped, *kept, self.roles.label)]
+            if extra:
+                seen.append(f"{frame.name}: columns that the model does not use: {listing(map(repr, extra), 12)}.")
+            notes += seen
+        else:
+            column = self.roles.text or self.roles.image
+            if column is None:
+                guess = infer_input(frame, Roles())
+                column = guess.text or guess.image
+            _require_columns([str(column)], frame.columns, frame.name)
+            if self.kind == "text":
+                inputs = text_cells(frame, str(column))
+                blank = sum(not text.strip() for text in inputs)
+                if blank:
+                    notes.append(f"{frame.name}: {several(blank, 'row')} without a text; do not rely on their answers.")
+            else:
+                where = f"{frame.name}: image={column!r}"
+                values = cells(frame.columns[str(column)])
+                inputs, broken, seen = load_images(values, frame.folder, where, options, self.shape)
+                inputs, rows, notes = inputs[~broken], np.flatnonzero(~broken), notes + seen
+        return NewRows(inputs, rows, len(frame), {name: cells(frame.columns[name]) for name in kept}, tuple(notes))
+
+
+def _open_path(source: str | os.PathLike[str], options: ReadOptions, shape: tuple[int, ...] | None) -> Frame | Raw:
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(entry.name for entry in path.iterdir() if entry.name.lower().endswith(SUFFIXES))
+        if files:
+            return Frame(path.name, {"image": files}, path)
+    form, place = locate(source, "rows", options, shape=shape, labelled=False)
+    return form.read(place)
+
+
+def _require_columns(needed: Sequence[str], columns: Columns, name: str, why: str = "that the model needs") -> None:
+    absent = [column for column in needed if column not in columns]
+    if absent:
+        what = "column" if len(absent) == 1 else "columns"
+        raise HyperkronError(
+            f"{name} lacks the {what} {listing(map(repr, absent), 12)} {why}.{nearest(absent[0], columns)} "
+            f"Columns: {listing(map(repr, columns), 30)}."
+        )
+
+
+def _texts(values: Any) -> list[str]:
+    found = values.tolist() if hasattr(values, "tolist") else list(values)
+    for i, text in enumerate(found):
+        if not isinstance(text, str):
+            raise HyperkronError(f"rows[{i}] is a {type(text).__name__}, {text!r:.50}; give texts only.")
+    return found

@@ -1,0 +1,167 @@
+"""``load``: the result of a finished run, from its folder."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hyperkron.cleaning.data import InputForm
+from hyperkron.cleaning.fields import REMEDY, Fields, parse, read_result, read_text
+from hyperkron.cleaning.given import Given
+from hyperkron.cleaning.models import TextEncoder
+from hyperkron.cleaning.prepare import InputTransform, network_builder, pick_device
+from hyperkron.cleaning.recorded import encoder_identity, refuse_other_encoder, refuse_other_model
+from hyperkron.cleaning.result import CleanResult
+from hyperkron.solution import HyperkronError
+from hyperkron.training.encoding import DamagedCheckpoint
+from hyperkron.training.files import TensorFile
+
+
+def load(
+    run: str | Path,
+    *,
+    model: Callable[[], nn.Module] | None = None,
+    encoder: str | None = None,
+    device: str = "cpu",
+) -> CleanResult:
+    """The result of a finished run, ready to ``predict``; the training data is not needed.
+
+    Arrays are tensors over the rows of the source, as :class:`CleanResult` has them; probabilities have six decimals.
+
+    Args:
+        run: the run folder.
+        model: the same function as in the run, if that had one.
+        encoder: another place of the run's text encoder; None uses the one that is recorded.
+        device: where the model computes.
+
+    Example:
+        >>> import tempfile
+        >>> from hyperkron.cleaning import CleanConfig, clean
+        >>> x = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
+        >>> folder, config = Path(tempfile.mkdtemp()) / "run", CleanConfig(epochs=1, compare=())
+        >>> result = clean((x[:40], x[:40, 0] > 0), (x[40:], x[40:, 0] > 0), out=folder, config=config)
+        >>> torch.equal(load(folder).predict(x), result.predict(x))
+        True
+    """
+    folder = Path(run)
+    summary = read_result(folder)
+    classes = tuple(summary.child("data").texts("classes"))
+    rows, left_out = read_rows(folder), _left_out(folder)
+    given = Given(torch.tensor([row.row for row in rows], dtype=torch.long), left_out)
+    place = {name: k for k, name in enumerate(classes)}
+    probability = torch.tensor([row.error_probability for row in rows])
+    order = probability.argsort(descending=True, stable=True)
+    suspects = order[torch.tensor([row.suspect for row in rows], dtype=torch.bool)[order]]
+    suggested = torch.tensor([place.get(row.suggested, -1) for row in rows], dtype=torch.long)
+    transform, network = _predictor(folder, model, encoder, device)
+    return CleanResult(
+        given.spread(1 - probability, float("nan"), "weight"),
+        given.spread(probability, float("nan"), "error_probability"),
+        given.rows[suspects],
+        given.spread(suggested, -1, "suggested"),
+        given.status(),
+        network,
+        summary.items("candidates"),
+        summary.text("chosen"),
+        summary.text("verdict"),
+        classes,
+        summary.raw,
+        folder,
+        transform,
+    )
+
+
+class CsvRow(NamedTuple):
+    """A line of rows.csv."""
+
+    row: int
+    given: str
+    suggested: str
+    error_probability: float
+    suspect: bool
+
+
+def read_rows(folder: Path) -> list[CsvRow]:
+    """The lines of rows.csv."""
+    file = folder / "rows.csv"
+    if not file.exists():
+        raise HyperkronError(
+            f"run={str(folder)!r} has no rows.csv: it has not finished; continue with `hyperkron resume {folder}`."
+        )
+    lines = csv.DictReader(io.StringIO(read_text(file) or "", newline=""))
+    try:
+        return [_row(line) for line in lines]
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise HyperkronError(f"{file}:{lines.line_num} is not a line of a run; {REMEDY}.") from error
+
+
+def _row(line: dict[str, Any]) -> CsvRow:
+    probability, suspect = float(line["error_probability"]), {"true": True, "false": False}[line["suspect"]]
+    if math.isnan(probability) or line["suggested"] is None or not 0 <= int(line["row"]) < 2**62:
+        raise ValueError
+    return CsvRow(int(line["row"]), str(line["given"]), line["suggested"], probability, suspect)
+
+
+def _left_out(folder: Path) -> dict[str, torch.Tensor]:
+    """left_out.csv: for each reason, positions."""
+    found: dict[str, list[int]] = {}
+    for line in (read_text(folder / "left_out.csv") or "").splitlines()[1:]:
+        row, _, why = line.partition(",")
+        if not row.isdecimal() or len(row) > 18:
+            raise HyperkronError(f"{folder / 'left_out.csv'}: {line!r:.80} is not a line of a run; {REMEDY}.")
+        found.setdefault(why, []).append(int(row))
+    return {why: torch.tensor(rows) for why, rows in found.items()}
+
+
+def _predictor(
+    folder: Path, model: Callable[[], nn.Module] | None, encoder: str | None, device: str
+) -> tuple[InputTransform, nn.Module]:
+    """What makes inputs of new rows, and the network."""
+    file = folder / "inputs.json"
+    text = read_text(file)
+    if text is None:
+        raise HyperkronError(
+            f"run={str(folder)!r} has no inputs.json: it was made by an earlier version, or has not finished; finish "
+            f"it with `hyperkron resume {folder}`."
+        )
+    about = parse(text, file)
+    refuse_other_model({"model": about.text("model") or None}, model)
+    try:
+        with TensorFile(folder / "inputs.safetensors", about.raw["file"]) as stored:
+            tensors = {name: stored(name) for name in about.texts("tensors")}
+        form = InputForm.from_json(about.raw)
+    except (DamagedCheckpoint, OSError, KeyError, TypeError, ValueError) as error:
+        raise HyperkronError(f"{folder / 'inputs.safetensors'} is damaged ({error}); {REMEDY}.") from error
+    where = pick_device(device)
+    layers, shape = int(about.raw.get("layers") or 0), tuple(int(n or 0) for n in about.numbers("input_shape"))
+    transform = InputTransform.load(form, tensors, _encoder(about, encoder, where), layers)
+    network = network_builder(transform, shape, len(about.texts("classes")), model)().to(where).eval()
+    _load_weights(network, folder / "model.safetensors")
+    return transform, network
+
+
+def _encoder(about: Fields, encoder: str | None, device: torch.device) -> TextEncoder | None:
+    began = about.child("encoder").raw
+    if not began:
+        return None
+    found = TextEncoder(encoder or began["name"], device=device)
+    refuse_other_encoder(began, encoder_identity(found))
+    return found
+
+
+def _load_weights(network: nn.Module, file: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        network.load_state_dict(load_file(file))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise HyperkronError(f"{file} is not the network of this run ({reason}); {REMEDY}.") from error

@@ -1,0 +1,89 @@
+"""Conjugate gradients for many right-hand sides at once: each system has its own step sizes and its own end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hyperkron import trees
+from hyperkron.curvature.base import Invertible, Operator
+from hyperkron.solution import NonFiniteError, Solution, Status, worst
+from hyperkron.solvers.base import epsilon
+from hyperkron.trees import Tree
+
+
+def stacked_cg(
+    operator: Operator, b: Tree, preconditioner: Invertible | None, iterations: int, tolerance: float
+) -> Solution:
+    """What :class:`hyperkron.solvers.CG` does, for every right-hand side along the leading dimension of ``b``.
+
+    Returns:
+        All solutions, stacked; the worst status, all iterations and products, and the largest residual.
+    """
+    given, b = b, trees.widened(trees.map(Tensor.detach, b))
+    size = _dot(b, b).sqrt()
+    if not bool(size.isfinite().all()):
+        raise NonFiniteError("b holds NaN or infinity; check the outer loss and its batch")
+    eps = epsilon(b, operator)
+    goal, r = max(tolerance, eps), _scaled(b, torch.where(size > 0, 1 / size, 0.0))  # systems of unit size
+    active = size > 0
+    v, p = trees.zeros_like(r), _inverse(preconditioner, r)
+    rz, largest, residual = _dot(r, p), torch.zeros_like(size), (size > 0).to(size.dtype)
+    done, products = torch.zeros_like(size, dtype=torch.long), 0
+    broken, lost = torch.zeros_like(active), torch.zeros_like(active)
+    for i in range(iterations):
+        product = operator.matvec_stacked(p)
+        products += int(active.sum())
+        curvature, pp = _dot(p, product), _dot(p, p)
+        largest = torch.maximum(largest, (_dot(product, product) / pp).sqrt().nan_to_num(0.0))
+        sound = curvature.isfinite() & rz.isfinite()
+        good = sound & (rz > 0) & (curvature > eps * largest * pp)
+        lost, broken = lost | (active & ~sound), broken | (active & sound & ~good)
+        if i == 0:  # a first direction that is bad stands in for the solution, or b where the preconditioner is bad
+            first = torch.where(rz > 0, 1.0, 0.0)
+            fallback = trees.add(_scaled(p, first.nan_to_num(0.0)), _scaled(r, 1 - first))
+            v = _chosen(broken, fallback, v)
+        active = active & good
+        step = torch.where(active, rz / curvature, 0.0)
+        v, r = _moved(v, p, step), _moved(r, product, -step)
+        done = done + active
+        residual = torch.where(active, _dot(r, r).sqrt(), residual)
+        active = active & (residual > goal)
+        if i + 1 == iterations or not bool(active.any()):
+            break
+        z = _inverse(preconditioner, r)
+        rz_next = _dot(r, z)
+        p, rz = _moved(z, p, torch.where(active, rz_next / rz, 0.0)), rz_next
+    statuses = [
+        Status.NON_FINITE if x else Status.NONPOSITIVE_CURVATURE if y else Status.CONVERGED if c else Status.BUDGET
+        for x, y, c in zip(lost.tolist(), broken.tolist(), (residual <= goal).tolist(), strict=True)
+    ]
+    value = trees.cast(_scaled(v, size), given)
+    return Solution(value, worst(statuses), int(done.sum()), products, float(residual.max()))
+
+
+def _dot(a: Tree, b: Tree) -> Tensor:
+    """One inner product for each system."""
+    return torch.stack([(x * b[name]).reshape(len(x), -1).sum(1) for name, x in a.items()]).sum(0)
+
+
+def _scaled(a: Tree, c: Tensor) -> Tree:
+    return {name: _column(c, x) * x for name, x in a.items()}
+
+
+def _moved(a: Tree, b: Tree, c: Tensor) -> Tree:
+    """a + c·b; where c is zero a itself, whatever b holds."""
+    return {name: torch.where(_column(c, x) == 0, x, x + _column(c, x) * b[name]) for name, x in a.items()}
+
+
+def _chosen(which: Tensor, a: Tree, b: Tree) -> Tree:
+    return {name: torch.where(_column(which, x), x, b[name]) for name, x in a.items()}
+
+
+def _column(c: Tensor, x: Tensor) -> Tensor:
+    """A number for each system, shaped to go with a stacked tensor."""
+    return c.reshape(-1, *[1] * (x.dim() - 1)).to(x.dtype if c.is_floating_point() else c.dtype)
+
+
+def _inverse(preconditioner: Invertible | None, r: Tree) -> Tree:
+    return r if preconditioner is None else preconditioner.solve_stacked(r)

@@ -1,0 +1,80 @@
+"""The suspects are on the disk before the alternatives are compared, and the alternatives are added as they finish."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hyperkron as hk
+from blobs import blobs, quicken, write_csv
+from hyperkron.cleaning import CleanConfig, run
+from hyperkron.cleaning.report import write_report
+from hyperkron.cli import main
+
+ROWS = ("rows.csv", "suspects.jsonl", "left_out.csv", "inputs.json", "inputs.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch)
+    monkeypatch.setattr(run, "SECONDS_BETWEEN_RESULTS", 0.0)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    data = blobs(rows=80)
+    write_csv(tmp_path / "train.csv", data.train)
+    write_csv(tmp_path / "trusted.csv", data.trusted)
+    return tmp_path
+
+
+def test_results_come_as_they_are_known(files: Path) -> None:
+    seen: list[tuple[dict[str, Any], dict[str, bytes], str]] = []
+
+    def look(folder: Path) -> None:
+        result = json.loads((folder / "result.json").read_text())
+        rows = {name: (folder / name).read_bytes() for name in ROWS}
+        seen.append((result, rows, write_report(folder).read_text("utf-8")))
+        assert len(hk.load(folder).predict(folder.parent / "train.csv")) == 80  # the cleaned model answers already
+
+    config = CleanConfig(epochs=1, compare=("noisy", "pooled"))
+    found = hk.clean("train.csv", "trusted.csv", out="run", config=config, on_result=look)
+    names = [[c["name"] for c in result["candidates"]] for result, _, _ in seen]
+    assert names == [[], ["hyperkron"], ["hyperkron", "noisy"]]
+    assert [result["unfinished"] for result, _, _ in seen] == [["noisy", "pooled"], ["noisy", "pooled"], ["pooled"]]
+    assert all("with 2 alternatives is still running." in result["verdict"] for result, _, _ in seen)
+    for result, rows, page in seen:
+        assert rows == {name: (Path("run") / name).read_bytes() for name in ROWS}  # what was known stays
+        assert result["suspects"] == found.summary["suspects"]
+        assert "First result: the alternatives are still being compared." in page and "to come: " in page
+    assert "unfinished" not in json.loads(Path("run/result.json").read_text())
+    assert "still" not in write_report("run").read_text("utf-8").split("<script")[0]
+
+
+def test_after_an_interruption_the_first_result_can_be_used(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged = run.judged
+
+    def stop(name: str, *given: object) -> object:
+        if name == "noisy":
+            raise KeyboardInterrupt
+        return judged(name, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run, "judged", stop)
+    command = ["clean", "train.csv", "--trusted", "trusted.csv", "--out", "run", "--epochs", "1", "--compare", "noisy"]
+    assert main(command) == 130
+    told = capsys.readouterr().err
+    assert "First result: about" in told and "continue with: hyperkron resume run" in told
+    assert "The suspects are known already" in told and Path("run/report.html").exists()
+    assert main(["export", "run", "--drop", "suspects", "-o", "clean.csv"]) == 0
+    assert main(command) == 1 and "holds a run that was interrupted" in capsys.readouterr().err
+    monkeypatch.setattr(run, "judged", judged)
+    assert main(["resume", "run"]) == 0
+    told = capsys.readouterr().err
+    assert "Continuing run" in told and "unfinished" not in Path("run/result.json").read_text()
+    assert main(["resume", "run"]) == 0 and "is finished" in capsys.readouterr().err
