@@ -137,8 +137,7 @@ def inner(model: nn.Module, weights: nn.Module, batch: Batch) -> losses.Loss:
         return losses.cross_entropy(model(ids, mask)[0], labels)
     positions, targets = auxiliary
     logits, tokens = model(ids, mask, positions)
-    with torch.autocast(ids.device.type, enabled=False):  # a weight of 1.001 would be rounded to 1
-        weight = weights(token_losses(tokens.float() if tokens.dtype == torch.bfloat16 else tokens, targets))
+    weight = weights(token_losses(tokens, targets))
     auxiliary_loss = losses.cross_entropy(tokens, targets, weight=weight, ignore_index=IGNORED)
     return losses.cross_entropy(logits, labels) + auxiliary_loss
 

@@ -87,7 +87,7 @@ class Case:
         looks: how often dev is scored.
         head_steps: steps of the fresh head for tokens, with the encoder frozen, before training begins.
         warm_up: share of θ's steps in which its rate rises; it then falls linearly to 0.
-        graph: whether a GPU replays recorded inner steps; they run in bfloat16 there, hypergradients in float32 (TF32).
+        graph: whether a GPU replays recorded inner steps.
     """
 
     batch: int = 16
@@ -255,12 +255,7 @@ class Trial:
             batches,
             steps=0,
             graph=case.graph,
-            inner_optimizer=Updates(
-                optimizer,
-                schedule,
-                autocast=torch.bfloat16 if source.device.type == "cuda" else None,
-                schedule="update",
-            ),
+            inner_optimizer=Updates(optimizer, schedule, schedule="update"),
             clock=clock_of(source.device),
             record_failure=True,
             seed=None,

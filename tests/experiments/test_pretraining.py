@@ -15,11 +15,12 @@ from torch.nn import functional as F
 
 import hyperkron as hk
 import oracles
+from experiments import records
 from experiments.paper import domain_mixture, pretraining, pretraining_page
 from experiments.paper.pretraining_data import IGNORED, Masked, Tokens, read_task, split, tokenize
 from experiments.paper.pretraining_model import PROBLEM, AuxiliaryWeight, TwoHeads, token_losses, weight_network
 from experiments.paper.pretraining_trial import METHODS, Case, Source, Trial, f1, load_encoder
-from experiments.paper.recipe import Job, Result, Verdict
+from experiments.paper.recipe import Job, Result, Verdict, _marking
 from experiments.paper.texts import MADE_UP
 from experiments.pieces import Cells
 from hyperkron.hyper import DomainWeights
@@ -266,7 +267,7 @@ def test_runs_that_others_depend_on_come_first(tmp_path: Path) -> None:
     job = _job(tmp_path)
     first = pretraining._missing(job)
     assert {task.method for task in first} == {"Baseline"}  # θ's step sizes, of the first two tasks only
-    assert [task.dataset for task in first] == ["sciie"] * 3 + ["citation_intent"] * 3
+    assert [task.dataset for task in first] == ["sciie"] * 4 + ["citation_intent"] * 4
     while left := [task for task in pretraining._missing(job) if task.method == "Baseline" and task.seed == 1]:
         for task in left:
             job.cells.put(list(task), _done(70 + (task.inner == 2e-4), 60), 1.0)
@@ -351,3 +352,27 @@ def test_the_source_that_is_the_target_is_found(tmp_path: Path, capsys: pytest.C
         assert found[name]["test"] < found["uniform"]["test"]
     domain_mixture.main(["--table", "--out", str(tmp_path / "none.jsonl")])
     assert "uniform" not in capsys.readouterr().out
+
+
+# --- the page ----------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_recorded_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (records.PAGES / "pretraining.md").read_text("utf-8")
+    domain_mixture.main(["--table"])
+    assert capsys.readouterr().out.strip() in page
+    result = Result.read(records.RESULTS / "paper" / "pretraining-small.json")
+    table = pretraining_page.tables(result)[0]
+    names = [name for name in ("ACL-ARC (macro)", "SciERC (macro)") if name in table.columns]
+    for row in table.rows[:4]:
+        cells = [row[0], *(row[table.columns.index(name)] for name in names)]
+        assert f"| {' | '.join(cells)} |" in page
+    learned = [x for task in result.figures["tasks"].values() for x in task["methods"].values() if "printed" in x]
+    assert len(learned) == 4 and all(w["moved"] < 0.015 for x in learned for w in x["printed"]["weights"])
+
+
+def test_the_committed_runs_are_those_of_the_settings() -> None:
+    """The file that a GPU run continues from has the cells of today's settings."""
+    marking = _marking(pretraining.SETTINGS["small"])
+    cells = Cells(records.RESULTS / "paper" / "pretraining.jsonl", {"device": "NVIDIA H200", "settings": marking})
+    assert len(cells.found) == len(cells.lines.rows) >= 38
