@@ -79,7 +79,8 @@ def verdict(result: Result) -> Judgement:
     """Cases are the tasks in which the paper prints KFAC as the best (ChemProt, ACL-ARC, SciERC). The claim holds
     where the test F1 of KFAC-EMP, with λ's own step size, is clearly (over seeds) above that of equal weights
     (TARTAN-MT) and its mean is not below SAMA's. Reproduced: in all three. In trend: in more than half of those that
-    were run. No verdict where the weights moved by less than 0.05 in every one of them, or none has two seeds.
+    were run. Not reproduced: otherwise. No verdict where the weights moved by less than 0.05 in every one of them, or
+    none has two seeds.
     """
     tasks = {name: of for name, of in result.figures["tasks"].items() if name in BEST}
     found = {name: (gain(of, "KFAC-EMP", "TARTAN-MT"), gain(of, "KFAC-EMP", "SAMA")) for name, of in tasks.items()}
