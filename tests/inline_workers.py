@@ -25,11 +25,25 @@ class _Thread(threading.Thread):
 
 
 class _Context:
-    Queue = queue.Queue
+    """Tasks take turns: threads share torch's random state, which processes do not."""
 
-    @staticmethod
-    def Process(target: Any, args: Any, daemon: bool) -> _Thread:
-        return _Thread(target=target, args=args, daemon=True)
+    Queue = queue.Queue
+    turn = threading.Lock()
+
+    @classmethod
+    def Process(cls, target: Any, args: Any, daemon: bool) -> _Thread:
+        make, *rest = args
+
+        def made() -> Any:
+            carry_out = make()
+
+            def in_turn(task: Any) -> Any:
+                with cls.turn:
+                    return carry_out(task)
+
+            return in_turn
+
+        return _Thread(target=target, args=(made, *rest), daemon=True)
 
 
 def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:

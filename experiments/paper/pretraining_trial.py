@@ -191,8 +191,8 @@ def f1(predicted: Tensor, labels: Tensor, *, micro: bool) -> float:
     """Micro F1 (the share of right answers), or the mean of F1 over the classes in ``labels`` or ``predicted``, in %.
 
     Example:
-        >>> f1(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1]), micro=False)
-        66.66666666666667
+        >>> round(f1(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1]), micro=False), 1)
+        66.7
     """
     if micro:
         return 100 * float((predicted == labels).double().mean())

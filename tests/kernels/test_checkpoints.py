@@ -100,6 +100,18 @@ def test_torch_is_left_as_it_was() -> None:
     assert [getattr(checkpoint, name) for name in names] == before
 
 
+def test_threads_may_leave_in_any_order() -> None:
+    """The first to come may be the first to go: the other one still needs the stand-in, and torch is left as it was."""
+    own = checkpoint.CheckpointFunction
+    first, second = differentiable_checkpoints(), differentiable_checkpoints()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert checkpoint.CheckpointFunction is not own
+    second.__exit__(None, None, None)
+    assert checkpoint.CheckpointFunction is own
+
+
 def test_a_model_that_changes_flags_is_refused_in_forward_mode_by_name() -> None:
     """torch.func, which forward mode needs where λ is in front of the model, cannot call requires_grad_()."""
 

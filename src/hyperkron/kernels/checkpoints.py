@@ -7,6 +7,7 @@ computes the activations again during the backward pass, with the parameters tha
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,22 +28,48 @@ def _kept(*_: Any, **__: Any) -> Iterator[None]:
     yield
 
 
+class _Replacements:
+    """Stand-ins for names of a module while somebody needs them; threads may come and go in any order."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.lock = threading.Lock()
+        self.users: dict[str, int] = {}
+        self.own: dict[str, Any] = {}
+
+    def enter(self, name: str, stand_in: Any) -> None:
+        with self.lock:
+            if not self.users.get(name):
+                self.own[name] = getattr(self.module, name)
+                setattr(self.module, name, stand_in)
+            self.users[name] = self.users.get(name, 0) + 1
+
+    def leave(self, name: str) -> None:
+        with self.lock:
+            self.users[name] -= 1
+            if not self.users[name]:
+                setattr(self.module, name, self.own.pop(name))
+
+
+_REPLACEMENTS = _Replacements(checkpoint)
+
+
 @contextmanager
 def differentiable_checkpoints(*, keep: bool = False) -> Iterator[None]:
     """Reentrant checkpoints inside are taken the other way, which costs the same time and memory.
 
     Args:
         keep: activations are kept instead of computed again. For parameters that are in place during the forward pass
-            only: what is computed again later would use others.
+            only: what is computed again later would use others. Other threads keep theirs meanwhile, which only costs
+            memory.
     """
-    names = {"CheckpointFunction": _NotReentrant}
+    names: dict[str, Any] = {"CheckpointFunction": _NotReentrant}
     if keep:
-        names["_checkpoint_without_reentrant_generator"] = _kept  # type: ignore[assignment]
-    before = {name: getattr(checkpoint, name) for name in names}
+        names["_checkpoint_without_reentrant_generator"] = _kept
     for name, stand_in in names.items():
-        setattr(checkpoint, name, stand_in)
+        _REPLACEMENTS.enter(name, stand_in)
     try:
         yield
     finally:
-        for name, own in before.items():
-            setattr(checkpoint, name, own)
+        for name in names:
+            _REPLACEMENTS.leave(name)
