@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -122,6 +123,17 @@ class Prepared:
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
     transform: InputTransform
+
+    @contextmanager
+    def threads(self, device: torch.device) -> Iterator[None]:
+        """One thread for vectors, whose matrices are too small to share; images and encoders keep what there is."""
+        before = torch.get_num_threads()
+        small = device.type == "cpu" and isinstance(self.inputs, Dense) and self.inputs.values.dim() == 2
+        torch.set_num_threads(1 if small else before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
 
 def network_builder(

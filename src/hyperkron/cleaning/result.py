@@ -253,6 +253,23 @@ def history(outcome: Outcome, work: Work) -> Tensor:
     return torch.stack([torch.ones_like(believed[0]), *believed, *pooled], dim=1)
 
 
+def trouble(outcome: Outcome) -> list[str]:
+    """What a person should know about how κ, β and γ were learnt."""
+    found = []
+    if outcome.collapsed:
+        found.append("Learning how much to trust the labels diverged, so the starting values were used.")
+    if outcome.troubled:
+        of = max(outcome.troubled, 2 * len(outcome.outer))
+        found.append(
+            f"{outcome.troubled} of {of} hypergradients are inexact: their linear solve did not finish normally. "
+            "The run continued. They only control how much experts and given labels are trusted (κ, β and γ); "
+        )
+        few = "this few hardly change which rows are suspects."
+        many = "with this many, rely on the suspects only if the curves of κ, β and γ in the report become flat."
+        found[-1] += few if 10 * outcome.troubled <= of else many
+    return found
+
+
 def _hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

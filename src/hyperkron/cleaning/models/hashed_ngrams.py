@@ -19,7 +19,7 @@ _BUCKETS = 2**15
 
 
 def load_encoder(
-    encoder: str | Path | None = None, *, device: torch.device | str = "cpu"
+    encoder: str | Path | None = None, *, device: torch.device | str = "cpu", required: bool = False
 ) -> tuple[TextEncoder | None, tuple[str, ...]]:
     """The encoder to use, or None for hashed n-grams, and messages.
 
@@ -29,13 +29,14 @@ def load_encoder(
     Args:
         encoder: a name or folder for :class:`TextEncoder`; None takes the default, ``"hashed n-grams"`` none at all.
         device: where the encoder computes.
+        required: refuse hashed n-grams, because layers of an encoder are to be trained.
     """
-    if choose_encoder(encoder).name == HASHED:
+    if choose_encoder(encoder).name == HASHED and not required:
         return None, ()
     try:
         return TextEncoder(encoder, device=device), ()
     except EncoderUnavailable as error:
-        if choose_encoder(encoder).asked:
+        if required or choose_encoder(encoder).asked:
             raise
         return None, (f"Using {HASHED}: the default encoder is not available (accuracy will be lower). {error}",)
 
