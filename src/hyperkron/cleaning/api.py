@@ -11,12 +11,11 @@ from torch import nn
 
 from hyperkron.cleaning.config import CleanConfig, Progress
 from hyperkron.cleaning.data import ReadOptions, row_hashes
-from hyperkron.cleaning.folder import FORMAT, RunFolder, fingerprint
+from hyperkron.cleaning.folder import FORMAT, RunFolder, fingerprint, replacing
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.prepare import refuse_early
 from hyperkron.cleaning.progress import shown_progress
 from hyperkron.cleaning.recorded import encoder_to_load, refuse_other_model, refuse_other_settings
-from hyperkron.cleaning.replacing import replacing
 from hyperkron.cleaning.result import CleanResult
 from hyperkron.cleaning.run import CleaningRun
 from hyperkron.cleaning.sources import model_name, plain_sources, read_parts

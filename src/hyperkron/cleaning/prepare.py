@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import InputForm, Labelled
 from hyperkron.cleaning.data.files import np
 from hyperkron.cleaning.models import HashedNgrams, Hidden, TextEncoder, default_model
-from hyperkron.cleaning.stages import Tensors
+from hyperkron.cleaning.stages import Stages, Tensors
 from hyperkron.cleaning.trainer import Dense, Inputs
 from hyperkron.solution import HyperkronError
 
@@ -202,7 +204,7 @@ def prepare(
         return Prepared(inputs, test, network_builder(transform, (), classes), (), transform)
     vectors: TextEncoder | HashedNgrams | None = None
     if form.kind == "text":
-        values, vectors = _text_vectors([list(part.inputs) for part in parts], encoder, cache, progress)
+        values, vectors = text_vectors([list(part.inputs) for part in parts], encoder, cache, progress)
     elif form.kind == "image":
         values = [_floats(part.inputs) for part in parts]
     else:
@@ -220,7 +222,7 @@ def _floats(rows: Any) -> Tensor:
     return torch.as_tensor(rows).float()
 
 
-def _text_vectors(
+def text_vectors(
     texts: list[list[str]], encoder: TextEncoder | None, cache: Path | None, progress: TokenProgress | None
 ) -> tuple[list[Tensor], TextEncoder | HashedNgrams]:
     """Vectors of each list of texts, and what makes vectors of further ones in the same way."""
@@ -228,8 +230,10 @@ def _text_vectors(
         hashed = HashedNgrams(texts[0])
         return [hashed(part) for part in texts], hashed
     flat = [text for part in texts for text in part]
-    found = encoder.embed(flat, cache=cache, progress=progress).split([len(part) for part in texts])
-    return list(found), encoder.to("cpu")  # it waits there for further rows, out of the way of training
+    key = hashlib.sha256(json.dumps([encoder.fingerprint, flat]).encode()).hexdigest()
+    found = Stages(cache, key)(f"embeddings-{key}", lambda: {"x": encoder.embed(flat, progress=progress)})["x"]
+    parts = found.split([len(part) for part in texts])
+    return list(parts), encoder.to("cpu")  # it waits there for further rows, out of the way of training
 
 
 def _refuse_misfit(build: Callable[[], nn.Module], inputs: Inputs, classes: int, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import Labelled, NewRows
 from hyperkron.cleaning.evidence import Evidence, of_label
 from hyperkron.cleaning.folder import FORMAT
-from hyperkron.cleaning.given import USED
+from hyperkron.cleaning.given import USED, Given
 from hyperkron.cleaning.method import Outcome
 from hyperkron.cleaning.prepare import InputTransform
 from hyperkron.cleaning.recorded import installed_version
@@ -82,6 +82,33 @@ class CleanResult:
     folder: Path | None = None
     transform: InputTransform | None = None
     learnt: Callable[[], Learnt] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        given: Given,
+        scores: dict[str, Tensor],
+        summary: dict[str, Any],
+        model: nn.Module,
+        **more: Any,
+    ) -> CleanResult:
+        """Of error_probability, suggested and suspect (a mask) of the rows that were used."""
+        probability, spread = scores["error_probability"], given.spread
+        order = probability.argsort(descending=True, stable=True)
+        return cls(
+            spread(1 - probability, float("nan"), "weight"),
+            spread(probability, float("nan"), "error_probability"),
+            given.rows[order[scores["suspect"][order]]],
+            spread(scores["suggested"], -1, "suggested"),
+            given.status(),
+            model,
+            summary["candidates"],
+            summary["chosen"],
+            summary["verdict"],
+            tuple(summary["data"]["classes"]),
+            summary,
+            **more,
+        )
 
     def __repr__(self) -> str:
         where = "" if self.folder is None else f", folder={str(self.folder)!r}"

@@ -98,7 +98,7 @@ class CleaningRun:
             self.networks[OURS] = train_on(work, "network-hyperkron", targets_for(OURS, work, outcome), plan)
         self.scores = self._scores()
         if self.folder is not None and self.writes:
-            self.folder.write_rows(self.parts[0], self.scores, SUSPECT_THRESHOLD)
+            self.folder.write_rows(self.parts[0], self.scores)
             self.folder.write_inputs(self._about_inputs(), self.prepared.transform.tensors())
             self.folder.write_model(self.networks[OURS])
         with self._timed("comparison"):
@@ -239,6 +239,7 @@ class CleaningRun:
         return {
             "error_probability": probability,
             "weight": 1 - probability,
+            "suspect": probability > SUSPECT_THRESHOLD,
             "suggested": self.outcome.final.posterior.argmax(1).cpu(),
             "history": history(self.outcome, self.work).cpu(),
         }
@@ -263,12 +264,12 @@ class CleaningRun:
         """What result.json holds."""
         right = self._test_right()
         won, mine = next((c for c in self.table if c.name == chosen), None), right.get(chosen)
-        doubt, more = self.scores["error_probability"], dict[str, Any]()
+        doubt, suspect, more = self.scores["error_probability"], self.scores["suspect"], dict[str, Any]()
         if won is not None:
-            counts = float(doubt.mean()), int((doubt > SUSPECT_THRESHOLD).sum()), len(doubt)
+            counts = float(doubt.mean()), int(suspect.sum()), len(doubt)
             test = None if mine is None else (int(mine.sum()), len(mine))
             more["verdict"] = verdict(chosen, self.table, *counts, classes=self.work.classes, test=test)
-            more["per_class"] = per_class(self.parts, doubt > SUSPECT_THRESHOLD, won.right, mine)
+            more["per_class"] = per_class(self.parts, suspect, won.right, mine)
         return {
             **about_run(self.parts, self.config, self.work.plan, self.device, self.command, self.messages),
             "seconds": self._seconds(),
@@ -280,27 +281,18 @@ class CleaningRun:
 
     def _finish(self, chosen: str) -> CleanResult:
         summary, network = self._summary(chosen), self.networks[chosen]
-        doubt = self.scores["error_probability"]
-        order = doubt.argsort(descending=True)
         if self.folder is not None and self.writes:
             self.folder.write_model(network)
             self.folder.write_json("result.json", summary)
-        spread, work, outcome = self.given.spread, self.work, self.outcome
-        return CleanResult(
-            spread(self.scores["weight"], float("nan"), "weight"),
-            spread(doubt, float("nan"), "error_probability"),
-            self.given.rows[order[doubt[order] > SUSPECT_THRESHOLD]],
-            spread(self.scores["suggested"], -1, "suggested"),
-            self.given.status(),
-            network,
-            summary["candidates"],
-            chosen,
-            summary["verdict"],
-            self.parts[0].classes,
+        work, outcome = self.work, self.outcome
+        return CleanResult.of(
+            self.given,
+            self.scores,
             summary,
-            None if self.folder is None else self.folder.path,
-            self.prepared.transform,
-            lambda: Learnt(self.parts, work.inputs, targets_for(chosen, work, outcome)),
+            network,
+            folder=None if self.folder is None else self.folder.path,
+            transform=self.prepared.transform,
+            learnt=lambda: Learnt(self.parts, work.inputs, targets_for(chosen, work, outcome)),
         )
 
     def _about_inputs(self) -> dict[str, Any]:

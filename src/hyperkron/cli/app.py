@@ -25,8 +25,8 @@ _COMMANDS = {
     "resume": ("cleaning", "resume"),
     "report": ("runs", "report"),
     "export": ("runs", "export"),
-    "predict": ("predict", "predict"),
-    "attribute": ("attribution", "attribute"),
+    "predict": ("runs", "predict"),
+    "attribute": ("runs", "attribute"),
     "doctor": ("doctor", "doctor"),
 }
 

@@ -26,9 +26,8 @@ def filled(template: str, script: str | None = None, data: str = "", **context: 
     except ImportError as error:
         raise HyperkronError("A report needs jinja2; pip install 'hyperkron[report]'.") from error
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(
-        percent=wording.percent, count=wording.count, duration=wording.duration, memory=wording.memory
-    )
+    filters = (wording.percent, wording.count, wording.duration, wording.memory, wording.value)
+    environment.filters.update({function.__name__: function for function in filters})
     code, style = "" if script is None else _package_text(script), _package_text("report.css")
     allowed = "'none'" if script is None else _source(code)
     policy = f"default-src 'none'; img-src data:; style-src {_source(style)}; script-src {allowed}; "
