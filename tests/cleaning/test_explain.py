@@ -14,7 +14,7 @@ import torch
 from blobs import blobs, quicken, write_csv
 from hyperkron.attribution import Attribution
 from hyperkron.cleaning import CleanConfig, clean, explain
-from hyperkron.cleaning.api import reopen
+from hyperkron.cleaning.api import continued
 from hyperkron.cleaning.explain import Explained, Explanation, Witness, training_loss
 from hyperkron.cleaning.report import write_explanation
 from hyperkron.cleaning.result import Learnt
@@ -146,4 +146,4 @@ def test_many_queries_are_cut_with_a_message(folder: Path, monkeypatch: pytest.M
 
 def test_reopening_gives_the_result_that_was(folder: Path) -> None:
     told = json.loads((folder / "run" / "result.json").read_text())
-    assert reopen(folder / "run").verdict == told["verdict"]
+    assert continued(folder / "run", None, None, None, writes=False).verdict == told["verdict"]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hyperkron import losses
 from hyperkron.attribution import Attribution, attribute
-from hyperkron.cleaning.api import reopen
+from hyperkron.cleaning.api import continued
 from hyperkron.cleaning.config import Progress
-from hyperkron.cleaning.data import Labelled, read
+from hyperkron.cleaning.data import read
 from hyperkron.cleaning.evidence import likelihood
 from hyperkron.cleaning.fields import read_result
 from hyperkron.cleaning.folder import RunFolder, shown
@@ -102,7 +102,7 @@ def explain(
         kept = (out / "config.json").exists()
         remedy = f"it has not finished: continue with `hyperkron resume {out}`" if kept else "name one of clean()"
         raise HyperkronError(f"out={str(out)!r} holds no finished run; {remedy}.")
-    result = reopen(out, model=model, progress=progress)
+    result = continued(out, model, None, progress, writes=False)
     assert result.learnt is not None and result.transform is not None
     learnt = result.learnt()
     source = RunFolder(out, new=False).read_config()["source"]
@@ -117,9 +117,10 @@ def explain(
     asked = result.transform(rows.inputs[:MAX_QUERIES], device)
     found, predicted = _scores(result.model, learnt, asked, method)
     explained = []
-    for q in range(len(asked)):
+    for q, (probability, best) in enumerate(zip(*predicted.max(1), strict=True)):
         sides = [_witnesses(side(q, count), learnt) for side in (found.helpful, found.harmful)]
-        explained.append(_explained(q, rows, predicted[q], sides))
+        names = (rows.classes[int(k)] for k in (rows.labels[q], best))
+        explained.append(Explained(int(rows.rows[q]), *names, float(probability), shown(rows, q), *sides))
     return Explanation(out.resolve().name, rows.kind, explained, messages, found)
 
 
@@ -164,15 +165,3 @@ def _witnesses(pairs: list[tuple[int, float]], learnt: Learnt) -> list[Witness]:
         names = part.classes[label], part.classes[learnt_as]
         found.append(Witness(int(part.rows[i]), *names, part is trusted, score, shown(part, i)))
     return found
-
-
-def _explained(q: int, rows: Labelled, probabilities: Tensor, sides: list[list[Witness]]) -> Explained:
-    best = int(probabilities.argmax())
-    return Explained(
-        int(rows.rows[q]),
-        rows.classes[int(rows.labels[q])],
-        rows.classes[best],
-        float(probabilities[best]),
-        shown(rows, q),
-        *sides,
-    )

@@ -25,10 +25,7 @@ MAX_DEPTH = 50
 class Fields:
     """The fields of one JSON object; a missing one, null or NaN counts as not known.
 
-    Args:
-        value: what the JSON text held.
-        file: where it was read, for the messages.
-        where: the place within the file, for the messages; empty at its top.
+    ``file`` and ``where``, the place within it, are for the messages.
 
     Example:
         >>> fields = Fields({"noise": {"rate": 0.4}}, Path("result.json"))

@@ -121,11 +121,7 @@ def lasting(seconds: float) -> str:
 
 
 class Lines:
-    """A progress for files and pipes: messages at once, and a line with the time left every ten seconds.
-
-    Args:
-        clock: gives seconds.
-    """
+    """A progress for files and pipes: messages at once, and a line with the time left every ten seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hyperkron.cleaning.data import InputForm
+from hyperkron.cleaning.data.labelled import Roles
 from hyperkron.cleaning.models import EncoderUnavailable, HashedNgrams, TextEncoder, choose_encoder, load_encoder
 from hyperkron.cleaning.models.encoder import HUB_ENCODER
-from hyperkron.cleaning.prepare import text_vectors
+from hyperkron.cleaning.prepare import InputTransform, _Scale
 from hyperkron.curvature import KFAC
 from hyperkron.solution import HyperkronError, HyperkronWarning, NonFiniteError
 
@@ -213,16 +215,15 @@ def test_kept_embeddings_are_used_and_follow_texts_and_weights(
     monkeypatch.setattr(TextEncoder.embed, "__kwdefaults__", TextEncoder.embed.__kwdefaults__ | {"max_length": 32})
 
     def vectors(encoder: TextEncoder, texts: list[list[str]] = halves) -> Tensor:
-        found, made_by = text_vectors(texts, encoder, cache, None)
-        assert made_by is encoder and [len(part) for part in found] == [len(part) for part in texts]
-        return torch.cat(found)
+        transform = InputTransform(InputForm("text", Roles()), _Scale(), encoder)
+        return torch.cat([transform.raw(part, torch.device("cpu"), cache=cache) for part in texts])
 
     first = vectors(encoder)
-    assert torch.equal(first, encoder.embed(TEXTS))
-    [path] = cache.glob("*.safetensors")
-    for other, texts in [(encoder, halves[::-1]), (TextEncoder(write_model(tmp_path / "other", seed=1)), halves)]:
-        torch.testing.assert_close(vectors(other, texts), other.embed(texts[0] + texts[1]))
-    assert len(list(cache.glob("*.safetensors"))) == 3
+    torch.testing.assert_close(first, encoder.embed(TEXTS))
+    path, _ = cache.glob("*.safetensors")
+    for other, texts in [(encoder, [TEXTS]), (TextEncoder(write_model(tmp_path / "other", seed=1)), halves)]:
+        torch.testing.assert_close(vectors(other, texts), other.embed(TEXTS))
+    assert len(list(cache.glob("*.safetensors"))) == 5
     with monkeypatch.context() as patched:
         patched.setattr(encoder._model, "forward", None)  # nothing is computed any more
         assert torch.equal(vectors(encoder), first)

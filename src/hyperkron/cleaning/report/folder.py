@@ -79,11 +79,7 @@ class RunContents:
 
 
 def read_run(folder: Path) -> RunContents:
-    """Read a run folder.
-
-    Args:
-        folder: with ``result.json`` and, as far as there are, ``config.json``, ``rows.csv`` and ``suspects.jsonl``.
-    """
+    """Read ``result.json`` and, as far as there are, ``config.json``, ``rows.csv`` and ``suspects.jsonl``."""
     result = read_result(folder)
     classes, chosen = result.child("data").texts("classes"), result.text("chosen")
     matrix = _read_matrix(result, classes)
