@@ -15,7 +15,6 @@ from hyperkron.attribution import Attribution, attribute
 from hyperkron.cleaning.api import continued
 from hyperkron.cleaning.config import Progress
 from hyperkron.cleaning.data import read
-from hyperkron.cleaning.evidence import likelihood
 from hyperkron.cleaning.fields import read_result
 from hyperkron.cleaning.folder import RunFolder, shown
 from hyperkron.cleaning.result import Learnt
@@ -126,32 +125,19 @@ def explain(
 
 def _scores(network: nn.Module, learnt: Learnt, asked: Inputs, method: Implicit | None) -> tuple[Attribution, Tensor]:
     """The scores of the rows that the network learnt from, and the probabilities it gives to queries."""
-    device = learnt.targets.rows.device
-    predicted = predict(network, asked, torch.arange(len(asked), device=device))
+    targets = learnt.targets
+    predicted = predict(network, asked, torch.arange(len(asked), device=targets.rows.device))
     answers = predicted.argmax(1)
 
     def query_loss(model: nn.Module, part: Tensor) -> Loss:
         return losses.cross_entropy(model(*asked.batch(part)), answers[part])
 
-    positions, queries = torch.arange(len(learnt.targets.rows)), torch.arange(len(asked))
-    found = attribute(training_loss(learnt), network, positions, queries, query_loss=query_loss, method=method)
+    def training_loss(model: nn.Module, part: Tensor) -> Loss:
+        return targets.objective(model(*learnt.inputs.batch(targets.rows[part])), part)
+
+    positions, queries = torch.arange(len(targets.rows)), torch.arange(len(asked))
+    found = attribute(training_loss, network, positions, queries, query_loss=query_loss, method=method)
     return found, predicted.cpu()
-
-
-def training_loss(learnt: Learnt) -> Callable[[nn.Module, Tensor], Loss]:
-    """What the network was trained on, at positions in its targets, as a loss that knows its curvature."""
-    targets = learnt.targets
-
-    def loss(model: nn.Module, part: Tensor) -> Loss:
-        output = model(*learnt.inputs.batch(targets.rows[part]))
-        weight = None if targets.weight is None else targets.weight[part]
-        found = likelihood(output, targets.evidence[part], weight)
-        if targets.believed is None:
-            return found
-        label, belief = (x[part] for x in targets.believed)
-        return found + losses.cross_entropy(output, label, weight=belief)
-
-    return loss
 
 
 def _witnesses(pairs: list[tuple[int, float]], learnt: Learnt) -> list[Witness]:
