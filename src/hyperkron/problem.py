@@ -87,12 +87,7 @@ def rows(terms: Sequence[Term], examples: int) -> tuple[float, ...]:
 
 
 def shares(counts: list[tuple[float, ...]]) -> list[float]:
-    """What each part of a batch counts in the whole, from its :func:`rows`: J(batch) = Σ_k share_k J(part k).
-
-    Example:
-        >>> shares([(6.0,), (2.0,)])
-        [0.75, 0.25]
-    """
+    """What each part of a batch counts in the whole, from its :func:`rows`: J(batch) = Σ_k share_k J(part k)."""
     found = [[part / sum(column) for part in column] for column in zip(*counts, strict=True)]
     if any(abs(x - y) > 1e-9 for column in found[1:] for x, y in zip(found[0], column, strict=True)):
         raise HyperkronError(

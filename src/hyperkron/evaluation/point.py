@@ -1,10 +1,9 @@
 """One point (λ, θ) with its batches, and the promise that looking at it changes nothing.
 
-Every forward pass of a hypergradient goes through a :class:`Point`. It keeps the contract of the library:
-when the ``with`` block ends, by success or by exception, the model's parameters, buffers, training mode and
-``requires_grad`` flags and the global random states are exactly what they were. Every evaluation begins at
-the same random states, buffers and modes, so that dropout draws one mask for all products of a solve. What was
-given to ``torch.compile`` is evaluated as it was written: compiled code has no second derivatives and no hooks.
+Every forward pass of a hypergradient goes through a :class:`Point`. When the ``with`` block ends, by success or by
+exception, the model's parameters, buffers, training mode and ``requires_grad`` flags and the global random states are
+exactly what they were. Every evaluation begins at the same random states, buffers and modes, so that dropout draws one
+mask for all products of a solve. What was given to ``torch.compile`` is evaluated as it was written.
 """
 
 from __future__ import annotations
@@ -69,9 +68,7 @@ class Point:
     ) -> None:
         if not isinstance(problem, BilevelProblem):
             raise HyperkronError(f"problem is a {type(problem).__name__}; pass hyperkron.BilevelProblem(inner, outer).")
-        self.problem = problem
-        self.model = model
-        self.hyper = hyper
+        self.problem, self.model, self.hyper = problem, model, hyper
         self.inner_batch = differentiable_batch(inner_batch)
         self.outer_batch = differentiable_batch(outer_batch)
         self.curvature_batch = self.inner_batch if curvature_batch is None else differentiable_batch(curvature_batch)
@@ -81,13 +78,12 @@ class Point:
         self.execution = Execution(self.device, recorded=recording)
         self.plain, self.met_autocast = plain or problem.autocast is False, False
         self.autocast: torch.autocast | None = None
-        self._stack: ExitStack | None = None
+        self._stack = ExitStack()
         self._snapshot: Snapshot | None = None
         self._away = False
 
     def __enter__(self) -> Point:
         self._snapshot = Snapshot(self.model, self.hyper, self.device, self.recording)
-        self._stack = ExitStack()
         self._stack.callback(self._snapshot.restore)
         if torch.is_inference_mode_enabled():
             self._stack.enter_context(torch.inference_mode(False))
@@ -107,7 +103,6 @@ class Point:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        assert self._stack is not None
         with self._stack:
             if kind is None:
                 self.settle()
@@ -243,8 +238,7 @@ class Point:
     def moved(self, displaced: Tree) -> Iterator[None]:
         """θ replaced by ``displaced``, detached: no graph through the model's parameters is recorded.
 
-        The parameters' own memory is never written: each parameter looks at other storage for the while, and
-        gets its own back also when an exception passes through.
+        The parameters' own memory is never written: each looks at other storage for the while.
         """
         own = {name: p.data for name, p in self.params.items()}
         self._away = True

@@ -82,7 +82,6 @@ class Accumulated(BilevelProblem):
         self._size.value = micro_batch
 
     def parts(self, batch: Any) -> list[Any]:
-        """The pieces of a batch."""
         return split(batch, self._size.value)
 
 
@@ -121,12 +120,7 @@ class _Pieces:
 
 
 def length(batch: Any) -> int:
-    """How many examples a batch holds: the length of its tensors' first dimension; 0 where it has none.
-
-    Example:
-        >>> length({"x": torch.zeros(5, 2), "scale": torch.tensor(1.0)})
-        5
-    """
+    """How many examples a batch holds: the length of its tensors' first dimension; 0 where it has none."""
     found = [len(x) for _, x in tensors_of("batch", batch) if x.dim() > 0]
     if any(n != found[0] for n in found):
         raise HyperkronError(
@@ -137,12 +131,7 @@ def length(batch: Any) -> int:
 
 
 def split(batch: Any, size: int | None) -> list[Any]:
-    """A batch as pieces of at most ``size`` examples, of the same structure.
-
-    Example:
-        >>> split((torch.arange(5), "name"), 3)
-        [(tensor([0, 1, 2]), 'name'), (tensor([3, 4]), 'name')]
-    """
+    """A batch as pieces of at most ``size`` examples, of the same structure."""
     if size is None:
         return [batch]
     count = length(batch)
@@ -204,22 +193,24 @@ class _Work:
     def gradients(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Gradients]:
         """J and its gradient: Σ_k R_k (J_k, ∂J_k) / Σ_k R_k."""
         leaves = tuple(x.detach().requires_grad_() for x in inputs)
-        value, sums, counts = torch.zeros(()), _Sums(len(inputs)), []
+        sums: Gradients = (None,) * len(inputs)
+        value, counts = torch.zeros(()), []
         with torch.enable_grad():
             for loss, count in self._losses(leaves):
                 counts.append(count)
                 value = value.to(loss.value) + loss.value.detach() * count[0]
                 if leaves and loss.value.requires_grad:
-                    sums.add(torch.autograd.grad(loss.value, leaves, allow_unused=True), count[0])
+                    sums = _plus(sums, torch.autograd.grad(loss.value, leaves, allow_unused=True), count[0])
                 del loss
         shares(counts)  # refuses unequal ones
         total = sum(count[0] for count in counts)
-        return value / total, sums.over(total)
+        return value / total, _over(sums, total)
 
     def products(self, inputs: tuple[Tensor, ...], used: list[int], vectors: tuple[Tensor, ...]) -> Gradients:
         """Σ_k R_k ∂⟨∂J_k, v⟩ / Σ_k R_k: Hessian products and cross terms, with the draws of the gradient."""
         leaves = tuple(x.detach().requires_grad_() for x in inputs)
-        sums, total = _Sums(len(inputs)), 0.0
+        sums: Gradients = (None,) * len(inputs)
+        total = 0.0
         with _rewound(self.random), torch.enable_grad(), twice_differentiable(self.both):
             for loss, count in self._losses(leaves):
                 total += count[0]
@@ -227,25 +218,19 @@ class _Work:
                 pairs = [(g, v) for g, v in zip(first, vectors, strict=True) if g is not None and g.requires_grad]
                 if pairs:
                     live, along = [g for g, _ in pairs], [v for _, v in pairs]
-                    sums.add(torch.autograd.grad(live, leaves, along, allow_unused=True), count[0])
+                    sums = _plus(sums, torch.autograd.grad(live, leaves, along, allow_unused=True), count[0])
                 del loss, first, pairs
-        return sums.over(total)
+        return _over(sums, total)
 
 
-class _Sums:
-    """Weighted sums of gradients, some of which never come."""
+def _plus(sums: Gradients, gradients: Gradients, weight: float) -> Gradients:
+    """sums + weight·gradients, some of which never come."""
+    scaled = [None if g is None else g.detach() * weight for g in gradients]
+    return tuple(y if x is None else x if y is None else x + y for x, y in zip(sums, scaled, strict=True))
 
-    def __init__(self, count: int) -> None:
-        self.totals: list[Tensor | None] = [None] * count
 
-    def add(self, gradients: Gradients, weight: float) -> None:
-        for i, g in enumerate(gradients):
-            if g is not None:
-                scaled, old = g.detach() * weight, self.totals[i]
-                self.totals[i] = scaled if old is None else old + scaled
-
-    def over(self, total: float) -> Gradients:
-        return tuple(None if x is None else x / total for x in self.totals)
+def _over(sums: Gradients, total: float) -> Gradients:
+    return tuple(None if x is None else x / total for x in sums)
 
 
 @contextlib.contextmanager
