@@ -1,8 +1,11 @@
 """Arithmetic on trees of tensors.
 
-A *tree* is a flat dictionary from parameter names to tensors, the vector type of the whole library: θ, ∂_θ J and A⁻¹b
-are all trees. Every function here is out of place, uses one fused call where that pays, and is differentiable where its
-arguments are. Binary functions match tensors by name, and refuse trees whose names or shapes differ.
+A *tree* is a flat dictionary from parameter names to tensors, as ``dict(model.named_parameters())`` gives.
+It is the vector type of the whole library: θ, ∂_θ J and A⁻¹b are all trees. Every function here is out of
+place, treats all tensors in one fused call (``torch._foreach_*``) where that pays, and is differentiable
+where its arguments are.
+
+Binary functions match tensors by name, not by order, and refuse trees whose names or shapes differ.
 """
 
 from __future__ import annotations
@@ -151,5 +154,8 @@ def is_finite(a: Tree) -> bool:
 
 
 def normal_like(a: Tree, generator: torch.Generator | None) -> Tree:
-    """Independent standard normal entries shaped like ``a``, from ``generator`` (``None``: torch's global one)."""
+    """Independent standard normal entries shaped like ``a``, drawn from ``generator``.
+
+    The generator must be on the device of the tensors; ``None`` advances torch's global random state.
+    """
     return {name: torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device) for name, x in a.items()}
