@@ -233,8 +233,8 @@ class Checkpoint(Callback):
         self._saved = run.state.step
         value = run.history[-1].get(self.best) if self.best is not None and len(run.history) else None
         if isinstance(value, (int, float)) and math.isfinite(value):
-            best = value if self.best_value is None else self.best_value
-            if self.best_value is None or (value < best if self.mode == "min" else value > best):
+            best = self.best_value
+            if best is None or (value < best if self.mode == "min" else value > best):
                 self.best_step, self.best_value = run.state.step, float(value)
         try:
             run.save(self.folder)
