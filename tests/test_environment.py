@@ -24,6 +24,7 @@ MAX_LINES = 450
 
 # Each module imports only from those before it (docs/architecture.md). The package's __init__ may import all.
 LAYERS = (
+    "sharding",
     "trees",
     "kernels",
     "solution",

@@ -75,6 +75,11 @@ class BilevelProblem:
         return ONE_PROCESS
 
     @property
+    def divided(self) -> bool:
+        """Whether the problem is evaluated by a group of processes, be it of one."""
+        return False
+
+    @property
     def divides(self) -> bool:
         """Whether each of several processes is given the whole batch, and takes its part of it."""
         return True

@@ -1,19 +1,21 @@
 """Arithmetic on trees of tensors.
 
-A *tree* is a flat dictionary from parameter names to tensors, as ``dict(model.named_parameters())`` gives.
-It is the vector type of the whole library: θ, ∂_θ J and A⁻¹b are all trees. Every function here is out of
-place, treats all tensors in one fused call (``torch._foreach_*``) where that pays, and is differentiable
-where its arguments are.
-
-Binary functions match tensors by name, not by order, and refuse trees whose names or shapes differ.
+A *tree* is a flat dictionary from parameter names to tensors, the vector type of the whole library: θ, ∂_θ J and A⁻¹b
+are all trees. Every function here is out of place, uses one fused call where that pays, and is differentiable where its
+arguments are. Binary functions match tensors by name, and refuse trees whose names or shapes differ. Tensors may
+be divided among processes (:mod:`hyperkron.sharding`): products and norms are those of the whole.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
+
+from hyperkron.sharding import divided, is_sharded, local, over_processes
 
 Tree = dict[str, Tensor]
 """A vector made of named tensors."""
@@ -68,7 +70,11 @@ def dot(a: Tree, b: Tree) -> Tensor:
     left, right = _paired(a, b) if a is not b else (list(a.values()),) * 2
     if not left:
         return torch.zeros(())
-    found = [_dot(x, y) for x, y in zip(left, right, strict=True)]
+    found = [_dot(x, y) for x, y in zip(left, right, strict=True) if not is_sharded(x)]
+    if len(found) < len(left):
+        pairs = [(x, y) for x, y in zip(left, right, strict=True) if is_sharded(x)]
+        parts = torch.stack([_dot(local(x), local(y)) for x, y in pairs]).sum()
+        found.append(over_processes(parts, pairs[0][0]))
     return found[0] if len(found) == 1 else torch.stack(found).sum()
 
 
@@ -86,7 +92,7 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 def norm(a: Tree) -> Tensor:
     """The Euclidean norm ‖a‖ = √(aᵀa), as a 0-dimensional tensor."""
     tensors = list(a.values())
-    if tensors and all(x.is_cuda and x.dtype not in _LOW_PRECISION for x in tensors):
+    if tensors and all(x.is_cuda and x.dtype not in _LOW_PRECISION and not is_sharded(x) for x in tensors):
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))  # one launch for many tensors
     return dot(a, a).sqrt()  # float32 vector_norm sums naively on the CPU: 20 times the error of torch.dot
 
@@ -141,11 +147,13 @@ def filled(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[T
 
 
 def largest(a: Tree) -> Tensor:
-    """The largest absolute entry max_i |a_i|, as a 0-dimensional tensor; NaN where any entry is NaN."""
-    tensors = [x.detach() for x in a.values() if x.numel() > 0]
-    if not tensors:
-        return torch.zeros(())
-    return torch.stack(torch._foreach_norm(tensors, float("inf"))).max()
+    """The largest absolute entry max_i |a_i|, as a 0-dimensional tensor; not finite where any entry is NaN."""
+    sharded = next((x for x in a.values() if is_sharded(x)), None)
+    tensors = [x for x in (local(x) for x in a.values()) if x.numel() > 0]
+    found = torch.stack(torch._foreach_norm(tensors, float("inf"))).max() if tensors else torch.zeros(())
+    if sharded is None:
+        return found
+    return over_processes(found.to(sharded.device).nan_to_num(math.inf), sharded, ReduceOp.MAX)  # MAX may lose NaN
 
 
 def is_finite(a: Tree) -> bool:
@@ -154,8 +162,6 @@ def is_finite(a: Tree) -> bool:
 
 
 def normal_like(a: Tree, generator: torch.Generator | None) -> Tree:
-    """Independent standard normal entries shaped like ``a``, drawn from ``generator``.
-
-    The generator must be on the device of the tensors; ``None`` advances torch's global random state.
-    """
-    return {name: torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device) for name, x in a.items()}
+    """Independent standard normal entries shaped like ``a``, from ``generator`` (``None``: torch's global one)."""
+    drawn = {n: torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device) for n, x in a.items()}
+    return {name: divided(x, a[name]) if is_sharded(a[name]) else x for name, x in drawn.items()}

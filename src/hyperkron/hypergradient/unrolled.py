@@ -341,8 +341,7 @@ class _Sweep:
     def _finite(self, name: str, tensors: _Adjoint) -> None:
         present = [x.detach() for x in tensors if x is not None and x.numel() > 0]
         if present:
-            largest = torch.stack(torch._foreach_norm(present, float("inf")))
-            self.point.finite(name, largest, _REMEDY)
+            self.point.finite(name, trees.largest({str(i): x for i, x in enumerate(present)}), _REMEDY)
 
 
 def _leaf(x: Tensor) -> Tensor:
