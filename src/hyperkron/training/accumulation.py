@@ -20,7 +20,7 @@ from hyperkron.evaluation.inputs import map_tensors, tensors_of
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
 from hyperkron.losses import Loss, as_loss
-from hyperkron.problem import BilevelProblem, Objective, rows, shares
+from hyperkron.problem import BilevelProblem, Both, Objective, rows, shares
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
@@ -146,17 +146,6 @@ def split(batch: Any, size: int | None) -> list[Any]:
 
 
 # --- sums over pieces --------------------------------------------------------------------------------------
-
-
-class Both(nn.Module):
-    """θ and λ in one module, so that both can be substituted."""
-
-    def __init__(self, model: nn.Module, hyper: nn.Module) -> None:
-        super().__init__()
-        self.model, self.hyper = model, hyper
-
-    def forward(self, function: Objective, batch: Any) -> Loss | Tensor:
-        return function(self.model, self.hyper, batch)
 
 
 class _Work:
