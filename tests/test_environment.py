@@ -41,6 +41,7 @@ LAYERS = (
     "algorithms",
     "hyper",
     "training",
+    "sweeps",
     "attribution",
     "cleaning.data",
     "cleaning.models",

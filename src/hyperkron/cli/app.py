@@ -27,6 +27,7 @@ _COMMANDS = {
     "export": ("runs", "export"),
     "predict": ("predict", "predict"),
     "attribute": ("attribution", "attribute"),
+    "sweep": ("sweeping", "sweep"),
     "doctor": ("doctor", "doctor"),
 }
 
