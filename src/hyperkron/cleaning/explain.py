@@ -118,8 +118,8 @@ def explain(
     explained = []
     for q, (probability, best) in enumerate(zip(*predicted.max(1), strict=True)):
         sides = [_witnesses(side(q, count), learnt) for side in (found.helpful, found.harmful)]
-        names = (rows.classes[int(k)] for k in (rows.labels[q], best))
-        explained.append(Explained(int(rows.rows[q]), *names, float(probability), shown(rows, q), *sides))
+        label, said = rows.classes[int(rows.labels[q])], rows.classes[int(best)]
+        explained.append(Explained(int(rows.rows[q]), label, said, float(probability), shown(rows, q), *sides))
     return Explanation(out.resolve().name, rows.kind, explained, messages, found)
 
 
