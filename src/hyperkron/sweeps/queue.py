@@ -46,7 +46,8 @@ class TrialQueue:
             import optuna
         except ImportError as error:
             raise HyperkronError(f"sweeps need optuna ({error}): pip install 'hyperkron[sweep]'.") from error
-        self.optuna, self._name, self._retries, self._heartbeat = optuna, study, retries, heartbeat
+        self.optuna: Any = optuna
+        self._name, self._retries, self._heartbeat = study, retries, heartbeat
         self._space = None if space is None else distributions(space)
         self._url = storage if "://" in storage else f"sqlite:///{storage}"
         self._file = None if self._url.startswith("postgresql") else Path(self._url.partition(":///")[2])
@@ -61,7 +62,7 @@ class TrialQueue:
         with self._locked(), self._quietly():
             escaped = self._url.replace("{", "{{").replace("}", "}}")
             beats = {"heartbeat_interval": heartbeat, "grace_period": MISSED * heartbeat}
-            self.storage = optuna.storages.RDBStorage(escaped, options, **beats)
+            self.storage = self.optuna.storages.RDBStorage(escaped, options, **beats)
             self.study = self._opened("maximize" if maximize else "minimize")
 
     def _opened(self, way: str) -> Any:
