@@ -48,7 +48,6 @@ class Own:
     def of(
         cls,
         parts: list[Labelled],
-        one_source: bool,
         *,
         embeddings: Any = None,
         probabilities: Any = None,
@@ -58,7 +57,6 @@ class Own:
 
         Args:
             parts: training, trusted and, if given, test rows.
-            one_source: whether training and trusted rows are rows of one source.
             embeddings: vectors (rows, d): an array, or the path of a ``.npy`` file. The rows are all those of the
                 training source, then of the trusted one if that is another, then of the test source.
             probabilities: (rows, C), one column for each class in the order of ``classes``, of training and trusted
@@ -68,6 +66,7 @@ class Own:
         """
         if estimator is not None:
             _check_estimator(estimator)
+        one_source = parts[0].roles.trusted_column is not None
         classes, digest, told, seen = parts[0].classes, hashlib.sha256(fingerprint(parts).encode()), None, parts
         if probabilities is not None:
             values = _values("probabilities", probabilities, classes)
@@ -82,8 +81,9 @@ class Own:
         return cls(seen, told, estimator, digest.hexdigest() if brought else fingerprint(parts))
 
 
-def plain(**brought: Any) -> dict[str, str] | None:
+def own_paths(probabilities: Any, embeddings: Any) -> dict[str, str] | None:
     """Absolute paths of what was brought, so that a resumed run can read it again; None where it is in memory."""
+    brought = {"probabilities": probabilities, "embeddings": embeddings}
     given = {name: value for name, value in brought.items() if value is not None}
     if not all(isinstance(value, (str, os.PathLike)) for value in given.values()):
         return None
@@ -146,8 +146,8 @@ def _check_probabilities(values: Any, classes: tuple[str, ...]) -> None:
     wrong = np.flatnonzero((values < 0).any(1) | (abs(values.sum(1) - 1) > ROUNDING))
     if len(wrong):
         raise HyperkronError(
-            f"probabilities[{int(wrong[0])}]={values[wrong[0]].round(3).tolist()!s:.80} are not probabilities; each row "
-            "must be at least 0 and sum to 1."
+            f"probabilities[{int(wrong[0])}]={values[wrong[0]].round(3).tolist()!s:.80} are not probabilities; in each "
+            "row they must be at least 0 and sum to 1."
         )
 
 

@@ -24,6 +24,7 @@ from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.method import Outcome, clean_labels
 from hyperkron.cleaning.models import HASHED, EncoderUnavailable, TextEncoder, choose_encoder, load_encoder
+from hyperkron.cleaning.own import Own
 from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
 from hyperkron.cleaning.progress import EmbeddingBar, stage_in_words
 from hyperkron.cleaning.result import (
@@ -52,6 +53,7 @@ class CleaningRun:
     """One run: prepared inputs, the method, the alternatives, the choice, and what is written."""
 
     parts: list[Labelled]
+    own: Own
     config: CleanConfig
     folder: RunFolder | None
     model: Callable[[], nn.Module] | None
@@ -122,11 +124,11 @@ class CleaningRun:
         self.progress.message(f"{len(self.parts[0])} training rows, {len(self.parts[1])} trusted rows")
         self._say([message for part in self.parts for message in part.messages])
         cache = None if self.folder is None else self.folder.path / "embeddings"
-        encoder = self._load_encoder() if self.parts[0].kind == "text" else None
+        encoder = self._load_encoder() if self.own.parts[0].kind == "text" else None
         bar = EmbeddingBar(self.progress, self._check_signals)
         with self._timed("preparation"):
             found = prepare(
-                self.parts, self.config, self.device, encoder=encoder, model=self.model, cache=cache, progress=bar
+                self.own.parts, self.config, self.device, encoder=encoder, model=self.model, cache=cache, progress=bar
             )
         bar.stop()
         network = recorded.network_identity(found.build, self.device)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from hyperkron.cleaning.models import trees
-from hyperkron.cleaning.models.trees import TreeEnsemble, as_tensors, boosted, forest
+from hyperkron.cleaning.models.trees import as_tensors, boosted, forest, rebuilt
 from hyperkron.solution import HyperkronError
 
 ensemble = pytest.importorskip("sklearn.ensemble")
@@ -93,8 +93,9 @@ def test_stored_and_built_from_what_is_stored(tmp_path: Path) -> None:
     found = boosted(x, y, 2)
     save_file(found.state_dict(), tmp_path / "model.safetensors")
     tensors = load_file(tmp_path / "model.safetensors")
-    assert TreeEnsemble.is_stored_in(tensors) and not TreeEnsemble.is_stored_in({"0.weight": x})
-    assert torch.equal(TreeEnsemble.from_tensors(tensors)(x), found(x))
+    assert torch.equal(rebuilt(lambda: nn.Linear(5, 2), tensors)(x), found(x))
+    network = nn.Linear(5, 2)
+    assert torch.equal(rebuilt(lambda: nn.Linear(5, 2), network.state_dict())(x), network(x))
 
 
 @pytest.mark.parametrize("name", ["branches", "roots", "feature", "value", "base"])
@@ -109,7 +110,7 @@ def test_damaged_trees_are_refused(name: str) -> None:
         "base": torch.zeros(7),
     }
     with pytest.raises(HyperkronError, match="take"):
-        TreeEnsemble.from_tensors({**tensors, name: harm[name]})
+        rebuilt(lambda: nn.Linear(5, 2), {**tensors, name: harm[name]})
 
 
 def test_other_estimators_are_not_converted() -> None:

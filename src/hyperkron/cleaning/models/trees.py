@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,16 +80,6 @@ class TreeEnsemble(nn.Module):
         if int(torch.cat([roots, feature]).min()) < 0:
             raise HyperkronError("a tree ensemble has a negative root or feature; take the tensors from one ensemble.")
 
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor]) -> TreeEnsemble:
-        """From a ``state_dict``."""
-        return cls(*(tensors[name] for name in cls.NAMES))
-
-    @classmethod
-    def is_stored_in(cls, tensors: dict[str, Tensor]) -> bool:
-        """Whether a ``state_dict`` is one of a tree ensemble."""
-        return set(tensors) == set(cls.NAMES)
-
     def forward(self, x: Tensor) -> Tensor:
         """Logits (N, C) of inputs (N, d), or of more dimensions, which are flattened."""
         x = x.flatten(1).float()
@@ -99,6 +90,15 @@ class TreeEnsemble(nn.Module):
         told = self.value[node].sum(1, dtype=torch.float64)
         found = told + self.base if len(self.base) else told.clamp(min=FLOOR).log()
         return found.to(x.dtype)
+
+
+def rebuilt(build: Callable[[], nn.Module], tensors: dict[str, Tensor]) -> nn.Module:
+    """The model that a ``state_dict`` is of: a tree ensemble, or a network that ``build`` makes."""
+    if set(tensors) == set(TreeEnsemble.NAMES):
+        return TreeEnsemble(*(tensors[name] for name in TreeEnsemble.NAMES))
+    network = build()
+    network.load_state_dict(tensors)
+    return network
 
 
 def forest(x: Tensor, q: Tensor, weight: Tensor | None = None, *, seed: int = 0) -> tuple[TreeEnsemble, Tensor]:
