@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from blobs import Blobs, blobs, quicken, write_csv
-from hyperkron.cleaning import OURS, CleanConfig, clean, load, resume
+from blobs import Blobs, blobs, quicken
+from hyperkron.cleaning import CleanConfig, clean, load, resume
 from hyperkron.cleaning.own import EstimatorModel, Own, fit_estimator
 from hyperkron.cleaning.sources import read_parts
 from hyperkron.solution import HyperkronError
@@ -117,7 +117,7 @@ def test_embeddings_take_the_place_of_inputs_and_the_run_can_go_on(tmp_path: Pat
     assert "words" in (out / "suspects.jsonl").read_text()  # people see the text
     assert torch.equal(resume(out).suggested, result.suggested)
     np.save(tmp_path / "vectors.npy", np.zeros((224, 2)) + np.arange(2))
-    with pytest.raises(HyperkronError, match="no column can be used|is not what the run"):
+    with pytest.raises(HyperkronError, match=r"no column can be used|is not what the run"):
         resume(out)
 
 
@@ -150,5 +150,5 @@ def test_any_classifier_becomes_a_model() -> None:
 
 @pytest.mark.parametrize("given", [object(), "forest", dict])
 def test_what_is_no_estimator(data: Blobs, given: Any) -> None:
-    with pytest.raises(HyperkronError, match="estimator=.* such as RandomForestClassifier"):
+    with pytest.raises(HyperkronError, match=r"estimator=.* such as RandomForestClassifier"):
         clean(data.train, data.trusted, estimator=given)
