@@ -46,7 +46,6 @@ _CONFIG: dict[str, tuple[type, ...]] = {
     "config.device": (str,),
     "config.encoder": _TEXT,
     "config.layers": (int,),
-    "config.hypergradient": (str,),
 }
 """What config.json holds, by its place."""
 _EVENTS: dict[str, dict[str, tuple[type, ...]]] = {

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import Labelled, NewRows
-from hyperkron.cleaning.evidence import Evidence, of_label
+from hyperkron.cleaning.evidence import of_label
 from hyperkron.cleaning.folder import FORMAT
 from hyperkron.cleaning.given import USED
 from hyperkron.cleaning.method import Outcome
@@ -32,7 +32,6 @@ SUSPECT_THRESHOLD = 0.5
 """A row whose label is more likely wrong than right is a suspect."""
 SHOWN_SUSPECTS = 5
 """Suspects that a notebook shows."""
-CURVES = ("weight of the experts κ", "weight of the given label β", "weight of learning the given label γ")
 
 
 @dataclass(frozen=True)
@@ -202,9 +201,8 @@ def about_run(
 
 
 def scores_summary(outcome: Outcome, scores: dict[str, Tensor]) -> dict[str, Any]:
-    """The noise, the suspects, the weights and the way of λ."""
+    """The noise, the suspects, the weights and (κ, β, γ)."""
     probability = scores["error_probability"]
-    curve = {"x": list(range(1, len(outcome.outer) + 1)), "x_label": "outer step"}
     return {
         "noise": {
             "rate": float(probability.mean()),
@@ -215,12 +213,7 @@ def scores_summary(outcome: Outcome, scores: dict[str, Tensor]) -> dict[str, Any
             "edges": [round(i / 20, 2) for i in range(21)],
             "counts": torch.histc(scores["weight"].float(), bins=20, min=0, max=1).long().tolist(),
         },
-        "evidence": dict(zip(Evidence.NAMES, outcome.scale, strict=True)),
-        "collapsed": outcome.collapsed,
-        "curves": [
-            {"name": "loss on held-out trusted rows", **curve, "y": outcome.outer},
-            *({"name": name, **curve, "y": [p[i] for p in outcome.path]} for i, name in enumerate(CURVES)),
-        ],
+        "evidence": dict(zip(("experts", "label", "belief"), outcome.scale, strict=True)),
     }
 
 
@@ -247,7 +240,7 @@ def per_class(parts: list[Labelled], suspect: Tensor, right: Tensor, test_right:
 def history(outcome: Outcome, work: Work) -> Tensor:
     """How much each row was believed along the way: 1 at first, then by each expert, then after each pooling."""
     given = work.given[work.noisy]
-    experts = [outcome.trusted_expert, outcome.pooled_expert, outcome.matrix_expert]
+    experts = [outcome.trusted_expert, outcome.noisy_expert, outcome.matrix_expert]
     believed = [of_label(p[work.noisy], given) for p in experts]
     pooled = [of_label(opinion.posterior, given) for opinion in (outcome.first, outcome.final)]
     return torch.stack([torch.ones_like(believed[0]), *believed, *pooled], dim=1)

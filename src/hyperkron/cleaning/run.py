@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning import recorded
-from hyperkron.cleaning.alternatives import DESCRIPTIONS, available, judged, targets_for
-from hyperkron.cleaning.budget import READY, steps_of, within
+from hyperkron.cleaning.alternatives import DESCRIPTIONS, available, delivered, judged, targets_for
+from hyperkron.cleaning.budget import steps_of, within
 from hyperkron.cleaning.choice import Judged, choose, different, first_verdict, judge, verdict
 from hyperkron.cleaning.config import OURS, CleanConfig, Progress, SilentProgress
 from hyperkron.cleaning.data import Labelled
@@ -39,7 +39,7 @@ from hyperkron.cleaning.result import (
 from hyperkron.cleaning.sources import model_name
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict
-from hyperkron.cleaning.work import Work, folds, train_on
+from hyperkron.cleaning.work import Work, folds
 from hyperkron.solution import HyperkronWarning
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.signals import Interrupted, Signals
@@ -94,11 +94,9 @@ class CleaningRun:
         finished = [] if self.folder is None else self.folder.logged("stage")
         self.progress.start(max(1, total - sum(int(line["steps"]) for line in finished)))
         with self._timed("cleaning"):
-            outcome = clean_labels(work)
-        self._say(_trouble(outcome))
+            [outcome] = clean_labels([work])
         with self._timed("network"):
-            plan = outcome.paced(work, work.last)
-            networks = {OURS: train_on(work, "network-hyperkron", targets_for(OURS, work, outcome), plan)}
+            networks = {OURS: delivered(OURS, work, outcome)}
         scores = self._scores(work, outcome)
         if self.folder is not None and self.writes:
             self.folder.write_rows(self.parts[0], scores, SUSPECT_THRESHOLD)
@@ -106,16 +104,19 @@ class CleaningRun:
             self.folder.write_model(networks[OURS])
         with self._timed("comparison"):
             table: list[Judged] = []
+            self._write_first(prepared, work, outcome, scores, table, networks, names)
+            views, frequent = work.views(), outcome.final.posterior.mean(0)
+            outcomes = clean_labels(views)
             for name in (OURS, *names):
-                self._write_first(prepared, work, outcome, scores, table, networks, names)
                 with self._timed(name, "candidate"):
-                    answers = judged(name, work, outcome) if names else outcome.fold_models[work.trusted]
-                    table.append(judge(name, answers, work.given[work.trusted]))
+                    answers = judged(name, views, outcomes)[work.trusted]
+                    table.append(judge(name, answers, work.given[work.trusted], frequent))
+                self._write_first(prepared, work, outcome, scores, table, networks, names)
             chosen = choose(table)
             wanted = names if prepared.test is not None else [name for name in names if name == chosen]
             for name in wanted:
                 with self._timed(name, "candidate"):
-                    networks[name] = train_on(work, f"network-{name}", targets_for(name, work, outcome))
+                    networks[name] = delivered(name, work, outcome)
         summary = self._summary(prepared, work, outcome, scores, table, chosen, networks)
         learnt = partial(self._learnt, work, outcome, chosen)
         return self._finish(prepared, scores, summary, networks[chosen], learnt)
@@ -311,7 +312,7 @@ class CleaningRun:
             "seconds": self._seconds(work),
             "chosen": chosen,
             **more,
-            "candidates": self._candidates(table, chosen, networks, right),
+            "candidates": self._candidates(table, chosen, right),
             **scores_summary(outcome, scores),
         }
 
@@ -366,9 +367,7 @@ class CleaningRun:
         answers = {name: predict(network, prepared.test, rows).argmax(1).cpu() for name, network in networks.items()}
         return {name: answer == labels for name, answer in answers.items()}
 
-    def _candidates(
-        self, table: list[Judged], chosen: str, networks: dict[str, nn.Module], right: dict[str, Tensor]
-    ) -> list[dict[str, Any]]:
+    def _candidates(self, table: list[Judged], chosen: str, right: dict[str, Tensor]) -> list[dict[str, Any]]:
         won, found = next((c for c in table if c.name == chosen), None), []
         for c in table:
             found.append(
@@ -376,7 +375,7 @@ class CleaningRun:
                     "name": c.name,
                     "description": DESCRIPTIONS[c.name],
                     **{name: getattr(c, name) for name in ("accuracy", "low", "high", "rows")},
-                    "seconds": self._spent_on(c.name, networks),
+                    "seconds": self._spent_on(c.name),
                     "chosen": c.name == chosen,
                     "different": None if won is None or c is won else different(won, c, len(table) - 1),
                     "test_accuracy": float(right[c.name].float().mean()) if c.name in right else None,
@@ -384,10 +383,8 @@ class CleaningRun:
             )
         return found
 
-    def _spent_on(self, name: str, networks: dict[str, nn.Module]) -> float | None:
-        """Seconds of training and judging a candidate; None where its answers came with the method's experts."""
-        if name in READY and name not in networks:
-            return None
+    def _spent_on(self, name: str) -> float:
+        """Seconds of training and judging a candidate."""
         ours = self.seconds["cleaning"] + self.seconds["network"] if name == OURS else 0.0
         return round(ours + self.spent[name], 2)
 
@@ -398,23 +395,6 @@ class CleaningRun:
         spent["cleaning"] = self.seconds["cleaning"] + self.seconds["network"]
         spent["plain"] = self.seconds["network"] * work.plan.steps(rows) / work.last.steps(rows)
         return {name: round(value, 2) for name, value in spent.items()}
-
-
-def _trouble(outcome: Outcome) -> list[str]:
-    """What a person should know about how κ, β and γ were learnt."""
-    found = []
-    if outcome.collapsed:
-        found.append("Learning how much to trust the labels diverged, so the starting values were used.")
-    if outcome.troubled:
-        of = max(outcome.troubled, 2 * len(outcome.outer))
-        found.append(
-            f"{outcome.troubled} of {of} hypergradients are inexact: their linear solve did not finish normally. "
-            "The run continued. They only control how much experts and given labels are trusted (κ, β and γ); "
-        )
-        few = "this few hardly change which rows are suspects."
-        many = "with this many, rely on the suspects only if the curves of κ, β and γ in the report become flat."
-        found[-1] += few if 10 * outcome.troubled <= of else many
-    return found
 
 
 @contextmanager
