@@ -165,6 +165,4 @@ def _continued(
     config = CleanConfig(**{**kept["config"], "compare": tuple(kept["config"]["compare"])})
     given, encoder = Given.of(source["train"], parts[0]), encoder_to_load(kept, expected)
     shown, command = shown_progress(progress), kept["command"]
-    return CleaningRun(
-        parts, own, config, folder, model, shown, command, given, encoder, writes, on_result
-    ).result()
+    return CleaningRun(parts, own, config, folder, model, shown, command, given, encoder, writes, on_result).result()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning import recorded
-from hyperkron.cleaning.alternatives import DESCRIPTIONS, available, delivered, judged, targets_for
+from hyperkron.cleaning.alternatives import DESCRIPTIONS, ESTIMATORS, available, delivered, judged, targets_for
 from hyperkron.cleaning.budget import steps_of, within
 from hyperkron.cleaning.choice import Judged, choose, different, first_verdict, judge, verdict
 from hyperkron.cleaning.config import OURS, CleanConfig, Progress, SilentProgress
@@ -23,8 +23,8 @@ from hyperkron.cleaning.data import Labelled
 from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.method import Outcome, clean_labels
-from hyperkron.cleaning.models import HASHED, EncoderUnavailable, TextEncoder, choose_encoder, load_encoder
-from hyperkron.cleaning.own import Own
+from hyperkron.cleaning.models import HASHED, EncoderUnavailable, TextEncoder, choose_encoder, load_encoder, trees
+from hyperkron.cleaning.own import EstimatorModel, Own
 from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
 from hyperkron.cleaning.progress import EmbeddingBar, stage_in_words
 from hyperkron.cleaning.result import (
@@ -44,6 +44,10 @@ from hyperkron.solution import HyperkronWarning
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.signals import Interrupted, Signals
 
+KEPT_MODEL = (
+    "Your estimator is in result.model; it is not written to the run folder, which would need pickle. "
+    "model.safetensors holds the cleaned model."
+)
 SECONDS_BETWEEN_RESULTS = 5.0
 """How often result.json is written while alternatives are compared."""
 
@@ -117,6 +121,8 @@ class CleaningRun:
             for name in wanted:
                 with self._timed(name, "candidate"):
                     networks[name] = delivered(name, work, outcome)
+        if self.folder is not None and isinstance(networks[chosen], EstimatorModel):
+            self._say([KEPT_MODEL])
         summary = self._summary(prepared, work, outcome, scores, table, chosen, networks)
         learnt = partial(self._learnt, work, outcome, chosen)
         return self._finish(prepared, scores, summary, networks[chosen], learnt)
@@ -177,7 +183,9 @@ class CleaningRun:
         rows = torch.arange(len(given), device=self.device)
         noisy, trusted = rows[: len(labels[0])], rows[len(labels[0]) :]
         plan = TrainingPlan() if self.config.epochs is None else TrainingPlan(epochs=self.config.epochs)
-        names, notes = available(self.config.compare)
+        table, dense = self.own.parts[0].kind == "table", isinstance(prepared.inputs, Dense)
+        names, notes = available(self.config.compare, table=table, vectors=dense)
+        names += ESTIMATORS if self.own.estimator is not None else ()
         stages = Stages(None)
         if self.folder is not None:
             stages = Stages(self.folder.stages, recorded.digest(self.folder.read_config()), self.device)
@@ -193,6 +201,10 @@ class CleaningRun:
             self.config,
             stages,
             self._tick,
+            table and trees.installed(),
+            self.model is None,
+            None if self.own.probabilities is None else self.own.probabilities.to(self.device),
+            self.own.estimator,
         )
         if self.config.budget is not None:
             plan, names, more = self._budgeted(work, names, prepared.test is not None)
@@ -327,7 +339,8 @@ class CleaningRun:
         doubt = scores["error_probability"]
         order = doubt.argsort(descending=True)
         if self.folder is not None and self.writes:
-            self.folder.write_model(network)
+            if not isinstance(network, EstimatorModel):
+                self.folder.write_model(network)
             self.folder.write_json("result.json", summary)
         spread = self.given.spread
         return CleanResult(

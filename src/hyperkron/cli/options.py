@@ -40,7 +40,19 @@ class Option:
         return self.name if self.name.startswith("-") else str(self.metavar)
 
 
-ALTERNATIVES = ("noisy", "trusted", "pooled", "small-loss", "trusted-confidence", "cleanlab", "sama")
+ALTERNATIVES = (
+    "noisy",
+    "trusted",
+    "pooled",
+    "small-loss",
+    "trusted-confidence",
+    "cleanlab",
+    "neighbours",
+    "gold-loss",
+    "forest",
+    "boosted",
+    "sama",
+)
 """What `clean` can compare with; as ``hyperkron.cleaning.ALTERNATIVES``, which needs torch."""
 
 _DATA, _TRAINING, _OUTPUT = "data", "training", "output"
