@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hyperkron.collectives import Group, divided_over, taken
+from hyperkron.collectives import Group
 from hyperkron.losses import Loss, l2
+from hyperkron.sharded_functions import divided_over, taken
 from hyperkron.sharding import own_rows
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import check_interval, check_one_of, check_positive, check_whole

@@ -106,7 +106,7 @@ def synchronised(problem: BilevelProblem, model: nn.Module, hyper: nn.Module | N
             "for itself; use hyperkron.training.DataParallel(problem)."
         )
     model = unwrapped(model)
-    check(model, group if problem.divided else None)
+    check(model, hyper, group if problem.divided else None)
     if group.size > 1:
         random = torch.get_rng_state()
         own = [*model.state_dict().values(), *({} if hyper is None else hyper.state_dict()).values()]

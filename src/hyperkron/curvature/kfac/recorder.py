@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hyperkron import trees
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import Factor, add_to, few_rows, scaled
@@ -228,7 +229,8 @@ class Recorder:
                 self._diagonals.flush()
             for name, gradient in zip(names, gradients[1:], strict=True):
                 if gradient is not None:
-                    add_to(found.diagonal, name, gradient.to(self.dtype).square().mean())
+                    wide = {name: gradient.to(self.dtype)}  # perhaps divided among processes
+                    add_to(found.diagonal, name, trees.dot(wide, wide) / gradient.numel())
         self._finish()
         return found
 
