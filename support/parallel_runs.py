@@ -1,7 +1,7 @@
 """A small language model on several processes: what each of them computes, for tests that compare them.
 
-``python support/parallel_runs.py folder`` starts four processes that do all checks of ``make test`` one after the other,
-on all of them and on the first two; the first writes the results into the folder. ``make ranks`` has the others.
+``python support/parallel_runs.py folder`` starts four processes that do all checks of ``make test`` one after the
+other, on all of them and on the first two; the first writes the results into the folder. ``make ranks`` has the others.
 """
 
 from __future__ import annotations
@@ -259,7 +259,9 @@ def ways_of_use(rank: int) -> dict[str, bool]:
 
 
 FEW = ("kfac mc", "cg")
-"""The methods that four processes try in ``make test``; two try all, and in ``make ranks`` 2, 3 and 4."""
+"""The methods that four processes try in ``make test``."""
+TESTED = (*COUNTED, "sama")
+"""The methods that two processes try in ``make test``; in ``make ranks`` 2, 3 and 4 processes try all."""
 LEGS = (3, 6, 8)
 """A run of ``make test``: where two processes stop, and four, and one."""
 
@@ -271,7 +273,7 @@ def checks(rank: int, folder: Path) -> None:
     traffic: dict[str, dict[str, int]] = {}
     tensors |= {f"4 {name}": x for name, x in hypergradients(None, torch.float64, names=FEW).items()}
     if rank < 2:
-        tensors |= {f"2 {name}": x for name, x in hypergradients(two, torch.float64, traffic).items()}
+        tensors |= {f"2 {name}": x for name, x in hypergradients(two, torch.float64, traffic, TESTED).items()}
         trained(two, LEGS[0], folder / "run", every=LEGS[0])
     dist.barrier()
     state, run = trained(None, LEGS[1], folder / "run", every=LEGS[1])

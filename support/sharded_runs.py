@@ -239,7 +239,9 @@ def refusals() -> dict[str, str]:
     parallelize_module(tensor_parallel.head, init_device_mesh("cpu", (4,)), ColwiseParallel())  # type: ignore[arg-type]
     return {
         "tensor parallel": said(tensor_parallel),
-        "two dimensions": said(sharded(network(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))),
+        "two dimensions": said(
+            sharded(network(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        ),
         "mixed precision": said(sharded(network(), mp_policy=half)),
         "plain problem": said(sharded(network()), PROBLEM),
         "weights": _weights_refused(),

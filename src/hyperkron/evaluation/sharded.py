@@ -40,7 +40,7 @@ def dual(p: Tensor, v: Tensor) -> Tensor:
         return make_dual(p.detach(), v)
     made: Any = p.detach()
     made.tangent = v
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def gathered_duals(group: Group, tensors: list[Tensor]) -> list[Tensor]:
@@ -79,15 +79,15 @@ def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> Non
         spec = p._spec  # type: ignore[attr-defined]
         if id(p) not in inside:
             raise HyperkronError(
-                f"model parameter {name} is a DTensor ({', '.join(map(str, spec.placements))}) that fully_shard has not "
-                "made: tensor-parallel layers (parallelize_module) are not supported; use fully_shard or plain "
+                f"model parameter {name} is a DTensor ({', '.join(map(str, spec.placements))}) that fully_shard has "
+                "not made: tensor-parallel layers (parallelize_module) are not supported; use fully_shard or plain "
                 "parameters, with hyperkron.training.DataParallel(problem)."
             )
         if spec.mesh.ndim != 1 or [str(x) for x in spec.placements] != ["S(0)"]:
             raise HyperkronError(
-                f"model parameter {name} is divided as {spec.placements} over a mesh of shape {tuple(spec.mesh.shape)}; "
-                "only rows over one dimension are supported: use fully_shard with a mesh of one dimension (no HSDP, no "
-                "tensor parallelism) and without shard_placement_fn."
+                f"model parameter {name} is divided as {spec.placements} over a mesh of shape "
+                f"{tuple(spec.mesh.shape)}; only rows over one dimension are supported: use fully_shard with a mesh of "
+                "one dimension (no HSDP, no tensor parallelism) and without shard_placement_fn."
             )
         if group is None:
             raise HyperkronError(
@@ -196,7 +196,7 @@ class _Unit:
             handle.remove()
 
     def before(self, *_: object) -> None:
-        rows = [module._parameters[name] for module, name in self.owners]
+        rows: list[Any] = [module._parameters[name] for module, name in self.owners]
         distinct = {id(x): x for x in rows if is_sharded(x)}  # none if the unit calls itself
         whole = gathered_duals(self.group, list(distinct.values())) if distinct else []
         by_id = dict(zip(distinct, whole, strict=True))
@@ -204,7 +204,7 @@ class _Unit:
         self.kept.update(zip(addresses, (x.detach() for x in distinct.values()), strict=True))
         self.stack.append((rows, addresses))
         for (module, name), x in zip(self.owners, rows, strict=True):
-            module._parameters[name] = by_id.get(id(x), x)  # type: ignore[assignment]
+            module._parameters[name] = by_id.get(id(x), x)
 
     def after(self, *_: object) -> None:
         rows, addresses = self.stack.pop()

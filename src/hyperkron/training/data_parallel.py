@@ -139,7 +139,7 @@ class _Divided:
         live = {name: x for name, x in both.named_parameters() if x.requires_grad and torch.is_grad_enabled()}
         seen: Tree = {}
         for level in ("model.", "hyper."):  # apart: what λ reaches must not seem to be reached by θ
-            here = {name: x for name, x in live.items() if name.startswith(level) and not is_sharded(x)}
+            here: Tree = {name: x for name, x in live.items() if name.startswith(level) and not is_sharded(x)}
             seen |= replicated(self.group, here)
         alike = differentiable_checkpoints(keep=True)
         with _own_draws(self.group.rank, device), alike, gathering(model, self.group):

@@ -1,6 +1,6 @@
 """Checkpoints of tensors that are divided among processes: each writes its rows, any number of processes reads them.
 
-    folder/step-00000123/tensors-rank00001.safetensors    the rows of the second process, and so on
+folder/step-00000123/tensors-rank00001.safetensors    the rows of the second process, and so on
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def write_rows(staging: Path, state: dict[str, Any], group: Group) -> dict[str, 
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
     group.numbers()
-    record, failure = {"size": 0, "sha256": "0" * 64}, ""
+    record: dict[str, Any] = {"size": 0, "sha256": "0" * 64}
+    failure = ""
     if group.rank > 0:
         names = divided_names(state)
         own = {name: x for name, x in split(state)[1].items() if name in names}

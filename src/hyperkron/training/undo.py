@@ -55,7 +55,8 @@ def refuse_non_finite(state: State) -> None:
     by_device: dict[torch.device, trees.Tree] = {}
     for name, x in tensors.items():
         by_device.setdefault(x.device, {})[name] = x
-    if all([trees.is_finite(found) for found in by_device.values()]):
+    good = [trees.is_finite(found) for found in by_device.values()]
+    if all(good):
         return
     bad = [name for name, x in tensors.items() if not trees.is_finite({name: x})]
     if bad:
