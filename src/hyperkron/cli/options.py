@@ -153,9 +153,32 @@ ATTRIBUTE = (
     JSON,
     *SPEAKING,
 )
+SWEEP = (
+    Option(
+        "function",
+        "text",
+        "what to minimize, as module:callable; it takes a trial and returns a number. Or: clean (settings of "
+        "`hyperkron clean`, the largest accuracy on held-out trusted rows), show (the trials so far)",
+        "FUNCTION",
+        required=True,
+    ),
+    Option("--search", "texts", "settings: NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=FIRST,SECOND", "NAME=VALUES"),
+    Option("--trials", "whole", "trials in all, of all workers", "N", 50),
+    Option("--maximize", "flag", "search for the largest value"),
+    Option("--config", "text", "for `sweep clean`: its data and other options, a YAML or JSON file", "FILE"),
+    Option("--storage", "text", "an SQLite file, or postgresql://user@host/database", "PATH", "sweep.db"),
+    Option("--study", "text", "name of the sweep in the storage", "NAME", "sweep"),
+    Option("--workers", "whole", "processes on this machine; the same command elsewhere adds more", "N", 1),
+    Option("--retries", "whole", "how often to repeat a trial whose worker was lost", "N", 1),
+    Option("--heartbeat", "whole", "seconds between signs of life; a worker that misses four is lost", "N", 15),
+    Option("--seed", "whole", "seed of the search", "N", 0),
+    Option("--out", "text", "also write all trials, as .csv or .json", "FILE", group=_OUTPUT, short="-o"),
+    JSON,
+    *SPEAKING,
+)
 DOCTOR = (JSON, SPEAKING[1])
 
-_ARGUMENTS = {option.key: option for option in (*PREDICT, *CLEAN, *EXPORT, *ATTRIBUTE)} | {"run_folder": RUN}
+_ARGUMENTS = {option.key: option for option in (*SWEEP, *PREDICT, *CLEAN, *EXPORT, *ATTRIBUTE)} | {"run_folder": RUN}
 _ARGUMENT = re.compile(rf"(?<![\w.`'-])({'|'.join(_ARGUMENTS)})(\[\d+\])?=(True\b|\.\.\.)?")
 
 

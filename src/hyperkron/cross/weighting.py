@@ -4,11 +4,9 @@ Then, with c' = dc/dθ · v the change of the row losses along v,
 
     X(v) = ∂_λ [ Σ_r w_r c'_r + Σ_p 2 α_p ⟨p, v_p⟩ ] .
 
-Only c is moved along v. What the weights are made of stays where it is, also if it is a function of θ that was stopped,
-as the losses in a Meta-Weight-Net are: a difference of ∂_λ J_in would move it too. It costs two plain forward passes,
-and a third one for the weights at θ where they move with it.
-
-Whether a loss has this form is read from its record (``Term.factors``, ``L2.factors``) and its autograd graph.
+Only c is moved along v, not what the weights are made of, also if that is a function of θ that was stopped, as the
+losses in a Meta-Weight-Net are. Whether a loss has this form is read from its record (``Term.factors``, ``L2.factors``)
+and its autograd graph.
 """
 
 from __future__ import annotations
@@ -181,11 +179,8 @@ def _weighted_sum(
 
 def _adds_up(point: Point, loss: Loss) -> bool:
     """Whether ∂_λ J_in is what the weights and penalties of its record make of it: nobody has changed its value."""
-    parts = []
-    for term in loss.terms:
-        w = _product(term.factors)
-        if w is not None:
-            parts.append((w * term.row_losses.detach()).sum())
+    weights = [(_product(term.factors), term.row_losses.detach()) for term in loss.terms]
+    parts = [(w * losses).sum() for w, losses in weights if w is not None]
     for penalty in loss.l2:
         alpha = _product(penalty.factors)
         if alpha is not None:

@@ -20,7 +20,7 @@ from hyperkron.evaluation.inputs import map_tensors, tensors_of
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
 from hyperkron.losses import Loss, as_loss
-from hyperkron.problem import BilevelProblem, Objective, rows, shares
+from hyperkron.problem import BilevelProblem, Both, Objective, rows, shares
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
@@ -83,7 +83,6 @@ class Accumulated(BilevelProblem):
         self._size.value = micro_batch
 
     def parts(self, batch: Any) -> list[Any]:
-        """The pieces of a batch."""
         return split(batch, self._size.value)
 
 
@@ -122,12 +121,7 @@ class _Pieces:
 
 
 def length(batch: Any) -> int:
-    """How many examples a batch holds: the length of its tensors' first dimension; 0 where it has none.
-
-    Example:
-        >>> length({"x": torch.zeros(5, 2), "scale": torch.tensor(1.0)})
-        5
-    """
+    """How many examples a batch holds: the length of its tensors' first dimension; 0 where it has none."""
     found = [len(x) for _, x in tensors_of("batch", batch) if x.dim() > 0]
     if any(n != found[0] for n in found):
         raise HyperkronError(
@@ -138,12 +132,7 @@ def length(batch: Any) -> int:
 
 
 def split(batch: Any, size: int | None) -> list[Any]:
-    """A batch as pieces of at most ``size`` examples, of the same structure.
-
-    Example:
-        >>> split((torch.arange(5), "name"), 3)
-        [(tensor([0, 1, 2]), 'name'), (tensor([3, 4]), 'name')]
-    """
+    """A batch as pieces of at most ``size`` examples, of the same structure."""
     if size is None:
         return [batch]
     count = length(batch)
@@ -157,17 +146,6 @@ def split(batch: Any, size: int | None) -> list[Any]:
 
 
 # --- sums over pieces --------------------------------------------------------------------------------------
-
-
-class Both(nn.Module):
-    """θ and λ in one module, so that both can be substituted."""
-
-    def __init__(self, model: nn.Module, hyper: nn.Module) -> None:
-        super().__init__()
-        self.model, self.hyper = model, hyper
-
-    def forward(self, function: Objective, batch: Any) -> Loss | Tensor:
-        return function(self.model, self.hyper, batch)
 
 
 class _Work:

@@ -21,7 +21,7 @@ from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.penalty import column_scales
 from hyperkron.curvature.kfac.recorder import Basis, Measured, Recorder
 from hyperkron.evaluation.point import Point
-from hyperkron.losses import BatchPlace, Fisher, Loss
+from hyperkron.losses import Fisher, Loss
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, warn_once
 
@@ -56,17 +56,31 @@ def measure(
         with recorder.attached():
             loss = point.inner(part)
             recorder.saw(loss)
+        if point.problem.group.size > 1 and loss.terms:
+            _warn_without_batch(recorder.lengths, len(loss.terms[0].row_losses))
         recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
         recorder.measured.scales = {} if damping is None else column_scales(plan, l2, damping, like)
         size = recorder.batch_size * point.problem.group.size
         vectors = _vectors(loss, size, fisher, samples, generator, checked)
         # Monte-Carlo vectors of different examples are independent already
-        found = recorder.backward(point.params, vectors, None if fisher == "mc" else generator, _place(loss))
+        place = loss.terms[0].place if loss.terms else None  # of these examples in the whole batch
+        found = recorder.backward(point.params, vectors, None if fisher == "mc" else generator, place)
         if len(parts) == 1:
             return over_ranks(found, plan, point.problem.group)
         whole.add(found, rows(loss.terms, recorder.batch_size))  # counting rows waits for the device
         del loss, vectors, found, recorder
     return whole.finish()
+
+
+def _warn_without_batch(lengths: dict[str, int], examples: int) -> None:
+    """Say which layers have inputs without a dimension for examples: on each process all its examples are one row."""
+    names = [name for name, length in lengths.items() if length % max(examples, 1)]
+    if names:
+        warn_once(
+            "kfac-without-batch",
+            f"{', '.join(names[:3])} of the model is called on inputs without a dimension for examples (positions?): "
+            "its curvature depends on the number of processes; expand its input to one row for each example.",
+        )
 
 
 def over_ranks(found: Measured, plan: Plan, group: Group) -> Measured:
@@ -144,11 +158,6 @@ class _Merged:
         for sums in summed:
             sums.update({name: scaled(value, 1.0 / total) for name, value in sums.items()})
         return whole
-
-
-def _place(loss: Loss) -> BatchPlace | None:
-    """Where the examples of a loss are in the whole batch."""
-    return loss.terms[0].place if loss.terms else None
 
 
 def _vectors(

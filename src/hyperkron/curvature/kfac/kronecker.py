@@ -65,7 +65,6 @@ class Kronecker(Curvature):
         object.__setattr__(self, "layers", checked_layers(self.layers))
 
     def init(self) -> KroneckerState:
-        """A state without factors; the first call measures them."""
         return KroneckerState(self.seed)
 
     def coverage(self, model: nn.Module) -> Coverage:

@@ -212,8 +212,7 @@ class KroneckerOperator(Invertible):
         def solve(one: Tree) -> Tree:
             return self._apply(one, self.inverses.solve, torch.div, lambda xs, ds: list(map(torch.div, xs, ds)))
 
-        found: Tree = torch.func.vmap(solve)(b)
-        return found
+        return torch.func.vmap(solve)(b)
 
     def _ready(self) -> None:
         """Before a solve: say where little is covered, and wait for a refresh still under way."""
