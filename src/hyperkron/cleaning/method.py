@@ -324,5 +324,6 @@ def clean_labels(works: Sequence[Work]) -> list[Outcome]:
     found = []
     for work, told, first, own, forest in zip(works, experts, firsts, learnt, grown, strict=True):
         final = opinion(work, [*told, own["asked"], *([] if forest is None else [forest])])
-        found.append(Outcome(first, final, *told[:3], own["asked"], PRESETS[int(own["best"])], trees, forest))
+        networks = told[0], told[1], told[2], own["asked"]
+        found.append(Outcome(first, final, *networks, PRESETS[int(own["best"])], trees, forest))
     return found
