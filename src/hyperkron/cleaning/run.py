@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hyperkron.cleaning import recorded
 from hyperkron.cleaning.alternatives import DESCRIPTIONS, available, delivered, judged, targets_for
 from hyperkron.cleaning.budget import steps_of, within
-from hyperkron.cleaning.choice import Judged, choose, different, first_verdict, judge, verdict
+from hyperkron.cleaning.choice import Judged, Noise, choose, different, first_verdict, judge, noise_of, verdict
 from hyperkron.cleaning.config import OURS, CleanConfig, Progress, SilentProgress
 from hyperkron.cleaning.data import Labelled
 from hyperkron.cleaning.folder import RunFolder
@@ -65,6 +65,7 @@ class CleaningRun:
     seconds: dict[str, float] = field(default_factory=dict, init=False)
     spent: dict[str, float] = field(default_factory=dict, init=False)  # on each candidate
     written: float = field(default=0.0, init=False)  # when result.json was
+    noise: Noise | None = field(default=None, init=False)  # known once the views are
     stage: tuple[str, int] = field(default=("", 0), init=False)  # that is being computed, and its steps so far
 
     def __post_init__(self) -> None:
@@ -105,10 +106,12 @@ class CleaningRun:
             self._write_first(prepared, work, outcome, scores, table, networks, names)
             views, frequent = work.views(), outcome.final.posterior.mean(0)
             outcomes = clean_labels(views)
+            doubts = [found.error_probability(work.given[work.noisy]).cpu() for found in outcomes]
+            self.noise = noise_of(scores["error_probability"], doubts, SUSPECT_THRESHOLD)
             for name in (OURS, *names):
                 with self._timed(name, "candidate"):
                     answers = judged(name, views, outcomes)[work.trusted]
-                    table.append(judge(name, answers, work.given[work.trusted], frequent))
+                    table.append(judge(name, answers, work.given[work.trusted], frequent, len(views)))
                 self._write_first(prepared, work, outcome, scores, table, networks, names)
             chosen = choose(table)
             wanted = names if prepared.test is not None else [name for name in names if name == chosen]
@@ -301,9 +304,9 @@ class CleaningRun:
         won, mine = next((c for c in table if c.name == chosen), None), right.get(chosen)
         doubt, more = scores["error_probability"], dict[str, Any]()
         if won is not None:
-            counts = float(doubt.mean()), int((doubt > SUSPECT_THRESHOLD).sum()), len(doubt)
+            assert self.noise is not None
             test = None if mine is None else (int(mine.sum()), len(mine))
-            more["verdict"] = verdict(chosen, table, *counts, classes=work.classes, test=test)
+            more["verdict"] = verdict(chosen, table, self.noise, classes=work.classes, test=test)
             more["per_class"] = per_class(self.parts, doubt > SUSPECT_THRESHOLD, won.right, mine)
         return {
             **about_run(self.parts, self.config, work.plan, self.device, self.command, self.messages),
@@ -311,7 +314,7 @@ class CleaningRun:
             "chosen": chosen,
             **more,
             "candidates": self._candidates(table, chosen, right),
-            **scores_summary(outcome, scores),
+            **scores_summary(outcome, scores, self.noise),
         }
 
     def _finish(
