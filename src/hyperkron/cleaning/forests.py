@@ -54,7 +54,7 @@ def evidence_forest(
     work.tick(NAME, 0)
     q = torch.cat([posterior, one_hot(work.given[trusted], work.classes).to(posterior)])
     weight = torch.cat([weight, torch.ones(len(trusted), device=work.device)])
-    return forest(vectors(work, torch.cat([noisy, trusted])), q, weight, seed=work.config.seed)
+    return forest(vectors(work, torch.cat([noisy, trusted])), q, weight, seed=work.config.seed + work.shift)
 
 
 def cleaned_forest(work: Work, whole: tuple[Tensor, Tensor], halved: tuple[Tensor, Tensor]) -> Tensors:

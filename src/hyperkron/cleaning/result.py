@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hyperkron.cleaning.choice import Noise
 from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import Labelled, NewRows
 from hyperkron.cleaning.evidence import of_label
@@ -227,15 +228,20 @@ def about_run(
     }
 
 
-def scores_summary(outcome: Outcome, scores: dict[str, Tensor]) -> dict[str, Any]:
+def scores_summary(outcome: Outcome, scores: dict[str, Tensor], noise: Noise | None) -> dict[str, Any]:
     """The noise, the suspects, the weights and (κ, β, γ)."""
     probability = scores["error_probability"]
     return {
         "noise": {
             "rate": float(probability.mean()),
+            **({} if noise is None else {"low": noise.low, "high": noise.high}),
             "matrix": [[round(v, 6) for v in line] for line in outcome.final.matrix.cpu().tolist()],
         },
-        "suspects": {"cut": SUSPECT_THRESHOLD, "count": int((probability > SUSPECT_THRESHOLD).sum())},
+        "suspects": {
+            "cut": SUSPECT_THRESHOLD,
+            "count": int((probability > SUSPECT_THRESHOLD).sum()),
+            **({} if noise is None else {"stable": noise.stable}),
+        },
         "weights": {
             "edges": [round(i / 20, 2) for i in range(21)],
             "counts": torch.histc(scores["weight"].float(), bins=20, min=0, max=1).long().tolist(),

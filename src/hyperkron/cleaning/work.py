@@ -51,6 +51,7 @@ class Work:
         estimator: a classifier of the user's; None where there is none.
         held_out: numbers of the trusted rows that are left out of a view, to judge what is made from it.
         scope: begins the names of a view's stages.
+        shift: added to the seeds of a view's networks.
     """
 
     inputs: Inputs
@@ -70,6 +71,7 @@ class Work:
     estimator: Any = None
     held_out: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     scope: str = ""
+    shift: int = 0
 
     @property
     def judging_folds(self) -> int:
@@ -87,7 +89,14 @@ class Work:
             kept = self.trusted[part != k]
             halves = folds(self.given, [self.noisy, kept], 2, self.config.seed)
             found.append(
-                replace(self, trusted=kept, held_out=self.trusted[part == k], fold=halves, scope="without-fold-")
+                replace(
+                    self,
+                    trusted=kept,
+                    held_out=self.trusted[part == k],
+                    fold=halves,
+                    scope="without-fold-",
+                    shift=100 * (k + 1),
+                )
             )
         return found
 
