@@ -26,10 +26,11 @@ import torch
 import hyperkron
 from experiments import records
 from experiments.cleaning import trust_data
-from experiments.cleaning.trust_data import DEVELOPMENT, PER_CLASS, SOURCES, UNSEEN, Split
+from experiments.cleaning.trust_data import DEVELOPMENT, PER_CLASS, SOURCES, UNSEEN, Source, Split
 from experiments.pieces import Lines
 from experiments.workers import share
 from hyperkron.cleaning import CleanConfig, clean
+from hyperkron.cleaning.models import small_cnn
 
 BINS = 10
 SURE = 0.99
@@ -89,7 +90,7 @@ def outside(split: Split, kind: str, table: dict[str, np.ndarray], seed: int) ->
         return make_pipeline(StandardScaler(), LogisticRegression(max_iter=200, C=0.1))
 
     noisy, trusted, test = features(split, kind, table)
-    names, y = np.unique(split.given, return_inverse=True)
+    y = np.unique(split.given, return_inverse=True)[1]
     folds = StratifiedKFold(5, shuffle=True, random_state=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # classes with fewer rows than folds
@@ -121,6 +122,14 @@ def commit() -> str:
     return git("rev-parse", "--short", "HEAD").strip() + ("+" if git("status", "--short", ".").strip() else "")
 
 
+def network(source: Source, split: Split) -> Callable[[], torch.nn.Module] | None:
+    """The network of a set that does not take the default one."""
+    if source.width is None:
+        return None
+    shape = split.train[0].shape[1:]
+    return partial(small_cnn, shape[0], shape[1], int(split.gold.max()) + 1, source.width)
+
+
 def measure(job: Job, table: dict[str, np.ndarray], encoder: str | None) -> dict[str, Any]:
     """One run."""
     name, seed, per_class = job
@@ -129,7 +138,9 @@ def measure(job: Job, table: dict[str, np.ndarray], encoder: str | None) -> dict
     config = CleanConfig(seed=1000 + seed, encoder=encoder if source.kind == "text" else None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result = clean(split.train, split.trusted, test=split.test, config=config, progress=False)
+        result = clean(
+            split.train, split.trusted, test=split.test, model=network(source, split), config=config, progress=False
+        )
     seconds = time.perf_counter() - begin
     p = np.asarray(result.error_probability, dtype=float)
     used = np.isfinite(p)
@@ -208,7 +219,8 @@ def main() -> None:
         won = next(c for c in record["candidates"] if c["name"] == record["chosen"])
         print(
             f"{time.monotonic() - begin:6.0f} s {seconds:5.0f} s {key} {record['noise']}: {record['chosen']} "
-            f"{won['low']:.3f}-{won['high']:.3f}, test {won['test_accuracy']:.3f}, outside {record['outside']['test']:.3f}",
+            f"{won['low']:.3f}-{won['high']:.3f}, test {won['test_accuracy']:.3f}, "
+            f"outside {record['outside']['test']:.3f}",
             flush=True,
         )
 

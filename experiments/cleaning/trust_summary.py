@@ -1,4 +1,7 @@
-"""What the runs of ``trust.py`` say about each promise: ``python -m experiments.cleaning.trust_summary trust.jsonl``."""
+"""What the runs of ``trust.py`` say about each promise.
+
+python -m experiments.cleaning.trust_summary trust.jsonl --before trust-before.jsonl
+"""
 
 from __future__ import annotations
 
@@ -180,7 +183,8 @@ def verdicts(runs: list[Run], before: list[Run]) -> list[tuple[str, str, str, st
         (
             "the 95 % interval holds the test accuracy",
             "≥ 90 %",
-            f"{f['coverage']:.0%}; {f['coverage_widened']:.0%} with the test rows' own error ({f['width']:.0f} points wide)",
+            f"{f['coverage']:.0%}; {f['coverage_widened']:.0%} with the test rows' own error "
+            f"({f['width']:.0f} points wide)",
             f["coverage"] >= 0.9,
         ),
         (
