@@ -22,12 +22,12 @@ Made by `python -m experiments.cleaning.page` from `experiments/results/cleaning
 `python -m experiments.cleaning.trust` measured: {runs} runs, {sets} data sets, seeds {seeds}, {sizes} trusted rows per
 class, source {commits}, one CPU core a run.
 
-- Tables come from R's mlbench and kernlab, columns as they are; texts are WRENCH sets with the majority vote of their
-  labelling functions (rows on which all are silent are left out) and two sets of scientific text with made-up noise, as
-  frozen MiniLM embeddings; images are digits and the test parts of MNIST, Fashion-MNIST and CIFAR-10, with half as many pixels
-  a side. At most 1,500 noisy rows (MNIST and Fashion-MNIST: 1,000; CIFAR-10: 500), at most 2,000 test rows, a third of
-  all rows at most. Everything has the tool's default network except CIFAR-10, a convolutional network of width 8. At most a third of a
-  class's other rows are trusted. `experiments/cleaning/trust_data.py` makes everything.
+- Tables come from R's mlbench and kernlab, columns as they are. Texts, as frozen MiniLM embeddings, are WRENCH sets
+  with the majority vote of their labelling functions (rows on which all are silent are left out) and two sets of
+  scientific text with made-up noise. Images are digits and the test parts of MNIST, Fashion-MNIST and CIFAR-10, with
+  half as many pixels a side. Everything has the tool's default network except CIFAR-10: a convolutional one of width 8.
+- At most 1,500 noisy rows (MNIST and Fashion-MNIST: 1,000; CIFAR-10: 500); at most 2,000 test rows and a third of all
+  rows; at most a third of a class's other rows are trusted. `experiments/cleaning/trust_data.py` makes everything.
 - `uniform-20` redraws 20 % of the labels among all classes; `class-40` moves 40 % to the next class (of two classes:
   only those of the first); `weak` is the vote. Each seed has its own noise, split and trusted rows.
 - Kept unseen until the final table: {unseen}.
