@@ -1,6 +1,6 @@
 """Several processes on this computer: the same numbers on 1 to 4, seconds of a step, and one of them killed.
 
-    python benchmarks/ranks.py [--kills 20 --steps 40]
+    python benchmarks/ranks.py [--kills 20 --steps 40] [--traffic-only]
     python benchmarks/ranks.py --nccl         # one process on a GPU; the record goes to benchmarks/results/nccl.json
 
 Processes are forked from this one, which never computes, and meet by gloo. Compared with one process are hypergradients
@@ -13,6 +13,7 @@ again. The record goes to benchmarks/results/ranks.json.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -30,7 +31,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 
-from common import write_result
+from common import RESULTS, write_result
 
 import hyperkron as hk
 import parallel_runs
@@ -65,6 +66,24 @@ def grid() -> dict[str, torch.Tensor]:
         result = hk.kfac(0.1, cross=way).compute(hk.training.DataParallel(problem), model, hyper, *batches)
         found[f"torch.float64 cross {way}"] = torch.cat([g.reshape(-1) for g in result.grads.values()])
     return found
+
+
+def traffic(size: int, folder: Path) -> dict[str, dict[str, int]]:
+    """Bytes of one hypergradient by every method, as all ranks together give them to collectives; and its products."""
+
+    def work(rank: int) -> None:
+        found: dict[str, dict[str, int]] = {}
+        parallel_runs.hypergradients(None, torch.float64, found)
+        (folder / f"traffic-{rank}.json").write_text(json.dumps(found))
+
+    assert exit_codes(started(size, work, folder)) == [0] * size, (folder / "errors-0").read_text()
+    ranks = [json.loads((folder / f"traffic-{rank}.json").read_text()) for rank in range(size)]
+    return {
+        method: {
+            kind: n if kind == "products" else sum(rank[method][kind] for rank in ranks) for kind, n in one.items()
+        }
+        for method, one in ranks[0].items()
+    }
 
 
 def divided(mode: str, runs: list[str]) -> dict[str, torch.Tensor]:
@@ -199,6 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--traffic-only", action="store_true", help="count bytes, and keep the rest of the record")
     parser.add_argument("--nccl", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -207,6 +227,13 @@ def main() -> None:
     record: dict[str, Any] = {"seed": 0, "errors": {}, "seconds": {}}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+        record["traffic"] = {size: traffic(size, folder) for size in (2, 4)}
+        if options.traffic_only:
+            kept = json.loads((RESULTS / "ranks.json").read_text("utf-8"))
+            (RESULTS / "ranks.json").write_text(
+                json.dumps(kept | {"traffic": record["traffic"]}, indent=2) + "\n", "utf-8"
+            )
+            return
         one = results(1, grid, folder)
         for size in (2, 3, 4):
             found = results(size, grid, folder)

@@ -1,21 +1,27 @@
 """What the user could have done instead: each alternative is a set of training targets, trained by the same plan.
 
-Every one can be asked for the whole data or for one half of the noisy rows with the trusted rows of the other half;
-the second form is how all candidates are judged, on trusted rows that neither their network nor their weights saw.
+Every candidate is made from a view of the work: from all rows to be delivered, and without one fold of the trusted
+rows after the other to be judged on that fold.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from hyperkron import losses
 from hyperkron.algorithms import State
 from hyperkron.cleaning.config import ALTERNATIVES, OURS
-from hyperkron.cleaning.evidence import of_label
-from hyperkron.cleaning.method import Outcome
+from hyperkron.cleaning.evidence import label_evidence, noise_matrix_from_trusted, of_label
+from hyperkron.cleaning.filters import agreeing, confident, neighbour_votes
+from hyperkron.cleaning.forests import evidence_forest, vectors
+from hyperkron.cleaning.method import Outcome, certainty
+from hyperkron.cleaning.models import trees
+from hyperkron.cleaning.own import fit_estimator
 from hyperkron.cleaning.trainer import Interleaved, TrainingTargets, optimizer_for, predict, seeded, updates
 from hyperkron.cleaning.work import Work
 from hyperkron.hyper import SampleWeights
@@ -25,66 +31,203 @@ from hyperkron.solution import HyperkronError
 from hyperkron.training import Box, fit
 
 DESCRIPTIONS = {
-    OURS: "evidence of experts and given labels, weighted by KFAC hypergradients, plus the trusted rows",
+    OURS: "evidence of experts and given labels, plus the trusted rows",
     "noisy": "the training rows as they are, without the trusted ones",
     "trusted": "the trusted rows alone",
     "pooled": "training and trusted rows together, labels as they are",
     "small-loss": "each row weighted by the confidence of a network of all rows in its label",
     "trusted-confidence": "each row weighted by the confidence of a network of the trusted rows in its label",
     "cleanlab": "the rows that cleanlab keeps, given the same out-of-sample predictions, plus the trusted rows",
+    "neighbours": "the rows whose label is that of most of their nearest neighbours, plus the trusted rows",
+    "gold-loss": "all rows, through the noise matrix that a noisy network shows on the trusted rows (GLC)",
+    "forest": "a random forest of the rows that confident learning keeps by its own predictions, plus the trusted rows",
+    "boosted": "gradient-boosted trees of the same rows",
+    "estimator": "your estimator on training and trusted rows, labels as they are",
+    "estimator-cleaned": "your estimator on the cleaned labels and the trusted rows",
     "sama": "one free weight per row, learnt by SAMA without curvature, plus the trusted rows",
 }
 
+BLIND = ("noisy",)
+"""Candidates that look at no trusted row, so that one network serves all views."""
+
+TREES = ("forest", "boosted")
+"""Candidates that are trees, for tables."""
+ESTIMATORS = ("estimator", "estimator-cleaned")
+"""Candidates made with the user's own estimator."""
+GOLD_SHARE = 0.25
+"""Of gold loss correction: the trusted rows together count at least this part of the noisy ones."""
 SAMA_STEPS, SAMA_ROWS, SAMA_RATE = 40, 2048, 0.05
 
 
-def available(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """The alternatives that can be trained here, and messages about the others."""
+def available(names: tuple[str, ...], *, table: bool = True, vectors: bool = True) -> tuple[list[str], list[str]]:
+    """The alternatives that can be trained here, and messages about the others.
+
+    Args:
+        names: those that are wanted.
+        table: whether the inputs are rows of numbers, which trees are for.
+        vectors: whether the inputs have distances.
+    """
+    messages, out = [], [*(() if table else TREES), *(() if vectors else ("neighbours",))]
+    if names != ALTERNATIVES:  # somebody asked for them
+        messages += [
+            f"'{name}' is left out of the comparison: it is not for inputs of this kind."
+            for name in names
+            if name in out
+        ]
     if "cleanlab" in names and importlib.util.find_spec("cleanlab") is None:
-        message = "cleanlab is not installed, so it is left out of the comparison: pip install 'hyperkron[compare]'."
-        return [name for name in names if name != "cleanlab"], [message]
-    return list(names), []
+        messages.append(
+            "cleanlab is not installed, so it is left out of the comparison: pip install 'hyperkron[compare]'."
+        )
+        out.append("cleanlab")
+    if table and not trees.installed():
+        messages.append(trees.MISSING)
+        out += TREES
+    return [name for name in names if name not in out], messages
 
 
-def targets_for(name: str, work: Work, outcome: Outcome, half: int | None = None) -> TrainingTargets:
-    """What a candidate learns from: everything, or one half of the noisy rows and the other half's trusted rows."""
-    if name not in (OURS, *ALTERNATIVES):
-        raise HyperkronError(f"name={name!r} is not a candidate; choose from {', '.join((OURS, *ALTERNATIVES))}.")
-    noisy = work.noisy if half is None else work.side(half, work.noisy)
-    trusted = work.trusted if half is None else work.side(1 - half, work.trusted)
+def targets_for(name: str, work: Work, outcome: Outcome) -> TrainingTargets:
+    """What a candidate learns from the rows of a view.
+
+    Args:
+        name: of the candidate.
+        work: the view; ``work.held_out`` is for nobody's eyes here.
+        outcome: of the method on the same view.
+    """
+    if name not in (OURS, *ALTERNATIVES) or name in TREES:
+        raise HyperkronError(
+            f"name={name!r} is no candidate with a network; choose from {', '.join((OURS, *ALTERNATIVES))}."
+        )
+    noisy, trusted = work.noisy, work.trusted
     rows = {"noisy": noisy, "trusted": trusted}.get(name, torch.cat([noisy, trusted]))
     if name == OURS:
-        return outcome.targets(work, rows, half)
+        return outcome.targets(work, rows)
     if name in ("noisy", "trusted", "pooled"):
         return TrainingTargets(rows, work.known(rows))
     if name == "cleanlab":
-        rows = torch.cat([noisy[_kept_by_cleanlab(outcome.pooled_expert[noisy], work.given[noisy])], trusted])
+        rows = torch.cat([noisy[_kept_by_cleanlab(outcome.noisy_expert[noisy], work.given[noisy])], trusted])
         return TrainingTargets(rows, work.known(rows))
+    if name == "neighbours":
+        votes = neighbour_votes(vectors(work, noisy), work.given[noisy], work.classes, seed=work.config.seed)
+        rows = torch.cat([noisy[agreeing(votes, work.given[noisy])], trusted])
+        return TrainingTargets(rows, work.known(rows))
+    if name == "gold-loss":
+        return _gold_loss(work, outcome)
     if name == "sama":
-        weight = _sama_weights(work, noisy, trusted, half)
+        with seeded(work.config.seed, work.device):
+            weight = _Sama(work).weights()
     else:
-        alone = outcome.trusted_expert if half is None else outcome.halved
-        expert = outcome.pooled_expert if name == "small-loss" else alone
+        expert = outcome.noisy_expert if name == "small-loss" else outcome.trusted_expert
         weight = of_label(expert[noisy], work.given[noisy])
     return TrainingTargets(rows, work.known(rows), torch.cat([weight, torch.ones(len(trusted), device=work.device)]))
 
 
-def judged(name: str, work: Work, outcome: Outcome) -> Tensor:
-    """Probabilities of all trusted rows (M, C), each from networks that did not see the row or its half's labels."""
-    ready = {"trusted": outcome.trusted_expert, "pooled": outcome.pooled_expert}
-    if name in ready:
-        return ready[name][work.trusted]
+def fitted(name: str, works: Sequence[Work], outcomes: Sequence[Outcome], stage: str) -> list[nn.Module]:
+    """A candidate's networks, one made from each view; anything whose forward gives logits of rows of inputs will do.
+
+    Args:
+        name: of the candidate.
+        works: the whole alone, or the views that judge.
+        outcomes: of the method on each of them.
+        stage: what the progress calls it.
+    """
+    if name in (*TREES, *ESTIMATORS):
+        return [_without_network(name, work, outcome, stage) for work, outcome in zip(works, outcomes, strict=True)]
+    if name == OURS and any(outcome.prefers_trees(work) for work, outcome in zip(works, outcomes, strict=True)):
+        return _networks_or_trees(works, outcomes, stage)
+    seen = works[:1] if name in BLIND else works
+    targets = [targets_for(name, work, outcome) for work, outcome in zip(seen, outcomes, strict=False)]
+    plans = [
+        outcome.paced(work, work.last) if name == OURS else work.last
+        for work, outcome in zip(seen, outcomes, strict=False)
+    ]
+    found: dict[int, nn.Module] = {}
+    for plan in dict.fromkeys(plans):
+        mine = [i for i, own in enumerate(plans) if own == plan]
+        networks = works[0].fit([targets[i] for i in mine], plan, stage, seeds=[0] * len(mine))
+        found.update(zip(mine, networks, strict=True))
+    return [found[i % len(seen)] for i in range(len(works))]
+
+
+def _networks_or_trees(works: Sequence[Work], outcomes: Sequence[Outcome], stage: str) -> list[nn.Module]:
+    """Our models of views of which some prefer trees."""
+    pairs = list(zip(works, outcomes, strict=True))
+    others = [(work, outcome) for work, outcome in pairs if not outcome.prefers_trees(work)]
+    networks = iter(fitted(OURS, [w for w, _ in others], [o for _, o in others], stage) if others else [])
+    found = []
+    for work, outcome in pairs:
+        if outcome.prefers_trees(work):
+            q = outcome.final.posterior
+            weight = certainty(q, work.given[work.noisy])
+            found.append(evidence_forest(work, work.noisy, work.trusted, q, weight)[0].eval())
+        else:
+            found.append(next(networks))
+    return found
+
+
+def _without_network(name: str, work: Work, outcome: Outcome, stage: str) -> nn.Module:
+    """Trees, or the user's estimator, made from a view."""
+    work.tick(stage, 0)
+    if name in ESTIMATORS:
+        rows, q = torch.cat([work.noisy, work.trusted]), outcome.final.posterior
+        labels, weight = work.given[rows], torch.ones(len(rows), device=work.device)
+        if name == "estimator-cleaned":
+            labels = torch.cat([q.argmax(1), work.given[work.trusted]])
+            weight[: len(q)] = certainty(q, work.given[work.noisy])
+        return fit_estimator(work.estimator, vectors(work, rows), labels, weight, work.classes).eval()
+    assert outcome.noisy_forest is not None
+    kept = work.noisy[confident(outcome.noisy_forest[work.noisy], work.given[work.noisy])]
+    rows = torch.cat([kept, work.trusted])
+    if name == "boosted":
+        return trees.boosted(vectors(work, rows), work.given[rows], work.classes, seed=work.config.seed).eval()
+    labels = one_hot(work.given[rows], work.classes).float()
+    return trees.forest(vectors(work, rows), labels, seed=work.config.seed)[0].eval()
+
+
+def _gold_loss(work: Work, outcome: Outcome) -> TrainingTargets:
+    """Gold loss correction: noisy rows through T, trusted rows as they are and up-weighted.
+
+        T[k, :] = mean of p(given | x_m) over the trusted rows of class k ,      p from a network of the noisy rows
+
+    References:
+        Hendrycks et al., 2018, "Using trusted data to train deep networks on labels corrupted by severe noise".
+    """
+    noisy, trusted, sure = work.noisy, work.trusted, work.given[work.trusted]
+    matrix = noise_matrix_from_trusted(outcome.noisy_expert[trusted], sure, work.classes, strength=1e-6)
+    evidence = torch.cat([label_evidence(matrix, work.given[noisy]), work.known(trusted)])
+    gold = max(1.0, GOLD_SHARE * len(noisy) / len(trusted))
+    weight = torch.cat([torch.ones(len(noisy)), torch.full((len(trusted),), gold)]).to(work.device)
+    return TrainingTargets(torch.cat([noisy, trusted]), evidence, weight / weight.mean())
+
+
+def delivered(name: str, work: Work, outcome: Outcome) -> nn.Module:
+    """A candidate's network made from all rows, from disk if it was made before."""
+    made: list[nn.Module] = []
 
     def compute() -> dict[str, Tensor]:
-        found = torch.zeros(len(work.given), work.classes, device=work.device)
-        targets = [targets_for(name, work, outcome, half) for half in (0, 1)]
-        plan = outcome.paced(work, work.short) if name == OURS else work.short
-        for half, network in enumerate(work.fit(targets, plan, f"judge-{name}", seeds=[21, 22])):
-            ask = work.side(half, work.trusted)
-            found[ask] = predict(network, work.inputs, ask)
-        return {"asked": found[work.trusted]}
+        made.extend(fitted(name, [work], [outcome], f"network-{name}"))
+        return dict(made[0].state_dict())
 
-    return work.stages(f"judged-{name}", compute)["asked"]
+    weights = work.stages(f"network-{name}", compute)
+    if made:
+        return made[0]
+    with torch.random.fork_rng(devices=[]):
+        return trees.rebuilt(work.build, weights).to(work.device).eval()
+
+
+def judged(name: str, views: Sequence[Work], outcomes: Sequence[Outcome]) -> Tensor:
+    """Probabilities (rows, C) of the trusted rows, each from a candidate made without the fold of the row.
+
+    Nothing of it looked at that fold: neither its networks, nor the experts, weights and settings behind its targets.
+    """
+    first = views[0]
+
+    def compute() -> dict[str, Tensor]:
+        found = torch.zeros(len(first.given), first.classes, device=first.device)
+        for view, network in zip(views, fitted(name, views, outcomes, f"judge-{name}"), strict=True):
+            found[view.held_out] = predict(network, view.inputs, view.held_out)
+        return {"asked": found}
+
+    return first.stages(f"judged-{name}", compute)["asked"]
 
 
 def _kept_by_cleanlab(predicted: Tensor, given: Tensor) -> Tensor:
@@ -98,16 +241,6 @@ def _kept_by_cleanlab(predicted: Tensor, given: Tensor) -> Tensor:
     return torch.as_tensor(~flagged, device=given.device).nonzero()[:, 0]
 
 
-def _sama_weights(work: Work, noisy: Tensor, trusted: Tensor, half: int | None) -> Tensor:
-    """One weight in [0, 1] for each noisy row, learnt by SAMA along one training run."""
-
-    def compute() -> dict[str, Tensor]:
-        with seeded(work.config.seed, work.device):
-            return {"weight": _Sama(work, noisy, trusted).weights()}
-
-    return work.stages(f"sama-weights-{'all' if half is None else half}", compute)["weight"]
-
-
 SAMA_PROBLEM = BilevelProblem(
     lambda net, w, b: losses.cross_entropy(net(*b[0]), b[1], weight=w(b[2])),
     lambda net, w, b: losses.cross_entropy(net(*b[0]), b[1]),
@@ -117,8 +250,8 @@ SAMA_PROBLEM = BilevelProblem(
 class _Sama:
     """The training run that learns the weights of noisy rows."""
 
-    def __init__(self, work: Work, noisy: Tensor, trusted: Tensor) -> None:
-        self._work, self._noisy, self._trusted = work, noisy, trusted
+    def __init__(self, work: Work) -> None:
+        self._work, self._noisy, self._trusted = work, work.noisy, work.trusted
         self._random = torch.Generator(work.device).manual_seed(work.config.seed)
         self._network = work.build().to(work.device).train()
         self._optimizer = optimizer_for([self._network], work.short)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 READING = ("text", "label", "image", "features", "trusted_column", "id", "charset")
 """Options that say how the data is to be read."""
+OWN = ("probabilities", "embeddings")
+"""Options that name files of the user's own models."""
 SETTINGS = ("seed", "epochs", "device", "encoder", "layers")
 """Options that are settings of the same name."""
 
@@ -57,6 +59,7 @@ def clean(options: Any, given: list[str]) -> int:
             progress=shown,
             command=shlex.join(["hyperkron", *given]),
             on_result=_first_report(options),
+            **{name: getattr(options, name) for name in OWN if getattr(options, name) is not None},
             **reading(options),
         )
     return _finish(options, out)
@@ -118,7 +121,7 @@ def reading(options: Any) -> dict[str, Any]:
 
 def _expected(options: Any) -> dict[str, Any]:
     """What is given to `resume` of that which the run began with."""
-    found = {name: getattr(options, name) for name in ("trusted", "test", *SETTINGS)} | reading(options)
+    found = {name: getattr(options, name) for name in ("trusted", "test", *OWN, *SETTINGS)} | reading(options)
     found["budget"] = None if options.budget is None else seconds(options.budget)
     if options.compare is not None:
         found["compare"] = ALTERNATIVES if options.compare == "all" else _names(options.compare)

@@ -40,7 +40,19 @@ class Option:
         return self.name if self.name.startswith("-") else str(self.metavar)
 
 
-ALTERNATIVES = ("noisy", "trusted", "pooled", "small-loss", "trusted-confidence", "cleanlab", "sama")
+ALTERNATIVES = (
+    "noisy",
+    "trusted",
+    "pooled",
+    "small-loss",
+    "trusted-confidence",
+    "cleanlab",
+    "neighbours",
+    "gold-loss",
+    "forest",
+    "boosted",
+    "sama",
+)
 """What `clean` can compare with; as ``hyperkron.cleaning.ALTERNATIVES``, which needs torch."""
 
 _DATA, _TRAINING, _OUTPUT = "data", "training", "output"
@@ -79,6 +91,14 @@ CLEAN = (
     Option("--label", "text", "the column with labels", "COLUMN", group=_DATA),
     ID,
     CHARSET,
+    Option(
+        "--probabilities",
+        "text",
+        "your own out-of-sample class probabilities, as one more expert: .npy or .csv",
+        "FILE",
+        group=_DATA,
+    ),
+    Option("--embeddings", "text", "vectors to use in place of the inputs: .npy", "FILE", group=_DATA),
     MODEL,
     ENCODER,
     Option("--layers", "whole", "train the last K layers of the encoder", "K", 0, group=_TRAINING),

@@ -40,13 +40,14 @@ class TrialQueue:
         space: Space | None,
         maximize: bool = False,
         retries: int = 1,
-        heartbeat: int = 15,
+        heartbeat: int = 9,
     ) -> None:
         try:
             import optuna
         except ImportError as error:
             raise HyperkronError(f"sweeps need optuna ({error}): pip install 'hyperkron[sweep]'.") from error
-        self.optuna, self._name, self._retries, self._heartbeat = optuna, study, retries, heartbeat
+        self.optuna: Any = optuna
+        self._name, self._retries, self._heartbeat = study, retries, heartbeat
         self._space = None if space is None else distributions(space)
         self._url = storage if "://" in storage else f"sqlite:///{storage}"
         self._file = None if self._url.startswith("postgresql") else Path(self._url.partition(":///")[2])
@@ -61,19 +62,16 @@ class TrialQueue:
         with self._locked(), self._quietly():
             escaped = self._url.replace("{", "{{").replace("}", "}}")
             beats = {"heartbeat_interval": heartbeat, "grace_period": MISSED * heartbeat}
-            self.storage = optuna.storages.RDBStorage(escaped, options, **beats)
+            self.storage = self.optuna.storages.RDBStorage(escaped, options, **beats)
             self.study = self._opened("maximize" if maximize else "minimize")
 
     def _opened(self, way: str) -> Any:
-        names, known = (
-            self.optuna.get_all_study_names(self.storage),
-            {"study_name": self._name, "storage": self.storage},
-        )
+        names = self.optuna.get_all_study_names(self.storage)
         if self._space is None and self._name not in names:
             raise HyperkronError(f"study={self._name!r} is not in the storage, which has {', '.join(names) or 'none'}.")
-        study = (
-            self.optuna.load_study(**known) if self._name in names else self.optuna.create_study(**known, direction=way)
-        )
+        if self._name not in names:
+            self.optuna.create_study(study_name=self._name, storage=self.storage, direction=way)
+        study = self.optuna.load_study(study_name=self._name, storage=self.storage)
         if self._space is not None:
             asked = {"direction": way} | {name: repr(one) for name, one in self._space.items()}
             begun = study.user_attrs.get("asked", asked)
@@ -156,6 +154,7 @@ class TrialQueue:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         import sqlalchemy
+        from optuna import exceptions as storing
 
         try:
             if self._file:
@@ -169,7 +168,7 @@ class TrialQueue:
                 with engine.connect() as lock:
                     lock.execute(sqlalchemy.text("SELECT pg_advisory_lock(hashtext(:name))"), {"name": self._name})
                     yield
-        except (sqlite3.Error, sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
+        except (sqlite3.Error, sqlalchemy.exc.SQLAlchemyError, storing.StorageInternalError, ImportError) as error:
             raise HyperkronError(
                 f"storage={sqlalchemy.make_url(self._url)!r} cannot be used ({str(error).splitlines()[0]}); check the "
                 "file or the server, and for PostgreSQL its driver (pip install psycopg2-binary)."
