@@ -30,7 +30,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(TOKENS).expand(tokens.shape))
+        x = self.tokens(tokens) + self.positions(torch.arange(TOKENS, device=tokens.device).expand(tokens.shape))
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x).mean(1))  # type: ignore[no-any-return]
@@ -158,7 +158,7 @@ def named(group: dist.ProcessGroup | None, names: Sequence[str], mode: str, dtyp
         if "f" in mode:
             model = sharded(model, mesh=_mesh(problem.group))
         hyper = Lambda(problem.group if "w" in mode else None).to(dtype)
-        hyper.decay.to(KIND)
+        (hyper.decay if "w" in mode else hyper).to(KIND)
         found[name] = hypergradient(METHODS[name](), problem, model, hyper)
     return found
 

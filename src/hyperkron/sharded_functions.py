@@ -108,10 +108,10 @@ class _OwnRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _Divided.apply(ctx.like, gradient)
+        return _WithRows.apply(ctx.like, gradient)
 
 
-class _Divided(torch.autograd.Function):
+class _WithRows(torch.autograd.Function):
     """Own rows ↦ the tensor divided so."""
 
     @staticmethod

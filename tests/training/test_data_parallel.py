@@ -201,6 +201,18 @@ def test_what_is_divided_otherwise_is_refused_by_name(texts: list[dict[str, Any]
             assert message in text["sharded"][name], text["sharded"][name]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_nccl_with_one_process() -> None:
+    """θ, λ and both divided, against a plain process."""
+    folders = [str(Path(__file__).parents[2] / "benchmarks"), *sys.path]
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    code = "import json, ranks; print(json.dumps(ranks.nccl()))"
+    done = subprocess.run([sys.executable, "-c", code], env=here, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, error in json.loads(done.stdout.splitlines()[-1]).items():
+        assert name == "device" or error < (1e-10 if "float64" in name else 1e-5), (name, error)
+
+
 def test_softmax_weights_are_not_divided() -> None:
     with pytest.raises(hk.HyperkronError, match="softmax"):
         hk.SampleWeights(4, "softmax", group=hk.training.DataParallel(sharded_runs.PROBLEM).group)

@@ -54,8 +54,8 @@ def gathered_duals(group: Group, tensors: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> None:
-    """Refuse divided parameters that cannot be trained here, by name and with a remedy.
+def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> bool:
+    """Whether parameters of ``model`` are divided; refuses what cannot be trained here, by name and with a remedy.
 
     Args:
         model: θ.
@@ -63,7 +63,7 @@ def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> Non
         group: the processes of the problem; ``None`` if it is not divided among processes.
     """
     if "torch.distributed.tensor" not in sys.modules or not isinstance(model, nn.Module):
-        return
+        return False
     for name, p in hyper.named_parameters() if isinstance(hyper, nn.Module) and group is None else ():
         if is_sharded(p):
             raise HyperkronError(
@@ -72,7 +72,7 @@ def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> Non
             )
     found = {name: p for name, p in model.named_parameters() if is_sharded(p)}
     if not found:
-        return
+        return False
     made = units(model)
     inside = {id(p) for unit in made for p in unit.parameters()}
     for name, p in found.items():
@@ -101,6 +101,7 @@ def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> Non
             )
     for unit in made:
         _check_policies(unit)
+    return True
 
 
 def _check_policies(unit: Any) -> None:
