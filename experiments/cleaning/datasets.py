@@ -129,7 +129,7 @@ def prepare(names: tuple[str, ...] = TEXTS, *, encoder: str | None = None) -> No
     model, folder = TextEncoder(encoder), DATA / "embeddings"
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        train, valid = read_pair(DATA / "wrench" / name, options=ReadOptions(keep_overlap=True))
+        train, valid = read_pair(DATA / "wrench" / name, options=ReadOptions(keep_overlap=True, abstain="first"))
         test = read(DATA / "wrench" / name, part="test", like=train)
         arrays: dict[str, Any] = {"majority_train": train.labels, "y_train": train.gold}
         for part, rows in (("train", train), ("valid", valid), ("test", test)):

@@ -262,6 +262,8 @@ def fingerprint(parts: list[Labelled]) -> str:
     for part in parts:
         digest.update(repr((part.kind, part.classes, len(part))).encode())
         digest.update(part.labels.tobytes() + part.rows.tobytes())
+        if part.votes is not None:
+            digest.update(repr(part.annotators).encode() + part.votes.tobytes())
         if isinstance(part.inputs, list):
             for text in part.inputs:
                 digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
