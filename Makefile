@@ -2,6 +2,7 @@
 #
 #   make demo     hyperkron clean on mislabelled digits: wrong labels found, and a report
 #   make test     lint, types, doctests and tests
+#   make long     the tests that take too long for `make test`
 #   make bench    speed and memory against peers
 #   make faults   kill, signal and damage runs, and count those that survive
 #   make grid     every model × λ × hypergradient against an oracle, and count those silently wrong
@@ -35,7 +36,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint types unit bench faults ranks grid audit soak format clean distclean stale
+.PHONY: help venv demo test lint types unit long bench faults ranks grid audit soak format clean distclean stale
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -70,6 +71,10 @@ types: $(STAMP)
 unit: export OMP_NUM_THREADS := 1
 unit: $(STAMP)
 	$(PY) -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
+
+long: export OMP_NUM_THREADS := 1
+long: $(STAMP)
+	$(PY) -m pytest -q -n $(WORKERS) -m long $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	@test -n "$(BENCHMARKS)" || { echo "No benchmarks/bench_*.py here."; exit 1; }

@@ -18,6 +18,7 @@ from blobs import Blobs, Watch, blobs, quicken
 from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig, CleanResult, budget, clean, fold_models, resume, run
 from hyperkron.cleaning.data import read_pair
 from hyperkron.cleaning.evidence import Evidence
+from hyperkron.cleaning.result import trouble
 from hyperkron.solution import HyperkronError, Status
 from hyperkron.training import Interrupted
 
@@ -282,7 +283,7 @@ def test_given_labels_never_count_more_than_once(data: Blobs, monkeypatch: pytes
 def test_few_hypergradients_that_did_not_end_well_are_no_reason_to_worry() -> None:
     def said(troubled: int, steps: int, collapsed: bool = False) -> list[str]:
         outcome: Any = SimpleNamespace(troubled=troubled, outer=[0.0] * steps, collapsed=collapsed)
-        return run._trouble(outcome)
+        return trouble(outcome)
 
     assert said(0, 24) == [] and len(said(3, 0, collapsed=True)) == 2
     [few], [many] = said(4, 24), said(5, 24)

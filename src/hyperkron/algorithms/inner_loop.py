@@ -1,8 +1,7 @@
 """θ's own steps between two hypergradients, as fast as the device allows.
 
-A small model on a large GPU waits for Python: the ten inner steps of a ResNet-18 at 32 × 32 are mostly launches. An
-:class:`InnerLoop` records the forward and backward pass once as a CUDA graph and replays it, and can run it under
-autocast; the optimizer, any of ``torch.optim``, steps as usual, so schedules and clipping keep working.
+A small model on a large GPU waits for Python. An :class:`InnerLoop` records the forward and backward pass once as a
+CUDA graph and replays it, and can run it under autocast; the optimizer, any of ``torch.optim``, steps as usual.
 """
 
 from __future__ import annotations

@@ -11,12 +11,11 @@ from torch import nn
 
 from hyperkron.cleaning.config import CleanConfig, Progress
 from hyperkron.cleaning.data import ReadOptions, row_hashes
-from hyperkron.cleaning.folder import FORMAT, RunFolder, fingerprint
+from hyperkron.cleaning.folder import FORMAT, RunFolder, fingerprint, replacing
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.prepare import refuse_early
 from hyperkron.cleaning.progress import shown_progress
 from hyperkron.cleaning.recorded import encoder_to_load, refuse_other_model, refuse_other_settings
-from hyperkron.cleaning.replacing import replacing
 from hyperkron.cleaning.result import CleanResult
 from hyperkron.cleaning.run import CleaningRun
 from hyperkron.cleaning.sources import model_name, plain_sources, read_parts
@@ -114,17 +113,10 @@ def resume(
         progress: object that shows progress; None shows a bar on a terminal and in a notebook, False nothing.
         on_result: as for :func:`clean`.
     """
-    return _continued(out, model, expected, progress, on_result=on_result)
+    return continued(out, model, expected, progress, on_result=on_result)
 
 
-def reopen(
-    out: str | Path, *, model: Callable[[], nn.Module] | None = None, progress: Progress | None = None
-) -> CleanResult:
-    """The result of a finished run, read again as :func:`resume` does, without writing to its folder."""
-    return _continued(out, model, None, progress, writes=False)
-
-
-def _continued(
+def continued(
     out: str | Path,
     model: Callable[[], nn.Module] | None,
     expected: Mapping[str, Any] | None,
@@ -132,6 +124,7 @@ def _continued(
     writes: bool = True,
     on_result: Callable[[Path], None] | None = None,
 ) -> CleanResult:
+    """As :func:`resume`; without ``writes`` a finished run is read again and its folder stays as it is."""
     folder = RunFolder(out, new=False)
     kept = folder.read_config()
     source = kept["source"]

@@ -44,20 +44,13 @@ def refuse_other_settings(kept: Mapping[str, Any], expected: Mapping[str, Any]) 
             began = kept["source"]["reading"].get(name)
         if name == "encoder" and kept.get("encoder") is not None:
             continue  # another folder may hold the same one: judged by what it computes with
-        if _plain(value) != _plain(began):
-            raise HyperkronError(_other(name, value, began))
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _other(name: str, value: Any, began: Any) -> str:
-    usual = "left out" if began is None else repr(_plain(began))
-    return (
-        f"{name}={_plain(value)!r}, but the run began with {name} {usual}; leave it out to continue that run, or "
-        "begin a new one."
-    )
+        began, value = (list(x) if isinstance(x, tuple) else x for x in (began, value))
+        if value != began:
+            usual = "left out" if began is None else repr(began)
+            raise HyperkronError(
+                f"{name}={value!r}, but the run began with {name} {usual}; leave it out to continue that run, or begin "
+                "a new one."
+            )
 
 
 def refuse_other_model(kept: Mapping[str, Any], model: Callable[[], nn.Module] | None) -> None:

@@ -20,7 +20,7 @@ from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import Labelled, NewRows
 from hyperkron.cleaning.evidence import Evidence, of_label
 from hyperkron.cleaning.folder import FORMAT
-from hyperkron.cleaning.given import USED
+from hyperkron.cleaning.given import USED, Given
 from hyperkron.cleaning.method import Outcome
 from hyperkron.cleaning.prepare import InputTransform
 from hyperkron.cleaning.recorded import installed_version
@@ -82,6 +82,33 @@ class CleanResult:
     folder: Path | None = None
     transform: InputTransform | None = None
     learnt: Callable[[], Learnt] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        given: Given,
+        scores: dict[str, Tensor],
+        summary: dict[str, Any],
+        model: nn.Module,
+        **more: Any,
+    ) -> CleanResult:
+        """Of error_probability, suggested and suspect (a mask) of the rows that were used."""
+        probability, spread = scores["error_probability"], given.spread
+        order = probability.argsort(descending=True, stable=True)
+        return cls(
+            spread(1 - probability, float("nan"), "weight"),
+            spread(probability, float("nan"), "error_probability"),
+            given.rows[order[scores["suspect"][order]]],
+            spread(scores["suggested"], -1, "suggested"),
+            given.status(),
+            model,
+            summary["candidates"],
+            summary["chosen"],
+            summary["verdict"],
+            tuple(summary["data"]["classes"]),
+            summary,
+            **more,
+        )
 
     def __repr__(self) -> str:
         where = "" if self.folder is None else f", folder={str(self.folder)!r}"
@@ -251,6 +278,23 @@ def history(outcome: Outcome, work: Work) -> Tensor:
     believed = [of_label(p[work.noisy], given) for p in experts]
     pooled = [of_label(opinion.posterior, given) for opinion in (outcome.first, outcome.final)]
     return torch.stack([torch.ones_like(believed[0]), *believed, *pooled], dim=1)
+
+
+def trouble(outcome: Outcome) -> list[str]:
+    """What a person should know about how κ, β and γ were learnt."""
+    found = []
+    if outcome.collapsed:
+        found.append("Learning how much to trust the labels diverged, so the starting values were used.")
+    if outcome.troubled:
+        of = max(outcome.troubled, 2 * len(outcome.outer))
+        found.append(
+            f"{outcome.troubled} of {of} hypergradients are inexact: their linear solve did not finish normally. "
+            "The run continued. They only control how much experts and given labels are trusted (κ, β and γ); "
+        )
+        few = "this few hardly change which rows are suspects."
+        many = "with this many, rely on the suspects only if the curves of κ, β and γ in the report become flat."
+        found[-1] += few if 10 * outcome.troubled <= of else many
+    return found
 
 
 def _hardware(device: torch.device) -> str:

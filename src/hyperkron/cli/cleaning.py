@@ -40,7 +40,7 @@ def clean(options: Any, given: list[str]) -> int:
     if not options.quiet:
         say(f"Reading {options.train}" + (f" and {options.trusted}" if options.trusted else ""))
     from hyperkron import cleaning
-    from hyperkron.cleaning.replacing import replacing
+    from hyperkron.cleaning.folder import replacing
 
     settings: dict[str, Any] = {name: getattr(options, name) for name in SETTINGS}
     if compare is not None:
@@ -193,7 +193,7 @@ def _finish(options: Any, out: Path) -> int:
     except HyperkronError as error:  # the run itself is complete
         say(f"warning: {as_options(str(error))}")
     if options.json:
-        from hyperkron.cleaning.replacing import FILES
+        from hyperkron.cleaning.folder import FILES
 
         content = json.loads((out / "result.json").read_text("utf-8"))
         there = {name: str(out / name) for name in FILES if (out / name).exists()}

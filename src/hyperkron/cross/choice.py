@@ -36,19 +36,12 @@ NOTICEABLE = 0.05
 
 
 class _Precision(NamedTuple):
-    """What follows from the precision in which the model runs.
+    """What follows from the precision in which the model runs."""
 
-    Attributes:
-        radii: of finite differences, to be tried; a small step is lost in the rounding of coarse weights.
-        tolerance: error at which a finite difference is exact enough.
-        agreement: by how much changes along v may differ from what gradients say, by rounding.
-        exact: how near a finite difference comes to an exact way where nothing is stopped.
-    """
-
-    radii: tuple[float, ...]
-    tolerance: float
-    agreement: float
-    exact: float
+    radii: tuple[float, ...]  # of finite differences, to be tried; coarse weights lose a small step
+    tolerance: float  # error at which a finite difference is exact enough
+    agreement: float  # by how much changes along v may differ from what gradients say, by rounding
+    exact: float  # how near a finite difference comes to an exact way where nothing is stopped
 
 
 _FLOAT64 = _Precision((1e-4, 1e-5, 1e-6), tolerance=1e-6, agreement=1e-6, exact=1e-5)

@@ -1,9 +1,7 @@
 """One step of an optimizer as a pure, differentiable function θ⁺, s⁺ = step(θ, g, s).
 
-``torch.optim`` writes parameters in place, so nothing can be differentiated through it. The classes here are
-the same updates without memory of their own: the state is an argument and a result, the arithmetic is out of
-place, and autograd passes through all of it. They reproduce ``torch.optim``, including its treatment of a
-parameter without a gradient: it is left alone, with its state.
+``torch.optim`` writes parameters in place, so nothing can be differentiated through it. These are the same updates with
+the state as an argument and a result, including the treatment of a parameter without a gradient: it is left alone.
 """
 
 from __future__ import annotations
@@ -24,12 +22,7 @@ from hyperkron.validation import check_nonnegative, check_positive
 
 @dataclass(frozen=True)
 class StepState:
-    """What an optimizer remembers between two steps.
-
-    Attributes:
-        taken: how many steps each parameter has taken.
-        slots: the trees it keeps beside θ, by name (``momentum``; ``mean`` and ``square`` for Adam).
-    """
+    """What an optimizer remembers: the steps each parameter has taken, and trees beside θ by name (``momentum``, …)."""
 
     taken: dict[str, int]
     slots: dict[str, Tree]
@@ -95,11 +88,9 @@ class SGD(Step):
             )
 
     def init(self, params: Tree) -> StepState:
-        """No step taken; the momentum is zero, and absent where ``momentum=0``."""
         return _fresh(params, *(("momentum",) if self.momentum else ()))
 
     def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:
-        """θ⁺ and the new momentum."""
         moving = {name: params[name] for name in grads}
         direction = trees.add(grads, moving, self.weight_decay) if self.weight_decay else grads
         if not self.momentum:
@@ -127,7 +118,6 @@ class _AdamStep(Step):
             raise HyperkronError(f"betas={self.betas!r} are not two numbers in [0, 1); (0.9, 0.999) are usual.")
 
     def init(self, params: Tree) -> StepState:
-        """No step taken, both moments zero."""
         return _fresh(params, "mean", "square")
 
     def _along(self, params: Tree, start: Tree, direction: Tree, state: StepState) -> tuple[Tree, StepState]:

@@ -21,6 +21,7 @@ from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Objective, rows, shares
+from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
 from hyperkron.validation import check_whole
@@ -82,7 +83,6 @@ class Accumulated(BilevelProblem):
         self._size.value = micro_batch
 
     def parts(self, batch: Any) -> list[Any]:
-        """The pieces of a batch."""
         return split(batch, self._size.value)
 
 
@@ -121,12 +121,7 @@ class _Pieces:
 
 
 def length(batch: Any) -> int:
-    """How many examples a batch holds: the length of its tensors' first dimension; 0 where it has none.
-
-    Example:
-        >>> length({"x": torch.zeros(5, 2), "scale": torch.tensor(1.0)})
-        5
-    """
+    """How many examples a batch holds: the length of its tensors' first dimension; 0 where it has none."""
     found = [len(x) for _, x in tensors_of("batch", batch) if x.dim() > 0]
     if any(n != found[0] for n in found):
         raise HyperkronError(
@@ -137,12 +132,7 @@ def length(batch: Any) -> int:
 
 
 def split(batch: Any, size: int | None) -> list[Any]:
-    """A batch as pieces of at most ``size`` examples, of the same structure.
-
-    Example:
-        >>> split((torch.arange(5), "name"), 3)
-        [(tensor([0, 1, 2]), 'name'), (tensor([3, 4]), 'name')]
-    """
+    """A batch as pieces of at most ``size`` examples, of the same structure."""
     if size is None:
         return [batch]
     count = length(batch)
@@ -178,7 +168,7 @@ class _Work:
         device = next(iter(self.named().values()), torch.zeros(())).device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self.without = WithoutAutocast.entered > 0  # pieces are evaluated again when the objective has returned
-        self.names = [name for name, x in self.named().items() if x.requires_grad]
+        self.names = [name for name, x in self.named().items() if x.requires_grad and not is_sharded(x)]
 
     def named(self) -> dict[str, Tensor]:
         """θ and λ as they are now, substituted ones included."""
@@ -204,22 +194,24 @@ class _Work:
     def gradients(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Gradients]:
         """J and its gradient: Σ_k R_k (J_k, ∂J_k) / Σ_k R_k."""
         leaves = tuple(x.detach().requires_grad_() for x in inputs)
-        value, sums, counts = torch.zeros(()), _Sums(len(inputs)), []
+        sums: Gradients = (None,) * len(inputs)
+        value, counts = torch.zeros(()), []
         with torch.enable_grad():
             for loss, count in self._losses(leaves):
                 counts.append(count)
                 value = value.to(loss.value) + loss.value.detach() * count[0]
                 if leaves and loss.value.requires_grad:
-                    sums.add(torch.autograd.grad(loss.value, leaves, allow_unused=True), count[0])
+                    sums = _plus(sums, torch.autograd.grad(loss.value, leaves, allow_unused=True), count[0])
                 del loss
         shares(counts)  # refuses unequal ones
         total = sum(count[0] for count in counts)
-        return value / total, sums.over(total)
+        return value / total, _over(sums, total)
 
     def products(self, inputs: tuple[Tensor, ...], used: list[int], vectors: tuple[Tensor, ...]) -> Gradients:
         """Σ_k R_k ∂⟨∂J_k, v⟩ / Σ_k R_k: Hessian products and cross terms, with the draws of the gradient."""
         leaves = tuple(x.detach().requires_grad_() for x in inputs)
-        sums, total = _Sums(len(inputs)), 0.0
+        sums: Gradients = (None,) * len(inputs)
+        total = 0.0
         with _rewound(self.random), torch.enable_grad(), twice_differentiable(self.both):
             for loss, count in self._losses(leaves):
                 total += count[0]
@@ -227,25 +219,19 @@ class _Work:
                 pairs = [(g, v) for g, v in zip(first, vectors, strict=True) if g is not None and g.requires_grad]
                 if pairs:
                     live, along = [g for g, _ in pairs], [v for _, v in pairs]
-                    sums.add(torch.autograd.grad(live, leaves, along, allow_unused=True), count[0])
+                    sums = _plus(sums, torch.autograd.grad(live, leaves, along, allow_unused=True), count[0])
                 del loss, first, pairs
-        return sums.over(total)
+        return _over(sums, total)
 
 
-class _Sums:
-    """Weighted sums of gradients, some of which never come."""
+def _plus(sums: Gradients, gradients: Gradients, weight: float) -> Gradients:
+    """sums + weight·gradients, some of which never come."""
+    scaled = [None if g is None else g.detach() * weight for g in gradients]
+    return tuple(y if x is None else x if y is None else x + y for x, y in zip(sums, scaled, strict=True))
 
-    def __init__(self, count: int) -> None:
-        self.totals: list[Tensor | None] = [None] * count
 
-    def add(self, gradients: Gradients, weight: float) -> None:
-        for i, g in enumerate(gradients):
-            if g is not None:
-                scaled, old = g.detach() * weight, self.totals[i]
-                self.totals[i] = scaled if old is None else old + scaled
-
-    def over(self, total: float) -> Gradients:
-        return tuple(None if x is None else x / total for x in self.totals)
+def _over(sums: Gradients, total: float) -> Gradients:
+    return tuple(None if x is None else x / total for x in sums)
 
 
 @contextlib.contextmanager
@@ -319,25 +305,30 @@ def refuse_what_is_no_mean(
 ) -> None:
     """Compare J and its gradient on one piece with those of its halves, once; then its level is among ``means``.
 
-    A loss that draws random numbers cannot be compared, nor one that refuses a half (all of it masked).
+    A loss that draws random numbers cannot be compared, nor one that refuses a half (all of it masked). Gradients of
+    parameters that are divided among processes are not compared.
     """
     halves, before = split(part, -(-length(part) // 2)), random_state()
     if level in means or len(halves) == 1:
         return
     work = _Work(function, model, hyper, [part])
-    inputs = tuple(x for x in work.named().values() if x.requires_grad)
+    named = work.named()
+    inputs, together = tuple(named[name] for name in work.names), any(is_sharded(x) for x in named.values())
     try:
         whole = work.gradients(inputs)
         drew = not same_random_state(before, random_state())
         work.parts = halves
         both = work.gradients(inputs)
     except HyperkronError:
+        if together:  # the other processes go on to the next half, which needs this one
+            raise
         return
     finally:
         set_random_state(before)
     coarse = 0.1 if work.autocast[2] or any(x.dtype.itemsize == 2 for x in inputs) else 0.0
     pairs = zip((whole[0], *whole[1]), (both[0], *both[1]), strict=True)
-    unlike = not drew and any(_unlike(x, y, coarse) for x, y in pairs)
+    steepest = max((float(g.abs().max()) for g in whole[1] if g is not None and g.numel()), default=0.0)
+    unlike = not drew and any(_unlike(x, y, coarse, steepest) for x, y in pairs)
     if unlike:
         raise HyperkronError(
             f"{level} or its gradient is not the same on {length(part)} examples ({float(whole[0]):.6g}) as on "
@@ -347,10 +338,14 @@ def refuse_what_is_no_mean(
     means.add(level)
 
 
-def _unlike(x: Tensor | None, y: Tensor | None, coarse: float) -> bool:
-    """Whether two values differ by more than rounding, TF32 and half precision (``coarse``) included."""
+def _unlike(x: Tensor | None, y: Tensor | None, coarse: float, steepest: float) -> bool:
+    """Whether two values differ by more than rounding, TF32 and half precision (``coarse``) included.
+
+    A gradient far below the ``steepest`` may be all rounding: that of the biases of attention keys is zero.
+    """
     if x is None or y is None:
         return (x is None) != (y is None)
     size = float(torch.maximum(x.abs().max(), y.abs().max())) if x.numel() else 0.0
     tolerance = max(coarse, 1e-6 if x.dtype == torch.float64 else 1e-2)
-    return size > 0 and float((x - y).abs().max()) > tolerance * size
+    least = torch.finfo(x.dtype).eps ** 0.5 * steepest
+    return size > 0 and float((x - y).abs().max()) > tolerance * max(size, least)

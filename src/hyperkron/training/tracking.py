@@ -1,7 +1,6 @@
 """Where figures go beside the history: TensorBoard, Weights & Biases, MLflow, Trackio, and a bar by rich.
 
-Each is a callback that imports its package when a run starts; the packages are extras. A run that is resumed goes on in
-the same place. The log in JSON lines needs none of them: a run with a folder always has it (``jsonl.py``).
+Each is a callback that imports its package, an extra, when a run starts. A resumed run goes on in the same place.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ from hyperkron.validation import check_whole
 
 
 def need(module: str, extra: str, who: str) -> Any:
-    """A module of an extra, or an error that says how to install it.
-
-    Example:
-        >>> need("json", "track", "Example").loads("3")
-        3
-    """
+    """A module of an extra, or an error that says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def embed(value: Any) -> str:
 
 
 def _data(run: RunContents) -> str:
-    top = max([1.0, *(w for s in run.suspects for w in s.history if w is not None)])
+    top = max([1.0, *(w for s in run.suspects for w in s.weights if w is not None)])
     suspects, room = [], MAX_EXAMPLES
     for rank, s in enumerate(run.suspects, 1):
         shown = _suspect(rank, s, top)
@@ -100,11 +100,11 @@ def _labels(run: RunContents) -> tuple[list[str], list[str]]:
 
 
 def _suspect(rank: int, s: Suspect, top: float) -> dict[str, Any]:
-    history = [w for w in s.history if w is not None]
+    history = [w for w in s.weights if w is not None]
     return {
         "rank": rank,
         "row": s.row,
-        "ids": [[name, wording.value(x)] for name, x in s.ids.items()],
+        "ids": [[name, wording.value(x)] for name, x in s.id.items()],
         "given": s.given,
         "suggested": s.suggested,
         "probability": s.error_probability,
@@ -114,7 +114,7 @@ def _suspect(rank: int, s: Suspect, top: float) -> dict[str, Any]:
         "spark": plots.sparkline(history, top),
         "text": s.text[:MAX_TEXT],
         "cut": max(0, len(s.text) - MAX_TEXT),
-        "picture": s.picture,
+        "picture": s.image,
         "features": [[name, wording.value(x)] for name, x in s.features.items()],
     }
 
@@ -194,12 +194,13 @@ def _histogram(run: RunContents) -> plots.Svg | None:
             f"{run.result.file}: weights has {len(edges)} edges and {len(counts)} counts; the edges must increase and "
             "be one more than the counts; run `hyperkron clean` again."
         )
-    if run.rows is None or not (run.rows.kept or run.rows.suspect):
+    if not run.rows:
         return plots.histogram(edges, counts, None) if counts else None
     if len(edges) < 2:
-        top = max([1.0, *filter(math.isfinite, chain(run.rows.kept, run.rows.suspect))])
+        top = max([1.0, *filter(math.isfinite, (row.weight for row in run.rows))])
         edges = [top * i / _BINS for i in range(_BINS + 1)]
-    return plots.histogram(edges, plots.bin_counts(edges, run.rows.kept), plots.bin_counts(edges, run.rows.suspect))
+    kept, suspect = ([row.weight for row in run.rows if row.suspect is which] for which in (False, True))
+    return plots.histogram(edges, plots.bin_counts(edges, kept), plots.bin_counts(edges, suspect))
 
 
 def _per_class(run: RunContents) -> list[tuple[str, list[str]]]:

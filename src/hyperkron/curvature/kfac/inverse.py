@@ -92,8 +92,8 @@ def factored_inverses(
 ) -> Pending[tuple[FactoredInverses, Status, bool]]:
     """Begin the damped inverses of all blocks: on a GPU other work can be queued before they are waited for.
 
-    Small factors cost launches rather than operations there, so blocks are sorted by shape, all systems of one size are
-    factorised in one batch, and each shape gets its stretch of the batch.
+    Blocks are sorted by shape, all systems of one size are factorised in one batch, and each shape gets its stretch of
+    it.
 
     Args:
         factors, damping: (A, B) and δ of each block; ``split`` shares δ between A and B.
