@@ -52,9 +52,10 @@ def targets_for(name: str, work: Work, outcome: Outcome, half: int | None = None
         raise HyperkronError(f"name={name!r} is not a candidate; choose from {', '.join((OURS, *ALTERNATIVES))}.")
     noisy = work.noisy if half is None else work.side(half, work.noisy)
     trusted = work.trusted if half is None else work.side(1 - half, work.trusted)
-    rows = {"noisy": noisy, "trusted": trusted}.get(name, torch.cat([noisy, trusted]))
     if name == OURS:
-        return outcome.targets(work, rows, half)
+        return outcome.targets(work, torch.cat([noisy, trusted]), half)
+    noisy = work.labelled(noisy)
+    rows = {"noisy": noisy, "trusted": trusted}.get(name, torch.cat([noisy, trusted]))
     if name in ("noisy", "trusted", "pooled"):
         return TrainingTargets(rows, work.known(rows))
     if name == "cleanlab":

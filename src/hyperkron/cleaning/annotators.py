@@ -22,10 +22,15 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from hyperkron.cleaning.choice import wilson
+from hyperkron.cleaning.evidence import label_evidence, noise_matrix
 
 SILENT = -1
 """In place of a class, where a source does not vote."""
@@ -77,6 +82,8 @@ def weigh_votes(
         >>> found.posterior.argmax(1).tolist(), found.log_likelihood[3].tolist()
         ([0, 1, 0, 0], [0.0, 0.0])
     """
+    if votes.shape[1] == 1:
+        return _single(opinion, votes[:, 0])
     p, said = opinion.detach().double().cpu(), votes.cpu()
     classes, sources = p.shape[1], said.shape[1]
     row, source = (said != SILENT).nonzero(as_tuple=True)
@@ -88,7 +95,7 @@ def weigh_votes(
     for step in range(iterations):
         meant = torch.zeros(sources * classes, classes).double().index_add_(0, answer, q[row])
         size = q[voted].sum(0)
-        meant = _shrunk(meant.view(sources, classes, classes), spoken, size, shrinkage if sources > 1 else 0.0)
+        meant = _shrunk(meant.view(sources, classes, classes), spoken, size, shrinkage)
         meant = meant + strength * spoken[..., None] / max(1, int(voted.sum()))
         confusion = meant / (size + strength)
         if correlation is None and step > 0:  # the opinion alone knows too little about errors
@@ -98,6 +105,14 @@ def weigh_votes(
         log_likelihood = summed / (1 + (shares.sum(1, keepdim=True) - 1).clamp(min=0) * r)
         q = (p.clamp(min=1e-30).log() + log_likelihood).softmax(1)
     return Votes(confusion.mT.contiguous().to(opinion), r, log_likelihood.to(opinion), q.to(opinion))
+
+
+def _single(opinion: Tensor, given: Tensor) -> Votes:
+    """One source, whose confusion is the noise matrix."""
+    labelled = given != SILENT
+    matrix, _ = noise_matrix(opinion[labelled], given[labelled])
+    told = label_evidence(matrix, given)
+    return Votes(matrix[None], 0.0, told, (opinion.clamp(min=1e-30).log() + told).softmax(1))
 
 
 def _shrunk(meant: Tensor, spoken: Tensor, size: Tensor, shrinkage: float) -> Tensor:
@@ -131,3 +146,52 @@ def error_correlation(posterior: Tensor, shares: Tensor) -> float:
     both = float((posterior * wrong * (wrong - 1)).sum()) / pairs
     one = float((posterior * wrong * (count - 1)).sum()) / pairs
     return min(1.0, max(0.0, (both - one**2) / max(one - one**2, 1e-12)))
+
+
+def label_matrix(posterior: Tensor, given: Tensor) -> Tensor:
+    """P(given label | true class) (C, C) by the posterior; rows without a label, −1, do not count."""
+    labelled = given != SILENT
+    said = torch.nn.functional.one_hot(given[labelled], posterior.shape[1]).to(posterior)
+    counts = posterior[labelled].T @ said + said.mean(0)
+    return counts / counts.sum(1, keepdim=True)
+
+
+def reliability(
+    posterior: Tensor, votes: Tensor, annotators: Sequence[str], classes: Sequence[str]
+) -> list[dict[str, Any]]:
+    """How far each source can be relied on, those with most votes first.
+
+    ``right`` is the share of its votes that are right by the posterior, with Wilson's 95 % interval; ``said`` and
+    ``meant`` are its most frequent mistake, with how often it is expected to happen.
+
+    Example:
+        >>> votes = torch.tensor([[0, 1], [1, 1], [0, -1]])
+        >>> known = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+        >>> [(s["name"], s["votes"], s["right"], s["said"]) for s in reliability(known, votes, "ab", ["no", "yes"])]
+        [('a', 3, 1.0, None), ('b', 2, 0.5, 'yes')]
+    """
+    found = []
+    for name, said in zip(annotators, votes.cpu().T, strict=True):
+        spoke = said != SILENT
+        count = int(spoke.sum())
+        meant = torch.zeros(len(classes), len(classes)).double()
+        meant.index_add_(0, said[spoke], posterior.cpu()[spoke].double())
+        right = float(meant.diagonal().sum())
+        low, high = wilson(round(right), count) if count else (0.0, 1.0)
+        wrong = meant - torch.diag(meant.diagonal())
+        v, k = divmod(int(wrong.argmax()), len(classes))
+        often = float(wrong[v, k])
+        some = often >= 0.5
+        found.append(
+            {
+                "name": name,
+                "votes": count,
+                "right": round(right / count, 6) if count else None,
+                "low": round(low, 6),
+                "high": round(high, 6),
+                "said": classes[v] if some else None,
+                "meant": classes[k] if some else None,
+                "mistakes": round(often, 1) if some else 0.0,
+            }
+        )
+    return sorted(found, key=lambda source: -source["votes"])

@@ -127,7 +127,7 @@ class Learner:
         plan: TrainingPlan,
         seed: int,
     ) -> None:
-        self.inputs, self.labels, self.half = inputs, labels, half
+        self.inputs, self.labels, self.half = inputs, labels.clamp(min=0), half  # those without a label weigh nothing
         self.device = half.noisy.device
         with seeded(seed, self.device):
             self.network = build().to(self.device).train()

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hyperkron.cleaning.annotators import Votes, weigh_votes
 from hyperkron.cleaning.evidence import (
     Pool,
     frequencies,
     label_evidence,
     logs,
-    noise_matrix,
     noise_matrix_from_trusted,
     of_label,
     overconfidence,
@@ -83,7 +83,7 @@ def across(work: Work, name: str, evidence: Callable[[Tensor], Tensor]) -> Tenso
     """Opinions on all rows, each from a network trained on the other half of all rows."""
     found = torch.zeros(len(work.given), work.classes, device=work.device)
     everything = torch.cat([work.noisy, work.trusted])
-    learn = [work.side(1 - half, everything) for half in (0, 1)]
+    learn = [work.labelled(work.side(1 - half, everything)) for half in (0, 1)]
     targets = [TrainingTargets(rows, evidence(rows)) for rows in learn]
     networks = work.fit(targets, work.quick(max(map(len, learn))), name, seeds=[1, 2])
     for half, network in enumerate(networks):
@@ -124,15 +124,18 @@ class Opinion:
         experts: log-probabilities (J, rows, C).
         pool: a and b.
         log_p: log p̄ of the noisy rows, under their own class frequencies (N, C).
-        matrix: T (C, C).
-        posterior: q of the noisy rows (N, C).
+        votes: what their labels say: T, log L and q (N, C).
     """
 
     experts: Tensor
     pool: Pool
     log_p: Tensor
-    matrix: Tensor
-    posterior: Tensor
+    votes: Votes
+
+    @property
+    def posterior(self) -> Tensor:
+        """q of the noisy rows (N, C)."""
+        return self.votes.posterior
 
 
 def opinion(work: Work, experts: list[Tensor]) -> Opinion:
@@ -140,8 +143,8 @@ def opinion(work: Work, experts: list[Tensor]) -> Opinion:
     stacked, labels = torch.stack([logs(p) for p in experts]), work.given[work.trusted]
     pool = stack(stacked[:, work.trusted], labels)
     log_p = shifted(pool(stacked[:, work.noisy]), frequencies(labels, work.classes))
-    matrix, posterior = noise_matrix(log_p.exp(), work.given[work.noisy])
-    return Opinion(stacked, pool, log_p, matrix, posterior)
+    votes = work.given[work.noisy][:, None] if work.votes is None else work.votes
+    return Opinion(stacked, pool, log_p, weigh_votes(log_p.exp(), votes))
 
 
 def unseen(first: Opinion, halved: Tensor) -> Tensor:
@@ -155,7 +158,8 @@ def halves(work: Work, first: Opinion, halved: Tensor) -> list[Half]:
     The opinion keeps the class frequencies of the trusted rows, which the fold models are judged on.
     """
     log_p = unseen(first, halved)
-    given = label_evidence(first.matrix, work.given)
+    given = torch.zeros_like(log_p)
+    given[work.noisy] = first.votes.log_likelihood
     found = []
     for h in (0, 1):
         noisy = work.side(h, work.noisy)
@@ -220,8 +224,8 @@ class Outcome:
     troubled: int
 
     def error_probability(self, given: Tensor) -> Tensor:
-        """1 − q(y) of the noisy rows."""
-        return 1 - of_label(self.final.posterior, given)
+        """1 − q(y) of the noisy rows; NaN where there is no label."""
+        return torch.where(given >= 0, 1 - of_label(self.final.posterior, given), torch.nan)
 
     def weight(self, given: Tensor) -> Tensor:
         """How much each noisy row counts: q(y), or 2 max q − 1 where another class is that much surer."""
@@ -234,18 +238,17 @@ class Outcome:
         saw none of those rows.
         """
         given = work.given[work.noisy]
-        log_p, matrix = self.final.log_p, self.final.matrix
+        log_p, through = self.final.log_p, self.final.votes.log_likelihood
         if half is not None:
-            log_p, matrix = unseen(self.first, self.halved)[work.noisy], self.first.matrix
+            log_p, through = unseen(self.first, self.halved)[work.noisy], self.first.votes.log_likelihood
             log_p = shifted(log_p, frequencies(work.given[work.trusted], work.classes))
-        through = label_evidence(matrix, given)
         posterior, (kappa, beta, gamma) = (log_p + through).softmax(1), self.scale
         evidence = work.known(torch.arange(len(work.given), device=work.device))
         weight, belief = torch.ones(2, len(work.given), device=work.device)
         evidence[work.noisy] = kappa * log_p + beta * through
         weight[work.noisy] = _certainty(posterior, given)
         belief[work.noisy] = of_label(posterior, given)
-        believed = (work.given[rows], gamma / (1 + gamma) * belief[rows])
+        believed = (work.given[rows].clamp(min=0), gamma / (1 + gamma) * belief[rows])
         return TrainingTargets(rows, evidence[rows], weight[rows] / (1 + gamma), believed)
 
     def paced(self, work: Work, plan: TrainingPlan) -> TrainingPlan:

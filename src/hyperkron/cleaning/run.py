@@ -180,6 +180,7 @@ class CleaningRun:
             self.config,
             stages,
             self._tick,
+            None if self.parts[0].votes is None else torch.as_tensor(self.parts[0].votes).to(self.device),
         )
         if self.config.budget is not None:
             notes = notes + self._fit_budget(self.config.budget)
@@ -266,7 +267,7 @@ class CleaningRun:
         won, mine = next((c for c in self.table if c.name == chosen), None), right.get(chosen)
         doubt, suspect, more = self.scores["error_probability"], self.scores["suspect"], dict[str, Any]()
         if won is not None:
-            counts = float(doubt.mean()), int(suspect.sum()), len(doubt)
+            counts = float(doubt.nanmean()), int(suspect.sum()), int((~doubt.isnan()).sum())
             test = None if mine is None else (int(mine.sum()), len(mine))
             more["verdict"] = verdict(chosen, self.table, *counts, classes=self.work.classes, test=test)
             more["per_class"] = per_class(self.parts, suspect, won.right, mine)
@@ -276,7 +277,7 @@ class CleaningRun:
             "chosen": chosen,
             **more,
             "candidates": [self._candidate(c, won, right) for c in self.table],
-            **scores_summary(self.outcome, self.scores),
+            **scores_summary(self.outcome, self.scores, self.work, self.parts[0]),
         }
 
     def _finish(self, chosen: str) -> CleanResult:

@@ -37,6 +37,7 @@ class Work:
         config: the settings.
         stages: finished results.
         tick: called with the stage's name and steps done.
+        votes: of several sources on the noisy rows (N, S), −1 where one is silent; None where labels are single.
     """
 
     inputs: Inputs
@@ -50,6 +51,7 @@ class Work:
     config: CleanConfig
     stages: Stages
     tick: Callable[[str, int], None]
+    votes: Tensor | None = None
 
     @property
     def short(self) -> TrainingPlan:
@@ -89,6 +91,10 @@ class Work:
     def side(self, half: int, which: Tensor) -> Tensor:
         """Those of the rows that lie in this half."""
         return which[self.fold[which] == half]
+
+    def labelled(self, rows: Tensor) -> Tensor:
+        """Those of the rows that have a label."""
+        return rows[self.given[rows] >= 0]
 
     def known(self, rows: Tensor) -> Tensor:
         """The evidence that takes the labels as they are given."""
