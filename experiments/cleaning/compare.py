@@ -27,13 +27,13 @@ from experiments.cleaning.datasets import DATA, TEXTS, Problem, Setting, load, p
 from experiments.pieces import Lines
 from experiments.workers import share
 from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig
-from hyperkron.cleaning.alternatives import available, judged, targets_for
+from hyperkron.cleaning.alternatives import available, delivered, judged
 from hyperkron.cleaning.choice import choose, judge
-from hyperkron.cleaning.method import Outcome, clean_labels, conclude
+from hyperkron.cleaning.method import Outcome, clean_labels
 from hyperkron.cleaning.models import default_model
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, predict, train
-from hyperkron.cleaning.work import Work, folds, train_on
+from hyperkron.cleaning.work import Work, folds
 
 RESULTS = records.RESULTS / "cleaning" / "runs.jsonl"
 TIMES = RESULTS.with_name("times.jsonl")
@@ -108,10 +108,10 @@ def cleaned(setting: Setting, seed: int, device: torch.device) -> Cleaned:
     rows = torch.cat([work.noisy, work.trusted])
     train(work.build, work.inputs, TrainingTargets(rows, work.known(rows)), work.plan, seed=0, steps=WARM_UP)
     begin = clock(device)
-    outcome = clean_labels(work)
-    ours = train_on(work, OURS, targets_for(OURS, work, outcome), outcome.paced(work, work.last))
+    [outcome] = clean_labels([work])
+    ours = delivered(OURS, work, outcome)
     middle = clock(device)
-    pooled = train_on(work, "pooled", targets_for("pooled", work, outcome))
+    pooled = delivered("pooled", work, outcome)
     seconds = {"cleaning": middle - begin, "plain": clock(device) - middle}
     return Cleaned(problem, work, outcome, ours, pooled, seconds)
 
@@ -152,15 +152,17 @@ def measure(setting: Setting, seed: int, device_name: str, known: dict[str, floa
     scores = {OURS: accuracy(ours), "pooled": accuracy(pooled), **{n: v for n, v in (known or {}).items() if n != OURS}}
     for name in names:
         if name not in scores:
-            scores[name] = accuracy(train_on(work, name, targets_for(name, work, outcome)))
+            scores[name] = accuracy(delivered(name, work, outcome))
     right = problem.given == problem.gold
     if "correct rows" not in scores:
         rows = torch.cat([work.noisy[right.to(device)], work.trusted])
-        scores["correct rows"] = accuracy(train_on(work, "ideal", TrainingTargets(rows, work.known(rows))))
-    table = [judge(name, judged(name, work, outcome), work.given[work.trusted]) for name in (OURS, *names)]
+        ideal = TrainingTargets(rows, work.known(rows))
+        scores["correct rows"] = accuracy(train(work.build, work.inputs, ideal, work.last, seed=seed))
+    views, frequent = work.views(), outcome.final.posterior.mean(0)
+    outcomes, labels = clean_labels(views), work.given[work.trusted]
+    answers_of = {name: judged(name, views, outcomes)[work.trusted] for name in (OURS, *names)}
+    table = [judge(name, answer, labels, frequent) for name, answer in answers_of.items()]
     chosen = choose(table)
-    without = _without(work, outcome)
-    untuned = train_on(work, "without", targets_for(OURS, work, without), without.paced(work, work.last))
     return {
         **circumstances(setting, seed, device),
         "rows": len(problem.given),
@@ -170,23 +172,14 @@ def measure(setting: Setting, seed: int, device_name: str, known: dict[str, floa
         "test": scores,
         "held_out": {c.name: c.accuracy for c in table},
         "chosen": chosen,
-        "without_hypergradient": accuracy(untuned),
-        **_detection(work, outcome, without, problem),
+        **_detection(work, outcome, problem),
         "scale": outcome.scale,
-        "collapsed": outcome.collapsed,
         "seconds": found.seconds,
     }
 
 
-def _without(work: Work, outcome: Outcome) -> Outcome:
-    """The ablation: the same experts, κ, β and γ kept at their starting values."""
-    fixed = Work(**{**vars(work), "config": CleanConfig(seed=work.config.seed, hypergradient="none")})
-    alone = {"asked": outcome.trusted_expert, "halved": outcome.halved}
-    return conclude(fixed, alone, outcome.pooled_expert, outcome.matrix_expert)
-
-
-def _detection(work: Work, outcome: Outcome, without: Outcome, problem: Problem) -> dict[str, Any]:
-    """How well wrong labels are found: ours, without the hypergradient, and the two rivals, from the same networks."""
+def _detection(work: Work, outcome: Outcome, problem: Problem) -> dict[str, Any]:
+    """How well wrong labels are found: ours and the two rivals, from the same networks."""
     given = work.given[work.noisy]
     wrong = problem.given != problem.gold
 
@@ -195,8 +188,7 @@ def _detection(work: Work, outcome: Outcome, without: Outcome, problem: Problem)
 
     found = {
         OURS: outcome.error_probability(given).cpu(),
-        "without hypergradient": without.error_probability(given).cpu(),
-        "cleanlab": doubt(outcome.pooled_expert),
+        "cleanlab": doubt(outcome.noisy_expert),
         "trusted": doubt(outcome.trusted_expert),
     }
     flags = {name: score > 0.5 for name, score in found.items()}
@@ -204,7 +196,7 @@ def _detection(work: Work, outcome: Outcome, without: Outcome, problem: Problem)
         from cleanlab.filter import find_label_issues
         from cleanlab.rank import get_label_quality_scores
 
-        expert = outcome.pooled_expert[work.noisy].double().cpu()
+        expert = outcome.noisy_expert[work.noisy].double().cpu()
         p = (expert / expert.sum(1, keepdim=True)).numpy()
         labels = given.cpu().numpy()
         found["cleanlab"] = torch.tensor(1 - get_label_quality_scores(labels, p))

@@ -12,16 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blobs import Watch, blobs, quicken
-from hyperkron.cleaning import CleanConfig, clean, fold_models
+from hyperkron.cleaning import CleanConfig, clean
 from hyperkron.cleaning.batched_training import GroupLoss, stackable, train_batched
 from hyperkron.cleaning.evidence import certain, likelihood
-from hyperkron.cleaning.fold_models import FoldModels, Half, learn_evidence, moves, outer_steps
 from hyperkron.cleaning.method import trusted_expert
 from hyperkron.cleaning.models import linear, mlp, small_cnn
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, predict, train
 from hyperkron.cleaning.work import Work
-from hyperkron.hypergradient import kfac
 from hyperkron.solution import NonFiniteError
 
 Build = Callable[[], nn.Module]
@@ -226,44 +224,7 @@ def test_other_inputs_and_networks_of_different_structure_are_not_stacked() -> N
     assert not stackable([small_cnn(1, 8, 3)] * 2, inputs(1, 8, 8))
 
 
-# --- the fold models, the budget, the plans --------------------------------------------------------------------
-
-
-def _fold_models(monkeypatch: pytest.MonkeyPatch, stacked: bool, learn: bool) -> FoldModels:
-    random = torch.Generator().manual_seed(4)
-    values, labels = inputs(6), torch.randint(3, (90,), generator=random)
-    halves = []
-    for noisy, kept, judged in (
-        (range(33), range(66, 78), range(78, 90)),
-        (range(33, 66), range(78, 90), range(66, 78)),
-    ):
-        opinion, given = (torch.randn(33, 3, generator=random).log_softmax(1) for _ in range(2))
-        halves.append(Half(*(torch.tensor(list(r)) for r in (noisy, kept, judged)), opinion, given))
-    monkeypatch.setattr(fold_models, "kfac", lambda damping, seed, **_: kfac(damping, cross="reverse", seed=seed))
-    if not stacked:
-        monkeypatch.setattr(fold_models, "stackable", lambda networks, inputs: False)
-    return learn_evidence(lambda: mlp(6, 3, 9).double(), values, labels, halves, PLAN, seed=3, learn=learn)
-
-
-@pytest.mark.parametrize("learn", [False, True])
-def test_fold_models_side_by_side_are_the_same(learn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = _fold_models(monkeypatch, True, learn)
-    other = _fold_models(monkeypatch, False, learn)
-    assert len(one.path) == len(other.path) == (len(outer_steps(40)) if learn else 0)
-    assert torch.equal(one.evidence.log_scale, fold_models.Evidence().log_scale) is not learn
-    tolerance = 1e-6 if learn else 1e-10  # λ is in single precision
-    assert torch.allclose(one.evidence.log_scale, other.evidence.log_scale, atol=tolerance)
-    assert apart(one.networks, other.networks) < tolerance
-    assert not any(network.training for network in one.networks)
-    own = [p.untyped_storage().data_ptr() for network in one.networks for p in network.parameters()]
-    assert len(set(own)) == len(own)
-
-
-def test_the_moves_of_the_hyperparameters() -> None:
-    assert [moves(total) for total in (9, 40, 120, 160, 360, 5000)] == [10, 10, 10, 13, 30, 30]
-    assert list(outer_steps(120)) == list(range(24, 121, 12))
-    assert list(outer_steps(360)) == list(range(72, 361, 12))
-    assert list(outer_steps(5)) == [1, 2, 3, 4, 5]
+# --- the budget, the plans --------------------------------------------------------------------
 
 
 def test_what_is_saved_in_steps_is_made_up_for_by_the_rate() -> None:
@@ -277,15 +238,12 @@ def test_what_is_saved_in_steps_is_made_up_for_by_the_rate() -> None:
 
 
 @pytest.mark.parametrize(("rows", "trusted"), [(120, 24), (121, 23), (130, 2)])
-@pytest.mark.parametrize("hypergradient", ["kfac", "none"])
 @pytest.mark.parametrize("many", [False, True], ids=["few rows", "many rows"])
-def test_the_announced_steps_are_made(
-    rows: int, trusted: int, hypergradient: Any, many: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_announced_steps_are_made(rows: int, trusted: int, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     quicken(monkeypatch)
     monkeypatch.setattr("hyperkron.cleaning.work.MANY_ROWS", 0 if many else 1e9)
     data, watch = blobs(rows=rows, trusted=trusted), Watch()
-    config = CleanConfig(epochs=3, compare=("noisy", "small-loss"), hypergradient=hypergradient)
+    config = CleanConfig(epochs=3, compare=("noisy", "small-loss"))
     found = clean(data.train, data.trusted, config=config, progress=watch)
     assert found.chosen == "hyperkron" and watch.steps == watch.totals[-1]
     assert {"judging noisy", "judging small-loss", "training hyperkron"} <= set(watch.stages)
@@ -302,7 +260,7 @@ def test_with_many_rows_the_network_of_all_trusted_rows_is_trained_longer(monkey
         return [self.build() for _ in targets]
 
     monkeypatch.setattr(Work, "fit", fit)
-    for many, expected in ((1e9, [(3, "brief")]), (0, [(1, "short"), (2, "brief")])):
+    for many, expected in ((1e9, [(1, "brief"), (2, "brief")]), (0, [(1, "short"), (2, "brief")])):
         made.clear()
         monkeypatch.setattr("hyperkron.cleaning.work.MANY_ROWS", many)
         rows, given = torch.arange(72), torch.arange(72) % 3
@@ -312,5 +270,5 @@ def test_with_many_rows_the_network_of_all_trusted_rows_is_trained_longer(monkey
         work = Work(
             values, given, rows[:60], rows[60:], 3, rows % 2, build, TrainingPlan(), config, stages, lambda *_: None
         )
-        trusted_expert(work)
+        trusted_expert([work])
         assert made == [(count, getattr(work, plan)) for count, plan in expected]

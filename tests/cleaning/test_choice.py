@@ -23,15 +23,15 @@ from hyperkron.solution import HyperkronError
     ],
 )
 def test_wilson_against_known_values(right: int, rows: int, low: float, high: float) -> None:
-    found = wilson(right, rows)
+    found = wilson(right / rows, rows)
     assert found == pytest.approx((low, high), abs=6e-5)
-    mirrored = wilson(rows - right, rows)
+    mirrored = wilson(1 - right / rows, rows)
     assert found == pytest.approx((1 - mirrored[1], 1 - mirrored[0]), abs=1e-12)
 
 
 def test_wilson_solves_its_equation() -> None:
     """The ends are the shares p with |p̂ − p| = 1.96 √(p (1 − p) / n)."""
-    for end in wilson(17, 20):
+    for end in wilson(17 / 20, 20):
         assert abs(17 / 20 - end) == pytest.approx(1.96 * math.sqrt(end * (1 - end) / 20), rel=1e-9)
 
 
@@ -39,13 +39,17 @@ def candidate(name: str, right: list[int]) -> Judged:
     """One that answered these rows rightly (1) or wrongly (0)."""
     labels = torch.zeros(len(right), dtype=torch.long)
     predicted = torch.tensor([[0.9, 0.1] if r else [0.2, 0.8] for r in right])
-    return judge(name, predicted, labels)
+    return judge(name, predicted, labels, torch.ones(2))
 
 
-def test_judge_counts_right_answers() -> None:
-    found = judge("x", torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8]]), torch.tensor([1, 1, 2]))
+def test_classes_count_as_they_are_frequent_among_new_rows() -> None:
+    """Two rows of class 1, half right, and one of class 2, right; class 0 has no trusted rows: (½ · .4 + .2) / .6."""
+    predicted = torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8]])
+    found = judge("x", predicted, torch.tensor([1, 1, 2]), torch.tensor([0.4, 0.4, 0.2]))
     assert (found.name, found.rows, found.right.tolist()) == ("x", 3, [True, False, True])
-    assert found.accuracy == pytest.approx(2 / 3) and (found.low, found.high) == wilson(2, 3)
+    assert found.accuracy == pytest.approx(2 / 3) and found.low < 2 / 3 < found.high
+    rare = judge("x", predicted, torch.tensor([1, 1, 2]), torch.tensor([0.0, 0.9, 0.1]))
+    assert rare.accuracy == pytest.approx(0.45 + 0.1)
 
 
 def test_ours_is_kept_on_ties_and_where_the_difference_is_chance() -> None:
@@ -142,7 +146,6 @@ def test_with_a_test_set_the_verdict_leads_with_it() -> None:
         ({"seed": True}, "seed=True must be a whole number"),
         ({"budget": 0}, "budget=0 must be a positive number; give seconds"),
         ({"budget": float("nan")}, "budget=nan must be a positive"),
-        ({"hypergradient": "exact"}, "hypergradient='exact' is unknown; choose kfac or none"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, object], message: str) -> None:

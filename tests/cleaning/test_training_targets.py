@@ -12,16 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blobs import Watch, blobs, quicken
-from hyperkron.cleaning import OURS, CleanConfig, alternatives, clean
-from hyperkron.cleaning.alternatives import judged, targets_for
+from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig, clean
+from hyperkron.cleaning.alternatives import fitted, judged
 from hyperkron.cleaning.batched_training import train_batched
-from hyperkron.cleaning.evidence import Evidence, Pool, frequencies, likelihood, logs, shifted
-from hyperkron.cleaning.fold_models import Half, Learner, inner
-from hyperkron.cleaning.method import Opinion, Outcome
+from hyperkron.cleaning.evidence import likelihood
+from hyperkron.cleaning.method import Opinion, Outcome, certainty, clean_labels
 from hyperkron.cleaning.models import linear
 from hyperkron.cleaning.stages import Stages
-from hyperkron.cleaning.trainer import Dense, Separate, TrainingPlan, TrainingTargets, train
-from hyperkron.cleaning.work import Work, train_on
+from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, train
+from hyperkron.cleaning.work import Work, folds
 from hyperkron.training.contents import Contents
 
 NOISY = torch.arange(8)
@@ -41,38 +40,15 @@ def work_of() -> Work:
     return Work(values, GIVEN, NOISY, TRUSTED, 3, fold, build, TrainingPlan(), CleanConfig(), stages, lambda *_: None)
 
 
-def opinion_of(log_p: Tensor, experts: Tensor | None = None) -> Opinion:
+def opinion_of(log_p: Tensor) -> Opinion:
     nothing: Any = None
-    pool = Pool(torch.tensor([0.5, 0.5]), torch.tensor([0.3, 0.0, -0.3]))
-    return Opinion(nothing if experts is None else experts, pool, log_p, MATRIX, (log_p + THROUGH).softmax(1))
+    return Opinion(nothing, nothing, log_p, MATRIX, (log_p + THROUGH).softmax(1))
 
 
-def outcome_of(
-    log_p: Tensor, gamma: float = 1.0, halved: Tensor | None = None, fold_models: Tensor | None = None
-) -> Outcome:
-    nothing: Any = None
-    experts = drawn(2, 12, 3, seed=8).float().log_softmax(2)
-    first, final = opinion_of(log_p.flip(0), experts), opinion_of(log_p)
-    own = nothing if halved is None else halved
-    told = torch.full((12, 3), 1 / 3) if fold_models is None else fold_models
-    return Outcome(first, final, told, nothing, own, nothing, nothing, (0.5, 0.8, gamma), [], [], False, 0)
-
-
-def test_a_fold_model_goes_down_the_inner_objective() -> None:
-    """At a fixed λ the loss of its targets has the gradient of J_in on the same rows."""
-    half = Half(NOISY, TRUSTED[:2], TRUSTED[2:], drawn(8, 3).log_softmax(1), THROUGH.double())
-    inputs, evidence = Dense(drawn(12, 4, seed=3)), Evidence().double()
-    evidence.log_scale.data += torch.tensor([0.3, -0.4, -0.2])
-    one, other = (Learner(lambda: linear(4, 3).double(), inputs, GIVEN, half, TrainingPlan(), 5) for _ in range(2))
-    group = Separate([one.network], inputs)
-    group.set_targets([one.targets(evidence)])
-    for _ in range(3):
-        group.loss([one.sample_rows(one.size)]).backward()
-        inner(other.network, evidence, other.batch(other.size)).value.backward()
-    for mine, expected in zip(one.network.parameters(), other.network.parameters(), strict=True):
-        assert mine.grad is not None
-        assert expected.grad is not None
-        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-9, atol=1e-12)
+def outcome_of(log_p: Tensor, gamma: float = 1.0, fold_models: Tensor | None = None) -> Outcome:
+    even = torch.full((12, 3), 1 / 3)
+    first, final = opinion_of(log_p.flip(0)), opinion_of(log_p)
+    return Outcome(first, final, even, even, even, even if fold_models is None else fold_models, (0.5, 0.8, gamma))
 
 
 def test_the_loss_is_the_weighted_sum_of_both_terms() -> None:
@@ -99,7 +75,7 @@ def test_rows_count_as_the_posterior_says(gamma: float) -> None:
     outcome = outcome_of(log_p, gamma)
     found = outcome.targets(work, rows)
     assert torch.allclose(found.evidence[4:], 0.5 * log_p + 0.8 * THROUGH, atol=1e-6)
-    assert torch.allclose(found.weight[4:] * (1 + gamma), outcome.weight(GIVEN[NOISY]), atol=1e-6)  # type: ignore[index]
+    assert torch.allclose(found.weight[4:] * (1 + gamma), certainty(posterior.float(), GIVEN[NOISY]), atol=1e-6)  # type: ignore[index]
     assert found.weight is not None and found.believed is not None
     label, belief = found.believed
     assert torch.equal(label, GIVEN[rows])
@@ -110,20 +86,6 @@ def test_rows_count_as_the_posterior_says(gamma: float) -> None:
     output = drawn(12, 3, seed=4).float()
     plain = F.cross_entropy(output[:4], GIVEN[TRUSTED])
     assert torch.allclose(found.loss(output[:4], torch.arange(4)), plain, atol=1e-4)
-
-
-def test_a_half_is_trained_without_fold_models_and_without_what_its_judges_told() -> None:
-    """Its opinion is the pool of the other experts and of ``halved``, carried over to the noisy rows' frequencies."""
-    halved = drawn(12, 3, seed=9).float().softmax(1)
-    one = outcome_of(drawn(8, 3, seed=3).float().log_softmax(1), 0.7, halved)
-    work, rows = work_of(), torch.cat([NOISY[::2], TRUSTED[1::2]])
-    found = targets_for(OURS, work, one, half=0)
-    assert torch.equal(found.rows, rows)
-    pooled = 0.5 * (logs(halved) + one.first.experts[1]) + torch.tensor([0.3, 0.0, -0.3])
-    log_p = shifted(pooled.log_softmax(1)[NOISY], frequencies(GIVEN[TRUSTED], 3))
-    expected = (0.5 * log_p + 0.8 * THROUGH)[::2]
-    assert torch.allclose(found.evidence[:4], expected, atol=1e-5)
-    assert not torch.allclose(found.evidence[:4], targets_for(OURS, work, one).evidence[:8:2], atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -148,17 +110,17 @@ def test_the_rate_is_higher_where_training_was_too_gentle_for_the_fold_models(
     answers[TRUSTED[right:]] = (answers[TRUSTED[right:]] + 1) % 3
     fold_models = torch.full((12, 3), (1 - sure) / 2).scatter_(1, answers[:, None], sure)
     fold_models[NOISY] = torch.tensor([0.0, 0.0, 1.0])
-    one = outcome_of(drawn(8, 3, seed=3).float().log_softmax(1), 1.0, torch.full((12, 3), 1 / 3), fold_models)
+    one = outcome_of(drawn(8, 3, seed=3).float().log_softmax(1), 1.0, fold_models)
     work, asked = work_of(), []
 
     def fit(self: Work, targets: Any, plan: TrainingPlan, stage: str, seeds: Any) -> Any:
         asked.append(plan)
-        return [linear(4, 3), linear(4, 3)]
+        return [linear(4, 3) for _ in targets]
 
     monkeypatch.setattr(Work, "fit", fit)
     for name in (OURS, "small-loss"):
-        judged(name, work, replace(one, pooled_expert=fold_models))
-    assert asked == [work.short.faster(boost), work.short]  # alternatives are plain trainings
+        fitted(name, [work, work], [one, one], "stage")
+    assert asked == [work.last.faster(boost), work.last]  # alternatives are plain trainings
     assert one.paced(work, work.last) == work.last.faster(boost)
 
 
@@ -178,36 +140,52 @@ def test_faster_multiplies_the_rates_of_the_plan() -> None:
         assert all(torch.allclose(weights(n), expected, atol=1e-6) for n in found)
 
 
-@pytest.mark.parametrize("compare", [(), ("noisy",)])
-def test_the_network_that_comes_out_learns_at_that_rate(
-    compare: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_that_is_judged_has_seen_the_labels_that_judge_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of a fold stay the same bit for bit when its labels are changed."""
+    monkeypatch.setattr("hyperkron.cleaning.work.JUDGING_FOLDS", 2)
+    data = blobs(rows=60, trusted=12)
+    values = Dense(torch.cat([data.x, data.trusted[0]]))
+    rows, labels = torch.arange(72), torch.cat([data.noisy, data.trusted[1]])
+
+    def answers(given: Tensor, kept: list[Work] | None) -> tuple[list[Work], dict[str, Tensor]]:
+        fold = folds(given, [rows[:60], rows[60:]], 2, 0)
+        plan, stages, build = TrainingPlan(epochs=0.1, least=4), Stages(None), partial(linear, 2, 3)
+        work = Work(values, given, rows[:60], rows[60:], 3, fold, build, plan, CleanConfig(), stages, lambda *_: None)
+        views = work.views() if kept is None else [replace(view, given=given) for view in kept]
+        outcomes = clean_labels(views)
+        return views, {name: judged(name, views, outcomes) for name in (OURS, *ALTERNATIVES)}
+
+    views, before = answers(labels, None)
+    assert sorted(torch.cat([view.held_out for view in views]).tolist()) == rows[60:].tolist()
+    for view in views:
+        assert not set(view.held_out.tolist()) & set(view.trusted.tolist())
+    mine, changed = views[1].held_out, labels.clone()
+    changed[mine] = (changed[mine] + 1) % 3
+    after = answers(changed, views)[1]
+    for name, answer in before.items():
+        assert torch.equal(after[name][mine], answer[mine]), name
+        assert name == "noisy" or not torch.equal(after[name][views[0].held_out], answer[views[0].held_out])
+
+
+def test_every_candidate_is_delivered_as_it_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same plan, from all noisy rows; ours at its own rate."""
     quicken(monkeypatch)
     monkeypatch.setattr("hyperkron.cleaning.method.PRIOR_LOSS", -1e9)  # always too gentle
-    data, rates = blobs(rows=120, trusted=24), []
+    data, seen = blobs(rows=120, trusted=24), dict[str, list[Any]]()
+    true = Work.fit
 
-    def noted(work: Work, name: str, told: TrainingTargets, plan: TrainingPlan | None = None, seed: int = 0) -> Any:
-        rates.append((name, (plan or work.plan).rate / work.plan.rate))
-        return train_on(work, name, told, plan, seed)
+    def fit(self: Work, targets: Any, plan: TrainingPlan, stage: str, *, seeds: Any) -> Any:
+        if stage.startswith(("judge-", "network-")):
+            seen[stage] = [plan, *(int((t.rows < 120).sum()) for t in targets)]
+        return true(self, targets, plan, stage, seeds=seeds)
 
-    monkeypatch.setattr("hyperkron.cleaning.run.train_on", noted)
-    clean(data.train, data.trusted, config=CleanConfig(epochs=3, compare=compare))
-    assert rates[0] == ("network-hyperkron", 3.0)
-
-
-def test_ours_is_judged_as_it_is_trained_where_there_is_something_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    quicken(monkeypatch)
-    data, judges = blobs(rows=120, trusted=24), []
-
-    def watch(name: str, *rest: Any) -> Tensor:
-        judges.append(name)
-        return alternatives.judged(name, *rest)
-
-    monkeypatch.setattr("hyperkron.cleaning.run.judged", watch)
-    clean(data.train, data.trusted, config=CleanConfig(epochs=3, compare=()))
-    assert judges == []
-    clean(data.train, data.trusted, config=CleanConfig(epochs=3, compare=("noisy",)))
-    assert judges == ["hyperkron", "noisy"]
+    monkeypatch.setattr(Work, "fit", fit)
+    found = clean(data.train, data.trusted, test=data.test, config=CleanConfig(epochs=3, compare=("pooled",)))
+    assert found.candidates[0]["rows"] == 24
+    for name, rate in ((OURS, 3.0), ("pooled", 1.0)):
+        (plan, *rows), (delivered, all_rows) = seen[f"judge-{name}"], seen[f"network-{name}"]
+        assert plan == delivered and plan.rate == rate * TrainingPlan().rate
+        assert rows == [all_rows] * 5 == [120] * 5
 
 
 def test_the_last_network_is_trained_longer_only_where_there_are_many_rows() -> None:

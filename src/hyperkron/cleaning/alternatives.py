@@ -1,15 +1,16 @@
 """What the user could have done instead: each alternative is a set of training targets, trained by the same plan.
 
-Every one can be asked for the whole data or for one half of the noisy rows with the trusted rows of the other half;
-the second form is how all candidates are judged, on trusted rows that neither their network nor their weights saw.
+Every candidate is made from a view of the work: from all rows to be delivered, and without one fold of the trusted
+rows after the other to be judged on that fold.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hyperkron import losses
 from hyperkron.algorithms import State
@@ -25,7 +26,7 @@ from hyperkron.solution import HyperkronError
 from hyperkron.training import Box, fit
 
 DESCRIPTIONS = {
-    OURS: "evidence of experts and given labels, weighted by KFAC hypergradients, plus the trusted rows",
+    OURS: "evidence of experts and given labels, plus the trusted rows",
     "noisy": "the training rows as they are, without the trusted ones",
     "trusted": "the trusted rows alone",
     "pooled": "training and trusted rows together, labels as they are",
@@ -34,6 +35,9 @@ DESCRIPTIONS = {
     "cleanlab": "the rows that cleanlab keeps, given the same out-of-sample predictions, plus the trusted rows",
     "sama": "one free weight per row, learnt by SAMA without curvature, plus the trusted rows",
 }
+
+BLIND = ("noisy",)
+"""Candidates that look at no trusted row, so that one network serves all views."""
 
 SAMA_STEPS, SAMA_ROWS, SAMA_RATE = 40, 2048, 0.05
 
@@ -46,46 +50,88 @@ def available(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
     return list(names), []
 
 
-def targets_for(name: str, work: Work, outcome: Outcome, half: int | None = None) -> TrainingTargets:
-    """What a candidate learns from: everything, or one half of the noisy rows and the other half's trusted rows."""
+def targets_for(name: str, work: Work, outcome: Outcome) -> TrainingTargets:
+    """What a candidate learns from the rows of a view.
+
+    Args:
+        name: of the candidate.
+        work: the view; ``work.held_out`` is for nobody's eyes here.
+        outcome: of the method on the same view.
+    """
     if name not in (OURS, *ALTERNATIVES):
         raise HyperkronError(f"name={name!r} is not a candidate; choose from {', '.join((OURS, *ALTERNATIVES))}.")
-    noisy = work.noisy if half is None else work.side(half, work.noisy)
-    trusted = work.trusted if half is None else work.side(1 - half, work.trusted)
+    noisy, trusted = work.labelled(work.noisy), work.trusted
     if name == OURS:
-        return outcome.targets(work, torch.cat([noisy, trusted]), half)
-    noisy = work.labelled(noisy)
+        return outcome.targets(work, torch.cat([work.noisy, trusted]))
     rows = {"noisy": noisy, "trusted": trusted}.get(name, torch.cat([noisy, trusted]))
     if name in ("noisy", "trusted", "pooled"):
         return TrainingTargets(rows, work.known(rows))
     if name == "cleanlab":
-        rows = torch.cat([noisy[_kept_by_cleanlab(outcome.pooled_expert[noisy], work.given[noisy])], trusted])
+        rows = torch.cat([noisy[_kept_by_cleanlab(outcome.noisy_expert[noisy], work.given[noisy])], trusted])
         return TrainingTargets(rows, work.known(rows))
     if name == "sama":
-        weight = _sama_weights(work, noisy, trusted, half)
+        with seeded(work.config.seed, work.device):
+            weight = _Sama(work).weights()
     else:
-        alone = outcome.trusted_expert if half is None else outcome.halved
-        expert = outcome.pooled_expert if name == "small-loss" else alone
+        expert = outcome.noisy_expert if name == "small-loss" else outcome.trusted_expert
         weight = of_label(expert[noisy], work.given[noisy])
     return TrainingTargets(rows, work.known(rows), torch.cat([weight, torch.ones(len(trusted), device=work.device)]))
 
 
-def judged(name: str, work: Work, outcome: Outcome) -> Tensor:
-    """Probabilities of all trusted rows (M, C), each from networks that did not see the row or its half's labels."""
-    ready = {"trusted": outcome.trusted_expert, "pooled": outcome.pooled_expert}
-    if name in ready:
-        return ready[name][work.trusted]
+def fitted(name: str, works: Sequence[Work], outcomes: Sequence[Outcome], stage: str) -> list[nn.Module]:
+    """A candidate's networks, one made from each view; anything whose forward gives logits of rows of inputs will do.
+
+    Args:
+        name: of the candidate.
+        works: the whole alone, or the views that judge.
+        outcomes: of the method on each of them.
+        stage: what the progress calls it.
+    """
+    seen = works[:1] if name in BLIND else works
+    targets = [targets_for(name, work, outcome) for work, outcome in zip(seen, outcomes, strict=False)]
+    plans = [
+        outcome.paced(work, work.last) if name == OURS else work.last
+        for work, outcome in zip(seen, outcomes, strict=False)
+    ]
+    found: dict[int, nn.Module] = {}
+    for plan in dict.fromkeys(plans):
+        mine = [i for i, own in enumerate(plans) if own == plan]
+        networks = works[0].fit([targets[i] for i in mine], plan, stage, seeds=[0] * len(mine))
+        found.update(zip(mine, networks, strict=True))
+    return [found[i % len(seen)] for i in range(len(works))]
+
+
+def delivered(name: str, work: Work, outcome: Outcome) -> nn.Module:
+    """A candidate's network made from all rows, from disk if it was made before."""
+    made: list[nn.Module] = []
 
     def compute() -> dict[str, Tensor]:
-        found = torch.zeros(len(work.given), work.classes, device=work.device)
-        targets = [targets_for(name, work, outcome, half) for half in (0, 1)]
-        plan = outcome.paced(work, work.short) if name == OURS else work.short
-        for half, network in enumerate(work.fit(targets, plan, f"judge-{name}", seeds=[21, 22])):
-            ask = work.side(half, work.trusted)
-            found[ask] = predict(network, work.inputs, ask)
-        return {"asked": found[work.trusted]}
+        made.extend(fitted(name, [work], [outcome], f"network-{name}"))
+        return dict(made[0].state_dict())
 
-    return work.stages(f"judged-{name}", compute)["asked"]
+    weights = work.stages(f"network-{name}", compute)
+    if made:
+        return made[0]
+    with torch.random.fork_rng(devices=[]):
+        network = work.build().to(work.device)
+    network.load_state_dict(weights)
+    return network.eval()
+
+
+def judged(name: str, views: Sequence[Work], outcomes: Sequence[Outcome]) -> Tensor:
+    """Probabilities (rows, C) of the trusted rows, each from a candidate made without the fold of the row.
+
+    Nothing of it looked at that fold: neither its networks, nor the experts, weights and settings behind its targets.
+    """
+    first = views[0]
+
+    def compute() -> dict[str, Tensor]:
+        found = torch.zeros(len(first.given), first.classes, device=first.device)
+        for view, network in zip(views, fitted(name, views, outcomes, f"judge-{name}"), strict=True):
+            found[view.held_out] = predict(network, view.inputs, view.held_out)
+        return {"asked": found}
+
+    return first.stages(f"judged-{name}", compute)["asked"]
 
 
 def _kept_by_cleanlab(predicted: Tensor, given: Tensor) -> Tensor:
@@ -99,16 +145,6 @@ def _kept_by_cleanlab(predicted: Tensor, given: Tensor) -> Tensor:
     return torch.as_tensor(~flagged, device=given.device).nonzero()[:, 0]
 
 
-def _sama_weights(work: Work, noisy: Tensor, trusted: Tensor, half: int | None) -> Tensor:
-    """One weight in [0, 1] for each noisy row, learnt by SAMA along one training run."""
-
-    def compute() -> dict[str, Tensor]:
-        with seeded(work.config.seed, work.device):
-            return {"weight": _Sama(work, noisy, trusted).weights()}
-
-    return work.stages(f"sama-weights-{'all' if half is None else half}", compute)["weight"]
-
-
 SAMA_PROBLEM = BilevelProblem(
     lambda net, w, b: losses.cross_entropy(net(*b[0]), b[1], weight=w(b[2])),
     lambda net, w, b: losses.cross_entropy(net(*b[0]), b[1]),
@@ -118,8 +154,8 @@ SAMA_PROBLEM = BilevelProblem(
 class _Sama:
     """The training run that learns the weights of noisy rows."""
 
-    def __init__(self, work: Work, noisy: Tensor, trusted: Tensor) -> None:
-        self._work, self._noisy, self._trusted = work, noisy, trusted
+    def __init__(self, work: Work) -> None:
+        self._work, self._noisy, self._trusted = work, work.noisy, work.trusted
         self._random = torch.Generator(work.device).manual_seed(work.config.seed)
         self._network = work.build().to(work.device).train()
         self._optimizer = optimizer_for([self._network], work.short)

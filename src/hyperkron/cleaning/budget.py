@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
 
 import torch
 
-from hyperkron.cleaning.fold_models import HYPERGRADIENT_COST, outer_steps
+from hyperkron.cleaning.alternatives import BLIND
+from hyperkron.cleaning.config import OURS
+from hyperkron.cleaning.method import PRESETS
 from hyperkron.cleaning.trainer import TrainingPlan, TrainingTargets, train
 from hyperkron.cleaning.work import Work
 
-READY = ("trusted", "pooled")
-"""Alternatives whose held-out predictions the experts already give."""
-
 
 def steps_of(work: Work, plan: TrainingPlan, names: list[str], test: bool) -> int:
-    """Training steps of a whole run under a plan."""
-    here = replace(work, plan=plan)
-    noisy, trusted = len(work.noisy), len(work.trusted)
-    half, inner = math.ceil((noisy + trusted) / 2), math.ceil(noisy / 2)
-    judge, fold_steps = here.short.steps(inner + trusted // 2), here.quick(inner).steps(inner)
-    outer = HYPERGRADIENT_COST * len(outer_steps(fold_steps)) if work.config.hypergradient == "kfac" else 0
-    expert = 3 * here.brief.steps(trusted)
-    if here.many:
-        expert = here.short.steps(trusted) + 2 * here.brief.steps(trusted - trusted // 2)
-    ours = expert + 4 * here.quick(half).steps(half) + 2 * (fold_steps + outer) + here.last.steps(noisy + trusted)
-    others = sum(2 * judge * (2 if name == "sama" else 1) for name in names if name not in READY)
-    others += 2 * judge if names else 0  # ours
-    if test:
-        others += here.short.steps(noisy) if "sama" in names else 0
-        others += sum(plan.steps(trusted if name == "trusted" else noisy + trusted) for name in names)
-    return ours + others
+    """Training steps of a whole run under a plan, those of networks side by side each counted."""
+    whole = replace(work, plan=plan)
+    views, half = whole.views(), -(-len(work.noisy) // 2)
+    total = 2 * whole.quick(half).steps(half)  # the noisy expert
+    total += _of_method([whole]) + _of_candidate(OURS, [whole]) + _of_method(views)
+    total += sum(_of_candidate(name, views) for name in (OURS, *names))
+    return total + (sum(_of_candidate(name, [whole]) for name in names) if test else 0)
+
+
+def _of_method(works: list[Work]) -> int:
+    """Of the trusted expert, the noise-matrix expert and the fold models."""
+    first, views = works[0], len(works)
+    trusted = max(len(work.trusted) for work in works)
+    sides = [len(work.side(h, work.trusted)) for work in works for h in (0, 1)]
+    half = max(len(first.side(h, first.noisy)) for h in (0, 1))
+    steps = views * (first.short if first.many else first.brief).steps(trusted)
+    steps += 2 * views * first.brief.steps(max(sides))
+    steps += 2 * views * first.quick(-(-len(first.given) // 2)).steps(half + max(sides))
+    return steps + 2 * views * len(PRESETS) * first.quick(half).steps(half + max(sides))
+
+
+def _of_candidate(name: str, works: list[Work]) -> int:
+    """Of a candidate's networks; what cleanlab takes out is not known beforehand."""
+    noisy, trusted = len(works[0].noisy), max(len(work.trusted) for work in works)
+    rows = {"noisy": noisy, "trusted": trusted}.get(name, noisy + trusted)
+    networks = 1 if name in BLIND else len(works)
+    return networks * (works[0].last.steps(rows) + (works[0].short.steps(noisy) if name == "sama" else 0))
 
 
 def seconds_per_step(work: Work, steps: int = 20) -> float:

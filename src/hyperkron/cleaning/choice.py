@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
+import torch
 from torch import Tensor
 
 from hyperkron.cleaning.config import OURS
@@ -24,9 +25,10 @@ class Judged:
 
     Attributes:
         name: of the candidate.
-        accuracy, low, high: with Wilson's 95 % interval.
+        accuracy, low, high: on new rows, with its 95 % interval.
         rows: how many trusted rows.
         right: which of them were answered correctly (M,).
+        weight: what each of them stands for among new rows (M,); the sum is 1.
     """
 
     name: str
@@ -35,27 +37,43 @@ class Judged:
     high: float
     rows: int
     right: Tensor
+    weight: Tensor
 
 
-def wilson(right: int, rows: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share.
+def wilson(share: float, rows: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of this many rows.
 
     Example:
-        >>> low, high = wilson(9, 10)
+        >>> low, high = wilson(0.9, 10)
         >>> round(low, 3), round(high, 3)
         (0.596, 0.982)
     """
-    share, z2 = right / rows, Z * Z
+    z2 = Z * Z
     middle = (share + z2 / (2 * rows)) / (1 + z2 / rows)
     reach = Z / (1 + z2 / rows) * math.sqrt(share * (1 - share) / rows + z2 / (4 * rows * rows))
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
-def judge(name: str, predicted: Tensor, labels: Tensor) -> Judged:
-    """Count the right answers of a candidate."""
-    right = predicted.argmax(1) == labels
-    low, high = wilson(int(right.sum()), len(labels))
-    return Judged(name, float(right.float().mean()), low, high, len(labels), right.cpu())
+def judge(name: str, predicted: Tensor, labels: Tensor, frequent: Tensor) -> Judged:
+    """The accuracy of a candidate on rows whose classes are as frequent as among the noisy rows.
+
+        a = Σ_m w_m [right_m] ,      w_m = π_{y_m} / n_{y_m} (over classes with trusted rows) ,
+
+    with Wilson's interval for the rows that a has the variance of, n_eff = 1 / Σ_m w_m².
+
+    Args:
+        name: of the candidate.
+        predicted: probabilities of the trusted rows (M, C).
+        labels: of those rows.
+        frequent: π, the estimated frequency of each class among the noisy rows (C,).
+    """
+    right = (predicted.argmax(1) == labels).cpu()
+    labels, frequent = labels.cpu(), frequent.double().cpu()
+    weight = (frequent / torch.bincount(labels, minlength=len(frequent)).clamp(min=1))[labels]
+    weight = weight / weight.sum()
+    accuracy = float(weight[right].sum())
+    low, high = wilson(accuracy, 1 / float(weight.square().sum()))
+    return Judged(name, accuracy, low, high, len(labels), right, weight)
 
 
 def choose(candidates: list[Judged]) -> str:
@@ -77,8 +95,9 @@ def choose(candidates: list[Judged]) -> str:
 def exceeds(one: Judged, other: Judged, tried: int = 1) -> bool:
     """Whether a candidate is significantly better than another on the same rows, as one of ``tried``."""
     difference = one.right.double() - other.right.double()
-    error = float(difference.std(correction=0)) / math.sqrt(len(difference))
-    return float(difference.mean()) > NormalDist().inv_cdf(1 - SIGNIFICANCE_LEVEL / max(1, tried)) * error
+    mean = float((one.weight * difference).sum())
+    error = float((one.weight * (difference - mean)).square().sum().sqrt())
+    return mean > NormalDist().inv_cdf(1 - SIGNIFICANCE_LEVEL / max(1, tried)) * error
 
 
 def different(one: Judged, other: Judged, tried: int = 1) -> bool:
@@ -121,7 +140,7 @@ def verdict(
     name = named.get(chosen, f"The alternative '{chosen}'")
     held = f"{int(won.right.sum())} of {won.rows} trusted rows it had not seen"
     if test is not None:
-        low, high = wilson(*test)
+        low, high = wilson(test[0] / test[1], test[1])
         said = f"{name} is right on {test[0] / test[1]:.1%} of the {test[1]} test rows ({_score(low, high)})."
     elif few(won.rows, classes):
         return (

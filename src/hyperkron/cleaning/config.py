@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from hyperkron.solution import HyperkronError
-from hyperkron.validation import check_one_of, check_positive, check_whole
+from hyperkron.validation import check_positive, check_whole
 
 ALTERNATIVES = ("noisy", "trusted", "pooled", "small-loss", "trusted-confidence", "cleanlab", "sama")
 """What the user could have done instead; every one is trained and judged in the same way."""
@@ -26,7 +26,6 @@ class CleanConfig:
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ...
         encoder: for texts, a Hugging Face encoder by name or path; None takes the default one.
         layers: how many of the encoder's last layers to train; 0 keeps it frozen.
-        hypergradient: ``kfac`` learns κ, β and γ; ``none`` keeps their starting values (the ablation).
     """
 
     seed: int = 0
@@ -36,7 +35,6 @@ class CleanConfig:
     device: str = "auto"
     encoder: str | None = None
     layers: int = 0
-    hypergradient: Literal["kfac", "none"] = "kfac"
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.compare if name not in ALTERNATIVES]
@@ -48,7 +46,6 @@ class CleanConfig:
                 check_whole(name, value, low)
         if self.budget is not None:
             check_positive("budget", self.budget, "give seconds, or None for no limit", finite=False)
-        check_one_of("hypergradient", self.hypergradient, ("kfac", "none"))
 
 
 class Progress(Protocol):

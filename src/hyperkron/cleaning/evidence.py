@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hyperkron import losses
 from hyperkron.losses import Loss
@@ -40,7 +40,13 @@ BIAS_RIDGES = (0.05, 0.005)
 NO_BIAS_RIDGE = 1e6
 """Pulls on the offsets of the pool, of which cross-validation picks one; the last leaves nothing of them."""
 
+POOL_PRIOR, POOL_SUM = 9.0, 1.3
+"""Nats that a pool pays for the squared distance of its exponents from equal ones, and the sum of those."""
+
 NEWTON_STEPS = 50
+
+PRIOR_SHARE, FIRST_RATE = 0.7, 0.2
+"""How much the prior of the noise matrix counts for each row in doubt, and the error rate that EM begins with."""
 
 RULED_OUT = -16.0
 """Log-evidence of the classes that a trusted label rules out."""
@@ -81,40 +87,6 @@ def likelihood(output: Tensor, evidence: Tensor, weight: Tensor | None = None) -
     return losses.cross_entropy(pair, torch.zeros(len(seen), dtype=torch.long, device=seen.device), weight=weight)
 
 
-class Evidence(nn.Module):
-    """λ: how much the experts (κ) and the given label (β) count as evidence, and how much it is learnt beside it (γ).
-
-    All positive, so their logarithms are the parameters. A step of Adam with rate r changes each by a factor of about
-    e^r at most, whatever the hypergradient's scale.
-
-    Example:
-        >>> evidence = Evidence(experts=0.5)
-        >>> evidence.values()
-        {'experts': 0.5, 'label': 1.0, 'belief': 0.3}
-    """
-
-    NAMES = ("experts", "label", "belief")
-
-    def __init__(self, experts: float = 0.35, label: float = 1.0, belief: float = 0.3) -> None:
-        super().__init__()
-        self.log_scale = nn.Parameter(torch.tensor([math.log(experts), math.log(label), math.log(belief)]))
-
-    def forward(self, opinion: Tensor, given: Tensor) -> Tensor:
-        """log e = κ · opinion + β · given, both (N, C): log p̄ of the experts and log T[:, y] of the label."""
-        scale = self.log_scale.exp()
-        return scale[0] * opinion + scale[1] * given
-
-    def values(self) -> dict[str, float]:
-        """κ, β and γ as numbers."""
-        found = self.log_scale.detach().double().exp().tolist()
-        return {name: round(value, 6) for name, value in zip(self.NAMES, found, strict=True)}
-
-    def shares(self, belief: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights 1 / (1 + γ) of the evidence and γ q(y) / (1 + γ) of the label, of rows whose label has q(y)."""
-        gamma = self.log_scale[2].exp()
-        return torch.ones_like(belief) / (1 + gamma), belief * gamma / (1 + gamma)
-
-
 @dataclass(frozen=True)
 class Pool:
     """How the experts' opinions are joined.
@@ -133,17 +105,16 @@ class Pool:
         return (joined + self.offsets.to(experts)).log_softmax(1)
 
 
-def stack(experts: Tensor, labels: Tensor, ridge: float = 0.02) -> Pool:
+def stack(experts: Tensor, labels: Tensor) -> Pool:
     """The pool that agrees best with known labels.
 
-        min_{a ≥ 0, b}  mean_m CE(Σ_j a_j log p_j(x_m) + b, y_m) + ridge · Σ_j (a_j − 1/J)² + r · ‖b‖²
+        min_{a ≥ 0, b}  mean_m CE(Σ_j a_j log p_j(x_m) + b, y_m) + POOL_PRIOR/M · Σ_j (a_j − POOL_SUM/J)² + r · ‖b‖²
 
     r is the one of BIAS_RIDGES, or so large that b = 0, whose pool is best on rows it was not fitted to (three folds).
 
     Args:
         experts: log-probabilities (J, M, C) of rows that the experts did not train on.
         labels: the true classes (M,).
-        ridge: pull of a towards the plain mean, which decides when there are few rows.
 
     References:
         Wolpert, 1992, "Stacked generalization"; Genest & Zidek, 1986, on logarithmic opinion pools.
@@ -153,7 +124,7 @@ def stack(experts: Tensor, labels: Tensor, ridge: float = 0.02) -> Pool:
     seen = torch.cat([fold != torch.arange(FOLDS)[:, None], torch.ones(1, len(labels), dtype=torch.bool)])
     found = []
     for bias_ridge in (NO_BIAS_RIDGE, *BIAS_RIDGES):
-        a, b = _fitted(experts, labels, seen, ridge, bias_ridge)
+        a, b = _fitted(experts, labels, seen, POOL_PRIOR / len(labels), bias_ridge)
         told = _logits(experts, a, b).log_softmax(2)[:, torch.arange(len(labels)), labels]
         found.append((float((told * ~seen).sum()), Pool(a[-1].float(), b[-1].float())))  # the last saw all rows
     return max(found, key=lambda pair: pair[0])[1]
@@ -172,7 +143,7 @@ def _fitted(experts: Tensor, labels: Tensor, seen: Tensor, ridge: float, bias_ri
     count, classes = len(experts), experts.shape[2]
     share = (seen / seen.sum(1, keepdim=True).clamp(min=1))[..., None]
     target = F.one_hot(labels, classes).to(experts)
-    middle = torch.cat([torch.full((count,), 1 / count), torch.zeros(classes)]).to(experts)
+    middle = torch.cat([torch.full((count,), POOL_SUM / count), torch.zeros(classes)]).to(experts)
     pull = torch.cat([torch.full((count,), ridge), torch.full((classes,), bias_ridge)]).to(experts)
     lowest = torch.cat([torch.zeros(count), torch.full((classes,), -math.inf)]).to(experts)
 
@@ -264,24 +235,36 @@ def noise_matrix_from_trusted(predicted: Tensor, labels: Tensor, classes: int, s
     return (sums + strength * prior) / (count + strength)[:, None]
 
 
-def noise_matrix(opinion: Tensor, given: Tensor, iterations: int = 10, strength: float = 1.0) -> tuple[Tensor, Tensor]:
+def noise_matrix(opinion: Tensor, given: Tensor, iterations: int = 100) -> tuple[Tensor, Tensor]:
     """T and the posterior q(k) ∝ p(k | x) T[k, y] by expectation maximisation, with the opinion p kept fixed.
+
+        T[k, y] ∝ Σ_n q_n(k) [y_n = y] + (1 + PRIOR_SHARE · Σ_n q_n(k) (1 − p_n(k))) · T⁰[k, y] ,
+        T⁰[k, y] = (1 − ε) [k = y] + ε · frequency of label y ,     ε so that T⁰ has the error rate of q
+
+    Where experts cannot tell two classes apart, labels look random to them and T[k, y] is not known from them. The
+    prior, a label drawn again with one probability ε for all classes, therefore counts as much as rows are in doubt.
 
     Args:
         opinion: probabilities (N, C).
         given: the labels (N,).
         iterations: of EM.
-        strength: rows' worth of the labels' overall frequencies, added to every row of T.
     """
-    classes, posterior = opinion.shape[1], opinion
+    classes = opinion.shape[1]
     labels = F.one_hot(given, classes).to(opinion)
+    frequent, same = labels.mean(0), torch.eye(classes).to(opinion)
+    matrix = (1 - FIRST_RATE) * same + FIRST_RATE * frequent
     for _ in range(iterations):
-        counts = posterior.T @ labels
-        counts = counts + strength * counts.sum(0, keepdim=True) / counts.sum()
-        matrix = counts / counts.sum(1, keepdim=True)
         posterior = opinion * matrix[:, given].T
         posterior = posterior / posterior.sum(1, keepdim=True).clamp(min=1e-30)
-    return matrix, posterior
+        counts = posterior.T @ labels
+        other = 1 - (counts.sum(1) / counts.sum() * frequent).sum()  # how often a label drawn again is another one
+        rate = ((1 - counts.diagonal().sum() / counts.sum()) / other.clamp(min=1e-6)).clamp(0, 1)
+        prior = (1 - rate) * same + rate * frequent
+        doubt = (posterior * (1 - opinion)).sum(0)
+        counts = counts + (1 + PRIOR_SHARE * doubt)[:, None] * prior
+        matrix = counts / counts.sum(1, keepdim=True)
+    posterior = opinion * matrix[:, given].T
+    return matrix, posterior / posterior.sum(1, keepdim=True).clamp(min=1e-30)
 
 
 def of_label(probabilities: Tensor, labels: Tensor) -> Tensor:

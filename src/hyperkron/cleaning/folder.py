@@ -65,7 +65,6 @@ _CONFIG: dict[str, tuple[type, ...]] = {
     "config.device": (str,),
     "config.encoder": _TEXT,
     "config.layers": (int,),
-    "config.hypergradient": (str,),
 }
 """What config.json holds, by its place."""
 _EVENTS: dict[str, dict[str, tuple[type, ...]]] = {

@@ -1,24 +1,24 @@
-"""The method: experts, their pooled opinion, the learnt evidence, and the network that is trained on it.
+"""The method: experts, their pooled opinion, the evidence, and the network that is trained on it.
 
-1. *Experts*, each asked only about rows it has not seen: a network of the trusted rows, a network of all rows as they
-   are, and one trained through the noise matrix that the second one shows on the trusted rows.
+1. *Experts*, each asked only about rows it has not seen: a network of the trusted rows, a network of the noisy rows as
+   they are, and one of all rows, trained through the noise matrix that the second one shows on the trusted rows.
 2. *Opinion*: their logarithmic pool, fitted to the trusted rows and carried over to the class frequencies of the noisy
    ones; the noise matrix by EM.
-3. *Fold models*: κ, β and γ, learnt by KFAC hypergradients (``fold_models.py``). A fold model is then one more expert.
+3. *Fold models*: networks of half of the rows, fitted to the evidence as the last network will be. Those of the preset
+   (κ, β, γ) that predicts held-out trusted rows best are one more expert.
 4. *Verdict on each row*: q(k) ∝ p̄(k | x) T[k, y]. A row is as wrong as 1 − q(y), and its suggestion is argmax q.
 5. *The network*: fitted to log e = κ log p̄ + β log T[:, y] on the noisy rows, weighted by how sure q is of them, to
-   their given labels as far as γ and q believe them, and to the trusted rows; for three quarters of the epochs of a
-   plain training, before it begins to fit the noise that is left, and at a higher learning rate where the fold models
-   were not much surer of trusted rows than they were right.
+   their given labels as far as γ and q believe them, and to the trusted rows; at a higher learning rate where the fold
+   models were not much surer of trusted rows than they were right.
 
-All other networks are trained on half of the rows or less, also for half as many epochs, so that the whole costs two to
-three plain trainings. Where there are few rows, epochs are not what costs: perceptrons are then trained side by side
-(``batched_training.py``), in fewer steps at a higher rate.
+Every function here takes several views of the work (``work.py``) and gives a result for each: the whole alone, or all
+views without a fold of the trusted rows, whose networks are trained side by side. Nothing of a view depends on its
+held-out rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,11 +36,12 @@ from hyperkron.cleaning.evidence import (
     shifted,
     stack,
 )
-from hyperkron.cleaning.fold_models import Half, held_out, learn_evidence
 from hyperkron.cleaning.stages import Tensors
 from hyperkron.cleaning.trainer import TrainingPlan, TrainingTargets, predict
-from hyperkron.cleaning.work import Work
+from hyperkron.cleaning.work import Work, staged
 
+PRESETS = ((0.35, 1.0, 0.3), (0.35, 1.0, 0.03), (0.35, 1.0, 1.0))
+"""(κ, β, γ) of which held-out trusted rows pick one."""
 LEARNING_RATE_BOOST = 3.0
 """Factor of its learning rate where the fold models were not trained enough."""
 CONFIDENCE_MARGIN = 0.2
@@ -52,65 +53,84 @@ PRIOR_LOSS = 6.0
 # --- experts ------------------------------------------------------------------------------------------------
 
 
-def trusted_expert(work: Work) -> Tensors:
+def cross_fitted(
+    works: Sequence[Work], name: str, learn: Callable[[Work, int], TrainingTargets], plan: TrainingPlan
+) -> list[Tensor]:
+    """Opinions (rows, C) on all rows of each view, those on half h from a network trained on ``learn(work, h)``."""
+    targets = [learn(work, half) for work in works for half in (0, 1)]
+    networks = works[0].fit(targets, plan, name, seeds=[1, 2] * len(works))
+    found = []
+    for i, work in enumerate(works):
+        asked = torch.zeros(len(work.given), work.classes, device=work.device)
+        for half in (0, 1):
+            ask = (work.fold == half).nonzero()[:, 0]
+            asked[ask] = predict(networks[2 * i + half], work.inputs, ask)
+        found.append(asked)
+    return found
+
+
+def trusted_expert(works: Sequence[Work]) -> list[Tensors]:
     """Networks of trusted rows alone: one of all, asked about noisy rows; one of each half, asked about the other.
 
     The halves answer for the trusted rows, and their opinion on the noisy rows of the other half is the fold models'.
     """
 
-    def compute() -> Tensors:
-        learn = [work.trusted, *(work.side(1 - half, work.trusted) for half in (0, 1))]
-        targets = [TrainingTargets(rows, work.known(rows)) for rows in learn]
-        first = 1 if work.many else 0  # then the one that counts most can be trained longer at little cost
-        alone, *both = [
-            network
-            for some, plan in ((targets[:first], work.short), (targets[first:], work.brief))
-            if some
-            for network in work.fit(some, plan, "trusted expert", seeds=[0] * len(some))
-        ]
-        halved = torch.zeros(len(work.given), work.classes, device=work.device)
-        for half, network in enumerate(both):
-            ask = (work.fold == half).nonzero()[:, 0]
-            halved[ask] = predict(network, work.inputs, ask)
-        asked = halved.clone()
-        asked[work.noisy] = predict(alone, work.inputs, work.noisy)
-        return {"asked": asked, "halved": halved}
+    def known(work: Work, rows: Tensor) -> TrainingTargets:
+        rows = rows if len(rows) else work.trusted  # of a single row there are no halves
+        return TrainingTargets(rows, work.known(rows))
 
-    return work.stages("trusted-expert", compute)
+    def compute() -> list[Tensors]:
+        first = works[0]
+        plan = first.short if first.many else first.brief  # it counts most, and is then trained longer at little cost
+        targets = [known(work, work.trusted) for work in works]
+        alone = first.fit(targets, plan, "trusted expert", seeds=[0] * len(works))
+        halved = cross_fitted(
+            works, "trusted expert", lambda work, half: known(work, work.side(1 - half, work.trusted)), first.brief
+        )
+        asked = [both.clone() for both in halved]
+        for work, network, both in zip(works, alone, asked, strict=True):
+            both[work.noisy] = predict(network, work.inputs, work.noisy)
+        return [{"asked": a, "halved": h} for a, h in zip(asked, halved, strict=True)]
 
-
-def across(work: Work, name: str, evidence: Callable[[Tensor], Tensor]) -> Tensor:
-    """Opinions on all rows, each from a network trained on the other half of all rows."""
-    found = torch.zeros(len(work.given), work.classes, device=work.device)
-    everything = torch.cat([work.noisy, work.trusted])
-    learn = [work.labelled(work.side(1 - half, everything)) for half in (0, 1)]
-    targets = [TrainingTargets(rows, evidence(rows)) for rows in learn]
-    networks = work.fit(targets, work.quick(max(map(len, learn))), name, seeds=[1, 2])
-    for half, network in enumerate(networks):
-        ask = work.side(half, everything)
-        found[ask] = predict(network, work.inputs, ask)
-    return found
+    return staged(works, "trusted-expert", compute)
 
 
-def pooled_expert(work: Work) -> Tensor:
-    """Networks of all rows with the labels as they are: what the given label of a row would be."""
-    return work.stages("pooled-expert", lambda: {"asked": across(work, "pooled expert", work.known)})["asked"]
+def noisy_expert(works: Sequence[Work]) -> list[Tensor]:
+    """Networks of half of the noisy rows with the labels as they are: what the given label of a row would be.
 
-
-def matrix_expert(work: Work, pooled: Tensor) -> Tensor:
-    """Networks trained through the noise matrix that the pooled expert shows on the trusted rows."""
+    They look at no trusted label, so all views share them.
+    """
+    first = works[0]
 
     def compute() -> Tensors:
-        matrix = noise_matrix_from_trusted(pooled[work.trusted], work.given[work.trusted], work.classes)
+        learn = [first.side(1 - half, first.labelled(first.noisy)) for half in (0, 1)]
+        targets = [TrainingTargets(rows, first.known(rows)) for rows in learn]
+        networks = first.fit(targets, first.quick(max(map(len, learn))), "noisy expert", seeds=[1, 2])
+        rows = torch.arange(len(first.given), device=first.device)
+        return {"asked": torch.stack([predict(network, first.inputs, rows) for network in networks])}
 
-        def evidence(rows: Tensor) -> Tensor:
-            through = label_evidence(matrix, work.given[rows])
-            sure = torch.isin(rows, work.trusted)
-            return torch.where(sure[:, None], work.known(rows), through)
+    both = first.stages("noisy-expert", compute)["asked"]
+    return [both[work.fold, torch.arange(len(work.given), device=work.device)] for work in works]
 
-        return {"asked": across(work, "noise-matrix expert", evidence)}
 
-    return work.stages("matrix-expert", compute)["asked"]
+def matrix_expert(works: Sequence[Work], noisy: Sequence[Tensor]) -> list[Tensor]:
+    """Networks of all rows, trained through the noise matrix that the noisy expert shows on the trusted rows."""
+    told = [
+        noise_matrix_from_trusted(p[work.trusted], work.given[work.trusted], work.classes)
+        for work, p in zip(works, noisy, strict=True)
+    ]
+    matrices = {id(work): matrix for work, matrix in zip(works, told, strict=True)}
+
+    def learn(work: Work, half: int) -> TrainingTargets:
+        mine, sure = work.side(1 - half, work.labelled(work.noisy)), work.side(1 - half, work.trusted)
+        evidence = torch.cat([label_evidence(matrices[id(work)], work.given[mine]), work.known(sure)])
+        return TrainingTargets(torch.cat([mine, sure]), evidence)
+
+    def compute() -> list[Tensors]:
+        plan = works[0].quick(-(-len(works[0].given) // 2))
+        return [{"asked": p} for p in cross_fitted(works, "noise-matrix expert", learn, plan)]
+
+    return [found["asked"] for found in staged(works, "matrix-expert", compute)]
 
 
 # --- opinion, fold models, verdict ----------------------------------------------------------------------------
@@ -138,7 +158,7 @@ class Opinion:
         return self.votes.posterior
 
 
-def opinion(work: Work, experts: list[Tensor]) -> Opinion:
+def opinion(work: Work, experts: Sequence[Tensor]) -> Opinion:
     """Pool the experts on the trusted rows, and find T and the posterior of the noisy rows."""
     stacked, labels = torch.stack([logs(p) for p in experts]), work.given[work.trusted]
     pool = stack(stacked[:, work.trusted], labels)
@@ -147,109 +167,94 @@ def opinion(work: Work, experts: list[Tensor]) -> Opinion:
     return Opinion(stacked, pool, log_p, weigh_votes(log_p.exp(), votes))
 
 
-def unseen(first: Opinion, halved: Tensor) -> Tensor:
-    """log p̄ of all rows from experts that saw nothing of the trusted rows in the half of the row."""
-    return first.pool(torch.cat([logs(halved)[None], first.experts[1:]]))
+def evidence_targets(
+    work: Work, rows: Tensor, log_p: Tensor, through: Tensor, scale: Sequence[float]
+) -> TrainingTargets:
+    """What a network learns of these rows: (w L(e) + γ q(y) CE(y)) / (1 + γ), with w the certainty of q.
 
-
-def halves(work: Work, first: Opinion, halved: Tensor) -> list[Half]:
-    """The two problems of the fold models, each with the opinion of experts that saw nothing of its held-out rows.
-
-    The opinion keeps the class frequencies of the trusted rows, which the fold models are judged on.
+    Args:
+        work: the view.
+        rows: numbers of rows; trusted ones are learnt as they are.
+        log_p: log p̄ of the noisy rows (N, C).
+        through: log L of the noisy rows, what their labels say (N, C).
+        scale: κ, β and γ.
     """
-    log_p = unseen(first, halved)
-    given = torch.zeros_like(log_p)
-    given[work.noisy] = first.votes.log_likelihood
-    found = []
-    for h in (0, 1):
-        noisy = work.side(h, work.noisy)
-        kept, judged = work.side(1 - h, work.trusted), work.side(h, work.trusted)
-        found.append(Half(noisy, kept, judged, log_p[noisy], given[noisy]))
-    return found
+    given, (kappa, beta, gamma) = work.given[work.noisy], scale
+    posterior = (log_p + through).softmax(1)
+    evidence = work.known(torch.arange(len(work.given), device=work.device))
+    weight, belief = torch.ones(2, len(work.given), device=work.device)
+    evidence[work.noisy] = kappa * log_p + beta * through
+    weight[work.noisy] = certainty(posterior, given)
+    belief[work.noisy] = of_label(posterior, given)
+    believed = (work.given[rows].clamp(min=0), gamma / (1 + gamma) * belief[rows])
+    return TrainingTargets(rows, evidence[rows], weight[rows] / (1 + gamma), believed)
 
 
-def fold_models(work: Work, first: Opinion, halved: Tensor) -> Tensors:
-    """Learn κ, β and γ: the fold models' opinion on all rows (``asked``), ``log_scale``, and how it went."""
+def certainty(posterior: Tensor, given: Tensor) -> Tensor:
+    """How much each noisy row counts: q(y), or 2 max q − 1 where another class is that much surer."""
+    return torch.maximum(of_label(posterior, given), 2 * posterior.max(1).values - 1)
 
-    def compute() -> Tensors:
-        both = halves(work, first, halved)
-        found = learn_evidence(
-            work.build,
-            work.inputs,
-            work.given,
-            both,
-            work.quick(max(len(half.noisy) for half in both)),
-            seed=work.config.seed + 11,
-            learn=work.config.hypergradient == "kfac",
-            tick=work.ticker("fold models"),
-        )
-        path = [list(p.values()) for p in found.path]
-        return {
-            "asked": held_out(found, work.inputs, both, len(work.given), work.classes),
-            "log_scale": found.evidence.log_scale.detach().clone(),
-            "outer": torch.tensor(found.outer, dtype=torch.float64),
-            "path": torch.tensor(path, dtype=torch.float64).reshape(-1, 3),
-            "collapsed": torch.tensor(found.collapsed),
-            "troubled": torch.tensor(found.troubled),
-        }
 
-    return work.stages("fold-models", compute)
+def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequence[Tensor]) -> list[Tensors]:
+    """Networks of the noisy rows of one half and the trusted rows of the other, for every preset.
+
+    Their opinion on rows they have not seen (``asked``) under the preset whose cross-entropy on the trusted rows,
+    ``losses``, is lowest (``best``). The evidence on the noisy rows of half h comes from experts that saw neither those
+    rows nor the trusted rows of half h, so these losses are honest.
+    """
+
+    def targets(work: Work, first: Opinion, own: Tensor) -> list[TrainingTargets]:
+        log_p = first.pool(torch.cat([logs(own)[None], first.experts[1:]]))[work.noisy]
+        log_p = shifted(log_p, frequencies(work.given[work.trusted], work.classes))
+        rows = [torch.cat([work.side(h, work.noisy), work.side(1 - h, work.trusted)]) for h in (0, 1)]
+        told = first.votes.log_likelihood
+        return [evidence_targets(work, rows[h], log_p, told, scale) for scale in PRESETS for h in (0, 1)]
+
+    def compute() -> list[Tensors]:
+        told = [targets(*view) for view in zip(works, firsts, halved, strict=True)]
+        flat = [one for view in told for one in view]
+        plan = works[0].quick(-(-len(works[0].noisy) // 2))
+        networks = iter(works[0].fit(flat, plan, "fold models", seeds=[11, 12] * (len(flat) // 2)))
+        found = []
+        for work in works:
+            asked = torch.zeros(len(PRESETS), len(work.given), work.classes, device=work.device)
+            for answers in asked:
+                for half in (0, 1):
+                    ask = torch.cat([work.side(1 - half, work.noisy), work.side(half, work.trusted)])
+                    answers[ask] = predict(next(networks), work.inputs, ask)
+            right = asked[:, work.trusted, work.given[work.trusted]]
+            losses = -(right.double() + 1e-6).log().mean(1)
+            found.append({"asked": asked[losses.argmin()], "losses": losses, "best": losses.argmin()})
+        return found
+
+    return staged(works, "fold-models", compute)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of the method, before the network is trained.
+    """The result of the method on a view, before the network is trained.
 
     Attributes:
         first, final: the opinions without and with the fold models.
-        fold_models: their held-out opinion on all rows.
-        matrix_expert, pooled_expert, trusted_expert: those of the experts.
+        trusted_expert, noisy_expert, matrix_expert, fold_models: opinions (rows, C) on rows each had not seen.
         scale: κ, β and γ.
-        outer, path: the way of the held-out loss and of (κ, β, γ).
-        collapsed: λ was put back.
-        troubled: hypergradients whose solve did not end well.
     """
 
     first: Opinion
     final: Opinion
-    fold_models: Tensor
     trusted_expert: Tensor
-    halved: Tensor
-    pooled_expert: Tensor
+    noisy_expert: Tensor
     matrix_expert: Tensor
+    fold_models: Tensor
     scale: tuple[float, float, float]
-    outer: list[float]
-    path: list[list[float]]
-    collapsed: bool
-    troubled: int
 
     def error_probability(self, given: Tensor) -> Tensor:
         """1 − q(y) of the noisy rows; NaN where there is no label."""
         return torch.where(given >= 0, 1 - of_label(self.final.posterior, given), torch.nan)
 
-    def weight(self, given: Tensor) -> Tensor:
-        """How much each noisy row counts: q(y), or 2 max q − 1 where another class is that much surer."""
-        return _certainty(self.final.posterior, given)
-
-    def targets(self, work: Work, rows: Tensor, half: int | None = None) -> TrainingTargets:
-        """What the network learns of these rows: (w L(e) + γ q(y) CE(y)) / (1 + γ).
-
-        For one half, whose trusted rows are going to judge the network, without the fold models and with experts that
-        saw none of those rows.
-        """
-        given = work.given[work.noisy]
-        log_p, through = self.final.log_p, self.final.votes.log_likelihood
-        if half is not None:
-            log_p, through = unseen(self.first, self.halved)[work.noisy], self.first.votes.log_likelihood
-            log_p = shifted(log_p, frequencies(work.given[work.trusted], work.classes))
-        posterior, (kappa, beta, gamma) = (log_p + through).softmax(1), self.scale
-        evidence = work.known(torch.arange(len(work.given), device=work.device))
-        weight, belief = torch.ones(2, len(work.given), device=work.device)
-        evidence[work.noisy] = kappa * log_p + beta * through
-        weight[work.noisy] = _certainty(posterior, given)
-        belief[work.noisy] = of_label(posterior, given)
-        believed = (work.given[rows].clamp(min=0), gamma / (1 + gamma) * belief[rows])
-        return TrainingTargets(rows, evidence[rows], weight[rows] / (1 + gamma), believed)
+    def targets(self, work: Work, rows: Tensor) -> TrainingTargets:
+        """What the network learns of these rows."""
+        return evidence_targets(work, rows, self.final.log_p, self.final.votes.log_likelihood, self.scale)
 
     def paced(self, work: Work, plan: TrainingPlan) -> TrainingPlan:
         """``plan`` for a network trained on :meth:`targets`: at a higher rate where training was too gentle.
@@ -265,33 +270,15 @@ class Outcome:
         return plan.faster(LEARNING_RATE_BOOST) if len(work.trusted) * surplus + PRIOR_LOSS < 0 else plan
 
 
-def _certainty(posterior: Tensor, given: Tensor) -> Tensor:
-    return torch.maximum(of_label(posterior, given), 2 * posterior.max(1).values - 1)
-
-
-def clean_labels(work: Work) -> Outcome:
-    """Everything up to the verdict on each row and the evidence for the network."""
-    alone, pooled = trusted_expert(work), pooled_expert(work)
-    return conclude(work, alone, pooled, matrix_expert(work, pooled))
-
-
-def conclude(work: Work, alone: Tensors, pooled: Tensor, matrix: Tensor) -> Outcome:
-    """What follows from the three experts: the fold models, the verdict and the evidence."""
-    first = opinion(work, [alone["asked"], pooled, matrix])
-    learnt = fold_models(work, first, alone["halved"])
-    final = opinion(work, [alone["asked"], pooled, matrix, learnt["asked"]])
-    scale = learnt["log_scale"].exp()
-    return Outcome(
-        first,
-        final,
-        learnt["asked"],
-        alone["asked"],
-        alone["halved"],
-        pooled,
-        matrix,
-        (float(scale[0]), float(scale[1]), float(scale[2])),
-        learnt["outer"].tolist(),
-        learnt["path"].tolist(),
-        bool(learnt["collapsed"]),
-        int(learnt["troubled"]),
-    )
+def clean_labels(works: Sequence[Work]) -> list[Outcome]:
+    """For each view everything up to the verdict on each row and the evidence for the network."""
+    alone, noisy = trusted_expert(works), noisy_expert(works)
+    matrix = matrix_expert(works, noisy)
+    experts = [[a["asked"], n, m] for a, n, m in zip(alone, noisy, matrix, strict=True)]
+    firsts = [opinion(work, told) for work, told in zip(works, experts, strict=True)]
+    learnt = fold_models(works, firsts, [a["halved"] for a in alone])
+    found = []
+    for work, told, first, own in zip(works, experts, firsts, learnt, strict=True):
+        final = opinion(work, [*told, own["asked"]])
+        found.append(Outcome(first, final, *told, own["asked"], PRESETS[int(own["best"])]))
+    return found

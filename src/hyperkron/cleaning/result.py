@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hyperkron.cleaning.annotators import label_matrix, reliability
 from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import Labelled, NewRows
-from hyperkron.cleaning.evidence import Evidence, of_label
+from hyperkron.cleaning.evidence import of_label
 from hyperkron.cleaning.folder import FORMAT
 from hyperkron.cleaning.given import USED, Given
 from hyperkron.cleaning.method import Outcome
@@ -33,7 +33,6 @@ SUSPECT_THRESHOLD = 0.5
 """A row whose label is more likely wrong than right is a suspect."""
 SHOWN_SUSPECTS = 5
 """Suspects that a notebook shows."""
-CURVES = ("weight of the experts κ", "weight of the given label β", "weight of learning the given label γ")
 
 
 @dataclass(frozen=True)
@@ -240,12 +239,11 @@ def about_run(
 
 
 def scores_summary(outcome: Outcome, scores: dict[str, Tensor], work: Work, train: Labelled) -> dict[str, Any]:
-    """The noise, the suspects, the weights, the sources of the labels and the way of λ."""
+    """The noise, the suspects, the weights, the sources of the labels and (κ, β, γ)."""
     probability, weight = (scores[name] for name in ("error_probability", "weight"))
     posterior, given = outcome.final.posterior, work.given[work.noisy]
     matrix = outcome.final.votes.confusion[0] if work.votes is None else label_matrix(posterior, given)
     sources = [] if work.votes is None else reliability(posterior, work.votes, train.annotators, train.classes)
-    curve = {"x": list(range(1, len(outcome.outer) + 1)), "x_label": "outer step"}
     return {
         "noise": {
             "rate": float(probability.nanmean()),
@@ -258,12 +256,7 @@ def scores_summary(outcome: Outcome, scores: dict[str, Tensor], work: Work, trai
             "edges": [round(i / 20, 2) for i in range(21)],
             "counts": torch.histc(weight[~weight.isnan()].float(), bins=20, min=0, max=1).long().tolist(),
         },
-        "evidence": dict(zip(Evidence.NAMES, outcome.scale, strict=True)),
-        "collapsed": outcome.collapsed,
-        "curves": [
-            {"name": "loss on held-out trusted rows", **curve, "y": outcome.outer},
-            *({"name": name, **curve, "y": [p[i] for p in outcome.path]} for i, name in enumerate(CURVES)),
-        ],
+        "evidence": dict(zip(("experts", "label", "belief"), outcome.scale, strict=True)),
     }
 
 
@@ -290,27 +283,10 @@ def per_class(parts: list[Labelled], suspect: Tensor, right: Tensor, test_right:
 def history(outcome: Outcome, work: Work) -> Tensor:
     """How much each row was believed along the way: 1 at first, then by each expert, then after each pooling."""
     given = work.given[work.noisy]
-    experts = [outcome.trusted_expert, outcome.pooled_expert, outcome.matrix_expert]
+    experts = [outcome.trusted_expert, outcome.noisy_expert, outcome.matrix_expert]
     believed = [of_label(p[work.noisy], given) for p in experts]
     pooled = [of_label(opinion.posterior, given) for opinion in (outcome.first, outcome.final)]
     return torch.stack([torch.ones_like(believed[0]), *believed, *pooled], dim=1)
-
-
-def trouble(outcome: Outcome) -> list[str]:
-    """What a person should know about how κ, β and γ were learnt."""
-    found = []
-    if outcome.collapsed:
-        found.append("Learning how much to trust the labels diverged, so the starting values were used.")
-    if outcome.troubled:
-        of = max(outcome.troubled, 2 * len(outcome.outer))
-        found.append(
-            f"{outcome.troubled} of {of} hypergradients are inexact: their linear solve did not finish normally. "
-            "The run continued. They only control how much experts and given labels are trusted (κ, β and γ); "
-        )
-        few = "this few hardly change which rows are suspects."
-        many = "with this many, rely on the suspects only if the curves of κ, β and γ in the report become flat."
-        found[-1] += few if 10 * outcome.troubled <= of else many
-    return found
 
 
 def _hardware(device: torch.device) -> str:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning import recorded
-from hyperkron.cleaning.alternatives import DESCRIPTIONS, available, judged, targets_for
-from hyperkron.cleaning.budget import READY, steps_of, within
+from hyperkron.cleaning.alternatives import DESCRIPTIONS, available, delivered, judged, targets_for
+from hyperkron.cleaning.budget import steps_of, within
 from hyperkron.cleaning.choice import Judged, choose, different, first_verdict, judge, verdict
 from hyperkron.cleaning.config import OURS, CleanConfig, Progress, SilentProgress
 from hyperkron.cleaning.data import Labelled
@@ -33,12 +33,11 @@ from hyperkron.cleaning.result import (
     history,
     per_class,
     scores_summary,
-    trouble,
 )
 from hyperkron.cleaning.sources import model_name
 from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import TrainingPlan, predict
-from hyperkron.cleaning.work import Work, folds, train_on
+from hyperkron.cleaning.work import Work, folds
 from hyperkron.solution import HyperkronWarning
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.signals import Interrupted, Signals
@@ -91,27 +90,29 @@ class CleaningRun:
         finished = [] if self.folder is None else self.folder.logged("stage")
         self.progress.start(max(1, total - sum(int(line["steps"]) for line in finished)))
         with self._timed("cleaning"):
-            outcome = self.outcome = clean_labels(work)
-        self._say(trouble(outcome))
+            [outcome] = clean_labels([work])
+            self.outcome = outcome
         with self._timed("network"):
-            plan = outcome.paced(work, work.last)
-            self.networks[OURS] = train_on(work, "network-hyperkron", targets_for(OURS, work, outcome), plan)
+            self.networks[OURS] = delivered(OURS, work, outcome)
         self.scores = self._scores()
         if self.folder is not None and self.writes:
             self.folder.write_rows(self.parts[0], self.scores)
             self.folder.write_inputs(self._about_inputs(), self.prepared.transform.tensors())
             self.folder.write_model(self.networks[OURS])
         with self._timed("comparison"):
+            self._write_first()
+            views, frequent = work.views(), outcome.final.posterior.mean(0)
+            outcomes = clean_labels(views)
             for name in (OURS, *self.names):
-                self._write_first()
                 with self._timed(name, "candidate"):
-                    answers = judged(name, work, outcome) if self.names else outcome.fold_models[work.trusted]
-                    self.table.append(judge(name, answers, work.given[work.trusted]))
+                    answers = judged(name, views, outcomes)[work.trusted]
+                    self.table.append(judge(name, answers, work.given[work.trusted], frequent))
+                self._write_first()
             chosen = choose(self.table)
             for name in self.names:
                 if self.prepared.test is not None or name == chosen:
                     with self._timed(name, "candidate"):
-                        self.networks[name] = train_on(work, f"network-{name}", targets_for(name, work, outcome))
+                        self.networks[name] = delivered(name, work, outcome)
         return self._finish(chosen)
 
     def _prepare(self) -> Prepared:
@@ -327,10 +328,8 @@ class CleaningRun:
             "test_accuracy": float(right[c.name].float().mean()) if c.name in right else None,
         }
 
-    def _spent_on(self, name: str) -> float | None:
-        """Seconds of training and judging a candidate; None where its answers came with the method's experts."""
-        if name in READY and name not in self.networks:
-            return None
+    def _spent_on(self, name: str) -> float:
+        """Seconds of training and judging a candidate."""
         ours = self.seconds["cleaning"] + self.seconds["network"] if name == OURS else 0.0
         return round(ours + self.spent[name], 2)
 

@@ -1,42 +1,51 @@
-"""What every stage of a cleaning run needs: the rows, the plans of its trainings, and how to train a network."""
+"""What every stage of a cleaning run needs: the rows, the plans of its trainings, and how to train a network.
+
+A candidate is a function of the rows that it may see. The whole :class:`Work` holds all trusted rows, and what comes
+out is made from it. :meth:`Work.views` gives the same work without one fold of the trusted rows after the other: all
+that looks at trusted labels is done again in each view, and the fold that was left out judges it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from hyperkron.cleaning.batched_training import train_batched
+from hyperkron.cleaning.batched_training import stackable, train_batched
 from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.evidence import certain
 from hyperkron.cleaning.stages import Stages, Tensors
-from hyperkron.cleaning.trainer import Inputs, Tick, TrainingPlan, TrainingTargets, train
+from hyperkron.cleaning.trainer import Inputs, Tick, TrainingPlan, TrainingTargets
 
 MANY_ROWS = 3
 """There are many rows where a plain training takes this many times the least number of steps."""
 SHORT_TRAINING = 0.5
 """Length of the trainings that only give an opinion, as a part of the full length."""
 FINAL_TRAINING = 0.75
-"""Length of the training of the network that comes out, as a part of the full length."""
+"""Length of the training of every candidate's network, as a part of the full length."""
+JUDGING_FOLDS, FEW_JUDGING_FOLDS = 5, 2
+"""Folds of the trusted rows where networks are trained side by side, and where each costs its whole training."""
 
 
 @dataclass
 class Work:
-    """What every stage needs.
+    """What every stage needs; all of the trusted rows, or a view without some of them.
 
     Attributes:
         inputs: of all rows, noisy ones first.
         given: labels of all rows, on the device; those of trusted rows are right.
-        noisy, trusted: row numbers.
+        noisy, trusted: numbers of the rows that may be used.
         classes: how many.
-        fold: 0 or 1 for every row, balanced over classes.
+        fold: the half, 0 or 1, of every row, balanced over classes; the same for noisy rows in all views.
         build: makes a fresh network.
         plan: of a full training.
         config: the settings.
         stages: finished results.
         tick: called with the stage's name and steps done.
+        held_out: numbers of the trusted rows that are left out of a view, to judge what is made from it.
+        scope: begins the names of a view's stages.
         votes: of several sources on the noisy rows (N, S), −1 where one is silent; None where labels are single.
     """
 
@@ -51,7 +60,29 @@ class Work:
     config: CleanConfig
     stages: Stages
     tick: Callable[[str, int], None]
+    held_out: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    scope: str = ""
     votes: Tensor | None = None
+
+    @property
+    def judging_folds(self) -> int:
+        """How many views there are."""
+        with torch.random.fork_rng(devices=[]):
+            beside = stackable([self.build()], self.inputs)
+        return min(JUDGING_FOLDS if beside else FEW_JUDGING_FOLDS, len(self.trusted))
+
+    def views(self) -> list[Work]:
+        """The same without one fold of the trusted rows after the other, of each class as many in every fold."""
+        count = self.judging_folds
+        part = folds(self.given, [self.trusted], count, self.config.seed)[self.trusted]
+        found = []
+        for k in range(count):
+            kept = self.trusted[part != k]
+            halves = folds(self.given, [self.noisy, kept], 2, self.config.seed)
+            found.append(
+                replace(self, trusted=kept, held_out=self.trusted[part == k], fold=halves, scope="without-fold-")
+            )
+        return found
 
     @property
     def short(self) -> TrainingPlan:
@@ -60,7 +91,7 @@ class Work:
 
     @property
     def last(self) -> TrainingPlan:
-        """Of the network that comes out: where there are few rows not longer than the short one."""
+        """Of the network of every candidate: where there are few rows not longer than the short one."""
         return replace(self.short, epochs=FINAL_TRAINING * self.plan.epochs)
 
     @property
@@ -108,6 +139,20 @@ class Work:
         return train_batched(self.build, self.inputs, targets, plan, seeds=own, tick=self.ticker(name))
 
 
+def staged(works: Sequence[Work], name: str, compute: Callable[[], list[Tensors]]) -> list[Tensors]:
+    """The results of a stage for one or several views, found or computed all together."""
+    first = works[0]
+
+    def joined() -> Tensors:
+        return {f"{i}-{key}": x for i, found in enumerate(compute()) for key, x in found.items()}
+
+    kept = first.stages(first.scope + name, joined)
+    return [
+        {key.partition("-")[2]: x for key, x in kept.items() if key.partition("-")[0] == str(i)}
+        for i in range(len(works))
+    ]
+
+
 def folds(given: Tensor, groups: list[Tensor], count: int, seed: int) -> Tensor:
     """A fold for every row: within each group and label as even as can be, and at random."""
     random = torch.Generator().manual_seed(seed)
@@ -120,30 +165,3 @@ def folds(given: Tensor, groups: list[Tensor], count: int, seed: int) -> Tensor:
             found[mine] = (torch.arange(len(mine)) + offset) % count
             offset += len(mine)
     return found.to(given.device)
-
-
-def train_on(
-    work: Work, name: str, targets: TrainingTargets, plan: TrainingPlan | None = None, seed: int = 0
-) -> nn.Module:
-    """A network trained on targets, from disk if it was trained before."""
-    trained: list[nn.Module] = []
-
-    def compute() -> Tensors:
-        network = train(
-            work.build,
-            work.inputs,
-            targets,
-            plan or work.plan,
-            seed=work.config.seed + seed,
-            tick=work.ticker(name),
-        )
-        trained.append(network)
-        return dict(network.state_dict())
-
-    weights = work.stages(name, compute)
-    if trained:
-        return trained[0]
-    with torch.random.fork_rng(devices=[]):
-        network = work.build().to(work.device)
-    network.load_state_dict(weights)
-    return network.eval()
