@@ -36,7 +36,7 @@ SILENT = -1
 """In place of a class, where a source does not vote."""
 ITERATIONS = 10
 """Of expectation maximisation."""
-SHRINKAGE = 50.0
+SHRINKAGE = 100.0
 """Votes' worth of the other sources, added to those of each source: one with few votes is taken for an average one."""
 
 

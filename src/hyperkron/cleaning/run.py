@@ -181,7 +181,7 @@ class CleaningRun:
             self.config,
             stages,
             self._tick,
-            None if self.parts[0].votes is None else torch.as_tensor(self.parts[0].votes).to(self.device),
+            votes=None if self.parts[0].votes is None else torch.as_tensor(self.parts[0].votes).to(self.device),
         )
         if self.config.budget is not None:
             notes = notes + self._fit_budget(self.config.budget)
