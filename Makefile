@@ -8,6 +8,7 @@
 #   make grid     every model × λ × hypergradient against an oracle, and count those silently wrong
 #   make audit    known vulnerabilities of the pinned versions, where the database can be reached
 #   make ranks    1 to 4 processes give the same numbers, and survive a kill of one
+#   make sweeps   kill one of four sweep workers, 20 times, and count trials that are lost, stuck or done twice
 #   make soak     ten thousand steps: memory, hooks and file handles
 #   make format   let ruff rewrite the code in the house style
 #   make clean    remove caches and builds (make distclean: the environment too)
@@ -36,7 +37,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint types unit long bench faults ranks grid audit soak format clean distclean stale
+.PHONY: help venv demo test lint types unit long bench faults ranks sweeps grid audit soak format clean distclean stale
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -87,6 +88,10 @@ faults: $(STAMP)
 ranks: export OMP_NUM_THREADS := 1
 ranks: $(STAMP)
 	$(PY) benchmarks/ranks.py
+
+sweeps: export OMP_NUM_THREADS := 1
+sweeps: $(STAMP)
+	$(PY) benchmarks/sweep_faults.py
 
 grid: export OMP_NUM_THREADS := 1
 grid: $(STAMP)

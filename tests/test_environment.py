@@ -42,6 +42,7 @@ LAYERS = (
     "algorithms",
     "hyper",
     "training",
+    "sweeps",
     "attribution",
     "cleaning.data",
     "cleaning.models",

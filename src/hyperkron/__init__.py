@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # what a type checker sees; without __getattr__, so that it f
     from hyperkron import training as training
     from hyperkron.algorithms import AID as AID
     from hyperkron.attribution import Attribution as Attribution
-    from hyperkron.attribution import attribute as attribute
+    from hyperkron.attribution.attribute import attribute as attribute
     from hyperkron.cleaning import CleanConfig as CleanConfig
     from hyperkron.cleaning import CleanResult as CleanResult
     from hyperkron.cleaning import clean as clean
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # what a type checker sees; without __getattr__, so that it f
     from hyperkron.hypergradient import pcg as pcg
     from hyperkron.hypergradient import sama as sama
     from hyperkron.hypergradient import truncated as truncated
-    from hyperkron.hypergradient import unrolled as unrolled
+    from hyperkron.hypergradient.unrolled import unrolled as unrolled
     from hyperkron.problem import BilevelProblem as BilevelProblem
     from hyperkron.solution import HypergradientResult as HypergradientResult
     from hyperkron.solution import HyperkronError as HyperkronError
@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # what a type checker sees; without __getattr__, so that it f
     from hyperkron.training import InnerLoop as InnerLoop
     from hyperkron.training import Run as Run
     from hyperkron.training import Simplex as Simplex
-    from hyperkron.training import fit as fit
+    from hyperkron.training.fit import fit as fit
 else:
 
     def __getattr__(name: str) -> object:

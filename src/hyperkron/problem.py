@@ -85,6 +85,17 @@ class BilevelProblem:
         return True
 
 
+class Both(nn.Module):
+    """θ and λ in one module, so that ``torch.func.functional_call`` can substitute parameters of either."""
+
+    def __init__(self, model: nn.Module, hyper: nn.Module) -> None:
+        super().__init__()
+        self.model, self.hyper = model, hyper
+
+    def forward(self, function: Objective, batch: Any) -> Loss | Tensor:
+        return function(self.model, self.hyper, batch)
+
+
 def rows(terms: Sequence[Term], examples: int) -> tuple[float, ...]:
     """Over how many rows the mean in each criterion of a loss runs; the number of examples where it has none."""
     counts = (float(t.row_losses.numel() if t.valid is None else t.valid.sum()) for t in terms)

@@ -12,8 +12,8 @@ How to add one
    ``state.inner.step`` (θ) and ``state.outer.step`` (λ), so that any optimizer and projection works; then
    ``return state.finish(...)``, or ``state.follow(...)``, which moves λ too. θ lives in the model and λ in hyper;
    whatever else must survive a step goes into ``state.trees`` (vectors), ``state.numbers`` or ``state.twins`` (second
-   points with an optimizer), set up in ``prepare(state)``. Then resuming, seeding, devices and dtypes take care of
-   themselves.
+   points with an optimizer), set up in ``prepare(state)``; ``state.hypergradient`` is the field ``hypergradient``, or
+   what ``method()`` returns. Then resuming, seeding, devices and dtypes take care of themselves.
 4. Export it in ``algorithms/__init__.py``, add a case to ``tests/algorithms/test_accuracy.py`` with the point where
    it must come to rest (λ*, or its own point in closed form), and one to ``docs/make_algorithms_table.py``; run that.
 """

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from hyperkron.cleaning.alternatives import BLIND
+from hyperkron.cleaning.alternatives import BLIND, ESTIMATORS, TREES
 from hyperkron.cleaning.config import OURS
 from hyperkron.cleaning.method import PRESETS
 from hyperkron.cleaning.trainer import TrainingPlan, TrainingTargets, train
@@ -40,6 +40,8 @@ def _of_candidate(name: str, works: list[Work]) -> int:
     """Of a candidate's networks; what cleanlab takes out is not known beforehand."""
     noisy, trusted = len(works[0].noisy), max(len(work.trusted) for work in works)
     rows = {"noisy": noisy, "trusted": trusted}.get(name, noisy + trusted)
+    if name in (*TREES, *ESTIMATORS):
+        return 0
     networks = 1 if name in BLIND else len(works)
     return networks * (works[0].last.steps(rows) + (works[0].short.steps(noisy) if name == "sama" else 0))
 
@@ -69,7 +71,17 @@ def within(work: Work, names: list[str], test: bool, seconds: float) -> tuple[Tr
         plan = replace(work.plan, epochs=work.plan.epochs * share, least=least)
         if steps_of(work, plan, names, test) * each <= seconds:
             break
-    for name in ("sama", "cleanlab", "small-loss", "trusted-confidence", "noisy", "pooled", "trusted"):
+    for name in (
+        "sama",
+        "gold-loss",
+        "neighbours",
+        "cleanlab",
+        "small-loss",
+        "trusted-confidence",
+        "noisy",
+        "pooled",
+        "trusted",
+    ):
         if steps_of(work, plan, names, test) * each > seconds and name in names:
             names.remove(name)
             messages.append(f"'{name}' is left out of the comparison to stay within the budget of {seconds:.0f} s.")

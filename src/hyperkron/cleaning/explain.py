@@ -102,6 +102,11 @@ def explain(
         remedy = f"it has not finished: continue with `hyperkron resume {out}`" if kept else "name one of clean()"
         raise HyperkronError(f"out={str(out)!r} holds no finished run; {remedy}.")
     result = continued(out, model, None, progress, writes=False)
+    if not any(True for _ in result.model.parameters()):
+        raise HyperkronError(
+            f"out={str(out)!r}: its model is a tree ensemble, and only networks can be explained; run clean() with a "
+            "network of your own, model=..., to get one."
+        )
     assert result.learnt is not None and result.transform is not None
     learnt = result.learnt()
     source = RunFolder(out, new=False).read_config()["source"]
@@ -118,8 +123,8 @@ def explain(
     explained = []
     for q, (probability, best) in enumerate(zip(*predicted.max(1), strict=True)):
         sides = [_witnesses(side(q, count), learnt) for side in (found.helpful, found.harmful)]
-        names = (rows.classes[int(k)] for k in (rows.labels[q], best))
-        explained.append(Explained(int(rows.rows[q]), *names, float(probability), shown(rows, q), *sides))
+        label, said = rows.classes[int(rows.labels[q])], rows.classes[int(best)]
+        explained.append(Explained(int(rows.rows[q]), label, said, float(probability), shown(rows, q), *sides))
     return Explanation(out.resolve().name, rows.kind, explained, messages, found)
 
 

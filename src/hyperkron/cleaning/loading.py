@@ -16,6 +16,7 @@ from hyperkron.cleaning.data import InputForm
 from hyperkron.cleaning.fields import REMEDY, Fields, parse, read_result, read_text
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.models import TextEncoder
+from hyperkron.cleaning.models.trees import rebuilt
 from hyperkron.cleaning.prepare import InputTransform, network_builder, pick_device
 from hyperkron.cleaning.recorded import encoder_identity, refuse_other_encoder, refuse_other_model
 from hyperkron.cleaning.result import CleanResult
@@ -151,9 +152,8 @@ def _predictor(
     where = pick_device(device)
     layers, shape = int(about.raw.get("layers") or 0), tuple(int(n or 0) for n in about.numbers("input_shape"))
     transform = InputTransform.load(form, tensors, _encoder(about, encoder, where), layers)
-    network = network_builder(transform, shape, len(about.texts("classes")), model)().to(where).eval()
-    _load_weights(network, folder / "model.safetensors")
-    return transform, network
+    build = network_builder(transform, shape, len(about.texts("classes")), model)
+    return transform, _stored_model(build, folder / "model.safetensors").to(where).eval()
 
 
 def _encoder(about: Fields, encoder: str | None, device: torch.device) -> TextEncoder | None:
@@ -165,12 +165,12 @@ def _encoder(about: Fields, encoder: str | None, device: torch.device) -> TextEn
     return found
 
 
-def _load_weights(network: nn.Module, file: Path) -> None:
+def _stored_model(build: Callable[[], nn.Module], file: Path) -> nn.Module:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        network.load_state_dict(load_file(file))
-    except (OSError, SafetensorError, RuntimeError) as error:
+        return rebuilt(build, load_file(file))
+    except (OSError, SafetensorError, RuntimeError, HyperkronError) as error:
         reason = " ".join(str(error).split())[:200]
         raise HyperkronError(f"{file} is not the network of this run ({reason}); {REMEDY}.") from error

@@ -25,7 +25,7 @@ from hyperkron.cleaning.given import USED, Given
 from hyperkron.cleaning.method import Outcome
 from hyperkron.cleaning.prepare import InputTransform
 from hyperkron.cleaning.recorded import installed_version
-from hyperkron.cleaning.trainer import Inputs, TrainingPlan, TrainingTargets, predict
+from hyperkron.cleaning.trainer import Inputs, TrainingPlan, TrainingTargets, device_of, predict
 from hyperkron.cleaning.work import Work
 from hyperkron.solution import HyperkronError, HyperkronWarning
 
@@ -191,7 +191,7 @@ class CleanResult:
             raise HyperkronError("this result has no model to predict with.")
         found = self.transform.form.read(rows, **reading)
         probabilities = torch.full((found.count, len(self.classes)), torch.nan)
-        device = next(self.model.parameters()).device
+        device = device_of(self.model)
         if len(found.rows):
             inputs = self.transform(found.inputs, device)
             answers = predict(self.model, inputs, torch.arange(len(inputs), device=device)).cpu()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning import recorded
-from hyperkron.cleaning.alternatives import DESCRIPTIONS, available, delivered, judged, targets_for
+from hyperkron.cleaning.alternatives import DESCRIPTIONS, ESTIMATORS, available, delivered, judged, targets_for
 from hyperkron.cleaning.budget import steps_of, within
 from hyperkron.cleaning.choice import Judged, choose, different, first_verdict, judge, verdict
 from hyperkron.cleaning.config import OURS, CleanConfig, Progress, SilentProgress
@@ -22,7 +22,8 @@ from hyperkron.cleaning.data import Labelled
 from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.method import clean_labels
-from hyperkron.cleaning.models import HASHED, EncoderUnavailable, TextEncoder, choose_encoder, load_encoder
+from hyperkron.cleaning.models import HASHED, EncoderUnavailable, TextEncoder, choose_encoder, load_encoder, trees
+from hyperkron.cleaning.own import EstimatorModel, Own
 from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
 from hyperkron.cleaning.progress import EmbeddingBar, stage_in_words
 from hyperkron.cleaning.result import (
@@ -36,12 +37,16 @@ from hyperkron.cleaning.result import (
 )
 from hyperkron.cleaning.sources import model_name
 from hyperkron.cleaning.stages import Stages
-from hyperkron.cleaning.trainer import TrainingPlan, predict
+from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict
 from hyperkron.cleaning.work import Work, folds
 from hyperkron.solution import HyperkronWarning
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.signals import Interrupted, Signals
 
+KEPT_MODEL = (
+    "Your estimator is in result.model; it is not written to the run folder, which would need pickle. "
+    "model.safetensors holds the cleaned model."
+)
 SECONDS_BETWEEN_RESULTS = 5.0
 """How often result.json is written while alternatives are compared."""
 
@@ -51,6 +56,7 @@ class CleaningRun:
     """One run: prepared inputs, the method, the alternatives, the choice, and what is written."""
 
     parts: list[Labelled]
+    own: Own
     config: CleanConfig
     folder: RunFolder | None
     model: Callable[[], nn.Module] | None
@@ -113,17 +119,19 @@ class CleaningRun:
                 if self.prepared.test is not None or name == chosen:
                     with self._timed(name, "candidate"):
                         self.networks[name] = delivered(name, work, outcome)
+        if self.folder is not None and isinstance(self.networks[chosen], EstimatorModel):
+            self._say([KEPT_MODEL])
         return self._finish(chosen)
 
     def _prepare(self) -> Prepared:
         self.progress.message(f"{len(self.parts[0])} training rows, {len(self.parts[1])} trusted rows")
         self._say([message for part in self.parts for message in part.messages])
         cache = None if self.folder is None else self.folder.path / "embeddings"
-        encoder = self._load_encoder() if self.parts[0].kind == "text" else None
+        encoder = self._load_encoder() if self.own.parts[0].kind == "text" else None
         bar = EmbeddingBar(self.progress, self._check_signals)
         with self._timed("preparation"):
             found = prepare(
-                self.parts, self.config, self.device, encoder=encoder, model=self.model, cache=cache, progress=bar
+                self.own.parts, self.config, self.device, encoder=encoder, model=self.model, cache=cache, progress=bar
             )
         bar.stop()
         network = recorded.network_identity(found.build, self.device)
@@ -165,7 +173,9 @@ class CleaningRun:
         given = torch.cat(labels).to(self.device)
         noisy, trusted = torch.arange(len(given), device=self.device).split([len(part) for part in labels])
         plan = TrainingPlan() if self.config.epochs is None else TrainingPlan(epochs=self.config.epochs)
-        self.names, notes = available(self.config.compare)
+        table, dense = self.own.parts[0].kind == "table", isinstance(self.prepared.inputs, Dense)
+        self.names, notes = available(self.config.compare, table=table, vectors=dense)
+        self.names += ESTIMATORS if self.own.estimator is not None else ()
         stages = Stages(None)
         if self.folder is not None:
             stages = Stages(self.folder.stages, recorded.digest(self.folder.read_config()), self.device)
@@ -181,6 +191,10 @@ class CleaningRun:
             self.config,
             stages,
             self._tick,
+            table and trees.installed(),
+            self.model is None,
+            None if self.own.probabilities is None else self.own.probabilities.to(self.device),
+            self.own.estimator,
             votes=None if self.parts[0].votes is None else torch.as_tensor(self.parts[0].votes).to(self.device),
         )
         if self.config.budget is not None:
@@ -284,7 +298,8 @@ class CleaningRun:
     def _finish(self, chosen: str) -> CleanResult:
         summary, network = self._summary(chosen), self.networks[chosen]
         if self.folder is not None and self.writes:
-            self.folder.write_model(network)
+            if not isinstance(network, EstimatorModel):
+                self.folder.write_model(network)
             self.folder.write_json("result.json", summary)
         work, outcome = self.work, self.outcome
         return CleanResult.of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -298,6 +299,12 @@ def train(
         stream = batches(count, plan.batch_for(count), None, device)
         [network] = descend(networks, [stream], plan, plan.steps(count) if steps is None else steps, tick)
     return network
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model is; one without tensors computes on the CPU."""
+    found = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if found is None else found.device
 
 
 @torch.no_grad()

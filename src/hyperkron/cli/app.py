@@ -20,7 +20,7 @@ from hyperkron.cli.output import UsageError, ensure_streams, finished, say, say_
 from hyperkron.cli.parser import check, parse
 
 OK, ERROR, USAGE = 0, 1, 2
-_MODULES = {"clean": "cleaning", "resume": "cleaning", "doctor": "doctor"}
+_MODULES = {"clean": "cleaning", "resume": "cleaning", "sweep": "sweeping", "doctor": "doctor"}
 """Where the functions of the commands are, each named after its command; all others are in runs.py."""
 
 

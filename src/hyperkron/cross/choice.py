@@ -254,7 +254,15 @@ class Cross:
 
     def _replaced(self, exact: _Found | None, reasons: list[str]) -> _Found | None:
         """``exact``, double backward, in place of the way asked for, which would be wrong: a warning says so."""
-        _warn_stopped(reasons) if exact is None else _warn_replaced(self.mode)
+        if exact is None:
+            _warn_stopped(reasons)
+            return None
+        warn_once(
+            f"cross-stopped-{self.mode}",
+            f"cross='{self.mode}' would be wrong: the inner loss holds something constant that moves with θ (through "
+            "detach(), no_grad or a straight-through estimator). Double backward was used instead; write "
+            "cross='reverse', or let λ weight the losses of hyperkron.losses.",
+        )
         return exact
 
     # --- one way ---------------------------------------------------------------------------------------------------
@@ -365,13 +373,4 @@ def _warn_inexact(error: float, reasons: list[str]) -> None:
         "cross-inexact",
         f"the finite-difference cross term has an error of about {error:.1%}, and no exact way works "
         f"with this model ({'; '.join(reasons)}); set radius, or use float64.",
-    )
-
-
-def _warn_replaced(mode: str) -> None:
-    warn_once(
-        f"cross-stopped-{mode}",
-        f"cross='{mode}' would be wrong: the inner loss holds something constant that moves with θ (through detach(), "
-        "no_grad or a straight-through estimator). Double backward was used instead; write cross='reverse', or let λ "
-        "weight the losses of hyperkron.losses.",
     )

@@ -179,11 +179,8 @@ def _weighted_sum(
 
 def _adds_up(point: Point, loss: Loss) -> bool:
     """Whether ∂_λ J_in is what the weights and penalties of its record make of it: nobody has changed its value."""
-    parts = []
-    for term in loss.terms:
-        w = _product(term.factors)
-        if w is not None:
-            parts.append((w * term.row_losses.detach()).sum())
+    weights = [(_product(term.factors), term.row_losses.detach()) for term in loss.terms]
+    parts = [(w * losses).sum() for w, losses in weights if w is not None]
     for penalty in loss.l2:
         alpha = _product(penalty.factors)
         if alpha is not None:

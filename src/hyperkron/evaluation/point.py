@@ -25,7 +25,7 @@ from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.execution import Execution
 from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small, twice_differentiable
 from hyperkron.losses import Loss, as_loss
-from hyperkron.problem import BilevelProblem, Objective
+from hyperkron.problem import BilevelProblem, Both
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError, NonFiniteError
 from hyperkron.trees import Tree
@@ -187,7 +187,7 @@ class Point:
                 else:
                     named = {f"model.{name}": p for name, p in params.items()}
                     with differentiable_checkpoints(keep=True):
-                        value = functional_call(_Caller(self.model), named, (function, self.hyper, batch))
+                        value = functional_call(Both(self.model, self.hyper), named, (function, batch))
             self.met_autocast = self.met_autocast or (mode is not None and mode.met_autocast)
             return value
 
@@ -300,17 +300,6 @@ def _look_at(p: Any, memory: Tensor) -> None:
         p._local_tensor = memory
     else:
         p.data = memory
-
-
-class _Caller(nn.Module):
-    """Gives an objective the module form that ``functional_call`` substitutes parameters in."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Objective, hyper: nn.Module, batch: Any) -> Loss | Tensor:
-        return function(self.model, hyper, batch)
 
 
 def independent(level: Level, where: str = "") -> HyperkronError:

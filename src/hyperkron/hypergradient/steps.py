@@ -102,13 +102,29 @@ class SGD(Step):
         return {**params, **trees.add(moving, direction, -self.lr)}, state.updated(grads, momentum=buffer)
 
 
-class _AdamStep(Step):
-    """What Adam and AdamW share: options, moments and the step itself."""
+@dataclass(frozen=True)
+class Adam(Step):
+    """Adam with bias correction, as ``torch.optim.Adam`` (``weight_decay`` joins the gradient).
 
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
+        d = g + weight_decay·θ,    m⁺ = β₁m + (1−β₁)d,    v⁺ = β₂v + (1−β₂)d²,
+        θ⁺ = θ − lr · m⁺/(1−β₁ᵗ) / (√(v⁺/(1−β₂ᵗ)) + eps).
+
+    Where v⁺ = 0 (a gradient that was never anything but zero, as behind a dead ReLU) the derivative of √v⁺ is
+    taken as 0. There m⁺ = 0 too, so this is the exact derivative of the step, where plain autograd gives NaN.
+
+    Reference: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015).
+
+    Example:
+        >>> adam = Adam(lr=0.5)
+        >>> theta = {"w": torch.tensor([1.0])}
+        >>> adam.step(theta, {"w": torch.tensor([4.0])}, adam.init(theta))[0]
+        {'w': tensor([0.5000])}
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         check_positive("lr", self.lr)
@@ -135,31 +151,6 @@ class _AdamStep(Step):
             moved[name] = theta - (self.lr / (1.0 - beta1**count)) * (mean[name] / denominator)
         return {**params, **moved}, after
 
-
-@dataclass(frozen=True)
-class Adam(_AdamStep):
-    """Adam with bias correction, as ``torch.optim.Adam`` (``weight_decay`` joins the gradient).
-
-        d = g + weight_decay·θ,    m⁺ = β₁m + (1−β₁)d,    v⁺ = β₂v + (1−β₂)d²,
-        θ⁺ = θ − lr · m⁺/(1−β₁ᵗ) / (√(v⁺/(1−β₂ᵗ)) + eps).
-
-    Where v⁺ = 0 (a gradient that was never anything but zero, as behind a dead ReLU) the derivative of √v⁺ is
-    taken as 0. There m⁺ = 0 too, so this is the exact derivative of the step, where plain autograd gives NaN.
-
-    Reference: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015).
-
-    Example:
-        >>> adam = Adam(lr=0.5)
-        >>> theta = {"w": torch.tensor([1.0])}
-        >>> adam.step(theta, {"w": torch.tensor([4.0])}, adam.init(theta))[0]
-        {'w': tensor([0.5000])}
-    """
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
     def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:
         moving = {name: params[name] for name in grads}
         direction = trees.add(grads, moving, self.weight_decay) if self.weight_decay else grads
@@ -167,7 +158,7 @@ class Adam(_AdamStep):
 
 
 @dataclass(frozen=True)
-class AdamW(_AdamStep):
+class AdamW(Adam):
     """Adam with decoupled weight decay, as ``torch.optim.AdamW``.
 
     It is the step of :class:`Adam` without decay, taken from (1 − lr·weight_decay)·θ instead of θ.
@@ -181,9 +172,6 @@ class AdamW(_AdamStep):
         {'w': tensor([0.4500])}
     """
 
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
     weight_decay: float = 1e-2
 
     def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:

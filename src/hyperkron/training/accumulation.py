@@ -20,7 +20,7 @@ from hyperkron.evaluation.inputs import map_tensors, tensors_of
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
 from hyperkron.losses import Loss, as_loss
-from hyperkron.problem import BilevelProblem, Objective, rows, shares
+from hyperkron.problem import BilevelProblem, Both, Objective, rows, shares
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
@@ -148,17 +148,6 @@ def split(batch: Any, size: int | None) -> list[Any]:
 # --- sums over pieces --------------------------------------------------------------------------------------
 
 
-class Both(nn.Module):
-    """θ and λ in one module, so that both can be substituted."""
-
-    def __init__(self, model: nn.Module, hyper: nn.Module) -> None:
-        super().__init__()
-        self.model, self.hyper = model, hyper
-
-    def forward(self, function: Objective, batch: Any) -> Loss | Tensor:
-        return function(self.model, self.hyper, batch)
-
-
 class _Work:
     """An objective, where it is evaluated, and the pieces; every evaluation draws the same random numbers."""
 
@@ -194,24 +183,22 @@ class _Work:
     def gradients(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Gradients]:
         """J and its gradient: Σ_k R_k (J_k, ∂J_k) / Σ_k R_k."""
         leaves = tuple(x.detach().requires_grad_() for x in inputs)
-        sums: Gradients = (None,) * len(inputs)
-        value, counts = torch.zeros(()), []
+        value, sums, counts = torch.zeros(()), _Sums(len(inputs)), []
         with torch.enable_grad():
             for loss, count in self._losses(leaves):
                 counts.append(count)
                 value = value.to(loss.value) + loss.value.detach() * count[0]
                 if leaves and loss.value.requires_grad:
-                    sums = _plus(sums, torch.autograd.grad(loss.value, leaves, allow_unused=True), count[0])
+                    sums.add(torch.autograd.grad(loss.value, leaves, allow_unused=True), count[0])
                 del loss
         shares(counts)  # refuses unequal ones
         total = sum(count[0] for count in counts)
-        return value / total, _over(sums, total)
+        return value / total, sums.over(total)
 
     def products(self, inputs: tuple[Tensor, ...], used: list[int], vectors: tuple[Tensor, ...]) -> Gradients:
         """Σ_k R_k ∂⟨∂J_k, v⟩ / Σ_k R_k: Hessian products and cross terms, with the draws of the gradient."""
         leaves = tuple(x.detach().requires_grad_() for x in inputs)
-        sums: Gradients = (None,) * len(inputs)
-        total = 0.0
+        sums, total = _Sums(len(inputs)), 0.0
         with _rewound(self.random), torch.enable_grad(), twice_differentiable(self.both):
             for loss, count in self._losses(leaves):
                 total += count[0]
@@ -219,19 +206,25 @@ class _Work:
                 pairs = [(g, v) for g, v in zip(first, vectors, strict=True) if g is not None and g.requires_grad]
                 if pairs:
                     live, along = [g for g, _ in pairs], [v for _, v in pairs]
-                    sums = _plus(sums, torch.autograd.grad(live, leaves, along, allow_unused=True), count[0])
+                    sums.add(torch.autograd.grad(live, leaves, along, allow_unused=True), count[0])
                 del loss, first, pairs
-        return _over(sums, total)
+        return sums.over(total)
 
 
-def _plus(sums: Gradients, gradients: Gradients, weight: float) -> Gradients:
-    """sums + weight·gradients, some of which never come."""
-    scaled = [None if g is None else g.detach() * weight for g in gradients]
-    return tuple(y if x is None else x if y is None else x + y for x, y in zip(sums, scaled, strict=True))
+class _Sums:
+    """Weighted sums of gradients, some of which never come."""
 
+    def __init__(self, count: int) -> None:
+        self.totals: list[Tensor | None] = [None] * count
 
-def _over(sums: Gradients, total: float) -> Gradients:
-    return tuple(None if x is None else x / total for x in sums)
+    def add(self, gradients: Gradients, weight: float) -> None:
+        for i, g in enumerate(gradients):
+            if g is not None:
+                scaled, old = g.detach() * weight, self.totals[i]
+                self.totals[i] = scaled if old is None else old + scaled
+
+    def over(self, total: float) -> Gradients:
+        return tuple(None if x is None else x / total for x in self.totals)
 
 
 @contextlib.contextmanager

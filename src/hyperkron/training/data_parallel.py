@@ -25,10 +25,10 @@ from hyperkron.evaluation.inputs import map_tensors, tensors_of
 from hyperkron.evaluation.sharded import check, gathering, units
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.losses import BatchPlace, Loss, as_loss
-from hyperkron.problem import BilevelProblem, Objective
+from hyperkron.problem import BilevelProblem, Both, Objective
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError, warn_once
-from hyperkron.training.accumulation import Accumulated, Both, Level, batch_norms, length, refuse_what_is_no_mean
+from hyperkron.training.accumulation import Accumulated, Level, batch_norms, length, refuse_what_is_no_mean
 from hyperkron.trees import Tree
 
 

@@ -363,8 +363,6 @@ def _parts(x: Any) -> Iterable[tuple[str, Any]]:
     if hasattr(x, "__wrapped__"):
         return [("wrapped", x.__wrapped__)]
     held = _held(x)
-    if module.split(".")[0] == "hyperkron":
-        return [(k, v) for k, v in held.items() if not k.startswith("_") and k not in _UNSEEN]
     if not _library(module) or isinstance(x, (SimpleNamespace, argparse.Namespace)):
         return [(k, v) for k, v in held.items() if not k.startswith("__")]
     if module.split(".")[0] in sys.stdlib_module_names or module.startswith("torch._"):

@@ -1,4 +1,4 @@
-"""The page: what a run folder says, in the order in which a person asks."""
+"""The pages: what a run folder says, in the order in which a person asks; and the rows behind each prediction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hyperkron.cleaning.choice import FEW_PER_CLASS
+from hyperkron.cleaning.explain import Explanation
 from hyperkron.cleaning.fields import Fields
+from hyperkron.cleaning.recorded import installed_version
 from hyperkron.cleaning.report import plots, wording
 from hyperkron.cleaning.report.folder import RunContents, Suspect, read_run
 from hyperkron.cleaning.report.matrix import noise_table
@@ -21,6 +23,8 @@ PAGE_SIZE = 50
 """Suspects on one page of the table."""
 MAX_TEXT = 4000
 """Characters of a suspect's text on the page."""
+MAX_EXPLAINED_TEXT = 1000
+"""Characters of a text on the page of an explanation."""
 MAX_EXAMPLES = 2**25
 """Characters of all texts, pictures and features on the page; further suspects are listed without theirs."""
 MAX_CURVES = 24
@@ -50,11 +54,30 @@ def write_report(run_folder: str | Path) -> Path:
         'report.html'
     """
     folder = Path(run_folder)
-    page = render(read_run(folder)).encode("utf-8", "replace")
-    target = folder / "report.html"
+    page, target = render(read_run(folder)), folder / "report.html"
     remove_stale(target, ".report-????????.html")  # the names of earlier versions
-    with in_words(target, len(page)), whole_file(target) as temporary:
-        temporary.write_bytes(page)
+    return _write(page, target)
+
+
+def write_explanation(explanation: Explanation, target: str | Path) -> Path:
+    """Write an explanation as one web page, as :func:`write_report` does a run."""
+    status = explanation.attribution.stats["status"]
+    page = filled(
+        "explained.html.j2",
+        found=explanation,
+        right=sum(query.label == query.prediction for query in explanation.queries),
+        rows=explanation.attribution.scores.shape[1],
+        status="" if status.ok else status.value,
+        most=MAX_EXPLAINED_TEXT,
+        hyperkron=installed_version("hyperkron"),
+    )
+    return _write(page, Path(target))
+
+
+def _write(page: str, target: Path) -> Path:
+    data = page.encode("utf-8", "replace")
+    with in_words(target, len(data)), whole_file(target) as temporary:
+        temporary.write_bytes(data)
     return target
 
 
