@@ -32,10 +32,11 @@ def noisy_forest(work: Work) -> Tensor:
 
     def compute() -> Tensors:
         work.tick(NAME, 0)
-        labels = one_hot(work.given[work.noisy], work.classes).float()
-        trees, answers = forest(vectors(work, work.noisy), labels, seed=work.config.seed)
+        noisy = work.labelled(work.noisy)
+        labels = one_hot(work.given[noisy], work.classes).float()
+        trees, answers = forest(vectors(work, noisy), labels, seed=work.config.seed)
         asked = predict(trees, work.inputs, torch.arange(len(work.given), device=work.device))
-        asked[work.noisy] = answers
+        asked[noisy] = answers
         return {"asked": asked}
 
     return work.stages("forest-expert", compute)["asked"]

@@ -52,6 +52,7 @@ class Work:
         held_out: numbers of the trusted rows that are left out of a view, to judge what is made from it.
         scope: begins the names of a view's stages.
         shift: added to the seeds of a view's networks.
+        votes: of several sources on the noisy rows (N, S), −1 where one is silent; None where labels are single.
     """
 
     inputs: Inputs
@@ -72,6 +73,7 @@ class Work:
     held_out: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     scope: str = ""
     shift: int = 0
+    votes: Tensor | None = None
 
     @property
     def judging_folds(self) -> int:
@@ -138,6 +140,10 @@ class Work:
     def side(self, half: int, which: Tensor) -> Tensor:
         """Those of the rows that lie in this half."""
         return which[self.fold[which] == half]
+
+    def labelled(self, rows: Tensor) -> Tensor:
+        """Those of the rows that have a label."""
+        return rows[self.given[rows] >= 0]
 
     def known(self, rows: Tensor) -> Tensor:
         """The evidence that takes the labels as they are given."""
