@@ -110,9 +110,8 @@ def weigh_votes(
 def _single(opinion: Tensor, given: Tensor) -> Votes:
     """One source, whose confusion is the noise matrix."""
     labelled = given != SILENT
-    matrix, _ = noise_matrix(opinion[labelled], given[labelled])
-    told = label_evidence(matrix, given)
-    return Votes(matrix[None], 0.0, told, (opinion.clamp(min=1e-30).log() + told).softmax(1))
+    matrix, posterior = noise_matrix(opinion[labelled], given[labelled])
+    return Votes(matrix[None], 0.0, label_evidence(matrix, given), opinion.index_put((labelled,), posterior))
 
 
 def _shrunk(meant: Tensor, spoken: Tensor, size: Tensor, shrinkage: float) -> Tensor:
