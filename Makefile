@@ -2,11 +2,13 @@
 #
 #   make demo     hyperkron clean on mislabelled digits: wrong labels found, and a report
 #   make test     lint, types, doctests and tests
+#   make long     the tests that take too long for `make test`
 #   make bench    speed and memory against peers
 #   make faults   kill, signal and damage runs, and count those that survive
 #   make grid     every model × λ × hypergradient against an oracle, and count those silently wrong
 #   make audit    known vulnerabilities of the pinned versions, where the database can be reached
 #   make ranks    1 to 4 processes give the same numbers, and survive a kill of one
+#   make sweeps   kill one of four sweep workers, 20 times, and count trials that are lost, stuck or done twice
 #   make soak     ten thousand steps: memory, hooks and file handles
 #   make format   let ruff rewrite the code in the house style
 #   make clean    remove caches and builds (make distclean: the environment too)
@@ -35,7 +37,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint types unit bench faults ranks grid audit soak format clean distclean stale
+.PHONY: help venv demo test lint types unit long bench faults ranks sweeps grid audit soak format clean distclean stale
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -71,6 +73,10 @@ unit: export OMP_NUM_THREADS := 1
 unit: $(STAMP)
 	$(PY) -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
 
+long: export OMP_NUM_THREADS := 1
+long: $(STAMP)
+	$(PY) -m pytest -q -n $(WORKERS) -m long $(PYTEST_ARGS)
+
 bench: $(STAMP)
 	@test -n "$(BENCHMARKS)" || { echo "No benchmarks/bench_*.py here."; exit 1; }
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(PY) $$script; done
@@ -82,6 +88,10 @@ faults: $(STAMP)
 ranks: export OMP_NUM_THREADS := 1
 ranks: $(STAMP)
 	$(PY) benchmarks/ranks.py
+
+sweeps: export OMP_NUM_THREADS := 1
+sweeps: $(STAMP)
+	$(PY) benchmarks/sweep_faults.py
 
 grid: export OMP_NUM_THREADS := 1
 grid: $(STAMP)

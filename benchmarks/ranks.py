@@ -1,6 +1,6 @@
 """Several processes on this computer: the same numbers on 1 to 4, seconds of a step, and one of them killed.
 
-    python benchmarks/ranks.py [--kills 20 --steps 40]
+    python benchmarks/ranks.py [--kills 20 --steps 40] [--traffic-only]
 
 Processes are forked from this one, which never computes, and meet by gloo. A kill is *survived* if the other process
 ends with a message within a minute, and the two that are started again end where an uninterrupted run does (float64:
@@ -10,6 +10,7 @@ to 1e-10). The record goes to benchmarks/results/ranks.json.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -29,7 +30,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 
-from common import write_result
+from common import RESULTS, write_result
 
 import hyperkron as hk
 import parallel_runs
@@ -91,6 +92,24 @@ def grid() -> dict[str, torch.Tensor]:
     return found
 
 
+def traffic(size: int, folder: Path) -> dict[str, dict[str, int]]:
+    """Bytes of one hypergradient by every method, as all ranks together give them to collectives; and its products."""
+
+    def work(rank: int) -> None:
+        found: dict[str, dict[str, int]] = {}
+        parallel_runs.hypergradients(None, torch.float64, found)
+        (folder / f"traffic-{rank}.json").write_text(json.dumps(found))
+
+    assert ended(started(size, work, folder)) == [0] * size, (folder / "errors-0").read_text()
+    ranks = [json.loads((folder / f"traffic-{rank}.json").read_text()) for rank in range(size)]
+    return {
+        method: {
+            kind: n if kind == "products" else sum(rank[method][kind] for rank in ranks) for kind, n in one.items()
+        }
+        for method, one in ranks[0].items()
+    }
+
+
 def seconds() -> dict[str, torch.Tensor]:
     """Seconds of a step of ``fit``, after ten."""
     _, run = parallel_runs.trained(None, 10)
@@ -133,11 +152,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--traffic-only", action="store_true", help="count bytes, and keep the rest of the record")
     options = parser.parse_args()
     torch.set_num_threads(1)
     record: dict[str, Any] = {"seed": 0, "errors": {}, "seconds": {}}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+        record["traffic"] = {size: traffic(size, folder) for size in (2, 4)}
+        if options.traffic_only:
+            kept = json.loads((RESULTS / "ranks.json").read_text("utf-8"))
+            (RESULTS / "ranks.json").write_text(
+                json.dumps(kept | {"traffic": record["traffic"]}, indent=2) + "\n", "utf-8"
+            )
+            return
         one = results(1, grid, folder)
         for size in (2, 3, 4):
             found = results(size, grid, folder)

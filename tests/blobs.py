@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.cleaning import run
+from hyperkron.cleaning.models import trees
 from hyperkron.cleaning.trainer import TrainingPlan
 
 
@@ -56,8 +57,10 @@ def write_csv(path: Path, part: tuple[Tensor, Tensor]) -> Path:
 
 
 def quicken(monkeypatch: pytest.MonkeyPatch, least: int = 24) -> None:
-    """Trainings of a dozen steps instead of hundreds."""
+    """Trainings of a dozen steps instead of hundreds, and forests of a dozen trees."""
     monkeypatch.setattr(run, "TrainingPlan", partial(TrainingPlan, least=least))
+    monkeypatch.setattr(trees, "TREES", 12)
+    monkeypatch.setattr(trees, "ROUNDS", 5)
 
 
 class Watch:

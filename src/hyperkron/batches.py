@@ -49,7 +49,6 @@ class Fixed(Source):
         self.batch = batch
 
     def next(self) -> Any:
-        """The batch."""
         return self.batch
 
 
@@ -60,7 +59,6 @@ class FunctionSource(Source):
         self.function = function
 
     def next(self) -> Any:
-        """What the function returns."""
         return self.function()
 
 
@@ -179,7 +177,6 @@ class Examples(Source):
         return self.order.pop()
 
     def next(self) -> tuple[Tensor, ...]:
-        """The next batch."""
         return self.batch(self.index())
 
     def state_dict(self) -> dict[str, Any]:

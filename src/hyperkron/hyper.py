@@ -8,7 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hyperkron.collectives import Group, divided_over, taken
 from hyperkron.losses import Loss, l2
+from hyperkron.sharding import own_rows
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import check_interval, check_one_of, check_positive, check_whole
 
@@ -24,6 +26,9 @@ class SampleWeights(nn.Module):
             ``count``. With ``clip``, dσ_n/dλ_n = 1 everywhere (straight-through), so a λ_n outside [0, 1] can return;
             use the projection ``hk.Box(0, 1)`` to keep λ itself in [0, 1].
         init: the initial weight of every example. Default: 0.5; for ``softmax`` it is always 1.
+        group: the processes that share λ, as ``DataParallel(problem).group``; not for ``softmax``. Each holds
+            ⌈count/processes⌉ rows and their optimizer state, and ``weight`` is a ``DTensor``. Any process may ask for
+            any examples: of each a number and a value are sent, whatever ``count`` is. ``None``: λ is not divided.
 
     Example:
         >>> weights = SampleWeights(4)
@@ -31,7 +36,9 @@ class SampleWeights(nn.Module):
         tensor([0.5000, 0.5000], grad_fn=<AddBackward0>)
     """
 
-    def __init__(self, count: int, squash: Squash = "clip", init: float | None = None) -> None:
+    def __init__(
+        self, count: int, squash: Squash = "clip", init: float | None = None, *, group: Group | None = None
+    ) -> None:
         super().__init__()
         check_whole("count", count, remedy="it is the number of training examples")
         check_one_of("squash", squash, ("clip", "sigmoid", "softmax"))
@@ -45,17 +52,21 @@ class SampleWeights(nn.Module):
         if raw is None:
             check_interval("init", start, 0, 1, brackets="()", remedy="a sigmoid lies strictly between 0 and 1")
             raw = float(torch.logit(torch.tensor(start, dtype=torch.float64)))
-        self.squash = squash
-        self.weight = nn.Parameter(torch.full((count,), raw))
+        if group is not None and squash == "softmax":
+            raise HyperkronError("squash='softmax' needs all examples at once; use 'sigmoid' or 'clip' with group=.")
+        self.squash, self.group = squash, group
+        rows = range(count) if group is None else range(count)[own_rows(count, group.rank, group.size)]
+        values = torch.full((len(rows),), raw)
+        self.weight = nn.Parameter(values if group is None else divided_over(group, values, count))
 
     def forward(self, index: Tensor) -> Tensor:
         """The weights of the examples in ``index``."""
+        if self.squash == "softmax":
+            return self.weight.softmax(0)[index] * self.weight.numel()
+        raw = self.weight[index] if self.group is None else taken(self.group, self.weight, index)
         if self.squash == "clip":
-            raw = self.weight[index]
             return raw.detach().clamp(0.0, 1.0) + (raw - raw.detach())  # the difference is zero, its derivative one
-        if self.squash == "sigmoid":
-            return self.weight[index].sigmoid()
-        return self.weight.softmax(0)[index] * self.weight.numel()
+        return raw.sigmoid()
 
 
 class MetaWeightNet(nn.Module):

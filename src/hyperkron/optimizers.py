@@ -109,14 +109,9 @@ class Updates:
 
 
 class LevelOptimizer:
-    """The parameters of one level and the optimizer that moves them along a direction.
+    """The parameters of one level and the optimizer that moves them along a direction: by default descent at ``rate``.
 
-    Args:
-        params: θ or λ, by name.
-        given: an optimizer, :class:`Updates`, or ``None`` for plain gradient descent at ``rate``.
-        rate: the algorithm's own step sizes; used where ``given`` is ``None``.
-        project: applied to every parameter after every step, and once now.
-        level: how errors call it.
+    ``project`` is applied to every parameter after every step, and once now; ``level`` is how errors call it.
     """
 
     def __init__(

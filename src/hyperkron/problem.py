@@ -75,9 +75,25 @@ class BilevelProblem:
         return ONE_PROCESS
 
     @property
+    def divided(self) -> bool:
+        """Whether the problem is evaluated by a group of processes, be it of one."""
+        return False
+
+    @property
     def divides(self) -> bool:
         """Whether each of several processes is given the whole batch, and takes its part of it."""
         return True
+
+
+class Both(nn.Module):
+    """θ and λ in one module, so that ``torch.func.functional_call`` can substitute parameters of either."""
+
+    def __init__(self, model: nn.Module, hyper: nn.Module) -> None:
+        super().__init__()
+        self.model, self.hyper = model, hyper
+
+    def forward(self, function: Objective, batch: Any) -> Loss | Tensor:
+        return function(self.model, self.hyper, batch)
 
 
 def rows(terms: Sequence[Term], examples: int) -> tuple[float, ...]:
@@ -87,12 +103,7 @@ def rows(terms: Sequence[Term], examples: int) -> tuple[float, ...]:
 
 
 def shares(counts: list[tuple[float, ...]]) -> list[float]:
-    """What each part of a batch counts in the whole, from its :func:`rows`: J(batch) = Σ_k share_k J(part k).
-
-    Example:
-        >>> shares([(6.0,), (2.0,)])
-        [0.75, 0.25]
-    """
+    """What each part of a batch counts in the whole, from its :func:`rows`: J(batch) = Σ_k share_k J(part k)."""
     found = [[part / sum(column) for part in column] for column in zip(*counts, strict=True)]
     if any(abs(x - y) > 1e-9 for column in found[1:] for x, y in zip(found[0], column, strict=True)):
         raise HyperkronError(

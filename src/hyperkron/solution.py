@@ -130,12 +130,7 @@ _SEVERITY = (
 
 
 def worst(statuses: Iterable[Status]) -> Status:
-    """The status of several solves together: that of the one that went worst.
-
-    Example:
-        >>> worst([Status.DIVERGED, Status.CONVERGED]).name
-        'DIVERGED'
-    """
+    """The status of several solves together: that of the one that went worst."""
     return max(statuses, key=_SEVERITY.index)
 
 

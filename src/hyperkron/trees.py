@@ -1,19 +1,21 @@
 """Arithmetic on trees of tensors.
 
-A *tree* is a flat dictionary from parameter names to tensors, as ``dict(model.named_parameters())`` gives.
-It is the vector type of the whole library: θ, ∂_θ J and A⁻¹b are all trees. Every function here is out of
-place, treats all tensors in one fused call (``torch._foreach_*``) where that pays, and is differentiable
-where its arguments are.
-
-Binary functions match tensors by name, not by order, and refuse trees whose names or shapes differ.
+A *tree* is a flat dictionary from parameter names to tensors, the vector type of the whole library: θ, ∂_θ J and A⁻¹b
+are all trees. Every function here is out of place, uses one fused call where that pays, and is differentiable where its
+arguments are. Binary functions match tensors by name, and refuse trees whose names or shapes differ. Tensors may
+be divided among processes (:mod:`hyperkron.sharding`): products and norms are those of the whole.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
+
+from hyperkron.sharding import divided, is_sharded, local, over_processes
 
 Tree = dict[str, Tensor]
 """A vector made of named tensors."""
@@ -41,12 +43,7 @@ def _paired(a: Tree, b: Tree) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def add(a: Tree, b: Tree, alpha: float | Tensor = 1.0) -> Tree:
-    """a + alpha·b, with ``alpha`` a number or a 0-dimensional tensor (which is never copied to the host).
-
-    Example:
-        >>> add({"w": torch.ones(2)}, {"w": torch.ones(2)}, alpha=2.0)
-        {'w': tensor([3., 3.])}
-    """
+    """a + alpha·b, with ``alpha`` a number or a 0-dimensional tensor (which is never copied to the host)."""
     left, right = _paired(a, b)
     if not left:
         return {}
@@ -69,16 +66,15 @@ def _times(tensors: list[Tensor], c: float | Tensor) -> list[Tensor]:
 
 
 def dot(a: Tree, b: Tree) -> Tensor:
-    """The inner product aᵀb = Σ_name Σ_i a_i·b_i, as a 0-dimensional tensor (half precision sums in float32).
-
-    Example:
-        >>> dot({"w": torch.ones(2), "b": torch.ones(())}, {"w": torch.ones(2), "b": torch.ones(())})
-        tensor(3.)
-    """
+    """The inner product aᵀb = Σ_name Σ_i a_i·b_i, as a 0-dimensional tensor (half precision sums in float32)."""
     left, right = _paired(a, b) if a is not b else (list(a.values()),) * 2
     if not left:
         return torch.zeros(())
-    found = [_dot(x, y) for x, y in zip(left, right, strict=True)]
+    found = [_dot(x, y) for x, y in zip(left, right, strict=True) if not is_sharded(x)]
+    if len(found) < len(left):
+        pairs = [(x, y) for x, y in zip(left, right, strict=True) if is_sharded(x)]
+        parts = torch.stack([_dot(local(x), local(y)) for x, y in pairs]).sum()
+        found.append(over_processes(parts, pairs[0][0]))
     return found[0] if len(found) == 1 else torch.stack(found).sum()
 
 
@@ -94,14 +90,9 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 def norm(a: Tree) -> Tensor:
-    """The Euclidean norm ‖a‖ = √(aᵀa), as a 0-dimensional tensor.
-
-    Example:
-        >>> norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0])})
-        tensor(5.)
-    """
+    """The Euclidean norm ‖a‖ = √(aᵀa), as a 0-dimensional tensor."""
     tensors = list(a.values())
-    if tensors and all(x.is_cuda and x.dtype not in _LOW_PRECISION for x in tensors):
+    if tensors and all(x.is_cuda and x.dtype not in _LOW_PRECISION and not is_sharded(x) for x in tensors):
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))  # one launch for many tensors
     return dot(a, a).sqrt()  # float32 vector_norm sums naively on the CPU: 20 times the error of torch.dot
 
@@ -131,12 +122,7 @@ def map(f: Callable[[Tensor], Tensor], a: Tree) -> Tree:
 
 
 def stacked(parts: Sequence[Tree]) -> Tree:
-    """Several trees over the same parameters as one, with a leading index for the tree.
-
-    Example:
-        >>> stacked([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].shape
-        torch.Size([2, 2])
-    """
+    """Several trees over the same parameters as one, with a leading index for the tree."""
     return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -147,23 +133,13 @@ def unstacked(a: Tree) -> Iterator[Tree]:
 
 
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
-    """``a`` if a 0-dimensional ``condition`` holds, else ``b``, by no copy to the host; the other may hold NaN.
-
-    Example:
-        >>> where(torch.tensor(False), {"w": torch.tensor([float("nan")])}, {"w": torch.ones(1)})
-        {'w': tensor([1.])}
-    """
+    """``a`` if a 0-dimensional ``condition`` holds, else ``b``, by no copy to the host; the other may hold NaN."""
     left, right = _paired(a, b)
     return {name: torch.where(condition, x, y) for name, x, y in zip(a, left, right, strict=True)}
 
 
 def filled(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """Gradients of ``like`` as autograd gives them, made dense and contiguous; zero where there is none.
-
-    Example:
-        >>> filled([torch.ones(1), torch.ones(2)], [torch.tensor([3.0]), None])
-        [tensor([3.]), tensor([0., 0.])]
-    """
+    """Gradients of ``like`` as autograd gives them, made dense and contiguous; zero where there is none."""
     return [
         torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g.contiguous()
         for p, g in zip(like, gradients, strict=True)
@@ -171,11 +147,13 @@ def filled(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[T
 
 
 def largest(a: Tree) -> Tensor:
-    """The largest absolute entry max_i |a_i|, as a 0-dimensional tensor; NaN where any entry is NaN."""
-    tensors = [x.detach() for x in a.values() if x.numel() > 0]
-    if not tensors:
-        return torch.zeros(())
-    return torch.stack(torch._foreach_norm(tensors, float("inf"))).max()
+    """The largest absolute entry max_i |a_i|, as a 0-dimensional tensor; not finite where any entry is NaN."""
+    sharded = next((x for x in a.values() if is_sharded(x)), None)
+    tensors = [x for x in (local(x) for x in a.values()) if x.numel() > 0]
+    found = torch.stack(torch._foreach_norm(tensors, float("inf"))).max() if tensors else torch.zeros(())
+    if sharded is None:
+        return found
+    return over_processes(found.to(sharded.device).nan_to_num(math.inf), sharded, ReduceOp.MAX)  # MAX may lose NaN
 
 
 def is_finite(a: Tree) -> bool:
@@ -184,8 +162,6 @@ def is_finite(a: Tree) -> bool:
 
 
 def normal_like(a: Tree, generator: torch.Generator | None) -> Tree:
-    """Independent standard normal entries shaped like ``a``, drawn from ``generator``.
-
-    The generator must be on the device of the tensors; ``None`` advances torch's global random state.
-    """
-    return {name: torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device) for name, x in a.items()}
+    """Independent standard normal entries shaped like ``a``, from ``generator`` (``None``: torch's global one)."""
+    drawn = {n: torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device) for n, x in a.items()}
+    return {name: divided(x, a[name]) if is_sharded(a[name]) else x for name, x in drawn.items()}

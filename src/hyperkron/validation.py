@@ -10,19 +10,7 @@ from hyperkron.solution import HyperkronError
 
 
 def check_whole(name: str, value: object, least: int = 1, remedy: str = "") -> None:
-    """Refuse anything but a whole number of at least ``least``; True and False are not numbers.
-
-    Args:
-        name: of the argument.
-        value: what was passed.
-        least: the smallest that is accepted.
-        remedy: what to pass instead, without a full stop.
-
-    Example:
-        >>> check_whole("steps", 2.5)
-        Traceback (most recent call last):
-        hyperkron.solution.HyperkronError: steps=2.5 must be a whole number ≥ 1.
-    """
+    """Refuse anything but a whole number ≥ ``least``; a bool is none. ``remedy`` is what to pass instead."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         _refuse(name, value, f"must be a whole number ≥ {least}", remedy)
 
@@ -45,18 +33,7 @@ def check_interval(
 ) -> None:
     """Refuse anything but a number between ``low`` and ``high``.
 
-    Args:
-        name: of the argument.
-        value: what was passed.
-        low: the lower end.
-        high: the upper end.
-        brackets: a square one for an end that belongs to the interval, a round one for an end that does not.
-        remedy: what to pass instead, without a full stop.
-
-    Example:
-        >>> check_interval("ema", 1.0, 0, 1, brackets="[)", remedy="0 uses the newest factors alone")
-        Traceback (most recent call last):
-        hyperkron.solution.HyperkronError: ema=1.0 must be a number in [0, 1); 0 uses the newest factors alone.
+    ``brackets`` has a square one for an end that belongs to the interval, a round one for an end that does not.
     """
     number = _number(value)
     inside = low <= number <= high
@@ -65,13 +42,7 @@ def check_interval(
 
 
 def check_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Refuse anything but one of a few words.
-
-    Example:
-        >>> check_one_of("mode", "best", ("min", "max"))
-        Traceback (most recent call last):
-        hyperkron.solution.HyperkronError: mode='best' is unknown; choose min or max.
-    """
+    """Refuse anything but one of a few words."""
     if not isinstance(value, str) or value not in allowed:
         *most, last = allowed
         _refuse(name, value, "is unknown", f"choose {', '.join(most)} or {last}" if most else f"choose {last}")

@@ -18,6 +18,7 @@ from hyperkron.cleaning import OURS, CleanConfig, CleanResult, budget, clean, re
 from hyperkron.cleaning.data import read_pair
 from hyperkron.cleaning.folder import fingerprint
 from hyperkron.cleaning.report import write_report
+from hyperkron.cleaning.stages import Stages
 from hyperkron.cli.output import finished as run_finished
 from hyperkron.solution import HyperkronError, HyperkronWarning
 from hyperkron.training import Interrupted
@@ -161,9 +162,15 @@ def test_a_finished_run_is_read_again_but_never_overwritten(files: Files) -> Non
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "record", "gone"])
-def test_a_damaged_stage_is_computed_again(files: Files, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = contents(files.whole)
-    path = files.whole / "stages" / "judged-noisy.safetensors"
+def test_a_damaged_stage_is_computed_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+
+    def compute() -> dict[str, torch.Tensor]:
+        computed.append(1)
+        return {"x": torch.arange(3.0)}
+
+    Stages(tmp_path, "these data")("one", compute)
+    path = tmp_path / "one.safetensors"
     data = path.read_bytes()
     if damage == "cut":
         path.write_bytes(data[: len(data) // 2])
@@ -173,6 +180,15 @@ def test_a_damaged_stage_is_computed_again(files: Files, damage: str, monkeypatc
         path.with_suffix(".json").write_text("{")
     else:
         path.unlink()
+    monkeypatch.setattr(solution, "_warned", set())
+    with pytest.warns(HyperkronWarning, match="stage one is damaged .*; it is computed again"):
+        Stages(tmp_path, "these data")("one", compute)
+    assert Stages(tmp_path, "these data")("one", compute)["x"].tolist() == [0, 1, 2] and len(computed) == 2
+
+
+def test_a_run_computes_a_damaged_stage_again(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = contents(files.whole)
+    (files.whole / "stages" / "judged-noisy.safetensors").unlink()
     monkeypatch.setattr(solution, "_warned", set())
     with pytest.warns(HyperkronWarning, match="stage judged-noisy is damaged .*; it is computed again"):
         resume(files.whole, progress=(watch := Watch()))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hyperkron.cleaning import CleanConfig, clean
-from hyperkron.cleaning.replacing import HASHES
+from hyperkron.cleaning.folder import HASHES
 from hyperkron.cli import main
 
 Captured = pytest.CaptureFixture[str]

@@ -63,7 +63,7 @@ print("|", codes, [name for name in {heavy} if name in sys.modules])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "name a command: clean, report, export, predict, attribute, resume, doctor."),
+        ([], "name a command: clean, report, export, predict, attribute, resume, sweep, doctor."),
         (["clena"], "did you mean clean?"),
         (["paper", "list"], "invalid choice: 'paper'"),
         (["clean", "a.csv", "--lable", "y"], "unrecognized arguments: --lable y; did you mean --label?"),

@@ -12,7 +12,7 @@ import pytest
 import run_folder
 from fake_cleaning import write_table
 from hyperkron.cleaning.data import row_hashes
-from hyperkron.cleaning.replacing import HASHES
+from hyperkron.cleaning.folder import HASHES
 from hyperkron.cli import doctor as doctor_command
 from hyperkron.cli import main
 
@@ -185,7 +185,7 @@ def test_trusted_rows_of_the_same_file_belong_to_the_clean_one(rows: list[dict[s
         (lambda: (RUN / "rows.csv").unlink(), "hyperkron resume runs/mine"),
         (lambda: (RUN / "config.json").unlink(), "holds no run (no config.json)"),
         (lambda: (RUN / "config.json").write_text('{"source": null}'), "data that was given in Python"),
-        (lambda: (RUN / "rows.csv").write_text("row,given\n1,a\n"), "rows.csv:2 is not a line of a run"),
+        (lambda: (RUN / "rows.csv").write_text("row,given\n1,a\n"), "rows.csv: its header lacks suggested"),
         (
             lambda: (RUN / "rows.csv").write_text(
                 "row,given,suggested,error_probability,weight,suspect\n1,a,b,nan,1,true\n"

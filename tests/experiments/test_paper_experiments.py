@@ -327,8 +327,13 @@ def test_a_failed_seed_makes_the_mean_infinite() -> None:
 # --- smoke -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", paper.recipes())
+QUICK = ("linear-mnist", "encoder-frozen", "ema")
+"""Recipes whose smoke run takes a few seconds; they stand for the others in `make test`."""
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in paper.recipes()]
+)
 def test_smoke(name: str, tmp_path: Path) -> None:
     """Every recipe runs at smoke scale, leaves a result, and does nothing the second time."""
     said: list[str] = []

@@ -254,6 +254,7 @@ def test_all_methods_train_the_same_parameters_on_the_same_batches(encoder: Text
     assert len(set(map(str, seen.values()))) == 1 and len(seen["SAMA"]) >= 2 * 2
 
 
+@pytest.mark.long
 def test_weights_learn_to_tell_right_from_wrong_labels(encoder: TextEncoder, easy: Any) -> None:
     split = texts.split(*easy, 1)
     for name in ("SAMA", "KFAC", "KFAC-EMP", "CG"):

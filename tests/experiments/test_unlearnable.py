@@ -239,7 +239,7 @@ def test_an_attacker_is_read_from_its_file_and_made_again_where_that_is_gone(tmp
     assert oracles.relative(made.state_dict(), noise.state_dict()) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_processes_share_the_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
     rows = (Row(0, "None", "own", "CNN"), Row(25, "AID-KFAC", "own", "CNN"))

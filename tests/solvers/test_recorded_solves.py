@@ -161,7 +161,7 @@ def test_a_recording_takes_no_number_from_the_host(solver: Solver, started: bool
         assert len(execution.unread()) == 4 + (started and solver.uses_start)  # flags, and the outcome's three
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 10**6),
     powers=st.lists(st.floats(-3.0, 3.0), min_size=N, max_size=N),

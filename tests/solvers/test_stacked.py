@@ -77,8 +77,10 @@ def test_the_worst_of_several_solves_is_told() -> None:
     assert found.iterations == 4
 
 
-@pytest.mark.parametrize("parted", [False, True])
-@pytest.mark.parametrize("iterations", [1, 4, 200])
+@pytest.mark.parametrize(
+    ("parted", "iterations"),
+    [(False, 1), (True, 1), (False, 4), (True, 4), (False, 200), pytest.param(True, 200, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("preconditioned", [False, True])
 def test_systems_side_by_side_are_solved_as_each_alone(parted: bool, iterations: int, preconditioned: bool) -> None:
     with at(30, parted) as point:

@@ -1,4 +1,4 @@
-"""Checkpoints: durable writing, migration, and refusal of whatever is not what was written."""
+"""Checkpoints: durable writing, and refusal of whatever is not what was written."""
 
 from __future__ import annotations
 
@@ -182,16 +182,6 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
         hk.training.CheckpointError, match=r"format 2, but this version of hyperkron reads formats up to 1"
     ):
         checkpoint.newest(tmp_path)
-
-
-def test_an_older_format_is_migrated_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path)
-    monkeypatch.setattr(checkpoint, "FORMAT", 3)
-    monkeypatch.setitem(checkpoint.MIGRATIONS, 1, lambda state: {**state, "log": ["1 to 2"]})
-    with pytest.raises(hk.training.CheckpointError, match="no way to format 3"):
-        checkpoint.read(path)
-    monkeypatch.setitem(checkpoint.MIGRATIONS, 2, lambda state: {**state, "log": [*state["log"], "2 to 3"]})
-    assert checkpoint.read(path).state["log"] == ["1 to 2", "2 to 3"]
 
 
 # --- writing -----------------------------------------------------------------------------------------------

@@ -314,7 +314,7 @@ def test_another_thread_can_run_too(tmp_path: Path) -> None:
 # --- faults ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, signals and /proc")
 def test_a_few_of_every_fault_are_survived() -> None:
     """The benchmark in small: exit code 0 says that every row survived all its tries."""

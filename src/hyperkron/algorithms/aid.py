@@ -41,7 +41,6 @@ class AID(Algorithm):
     inner_steps: Count = 10
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """T inner steps, one outer step."""
         return derivatives.alternate(state, batches, self.inner_steps)
 
 

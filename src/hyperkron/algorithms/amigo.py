@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hyperkron import trees
 from hyperkron.algorithms import derivatives
@@ -12,8 +12,6 @@ from hyperkron.curvature import Curvature, Hessian
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.optimizers import Rate, as_rate
 from hyperkron.solution import HyperkronError
-
-_HESSIAN = Hessian()
 
 
 @dataclass(frozen=True)
@@ -25,12 +23,8 @@ class AmIGO(Algorithm):
         λ ← λ − γ (∂_λ f − X_B(v))
 
     All rates are constant. With ``hypergradient`` the v-loop is replaced: ``AmIGO(hypergradient=hk.kfac())`` is
-    AmIGO-KFAC, and ``hk.gradient_descent(2, step=1.0, preconditioner=KFAC(δ, split="exact"))`` two steps from the
-    last v, preconditioned by KFAC: where there is little curvature as long as ten steps of ρ = 1/(5δ), and where
-    there is much no longer than the way to the solution. On linear hypercleaning, with δ tuned,
-    ``refresh_every=20`` and ``curvature=hk.curvature.Hessian(0.02)``, these were about as good as ten plain ones in
-    half the time
-    (docs/benchmarks.md).
+    AmIGO-KFAC, and ``hk.gradient_descent(2, step=1.0, preconditioner=KFAC(δ, split="exact"))`` takes two steps from the
+    last v, preconditioned by KFAC, in place of ten plain ones (docs/benchmarks.md).
 
     Reference: Arbel & Mairal, "Amortized implicit differentiation for stochastic bilevel optimization" (ICLR 2022).
 
@@ -40,17 +34,12 @@ class AmIGO(Algorithm):
         linear_rate: ρ, below 2/λmax.
         curvature: whose products move v: ``Hessian()`` or ``GGN()``.
         hypergradient: in place of the v-loop: a direct solve, or an iterative one with ``warm_start=True``.
-
-    Example:
-        >>> import hyperkron as hk
-        >>> AmIGO(hypergradient=hk.kfac(damping=1e-3)).inner_steps
-        10
     """
 
     inner_steps: Count = 10
     linear_steps: Count = 10
     linear_rate: Rate | float = 0.1
-    curvature: Curvature = _HESSIAN
+    curvature: Curvature = field(default=Hessian())
     hypergradient: Hypergradient | None = None
 
     def __post_init__(self) -> None:
@@ -72,12 +61,10 @@ class AmIGO(Algorithm):
             )
 
     def prepare(self, state: State) -> None:
-        """v = 0."""
         if self.hypergradient is None:
             state.trees["v"] = trees.zeros_like(state.inner.values())
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """T steps on θ, N on v, one on λ."""
         if self.hypergradient is not None:
             return derivatives.alternate(state, batches, self.inner_steps)
         inner_loss = derivatives.descend(state, batches, self.inner_steps)

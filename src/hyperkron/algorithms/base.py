@@ -12,8 +12,8 @@ How to add one
    ``state.inner.step`` (θ) and ``state.outer.step`` (λ), so that any optimizer and projection works; then
    ``return state.finish(...)``, or ``state.follow(...)``, which moves λ too. θ lives in the model and λ in hyper;
    whatever else must survive a step goes into ``state.trees`` (vectors), ``state.numbers`` or ``state.twins`` (second
-   points with an optimizer), set up in ``prepare(state)``. Then resuming, seeding, devices and dtypes take care of
-   themselves.
+   points with an optimizer), set up in ``prepare(state)``; ``state.hypergradient`` is the field ``hypergradient``, or
+   what ``method()`` returns. Then resuming, seeding, devices and dtypes take care of themselves.
 4. Export it in ``algorithms/__init__.py``, add a case to ``tests/algorithms/test_accuracy.py`` with the point where
    it must come to rest (λ*, or its own point in closed form), and one to ``docs/make_algorithms_table.py``; run that.
 """
@@ -161,8 +161,8 @@ class State:
         return report
 
     def _advance(self, metric: float | None) -> None:
-        for level_optimizer in (self.inner, self.outer):
-            level_optimizer.tick(self.step, metric)
+        self.inner.tick(self.step, metric)
+        self.outer.tick(self.step, metric)
         for twin in self.twins.values():
             for group, own in zip(twin.optimizer.param_groups, self.inner.optimizer.param_groups, strict=True):
                 group["lr"] = own["lr"]
@@ -267,11 +267,14 @@ class Algorithm(ABC):
         hypers = trainable(hyper, "hyper") if self.moves_hyper else {}
         lam = LevelOptimizer(hypers, outer, as_rate(self.outer_rate), project=project, level="outer")
         state = State(problem, model, hyper, theta, lam, self.seed, graph)
-        method = getattr(self, "hypergradient", None)
-        if method is not None:
-            state.hypergradient = method.fresh()
+        method = self.method()
+        state.hypergradient = None if method is None else method.fresh()
         self.prepare(state)
         return state
+
+    def method(self) -> Hypergradient | None:
+        """The hypergradient of a new state; by default that of the field ``hypergradient``, if there is one."""
+        return getattr(self, "hypergradient", None)
 
     def prepare(self, state: State) -> None:  # noqa: B027 - most algorithms remember nothing more
         """Put into ``state`` what this algorithm remembers."""

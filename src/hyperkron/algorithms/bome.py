@@ -48,7 +48,6 @@ class BOME(Algorithm):
         check_one_of("barrier", self.barrier, ("gradient", "value"))
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """T steps on θ̂, one on (θ, λ)."""
         batch, outer_batch = batches.inner(), batches.outer()
         hat = state.inner.twin()
         if state.inner.rate is not None and self.hat_rate is not None:

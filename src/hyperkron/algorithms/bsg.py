@@ -33,7 +33,6 @@ class BSG1(Algorithm):
     epsilon: Positive = 1e-4
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """T inner steps, one outer step."""
         derivatives.descend(state, batches, self.inner_steps)
         g = derivatives.gradients(state, "inner", batches.inner())
         f = derivatives.gradients(state, "outer", batches.outer())

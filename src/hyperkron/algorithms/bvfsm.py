@@ -45,11 +45,9 @@ class BVFSM(Algorithm):
     margin: Positive = 1e-4
 
     def prepare(self, state: State) -> None:
-        """z = θ."""
         state.twins["z"] = state.inner.twin()
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """T steps on z, T on θ, one on λ."""
         r = 1.0 / math.log(1.1 * (state.step + 1))
         z, pull = state.twins["z"], 2 * self.weight * r
         if state.inner.rate is not None and self.value_rate is not None:

@@ -33,7 +33,6 @@ class DARTS(Algorithm):
     lookahead: Nonnegative | None = None
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """One step on λ, one on θ."""
         batch, outer_batch = batches.inner(), batches.outer()
         ahead = state.inner.lr if self.lookahead is None else self.lookahead
         status: Status | None = None

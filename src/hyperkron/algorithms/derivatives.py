@@ -1,8 +1,7 @@
-"""What steps are made of: gradients, curvature products, cross terms and hypergradients.
+"""What steps are made of: gradients, curvature products, cross terms and hypergradients, at any point of a state.
 
-All of them are the core's; this file only evaluates them at the current point of a state, at another point
-(``placed``), or on another batch. Steps of θ are *live*: BatchNorm statistics advance and dropout draws new masks, as
-in ordinary training. Every other evaluation leaves the model's buffers as they were.
+Steps of θ are *live*: BatchNorm statistics advance and dropout draws new masks, as in ordinary training. Every other
+evaluation leaves the model's buffers as they were.
 """
 
 from __future__ import annotations
@@ -98,15 +97,9 @@ def gradients(
     live: bool = False,
     hyper: bool = True,
 ) -> Gradients:
-    """Value, ∂θ and ∂λ of J_in or J_out at (θ, λ), or at another ``theta``.
+    """Value, ∂θ and (with ``hyper``) ∂λ of J_in or J_out at (θ, λ), or with ``theta`` in place of θ.
 
-    Args:
-        state: where.
-        level: which objective.
-        batch: on which batch.
-        theta: parameters in place of the model's own.
-        live: a real training step of θ, which advances buffers.
-        hyper: whether ∂λ is wanted; empty otherwise.
+    ``live`` is a real training step of θ, which advances buffers.
     """
     function = state.problem.inner if level == "inner" else state.problem.outer
     wanted = [*state.params.values(), *(state.hypers.values() if hyper else ())]
@@ -201,11 +194,7 @@ def hypergradient(state: State, batches: BatchSources) -> HypergradientResult:
 
 
 class PointDerivatives:
-    """The pieces of the implicit formula at one point (θ, λ), on any batches; see :func:`at_point`.
-
-    Attributes:
-        drew: after the block, whether the last evaluation drew random numbers.
-    """
+    """The pieces of the implicit formula at one point (θ, λ), on any batches; see :func:`at_point`."""
 
     def __init__(self, point: Point) -> None:
         self._point, self.drew = point, False

@@ -40,12 +40,10 @@ class F2SA(Algorithm):
     outer_rate: Rate | float = field(default=Rate(0.01, 4 / 7), kw_only=True)
 
     def prepare(self, state: State) -> None:
-        """z = θ, and ℓ."""
         state.twins["z"] = state.inner.twin()
         state.numbers["multiplier"] = self.multiplier
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """T steps on y and z, one on λ."""
         z, ell = state.twins["z"], state.numbers["multiplier"]
         if state.inner.rate is not None:
             z.set_lr(as_rate(self.second_rate)(state.step))

@@ -35,7 +35,6 @@ class FSLA(SOBA):
     outer_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """One step on θ, v and λ in turn."""
         memory = state.trees
         old_theta, old_v = state.inner.values(), memory["v"]
         inner = derivatives.gradients(state, "inner", batches.inner(), live=True, hyper=False)

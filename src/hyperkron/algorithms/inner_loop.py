@@ -1,12 +1,12 @@
 """θ's own steps between two hypergradients, as fast as the device allows.
 
-A small model on a large GPU waits for Python: the ten inner steps of a ResNet-18 at 32 × 32 are mostly launches. An
-:class:`InnerLoop` records the forward and backward pass once as a CUDA graph and replays it, and can run it under
-autocast; the optimizer, any of ``torch.optim``, steps as usual, so schedules and clipping keep working.
+A small model on a large GPU waits for Python. An :class:`InnerLoop` records the forward and backward pass once as a
+CUDA graph and replays it, and can run it under autocast; the optimizer, any of ``torch.optim``, steps as usual.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -110,12 +110,11 @@ class InnerLoop:
 
     def _pass(self, batch: Any) -> Tensor:
         """Forward and backward: J_in, with its gradient in θ's ``.grad`` and none in λ's."""
+        kind, keeps = self.device.type, not self._wants_graph
+        autocast = torch.autocast(kind, self.autocast, cache_enabled=keeps) if self.autocast else nullcontext()
         with torch.enable_grad(), differentiable_checkpoints():
-            if self.autocast is None:
+            with autocast:
                 value = self._value(batch)
-            else:
-                with torch.autocast(self.device.type, self.autocast, cache_enabled=not self._wants_graph):
-                    value = self._value(batch)
             if not value.requires_grad:
                 raise HyperkronError("inner returned a loss that depends on neither model nor hyper; do not detach it.")
             scaled = value if self.scaler is None else self.scaler.scale(value)

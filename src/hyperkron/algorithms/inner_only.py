@@ -35,6 +35,5 @@ class InnerOnly(Algorithm):
     moves_hyper: ClassVar[bool] = False
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """T inner steps."""
         loss = derivatives.descend(state, batches, self.inner_steps)
         return state.finish(None, {}, loss if (state.step + 1) % self.report_every == 0 else None)

@@ -40,11 +40,9 @@ class MEHA(Algorithm):
         check_positive("multiplier", as_rate(self.multiplier).scale)
 
     def prepare(self, state: State) -> None:
-        """θ̂ = θ."""
         state.trees["hat"] = state.inner.values()
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """One step on θ̂, θ and λ in turn."""
         hat, theta = state.trees["hat"], state.inner.values()
         c = as_rate(self.multiplier)(state.step)
         batch, outer_batch = batches.inner(), batches.outer()

@@ -57,16 +57,10 @@ class MRBO(Algorithm):
     inner_rate: Rate | float = field(default=Rate(0.1, 1 / 3), kw_only=True)
     outer_rate: Rate | float = field(default=Rate(0.1, 1 / 3), kw_only=True)
 
-    def _method(self) -> Hypergradient:
-        return StochasticNeumann(10, 0.1)
-
-    def prepare(self, state: State) -> None:
-        """The default hypergradient, where none is given."""
-        if state.hypergradient is None:
-            state.hypergradient = self._method()
+    def method(self) -> Hypergradient:
+        return self.hypergradient or StochasticNeumann(10, 0.1)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """Directions at this point and the one before; then one step on each level."""
         method = state.hypergradient
         assert method is not None
         theta_batch = batches.inner()

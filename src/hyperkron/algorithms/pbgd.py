@@ -36,11 +36,9 @@ class PBGD(Algorithm):
         check_whole("ramp", self.ramp, 0)
 
     def prepare(self, state: State) -> None:
-        """ŷ = θ."""
         state.twins["y"] = state.inner.twin()
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """T steps on ŷ, one on (θ, λ)."""
         y = state.twins["y"]
         for _ in range(self.inner_steps):
             y.step(derivatives.gradients(state, "inner", batches.inner(), theta=y.params, hyper=False).theta)

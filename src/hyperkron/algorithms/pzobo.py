@@ -35,7 +35,6 @@ class PZOBO(Algorithm):
     radius: Positive = 0.1
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """T inner steps, Q more runs of them, one outer step."""
         inner_batches = [batches.inner() for _ in range(self.inner_steps)]
         hyper = state.outer.values()
         directions = [trees.normal_like(hyper, state.generator) for _ in range(self.samples)]

@@ -34,7 +34,6 @@ class SABA(SOBA):
     outer_rate: Rate | float = field(default=0.1, kw_only=True)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """One joint step along variance-reduced directions."""
         inner, outer = batches.finite("SABA")
         i, j = inner.index(), outer.index()
         with derivatives.at_point(state) as here:

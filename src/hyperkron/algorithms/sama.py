@@ -30,10 +30,6 @@ class SAMA(Algorithm):
         inner_steps: T.
         alpha: radius of the finite difference.
         nudge: leave θ at θ − εv (the reference code's ``multitask``).
-
-    Example:
-        >>> SAMA(inner_steps=10).alpha
-        0.1
     """
 
     inner_steps: Count = 10
@@ -41,11 +37,9 @@ class SAMA(Algorithm):
     nudge: bool = False
 
     def prepare(self, state: State) -> None:
-        """The hypergradient reads the inner optimizer's moments."""
         state.hypergradient = sama(state.inner.optimizer, alpha=self.alpha)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """T inner steps, one outer step."""
         inner_loss = derivatives.descend(state, batches, self.inner_steps)
         result = derivatives.hypergradient(state, batches)
         if self.nudge:

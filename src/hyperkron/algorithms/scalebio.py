@@ -45,12 +45,10 @@ class ScaleBiO(Algorithm):
             )
 
     def prepare(self, state: State) -> None:
-        """u = θ, and α."""
         state.twins["u"] = state.inner.twin()
         state.numbers["penalty"] = self.penalty
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """One step on u, θ and λ at once; the end of a round raises α."""
         u, alpha = state.twins["u"], state.numbers["penalty"]
         u.set_lr(state.inner.lr / state.inner.factor)
         batch = batches.inner()

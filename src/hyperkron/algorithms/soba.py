@@ -12,8 +12,6 @@ from hyperkron.batches import BatchSources
 from hyperkron.curvature import Curvature, Hessian
 from hyperkron.optimizers import Rate, as_rate
 
-_HESSIAN = Hessian()
-
 
 @dataclass(frozen=True)
 class SOBA(Algorithm):
@@ -32,7 +30,7 @@ class SOBA(Algorithm):
     """
 
     linear_rate: Rate | float | None = None
-    curvature: Curvature = _HESSIAN
+    curvature: Curvature = field(default=Hessian())
     inner_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
     outer_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
 
@@ -44,7 +42,6 @@ class SOBA(Algorithm):
         return self.inner_rate if self.linear_rate is None else self.linear_rate
 
     def prepare(self, state: State) -> None:
-        """v = 0."""
         state.trees["v"] = trees.zeros_like(state.inner.values())
 
     def move(self, state: State, theta: trees.Tree, v: trees.Tree, hyper: trees.Tree, batch: Any, drew: bool) -> None:
@@ -56,7 +53,6 @@ class SOBA(Algorithm):
         state.outer.step(hyper)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """One joint step."""
         batch, outer_batch = batches.inner(), batches.outer()
         with derivatives.at_point(state) as here:
             found = here.parts(batch, outer_batch, state.trees["v"], self.curvature)

@@ -34,7 +34,6 @@ class SRBA(SOBA):
     outer_rate: Rate | float = field(default=0.1, kw_only=True)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """One joint step along recursive directions."""
         inner, outer = batches.finite("SRBA")
         period = self.period or max(1, (len(inner) + len(outer)) // 2)
         memory = state.trees

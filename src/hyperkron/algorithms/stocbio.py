@@ -34,11 +34,6 @@ class StocBiO(Algorithm):
         step_size: η, below 2/λmax of every batch.
         misscaled: reproduce the published code's scaling.
         hypergradient: in place of the series, which ``None`` means.
-
-    Example:
-        >>> import hyperkron as hk
-        >>> StocBiO(hypergradient=hk.kfac(damping=1e-3)).inner_steps
-        10
     """
 
     inner_steps: Count = 10
@@ -49,7 +44,7 @@ class StocBiO(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._series()
+        self._series()  # refuses what makes no sense
         given = {name: getattr(self, name) for name in ("terms", "step_size", "misscaled")}
         if self.hypergradient is not None and any(given[name] != getattr(StocBiO, name) for name in given):
             raise HyperkronError(
@@ -60,11 +55,8 @@ class StocBiO(Algorithm):
     def _series(self) -> StochasticNeumann:
         return StochasticNeumann(self.terms, self.step_size, misscaled=self.misscaled)
 
-    def prepare(self, state: State) -> None:
-        """The stochastic series, where no hypergradient is given."""
-        if state.hypergradient is None:
-            state.hypergradient = self._series()
+    def method(self) -> Hypergradient:
+        return self.hypergradient or self._series()
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """T inner steps, one outer step."""
         return derivatives.alternate(state, batches, self.inner_steps)

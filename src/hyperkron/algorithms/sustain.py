@@ -36,7 +36,7 @@ class SUSTAIN(MRBO):
                 f"hypergradient={type(self.hypergradient).__name__}: SUSTAIN is MRBO with HIA and takes no other; "
                 "use MRBO(hypergradient=…)."
             )
-        self._method()
+        self.method()  # refuses what makes no sense
 
-    def _method(self) -> Hypergradient:
+    def method(self) -> Hypergradient:
         return hia(self.terms, self.step_size, seed=self.seed)

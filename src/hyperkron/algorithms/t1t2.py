@@ -36,20 +36,18 @@ class T1T2(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._method(1.0 if self.scale is None else self.scale)  # refuses what makes no sense
+        self.method()  # refuses what makes no sense
 
-    def _method(self, scale: float) -> Implicit:
+    def method(self) -> Implicit:
+        return self._scaled(1.0 if self.scale is None else self.scale)
+
+    def _scaled(self, scale: float) -> Implicit:
         return identity(scale, cross=self.cross, graph=self.graph)
 
-    def prepare(self, state: State) -> None:
-        """The hypergradient, whose scale may change later."""
-        state.hypergradient = self._method(1.0)
-
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """One step on each level."""
         scale, method = state.inner.lr if self.scale is None else self.scale, state.hypergradient
         assert isinstance(method, Implicit)
         if method.curvature != Identity(scale):
-            state.hypergradient = self._method(scale)
+            state.hypergradient = self._scaled(scale)
             state.hypergradient.state = method.state
         return derivatives.alternate(state, batches, 1)

@@ -11,10 +11,6 @@ from hyperkron.hypergradient import Hypergradient, cg
 from hyperkron.optimizers import Rate
 
 
-def _cg() -> Hypergradient:
-    return cg(16, 0.0)
-
-
 @dataclass(frozen=True)
 class TGDA(Algorithm):
     r"""The leader λ moves along the total derivative of its loss, then the follower θ takes T steps.
@@ -31,10 +27,9 @@ class TGDA(Algorithm):
         inner_steps: T.
     """
 
-    hypergradient: Hypergradient = field(default_factory=_cg)
+    hypergradient: Hypergradient = field(default_factory=lambda: cg(16, 0.0))
     inner_steps: Count = 20
     outer_rate: Rate | float = field(default=0.01, kw_only=True)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """One leader step, T follower steps."""
         return derivatives.leader_first(state, batches, self.inner_steps)

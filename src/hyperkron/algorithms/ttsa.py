@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Count, State, StepReport
 from hyperkron.batches import BatchSources
+from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.stochastic_neumann import hia
 from hyperkron.optimizers import Rate
 
@@ -33,14 +34,12 @@ class TTSA(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hia(self.terms, self.step_size)
+        self.method()  # refuses what makes no sense
 
-    def prepare(self, state: State) -> None:
-        """The randomised inverse."""
-        state.hypergradient = hia(self.terms, self.step_size, seed=self.seed)
+    def method(self) -> Hypergradient:
+        return hia(self.terms, self.step_size, seed=self.seed)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """One step on each level."""
         return derivatives.alternate(state, batches, 1)
 
 
@@ -59,5 +58,4 @@ class BSA(TTSA):
     outer_rate: Rate | float = field(default=Rate(0.1, 0.5), kw_only=True)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """One outer step, T inner steps."""
         return derivatives.leader_first(state, batches, self.inner_steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hyperkron.algorithms import derivatives
 from hyperkron.algorithms.base import Algorithm, Count, State, StepReport
@@ -10,8 +10,6 @@ from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import Unrolled
 from hyperkron.hypergradient.steps import SGD, Step
 from hyperkron.solution import HyperkronError
-
-_DEFAULT = SGD(lr=0.1)
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Unroll(Algorithm):
     """
 
     inner_steps: Count = 10
-    optimizer: Step = _DEFAULT
+    optimizer: Step = field(default=SGD(lr=0.1))
     last: int | None = None
     restart: bool = False
     checkpoint_every: Count = 1
@@ -49,7 +47,6 @@ class Unroll(Algorithm):
         return Unrolled(self.inner_steps, self.optimizer, self.last, self.checkpoint_every)
 
     def prepare(self, state: State) -> None:
-        """Remember θ⁰ where every round begins there."""
         if state.inner.rate is None:
             raise HyperkronError(
                 "inner optimizer: Unroll moves θ by functional steps that can be differentiated, not by a torch.optim "
@@ -59,7 +56,6 @@ class Unroll(Algorithm):
             state.trees["initial"] = state.inner.values()
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """One round: T inner steps and their derivative, one outer step."""
         method = self._method()
         inner_batches, outer_batch = batches.inners(self.inner_steps), batches.outer()
         if self.restart:

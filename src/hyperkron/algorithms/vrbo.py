@@ -36,13 +36,10 @@ class VRBO(Algorithm):
     inner_steps: Count = 10
     period: Count = 2
 
-    def prepare(self, state: State) -> None:
-        """The default hypergradient, where none is given."""
-        if state.hypergradient is None:
-            state.hypergradient = StochasticNeumann(10, 0.1)
+    def method(self) -> Hypergradient:
+        return self.hypergradient or StochasticNeumann(10, 0.1)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
-        """A step on λ, then T on θ."""
         method = state.hypergradient
         assert method is not None
         inner, outer = batches.finite("VRBO")

@@ -1,9 +1,10 @@
 """``attribute``: which training examples speak for, and which against, what a model does with a query.
 
-With J_in = 1/N Σ_n w_n c_n and f_q the loss of a query, the hypergradient in the weight of example n is the influence
-function (Koh & Liang, 2017), so that leaving the example out raises f_q by about
+The score is the influence function (Koh & Liang, 2017), the hypergradient in the weight of example n,
 
-    score(q, n) = −df_q/dw_n = 1/N ⟨A⁻¹ ∂_θ f_q, ∂_θ c_n⟩
+    score(q, n) = −df_q/dw_n = 1/N ⟨A⁻¹ ∂_θ f_q, ∂_θ c_n⟩ ,    J_in = 1/N Σ_n w_n c_n :
+
+leaving the example out raises the query's loss f_q by about that.
 """
 
 from __future__ import annotations
@@ -135,11 +136,9 @@ def self_influence(
     High values mark examples that the model had to learn by heart: rare ones, and wrong labels. The arguments are those
     of :func:`attribute`.
     """
-    found = []
-    for one in _models(model):
-        task = _Task(loss, one, train, train, _method(method), loss, curvature_data, batch_size, collate)
-        found.append(task.self_influence(progress))
-    return torch.stack(found).mean(0)
+    given = loss, curvature_data, batch_size, collate
+    tasks = [_Task(loss, one, train, train, _method(method), *given) for one in _models(model)]
+    return torch.stack([task.self_influence(progress) for task in tasks]).mean(0)
 
 
 def _models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -212,19 +211,16 @@ class _Task:
             if folder is not None:
                 told = Program({**self.given, "aggregate": aggregate, "way": way}, [self.model]).lines()
                 store = stack.enter_context(Store(folder, (count, total), told))
-            vectors = None if store is None else store.vectors(self.params)
-            if store is None or vectors is None:
+            vectors, stats = (None, {}) if store is None else (store.vectors(self.params), store.stats)
+            if vectors is None:
                 vectors, stats = self._vectors(point, aggregate, progress)
                 if store is not None:
                     store.keep(vectors, stats)
-            else:
-                stats = store.stats
             ways = self._ways(point, way, count)
             first = 0 if store is None else store.done
             pieces: list[Tensor] = []
-            spans = [span for span in map(self.train.span, range(len(self.train))) if span[0] >= first]
-            bar = tqdm(spans, disable=not progress, unit="batch", desc="scores", dynamic_ncols=True)
-            for start, stop in bar:
+            spans = [span for span in self.train.spans if span[0] >= first]
+            for start, stop in tqdm(spans, disable=not progress, unit="batch", desc="scores", dynamic_ncols=True):
                 batch, size = self.train.rows.batch(start, stop), stop - start
                 piece = _products(ways, batch, vectors, size) * (size / total)
                 if store is None:
@@ -244,8 +240,7 @@ class _Task:
         statuses = set()
         with self._point() as point:
             inverse, layers = self.method.inverse(point), _layers(point)
-            for i in tqdm(range(len(parts)), disable=not progress, unit="batch", dynamic_ncols=True):
-                start, stop = parts.span(i)
+            for start, stop in tqdm(parts.spans, disable=not progress, unit="batch", dynamic_ncols=True):
                 gradients, layers = self._gradients(point, layers, start, stop)
                 solution = inverse(gradients)
                 statuses.add(solution.status)
@@ -346,11 +341,9 @@ class _Task:
         """J_in of a batch; of all batches where a curvature asks for the whole set at once."""
         if not isinstance(batch, Parts):
             return self.loss(model, batch)
-        spans = map(batch.span, range(len(batch)))
-        shares = ((stop - start) / len(batch.rows) for start, stop in spans)
-        return sum(
-            (share * self.loss(model, part) for share, part in zip(shares, batch, strict=True)), Loss(torch.zeros(()))
-        )
+        shares = ((stop - start) / len(batch.rows) for start, stop in batch.spans)
+        parts = (share * self.loss(model, part) for share, part in zip(shares, batch, strict=True))
+        return sum(parts, Loss(torch.zeros(())))
 
     def _ways(self, point: Point, way: Way, count: int) -> list[Products]:
         """The ways to try, the cheapest first: by layers for several queries, else by forward mode."""

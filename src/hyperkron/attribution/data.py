@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from hyperkron.evaluation.inputs import map_tensors
 from hyperkron.solution import HyperkronError
 
 
 class ExampleRows:
-    """A collection of examples that gives out batches of consecutive ones, on the model's device.
+    """Examples of the argument ``name``, given out as batches of consecutive ones on the model's device.
 
-    Args:
-        name: the argument's name, for error messages.
-        given: a tensor, a tuple, list or dictionary of tensors with one row per example, or a map-style dataset
-            (``len`` and ``[i]``).
-        device: where batches go.
-        collate: makes a batch from a list of the dataset's items.
+    ``given`` is a tensor, a tuple, list or dictionary of tensors with one row per example, or a map-style dataset,
+    whose items ``collate`` makes batches of.
     """
 
     def __init__(
@@ -49,39 +46,25 @@ class ExampleRows:
     def batch(self, start: int, stop: int) -> Any:
         """The examples ``start`` ≤ i < ``stop``."""
         if self.tensors:
-            return _map(self.given, lambda x: x[start:stop].to(self.device))
+            return map_tensors(lambda x: x[start:stop].to(self.device), self.given)
         rows = range(start, min(stop, self.count))
         fetch = getattr(self.given, "__getitems__", None)  # as DataLoader does: many items at once, where that is known
         items = [self.given[i] for i in rows] if fetch is None else fetch(list(rows))
-        return _map(self.collate(items), lambda x: x.to(self.device))
+        return map_tensors(lambda x: x.to(self.device), self.collate(items))
 
 
-class Parts(Sequence[Any]):
-    """The batches of ``rows``, each made when it is asked for."""
+class Parts:
+    """The batches of ``rows``, each made when it is asked for; ``spans`` has the first row of each and its end."""
 
     def __init__(self, rows: ExampleRows, size: int) -> None:
         self.rows, self.size = rows, size
+        self.spans = [(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
 
     def __len__(self) -> int:
-        return -(-len(self.rows) // self.size)
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self.rows.batch(*self.span(index))
-
-    def span(self, index: int) -> tuple[int, int]:
-        """First row and the one after the last of a batch."""
-        return index * self.size, min((index + 1) * self.size, len(self.rows))
+        return len(self.spans)
 
     def __iter__(self) -> Iterator[Any]:
-        return (self[i] for i in range(len(self)))
+        return (self.rows.batch(*span) for span in self.spans)
 
 
 def _tensors(given: Any) -> list[Tensor]:
@@ -92,13 +75,3 @@ def _tensors(given: Any) -> list[Tensor]:
     if isinstance(values, (tuple, list)) and values and all(isinstance(x, Tensor) for x in values):
         return list(values)
     return []
-
-
-def _map(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {key: _map(value, function) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(_map(value, function) for value in batch)
-    return batch

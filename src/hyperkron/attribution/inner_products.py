@@ -40,11 +40,7 @@ class UnsuitableError(HyperkronError):
 
 
 class Products(ABC):
-    """A way to compute inner products at a point.
-
-    Attributes:
-        name: what users call it.
-    """
+    """A way to compute inner products at a point; ``name`` is what users call it."""
 
     name: ClassVar[str]
 
@@ -187,9 +183,10 @@ class _LayerCall(ABC):
     def gradients(self) -> Iterator[Tree]:
         """The gradients of single examples, stacked, as many at a time as memory allows."""
 
-    @abstractmethod
     def total(self) -> Tree:
         """The gradients of all examples, added up."""
+        parts = [trees.map(lambda x: x.sum(0), part) for part in self.gradients()]
+        return trees.map(lambda x: x.sum(0), trees.stacked(parts))
 
     @abstractmethod
     def scores(self, vectors: Tree) -> Tensor:
@@ -217,18 +214,6 @@ class _BlockCall(_LayerCall):
                 parts.append(b.sum(-2)[..., None])
             found: Tree = vmap(partial(self.block.part, like=self.params))(torch.cat(parts, -1))
             yield found
-
-    def total(self) -> Tree:
-        found = [
-            torch.cat([torch.einsum("ngso,ngsi->goi", b, a), b.sum((0, 2))[..., None]], -1)
-            for a, b in self._positions(0)
-        ]
-        matrix = torch.stack(found).sum(0)
-        if self.block.weight is None:
-            matrix = matrix[..., -1:]
-        elif self.block.bias is None:
-            matrix = matrix[..., :-1]
-        return self.block.part(matrix, self.params)
 
     def scores(self, vectors: Tree) -> Tensor:
         """By g_sᵀ V_q a_s where there are few queries and positions, else by the gradients of single examples."""
@@ -263,16 +248,11 @@ class _ModuleCall(_LayerCall):
     def gradients(self) -> Iterator[Tree]:
         def pulled(one: Tensor, gradient: Tensor) -> dict[str, Tensor]:
             back = vjp(lambda p: functional_call(self.module, p, (one[None],)), self.own)[1]
-            found: dict[str, Tensor] = back(gradient[None])[0]
-            return found
+            return back(gradient[None])[0]
 
         size = max(1, CHUNK // max(1, sum(p.numel() for p in self.own.values())))
         for x, g in zip(self.x.split(size), self.g.split(size), strict=True):
             yield {self.names[local]: gradient for local, gradient in vmap(pulled)(x, g).items()}
-
-    def total(self) -> Tree:
-        parts = [trees.map(lambda x: x.sum(0), part) for part in self.gradients()]
-        return trees.map(lambda x: x.sum(0), trees.stacked(parts))
 
     def scores(self, vectors: Tree) -> Tensor:
         pieces = []

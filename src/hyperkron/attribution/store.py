@@ -29,17 +29,10 @@ BLOCK = 2**24
 
 
 class Store:
-    """The folder of one attribution, a context manager that holds its lock.
+    """The folder of one attribution of ``shape`` (queries, examples), a context manager that holds its lock.
 
-    Args:
-        folder: made if it does not exist.
-        shape: (queries, examples).
-        identity: what the scores depend on, a line each (:class:`hyperkron.training.program.Program`); the folder of
-            another call is refused with the differences.
-
-    Attributes:
-        done: how many examples have their scores.
-        stats: what is to be told of the solves, once they are done.
+    ``identity`` is what the scores depend on, a line each (:class:`hyperkron.training.program.Program`): the folder of
+    another call is refused with the differences. ``done`` counts the examples that have their scores.
     """
 
     def __init__(self, folder: str | Path, shape: tuple[int, int], identity: Mapping[str, str]) -> None:

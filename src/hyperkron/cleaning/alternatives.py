@@ -11,12 +11,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from hyperkron import losses
 from hyperkron.algorithms import State
 from hyperkron.cleaning.config import ALTERNATIVES, OURS
-from hyperkron.cleaning.evidence import of_label
-from hyperkron.cleaning.method import Outcome
+from hyperkron.cleaning.evidence import label_evidence, noise_matrix_from_trusted, of_label
+from hyperkron.cleaning.filters import agreeing, confident, neighbour_votes
+from hyperkron.cleaning.forests import evidence_forest, vectors
+from hyperkron.cleaning.method import Outcome, certainty
+from hyperkron.cleaning.models import trees
+from hyperkron.cleaning.own import fit_estimator
 from hyperkron.cleaning.trainer import Interleaved, TrainingTargets, optimizer_for, predict, seeded, updates
 from hyperkron.cleaning.work import Work
 from hyperkron.hyper import SampleWeights
@@ -33,21 +38,51 @@ DESCRIPTIONS = {
     "small-loss": "each row weighted by the confidence of a network of all rows in its label",
     "trusted-confidence": "each row weighted by the confidence of a network of the trusted rows in its label",
     "cleanlab": "the rows that cleanlab keeps, given the same out-of-sample predictions, plus the trusted rows",
+    "neighbours": "the rows whose label is that of most of their nearest neighbours, plus the trusted rows",
+    "gold-loss": "all rows, through the noise matrix that a noisy network shows on the trusted rows (GLC)",
+    "forest": "a random forest of the rows that confident learning keeps by its own predictions, plus the trusted rows",
+    "boosted": "gradient-boosted trees of the same rows",
+    "estimator": "your estimator on training and trusted rows, labels as they are",
+    "estimator-cleaned": "your estimator on the cleaned labels and the trusted rows",
     "sama": "one free weight per row, learnt by SAMA without curvature, plus the trusted rows",
 }
 
 BLIND = ("noisy",)
 """Candidates that look at no trusted row, so that one network serves all views."""
 
+TREES = ("forest", "boosted")
+"""Candidates that are trees, for tables."""
+ESTIMATORS = ("estimator", "estimator-cleaned")
+"""Candidates made with the user's own estimator."""
+GOLD_SHARE = 0.25
+"""Of gold loss correction: the trusted rows together count at least this part of the noisy ones."""
 SAMA_STEPS, SAMA_ROWS, SAMA_RATE = 40, 2048, 0.05
 
 
-def available(names: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """The alternatives that can be trained here, and messages about the others."""
+def available(names: tuple[str, ...], *, table: bool = True, vectors: bool = True) -> tuple[list[str], list[str]]:
+    """The alternatives that can be trained here, and messages about the others.
+
+    Args:
+        names: those that are wanted.
+        table: whether the inputs are rows of numbers, which trees are for.
+        vectors: whether the inputs have distances.
+    """
+    messages, out = [], [*(() if table else TREES), *(() if vectors else ("neighbours",))]
+    if names != ALTERNATIVES:  # somebody asked for them
+        messages += [
+            f"'{name}' is left out of the comparison: it is not for inputs of this kind."
+            for name in names
+            if name in out
+        ]
     if "cleanlab" in names and importlib.util.find_spec("cleanlab") is None:
-        message = "cleanlab is not installed, so it is left out of the comparison: pip install 'hyperkron[compare]'."
-        return [name for name in names if name != "cleanlab"], [message]
-    return list(names), []
+        messages.append(
+            "cleanlab is not installed, so it is left out of the comparison: pip install 'hyperkron[compare]'."
+        )
+        out.append("cleanlab")
+    if table and not trees.installed():
+        messages.append(trees.MISSING)
+        out += TREES
+    return [name for name in names if name not in out], messages
 
 
 def targets_for(name: str, work: Work, outcome: Outcome) -> TrainingTargets:
@@ -58,8 +93,10 @@ def targets_for(name: str, work: Work, outcome: Outcome) -> TrainingTargets:
         work: the view; ``work.held_out`` is for nobody's eyes here.
         outcome: of the method on the same view.
     """
-    if name not in (OURS, *ALTERNATIVES):
-        raise HyperkronError(f"name={name!r} is not a candidate; choose from {', '.join((OURS, *ALTERNATIVES))}.")
+    if name not in (OURS, *ALTERNATIVES) or name in TREES:
+        raise HyperkronError(
+            f"name={name!r} is no candidate with a network; choose from {', '.join((OURS, *ALTERNATIVES))}."
+        )
     noisy, trusted = work.noisy, work.trusted
     rows = {"noisy": noisy, "trusted": trusted}.get(name, torch.cat([noisy, trusted]))
     if name == OURS:
@@ -69,6 +106,12 @@ def targets_for(name: str, work: Work, outcome: Outcome) -> TrainingTargets:
     if name == "cleanlab":
         rows = torch.cat([noisy[_kept_by_cleanlab(outcome.noisy_expert[noisy], work.given[noisy])], trusted])
         return TrainingTargets(rows, work.known(rows))
+    if name == "neighbours":
+        votes = neighbour_votes(vectors(work, noisy), work.given[noisy], work.classes, seed=work.config.seed)
+        rows = torch.cat([noisy[agreeing(votes, work.given[noisy])], trusted])
+        return TrainingTargets(rows, work.known(rows))
+    if name == "gold-loss":
+        return _gold_loss(work, outcome)
     if name == "sama":
         with seeded(work.config.seed, work.device):
             weight = _Sama(work).weights()
@@ -87,6 +130,10 @@ def fitted(name: str, works: Sequence[Work], outcomes: Sequence[Outcome], stage:
         outcomes: of the method on each of them.
         stage: what the progress calls it.
     """
+    if name in (*TREES, *ESTIMATORS):
+        return [_without_network(name, work, outcome, stage) for work, outcome in zip(works, outcomes, strict=True)]
+    if name == OURS and any(outcome.prefers_trees(work) for work, outcome in zip(works, outcomes, strict=True)):
+        return _networks_or_trees(works, outcomes, stage)
     seen = works[:1] if name in BLIND else works
     targets = [targets_for(name, work, outcome) for work, outcome in zip(seen, outcomes, strict=False)]
     plans = [
@@ -101,6 +148,57 @@ def fitted(name: str, works: Sequence[Work], outcomes: Sequence[Outcome], stage:
     return [found[i % len(seen)] for i in range(len(works))]
 
 
+def _networks_or_trees(works: Sequence[Work], outcomes: Sequence[Outcome], stage: str) -> list[nn.Module]:
+    """Our models of views of which some prefer trees."""
+    pairs = list(zip(works, outcomes, strict=True))
+    others = [(work, outcome) for work, outcome in pairs if not outcome.prefers_trees(work)]
+    networks = iter(fitted(OURS, [w for w, _ in others], [o for _, o in others], stage) if others else [])
+    found = []
+    for work, outcome in pairs:
+        if outcome.prefers_trees(work):
+            q = outcome.final.posterior
+            weight = certainty(q, work.given[work.noisy])
+            found.append(evidence_forest(work, work.noisy, work.trusted, q, weight)[0].eval())
+        else:
+            found.append(next(networks))
+    return found
+
+
+def _without_network(name: str, work: Work, outcome: Outcome, stage: str) -> nn.Module:
+    """Trees, or the user's estimator, made from a view."""
+    work.tick(stage, 0)
+    if name in ESTIMATORS:
+        rows, q = torch.cat([work.noisy, work.trusted]), outcome.final.posterior
+        labels, weight = work.given[rows], torch.ones(len(rows), device=work.device)
+        if name == "estimator-cleaned":
+            labels = torch.cat([q.argmax(1), work.given[work.trusted]])
+            weight[: len(q)] = certainty(q, work.given[work.noisy])
+        return fit_estimator(work.estimator, vectors(work, rows), labels, weight, work.classes).eval()
+    assert outcome.noisy_forest is not None
+    kept = work.noisy[confident(outcome.noisy_forest[work.noisy], work.given[work.noisy])]
+    rows = torch.cat([kept, work.trusted])
+    if name == "boosted":
+        return trees.boosted(vectors(work, rows), work.given[rows], work.classes, seed=work.config.seed).eval()
+    labels = one_hot(work.given[rows], work.classes).float()
+    return trees.forest(vectors(work, rows), labels, seed=work.config.seed)[0].eval()
+
+
+def _gold_loss(work: Work, outcome: Outcome) -> TrainingTargets:
+    """Gold loss correction: noisy rows through T, trusted rows as they are and up-weighted.
+
+        T[k, :] = mean of p(given | x_m) over the trusted rows of class k ,      p from a network of the noisy rows
+
+    References:
+        Hendrycks et al., 2018, "Using trusted data to train deep networks on labels corrupted by severe noise".
+    """
+    noisy, trusted, sure = work.noisy, work.trusted, work.given[work.trusted]
+    matrix = noise_matrix_from_trusted(outcome.noisy_expert[trusted], sure, work.classes, strength=1e-6)
+    evidence = torch.cat([label_evidence(matrix, work.given[noisy]), work.known(trusted)])
+    gold = max(1.0, GOLD_SHARE * len(noisy) / len(trusted))
+    weight = torch.cat([torch.ones(len(noisy)), torch.full((len(trusted),), gold)]).to(work.device)
+    return TrainingTargets(torch.cat([noisy, trusted]), evidence, weight / weight.mean())
+
+
 def delivered(name: str, work: Work, outcome: Outcome) -> nn.Module:
     """A candidate's network made from all rows, from disk if it was made before."""
     made: list[nn.Module] = []
@@ -113,9 +211,7 @@ def delivered(name: str, work: Work, outcome: Outcome) -> nn.Module:
     if made:
         return made[0]
     with torch.random.fork_rng(devices=[]):
-        network = work.build().to(work.device)
-    network.load_state_dict(weights)
-    return network.eval()
+        return trees.rebuilt(work.build, weights).to(work.device).eval()
 
 
 def judged(name: str, views: Sequence[Work], outcomes: Sequence[Outcome]) -> Tensor:

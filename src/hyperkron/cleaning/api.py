@@ -11,12 +11,12 @@ from torch import nn
 
 from hyperkron.cleaning.config import CleanConfig, Progress
 from hyperkron.cleaning.data import ReadOptions, row_hashes
-from hyperkron.cleaning.folder import FORMAT, RunFolder, fingerprint
+from hyperkron.cleaning.folder import FORMAT, RunFolder, replacing
 from hyperkron.cleaning.given import Given
+from hyperkron.cleaning.own import Own, own_paths
 from hyperkron.cleaning.prepare import refuse_early
 from hyperkron.cleaning.progress import shown_progress
-from hyperkron.cleaning.recorded import encoder_to_load, refuse_other_model, refuse_other_settings
-from hyperkron.cleaning.replacing import replacing
+from hyperkron.cleaning.recorded import encoder_to_load, recorded_paths, refuse_other_model, refuse_other_settings
 from hyperkron.cleaning.result import CleanResult
 from hyperkron.cleaning.run import CleaningRun
 from hyperkron.cleaning.sources import model_name, plain_sources, read_parts
@@ -31,6 +31,9 @@ def clean(
     out: str | Path | None = None,
     model: Callable[[], nn.Module] | None = None,
     config: CleanConfig | None = None,
+    estimator: Any = None,
+    probabilities: Any = None,
+    embeddings: Any = None,
     overwrite: bool = False,
     progress: Progress | bool | None = None,
     command: str | None = None,
@@ -48,6 +51,13 @@ def clean(
         out: run folder, for the report and for resuming; None (default) writes nothing.
         model: function that returns a new network; None uses the default for the kind of data.
         config: settings; the defaults are meant for every dataset.
+        estimator: a classifier of scikit-learn's kind, not fitted, to compare with: fitted to the rows as they are, and
+            to the cleaned ones. If it wins it is ``result.model``; of those only trees are written to ``out``.
+        probabilities: class probabilities of your own as one more expert: (rows, C) in the order of ``classes``, an
+            array or the path of a ``.npy`` or ``.csv`` file, for every row of the training source, then of the trusted
+            one. The models behind them must not have seen the labels of the rows they predict.
+        embeddings: vectors (rows, d) that models take in place of the inputs: an array or the path of a ``.npy`` file,
+            for every row of the training source, then the trusted one, then ``test``. ``predict`` then takes vectors.
         overwrite: replace the run that ``out`` holds; it is kept until the new one has finished.
         progress: object that shows progress; None shows a bar on a terminal and in a notebook, False nothing.
         command: the command line to record.
@@ -67,15 +77,18 @@ def clean(
     shown = shown_progress(progress)
     if out is not None and overwrite:
         with replacing(Path(out), overwrite, shown.message):
-            again: dict[str, Any] = {"test": test, "out": out, "model": model, "config": config}
+            again: dict[str, Any] = {"test": test, "out": out, "model": model, "config": config, "estimator": estimator}
+            again |= {"probabilities": probabilities, "embeddings": embeddings}
             return clean(train, trusted, **again, progress=shown, command=command, on_result=on_result, **reading)
     config = config or CleanConfig()
     sources = {"train": train, "trusted": trusted, "test": test, "reading": reading}
-    plain = None if out is None else plain_sources(sources)
+    plain, brought = None if out is None else plain_sources(sources), own_paths(probabilities, embeddings)
+    plain = None if brought is None else plain
     how = ReadOptions(charset=reading.get("charset") or ReadOptions.charset)
     hashes = None if plain is None else row_hashes(plain["train"], how, "train")  # before reading: never of later ones
     parts = read_parts(train, trusted, test, reading)
-    refuse_early(parts, config, model)
+    own = Own.of(parts, estimator=estimator, probabilities=probabilities, embeddings=embeddings)
+    refuse_early(own.parts, config, model)
     folder = None if out is None else RunFolder(out, new=True)
     if folder is not None:
         about = {
@@ -83,13 +96,13 @@ def clean(
             "rows": None if hashes is None else folder.write_hashes(hashes),
             "model": None if model is None else model_name(model),
             "command": command,
+            "own": brought,
+            "estimator": None if estimator is None else type(estimator).__name__,
         }
-        folder.write_json(
-            "config.json", {"format": FORMAT, **about, "config": asdict(config), "data": fingerprint(parts)}
-        )
+        folder.write_json("config.json", {"format": FORMAT, **about, "config": asdict(config), "data": own.data})
     given = Given.of(train, parts[0])
     return CleaningRun(
-        parts, config, folder, model, shown, command, given, config.encoder, on_result=on_result
+        parts, own, config, folder, model, shown, command, given, config.encoder, on_result=on_result
     ).result()
 
 
@@ -114,17 +127,10 @@ def resume(
         progress: object that shows progress; None shows a bar on a terminal and in a notebook, False nothing.
         on_result: as for :func:`clean`.
     """
-    return _continued(out, model, expected, progress, on_result=on_result)
+    return continued(out, model, expected, progress, on_result=on_result)
 
 
-def reopen(
-    out: str | Path, *, model: Callable[[], nn.Module] | None = None, progress: Progress | None = None
-) -> CleanResult:
-    """The result of a finished run, read again as :func:`resume` does, without writing to its folder."""
-    return _continued(out, model, None, progress, writes=False)
-
-
-def _continued(
+def continued(
     out: str | Path,
     model: Callable[[], nn.Module] | None,
     expected: Mapping[str, Any] | None,
@@ -132,6 +138,7 @@ def _continued(
     writes: bool = True,
     on_result: Callable[[Path], None] | None = None,
 ) -> CleanResult:
+    """As :func:`resume`; without ``writes`` a finished run is read again and its folder stays as it is."""
     folder = RunFolder(out, new=False)
     kept = folder.read_config()
     source = kept["source"]
@@ -143,11 +150,12 @@ def _continued(
     refuse_other_settings(kept, expected)
     refuse_other_model(kept, model)
     parts = read_parts(source["train"], source["trusted"], source["test"], source["reading"])
-    if fingerprint(parts) != kept["data"]:
+    own = Own.of(parts, **recorded_paths(kept))
+    if own.data != kept["data"]:
         raise HyperkronError(
             f"the data in {source['train']!r} is not what the run in {str(out)!r} began with; begin a new run."
         )
     config = CleanConfig(**{**kept["config"], "compare": tuple(kept["config"]["compare"])})
     given, encoder = Given.of(source["train"], parts[0]), encoder_to_load(kept, expected)
-    shown = shown_progress(progress)
-    return CleaningRun(parts, config, folder, model, shown, kept["command"], given, encoder, writes, on_result).result()
+    shown, command = shown_progress(progress), kept["command"]
+    return CleaningRun(parts, own, config, folder, model, shown, command, given, encoder, writes, on_result).result()

@@ -52,14 +52,6 @@ def train_batched(
     """Fresh networks, one fitted to each set of targets, in evaluation mode; see :func:`train` for a single one.
 
     All take as many steps as the plan says for the longest training among them. Their batches may differ in size.
-
-    Args:
-        build: makes a fresh network.
-        inputs: of all rows.
-        all_targets: what each network learns from.
-        plan: of each training.
-        seeds: of each network's initialisation and batches.
-        tick: called after every step, with the number of networks that made it.
     """
     device, steps = all_targets[0].rows.device, max(plan.steps(len(targets.rows)) for targets in all_targets)
     networks: list[nn.Module] = []
@@ -121,10 +113,6 @@ class Stack(NetworkGroup):
     """Perceptrons in training, their weights in blocks; the parameters of each network are views of its share.
 
     So a network can be asked, or differentiated, between any two steps; :meth:`finish` gives it weights of its own.
-
-    Args:
-        networks: that are ``stackable`` with these inputs.
-        inputs: of all rows.
     """
 
     def __init__(self, networks: Sequence[nn.Module], inputs: Inputs) -> None:

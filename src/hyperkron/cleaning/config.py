@@ -8,7 +8,19 @@ from typing import Protocol
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import check_positive, check_whole
 
-ALTERNATIVES = ("noisy", "trusted", "pooled", "small-loss", "trusted-confidence", "cleanlab", "sama")
+ALTERNATIVES = (
+    "noisy",
+    "trusted",
+    "pooled",
+    "small-loss",
+    "trusted-confidence",
+    "cleanlab",
+    "neighbours",
+    "gold-loss",
+    "forest",
+    "boosted",
+    "sama",
+)
 """What the user could have done instead; every one is trained and judged in the same way."""
 
 OURS = "hyperkron"

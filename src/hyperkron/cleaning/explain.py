@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from hyperkron import losses
 from hyperkron.attribution import Attribution, attribute
-from hyperkron.cleaning.api import reopen
+from hyperkron.cleaning.api import continued
 from hyperkron.cleaning.config import Progress
-from hyperkron.cleaning.data import Labelled, read
-from hyperkron.cleaning.evidence import likelihood
+from hyperkron.cleaning.data import read
 from hyperkron.cleaning.fields import read_result
 from hyperkron.cleaning.folder import RunFolder, shown
 from hyperkron.cleaning.result import Learnt
@@ -102,7 +101,12 @@ def explain(
         kept = (out / "config.json").exists()
         remedy = f"it has not finished: continue with `hyperkron resume {out}`" if kept else "name one of clean()"
         raise HyperkronError(f"out={str(out)!r} holds no finished run; {remedy}.")
-    result = reopen(out, model=model, progress=progress)
+    result = continued(out, model, None, progress, writes=False)
+    if not any(True for _ in result.model.parameters()):
+        raise HyperkronError(
+            f"out={str(out)!r}: its model is a tree ensemble, and only networks can be explained; run clean() with a "
+            "network of your own, model=..., to get one."
+        )
     assert result.learnt is not None and result.transform is not None
     learnt = result.learnt()
     source = RunFolder(out, new=False).read_config()["source"]
@@ -117,40 +121,28 @@ def explain(
     asked = result.transform(rows.inputs[:MAX_QUERIES], device)
     found, predicted = _scores(result.model, learnt, asked, method)
     explained = []
-    for q in range(len(asked)):
+    for q, (probability, best) in enumerate(zip(*predicted.max(1), strict=True)):
         sides = [_witnesses(side(q, count), learnt) for side in (found.helpful, found.harmful)]
-        explained.append(_explained(q, rows, predicted[q], sides))
+        label, said = rows.classes[int(rows.labels[q])], rows.classes[int(best)]
+        explained.append(Explained(int(rows.rows[q]), label, said, float(probability), shown(rows, q), *sides))
     return Explanation(out.resolve().name, rows.kind, explained, messages, found)
 
 
 def _scores(network: nn.Module, learnt: Learnt, asked: Inputs, method: Implicit | None) -> tuple[Attribution, Tensor]:
     """The scores of the rows that the network learnt from, and the probabilities it gives to queries."""
-    device = learnt.targets.rows.device
-    predicted = predict(network, asked, torch.arange(len(asked), device=device))
+    targets = learnt.targets
+    predicted = predict(network, asked, torch.arange(len(asked), device=targets.rows.device))
     answers = predicted.argmax(1)
 
     def query_loss(model: nn.Module, part: Tensor) -> Loss:
         return losses.cross_entropy(model(*asked.batch(part)), answers[part])
 
-    positions, queries = torch.arange(len(learnt.targets.rows)), torch.arange(len(asked))
-    found = attribute(training_loss(learnt), network, positions, queries, query_loss=query_loss, method=method)
+    def training_loss(model: nn.Module, part: Tensor) -> Loss:
+        return targets.objective(model(*learnt.inputs.batch(targets.rows[part])), part)
+
+    positions, queries = torch.arange(len(targets.rows)), torch.arange(len(asked))
+    found = attribute(training_loss, network, positions, queries, query_loss=query_loss, method=method)
     return found, predicted.cpu()
-
-
-def training_loss(learnt: Learnt) -> Callable[[nn.Module, Tensor], Loss]:
-    """What the network was trained on, at positions in its targets, as a loss that knows its curvature."""
-    targets = learnt.targets
-
-    def loss(model: nn.Module, part: Tensor) -> Loss:
-        output = model(*learnt.inputs.batch(targets.rows[part]))
-        weight = None if targets.weight is None else targets.weight[part]
-        found = likelihood(output, targets.evidence[part], weight)
-        if targets.believed is None:
-            return found
-        label, belief = (x[part] for x in targets.believed)
-        return found + losses.cross_entropy(output, label, weight=belief)
-
-    return loss
 
 
 def _witnesses(pairs: list[tuple[int, float]], learnt: Learnt) -> list[Witness]:
@@ -164,15 +156,3 @@ def _witnesses(pairs: list[tuple[int, float]], learnt: Learnt) -> list[Witness]:
         names = part.classes[label], part.classes[learnt_as]
         found.append(Witness(int(part.rows[i]), *names, part is trusted, score, shown(part, i)))
     return found
-
-
-def _explained(q: int, rows: Labelled, probabilities: Tensor, sides: list[list[Witness]]) -> Explained:
-    best = int(probabilities.argmax())
-    return Explained(
-        int(rows.rows[q]),
-        rows.classes[int(rows.labels[q])],
-        rows.classes[best],
-        float(probabilities[best]),
-        shown(rows, q),
-        *sides,
-    )

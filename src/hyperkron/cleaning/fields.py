@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from hyperkron.cleaning.folder import FORMAT
 from hyperkron.solution import HyperkronError
@@ -13,6 +15,9 @@ from hyperkron.training.writing import read_plain
 
 REMEDY = "restore the file or run `hyperkron clean` again"
 """What helps against a damaged file."""
+T = TypeVar("T")
+Label: TypeAlias = str
+"""The name of a class, which a file may also have as a number."""
 MAX_DEPTH = 50
 """How deep the values of a file may be nested; those of a run are at most five deep."""
 
@@ -20,10 +25,7 @@ MAX_DEPTH = 50
 class Fields:
     """The fields of one JSON object; a missing one, null or NaN counts as not known.
 
-    Args:
-        value: what the JSON text held.
-        file: where it was read, for the messages.
-        where: the place within the file, for the messages; empty at its top.
+    ``file`` and ``where``, the place within it, are for the messages.
 
     Example:
         >>> fields = Fields({"noise": {"rate": 0.4}}, Path("result.json"))
@@ -104,6 +106,21 @@ class Fields:
         if isinstance(value, dict | list):
             raise self._wrong(name, value, "the name of a class")
         return "" if value is None else str(value)
+
+    def into(self, kind: type[T]) -> T:
+        """A dataclass whose fields are read under their own names, each as its annotation says."""
+        readers: dict[Any, Callable[[str], Any]] = {
+            "str": self.text,
+            "Label": self.label,
+            "float | None": self.number,
+            "int | None": self.count,
+            "bool": self.flag,
+            "bool | None": lambda name: None if self.raw.get(name) is None else self.flag(name),
+            "list[float | None]": self.numbers,
+            "dict[str, Any]": lambda name: self.child(name).raw,
+        }
+        wanted = dataclasses.fields(kind)  # type: ignore[arg-type]
+        return kind(**{field.name: readers[field.type](field.name) for field in wanted})
 
     def child(self, name: str) -> Fields:
         """An object within the object; empty when not known."""

@@ -9,10 +9,12 @@ import hashlib
 import io
 import json
 import os
+import secrets
 import shlex
+import shutil
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,23 @@ from hyperkron.training.writing import flush_folder, in_words, open_ordinary, re
 
 FORMAT = 1
 """The format of config.json and result.json."""
+FILES = (
+    "config.json",
+    "log.jsonl",
+    "result.json",
+    "rows.csv",
+    "left_out.csv",
+    "suspects.jsonl",
+    "model.safetensors",
+    "inputs.json",
+    "inputs.safetensors",
+    "report.html",
+)
+"""The files of a run."""
+HASHES = "rows.hashes"
+"""A hash of every row of the source, by which `export` knows whether it still holds the rows of the run."""
+FOLDERS = ("stages", "embeddings", "tensorboard")
+"""The folders of a run."""
 _COLUMNS = ("row", "given", "suggested", "error_probability", "weight", "suspect")
 """Of rows.csv, where ids stand after the row."""
 _BEGIN = "restore the file, or begin a new run with `hyperkron clean`"
@@ -112,8 +131,8 @@ class RunFolder:
         self._put(name, json.dumps(content, indent=2, allow_nan=False).encode("ascii"))
 
     def write_hashes(self, hashes: RowHashes) -> dict[str, Any]:
-        """Put rows.hashes in place; what config.json says of it."""
-        self._put("rows.hashes", hashes.each)
+        """Put ``HASHES`` in place; what config.json says of it."""
+        self._put(HASHES, hashes.each)
         return {"count": len(hashes), "sha256": hashes.sha256, "version": hashes.VERSION}
 
     def _put(self, name: str, data: bytes) -> None:
@@ -156,31 +175,31 @@ class RunFolder:
             if isinstance(found, dict) and found.get("event") == event and _sound(found, event):
                 yield found
 
+    def _put_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Put a safetensors file in place as a whole; its record."""
+        beside = self.path / f"{name}.part"
+        with self._writing(name, sum(x.numel() * x.element_size() for x in tensors.values())):
+            beside.unlink(missing_ok=True)
+            record = write_tensors(beside, {key: x.contiguous() for key, x in tensors.items()})
+            beside.replace(self.path / name)
+            flush_folder(self.path)
+        return record
+
     def write_model(self, network: nn.Module) -> None:
         """model.safetensors: parameters and buffers by name."""
-        tensors = {name: x.contiguous() for name, x in network.state_dict().items()}
-        needed = sum(x.numel() * x.element_size() for x in tensors.values())
-        beside = self.path / "model.safetensors.part"
-        with self._writing("model.safetensors", needed):
-            beside.unlink(missing_ok=True)
-            write_tensors(beside, tensors)
-            beside.replace(self.path / "model.safetensors")
-            flush_folder(self.path)
+        self._put_tensors("model.safetensors", network.state_dict())
 
     def write_inputs(self, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """inputs.json and inputs.safetensors: how new rows become inputs of the network."""
-        target = self.path / "inputs.safetensors"
-        with self._writing("inputs.safetensors", sum(x.numel() * x.element_size() for x in tensors.values())):
-            target.unlink(missing_ok=True)
-            record = write_tensors(target, {name: x.contiguous() for name, x in tensors.items()})
+        record = self._put_tensors("inputs.safetensors", tensors)
         self.write_json("inputs.json", {"format": FORMAT, **about, "file": record, "tensors": sorted(tensors)})
 
-    def write_rows(self, train: Labelled, scores: dict[str, Tensor], cut: float) -> None:
+    def write_rows(self, train: Labelled, scores: dict[str, Tensor]) -> None:
         """rows.csv, left_out.csv and suspects.jsonl, where ``row`` is the position of a row in the source.
 
-        ``scores``: suggested, error_probability, weight, history (N, steps) of the rows that were used.
+        ``scores``: suggested, error_probability, weight, suspect, history (N, steps) of the rows that were used.
         """
-        probability, weight = scores["error_probability"].tolist(), scores["weight"].tolist()
+        probability, weight, suspect = (scores[name].tolist() for name in ("error_probability", "weight", "suspect"))
         given = [train.classes[k] for k in train.labels.tolist()]
         suggested = [train.classes[k] for k in scores["suggested"].tolist()]
         ids = {f"id {name}" if name in _COLUMNS else name: values for name, values in train.ids.items()}
@@ -190,13 +209,13 @@ class RunFolder:
         for i, row in enumerate(train.rows.tolist()):
             numbers = f"{probability[i]:.6f}", f"{weight[i]:.6f}"
             known = [values[i] for values in ids.values()]
-            writer.writerow([row, *known, given[i], suggested[i], *numbers, str(probability[i] > cut).lower()])
+            writer.writerow([row, *known, given[i], suggested[i], *numbers, str(suspect[i]).lower()])
         self._put("rows.csv", text.getvalue().encode("utf-8", "surrogatepass"))
         gone = sorted((int(row), why) for why, rows in train.left_out.items() for row in rows)
         self._put("left_out.csv", "".join(f"{row},{why}\n" for row, why in [("row", "why"), *gone]).encode("utf-8"))
         order = scores["error_probability"].argsort(descending=True).tolist()
         lines = []
-        for i in [i for i in order if probability[i] > cut]:
+        for i in filter(suspect.__getitem__, order):
             lines.append(
                 {
                     "row": int(train.rows[i]),
@@ -267,3 +286,41 @@ def fingerprint(parts: list[Labelled]) -> str:
         else:
             digest.update(part.inputs.tobytes())
     return digest.hexdigest()
+
+
+@contextmanager
+def replacing(out: Path, overwrite: bool, say: Callable[[str], None]) -> Iterator[None]:
+    """The earlier run is put aside; it comes back if the new one does not begin, and goes when that has finished."""
+    if not overwrite or not any((out / name).exists() for name in ("config.json", "result.json")):
+        yield
+        return
+    if out.is_symlink():
+        raise HyperkronError(f"out={str(out)!r} is a link; name the folder itself to overwrite it.")
+    aside = out.with_name(f"{out.name}.replaced-{secrets.token_hex(4)}")
+    out.rename(aside)
+    try:
+        yield
+    except BaseException:
+        if (out / "config.json").exists():
+            say(f"The earlier run is kept in {aside}")
+        else:
+            with suppress(OSError):
+                out.rmdir()
+            if not out.exists():
+                aside.rename(out)
+        raise
+    _remove(aside, say)
+
+
+def _remove(folder: Path, say: Callable[[str], None]) -> None:
+    """Take away what a run has written; whatever else somebody put there stays."""
+    for name in (*FILES, HASHES):
+        (folder / name).unlink(missing_ok=True)
+        (folder / f"{name}.part").unlink(missing_ok=True)
+    for name in FOLDERS:
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
+            shutil.rmtree(folder / name)
+    try:
+        folder.rmdir()
+    except OSError:
+        say(f"Files that do not belong to the earlier run are kept in {folder}")

@@ -16,6 +16,7 @@ from hyperkron.cleaning.data import InputForm
 from hyperkron.cleaning.fields import REMEDY, Fields, parse, read_result, read_text
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.models import TextEncoder
+from hyperkron.cleaning.models.trees import rebuilt
 from hyperkron.cleaning.prepare import InputTransform, network_builder, pick_device
 from hyperkron.cleaning.recorded import encoder_identity, refuse_other_encoder, refuse_other_model
 from hyperkron.cleaning.result import CleanResult
@@ -52,30 +53,19 @@ def load(
     """
     folder = Path(run)
     summary = read_result(folder)
-    classes = tuple(summary.child("data").texts("classes"))
-    rows, left_out = read_rows(folder), _left_out(folder)
-    given = Given(torch.tensor([row.row for row in rows], dtype=torch.long), left_out)
+    classes = summary.child("data").texts("classes")
+    rows = finished_rows(folder)
     place = {name: k for k, name in enumerate(classes)}
-    probability = torch.tensor([row.error_probability for row in rows])
-    order = probability.argsort(descending=True, stable=True)
-    suspects = order[torch.tensor([row.suspect for row in rows], dtype=torch.bool)[order]]
-    suggested = torch.tensor([place.get(row.suggested, -1) for row in rows], dtype=torch.long)
+    scores = {
+        "error_probability": torch.tensor([row.error_probability for row in rows]),
+        "suspect": torch.tensor([row.suspect for row in rows], dtype=torch.bool),
+        "suggested": torch.tensor([place.get(row.suggested, -1) for row in rows], dtype=torch.long),
+    }
+    given = Given(torch.tensor([row.row for row in rows], dtype=torch.long), _left_out(folder))
     transform, network = _predictor(folder, model, encoder, device)
-    return CleanResult(
-        given.spread(1 - probability, float("nan"), "weight"),
-        given.spread(probability, float("nan"), "error_probability"),
-        given.rows[suspects],
-        given.spread(suggested, -1, "suggested"),
-        given.status(),
-        network,
-        summary.items("candidates"),
-        summary.text("chosen"),
-        summary.text("verdict"),
-        classes,
-        summary.raw,
-        folder,
-        transform,
-    )
+    checked: dict[str, Any] = {key: summary.text(key) for key in ("chosen", "verdict")}
+    checked |= {"candidates": summary.items("candidates"), "data": {**summary.child("data").raw, "classes": classes}}
+    return CleanResult.of(given, scores, {**summary.raw, **checked}, network, folder=folder, transform=transform)
 
 
 class CsvRow(NamedTuple):
@@ -85,28 +75,42 @@ class CsvRow(NamedTuple):
     given: str
     suggested: str
     error_probability: float
+    weight: float
     suspect: bool
 
 
-def read_rows(folder: Path) -> list[CsvRow]:
-    """The lines of rows.csv."""
+def read_rows(folder: Path) -> list[CsvRow] | None:
+    """The lines of rows.csv; None where there is no such file."""
     file = folder / "rows.csv"
-    if not file.exists():
-        raise HyperkronError(
-            f"run={str(folder)!r} has no rows.csv: it has not finished; continue with `hyperkron resume {folder}`."
-        )
-    lines = csv.DictReader(io.StringIO(read_text(file) or "", newline=""))
+    text = read_text(file)
+    if text is None:
+        return None
+    lines = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
-        return [_row(line) for line in lines]
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        absent = [name for name in CsvRow._fields if name not in (lines.fieldnames or ())]
+        rows = [] if absent else [_row(line) for line in lines]
+    except (TypeError, ValueError, KeyError, csv.Error) as error:
         raise HyperkronError(f"{file}:{lines.line_num} is not a line of a run; {REMEDY}.") from error
+    if absent:
+        raise HyperkronError(f"{file}: its header lacks {', '.join(absent)}; {REMEDY}.")
+    return rows
 
 
 def _row(line: dict[str, Any]) -> CsvRow:
     probability, suspect = float(line["error_probability"]), {"true": True, "false": False}[line["suspect"]]
     if math.isnan(probability) or line["suggested"] is None or not 0 <= int(line["row"]) < 2**62:
         raise ValueError
-    return CsvRow(int(line["row"]), str(line["given"]), line["suggested"], probability, suspect)
+    return CsvRow(int(line["row"]), str(line["given"]), line["suggested"], probability, float(line["weight"]), suspect)
+
+
+def finished_rows(folder: Path) -> list[CsvRow]:
+    """The lines of rows.csv; refused where there is no such file."""
+    rows = read_rows(folder)
+    if rows is None:
+        raise HyperkronError(
+            f"run={str(folder)!r} has no rows.csv: it has not finished; continue with `hyperkron resume {folder}`."
+        )
+    return rows
 
 
 def _left_out(folder: Path) -> dict[str, torch.Tensor]:
@@ -142,9 +146,8 @@ def _predictor(
     where = pick_device(device)
     layers, shape = int(about.raw.get("layers") or 0), tuple(int(n or 0) for n in about.numbers("input_shape"))
     transform = InputTransform.load(form, tensors, _encoder(about, encoder, where), layers)
-    network = network_builder(transform, shape, len(about.texts("classes")), model)().to(where).eval()
-    _load_weights(network, folder / "model.safetensors")
-    return transform, network
+    build = network_builder(transform, shape, len(about.texts("classes")), model)
+    return transform, _stored_model(build, folder / "model.safetensors").to(where).eval()
 
 
 def _encoder(about: Fields, encoder: str | None, device: torch.device) -> TextEncoder | None:
@@ -156,12 +159,12 @@ def _encoder(about: Fields, encoder: str | None, device: torch.device) -> TextEn
     return found
 
 
-def _load_weights(network: nn.Module, file: Path) -> None:
+def _stored_model(build: Callable[[], nn.Module], file: Path) -> nn.Module:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        network.load_state_dict(load_file(file))
-    except (OSError, SafetensorError, RuntimeError) as error:
+        return rebuilt(build, load_file(file))
+    except (OSError, SafetensorError, RuntimeError, HyperkronError) as error:
         reason = " ".join(str(error).split())[:200]
         raise HyperkronError(f"{file} is not the network of this run ({reason}); {REMEDY}.") from error

@@ -1,11 +1,12 @@
 """The method: experts, their pooled opinion, the evidence, and the network that is trained on it.
 
 1. *Experts*, each asked only about rows it has not seen: a network of the trusted rows, a network of the noisy rows as
-   they are, and one of all rows, trained through the noise matrix that the second one shows on the trusted rows.
+   they are, and one of all rows, trained through the noise matrix that the second one shows on the trusted rows; for
+   tables a random forest of the noisy rows; and a model of the user's, where there is one.
 2. *Opinion*: their logarithmic pool, fitted to the trusted rows and carried over to the class frequencies of the noisy
    ones; the noise matrix by EM.
 3. *Fold models*: networks of half of the rows, fitted to the evidence as the last network will be. Those of the preset
-   (κ, β, γ) that predicts held-out trusted rows best are one more expert.
+   (κ, β, γ) that predicts held-out trusted rows best are one more expert; so is a forest of the posterior q.
 4. *Verdict on each row*: q(k) ∝ p̄(k | x) T[k, y]. A row is as wrong as 1 − q(y), and its suggestion is argmax q.
 5. *The network*: fitted to log e = κ log p̄ + β log T[:, y] on the noisy rows, weighted by how sure q is of them, to
    their given labels as far as γ and q believe them, and to the trusted rows; at a higher learning rate where the fold
@@ -36,12 +37,15 @@ from hyperkron.cleaning.evidence import (
     shifted,
     stack,
 )
+from hyperkron.cleaning.forests import cleaned_forest, noisy_forest
 from hyperkron.cleaning.stages import Tensors
 from hyperkron.cleaning.trainer import TrainingPlan, TrainingTargets, predict
 from hyperkron.cleaning.work import Work, staged
 
 PRESETS = ((0.35, 1.0, 0.3), (0.35, 1.0, 0.03), (0.35, 1.0, 1.0))
 """(κ, β, γ) of which held-out trusted rows pick one."""
+TEMPERATURES = (0.5, 0.7, 1.0, 1.4, 2.0, 3.0)
+"""Inverse temperatures at which forests and networks are compared."""
 LEARNING_RATE_BOOST = 3.0
 """Factor of its learning rate where the fold models were not trained enough."""
 CONFIDENCE_MARGIN = 0.2
@@ -193,6 +197,12 @@ def certainty(posterior: Tensor, given: Tensor) -> Tensor:
     return torch.maximum(of_label(posterior, given), 2 * posterior.max(1).values - 1)
 
 
+def unseen(work: Work, first: Opinion, halved: Tensor) -> Tensor:
+    """log p̄ of the noisy rows (N, C) from experts that saw nothing of the trusted rows in the half of the row."""
+    log_p = first.pool(torch.cat([logs(halved)[None], first.experts[1:]]))[work.noisy]
+    return shifted(log_p, frequencies(work.given[work.trusted], work.classes))
+
+
 def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequence[Tensor]) -> list[Tensors]:
     """Networks of the noisy rows of one half and the trusted rows of the other, for every preset.
 
@@ -202,8 +212,7 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequen
     """
 
     def targets(work: Work, first: Opinion, own: Tensor) -> list[TrainingTargets]:
-        log_p = first.pool(torch.cat([logs(own)[None], first.experts[1:]]))[work.noisy]
-        log_p = shifted(log_p, frequencies(work.given[work.trusted], work.classes))
+        log_p = unseen(work, first, own)
         rows = [torch.cat([work.side(h, work.noisy), work.side(1 - h, work.trusted)]) for h in (0, 1)]
         return [evidence_targets(work, rows[h], log_p, first.matrix, scale) for scale in PRESETS for h in (0, 1)]
 
@@ -228,6 +237,23 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequen
     return staged(works, "fold-models", compute)
 
 
+def cleaned_forests(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequence[Tensor]) -> list[Tensor | None]:
+    """The opinion of forests of the posterior in each view; None where there are no trees."""
+
+    def compute() -> list[Tensors]:
+        found = []
+        for work, first, own in zip(works, firsts, halved, strict=True):
+            given = work.given[work.noisy]
+            honest = (unseen(work, first, own) + label_evidence(first.matrix, given)).softmax(1)
+            whole, half = ((q, certainty(q, given)) for q in (first.posterior, honest))
+            found.append(cleaned_forest(work, whole, half))
+        return found
+
+    if not works[0].trees:
+        return [None] * len(works)
+    return [found["asked"] for found in staged(works, "cleaned-forest", compute)]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The result of the method on a view, before the network is trained.
@@ -236,6 +262,7 @@ class Outcome:
         first, final: the opinions without and with the fold models.
         trusted_expert, noisy_expert, matrix_expert, fold_models: opinions (rows, C) on rows each had not seen.
         scale: κ, β and γ.
+        noisy_forest, cleaned_forest: opinions of forests; None where there are none.
     """
 
     first: Opinion
@@ -245,6 +272,8 @@ class Outcome:
     matrix_expert: Tensor
     fold_models: Tensor
     scale: tuple[float, float, float]
+    noisy_forest: Tensor | None = None
+    cleaned_forest: Tensor | None = None
 
     def error_probability(self, given: Tensor) -> Tensor:
         """1 − q(y) of the noisy rows."""
@@ -253,6 +282,20 @@ class Outcome:
     def targets(self, work: Work, rows: Tensor) -> TrainingTargets:
         """What the network learns of these rows."""
         return evidence_targets(work, rows, self.final.log_p, self.final.matrix, self.scale)
+
+    def prefers_trees(self, work: Work) -> bool:
+        """Whether the forest of q predicts the trusted rows of the view, out of sample, better than the fold models.
+
+        By cross-entropy, each at the temperature that suits it best: how sure they are is not what is asked.
+        """
+        if self.cleaned_forest is None or not work.tree_model:
+            return False
+        labels, sharper = work.given[work.trusted], torch.tensor(TEMPERATURES, device=work.device)[:, None, None]
+        told = [
+            (sharper * logs(p[work.trusted])).log_softmax(2)[:, torch.arange(len(labels)), labels].sum(1).max()
+            for p in (self.cleaned_forest, self.fold_models)
+        ]
+        return bool(told[0] > told[1])
 
     def paced(self, work: Work, plan: TrainingPlan) -> TrainingPlan:
         """``plan`` for a network trained on :meth:`targets`: at a higher rate where training was too gentle.
@@ -273,10 +316,14 @@ def clean_labels(works: Sequence[Work]) -> list[Outcome]:
     alone, noisy = trusted_expert(works), noisy_expert(works)
     matrix = matrix_expert(works, noisy)
     experts = [[a["asked"], n, m] for a, n, m in zip(alone, noisy, matrix, strict=True)]
+    trees = noisy_forest(works[0]) if works[0].trees else None
+    more = [p for p in (trees, works[0].probabilities) if p is not None]
+    experts = [[*told, *more] for told in experts]
     firsts = [opinion(work, told) for work, told in zip(works, experts, strict=True)]
-    learnt = fold_models(works, firsts, [a["halved"] for a in alone])
+    halved = [a["halved"] for a in alone]
+    learnt, grown = fold_models(works, firsts, halved), cleaned_forests(works, firsts, halved)
     found = []
-    for work, told, first, own in zip(works, experts, firsts, learnt, strict=True):
-        final = opinion(work, [*told, own["asked"]])
-        found.append(Outcome(first, final, *told, own["asked"], PRESETS[int(own["best"])]))
+    for work, told, first, own, forest in zip(works, experts, firsts, learnt, grown, strict=True):
+        final = opinion(work, [*told, own["asked"], *([] if forest is None else [forest])])
+        found.append(Outcome(first, final, *told[:3], own["asked"], PRESETS[int(own["best"])], trees, forest))
     return found

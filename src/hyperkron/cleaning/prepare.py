@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +18,7 @@ from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import InputForm, Labelled
 from hyperkron.cleaning.data.files import np
 from hyperkron.cleaning.models import HashedNgrams, Hidden, TextEncoder, default_model
-from hyperkron.cleaning.stages import Tensors
+from hyperkron.cleaning.stages import Stages, Tensors
 from hyperkron.cleaning.trainer import Dense, Inputs
 from hyperkron.solution import HyperkronError
 
@@ -80,18 +83,22 @@ class InputTransform:
         if self.layers:
             assert isinstance(self.vectors, TextEncoder)
             return States(self.vectors.prefix([str(text) for text in rows], self.layers, progress=progress), device)
-        return Dense(self.scale(self._raw(rows, device)).to(device))
+        return Dense(self.scale(self.raw(rows, device, progress)).to(device))
 
-    def _raw(self, rows: Any, device: torch.device) -> Tensor:
+    def raw(
+        self, rows: Any, device: torch.device, progress: TokenProgress | None = None, cache: Path | None = None
+    ) -> Tensor:
+        """What is standardised; ``cache`` is a folder that keeps embeddings."""
         if self.form.encoding is not None:
             return _floats(self.form.encoding.standardise(np.asarray(rows)))
         if not isinstance(self.vectors, TextEncoder):
             return _floats(rows) if self.vectors is None else self.vectors(list(rows))
-        self.vectors.to(device)
+        encoder, texts = self.vectors.to(device), list(rows)
+        key = hashlib.sha256(json.dumps([encoder.fingerprint, texts]).encode()).hexdigest()
         try:
-            return self.vectors.embed(list(rows)).cpu()
+            return Stages(cache, key)(f"embeddings-{key}", lambda: {"x": encoder.embed(texts, progress=progress)})["x"]
         finally:
-            self.vectors.to("cpu")  # out of the way of training
+            encoder.to("cpu")  # out of the way of training
 
     def tensors(self) -> Tensors:
         """What was learnt from the training rows, as far as it is numbers."""
@@ -122,6 +129,17 @@ class Prepared:
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
     transform: InputTransform
+
+    @contextmanager
+    def threads(self, device: torch.device) -> Iterator[None]:
+        """One thread for vectors, whose matrices are too small to share; images and encoders keep what there is."""
+        before = torch.get_num_threads()
+        small = device.type == "cpu" and isinstance(self.inputs, Dense) and self.inputs.values.dim() == 2
+        torch.set_num_threads(1 if small else before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
 
 def network_builder(
@@ -170,54 +188,30 @@ def prepare(
 ) -> Prepared:
     """Inputs of [training, trusted] or [training, trusted, test] rows, all made in the same way.
 
-    Args:
-        parts: the rows.
-        config: settings.
-        device: where to compute.
-        encoder: of texts; None takes hashed n-grams.
-        model: makes a fresh network; None takes the default.
-        cache: a folder that keeps embeddings.
-        progress: of embedding.
+    Texts without an ``encoder`` get hashed n-grams; ``model`` makes a fresh network, None takes the default; ``cache``
+    is a folder that keeps embeddings; ``progress`` is that of embedding.
     """
     refuse_early(parts, config, model)
-    classes, form = len(parts[0].classes), InputForm.of(parts[0])
+    classes, form, rows = len(parts[0].classes), InputForm.of(parts[0]), [part.inputs for part in parts]
+    vectors: TextEncoder | HashedNgrams | None = encoder
+    if form.kind == "text" and encoder is None:
+        vectors = HashedNgrams(list(rows[0]))
+    transform = InputTransform(form, _Scale(), vectors, config.layers)
     if config.layers:
-        assert encoder is not None
-        transform = InputTransform(form, _Scale(), encoder, config.layers)
-        texts = [list(part.inputs) for part in parts]
-        inputs: Inputs = transform(texts[0] + texts[1], device, progress)
-        test: Inputs | None = transform(texts[2], device, progress) if len(texts) > 2 else None
+        inputs: Inputs = transform([*rows[0], *rows[1]], device, progress)
+        test: Inputs | None = transform(rows[2], device, progress) if len(rows) > 2 else None
         return Prepared(inputs, test, network_builder(transform, (), classes), (), transform)
-    vectors: TextEncoder | HashedNgrams | None = None
-    if form.kind == "text":
-        values, vectors = _text_vectors([list(part.inputs) for part in parts], encoder, cache, progress)
-    elif form.kind == "image":
-        values = [_floats(part.inputs) for part in parts]
-    else:
-        values = [_floats(part.standardised()) for part in parts]
-    scale = _Scale.of(values[0], form.kind)
-    transform, shape = InputTransform(form, scale, vectors), tuple(values[0].shape[1:])
+    values = [transform.raw(part, device, progress, cache) for part in rows]
+    transform, shape = replace(transform, scale=_Scale.of(values[0], form.kind)), tuple(values[0].shape[1:])
     build = network_builder(transform, shape, classes, model)
-    inputs = Dense(scale(torch.cat(values[:2])).to(device))
-    test = Dense(scale(values[2]).to(device)) if len(values) > 2 else None
+    inputs = Dense(transform.scale(torch.cat(values[:2])).to(device))
+    test = Dense(transform.scale(values[2]).to(device)) if len(values) > 2 else None
     _refuse_misfit(build, inputs, classes, device)
     return Prepared(inputs, test, build, shape, transform)
 
 
 def _floats(rows: Any) -> Tensor:
     return torch.as_tensor(rows).float()
-
-
-def _text_vectors(
-    texts: list[list[str]], encoder: TextEncoder | None, cache: Path | None, progress: TokenProgress | None
-) -> tuple[list[Tensor], TextEncoder | HashedNgrams]:
-    """Vectors of each list of texts, and what makes vectors of further ones in the same way."""
-    if encoder is None:
-        hashed = HashedNgrams(texts[0])
-        return [hashed(part) for part in texts], hashed
-    flat = [text for part in texts for text in part]
-    found = encoder.embed(flat, cache=cache, progress=progress).split([len(part) for part in texts])
-    return list(found), encoder.to("cpu")  # it waits there for further rows, out of the way of training
 
 
 def _refuse_misfit(build: Callable[[], nn.Module], inputs: Inputs, classes: int, device: torch.device) -> None:

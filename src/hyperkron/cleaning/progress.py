@@ -10,10 +10,11 @@ from hyperkron.cleaning.config import Progress, SilentProgress
 
 
 class BarProgress:
-    """A bar by tqdm, with messages above it."""
+    """A bar by tqdm, with messages above it; ``wording`` is what becomes of a text before it is shown."""
 
-    def __init__(self) -> None:
+    def __init__(self, wording: Callable[[str], str] = str) -> None:
         self._bar: Any = None
+        self._wording = wording
 
     def start(self, total: int) -> None:
         """Show the bar, or change its length."""
@@ -33,7 +34,7 @@ class BarProgress:
         """Say it above the bar."""
         from tqdm import tqdm
 
-        tqdm.write(text, file=sys.stderr)
+        tqdm.write(self._wording(text), file=sys.stderr)
 
     def stop(self) -> None:
         """Take the bar away."""

@@ -21,6 +21,7 @@ from hyperkron.cleaning.sources import absolute, model_name
 from hyperkron.solution import HyperkronError
 
 _SOURCES = ("train", "trusted", "test")
+_BROUGHT = ("probabilities", "embeddings")
 _KNOWN = ("torch", "hyperkron", "transformers")
 """Packages whose modules are known by their version."""
 
@@ -38,26 +39,21 @@ def refuse_other_settings(kept: Mapping[str, Any], expected: Mapping[str, Any]) 
     for name, value in expected.items():
         if name in _SOURCES:
             began, value = kept["source"][name], absolute(value)
+        elif name in _BROUGHT:
+            began, value = recorded_paths(kept).get(name), absolute(value)
         elif name in kept["config"]:
             began = kept["config"][name]
         else:
             began = kept["source"]["reading"].get(name)
         if name == "encoder" and kept.get("encoder") is not None:
             continue  # another folder may hold the same one: judged by what it computes with
-        if _plain(value) != _plain(began):
-            raise HyperkronError(_other(name, value, began))
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _other(name: str, value: Any, began: Any) -> str:
-    usual = "left out" if began is None else repr(_plain(began))
-    return (
-        f"{name}={_plain(value)!r}, but the run began with {name} {usual}; leave it out to continue that run, or "
-        "begin a new one."
-    )
+        began, value = (list(x) if isinstance(x, tuple) else x for x in (began, value))
+        if value != began:
+            usual = "left out" if began is None else repr(began)
+            raise HyperkronError(
+                f"{name}={value!r}, but the run began with {name} {usual}; leave it out to continue that run, or begin "
+                "a new one."
+            )
 
 
 def refuse_other_model(kept: Mapping[str, Any], model: Callable[[], nn.Module] | None) -> None:
@@ -71,6 +67,19 @@ def refuse_other_model(kept: Mapping[str, Any], model: Callable[[], nn.Module] |
         raise HyperkronError(
             f"model={found!r}, but the run began with {usual}; {remedy} to continue it, or begin a new run."
         )
+
+
+def recorded_paths(kept: Mapping[str, Any]) -> dict[str, str]:
+    """The files of probabilities and embeddings that a run began with; one with an estimator cannot be continued."""
+    if kept.get("estimator") is not None:
+        raise HyperkronError(
+            f"the run compared with estimator={kept['estimator']}, which is not kept on disk; call clean() again with "
+            "it and overwrite=True."
+        )
+    found = kept.get("own") or {}
+    if not isinstance(found, dict) or not all(k in _BROUGHT and isinstance(v, str) for k, v in found.items()):
+        raise HyperkronError(f"config.json: own={found!r:.80} is not what a run writes; restore the file.")
+    return found
 
 
 def encoder_to_load(kept: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:

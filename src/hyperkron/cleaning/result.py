@@ -21,11 +21,11 @@ from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import Labelled, NewRows
 from hyperkron.cleaning.evidence import of_label
 from hyperkron.cleaning.folder import FORMAT
-from hyperkron.cleaning.given import USED
+from hyperkron.cleaning.given import USED, Given
 from hyperkron.cleaning.method import Outcome
 from hyperkron.cleaning.prepare import InputTransform
 from hyperkron.cleaning.recorded import installed_version
-from hyperkron.cleaning.trainer import Inputs, TrainingPlan, TrainingTargets, predict
+from hyperkron.cleaning.trainer import Inputs, TrainingPlan, TrainingTargets, device_of, predict
 from hyperkron.cleaning.work import Work
 from hyperkron.solution import HyperkronError, HyperkronWarning
 
@@ -82,6 +82,33 @@ class CleanResult:
     folder: Path | None = None
     transform: InputTransform | None = None
     learnt: Callable[[], Learnt] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        given: Given,
+        scores: dict[str, Tensor],
+        summary: dict[str, Any],
+        model: nn.Module,
+        **more: Any,
+    ) -> CleanResult:
+        """Of error_probability, suggested and suspect (a mask) of the rows that were used."""
+        probability, spread = scores["error_probability"], given.spread
+        order = probability.argsort(descending=True, stable=True)
+        return cls(
+            spread(1 - probability, float("nan"), "weight"),
+            spread(probability, float("nan"), "error_probability"),
+            given.rows[order[scores["suspect"][order]]],
+            spread(scores["suggested"], -1, "suggested"),
+            given.status(),
+            model,
+            summary["candidates"],
+            summary["chosen"],
+            summary["verdict"],
+            tuple(summary["data"]["classes"]),
+            summary,
+            **more,
+        )
 
     def __repr__(self) -> str:
         where = "" if self.folder is None else f", folder={str(self.folder)!r}"
@@ -154,7 +181,7 @@ class CleanResult:
             raise HyperkronError("this result has no model to predict with.")
         found = self.transform.form.read(rows, **reading)
         probabilities = torch.full((found.count, len(self.classes)), torch.nan)
-        device = next(self.model.parameters()).device
+        device = device_of(self.model)
         if len(found.rows):
             inputs = self.transform(found.inputs, device)
             answers = predict(self.model, inputs, torch.arange(len(inputs), device=device)).cpu()

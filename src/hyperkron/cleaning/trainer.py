@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hyperkron import losses
 from hyperkron.algorithms import Algorithm, BatchSources, InnerOnly, Source, State, StepReport, Updates, derivatives
 from hyperkron.cleaning.evidence import likelihood
+from hyperkron.losses import Loss
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import NonFiniteError
 from hyperkron.training import fit
@@ -90,15 +93,18 @@ class TrainingTargets:
     weight: Tensor | None = None
     believed: tuple[Tensor, Tensor] | None = None
 
-    def loss(self, output: Tensor, part: Tensor) -> Tensor:
+    def objective(self, output: Tensor, part: Tensor) -> Loss:
         """Of logits of the rows at these positions: −log Σ_k f(k) e(k), and −log f of the believed label."""
         weight = None if self.weight is None else self.weight[part]
+        found = likelihood(output, self.evidence[part], weight)
         if self.believed is None:
-            return likelihood(output, self.evidence[part], weight).value
-        log_f, (label, belief) = output.log_softmax(1), (x[part] for x in self.believed)
-        seen = torch.logsumexp(log_f + self.evidence[part], dim=1)
-        both = (seen if weight is None else weight * seen) + belief * log_f.gather(1, label[:, None])[:, 0]
-        return -both.mean()
+            return found
+        label, belief = (x[part] for x in self.believed)
+        return found + losses.cross_entropy(output, label, weight=belief)
+
+    def loss(self, output: Tensor, part: Tensor) -> Tensor:
+        """The value of :meth:`objective`."""
+        return self.objective(output, part).value
 
 
 Tick = Callable[[int], None]
@@ -161,8 +167,8 @@ class NetworkGroup(nn.Module, ABC):
 
     def finish(self, plan: TrainingPlan, steps: int) -> list[nn.Module]:
         """The networks, in evaluation mode; those whose loss is not finite are refused."""
-        losses = torch.cat([loss.reshape(-1) for loss in self._losses])
-        wrong = losses[~losses.isfinite()].tolist()
+        last = torch.cat([loss.reshape(-1) for loss in self._losses])
+        wrong = last[~last.isfinite()].tolist()
         if wrong:
             raise NonFiniteError(
                 f"the training loss became {wrong[0]} after {steps} steps; look for extreme values in the inputs, or "
@@ -184,9 +190,9 @@ class Separate(NetworkGroup):
 
     def loss(self, parts: Sequence[Tensor]) -> Tensor:
         told = zip(self._networks, self._targets, parts, strict=True)
-        losses = [t.loss(network(*self._inputs.batch(t.rows[part])), part) for network, t, part in told]
-        self._losses[:] = [loss.detach() for loss in losses]
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        found = [t.loss(network(*self._inputs.batch(t.rows[part])), part) for network, t, part in told]
+        self._losses[:] = [loss.detach() for loss in found]
+        return found[0] if len(found) == 1 else torch.stack(found).sum()
 
     def optimizer(self, plan: TrainingPlan) -> torch.optim.AdamW:
         return optimizer_for(self._networks, plan)
@@ -293,6 +299,12 @@ def train(
         stream = batches(count, plan.batch_for(count), None, device)
         [network] = descend(networks, [stream], plan, plan.steps(count) if steps is None else steps, tick)
     return network
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model is; one without tensors computes on the CPU."""
+    found = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if found is None else found.device
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,10 @@ class Work:
         config: the settings.
         stages: finished results.
         tick: called with the stage's name and steps done.
+        trees: whether there are forests among the experts.
+        tree_model: whether a forest may be delivered in place of a network.
+        probabilities: of all rows (rows, C), from a model of the user's; None where there is none.
+        estimator: a classifier of the user's; None where there is none.
         held_out: numbers of the trusted rows that are left out of a view, to judge what is made from it.
         scope: begins the names of a view's stages.
         shift: added to the seeds of a view's networks.
@@ -60,6 +65,10 @@ class Work:
     config: CleanConfig
     stages: Stages
     tick: Callable[[str, int], None]
+    trees: bool = False
+    tree_model: bool = False
+    probabilities: Tensor | None = None
+    estimator: Any = None
     held_out: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     scope: str = ""
     shift: int = 0

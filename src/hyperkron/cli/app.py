@@ -20,15 +20,8 @@ from hyperkron.cli.output import UsageError, ensure_streams, finished, say, say_
 from hyperkron.cli.parser import check, parse
 
 OK, ERROR, USAGE = 0, 1, 2
-_COMMANDS = {
-    "clean": ("cleaning", "clean"),
-    "resume": ("cleaning", "resume"),
-    "report": ("runs", "report"),
-    "export": ("runs", "export"),
-    "predict": ("predict", "predict"),
-    "attribute": ("attribution", "attribute"),
-    "doctor": ("doctor", "doctor"),
-}
+_MODULES = {"clean": "cleaning", "resume": "cleaning", "sweep": "sweeping", "doctor": "doctor"}
+"""Where the functions of the commands are, each named after its command; all others are in runs.py."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if getattr(wanted, "config", None) is not None:
                     wanted = parse(given, read_config(wanted.config))
                 check(wanted)
-                module, function = _COMMANDS[wanted.command]
-                code: int = getattr(import_module(f"hyperkron.cli.{module}"), function)(wanted, given)
+                module = import_module(f"hyperkron.cli.{_MODULES.get(wanted.command, 'runs')}")
+                code: int = getattr(module, wanted.command)(wanted, given)
                 return code
         finally:
             sys.stdout.flush()

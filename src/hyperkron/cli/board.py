@@ -13,9 +13,6 @@ def write_board(folder: Path) -> Path:
 
     A figure ``f`` of an event ``e`` becomes the scalar ``e/f``, at the event's ``step`` or else at its number among the
     events of its name; a curve becomes ``curves/NAME``. An earlier ``tensorboard`` is replaced.
-
-    Args:
-        folder: of the run.
     """
     import shutil
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 READING = ("text", "label", "image", "features", "trusted_column", "id", "charset")
 """Options that say how the data is to be read."""
+OWN = ("probabilities", "embeddings")
+"""Options that name files of the user's own models."""
 SETTINGS = ("seed", "epochs", "device", "encoder", "layers")
 """Options that are settings of the same name."""
 
@@ -40,7 +42,7 @@ def clean(options: Any, given: list[str]) -> int:
     if not options.quiet:
         say(f"Reading {options.train}" + (f" and {options.trusted}" if options.trusted else ""))
     from hyperkron import cleaning
-    from hyperkron.cleaning.replacing import replacing
+    from hyperkron.cleaning.folder import replacing
 
     settings: dict[str, Any] = {name: getattr(options, name) for name in SETTINGS}
     if compare is not None:
@@ -57,7 +59,8 @@ def clean(options: Any, given: list[str]) -> int:
             progress=shown,
             command=shlex.join(["hyperkron", *given]),
             on_result=_first_report(options),
-            **_reading(options),
+            **{name: getattr(options, name) for name in OWN if getattr(options, name) is not None},
+            **reading(options),
         )
     return _finish(options, out)
 
@@ -107,7 +110,7 @@ def showing(options: Any) -> Iterator[Any]:
         shown.stop()
 
 
-def _reading(options: Any) -> dict[str, Any]:
+def reading(options: Any) -> dict[str, Any]:
     """The options that say how the data is to be read, where they are given."""
     reading = {name: getattr(options, name) for name in READING if getattr(options, name) is not None}
     for name in ("features", "id"):
@@ -118,7 +121,7 @@ def _reading(options: Any) -> dict[str, Any]:
 
 def _expected(options: Any) -> dict[str, Any]:
     """What is given to `resume` of that which the run began with."""
-    found = {name: getattr(options, name) for name in ("trusted", "test", *SETTINGS)} | _reading(options)
+    found = {name: getattr(options, name) for name in ("trusted", "test", *OWN, *SETTINGS)} | reading(options)
     found["budget"] = None if options.budget is None else seconds(options.budget)
     if options.compare is not None:
         found["compare"] = ALTERNATIVES if options.compare == "all" else _names(options.compare)
@@ -193,7 +196,7 @@ def _finish(options: Any, out: Path) -> int:
     except HyperkronError as error:  # the run itself is complete
         say(f"warning: {as_options(str(error))}")
     if options.json:
-        from hyperkron.cleaning.replacing import FILES
+        from hyperkron.cleaning.folder import FILES
 
         content = json.loads((out / "result.json").read_text("utf-8"))
         there = {name: str(out / name) for name in FILES if (out / name).exists()}

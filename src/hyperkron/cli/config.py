@@ -55,11 +55,7 @@ def seconds(text: str | float, name: str = "--budget") -> float:
 def read_config(path: str | Path) -> dict[str, Any]:
     """The options that a configuration file gives, checked; a key with the value null is as if it were absent.
 
-    Args:
-        path: of a YAML file, or of a JSON file if its name or its first character says so.
-
-    Raises:
-        UsageError: where it cannot be read, holds an unknown key or a value of the wrong type, or names code.
+    The file is YAML, or JSON if its name or its first character says so.
     """
     entries = _parse(_text(Path(path)), Path(path))
     found: dict[str, Any] = {}

@@ -22,7 +22,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "report": (("jinja2", "matplotlib"), "reports"),
     "track": (("tensorboard",), "--tensorboard"),
     "compare": (("cleanlab",), "cleanlab among the alternatives"),
-    "cli": (("yaml", "rich"), "configuration files in YAML, and a progress bar"),
+    "cli": (("yaml", "rich"), "configuration files in YAML, and RichProgress for fit"),
 }
 """The packages of every extra by the names they are imported by, and what they are for."""
 LITTLE_DISK = 2**30

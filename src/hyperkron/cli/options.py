@@ -40,7 +40,19 @@ class Option:
         return self.name if self.name.startswith("-") else str(self.metavar)
 
 
-ALTERNATIVES = ("noisy", "trusted", "pooled", "small-loss", "trusted-confidence", "cleanlab", "sama")
+ALTERNATIVES = (
+    "noisy",
+    "trusted",
+    "pooled",
+    "small-loss",
+    "trusted-confidence",
+    "cleanlab",
+    "neighbours",
+    "gold-loss",
+    "forest",
+    "boosted",
+    "sama",
+)
 """What `clean` can compare with; as ``hyperkron.cleaning.ALTERNATIVES``, which needs torch."""
 
 _DATA, _TRAINING, _OUTPUT = "data", "training", "output"
@@ -79,6 +91,14 @@ CLEAN = (
     Option("--label", "text", "the column with labels", "COLUMN", group=_DATA),
     ID,
     CHARSET,
+    Option(
+        "--probabilities",
+        "text",
+        "your own out-of-sample class probabilities, as one more expert: .npy or .csv",
+        "FILE",
+        group=_DATA,
+    ),
+    Option("--embeddings", "text", "vectors to use in place of the inputs: .npy", "FILE", group=_DATA),
     MODEL,
     ENCODER,
     Option("--layers", "whole", "train the last K layers of the encoder", "K", 0, group=_TRAINING),
@@ -153,9 +173,32 @@ ATTRIBUTE = (
     JSON,
     *SPEAKING,
 )
+SWEEP = (
+    Option(
+        "function",
+        "text",
+        "what to minimize, as module:callable; it takes a trial and returns a number. Or: clean (settings of "
+        "`hyperkron clean`, the largest accuracy on held-out trusted rows), show (the trials so far)",
+        "FUNCTION",
+        required=True,
+    ),
+    Option("--search", "texts", "settings: NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=FIRST,SECOND", "NAME=VALUES"),
+    Option("--trials", "whole", "trials in all, of all workers", "N", 50),
+    Option("--maximize", "flag", "search for the largest value"),
+    Option("--config", "text", "for `sweep clean`: its data and other options, a YAML or JSON file", "FILE"),
+    Option("--storage", "text", "an SQLite file, or postgresql://user@host/database", "PATH", "sweep.db"),
+    Option("--study", "text", "name of the sweep in the storage", "NAME", "sweep"),
+    Option("--workers", "whole", "processes on this machine; the same command elsewhere adds more", "N", 1),
+    Option("--retries", "whole", "how often to repeat a trial whose worker was lost", "N", 1),
+    Option("--heartbeat", "whole", "seconds between signs of life; a worker that misses four is lost", "N", 15),
+    Option("--seed", "whole", "seed of the search", "N", 0),
+    Option("--out", "text", "also write all trials, as .csv or .json", "FILE", group=_OUTPUT, short="-o"),
+    JSON,
+    *SPEAKING,
+)
 DOCTOR = (JSON, SPEAKING[1])
 
-_ARGUMENTS = {option.key: option for option in (*PREDICT, *CLEAN, *EXPORT, *ATTRIBUTE)} | {"run_folder": RUN}
+_ARGUMENTS = {option.key: option for option in (*SWEEP, *PREDICT, *CLEAN, *EXPORT, *ATTRIBUTE)} | {"run_folder": RUN}
 _ARGUMENT = re.compile(rf"(?<![\w.`'-])({'|'.join(_ARGUMENTS)})(\[\d+\])?=(True\b|\.\.\.)?")
 
 

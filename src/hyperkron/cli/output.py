@@ -121,11 +121,7 @@ def lasting(seconds: float) -> str:
 
 
 class Lines:
-    """A progress for files and pipes: messages at once, and a line with the time left every ten seconds.
-
-    Args:
-        clock: gives seconds.
-    """
+    """A progress for files and pipes: messages at once, and a line with the time left every ten seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -161,50 +157,11 @@ class Lines:
         self._total = self._done = 0
 
 
-class Bar:
-    """A progress for terminals: a bar with the time left, by rich."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        self._console = Console(stderr=True, markup=False, highlight=False, emoji=False)
-        self._bar: Any = None
-        self._task: Any = None
-
-    def start(self, total: int) -> None:
-        """Show the bar; those steps that are done stay done, unless it was stopped in between."""
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        if self._bar is not None:
-            self._bar.update(self._task, total=total)
-            return
-        columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(elapsed_when_finished=True))
-        self._bar = Progress(TextColumn("{task.description}", markup=False), *columns, console=self._console)
-        self._task = self._bar.add_task("", total=total)
-        self._bar.start()
-
-    def advance(self, steps: int, stage: str) -> None:
-        """Move it."""
-        if self._bar is not None:
-            self._bar.update(self._task, advance=steps, description=printable(stage))
-
-    def message(self, text: str) -> None:
-        """Say it above the bar."""
-        self._console.print(printable(as_options(text)), markup=False, highlight=False)
-
-    def stop(self) -> None:
-        """Leave the bar as it stands; the next start begins another."""
-        if self._bar is not None:
-            self._bar.stop()
-        self._bar = None
-
-
 def progress(quiet: bool) -> Any:
-    """The progress that fits: none where it is to be quiet, a bar on a terminal with rich, lines elsewhere."""
-    if quiet:
-        from hyperkron.cleaning.config import SilentProgress
+    """The progress that fits: none where it is to be quiet, a bar on a terminal, lines elsewhere."""
+    from hyperkron.cleaning.config import SilentProgress
+    from hyperkron.cleaning.progress import BarProgress
 
+    if quiet:
         return SilentProgress()
-    with contextlib.suppress(ImportError):
-        return Bar() if sys.stderr.isatty() else Lines()
-    return Lines()
+    return BarProgress(lambda text: printable(as_options(text))) if sys.stderr.isatty() else Lines()

@@ -21,6 +21,7 @@ _EXAMPLES = """examples:
   hyperkron predict runs/mine new.csv -o predictions.csv
   hyperkron attribute runs/mine --query test.csv
   hyperkron resume runs/mine
+  hyperkron sweep mine:train --search damping=1e-4..1e-1:log --trials 50
   hyperkron doctor
 
 exit codes: 0 success, 1 error (message on stderr), 2 wrong usage,
@@ -41,6 +42,10 @@ _PREDICT = """examples:
 
 _ATTRIBUTE = """example:
   hyperkron attribute runs/mine --query test.csv"""
+_SWEEP = """examples:
+  hyperkron sweep mine:train --search damping=1e-4..1e-1:log inner_steps=1..20 method=kfac,cg --workers 4
+  hyperkron sweep clean --config mine.yaml --search epochs=5..40 --trials 10
+  hyperkron sweep show -o trials.csv"""
 
 COMMANDS: dict[str, tuple[tuple[Option, ...], str, str]] = {
     "clean": (options.CLEAN, "find wrong labels and train a better model", _CLEAN),
@@ -49,6 +54,7 @@ COMMANDS: dict[str, tuple[tuple[Option, ...], str, str]] = {
     "predict": (options.PREDICT, "labels and probabilities for new rows", _PREDICT),
     "attribute": (options.ATTRIBUTE, "show the training rows behind each prediction", _ATTRIBUTE),
     "resume": (options.RESUME, "continue an interrupted run", "example:\n  hyperkron resume runs/mine"),
+    "sweep": (options.SWEEP, "search for good settings with one or more workers", _SWEEP),
     "doctor": (options.DOCTOR, "check this installation", "example:\n  hyperkron doctor"),
 }
 _TYPES: dict[str, tuple[type, str]] = {"whole": (int, "a whole number"), "number": (float, "a number")}

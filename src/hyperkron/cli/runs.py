@@ -1,23 +1,31 @@
-"""``hyperkron report`` and ``hyperkron export``: what is done with a finished run."""
+"""``hyperkron report``, ``export``, ``predict`` and ``attribute``: what is done with a finished run."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
+import json
+import math
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hyperkron.cleaning.data import ReadOptions, RowHashes, export_rows, read_pair, row_hashes
 from hyperkron.cleaning.decisions import read_decisions
 from hyperkron.cleaning.fields import Fields, parse, read_text
-from hyperkron.cleaning.loading import CsvRow, read_rows
-from hyperkron.cleaning.replacing import HASHES
-from hyperkron.cleaning.report import write_report
-from hyperkron.cli.cleaning import READING
+from hyperkron.cleaning.folder import HASHES
+from hyperkron.cleaning.loading import CsvRow, finished_rows, load
+from hyperkron.cleaning.report import write_explanation, write_report
+from hyperkron.cli.cleaning import READING, load_model, showing
 from hyperkron.cli.options import as_options
-from hyperkron.cli.output import say, say_json
+from hyperkron.cli.output import UsageError, say, say_json
 from hyperkron.solution import HyperkronError, HyperkronWarning
-from hyperkron.training.writing import read_plain
+from hyperkron.training.writing import in_words, read_plain, whole_file
+
+FORMATS = (".csv", ".jsonl")
+"""What predictions are written as."""
 
 
 def report(options: Any, given: list[str]) -> int:
@@ -123,7 +131,7 @@ def _config(folder: Path) -> Fields:
 
 
 def _rows(folder: Path, threshold: float | None) -> list[CsvRow]:
-    rows = read_rows(folder)
+    rows = finished_rows(folder)
     if threshold is None:
         return rows
     return [row._replace(suspect=row.error_probability >= threshold) for row in rows]
@@ -135,3 +143,82 @@ def _flagged(train: str, reading: dict[str, Any]) -> list[int]:
         return []
     rows: list[int] = read_pair(train, **{name: reading[name] for name in READING if name in reading})[1].rows.tolist()
     return rows
+
+
+def predict(options: Any, given: list[str]) -> int:
+    """Write a line for each new row: where it stands, its ids, the label, and the probability of every class."""
+    out = None if options.out is None else Path(options.out)
+    if out is not None and out.suffix.lower() not in FORMATS:
+        raise UsageError(f"--out={options.out!r} must end in {' or '.join(FORMATS)}.")
+    if out is not None and out.exists() and not options.overwrite:
+        raise FileExistsError(f"--out={options.out!r} exists already; choose another name, or add --overwrite.")
+    result = load(options.run, model=load_model(options.model), encoder=options.encoder, device=options.device)
+    reading = ReadOptions() if options.charset is None else ReadOptions(charset=options.charset)
+    found, probabilities = result.predicted(options.rows, id=options.id, options=reading)
+    notes = [as_options(message) for message in found.messages]
+    for note in notes:
+        say(f"warning: {note}")
+    lines = [
+        _line(i, {name: values[i] for name, values in found.ids.items()}, result.classes, row)
+        for i, row in enumerate(probabilities.tolist())
+    ]
+    as_lines = out is not None and out.suffix.lower() == ".jsonl"
+    text = "".join(json.dumps(line) + "\n" for line in lines) if as_lines else _csv(lines, result.classes, found.ids)
+    if out is None:
+        print(text, end="")
+        return 0
+    with in_words(out, len(text)):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(out) as beside:
+            beside.write_bytes(text.encode("utf-8", "replace"))
+    if options.json:
+        say_json({"file": str(out), "rows": found.count, "classes": list(result.classes), "warnings": notes})
+    elif not options.quiet:
+        say(f"{found.count} rows predicted.")
+        print(out)
+    return 0
+
+
+def _line(row: int, ids: dict[str, Any], classes: tuple[str, ...], probabilities: list[float]) -> dict[str, Any]:
+    known = not math.isnan(probabilities[0])
+    best = max(range(len(classes)), key=probabilities.__getitem__) if known else 0
+    each = {name: round(p, 6) if known else None for name, p in zip(classes, probabilities, strict=True)}
+    return {
+        "row": row,
+        "id": {name: value if isinstance(value, (int, float)) else str(value) for name, value in ids.items()},
+        "label": classes[best] if known else None,
+        "probability": round(probabilities[best], 6) if known else None,
+        "probabilities": each,
+    }
+
+
+def _csv(lines: list[dict[str, Any]], classes: tuple[str, ...], ids: Any) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["row", *ids, "label", "probability", *(f"p({name})" for name in classes)])
+    for line in lines:
+        writer.writerow(
+            [line["row"], *line["id"].values(), line["label"], line["probability"], *line["probabilities"].values()]
+        )
+    return text.getvalue()
+
+
+def attribute(options: Any, given: list[str]) -> int:
+    """Write a page with the training rows behind each prediction."""
+    if options.count < 1:
+        raise UsageError(f"--count={options.count} must be at least 1.")
+    from hyperkron.cleaning import explain
+
+    with showing(options) as shown:
+        found = explain(
+            options.run, options.query, count=options.count, model=load_model(options.model), progress=shown
+        )
+    page = write_explanation(found, options.out or Path(options.run) / "attribution.html")
+    if options.json:
+        queries = [asdict(query) for query in found.queries]
+        say_json({"page": str(page), "messages": found.messages, "queries": queries})
+    else:
+        for message in found.messages if not options.quiet else ():
+            say(message)
+        print(page)
+    return 0

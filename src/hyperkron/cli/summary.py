@@ -65,7 +65,7 @@ def _suspects(run: RunContents) -> str:
 
 
 def _suspect(s: Suspect) -> str:
-    known = "".join(f" ({name} {value})" for name, value in s.ids.items())
+    known = "".join(f" ({name} {value})" for name, value in s.id.items())
     line = f"  row {s.row}{known}: {s.given} → {s.suggested}"
     if s.error_probability is not None:  # a percentage that never claims to be certain
         sure = "over 99" if 0.995 <= s.error_probability < 1 else f"{100 * s.error_probability:.0f}"

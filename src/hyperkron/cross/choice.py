@@ -36,19 +36,12 @@ NOTICEABLE = 0.05
 
 
 class _Precision(NamedTuple):
-    """What follows from the precision in which the model runs.
+    """What follows from the precision in which the model runs."""
 
-    Attributes:
-        radii: of finite differences, to be tried; a small step is lost in the rounding of coarse weights.
-        tolerance: error at which a finite difference is exact enough.
-        agreement: by how much changes along v may differ from what gradients say, by rounding.
-        exact: how near a finite difference comes to an exact way where nothing is stopped.
-    """
-
-    radii: tuple[float, ...]
-    tolerance: float
-    agreement: float
-    exact: float
+    radii: tuple[float, ...]  # of finite differences, to be tried; coarse weights lose a small step
+    tolerance: float  # error at which a finite difference is exact enough
+    agreement: float  # by how much changes along v may differ from what gradients say, by rounding
+    exact: float  # how near a finite difference comes to an exact way where nothing is stopped
 
 
 _FLOAT64 = _Precision((1e-4, 1e-5, 1e-6), tolerance=1e-6, agreement=1e-6, exact=1e-5)
@@ -261,7 +254,15 @@ class Cross:
 
     def _replaced(self, exact: _Found | None, reasons: list[str]) -> _Found | None:
         """``exact``, double backward, in place of the way asked for, which would be wrong: a warning says so."""
-        _warn_stopped(reasons) if exact is None else _warn_replaced(self.mode)
+        if exact is None:
+            _warn_stopped(reasons)
+            return None
+        warn_once(
+            f"cross-stopped-{self.mode}",
+            f"cross='{self.mode}' would be wrong: the inner loss holds something constant that moves with θ (through "
+            "detach(), no_grad or a straight-through estimator). Double backward was used instead; write "
+            "cross='reverse', or let λ weight the losses of hyperkron.losses.",
+        )
         return exact
 
     # --- one way ---------------------------------------------------------------------------------------------------
@@ -372,13 +373,4 @@ def _warn_inexact(error: float, reasons: list[str]) -> None:
         "cross-inexact",
         f"the finite-difference cross term has an error of about {error:.1%}, and no exact way works "
         f"with this model ({'; '.join(reasons)}); set radius, or use float64.",
-    )
-
-
-def _warn_replaced(mode: str) -> None:
-    warn_once(
-        f"cross-stopped-{mode}",
-        f"cross='{mode}' would be wrong: the inner loss holds something constant that moves with θ (through detach(), "
-        "no_grad or a straight-through estimator). Double backward was used instead; write cross='reverse', or let λ "
-        "weight the losses of hyperkron.losses.",
     )

@@ -19,19 +19,12 @@ RECHECK = 100
 
 @dataclass(frozen=True)
 class Way:
-    """A way to the cross term.
+    """A way to the cross term."""
 
-    Attributes:
-        mode: ``reverse``, ``forward`` or ``difference``.
-        form: which weights of the inner loss λ reaches, where it does nothing else; else empty.
-        radius: of a finite difference.
-        full: whether it runs in full float32 where the model runs in TF32 or is held in half precision.
-    """
-
-    mode: str
-    form: str = ""
-    radius: float = 0.0
-    full: bool = False
+    mode: str  # reverse, forward or difference
+    form: str = ""  # which weights of the inner loss λ reaches, where it does nothing else
+    radius: float = 0.0  # of a finite difference
+    full: bool = False  # in full float32, where the model runs in TF32 or is held in half precision
 
 
 @dataclass
@@ -77,16 +70,9 @@ class CrossState:
 
 
 def described(function: Any, depth: int = 4) -> Hashable:
-    """What tells one function from another: its code and the flags it closes over.
+    """What tells one function from another: its code and the flags, texts, whole numbers and functions it refers to.
 
-    A function that is defined again in every step is the same one, unless a flag, a text, a whole number or a function
-    that it refers to has changed. Tensors, modules and other objects count by their type and their own flags.
-
-    Example:
-        >>> def make(flag):
-        ...     return lambda model, hyper, batch: flag
-        >>> described(make(True)) == described(make(True)), described(make(True)) == described(make(False))
-        (True, False)
+    Tensors, modules and other objects count by their type and their own flags.
     """
     if function is None or isinstance(function, (bool, int, str, type)):
         return function

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+from torch.autograd.forward_ad import dual_level, unpack_dual
 
 from hyperkron import trees
 from hyperkron.evaluation.differentiation import UndifferentiableError, gradients_of, graph_nodes
 from hyperkron.evaluation.point import Point
+from hyperkron.evaluation.sharded import dual
 from hyperkron.kernels.linalg import full_precision
 from hyperkron.losses import Loss
 from hyperkron.solution import HyperkronError
@@ -87,7 +88,7 @@ def forward_mode() -> Iterator[None]:
 
 def along(point: Point, v: Tree, batch: Any = None) -> tuple[Loss, Tree]:
     """J_in with tangents along v, and the dual parameters; inside a ``dual_level``. ``None``: on the inner batch."""
-    params = {name: make_dual(p.detach(), v[name]) for name, p in point.params.items()}
+    params = {name: dual(p, v[name]) for name, p in point.params.items()}
     return _inner_at(point, params, batch), params
 
 

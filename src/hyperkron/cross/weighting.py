@@ -4,11 +4,9 @@ Then, with c' = dc/dθ · v the change of the row losses along v,
 
     X(v) = ∂_λ [ Σ_r w_r c'_r + Σ_p 2 α_p ⟨p, v_p⟩ ] .
 
-Only c is moved along v. What the weights are made of stays where it is, also if it is a function of θ that was stopped,
-as the losses in a Meta-Weight-Net are: a difference of ∂_λ J_in would move it too. It costs two plain forward passes,
-and a third one for the weights at θ where they move with it.
-
-Whether a loss has this form is read from its record (``Term.factors``, ``L2.factors``) and its autograd graph.
+Only c is moved along v, not what the weights are made of, also if that is a function of θ that was stopped, as the
+losses in a Meta-Weight-Net are. Whether a loss has this form is read from its record (``Term.factors``, ``L2.factors``)
+and its autograd graph.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from hyperkron.cross.ways import along, filled, forward_mode, sides, slope_of, s
 from hyperkron.evaluation.differentiation import gradient_tree
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import Loss
+from hyperkron.sharding import is_sharded
 from hyperkron.trees import Tree
 
 Factors = tuple[Tensor | float, ...]
@@ -171,22 +170,22 @@ def _weighted_sum(
 ) -> Weighted:
     """∂_λ [Σ_r w_r c'_r + Σ_p 2 α_p ⟨p, v_p⟩]."""
     parts = [(w * c).sum() for w, c in zip(weights, changes, strict=True)]
-    parts += [(alpha * (2 * point.params[n].detach() * v[n])).sum() for n, alpha in decays.items()]
+    for n, alpha in decays.items():
+        p, moved = point.params[n].detach(), v[n]
+        parts.append(2 * alpha * trees.dot({n: p}, {n: moved}) if is_sharded(p) else (alpha * (2 * p * moved)).sum())
     found = torch.autograd.grad(parts, list(point.hypers.values()), allow_unused=True)
     return Weighted(filled(point, dict(zip(point.hypers, found, strict=True))), changes)
 
 
 def _adds_up(point: Point, loss: Loss) -> bool:
     """Whether ∂_λ J_in is what the weights and penalties of its record make of it: nobody has changed its value."""
-    parts = []
-    for term in loss.terms:
-        w = _product(term.factors)
-        if w is not None:
-            parts.append((w * term.row_losses.detach()).sum())
+    weights = [(_product(term.factors), term.row_losses.detach()) for term in loss.terms]
+    parts = [(w * losses).sum() for w, losses in weights if w is not None]
     for penalty in loss.l2:
         alpha = _product(penalty.factors)
         if alpha is not None:
-            parts.append((alpha * penalty.parameter.detach().square()).sum())
+            p = penalty.parameter.detach()
+            parts.append(alpha * trees.norm({"": p}).square() if is_sharded(p) else (alpha * p.square()).sum())
     seen, expected = (gradient_tree(x, point.hypers, retain_graph=True) for x in (loss.value, sum(parts[1:], parts[0])))
     size, gap = float(trees.norm(seen)), float(trees.norm(trees.add(seen, expected, alpha=-1.0)))
     return gap <= {torch.float64: 1e-9, torch.float32: 1e-3}.get(point.dtype, 0.03) * size

@@ -38,7 +38,6 @@ class AdamDiagonal(Curvature):
     records_inverse: ClassVar[bool] = True
 
     def operator(self, point: Point, state: CurvatureState) -> Invertible:
-        """The diagonal read from the optimizer's state."""
         groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         missing = [name for name, p in point.params.items() if id(p) not in groups]
         if missing:

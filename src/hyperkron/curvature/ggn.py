@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -63,26 +63,13 @@ class GGNOperator(MatrixFreeOperator):
     def _products(self, v: Tree, count: int) -> tuple[Tensor | None, ...]:
         """The same for ``count`` stacked vectors, each pass for all of them."""
         outputs, seeds, pulled = self._graph
-        pushed = torch.autograd.grad(
-            list(pulled.values()),
-            seeds,
-            [v[name] for name in pulled],
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=True,
-        )
+        batched = partial(torch.autograd.grad, retain_graph=True, allow_unused=True, is_grads_batched=True)
+        pushed = batched(list(pulled.values()), seeds, [v[name] for name in pulled])
         bent = [
             torch.func.vmap(term.hessian_product)(f.new_zeros(count, *f.shape) if j is None else j)
             for term, f, j in zip(self.loss.terms, outputs, pushed, strict=True)
         ]
-        return torch.autograd.grad(
-            outputs,
-            list(self.params.values()),
-            bent,
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=True,
-        )
+        return batched(outputs, list(self.params.values()), bent)
 
     def matvec_stacked(self, v: Tree) -> Tree:
         """One pass for all vectors; one after the other where torch cannot do that with an operation of the model."""
@@ -159,7 +146,6 @@ class GGN(Curvature):
         check_damping(self.damping)
 
     def operator(self, point: Point, state: CurvatureState) -> Operator:
-        """The Gauss–Newton matrix on the curvature batch."""
         whole = len(point.problem.parts(point.curvature_batch)) == 1
         if point.recording and not whole:
             raise HyperkronError("GGN counts the rows of every part of a batch on the device; use whole batches")

@@ -76,5 +76,4 @@ class Hessian(Curvature):
         check_damping(self.damping)
 
     def operator(self, point: Point, state: CurvatureState) -> HessianOperator:
-        """The Hessian on the curvature batch."""
         return HessianOperator(point, self.damping)

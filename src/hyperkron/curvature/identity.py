@@ -31,5 +31,4 @@ class Identity(Curvature):
         check_positive("scale", self.scale, "1.0 gives v = b")
 
     def operator(self, point: Point, state: CurvatureState) -> Invertible:
-        """The identity, scaled."""
         return DiagonalOperator(dict.fromkeys(point.params, self.scale))

@@ -53,19 +53,10 @@ def gradients_of(
         if any(words in str(error) for words in ("not implemented", "not differentiable", "double backward")):
             raise UndifferentiableError(str(error).splitlines()[0]) from error
         raise
-    if foreign:
-        _refuse_dead_ends(found)
-    return found
-
-
-def _refuse_dead_ends(gradients: tuple[Tensor | None, ...]) -> None:
-    """Refuse a graph through a function marked ``once_differentiable``: autograd would drop its terms in silence.
-
-    Such a function hangs an error node into the graph, but cut off from the inputs, so that a derivative in given
-    inputs never gets there.
-    """
-    if any(node.name() == "torch::autograd::Error" for node in graph_nodes([g for g in gradients if g is not None])):
+    behind = graph_nodes([g for g in found if g is not None]) if foreign else ()
+    if any(node.name() == "torch::autograd::Error" for node in behind):  # cut off from the inputs: lost in silence
         raise UndifferentiableError("a function is marked once_differentiable")
+    return found
 
 
 @contextmanager

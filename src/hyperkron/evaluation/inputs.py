@@ -32,14 +32,7 @@ def tensors_of(name: str, batch: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def differentiable_batch(batch: Any) -> Any:
-    """``batch`` itself, or where tensors were made in ``torch.inference_mode()`` one with copies that autograd takes.
-
-    Example:
-        >>> with torch.inference_mode():
-        ...     made = (torch.ones(2), torch.ones(2))
-        >>> [x.is_inference() for x in differentiable_batch(made)]
-        [False, False]
-    """
+    """``batch``, with copies that autograd takes of tensors made in ``torch.inference_mode()``."""
     if not _holds_inference(batch):
         return batch
     with torch.inference_mode(False):

@@ -1,10 +1,9 @@
 """One point (λ, θ) with its batches, and the promise that looking at it changes nothing.
 
-Every forward pass of a hypergradient goes through a :class:`Point`. It keeps the contract of the library:
-when the ``with`` block ends, by success or by exception, the model's parameters, buffers, training mode and
-``requires_grad`` flags and the global random states are exactly what they were. Every evaluation begins at
-the same random states, buffers and modes, so that dropout draws one mask for all products of a solve. What was
-given to ``torch.compile`` is evaluated as it was written: compiled code has no second derivatives and no hooks.
+Every forward pass of a hypergradient goes through a :class:`Point`. When the ``with`` block ends, by success or by
+exception, the model's parameters, buffers, training mode and ``requires_grad`` flags and the global random states are
+exactly what they were. Every evaluation begins at the same random states, buffers and modes, so that dropout draws one
+mask for all products of a solve. What was given to ``torch.compile`` is evaluated as it was written.
 """
 
 from __future__ import annotations
@@ -19,13 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from hyperkron.evaluation import sharded
 from hyperkron.evaluation.inputs import culprits, differentiable_batch, tensors_of
 from hyperkron.evaluation.snapshot import Snapshot, reseed
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.execution import Execution
 from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small, twice_differentiable
 from hyperkron.losses import Loss, as_loss
-from hyperkron.problem import BilevelProblem, Objective
+from hyperkron.problem import BilevelProblem, Both
+from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError, NonFiniteError
 from hyperkron.trees import Tree
 
@@ -69,26 +70,25 @@ class Point:
     ) -> None:
         if not isinstance(problem, BilevelProblem):
             raise HyperkronError(f"problem is a {type(problem).__name__}; pass hyperkron.BilevelProblem(inner, outer).")
-        self.problem = problem
-        self.model = model
-        self.hyper = hyper
+        self.problem, self.model, self.hyper = problem, model, hyper
         self.inner_batch = differentiable_batch(inner_batch)
         self.outer_batch = differentiable_batch(outer_batch)
         self.curvature_batch = self.inner_batch if curvature_batch is None else differentiable_batch(curvature_batch)
+        sharded.check(model, problem.group if problem.divided else None)
         self.params, self.hypers = variables or (trainable(model, "model"), trainable(hyper, "hyper"))
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
         self.execution = Execution(self.device, recorded=recording)
         self.plain, self.met_autocast = plain or problem.autocast is False, False
         self.autocast: torch.autocast | None = None
-        self._stack: ExitStack | None = None
+        self._stack = ExitStack()
         self._snapshot: Snapshot | None = None
         self._away = False
 
     def __enter__(self) -> Point:
         self._snapshot = Snapshot(self.model, self.hyper, self.device, self.recording)
-        self._stack = ExitStack()
         self._stack.callback(self._snapshot.restore)
+        self._stack.enter_context(sharded.plain_modules(self.model))
         if torch.is_inference_mode_enabled():
             self._stack.enter_context(torch.inference_mode(False))
         if not torch.is_grad_enabled():
@@ -107,7 +107,6 @@ class Point:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        assert self._stack is not None
         with self._stack:
             if kind is None:
                 self.settle()
@@ -188,7 +187,7 @@ class Point:
                 else:
                     named = {f"model.{name}": p for name, p in params.items()}
                     with differentiable_checkpoints(keep=True):
-                        value = functional_call(_Caller(self.model), named, (function, self.hyper, batch))
+                        value = functional_call(Both(self.model, self.hyper), named, (function, batch))
             self.met_autocast = self.met_autocast or (mode is not None and mode.met_autocast)
             return value
 
@@ -243,20 +242,19 @@ class Point:
     def moved(self, displaced: Tree) -> Iterator[None]:
         """θ replaced by ``displaced``, detached: no graph through the model's parameters is recorded.
 
-        The parameters' own memory is never written: each parameter looks at other storage for the while, and
-        gets its own back also when an exception passes through.
+        The parameters' own memory is never written: each looks at other storage for the while.
         """
-        own = {name: p.data for name, p in self.params.items()}
+        own = {name: _memory(p) for name, p in self.params.items()}
         self._away = True
         try:
             for name, p in self.params.items():
                 p.requires_grad_(False)
-                p.data = displaced[name]
+                _look_at(p, _memory(displaced[name]))
             yield
         finally:
             self._away = False
             for name, p in self.params.items():
-                p.data = own[name]
+                _look_at(p, own[name])
                 p.requires_grad_(True)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -291,15 +289,17 @@ def _size(batch: Any) -> int:
     return sum(x.numel() for _, x in tensors_of("", batch))
 
 
-class _Caller(nn.Module):
-    """Gives an objective the module form that ``functional_call`` substitutes parameters in."""
+def _memory(p: Any) -> Tensor:
+    """The values of a parameter; where it is divided among processes, those of this one."""
+    found: Tensor = p._local_tensor if is_sharded(p) else p.data
+    return found
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
-    def forward(self, function: Objective, hyper: nn.Module, batch: Any) -> Loss | Tensor:
-        return function(self.model, hyper, batch)
+def _look_at(p: Any, memory: Tensor) -> None:
+    if is_sharded(p):
+        p._local_tensor = memory
+    else:
+        p.data = memory
 
 
 def independent(level: Level, where: str = "") -> HyperkronError:

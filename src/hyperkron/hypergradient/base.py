@@ -72,13 +72,8 @@ class Hypergradient(ABC):
     ) -> HypergradientResult:
         """Compute the hypergradient and add it to the ``.grad`` of ``hyper``'s parameters, as autograd would."""
         result = self.compute(problem, model, hyper, inner_batch, outer_batch, **batches)
-        accumulate(hyper, result)
+        with torch.inference_mode(False), torch.no_grad():
+            for name, p in trainable(hyper, "hyper").items():
+                gradient = result.grads[name]
+                p.grad = gradient.detach().clone() if p.grad is None else p.grad + gradient
         return result
-
-
-def accumulate(hyper: nn.Module, result: HypergradientResult) -> None:
-    """Add ``result.grads`` to the ``.grad`` fields of ``hyper``."""
-    with torch.inference_mode(False), torch.no_grad():
-        for name, p in trainable(hyper, "hyper").items():
-            gradient = result.grads[name]
-            p.grad = gradient.detach().clone() if p.grad is None else p.grad + gradient

@@ -1,7 +1,6 @@
 """Whether a model under autocast has gradients that a hypergradient can be made of.
 
-Of hundreds of examples whose gradients cancel, bfloat16 may leave little: that of a ResNet-18 was seen to turn by 13 to
-21 degrees, where that of a BERT stayed as it was (docs/performance.md). What is built on it is hardly better.
+Of hundreds of examples whose gradients cancel, bfloat16 may leave little (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ ENOUGH = 0.99
 def too_coarse(place: Callable[..., Point]) -> bool:
     """Whether autocast turns ∂θ J_in or ∂θ J_out by more than :data:`ENOUGH` allows; it is then said, once.
 
-    It costs an evaluation of each objective where there is no autocast, and four gradients where there is. Where the
-    problem says whether to use it nothing is looked at.
-
-    Args:
-        place: makes the point, with or without ``plain=True``.
+    ``place`` makes the point. It costs an evaluation of each objective where there is no autocast, and four gradients
+    where there is; nothing where the problem says whether to use it.
     """
     for name, evaluate in (("J_out", Point.outer), ("J_in", Point.inner)):
         cosine = _cosine(place, evaluate)

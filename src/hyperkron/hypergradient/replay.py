@@ -1,11 +1,9 @@
 """A whole hypergradient as a CUDA graph: recorded once, replayed for every later step.
 
-A small model on a large GPU waits for Python: a KFAC hypergradient of a ResNet-18 is more than a thousand launches. A
-recording makes one of them, and lets factorisations run beside the outer gradient. It is optimistic: it takes for
-granted that factorisations succeed and that all numbers are finite. Everything that a step would have read from the
+A small model on a large GPU waits for Python; a recording makes one launch of a thousand. It is optimistic: it takes
+for granted that factorisations succeed and that all numbers are finite. Everything that a step would have read from the
 device on its way is read in one piece at the end; if something is not as it should be, the same step is done again in
-the ordinary way, which knows what to do about it. An iterative solver that ends early is as it should be: it does all
-its iterations, but holds the value that it ended with (:mod:`hyperkron.solvers.recorded`).
+the ordinary way. An iterative solver that ends early does all its iterations, but holds the value that it ended with.
 """
 
 from __future__ import annotations
@@ -48,27 +46,18 @@ class Answer(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A step that is wanted: what it does, at which point and on which batches, and the states it uses.
+    """A step that is wanted: what it does, at which point and on which batches, and the states it uses."""
 
-    Attributes:
-        work: the formula at a point, its solve begun at a tree or at zero.
-        batches: of J_in, of J_out and, or ``None``, of the curvature; and where the solve begins.
-        method: the curvature, and
-        curvature: what it remembers.
-        refreshing: whether it is measured again.
-        plain: whether the objectives are evaluated without autocast.
-    """
-
-    work: Callable[[Point, Tree | None], Answer]
+    work: Callable[[Point, Tree | None], Answer]  # the formula, its solve begun at a tree or at zero
     problem: BilevelProblem
     model: nn.Module
     hyper: nn.Module
-    batches: tuple[Any, Any, Any, Tree | None]
+    batches: tuple[Any, Any, Any, Tree | None]  # inner, outer, the curvature's or None; where the solve begins
     method: Curvature
     curvature: CurvatureState
     cross: CrossState
-    refreshing: bool
-    plain: bool = False
+    refreshing: bool  # whether the curvature is measured again
+    plain: bool = False  # whether the objectives are evaluated without autocast
 
     @property
     def autocast(self) -> torch.dtype | None:

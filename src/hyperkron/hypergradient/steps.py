@@ -1,9 +1,7 @@
 """One step of an optimizer as a pure, differentiable function θ⁺, s⁺ = step(θ, g, s).
 
-``torch.optim`` writes parameters in place, so nothing can be differentiated through it. The classes here are
-the same updates without memory of their own: the state is an argument and a result, the arithmetic is out of
-place, and autograd passes through all of it. They reproduce ``torch.optim``, including its treatment of a
-parameter without a gradient: it is left alone, with its state.
+``torch.optim`` writes parameters in place, so nothing can be differentiated through it. These are the same updates with
+the state as an argument and a result, including the treatment of a parameter without a gradient: it is left alone.
 """
 
 from __future__ import annotations
@@ -24,12 +22,7 @@ from hyperkron.validation import check_nonnegative, check_positive
 
 @dataclass(frozen=True)
 class StepState:
-    """What an optimizer remembers between two steps.
-
-    Attributes:
-        taken: how many steps each parameter has taken.
-        slots: the trees it keeps beside θ, by name (``momentum``; ``mean`` and ``square`` for Adam).
-    """
+    """What an optimizer remembers: the steps each parameter has taken, and trees beside θ by name (``momentum``, …)."""
 
     taken: dict[str, int]
     slots: dict[str, Tree]
@@ -95,11 +88,9 @@ class SGD(Step):
             )
 
     def init(self, params: Tree) -> StepState:
-        """No step taken; the momentum is zero, and absent where ``momentum=0``."""
         return _fresh(params, *(("momentum",) if self.momentum else ()))
 
     def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:
-        """θ⁺ and the new momentum."""
         moving = {name: params[name] for name in grads}
         direction = trees.add(grads, moving, self.weight_decay) if self.weight_decay else grads
         if not self.momentum:
@@ -111,43 +102,8 @@ class SGD(Step):
         return {**params, **trees.add(moving, direction, -self.lr)}, state.updated(grads, momentum=buffer)
 
 
-class _AdamStep(Step):
-    """What Adam and AdamW share: options, moments and the step itself."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-
-    def __post_init__(self) -> None:
-        check_positive("lr", self.lr)
-        check_positive("eps", self.eps)
-        check_nonnegative("weight_decay", self.weight_decay)
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise HyperkronError(f"betas={self.betas!r} are not two numbers in [0, 1); (0.9, 0.999) are usual.")
-
-    def init(self, params: Tree) -> StepState:
-        """No step taken, both moments zero."""
-        return _fresh(params, "mean", "square")
-
-    def _along(self, params: Tree, start: Tree, direction: Tree, state: StepState) -> tuple[Tree, StepState]:
-        """θ⁺ and the new moments; the parameters in ``start`` move from there, against ``direction``."""
-        beta1, beta2 = self.betas
-        mean, square = ({name: state.slots[slot][name] for name in direction} for slot in ("mean", "square"))
-        squares = trees.map(torch.square, direction)
-        mean = trees.add(trees.scale(mean, beta1), direction, 1.0 - beta1)
-        square = trees.add(trees.scale(square, beta2), squares, 1.0 - beta2)
-        after = state.updated(direction, mean=mean, square=square)
-        moved = {}
-        for name, theta in start.items():
-            count = after.taken[name]
-            denominator = _sqrt(square[name]) / math.sqrt(1.0 - beta2**count) + self.eps
-            moved[name] = theta - (self.lr / (1.0 - beta1**count)) * (mean[name] / denominator)
-        return {**params, **moved}, after
-
-
 @dataclass(frozen=True)
-class Adam(_AdamStep):
+class Adam(Step):
     """Adam with bias correction, as ``torch.optim.Adam`` (``weight_decay`` joins the gradient).
 
         d = g + weight_decay·θ,    m⁺ = β₁m + (1−β₁)d,    v⁺ = β₂v + (1−β₂)d²,
@@ -170,6 +126,31 @@ class Adam(_AdamStep):
     eps: float = 1e-8
     weight_decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        check_positive("lr", self.lr)
+        check_positive("eps", self.eps)
+        check_nonnegative("weight_decay", self.weight_decay)
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise HyperkronError(f"betas={self.betas!r} are not two numbers in [0, 1); (0.9, 0.999) are usual.")
+
+    def init(self, params: Tree) -> StepState:
+        return _fresh(params, "mean", "square")
+
+    def _along(self, params: Tree, start: Tree, direction: Tree, state: StepState) -> tuple[Tree, StepState]:
+        """θ⁺ and the new moments; the parameters in ``start`` move from there, against ``direction``."""
+        beta1, beta2 = self.betas
+        mean, square = ({name: state.slots[slot][name] for name in direction} for slot in ("mean", "square"))
+        squares = trees.map(torch.square, direction)
+        mean = trees.add(trees.scale(mean, beta1), direction, 1.0 - beta1)
+        square = trees.add(trees.scale(square, beta2), squares, 1.0 - beta2)
+        after = state.updated(direction, mean=mean, square=square)
+        moved = {}
+        for name, theta in start.items():
+            count = after.taken[name]
+            denominator = _sqrt(square[name]) / math.sqrt(1.0 - beta2**count) + self.eps
+            moved[name] = theta - (self.lr / (1.0 - beta1**count)) * (mean[name] / denominator)
+        return {**params, **moved}, after
+
     def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:
         moving = {name: params[name] for name in grads}
         direction = trees.add(grads, moving, self.weight_decay) if self.weight_decay else grads
@@ -177,7 +158,7 @@ class Adam(_AdamStep):
 
 
 @dataclass(frozen=True)
-class AdamW(_AdamStep):
+class AdamW(Adam):
     """Adam with decoupled weight decay, as ``torch.optim.AdamW``.
 
     It is the step of :class:`Adam` without decay, taken from (1 − lr·weight_decay)·θ instead of θ.
@@ -191,9 +172,6 @@ class AdamW(_AdamStep):
         {'w': tensor([0.4500])}
     """
 
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
     weight_decay: float = 1e-2
 
     def step(self, params: Tree, grads: Tree, state: StepState) -> tuple[Tree, StepState]:

@@ -69,7 +69,6 @@ class StochasticNeumann(Hypergradient):
         self.generator = torch.Generator().manual_seed(seed)
 
     def fresh(self) -> StochasticNeumann:
-        """The same configuration, with the random state of its seed."""
         made = copy.copy(self)
         made.generator = torch.Generator().manual_seed(self.seed)
         return made
@@ -82,7 +81,6 @@ class StochasticNeumann(Hypergradient):
     def compute(
         self, problem: BilevelProblem, model: nn.Module, hyper: nn.Module, inner_batch: Any, outer_batch: Any
     ) -> HypergradientResult:
-        """dΦ/dλ at the current (λ, θ)."""
         inner_batch = differentiable_batch(inner_batch)
         many = isinstance(inner_batch, Batches)
         if many and len(inner_batch) != self.inner_batches:

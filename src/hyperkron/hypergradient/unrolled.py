@@ -35,10 +35,6 @@ class Batches(tuple[Any, ...]):
     """One inner batch for every unrolled step: ``Batches([batch_1, …, batch_T])``.
 
     It is a type of its own because a plain list or tuple is what data loaders give as *one* batch.
-
-    Example:
-        >>> len(Batches([("x1", "y1"), ("x2", "y2"), ("x3", "y3")]))
-        3
     """
 
 
@@ -50,25 +46,21 @@ _REMEDY = "lower the optimizer's lr, take fewer steps, or look for nan or inf in
 class Unrolled(Hypergradient):
     """dΦ_T/dλ through T functional optimizer steps, exactly, in the memory of one step.
 
-        dΦ_T/dλ = ∂_λ J_out(λ, θ^T) + (dθ^T/dλ)ᵀ ∂_θ J_out(λ, θ^T)
-
-    The T steps are a look-ahead from the model's current parameters: the model itself is not moved. Every
-    step draws its own dropout mask, and draws it again when it is recomputed. Buffers do not move along the
-    steps: each evaluation sees BatchNorm's statistics as they are in the model. ``inner_batch`` is used at
-    every step, unless it is a :class:`Batches` of T batches.
+    The T steps are a look-ahead from the model's current parameters: the model itself is not moved. Every step draws
+    its own dropout mask, and draws it again when it is recomputed. Buffers do not move along the steps: each evaluation
+    sees BatchNorm's statistics as they are in the model. ``inner_batch`` is used at every step, unless it is a
+    :class:`Batches`.
 
     Args:
         steps: T, the number of inner steps.
-        optimizer: the inner step (:class:`SGD`, :class:`Adam` or :class:`AdamW`), from its initial state;
-            by default SGD of learning rate 0.1.
+        optimizer: the inner step (:class:`SGD`, :class:`Adam` or :class:`AdamW`), from its initial state.
         last: differentiate only through this many last steps, with the iterate before them held constant;
             ``None`` for all.
         checkpoint_every: keep every k-th iterate and recompute those between. The default 1 keeps T copies of
             θ and the optimizer state; k keeps about T/k + k of them, for one more inner gradient a step.
 
-    Reference: Maclaurin, Duvenaud and Adams, "Gradient-based Hyperparameter Optimization through Reversible
-    Learning" (2015); Franceschi et al., "Forward and Reverse Gradient-Based Hyperparameter Optimization"
-    (2017).
+    Reference: Maclaurin, Duvenaud and Adams, "Gradient-based Hyperparameter Optimization through Reversible Learning"
+    (2015); Franceschi et al., "Forward and Reverse Gradient-Based Hyperparameter Optimization" (2017).
     """
 
     steps: int
@@ -98,7 +90,6 @@ class Unrolled(Hypergradient):
         return self.steps
 
     def fresh(self) -> Unrolled:
-        """The same configuration; there is no memory."""
         return replace(self)
 
     def compute(
@@ -129,11 +120,9 @@ class Unrolled(Hypergradient):
         return trees.map(torch.clone, params)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: nothing is carried from one call to the next."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Accepts the empty state only."""
         if state:
             raise HyperkronError(
                 f"state has entries {sorted(state)}, but Unrolled keeps none; it belongs to another method."
@@ -181,10 +170,6 @@ def truncated(steps: int, last: int, optimizer: Step = _DEFAULT, *, checkpoint_e
         steps, optimizer, checkpoint_every: see :class:`Unrolled`.
 
     Reference: Shaban et al., "Truncated Back-propagation for Bilevel Optimization" (2019).
-
-    Example:
-        >>> truncated(100, last=5).last
-        5
     """
     return Unrolled(steps, optimizer, last, checkpoint_every)
 
@@ -202,10 +187,6 @@ def one_step(lr: float) -> Unrolled:
 
     Reference: Luketina et al., "Scalable Gradient-Based Tuning of Continuous Regularization Hyperparameters"
     (2016); Liu, Simonyan and Yang, "DARTS: Differentiable Architecture Search" (2019).
-
-    Example:
-        >>> one_step(lr=0.1).steps
-        1
     """
     return Unrolled(1, SGD(lr))
 
@@ -232,14 +213,11 @@ class _Sweep:
     """The forward and backward sweeps of one call."""
 
     def __init__(self, method: Unrolled, point: Point) -> None:
-        self.point = point
-        self.optimizer = method.optimizer
-        self.steps = method.steps
+        self.point, self.optimizer, self.steps = point, method.optimizer, method.steps
         self.first = 0 if method.last is None else method.steps - method.last
         self.every = method.checkpoint_every
         self.kept: dict[int, _Iterate] = {}
-        self.most_kept = 0
-        self.gradients = 0
+        self.most_kept = self.gradients = 0
         given = point.inner_batch
         if isinstance(given, Batches) and len(given) != method.steps:
             raise HyperkronError(
@@ -363,8 +341,7 @@ class _Sweep:
     def _finite(self, name: str, tensors: _Adjoint) -> None:
         present = [x.detach() for x in tensors if x is not None and x.numel() > 0]
         if present:
-            largest = torch.stack(torch._foreach_norm(present, float("inf")))
-            self.point.finite(name, largest, _REMEDY)
+            self.point.finite(name, trees.largest({str(i): x for i, x in enumerate(present)}), _REMEDY)
 
 
 def _leaf(x: Tensor) -> Tensor:
@@ -373,14 +350,11 @@ def _leaf(x: Tensor) -> Tensor:
 
 def _gradient(loss: Tensor, inputs: list[Tensor], create_graph: bool) -> _Adjoint:
     """The derivative of ``loss`` by each input, ``None`` where it does not depend on it."""
-    if not loss.requires_grad:
-        return [None] * len(inputs)
-    return gradients_of(loss, inputs, create_graph=create_graph)
+    return gradients_of(loss, inputs, create_graph=create_graph) if loss.requires_grad else [None] * len(inputs)
 
 
 def _norm(x: _Adjoint) -> Tensor:
-    present = {str(i): part for i, part in enumerate(x) if part is not None}
-    return trees.norm(present) if present else torch.zeros(())
+    return trees.norm({str(i): part for i, part in enumerate(x) if part is not None})
 
 
 def _sum(a: _Adjoint, b: _Adjoint) -> _Adjoint:

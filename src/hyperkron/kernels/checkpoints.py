@@ -58,10 +58,8 @@ _REPLACEMENTS = _Replacements(checkpoint)
 def differentiable_checkpoints(*, keep: bool = False) -> Iterator[None]:
     """Reentrant checkpoints inside are taken the other way, which costs the same time and memory.
 
-    Args:
-        keep: activations are kept instead of computed again. For parameters that are in place during the forward pass
-            only: what is computed again later would use others. Other threads keep theirs meanwhile, which only costs
-            memory.
+    With ``keep`` activations are kept instead of computed again: for parameters that are in place during the forward
+    pass only. Other threads keep theirs meanwhile, which only costs memory.
     """
     names: dict[str, Any] = {"CheckpointFunction": _NotReentrant}
     if keep:

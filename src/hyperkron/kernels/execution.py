@@ -21,15 +21,7 @@ U = TypeVar("U")
 
 
 class Pending(Generic[T]):
-    """A value that the device may still be computing.
-
-    Args:
-        finish: waits for it.
-
-    Example:
-        >>> Pending(lambda: [3.0]).then(max).wait()
-        3.0
-    """
+    """A value that the device may still be computing; ``finish`` waits for it."""
 
     def __init__(self, finish: Callable[[], T]) -> None:
         self._finish = finish
@@ -49,30 +41,12 @@ class Pending(Generic[T]):
 
 
 def read(*numbers: Tensor) -> list[float]:
-    """The values of 0-dimensional tensors, in one copy to the host.
-
-    Example:
-        >>> read(torch.tensor(1.0), torch.tensor(2.5))
-        [1.0, 2.5]
-    """
-    found: list[float] = torch.stack(numbers).detach().tolist()
-    return found
+    """The values of 0-dimensional tensors, in one copy to the host."""
+    return torch.stack(numbers).detach().tolist()
 
 
 class Execution:
-    """How the work of one step is executed on a device: eagerly, or recorded as a CUDA graph.
-
-    Args:
-        device: where the work is done.
-        recorded: nothing is read before a replay.
-
-    Example:
-        >>> step = Execution(torch.device("cpu"), recorded=True)
-        >>> step.read_flags(torch.tensor([0, 1])), step.later(torch.tensor([2.5]))  # doctest: +ELLIPSIS
-        ([0, 0], <hyperkron.kernels.execution.Pending object at ...>)
-        >>> step.replayed(step.unread())
-        False
-    """
+    """How one step is executed on ``device``: eagerly, or ``recorded`` as a CUDA graph, which reads nothing."""
 
     def __init__(self, device: torch.device, *, recorded: bool = False) -> None:
         self.device, self.recorded = device, recorded
@@ -90,9 +64,7 @@ class Execution:
     def check_finite(self, value: Tensor, error: Callable[[str], Exception]) -> None:
         """Require that ``value``, a few numbers, is finite: known at once on a CPU, else by :meth:`settle`.
 
-        Args:
-            value: the numbers.
-            error: the error to raise, from "nan" or "infinite".
+        ``error`` makes the error from "nan" or "infinite".
         """
         here = value.device.type == "cpu" and not self.recorded
         if here and not self.queued and value.ndim == 0 and math.isfinite(value.item()):
@@ -119,8 +91,7 @@ class Execution:
     def read_flags(self, flags: Tensor) -> list[Any]:
         """The entries of a vector that are zero if all is well; a recording assumes that they are."""
         if not self.recorded:
-            found: list[Any] = flags.tolist()
-            return found
+            return flags.tolist()
         self._flags.append(flags)
         return [0] * flags.numel()
 

@@ -22,16 +22,7 @@ def available(device: torch.device) -> bool:
 
 
 class StaticBatch:
-    """A batch in memory of its own, or of its tensors where ``own`` is false, that others of its shape are copied into.
-
-    Example:
-        >>> static = StaticBatch((torch.zeros(2), "train"))
-        >>> static.fits((torch.ones(2), "train")), static.fits((torch.ones(3), "train"))
-        (True, False)
-        >>> static.fill((torch.ones(2), "train"))
-        >>> static.value
-        (tensor([1., 1.]), 'train')
-    """
+    """A batch in memory of its own (of its tensors unless ``own``) that others of its shape are copied into."""
 
     def __init__(self, batch: Any, own: bool = True) -> None:
         leaves, self._structure = pytree.tree_flatten(batch)
@@ -58,14 +49,9 @@ class StaticBatch:
 class Recording(Generic[T]):
     """What ``function()`` does on the GPU, recorded as a CUDA graph; the function itself has not been carried out yet.
 
-    Args:
-        function: launches work and waits for nothing.
-        generators: random generators it draws from; every replay goes on where they are.
-        pool: memory shared with another recording (``other.pool``), which must not be needed any more when this one
-            is replayed, but for tensors that were alive when this one was recorded.
-
-    Attributes:
-        outputs: what the function returned, in memory that every replay overwrites.
+    It launches work and waits for nothing; ``outputs`` is what it returned, in memory that every replay overwrites.
+    Every replay goes on where the ``generators`` are. ``pool`` is memory shared with another recording, which must not
+    be needed any more when this one is replayed, but for tensors that were alive when this one was recorded.
     """
 
     def __init__(

@@ -236,15 +236,13 @@ class Node(Halves):
 Factorization = Cholesky | Halves
 
 
-def load_factorization(state: dict[str, Any]) -> Factorization:
+def load_factorization(state: dict[str, Any]) -> Any:
     """The factorisation whose :meth:`state_dict` this is."""
-    return Cholesky(state["factor"]) if "factor" in state else _load_halves(state)
-
-
-def _load_halves(state: dict[str, Any]) -> Halves:
+    if "factor" in state:
+        return Cholesky(state["factor"])
     if "inverse" in state:
         return Leaf(state["inverse"])
-    return Node(_load_halves(state["head"]), state["c"], _load_halves(state["tail"]))
+    return Node(load_factorization(state["head"]), state["c"], load_factorization(state["tail"]))
 
 
 def factorize(matrices: Tensor, lean: bool = False, own: bool = False) -> tuple[Factorization, Tensor]:

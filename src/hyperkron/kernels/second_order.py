@@ -42,10 +42,9 @@ def _convolution_pullback(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Of input, weight and bias, where ``wanted``."""
     stride, padding, dilation, groups = shape
-    found: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward(
+    return torch.ops.aten.convolution_backward(
         g, x, weight, [weight.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, wanted
     )
-    return found
 
 
 class _Convolution(torch.autograd.Function):
@@ -118,8 +117,7 @@ class _ConvolutionPullback(torch.autograd.Function):
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
     """W * x + b."""
-    out: Tensor = _Convolution.apply(x, weight, bias, shape)
-    return out
+    return _Convolution.apply(x, weight, bias, shape)
 
 
 def batch_norm(
@@ -137,8 +135,7 @@ def batch_norm(
     wide = input.dtype in (torch.float32, torch.float64)
     if not (training and alike and wide) or input.numel() <= input.shape[1]:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    out: Tensor = _BatchNorm.apply(input, weight, bias, running_mean, running_var, momentum, eps)[0]
-    return out
+    return _BatchNorm.apply(input, weight, bias, running_mean, running_var, momentum, eps)[0]
 
 
 def _norm_pullback(
@@ -146,10 +143,9 @@ def _norm_pullback(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """w P g, ⟨g, x̂⟩ and Σ g by the kernel that torch chose for the forward pass."""
     mean, inverse_std, reserve = kept
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._batch_norm_impl_index_backward(
+    return torch.ops.aten._batch_norm_impl_index_backward(
         how[0], x, g, weight, None, None, mean, inverse_std, True, how[1], [True, True, True], reserve
     )
-    return found
 
 
 def _per_channel(values: Tensor, x: Tensor) -> Tensor:
@@ -176,10 +172,9 @@ class _BatchNorm(torch.autograd.Function):
         momentum: float,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-        found: tuple[Tensor, Tensor, Tensor, Tensor, int] = torch.ops.aten._batch_norm_impl_index(
+        return torch.ops.aten._batch_norm_impl_index(
             x, weight, bias, running_mean, running_var, True, momentum, eps, torch.backends.cudnn.enabled
         )
-        return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -1,15 +1,11 @@
 """Which kernels are used while a hypergradient evaluates a model.
 
 What is differentiated twice, or carries tangents, takes attention that can be, and weight norm without torch's fused
-kernel, whose second derivative is wrong and which has no tangent. On a GPU there are two more things, which torch could
-do faster, with the same results up to rounding:
+kernel, whose second derivative is wrong and which has no tangent. On a GPU, where they pay:
 
 - *Second derivatives* of convolutions and batch norm in closed form (``second_order.py``).
-- *Layout.* In TF32 and half precision, tensor cores take channels last; of images laid out channels first the library
-  makes copies before and after every convolution. Here the first convolution makes one, and the others find it so.
-
-These two are for models with such layers, and used only where they pay: Python calls these functions one by one, so
-without a CUDA graph small tensors are left alone.
+- *Layout.* In TF32 and half precision, tensor cores take channels last: the first convolution makes one copy, and the
+  others find it so, where the library would copy before and after every convolution.
 """
 
 from __future__ import annotations
@@ -46,15 +42,10 @@ class LayoutError(RuntimeError):
 
 
 class Kernels(TorchFunctionMode):
-    """The functions above in place of torch's, where they pay.
+    """The functions above in place of torch's, where they pay, or ``always``.
 
-    Args:
-        second_order: whether what is evaluated will be differentiated twice, or carries tangents.
-        channels_last: whether convolutions may change the layout.
-        always: small tensors too.
-
-    Attributes:
-        converted: whether a layout was changed.
+    ``second_order``: what is evaluated will be differentiated twice, or carries tangents. ``channels_last``:
+    convolutions may change the layout, and ``converted`` tells whether one has.
     """
 
     def __init__(self, *, second_order: bool, channels_last: bool, always: bool) -> None:
@@ -103,10 +94,7 @@ class Kernels(TorchFunctionMode):
 
 
 class PlainWeightNorm(TorchFunctionMode):
-    """``torch._weight_norm`` by elementary operations: v · g/‖v‖.
-
-    The second derivative of torch's fused kernel takes ‖v‖ for a constant.
-    """
+    """v · g/‖v‖ by elementary operations: torch's fused kernel takes ‖v‖ for a constant in its second derivative."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -123,9 +111,7 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 class WithoutAutocast(TorchFunctionMode):
     """Every function of torch runs without autocast on a kind of device, whatever a model enables around it.
 
-    Attributes:
-        entered: how many of these are in force; what evaluates a model later must do it likewise.
-        met: whether autocast was enabled around a function.
+    ``entered`` counts those in force: what evaluates a model later must do it likewise.
     """
 
     entered: ClassVar[int] = 0
@@ -163,7 +149,8 @@ def chosen(
     """What an evaluation of ``model`` on a batch of this many numbers runs under; ``None``: nothing pays."""
     if device.type != "cuda" or (not (differentiable or recording) and small(model, device, size)):
         return None
-    if not _takes_part(model):
+    kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)
+    if not any(isinstance(module, kinds) for module in model.modules()):
         return None
     return Kernels(second_order=differentiable, channels_last=model not in _CONTIGUOUS_ONLY, always=recording)
 
@@ -182,12 +169,8 @@ def _conditions(device: torch.device, size: int) -> Hashable:
 def twice_differentiable(*modules: nn.Module) -> Iterator[None]:
     """Attention and weight norm of ``modules`` through kernels that have right second derivatives and forward mode."""
     fast, cuda = torch.backends.mha.get_fastpath_enabled(), torch.backends.cuda
-    before = (
-        cuda.math_sdp_enabled(),
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
+    fused = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    before = (cuda.math_sdp_enabled(), *fused)
     normalised = any(map(_has_weight_norm, modules))
     try:
         torch.backends.mha.set_fastpath_enabled(False)
@@ -219,11 +202,8 @@ def evaluate(
 ) -> T:
     """``function()``, which calls the model, and ``hyper``, on a batch of this many numbers, under the kernels chosen.
 
-    It will be ``differentiable`` twice, or it is ``recording`` a CUDA graph.
-
-    Raises:
-        LayoutError: it failed after a layout was changed. That is not done again, so another try will tell; if that
-            fails, too, the layout was not to blame.
+    It will be ``differentiable`` twice, or it is ``recording`` a CUDA graph. :class:`LayoutError` says that it failed
+    after a layout was changed, which is not done again: another try tells whether that was to blame.
     """
     mode = chosen(model, device, size, differentiable=differentiable, recording=recording)
     modules = [model] if hyper is None else [model, hyper]
@@ -239,12 +219,6 @@ def evaluate(
     if mode is not None and not (differentiable or recording or mode.converted):
         _IDLE.setdefault(model, set()).add(_conditions(device, size))
     return found
-
-
-def _takes_part(model: nn.Module) -> bool:
-    """Whether ``model`` has such layers."""
-    kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm)
-    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def _has_weight_norm(model: nn.Module) -> bool:

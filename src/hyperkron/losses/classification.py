@@ -131,12 +131,7 @@ def _check_classes(target: Tensor, output: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxTerm(Term):
-    """Cross-entropy of softmax(output) against class indices or soft targets; rows are the logit vectors.
-
-    Attributes:
-        target: class indices (any class where masked) or soft targets, before smoothing.
-        smoothing: the label smoothing ε.
-    """
+    """Cross-entropy of softmax(output) against class indices or soft targets; rows are the logit vectors."""
 
     target: Tensor
     smoothing: float

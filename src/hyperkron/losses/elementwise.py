@@ -92,9 +92,6 @@ class _ElementwiseTerm(Term):
     """−log q(y|f) with independent entries: ∂c/∂f = mean(f) − y, ∂²c/∂f² = diag(variance(f)); rows are examples.
 
     Unless overridden, the mean is f and the variance 1.
-
-    Attributes:
-        target: y, shaped like the output, detached.
     """
 
     target: Tensor

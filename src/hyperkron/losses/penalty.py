@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hyperkron.collectives import squared_norms
 from hyperkron.losses.base import L2, Loss
+from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError
 
 Coefficient = float | Tensor
@@ -44,15 +46,21 @@ def l2(parameters: nn.Module | Tensor | Iterable[Tensor], coefficient: Coefficie
             "per parameter (frozen ones included), or a single number."
         )
     trained = isinstance(parameters, nn.Module) and any(p.requires_grad for p in tensors)
-    values, records = [], []
+    values, records, divided = [], [], list[tuple[Tensor, Coefficient]]()
     for parameter, alpha in zip(tensors, given, strict=True):
         if trained and not parameter.requires_grad:
             continue
         _check_coefficient(alpha, parameter)
+        records.append(L2(parameter, alpha.detach() if isinstance(alpha, Tensor) else float(alpha), (alpha,)))
+        if is_sharded(parameter):
+            divided.append((parameter, alpha))
+            continue
         squares = parameter.to(torch.promote_types(parameter.dtype, torch.float32)).square()
         spread = isinstance(alpha, Tensor) and alpha.ndim > 0
         values.append((alpha * squares).sum() if spread else alpha * squares.sum())
-        records.append(L2(parameter, alpha.detach() if isinstance(alpha, Tensor) else float(alpha), (alpha,)))
+    if divided:
+        norms = squared_norms([parameter for parameter, _ in divided])
+        values += [alpha * norm for (_, alpha), norm in zip(divided, norms, strict=True)]
     return Loss(torch.stack(values).sum(), l2=tuple(records))
 
 
@@ -97,6 +105,11 @@ def _check_coefficient(alpha: Any, parameter: Tensor) -> None:
         raise HyperkronError(
             f"coefficient is on {alpha.device} but a parameter is on {parameter.device}; move it with "
             f"coefficient.to({str(parameter.device)!r})."
+        )
+    if alpha.ndim > 0 and is_sharded(parameter):
+        raise HyperkronError(
+            f"coefficient has shape {tuple(alpha.shape)}, but a parameter is divided among processes (fully_shard); "
+            "use one number for each parameter."
         )
     if not alpha.is_floating_point():
         raise HyperkronError(f"coefficient has dtype {alpha.dtype}; use a floating point tensor.")

@@ -1,16 +1,8 @@
 """Solvers of (A + δI) v = b: the A⁻¹ ∂_θ J_out of the hypergradient.
 
-===================  =========================  =======================  ========================
-solver               products                   uses                     answer
-===================  =========================  =======================  ========================
-``Direct``           none                       an invertible curvature  exact
-``CG``               1 per iteration            start, preconditioner    best in the Krylov space
-``Neumann``          1 per term (+ step)                                 truncated series
-``GradientDescent``  1 per iteration (+ step)   start, preconditioner    fixed-step iterate
-===================  =========================  =======================  ========================
-
-A solver is a frozen configuration without state. It returns a :class:`~hyperkron.solution.Solution`, whose
-status says how it went.
+``Direct`` applies the inverse of a curvature that has one; ``CG``, ``Neumann`` and ``GradientDescent`` take products
+with A. A solver is a frozen configuration without state, and a :class:`~hyperkron.solution.Solution`'s status says how
+it went.
 """
 
 from __future__ import annotations

@@ -27,37 +27,26 @@ class CG(Solver):
 
         α = rᵀz / pᵀAp,    v ← v + αp,    r ← r − αAp,    p ← z + (r₊ᵀz₊ / rᵀz) p
 
-    After k iterations v minimises ½vᵀAv − bᵀv over v₀ + span{p₀, …, p_{k−1}}, the Krylov space (Hestenes &
-    Stiefel, 1952). It is CG on the system itself, not on its normal equations, so the condition number is not
-    squared. From v₀ = 0 no product is spent on r₀; from ``start`` one is.
-
-    Preconditioned by KFAC it gives the exact answer in few products: the better M ≈ A, the fewer. Where A is
-    singular and b is not in its range, the minimisers grow without bound with k; damping is the cure.
+    After k iterations v minimises ½vᵀAv − bᵀv over v₀ + span{p₀, …, p_{k−1}}, the Krylov space (Hestenes & Stiefel,
+    1952). From v₀ = 0 no product is spent on r₀; from ``start`` one is. Preconditioned by KFAC it gives the exact
+    answer in few products: the better M ≈ A, the fewer. Where A is singular and b is not in its range, the minimisers
+    grow without bound with k; damping is the cure.
 
     It stops early
 
     - when ‖r‖ ≤ tolerance·‖b‖, or at the precision of the dtype: ``CONVERGED``;
-    - when rᵀM⁻¹r is not positive, or pᵀAp is not above ε‖A‖‖p‖², the rounding error of products with A (ε is
-      the unit roundoff, ‖A‖ as seen so far): ``NONPOSITIVE_CURVATURE``. The value is the last iterate, which
-      still minimises the quadratic over a space where it is convex. If the first direction is already bad and
-      there is no ``start``, that iterate would be zero and the hypergradient would silently lose its implicit
-      term; the value is then p₀: b (the identity in place of A, as Nocedal & Wright, 2006, algorithm 7.1, do
-      for Newton–CG) or M⁻¹b (the preconditioner in place of A; b if M itself is at fault);
+    - when rᵀM⁻¹r is not positive, or pᵀAp is not above ε‖A‖‖p‖², the rounding error of products with A:
+      ``NONPOSITIVE_CURVATURE``, with the last iterate. If the first direction is already bad and there is no ``start``,
+      that would be zero and the hypergradient would silently lose its implicit term; the value is then p₀, which is b
+      or M⁻¹b (b if M itself is at fault; Nocedal & Wright, 2006, algorithm 7.1);
     - when a NaN or an infinity appears: ``NON_FINITE``, with the last finite iterate (v₀ at the first).
 
-    Numbers are copied to the host once in each iteration. A solve recorded as a CUDA graph (``recorded.py``) spends the
-    products of all iterations, and reports these, but holds its value from where it stops; its numbers are read once
-    for all. The residual reported is the recursive one.
-
-    Reference for the use in hypergradients: Grazzi et al., 2020 (AID-CG).
+    A solve recorded as a CUDA graph spends the products of all iterations, and reports these, but holds its value from
+    where it stops. The residual reported is the recursive one. Use in hypergradients: Grazzi et al., 2020 (AID-CG).
 
     Args:
         iterations: the most iterations to do.
         tolerance: the relative residual at which to stop; 0 does all iterations.
-
-    Example:
-        >>> CG(iterations=10, tolerance=1e-6)
-        CG(iterations=10, tolerance=1e-06)
     """
 
     iterations: int = 3
@@ -67,7 +56,6 @@ class CG(Solver):
     uses_preconditioner: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse a configuration that makes no sense."""
         check_whole("iterations", self.iterations, 1)
         remedy = "it is a relative residual, such as 1e-6"
         check_interval("tolerance", self.tolerance, 0, 1, brackets="[)", remedy=remedy)

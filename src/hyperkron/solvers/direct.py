@@ -17,13 +17,8 @@ from hyperkron.trees import Tree
 class Direct(Solver):
     """v = (A + δI)⁻¹ b from the curvature's own factorisation; no product, no iteration.
 
-    For KFAC this is one multiplication from each side for each layer (Martens & Grosse, 2015). The status is
-    the operator's: ``DIRECT``, or ``MORE_DAMPING`` or ``KEPT_PREVIOUS`` where its factorisation needed a
-    fallback.
-
-    Example:
-        >>> Direct()
-        Direct()
+    For KFAC this is one multiplication from each side for each layer (Martens & Grosse, 2015). The status is the
+    operator's: ``DIRECT``, or ``MORE_DAMPING`` or ``KEPT_PREVIOUS`` where its factorisation needed a fallback.
     """
 
     needs_products: ClassVar[bool] = False

@@ -19,20 +19,14 @@ from hyperkron.validation import check_positive, check_whole
 class FixedStep(Solver):
     """``updates`` times v ← v + ηz, r ← r − ηAz, z = M⁻¹r, from r = b − A·start; without a preconditioner M = I.
 
-    The residual is carried along, since b − A(v + ηz) = r − ηAz: the last update needs no product, and from
-    v₀ = 0 neither does the first residual. With r_k = (I − ηAM⁻¹)^k r₀ this is the Neumann series
-    v = v₀ + ηM⁻¹ Σ_{k<updates} (I − ηAM⁻¹)^k r₀ and, written out, gradient descent on ½vᵀAv − bᵀv.
+    The residual is carried along, since b − A(v + ηz) = r − ηAz: the last update needs no product, and from v₀ = 0
+    neither does the first residual. This is the Neumann series v = v₀ + ηM⁻¹ Σ_{k<updates} (I − ηAM⁻¹)^k r₀.
 
-    Residuals are measured by ‖r‖ = √(rᵀM⁻¹r), in which this is the plain iteration for M^{-1/2} A M^{-1/2}. For
-    symmetric A and M the norms ‖r_k‖ are log-convex in k, so once they grow they grow for ever: the first
-    growth beyond rounding ends the iteration as ``DIVERGED``, or as ``NONPOSITIVE_CURVATURE`` if zᵀAz < 0.
-    The value is the iterate of least residual, but from v₀ = 0 never zero itself: it is then the first term
-    ηM⁻¹b (b where A is zero and gives no step).
-
-    Where rᵀM⁻¹r is not positive, M is not positive definite and there is no such norm. That ends the iteration as
-    ``NONPOSITIVE_CURVATURE`` too; from v₀ = 0 and for r = b the value is then ηb.
-
-    Without a ``step`` η comes from a power iteration on A; with a preconditioner, whose scale is A's, it is 1.
+    Residuals are measured by ‖r‖ = √(rᵀM⁻¹r). For symmetric A and M the norms ‖r_k‖ are log-convex in k, so once they
+    grow they grow for ever: the first growth beyond rounding ends the iteration as ``DIVERGED``, or as
+    ``NONPOSITIVE_CURVATURE`` if zᵀAz < 0. The value is the iterate of least residual, but from v₀ = 0 never zero
+    itself: it is then the first term ηM⁻¹b (b where A is zero and gives no step). A rᵀM⁻¹r that is not positive ends it
+    as ``NONPOSITIVE_CURVATURE`` too; from v₀ = 0 and for r = b the value is then ηb.
     """
 
     step: float | None
@@ -45,7 +39,6 @@ class FixedStep(Solver):
         """How many times v is updated."""
 
     def __post_init__(self) -> None:
-        """Refuse a configuration that makes no sense."""
         check_whole("power_iterations", self.power_iterations, 1)
         check_whole("seed", self.seed, 0)
         check_step(self.step)

@@ -1,8 +1,8 @@
 """Conjugate gradients and the fixed-step iteration as they are recorded in a CUDA graph: without a branch.
 
-While a graph is recorded no number can be read, so no solve can end early. These do all their iterations, and where the
-eager solvers of ``cg.py`` and ``fixed_step.py`` would end they hold the value, chosen by ``torch.where``. The outcome
-(status, iterations, residual) is read after each replay. Tests compare them with the eager solvers, to the last bit.
+No number can be read while a graph is recorded, so these do all their iterations, and where the eager solvers would end
+they hold the value, chosen by ``torch.where``. The outcome is read after each replay. Tests compare them with the eager
+solvers, to the last bit.
 """
 
 from __future__ import annotations

@@ -30,28 +30,21 @@ class Spectrum:
 
     @property
     def safe_step(self) -> float:
-        """η = 1 / (1.1·λ̂).
-
-        A fixed-step iteration contracts for η < 2/λmax, so this is safe even where the estimate λ̂ is short of
-        λmax by a factor of 2.2.
-        """
+        """η = 1 / (1.1·λ̂): below 2/λmax even where the estimate λ̂ is short of λmax by a factor of 2.2."""
         return 1.0 / (_SAFETY * self.largest)
 
 
 def power_iteration(operator: Operator, like: Tree, iterations: int = 8, seed: int = 0) -> Spectrum:
     """The eigenvalue of largest absolute value, by q ← Aq / ‖Aq‖ from a random start (von Mises, 1929).
 
-    The start comes from a generator of its own, so the global random state is not touched and the answer is
-    the same every time. Only the final figures are copied to the host.
+    The start comes from a generator of its own, so the answer is the same every time. ``largest`` is 0 for a zero
+    operator, and not finite where the operator is not.
 
     Args:
         operator: A, symmetric.
         like: a tree with the names, shapes, dtypes and device of the operator's vectors.
         iterations: products to spend.
         seed: of the start.
-
-    Returns:
-        The estimates; ``largest`` is 0 for a zero operator, and not finite where the operator is not.
     """
     check_whole("iterations", iterations, 1)
     device = next(iter(like.values())).device

@@ -42,7 +42,7 @@ def stacked_cg(
         if i == 0:  # a first direction that is bad stands in for the solution, or b where the preconditioner is bad
             first = torch.where(rz > 0, 1.0, 0.0)
             fallback = trees.add(_scaled(p, first.nan_to_num(0.0)), _scaled(r, 1 - first))
-            v = _chosen(broken, fallback, v)
+            v = {name: torch.where(_column(broken, x), x, v[name]) for name, x in fallback.items()}
         active = active & good
         step = torch.where(active, rz / curvature, 0.0)
         v, r = _moved(v, p, step), _moved(r, product, -step)
@@ -74,10 +74,6 @@ def _scaled(a: Tree, c: Tensor) -> Tree:
 def _moved(a: Tree, b: Tree, c: Tensor) -> Tree:
     """a + c·b; where c is zero a itself, whatever b holds."""
     return {name: torch.where(_column(c, x) == 0, x, x + _column(c, x) * b[name]) for name, x in a.items()}
-
-
-def _chosen(which: Tensor, a: Tree, b: Tree) -> Tree:
-    return {name: torch.where(_column(which, x), x, b[name]) for name, x in a.items()}
 
 
 def _column(c: Tensor, x: Tensor) -> Tensor:

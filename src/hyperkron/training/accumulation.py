@@ -20,7 +20,8 @@ from hyperkron.evaluation.inputs import map_tensors, tensors_of
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
 from hyperkron.losses import Loss, as_loss
-from hyperkron.problem import BilevelProblem, Objective, rows, shares
+from hyperkron.problem import BilevelProblem, Both, Objective, rows, shares
+from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
 from hyperkron.validation import check_whole
@@ -82,7 +83,6 @@ class Accumulated(BilevelProblem):
         self._size.value = micro_batch
 
     def parts(self, batch: Any) -> list[Any]:
-        """The pieces of a batch."""
         return split(batch, self._size.value)
 
 
@@ -121,12 +121,7 @@ class _Pieces:
 
 
 def length(batch: Any) -> int:
-    """How many examples a batch holds: the length of its tensors' first dimension; 0 where it has none.
-
-    Example:
-        >>> length({"x": torch.zeros(5, 2), "scale": torch.tensor(1.0)})
-        5
-    """
+    """How many examples a batch holds: the length of its tensors' first dimension; 0 where it has none."""
     found = [len(x) for _, x in tensors_of("batch", batch) if x.dim() > 0]
     if any(n != found[0] for n in found):
         raise HyperkronError(
@@ -137,12 +132,7 @@ def length(batch: Any) -> int:
 
 
 def split(batch: Any, size: int | None) -> list[Any]:
-    """A batch as pieces of at most ``size`` examples, of the same structure.
-
-    Example:
-        >>> split((torch.arange(5), "name"), 3)
-        [(tensor([0, 1, 2]), 'name'), (tensor([3, 4]), 'name')]
-    """
+    """A batch as pieces of at most ``size`` examples, of the same structure."""
     if size is None:
         return [batch]
     count = length(batch)
@@ -158,17 +148,6 @@ def split(batch: Any, size: int | None) -> list[Any]:
 # --- sums over pieces --------------------------------------------------------------------------------------
 
 
-class Both(nn.Module):
-    """θ and λ in one module, so that both can be substituted."""
-
-    def __init__(self, model: nn.Module, hyper: nn.Module) -> None:
-        super().__init__()
-        self.model, self.hyper = model, hyper
-
-    def forward(self, function: Objective, batch: Any) -> Loss | Tensor:
-        return function(self.model, self.hyper, batch)
-
-
 class _Work:
     """An objective, where it is evaluated, and the pieces; every evaluation draws the same random numbers."""
 
@@ -178,7 +157,7 @@ class _Work:
         device = next(iter(self.named().values()), torch.zeros(())).device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self.without = WithoutAutocast.entered > 0  # pieces are evaluated again when the objective has returned
-        self.names = [name for name, x in self.named().items() if x.requires_grad]
+        self.names = [name for name, x in self.named().items() if x.requires_grad and not is_sharded(x)]
 
     def named(self) -> dict[str, Tensor]:
         """θ and λ as they are now, substituted ones included."""
@@ -319,25 +298,30 @@ def refuse_what_is_no_mean(
 ) -> None:
     """Compare J and its gradient on one piece with those of its halves, once; then its level is among ``means``.
 
-    A loss that draws random numbers cannot be compared, nor one that refuses a half (all of it masked).
+    A loss that draws random numbers cannot be compared, nor one that refuses a half (all of it masked). Gradients of
+    parameters that are divided among processes are not compared.
     """
     halves, before = split(part, -(-length(part) // 2)), random_state()
     if level in means or len(halves) == 1:
         return
     work = _Work(function, model, hyper, [part])
-    inputs = tuple(x for x in work.named().values() if x.requires_grad)
+    named = work.named()
+    inputs, together = tuple(named[name] for name in work.names), any(is_sharded(x) for x in named.values())
     try:
         whole = work.gradients(inputs)
         drew = not same_random_state(before, random_state())
         work.parts = halves
         both = work.gradients(inputs)
     except HyperkronError:
+        if together:  # the other processes go on to the next half, which needs this one
+            raise
         return
     finally:
         set_random_state(before)
     coarse = 0.1 if work.autocast[2] or any(x.dtype.itemsize == 2 for x in inputs) else 0.0
     pairs = zip((whole[0], *whole[1]), (both[0], *both[1]), strict=True)
-    unlike = not drew and any(_unlike(x, y, coarse) for x, y in pairs)
+    steepest = max((float(g.abs().max()) for g in whole[1] if g is not None and g.numel()), default=0.0)
+    unlike = not drew and any(_unlike(x, y, coarse, steepest) for x, y in pairs)
     if unlike:
         raise HyperkronError(
             f"{level} or its gradient is not the same on {length(part)} examples ({float(whole[0]):.6g}) as on "
@@ -347,10 +331,14 @@ def refuse_what_is_no_mean(
     means.add(level)
 
 
-def _unlike(x: Tensor | None, y: Tensor | None, coarse: float) -> bool:
-    """Whether two values differ by more than rounding, TF32 and half precision (``coarse``) included."""
+def _unlike(x: Tensor | None, y: Tensor | None, coarse: float, steepest: float) -> bool:
+    """Whether two values differ by more than rounding, TF32 and half precision (``coarse``) included.
+
+    A gradient far below the ``steepest`` may be all rounding: that of the biases of attention keys is zero.
+    """
     if x is None or y is None:
         return (x is None) != (y is None)
     size = float(torch.maximum(x.abs().max(), y.abs().max())) if x.numel() else 0.0
     tolerance = max(coarse, 1e-6 if x.dtype == torch.float64 else 1e-2)
-    return size > 0 and float((x - y).abs().max()) > tolerance * size
+    least = torch.finfo(x.dtype).eps ** 0.5 * steepest
+    return size > 0 and float((x - y).abs().max()) > tolerance * max(size, least)

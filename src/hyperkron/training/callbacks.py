@@ -232,8 +232,10 @@ class Checkpoint(Callback):
         before = self.state_dict()
         self._saved = run.state.step
         value = run.history[-1].get(self.best) if self.best is not None and len(run.history) else None
-        if isinstance(value, (int, float)) and math.isfinite(value) and self._improves(value):
-            self.best_step, self.best_value = run.state.step, float(value)
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            best = self.best_value
+            if best is None or (value < best if self.mode == "min" else value > best):
+                self.best_step, self.best_value = run.state.step, float(value)
         try:
             run.save(self.folder)
         except CheckpointError:
@@ -241,8 +243,3 @@ class Checkpoint(Callback):
             raise
         if run.group.rank == 0:
             checkpoint.prune(self.folder, self.keep, [] if self.best_step is None else [self.best_step])
-
-    def _improves(self, value: float) -> bool:
-        if self.best_value is None:
-            return True
-        return value < self.best_value if self.mode == "min" else value > self.best_value

@@ -1,9 +1,5 @@
 """Checkpoints: folders that are complete or absent, verified before they are read, and never executed.
 
-    folder/step-00000123/tensors-rank00000.safetensors    every tensor of the state
-                         state-rank00000.json             everything else, with the places of the tensors
-                         manifest.json                    format, sizes, SHA-256, versions, what the run is made of
-
 ``docs/checkpoints.md`` describes the format and what is guaranteed.
 """
 
@@ -17,7 +13,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,10 +30,6 @@ from hyperkron.training.writing import flush_folder
 FORMAT = 1
 """The format this version writes."""
 
-Migration = Callable[[dict[str, Any]], dict[str, Any]]
-MIGRATIONS: dict[int, Migration] = {}
-"""For every older format, the function that makes a state of the next format of one of this format."""
-
 MANIFEST, STATE, TENSORS = "manifest.json", "state-rank00000.json", "tensors-rank00000.safetensors"
 MAX_MANIFEST = 2**26
 _STEP = re.compile(r"step-(\d{8,12})(\.replaced)?\Z")
@@ -46,20 +38,13 @@ _TEMPORARY = ".tmp-"
 
 @dataclass(frozen=True)
 class About:
-    """What a state belongs to.
+    """What a state belongs to."""
 
-    Attributes:
-        model, hyper: dtype and shape of every parameter and buffer.
-        config: the settings of the run, a line each.
-        program: what the run computes, a line each (:mod:`hyperkron.training.program`); ``None`` if not recorded.
-        world_size: over how many processes it is spread.
-    """
-
-    model: Mapping[str, str] = field(default_factory=dict)
+    model: Mapping[str, str] = field(default_factory=dict)  # dtype and shape of every parameter and buffer
     hyper: Mapping[str, str] = field(default_factory=dict)
-    config: Mapping[str, str] = field(default_factory=dict)
-    world_size: int = 1
-    program: Mapping[str, str] | None = None
+    config: Mapping[str, str] = field(default_factory=dict)  # the settings of the run, a line each
+    world_size: int = 1  # over how many processes it is spread
+    program: Mapping[str, str] | None = None  # what the run computes, a line each; ``None`` if not recorded
 
     def differences(self, now: About) -> list[str]:
         """What is not the same in ``now``, a line each."""
@@ -75,21 +60,13 @@ class About:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that has been read.
-
-    Attributes:
-        path: its folder.
-        step: how many steps had been done.
-        state: what was saved.
-        about: what it belongs to.
-        versions: of hyperkron, torch and Python when it was written.
-    """
+    """A checkpoint that has been read."""
 
     path: Path
     step: int
     state: dict[str, Any]
     about: About
-    versions: Mapping[str, str]
+    versions: Mapping[str, str]  # of hyperkron, torch and Python when it was written
 
 
 # --- writing -----------------------------------------------------------------------------------------------
@@ -105,7 +82,9 @@ def write(folder: str | Path, step: int, state: dict[str, Any], about: About | N
     refuse_overtaken(folder, step)
     target = place(folder, step)
     try:
-        _make_folder(folder)
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            flush_folder(folder.parent)
         clean(folder)
         temporary = folder / f"{_TEMPORARY}{target.name}-{secrets.token_hex(4)}"
         try:
@@ -156,23 +135,17 @@ def _put_in_place(temporary: Path, target: Path) -> None:
     """Rename, durably; a checkpoint of the same step stays readable until the new one is in its place."""
     aside = target.with_name(f"{target.name}.replaced")
     if target.exists():
-        if aside.exists():
-            _delete(aside)
+        _delete(aside)
         target.rename(aside)
     temporary.rename(target)
     flush_folder(target.parent)
-    if aside.exists():
-        _delete(aside)
-
-
-def _make_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        flush_folder(folder.parent)
+    _delete(aside)
 
 
 def _delete(path: Path) -> None:
-    """Remove a folder so that, interrupted, it leaves nothing that looks like a checkpoint."""
+    """Remove a folder, if there is one, so that, interrupted, it leaves nothing that looks like a checkpoint."""
+    if not path.exists():
+        return
     hidden = path.with_name(f"{_TEMPORARY}delete-{path.name}-{secrets.token_hex(4)}")
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
@@ -230,16 +203,11 @@ def check(path: str | Path) -> dict[str, Any]:
 
 
 def read(path: str | Path, device: torch.device | str | None = None) -> Saved:
-    """Read one checkpoint; sizes and hashes are verified before anything is made of its content.
-
-    Args:
-        path: the folder ``…/step-…``.
-        device: where tensors go; ``None`` puts each where it was.
-    """
+    """Read one checkpoint; sizes and hashes are verified before anything is made of its content."""
     path = Path(path)
     manifest = _read_manifest(path)
     form = manifest["format"]
-    if form > FORMAT:
+    if form != FORMAT:
         raise CheckpointError(
             f"{path} has format {form}, but this version of hyperkron reads formats up to {FORMAT}; it was written by "
             f"hyperkron {manifest['versions'].get('hyperkron', '?')}: install that or a newer one."
@@ -247,30 +215,23 @@ def read(path: str | Path, device: torch.device | str | None = None) -> Saved:
     tree, _ = files.read_json(path / STATE, manifest["files"][STATE])
     with files.TensorFile(path / TENSORS, manifest["files"][TENSORS]) as tensors:
         state = join(tree, tensors, device)
-    for old in range(form, FORMAT):
-        if old not in MIGRATIONS:
-            raise CheckpointError(f"{path} has format {form}, from which there is no way to format {FORMAT}.")
-        state = MIGRATIONS[old](state)
     about = About(
         manifest["model"], manifest["hyper"], manifest["config"], manifest["world_size"], manifest.get("program")
     )
     return Saved(path, manifest["step"], state, about, manifest["versions"])
 
 
-def newest(folder: str | Path, step: int | None = None, device: torch.device | str | None = None) -> Saved:
+def newest(folder: str | Path, step: int | None = None) -> Saved:
     """The newest checkpoint of a folder that verifies; damaged ones are passed over with a warning.
 
-    Args:
-        folder: where the checkpoints are.
-        step: take this one; then a damaged one is an error.
-        device: see :func:`read`.
+    With ``step`` it is that one, and a damaged one is an error.
     """
     wrong: list[str] = []
     waiting = [path for path in candidates(folder) if step is None or _step(path) == step]
     while waiting:
         path = waiting.pop(0)
         try:
-            saved = read(path, device)
+            saved = read(path)
         except DamagedCheckpoint as error:
             if not path.exists():  # a run that goes on has replaced it by a newer one
                 waiting = [p for p in candidates(folder) if p != path and (step is None or _step(p) == step)]
@@ -363,18 +324,17 @@ def _step(path: Path) -> int:
 
 def changed_versions(saved: Mapping[str, str]) -> str:
     """What a checkpoint was written with and what reads it, where that differs; else empty."""
+
+    def release(name: str, text: str) -> str:
+        return ".".join(text.split(".")[:2]) if name == "python" else text
+
     now = _versions()
     then = {name: saved.get(name, "of an unknown version") for name in now}
-    names = [name for name in now if _release(name, then[name]) != _release(name, now[name])]
+    names = [name for name in now if release(name, then[name]) != release(name, now[name])]
     if not names:
         return ""
     told = [", ".join(f"{name} {versions[name]}" for name in names) for versions in (then, now)]
     return f"was written with {told[0]} and is read with {told[1]}"
-
-
-def _release(name: str, text: str) -> str:
-    """The part of a version that counts: of Python, the minor version."""
-    return ".".join(text.split(".")[:2]) if name == "python" else text
 
 
 def _versions() -> dict[str, str]:

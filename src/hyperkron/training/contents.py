@@ -38,12 +38,7 @@ def short(data: bytes) -> str:
 
 
 def plain(x: Any) -> str | None:
-    """A plain value as text, the same in every process; ``None`` for anything else.
-
-    Example:
-        >>> plain(0.1), plain("relu"), plain(torch.float32), plain([1])
-        ('0.1', "'relu'", 'torch.float32', None)
-    """
+    """A plain value as text, the same in every process; ``None`` for anything else."""
     if x is None or x is Ellipsis:
         return repr(x)
     if isinstance(x, enum.Enum):
@@ -57,12 +52,7 @@ def plain(x: Any) -> str | None:
 
 
 class Contents:
-    """Digests of tensors and arrays, remembered as long as these are alive and have not been written to.
-
-    Example:
-        >>> Contents()(torch.zeros(2, 3)) == Contents()(torch.zeros(2, 3)) != Contents()(torch.ones(2, 3))
-        True
-    """
+    """Digests of tensors and arrays, remembered as long as these are alive and have not been written to."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], int | None, str]] = {}
@@ -130,31 +120,16 @@ def _sample(x: Tensor, room: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Code:
-    """What a code object does.
+    """What a code object does."""
 
-    Attributes:
-        digest: of its instructions and constants; not of line numbers, file names, comments and docstrings.
-        globals: the global names it reads, also within functions that it defines.
-        names: all names it uses, attributes among them.
-    """
-
-    digest: str
-    globals: tuple[str, ...]
-    names: frozenset[str]
+    digest: str  # of instructions and constants; not of line numbers, file names, comments and docstrings
+    globals: tuple[str, ...]  # the global names it reads, also within functions that it defines
+    names: frozenset[str]  # all names it uses, attributes among them
 
 
 @functools.lru_cache(maxsize=4096)
 def code(x: CodeType) -> Code:
-    """The description of a code object.
-
-    Example:
-        >>> def first(x):
-        ...     '''A docstring.'''
-        ...     return 2 * x
-        >>> second = lambda x: 2 * x
-        >>> code(first.__code__).digest == code(second.__code__).digest
-        True
-    """
+    """The description of a code object."""
     found: list[str] = [repr((x.co_argcount, x.co_kwonlyargcount, x.co_flags & 0x2AC, x.co_freevars))]
     read: dict[str, None] = {}
     names = set(x.co_names)

@@ -22,11 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hyperkron.collectives import Group, replicated
 from hyperkron.evaluation.inputs import map_tensors, tensors_of
+from hyperkron.evaluation.sharded import check, gathering, units
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.losses import BatchPlace, Loss, as_loss
-from hyperkron.problem import BilevelProblem, Objective
+from hyperkron.problem import BilevelProblem, Both, Objective
+from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError, warn_once
-from hyperkron.training.accumulation import Accumulated, Both, Level, batch_norms, length, refuse_what_is_no_mean
+from hyperkron.training.accumulation import Accumulated, Level, batch_norms, length, refuse_what_is_no_mean
 from hyperkron.trees import Tree
 
 
@@ -78,6 +80,10 @@ class DataParallel(BilevelProblem):
         return self._group
 
     @property
+    def divided(self) -> bool:
+        return True
+
+    @property
     def divides(self) -> bool:
         assert isinstance(self.inner, _Divided)
         return self.inner.divide
@@ -100,9 +106,11 @@ def synchronised(problem: BilevelProblem, model: nn.Module, hyper: nn.Module | N
             "for itself; use hyperkron.training.DataParallel(problem)."
         )
     model = unwrapped(model)
+    check(model, group if problem.divided else None)
     if group.size > 1:
         random = torch.get_rng_state()
-        group.adopt([*model.state_dict().values(), *({} if hyper is None else hyper.state_dict()).values(), random])
+        own = [*model.state_dict().values(), *({} if hyper is None else hyper.state_dict()).values()]
+        group.adopt([*(x for x in own if not is_sharded(x)), random])
         torch.set_rng_state(random)
     return model
 
@@ -119,7 +127,7 @@ class _Divided:
 
     def __call__(self, model: nn.Module, hyper: nn.Module, batch: Any) -> Loss | Tensor:
         model = unwrapped(model)
-        if self.group.size == 1:
+        if self.group.size == 1 and not units(model):
             return self.function(model, hyper, batch)
         device = next(model.parameters()).device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -131,8 +139,10 @@ class _Divided:
         live = {name: x for name, x in both.named_parameters() if x.requires_grad and torch.is_grad_enabled()}
         seen: Tree = {}
         for level in ("model.", "hyper."):  # apart: what λ reaches must not seem to be reached by θ
-            seen |= replicated(self.group, {name: x for name, x in live.items() if name.startswith(level)})
-        with _own_draws(self.group.rank, device), differentiable_checkpoints(keep=True):
+            here = {name: x for name, x in live.items() if name.startswith(level) and not is_sharded(x)}
+            seen |= replicated(self.group, here)
+        alike = differentiable_checkpoints(keep=True)
+        with _own_draws(self.group.rank, device), alike, gathering(model, self.group):
             loss = as_loss(functional_call(both, seen, (self.function, part)))
         return self._whole(loss, part, {id(x): live[name] for name, x in seen.items()})
 
@@ -173,8 +183,9 @@ class _Divided:
                 f"{mixing[0]} is a BatchNorm layer in training mode: it uses the statistics of each process's part of "
                 "a batch, so results depend on the number of processes; use eval() for it, GroupNorm or LayerNorm.",
             )
-        else:
-            refuse_what_is_no_mean(self.level, self.function, model, hyper, part, set())
+        elif self.group.all(length(part) > 1):
+            with gathering(model, self.group):
+                refuse_what_is_no_mean(self.level, self.function, model, hyper, part, set())
 
 
 def _part(batch: Any, group: Group, level: str) -> Any:

@@ -1,9 +1,8 @@
 """A nested state as a JSON tree and named tensors, and back: exactly, and without running anything.
 
-What can be in a state: ``None``, booleans, whole numbers of any size, floats (with the bits of every NaN), strings,
-tensors, and lists, tuples, dictionaries, ``OrderedDict`` and ``Counter`` of these, with strings or whole numbers as
-keys. Anything else is refused by its place and type. A tensor keeps its memory layout, because the order in which a
-matrix lies in memory decides how a product with it is rounded; what was one tensor in two places is one again.
+What can be in a state is in ``docs/checkpoints.md``; anything else is refused by its place and type. A tensor keeps its
+memory layout, because the order in which a matrix lies in memory decides how a product with it is rounded; what was one
+tensor in two places is one again.
 """
 
 from __future__ import annotations
@@ -51,27 +50,13 @@ class DamagedCheckpoint(CheckpointError):
 
 
 def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """``state`` as a tree for JSON, and the tensors it names.
-
-    Example:
-        >>> tree, tensors = split({"step": 3, "betas": (0.9, math.inf), "weight": torch.ones(2)})
-        >>> tree
-        {'step': 3, 'betas': {'$tuple': [0.9, {'$float': '7ff0000000000000'}]}, 'weight': {'$tensor': 'weight'}}
-        >>> join(tree, tensors.__getitem__)["betas"]
-        (0.9, inf)
-    """
+    """``state`` as a tree for JSON, and the tensors it names."""
     splitter = _Splitter()
     return splitter.node(state, ()), splitter.tensors
 
 
 def join(tree: Any, tensor: Callable[[str], Tensor], device: torch.device | str | None = None) -> Any:
-    """The state that :func:`split` made ``tree`` of.
-
-    Args:
-        tree: from JSON.
-        tensor: gives a fresh tensor by its name.
-        device: where all tensors go; ``None`` puts each where it was.
-    """
+    """The state that :func:`split` made ``tree`` of; ``tensor`` gives a fresh tensor by its name."""
     return _Joiner(tensor, device).value(tree, ())
 
 
@@ -123,7 +108,7 @@ class _Splitter:
             return self._known[where]
         node: dict[str, Any] = {"$tensor": self._name(path)}
         stored = x.contiguous()
-        if x.stride() != _row_major(x.shape) and _dense(tuple(x.shape), x.stride()):
+        if x.stride() != torch.empty(x.shape, device="meta").stride() and _dense(tuple(x.shape), x.stride()):
             stored = x.as_strided((x.numel(),), (1,), x.storage_offset())
             node |= {"shape": list(x.shape), "stride": list(x.stride())}
         if x.device.type != "cpu":
@@ -211,10 +196,6 @@ class _Joiner:
             raise CheckpointError(
                 f"{_place(path)} was on {wanted}, which is not available here; read it with device='cpu'."
             ) from error
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

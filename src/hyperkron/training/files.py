@@ -7,7 +7,7 @@ import ctypes
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,35 +25,22 @@ MAX_JSON = 2**28
 """Bytes of a JSON file."""
 
 
-class _Hashed:
-    """A file open for writing, with the size and SHA-256 of what was written."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.size, self._sum = file, 0, hashlib.sha256()
-
-    def write(self, data: bytes | memoryview) -> None:
-        self.file.write(data)
-        self._sum.update(data)
-        self.size += len(data)
-
-    def record(self) -> dict[str, Any]:
-        return {"size": self.size, "sha256": self._sum.hexdigest()}
-
-
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[_Hashed]:
-    """A new file that is on the disk when the block is left."""
+def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file durably, piece by piece; its size and SHA-256."""
+    digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
-        yield _Hashed(file)
+        for piece in pieces:
+            file.write(piece)
+            digest.update(piece)
+            size += len(piece)
         file.flush()
         os.fsync(file.fileno())
+    return {"size": size, "sha256": digest.hexdigest()}
 
 
 def write_bytes(path: Path, data: bytes) -> dict[str, Any]:
     """Write a file durably; its size and SHA-256."""
-    with _new_file(path) as file:
-        file.write(data)
-    return file.record()
+    return _write(path, [data])
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -65,14 +52,16 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         header[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with _new_file(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little") + text
         for _, x in ordered:
             here = x.detach().cpu().contiguous()
             if here.numel():
                 count = here.numel() * here.element_size()
-                file.write(memoryview((ctypes.c_char * count).from_address(here.data_ptr())).cast("B"))
-    return file.record()
+                yield memoryview((ctypes.c_char * count).from_address(here.data_ptr())).cast("B")
+
+    return _write(path, pieces())
 
 
 @contextlib.contextmanager

@@ -26,22 +26,13 @@ def settings(algorithm: Algorithm, state: State) -> dict[str, Any]:
 
 
 def tensors(module: nn.Module) -> dict[str, str]:
-    """The dtype and shape of every parameter and buffer that a module saves.
-
-    Example:
-        >>> tensors(nn.Linear(3, 2))
-        {'weight': 'float32 [2, 3]', 'bias': 'float32 [2]'}
-    """
-    return {name: _shape(x) for name, x in module.state_dict().items() if isinstance(x, Tensor)}
+    """The dtype and shape of every parameter and buffer that a module saves."""
+    found = {name: x for name, x in module.state_dict().items() if isinstance(x, Tensor)}
+    return {name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in found.items()}
 
 
 def differences(title: str, saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What differs between two descriptions, a line each.
-
-    Example:
-        >>> differences("model", {"a": "float32 [2]"}, {"a": "float32 [3]", "b": "int64 []"})
-        ['model a: float32 [2] in the checkpoint, float32 [3] in this run', 'model b: only in this run (int64 [])']
-    """
+    """What differs between two descriptions, a line each."""
     lines = []
     for name in [*saved, *(name for name in now if name not in saved)]:
         if name not in now:
@@ -57,7 +48,3 @@ def listed(lines: list[str]) -> str:
     """The first lines of many, indented."""
     more = [f"… and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return "".join(f"\n  {line}" for line in lines[:SHOWN] + more)
-
-
-def _shape(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"

@@ -1,14 +1,12 @@
 """Guards: what a long run does about NaNs, memory, dying weights and old inverses instead of dying or going wrong.
 
-Each is a callback with one concern; put those that are wanted among the callbacks of ``fit``, or all of them with
-:func:`default_guards`. ``docs/runtime.md`` says what each does.
+Each is a callback with one concern, for the callbacks of ``fit``; :func:`default_guards` has all of them.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Collection
@@ -24,6 +22,7 @@ from hyperkron.training.accumulation import Accumulated, batch_norms, length
 from hyperkron.training.callbacks import Callback, Verdict
 from hyperkron.training.history import Value
 from hyperkron.training.run import Run
+from hyperkron.training.writing import whole_file
 from hyperkron.validation import check_interval, check_whole
 
 MAX_DUMPS = 100
@@ -112,12 +111,11 @@ class SkipFailures(Callback):
         if self._dumps is None:
             self._dumps = run.folder or Path(tempfile.mkdtemp(prefix="hyperkron-"))
         path = self._dumps / f"failed-rank{run.group.rank:05d}-step-{run.state.step:08d}.json"
-        temporary = path.with_name(f".{path.name}.tmp")
         content = {"step": run.state.step, "error": self._reason, "batches": run.batches.describe()}
         try:
             self._dumps.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(content, indent=1), "utf-8")
-            os.replace(temporary, path)
+            with whole_file(path) as temporary:
+                temporary.write_text(json.dumps(content, indent=1), "utf-8")
         except OSError as error:
             _warn(f"{path} could not be written: {error}")
             return None

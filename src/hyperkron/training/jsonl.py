@@ -22,9 +22,6 @@ class JSONLog:
     run first cuts off a torn line and all steps it is going to do again, and adds those that are missing: the history
     in the checkpoint has them. What is not finite is ``null``, so that every line is JSON. A write that fails (a full
     disk) is a warning, and the lines follow when there is room again. Links are not followed.
-
-    Args:
-        folder: of the run.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -54,21 +51,12 @@ class JSONLog:
 
 
 def line(row: dict[str, Any]) -> bytes:
-    """A row as a line of strict JSON.
-
-    Example:
-        >>> line({"step": 3, "outer_loss": float("nan")})
-        b'{"step": 3, "outer_loss": null}\\n'
-    """
+    """A row as a line of strict JSON."""
     return json.dumps({name: plain(value) for name, value in row.items()}, allow_nan=False).encode("ascii") + b"\n"
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a log; a torn last line is left out.
-
-    Args:
-        path: the file.
-    """
+    """The rows of a log; a torn last line is left out."""
     rows: list[dict[str, Any]] = []
     try:
         with open_plain(Path(path)) as file:

@@ -33,30 +33,12 @@ class FolderLock:
     that was killed is free at once. Where a file system has no locks, ``folder/.lock-holder`` is the lock by being
     there: one that another process of this computer left behind is taken over if that process is gone. The object may
     be entered again while it is held; another object is another holder, also in the same process.
-
-    Args:
-        folder: made if it does not exist.
-
-    Example:
-        >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> with FolderLock(folder):
-        ...     FolderLock(folder).acquire()
-        Traceback (most recent call last):
-        hyperkron.training.encoding.CheckpointError: ... is being written by process ... Wait for it or end it...
-        >>> sorted(os.listdir(folder))
-        []
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / NAME
         self._guard = threading.RLock()
         self._count, self._file = 0, -1
-
-    @property
-    def held(self) -> bool:
-        """Whether this object holds the lock."""
-        return self._count > 0
 
     def acquire(self) -> None:
         """Take the lock, or raise :class:`CheckpointError` that says who has it."""
@@ -125,15 +107,11 @@ class FolderLock:
         raise self._refusal(f" If that runs no more, delete {self.path}.")
 
     def _refusal(self, remedy: str = "") -> CheckpointError:
-        found = read_record(self.path)
-        for _ in range(20):  # the holder may be about to write it
-            if found:
+        for _ in range(20):
+            if found := read_record(self.path):
                 break
-            time.sleep(0.005)
-            found = read_record(self.path)
-        who = "another process"
-        if found:
-            who = f"process {found['pid']} on {found['host']} since {found['since']}"
+            time.sleep(0.005)  # the holder may be about to write it
+        who = f"process {found['pid']} on {found['host']} since {found['since']}" if found else "another process"
         return CheckpointError(
             f"{self.path.parent} is being written by {who}. Wait for it or end it, or choose another folder.{remedy}"
         )

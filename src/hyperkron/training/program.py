@@ -18,6 +18,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from pathlib import Path, PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -55,13 +56,8 @@ _CODE = re.compile(r"code [0-9a-f]{16}")
 class Program:
     """The lines of a run, and which of them it changes itself.
 
-    Args:
-        parts: by the names that lines begin with.
-        own: modules whose parameters and buffers are the run's state: their values are not described.
-
-    Example:
-        >>> Program({"model": nn.Sequential(nn.Tanh(), nn.Dropout(0.5))}, []).lines()["model.1"]
-        'Dropout(inplace=False, p=0.5)'
+    ``parts`` are by the names that lines begin with. The parameters and buffers of the modules in ``own`` are the run's
+    state: their values are not described.
     """
 
     def __init__(self, parts: Mapping[str, Any], own: Iterable[nn.Module]) -> None:
@@ -110,16 +106,14 @@ def comparable(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[dict[s
     same = saved.get(BYTECODE) == now.get(BYTECODE)
 
     def kept(lines: Mapping[str, str]) -> dict[str, str]:
-        found = {p: line for p, line in lines.items() if p != BYTECODE and not moving.intersection(_above(p))}
+        found = {
+            p: line
+            for p, line in lines.items()
+            if p != BYTECODE and not moving.intersection(accumulate(p.split("."), "{}.{}".format))
+        }
         return found if same else {path: _CODE.sub("code", line) for path, line in found.items()}
 
     return kept(saved), kept(now)
-
-
-def _above(path: str) -> list[str]:
-    """A path and all that it lies under."""
-    parts = path.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -244,7 +238,8 @@ class _Walker:
         if not first:
             return
         for name, value in settings.items():
-            if name not in told and not (library and _of_library(type(value)) and not _described_alone(value)):
+            alone = callable(value) or isinstance(value, (Tensor, list, tuple, dict))  # more than a library's object
+            if name not in told and not (library and _of_library(type(value)) and not alone):
                 self.walk(value, f"{path}.{name}", depth + 1)
         for name, p in (*x._parameters.items(), *x._buffers.items()):
             if p is not None:
@@ -299,7 +294,9 @@ class _Walker:
             if not _library(value.__name__):
                 for name in sorted(set(names) & set(vars(value))):
                     self._read(vars(value)[name], f"{path}.{name}", (), depth)
-        elif not (isinstance(value, (type, FunctionType, BuiltinFunctionType)) and _named(value)):
+            return
+        plain_name = isinstance(value, (type, FunctionType, BuiltinFunctionType)) and _of_library(value)
+        if not plain_name or getattr(value, "__closure__", None) or hasattr(value, "__wrapped__"):  # made by a factory
             self.walk(value, path, depth)
 
     def finish(self) -> None:
@@ -331,16 +328,6 @@ class _Walker:
             member = member.fget if isinstance(member, property) else member.func
         if isinstance(member, FunctionType) or plain(member) is not None:
             self.walk(member, path)
-
-
-def _named(x: Any) -> bool:
-    """A function or class of a library, which the code that reads it names already; not one made by a factory."""
-    return _of_library(x) and not getattr(x, "__closure__", None) and not hasattr(x, "__wrapped__")
-
-
-def _described_alone(x: Any) -> bool:
-    """Whether a setting of a library's module is more than an object of that library."""
-    return callable(x) or isinstance(x, (Tensor, list, tuple, dict))
 
 
 def _read_by_name(x: Any) -> bool:
@@ -376,8 +363,6 @@ def _parts(x: Any) -> Iterable[tuple[str, Any]]:
     if hasattr(x, "__wrapped__"):
         return [("wrapped", x.__wrapped__)]
     held = _held(x)
-    if module.split(".")[0] == "hyperkron":
-        return [(k, v) for k, v in held.items() if not k.startswith("_") and k not in _UNSEEN]
     if not _library(module) or isinstance(x, (SimpleNamespace, argparse.Namespace)):
         return [(k, v) for k, v in held.items() if not k.startswith("__")]
     if module.split(".")[0] in sys.stdlib_module_names or module.startswith("torch._"):

@@ -86,13 +86,8 @@ class Run:
         """Run ``steps`` more steps or ``seconds`` more seconds, whichever comes first; less if a callback stops it.
 
         With a :class:`Checkpoint` callback, SIGTERM and SIGINT end the run after the current step: it is saved, and
-        :class:`Interrupted` exits with code 143 or 130. While it runs, no other run can write into its folders.
-
-        Args:
-            steps: number of steps; ``None`` for no limit.
-            seconds: of :attr:`seconds`, the time spent in steps. A GPU is waited for at the end of every step only if
-                this is given; ``math.inf`` measures without a limit.
-            progress: show a progress bar.
+        :class:`Interrupted` exits with code 143 or 130. While it runs, no other run can write into its folders. The
+        arguments are those of :func:`fit`; ``None`` is no limit.
         """
         return advance_all([self], steps, seconds=seconds, progress=progress)[0]
 
@@ -104,12 +99,7 @@ class Run:
 
     @property
     def _ended(self) -> bool:
-        return (
-            self.stopped is not None
-            or self.state.step == self.goal
-            or self.seconds >= self._goal_seconds
-            or self.failure is not None
-        )
+        return self.stopped is not None or self.state.step == self.goal or self.seconds >= self._goal_seconds
 
     def _set_goal(self, steps: int | None, seconds: float | None) -> None:
         if steps is None and seconds is None:
@@ -140,8 +130,7 @@ class Run:
 
     def _lock(self, folder: str | Path) -> FolderLock:
         """This run's lock of a folder, which it may hold already."""
-        folder = Path(folder).resolve()
-        return self._locks.setdefault(folder, FolderLock(folder))
+        return self._locks.setdefault(Path(folder).resolve(), FolderLock(Path(folder).resolve()))
 
     @contextmanager
     def _session(self) -> Iterator[None]:
@@ -166,7 +155,7 @@ class Run:
         self._random = random_state()
 
     def _take_step(self) -> None:
-        """One step on the clock, its row, and what callbacks do after it."""
+        """One step on the clock, and its row."""
         begin = self.clock()
         try:
             report = self._step()
@@ -178,12 +167,10 @@ class Run:
             if self._waits_for is not None:
                 torch.cuda.synchronize(self._waits_for)
             self.seconds += self.clock() - begin
-        if self.failure is not None:
+        if self.failure is None:
+            self._record(report)
+        else:
             self._append({"step": self.state.step, "outer_loss": None, "failure": str(self.failure)[:300]})
-            return
-        self._record(report)
-        for callback in self.callbacks:
-            callback.on_boundary(self)
 
     def _agree(self, signals: Signals) -> None:
         """Every process has the clock of the first one, and all stop where one does."""
@@ -233,6 +220,7 @@ class Run:
         raise error
 
     def _record(self, report: StepReport) -> None:
+        """The row of a step, and what callbacks do after it."""
         outer_loss = None if report.status is Status.SKIPPED else report.outer_loss
         self.row = {"step": report.step, "outer_loss": outer_loss, "inner_loss": report.inner_loss}
         self.row["direction"] = report.direction
@@ -242,6 +230,8 @@ class Run:
         for callback in self.callbacks:
             self.row.update(callback.on_step(self, report) or {})
         self._append(self.row)
+        for callback in self.callbacks:
+            callback.on_boundary(self)
 
     def _append(self, row: dict[str, Value]) -> None:
         self.row = row
@@ -312,8 +302,7 @@ class Run:
             step: take the checkpoint of this step.
             allow_changes: continue even if the model, the configuration, the code, the data or the number of processes
                 differ, instead of raising an error that lists the differences. What does not fit is still an error,
-                after which this run is as it was. Settings of optimizers and schedulers come from the checkpoint in
-                any case.
+                after which this run is as it was.
         """
         first = self.group.rank == 0  # it chooses and compares; its error ends all
         saved = checkpoint.newest(folder, step) if first else None
@@ -352,21 +341,19 @@ def advance_all(
 ) -> list[Run]:
     """Advance several runs side by side in one process: ``block`` steps of each in turn.
 
-    Each run has its own random state, clock and callbacks, so that each gets the result it would get alone, and
-    machine noise falls on all of them alike. A run that ends early, by its time or by a failure, leaves the others.
+    Each run has its own random state, clock and callbacks, so that each gets the result it would get alone, and machine
+    noise falls on all of them alike. A run that ends early, by its time or by a failure, leaves the others.
 
     Args:
         runs: made by ``fit(…, steps=0)``, or advanced before.
-        steps: more steps of each; ``None`` for no limit.
-        seconds: more seconds of each; ``None`` for no limit.
+        steps, seconds: more of each; ``None`` for no limit.
         block: steps of one run before the next has its turn.
         progress: show one progress bar for all.
 
     Example:
         >>> import torch, hyperkron as hk
-        >>> x = torch.ones(2, 1)
+        >>> x, rates = torch.ones(2, 1), (0.1, 1e9)
         >>> problem = hk.BilevelProblem(lambda m, h, batch: hk.losses.mse(m(batch), batch))
-        >>> model, rates = torch.nn.Linear(1, 1), (0.1, 1e9)
         >>> plain = [hk.algorithms.InnerOnly(inner_rate=rate) for rate in rates]
         >>> runs = [hk.fit(problem, torch.nn.Linear(1, 1), None, a, x, steps=0, record_failure=True) for a in plain]
         >>> [run.failure is None for run in hk.training.advance_all(runs, steps=20)]

@@ -29,15 +29,6 @@ class Signals:
     """While active, SIGTERM and SIGINT only set ``received``; a second SIGINT does what it did before.
 
     Handlers can be set in the main thread alone; elsewhere, and where ``active`` is false, this does nothing.
-
-    Attributes:
-        received: the number of the first signal, or ``None``.
-
-    Example:
-        >>> with Signals() as signals:
-        ...     signal.raise_signal(signal.SIGTERM)
-        >>> signals.received == signal.SIGTERM
-        True
     """
 
     def __init__(self, active: bool = True) -> None:

@@ -1,7 +1,6 @@
 """Where figures go beside the history: TensorBoard, Weights & Biases, MLflow, Trackio, and a bar by rich.
 
-Each is a callback that imports its package when a run starts; the packages are extras. A run that is resumed goes on in
-the same place. The log in JSON lines needs none of them: a run with a folder always has it (``jsonl.py``).
+Each is a callback that imports its package, an extra, when a run starts. A resumed run goes on in the same place.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ from hyperkron.validation import check_whole
 
 
 def need(module: str, extra: str, who: str) -> Any:
-    """A module of an extra, or an error that says how to install it.
-
-    Example:
-        >>> need("json", "track", "Example").loads("3")
-        3
-    """
+    """A module of an extra, or an error that says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -123,6 +117,19 @@ class _Identified(Tracker):
         super().__init__(every)
         self.project, self.name, self._options = project, name, options
         self._id: str | None = None
+        self._service: Any = None  # takes figures, and is told the end
+
+    def _given(self, run: Run, key: str) -> dict[str, Any]:
+        """The arguments of the service's ``init``, which finds a run again by ``key``."""
+        known = {} if self._id is None else {key: self._id, "resume": "allow"}
+        config = run.about().config
+        return {"project": self.project, "name": self.name, "config": config, **self._options, **known}
+
+    def log(self, step: int, figures: dict[str, float], words: dict[str, str]) -> None:
+        self._service.log({**figures, **words}, step=step)
+
+    def close(self) -> None:
+        self._service.finish()
 
 
 class WandB(_Identified):
@@ -136,18 +143,8 @@ class WandB(_Identified):
     """
 
     def open(self, run: Run) -> None:
-        wandb = need("wandb", "wandb", "WandB()")
-        known = {} if self._id is None else {"id": self._id, "resume": "allow"}
-        self._run = wandb.init(
-            project=self.project, name=self.name, config=run.about().config, **{**self._options, **known}
-        )
-        self._id = str(self._run.id)
-
-    def log(self, step: int, figures: dict[str, float], words: dict[str, str]) -> None:
-        self._run.log({**figures, **words}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+        self._service = need("wandb", "wandb", "WandB()").init(**self._given(run, "id"))
+        self._id = str(self._service.id)
 
 
 class Trackio(_Identified):
@@ -161,18 +158,8 @@ class Trackio(_Identified):
     """
 
     def open(self, run: Run) -> None:
-        self._trackio = need("trackio", "trackio", "Trackio()")
-        known = {} if self._id is None else {"name": self._id, "resume": "allow"}
-        started = self._trackio.init(
-            project=self.project, **{"name": self.name, "config": dict(run.about().config), **self._options, **known}
-        )
-        self._id = str(started.name)
-
-    def log(self, step: int, figures: dict[str, float], words: dict[str, str]) -> None:
-        self._trackio.log({**figures, **words}, step=step)
-
-    def close(self) -> None:
-        self._trackio.finish()
+        self._service = need("trackio", "trackio", "Trackio()")
+        self._id = str(self._service.init(**self._given(run, "name")).name)
 
 
 class MLflow(_Identified):
@@ -186,20 +173,19 @@ class MLflow(_Identified):
     """
 
     def open(self, run: Run) -> None:
-        self._mlflow = need("mlflow", "mlflow", "MLflow()")
-        self._mlflow.set_experiment(self.project)
+        self._service = need("mlflow", "mlflow", "MLflow()")
+        self._service.set_experiment(self.project)
         fresh = self._id is None
         known = {"run_name": self.name} if fresh else {"run_id": self._id}
-        self._id = str(self._mlflow.start_run(**self._options, **known).info.run_id)
+        self._id = str(self._service.start_run(**self._options, **known).info.run_id)
         if fresh:
-            config = {_allowed(name): value for name, value in run.about().config.items()}
-            self._mlflow.log_params(config)
+            self._service.log_params({_allowed(name): value for name, value in run.about().config.items()})
 
     def log(self, step: int, figures: dict[str, float], words: dict[str, str]) -> None:
-        self._mlflow.log_metrics({_allowed(name): float(value) for name, value in figures.items()}, step=step)
+        self._service.log_metrics({_allowed(name): float(value) for name, value in figures.items()}, step=step)
 
     def close(self) -> None:
-        self._mlflow.end_run()
+        self._service.end_run()
 
 
 def _allowed(name: str) -> str:

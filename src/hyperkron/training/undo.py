@@ -50,7 +50,8 @@ class TrainingSnapshot:
 
 def refuse_non_finite(state: State) -> None:
     """Raise for a NaN or an infinity that a step has left behind; one copy to the host for each device."""
-    tensors = {name: x.detach() for name, x in _left_behind(state) if _floating(x)}
+    floating = ((name, x) for name, x in _left_behind(state) if isinstance(x, Tensor) and x.is_floating_point())
+    tensors = {name: x.detach() for name, x in floating if x.numel() > 0 and x.dim() > 0}
     by_device: dict[torch.device, list[Tensor]] = {}
     for x in tensors.values():
         by_device.setdefault(x.device, []).append(x)
@@ -76,43 +77,21 @@ def _left_behind(state: State) -> Iterator[tuple[str, Any]]:
     yield from ((f"buffer {name}", x) for name, x in state.model.named_buffers())
 
 
-def _floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 0 and x.dim() > 0
-
-
 # --- batches -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Note:
-    """One draw of a step.
+    """One draw of a step."""
 
-    Attributes:
-        level: ``inner``, ``outer`` or ``curvature``.
-        kind: ``batch``, or ``index`` where a finite-sum method asked for the number of a batch.
-        value: the batch or its number.
-        random: the random state after it, if the draw changed it.
-    """
-
-    level: str
-    kind: str
+    level: str  # inner, outer or curvature
+    kind: str  # batch, or index where a finite-sum method asked for the number of a batch
     value: Any
-    random: dict[str, Any] | None
+    random: dict[str, Any] | None  # the random state after it, if the draw changed it
 
 
 class RecordedBatches(BatchSources):
-    """Batches that are remembered since :meth:`begin`, and given once more after :meth:`rewind`.
-
-    Example:
-        >>> numbers = iter(range(9))
-        >>> batches = RecordedBatches(lambda: next(numbers), None)
-        >>> batches.begin()
-        >>> batches.inner(), batches.inner()
-        (0, 1)
-        >>> batches.rewind()
-        >>> batches.inner(), batches.inner(), batches.inner()
-        (0, 1, 2)
-    """
+    """Batches that are remembered since :meth:`begin`, and given once more after :meth:`rewind`."""
 
     def __init__(self, inner: Any, outer: Any, curvature: Any = None) -> None:
         super().__init__(inner, outer, curvature)
@@ -159,7 +138,6 @@ class RecordedBatches(BatchSources):
         return self.note("curvature", "batch", super().curvature)
 
     def finite(self, algorithm: str) -> tuple[Examples, Examples]:
-        """Both sources as finite sums, whose draws are remembered too."""
         inner, outer = super().finite(algorithm)
         return (_Watched(inner, "inner", self), _Watched(outer, "outer", self)) if self._active else (inner, outer)
 
@@ -169,16 +147,15 @@ class RecordedBatches(BatchSources):
 
     def describe(self) -> list[dict[str, Any]]:
         """The draws of the step as plain values: numbers that identify examples, and rows that are not finite."""
-        return [self._described(note) for note in self.notes]
-
-    def _described(self, note: Note) -> dict[str, Any]:
-        found: dict[str, Any] = {"level": note.level}
-        batch = self.examples(note)
-        if note.kind == "index":
-            first = note.value * getattr(self, f"{note.level}_source").batch_size
-            found |= {"batch": note.value, "examples": [first, first + len(batch[0]) - 1]}
-        found["tensors"] = [_tensor(place, x) for place, x in tensors_of("batch", batch)]
-        return found
+        told = []
+        for note in self.notes:
+            found: dict[str, Any] = {"level": note.level}
+            batch = self.examples(note)
+            if note.kind == "index":
+                first = note.value * getattr(self, f"{note.level}_source").batch_size
+                found |= {"batch": note.value, "examples": [first, first + len(batch[0]) - 1]}
+            told.append({**found, "tensors": [_tensor(place, x) for place, x in tensors_of("batch", batch)]})
+        return told
 
 
 class _Watched(Examples):
@@ -189,8 +166,7 @@ class _Watched(Examples):
         self.tensors, self.batch_size = examples.tensors, examples.batch_size
 
     def index(self) -> int:
-        number: int = self.batches.note(self.level, "index", self.examples.index)
-        return number
+        return self.batches.note(self.level, "index", self.examples.index)
 
 
 def _tensor(place: str, x: Tensor) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import secrets
 import shutil
@@ -66,33 +67,27 @@ def flush_folder(folder: Path) -> None:
 
 
 def unwritable(path: Path, error: OSError, needed: int | None = None, then: str = "") -> HyperkronError:
-    """What to say where a file could not be written.
+    """What to say where a file of ``needed`` bytes could not be written.
 
-    Args:
-        path: the file.
-        error: what the system said.
-        needed: bytes that were to be written, where known.
-        then: what to do when there is room again, where that is more than to try again.
+    ``then`` is what to do when there is room again, where that is more than to try again.
 
     Example:
         >>> str(unwritable(Path("no/such/file"), OSError(errno.EACCES, "Permission denied")))
         "'no/such/file' cannot be written (Permission denied); choose another place, or make it writable."
     """
     reason = error.strerror or str(error)
+    why = f" ({reason}); choose another place, or make it writable."
     if error.errno in _FULL:
         room = f"; {needed} bytes are needed" if needed else ""
         with contextlib.suppress(OSError):
             room += f"; {shutil.disk_usage(path.parent).free} bytes are free there"
         remedy = then or "or choose a place on another disk"
-        return HyperkronError(
-            f"{str(path)!r} cannot be written: the disk is full ({reason}{room}). Free some space there, {remedy}."
-        )
-    if error.errno == errno.EFBIG:
+        why = f": the disk is full ({reason}{room}). Free some space there, {remedy}."
+    elif error.errno == errno.EFBIG:
         size = f" of {needed} bytes" if needed else ""
         remedy = "raise the limit on the size of files (ulimit -f), or choose a file system without one."
-        return HyperkronError(f"{str(path)!r} cannot be written: the file{size} is too large ({reason}); {remedy}")
-    remedy = "choose another place, or make it writable."
-    return HyperkronError(f"{str(path)!r} cannot be written ({reason}); {remedy}")
+        why = f": the file{size} is too large ({reason}); {remedy}"
+    return HyperkronError(f"{str(path)!r} cannot be written{why}")
 
 
 @contextlib.contextmanager
@@ -151,19 +146,12 @@ def _locked_file(out: Path) -> tuple[Path, int]:
 def remove_stale(out: Path, pattern: str | None = None) -> None:
     """Remove what killed processes left of writing ``out``; files that are being written are locked and stay.
 
-    Args:
-        out: the file that was to be written.
-        pattern: of names beside it; by default those of ``whole_file``.
+    ``pattern`` is of names beside it; by default those of ``whole_file``.
     """
     if fcntl is None:
         return
-    ours = _stem(out)
     try:
-        names = [
-            path
-            for path in (out.parent.iterdir() if pattern is None else out.parent.glob(pattern))
-            if pattern is not None or (path.name.startswith(ours) and path.name.endswith(_END))
-        ]
+        names = list(out.parent.glob(pattern or f"{glob.escape(_stem(out))}*{_END}"))
     except OSError:
         return
     for path in names:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from hyperkron.cleaning.data import export_rows
-from hyperkron.cleaning.data.formulas import is_formula
+from hyperkron.cleaning.data.kept import is_formula
 from hyperkron.solution import HyperkronError, HyperkronWarning
 
 

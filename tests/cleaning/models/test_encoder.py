@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hyperkron.cleaning.data import InputForm
+from hyperkron.cleaning.data.labelled import Roles
 from hyperkron.cleaning.models import EncoderUnavailable, HashedNgrams, TextEncoder, choose_encoder, load_encoder
 from hyperkron.cleaning.models.encoder import HUB_ENCODER
+from hyperkron.cleaning.prepare import InputTransform, _Scale
 from hyperkron.curvature import KFAC
 from hyperkron.solution import HyperkronError, HyperkronWarning, NonFiniteError
 
@@ -205,31 +208,29 @@ def test_hidden_states_of_some_rows(encoder: TextEncoder) -> None:
     assert not states[0, 3:].any()
 
 
-def test_cache_is_used_and_follows_texts_length_and_weights(
+def test_kept_embeddings_are_used_and_follow_texts_and_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder, cache = TextEncoder(folder), tmp_path / "cache"
-    first = encoder.embed(TEXTS, max_length=32, cache=cache)
-    [path] = cache.iterdir()
-    for other, texts, length in [
-        (encoder, TEXTS[::-1], 32),
-        (encoder, TEXTS, 5),
-        (TextEncoder(write_model(tmp_path / "other", seed=1)), TEXTS, 32),
-    ]:
-        count = len(list(cache.iterdir()))
-        torch.testing.assert_close(
-            other.embed(texts, max_length=length, cache=cache), other.embed(texts, max_length=length)
-        )
-        assert len(list(cache.iterdir())) == count + 1
-    monkeypatch.setattr(encoder._model, "forward", None)  # nothing is computed any more
-    assert torch.equal(encoder.embed(TEXTS, max_length=32, cache=cache), first)
-    monkeypatch.undo()
-    for damage in (path.read_bytes()[:-9], path.read_bytes()[:-9] + b"\x07" * 9, b"nonsense"):
-        path.write_bytes(damage)
-        with pytest.warns(HyperkronWarning, match="is damaged"):
-            again = encoder.embed(TEXTS, max_length=32, cache=cache)
-        assert torch.equal(again, first)
-        assert torch.equal(encoder.embed(TEXTS, max_length=32, cache=cache), first)  # written again, whole
+    encoder, cache, halves = TextEncoder(folder), tmp_path / "kept", [TEXTS[:2], TEXTS[2:]]
+    monkeypatch.setattr(TextEncoder.embed, "__kwdefaults__", TextEncoder.embed.__kwdefaults__ | {"max_length": 32})
+
+    def vectors(encoder: TextEncoder, texts: list[list[str]] = halves) -> Tensor:
+        transform = InputTransform(InputForm("text", Roles()), _Scale(), encoder)
+        return torch.cat([transform.raw(part, torch.device("cpu"), cache=cache) for part in texts])
+
+    first = vectors(encoder)
+    torch.testing.assert_close(first, encoder.embed(TEXTS))
+    path, _ = cache.glob("*.safetensors")
+    for other, texts in [(encoder, [TEXTS]), (TextEncoder(write_model(tmp_path / "other", seed=1)), halves)]:
+        torch.testing.assert_close(vectors(other, texts), other.embed(TEXTS))
+    assert len(list(cache.glob("*.safetensors"))) == 5
+    with monkeypatch.context() as patched:
+        patched.setattr(encoder._model, "forward", None)  # nothing is computed any more
+        assert torch.equal(vectors(encoder), first)
+    path.write_bytes(path.read_bytes()[:-9] + b"\x07" * 9)
+    with pytest.warns(HyperkronWarning, match="is damaged"):
+        assert torch.equal(vectors(encoder), first)
+    assert torch.equal(vectors(encoder), first)  # written again, whole
 
 
 def test_choice_of_encoder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def test_a_histogram_without_rows_uses_the_counts(tmp_path: Path) -> None:
 
 def test_a_histogram_without_edges_makes_its_own(tmp_path: Path) -> None:
     folder = write_run_folder(tmp_path, weights=None)
-    (folder / "rows.csv").write_text("weight,suspect\n2.0,false\ninf,false\nnan,true\n0,true\n", "utf-8")
+    lines = (f"{i},a,b,0.1,{end}\n" for i, end in enumerate(("2.0,false", "inf,false", "nan,true", "0,true")))
+    (folder / "rows.csv").write_text(f"row,given,suggested,error_probability,weight,suspect\n{''.join(lines)}", "utf-8")
     text = write_report(folder).read_text("utf-8")
     assert "weight 1.9 to 2: 1 rows" in text and "weight 0 to 0.1: 1 rows, 1 of them" in text
 

@@ -371,6 +371,9 @@ def test_a_damaged_result_is_named(tmp_path: Path, content: str, words: str) -> 
     assert not (tmp_path / "report.html").exists()
 
 
+HEADER = b"row,given,suggested,error_probability,weight,suspect\n"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -378,11 +381,11 @@ def test_a_damaged_result_is_named(tmp_path: Path, content: str, words: str) -> 
         ("config.json", b"[]", r"config.json: its content=\[\] is not an object"),
         ("suspects.jsonl", b'{"row": 1}\n{"row":\n', "suspects.jsonl, line 2, is not JSON"),
         ("suspects.jsonl", b'{"row": 1}\n{"row": "x"}\n', "line 2.row='x' is not a number"),
-        ("rows.csv", b"row,given\n1,a\n", "rows.csv: the header .* lacks weight, suspect"),
-        ("rows.csv", b"", "rows.csv: the header"),
-        ("rows.csv", b"given,suggested,weight,suspect\na,b,0.1,true\na,b,x,true\n", "rows.csv: row 3 is damaged"),
-        ("rows.csv", b"given,suggested,weight,suspect\na,b,0.1,maybe\n", "row 2 is damaged"),
-        ("rows.csv", b"weight,given,suspect\n0.1,b\n", "row 2 is damaged"),
+        ("rows.csv", b"row,given\n1,a\n", "rows.csv: its header lacks suggested, error_probability, weight, suspect"),
+        ("rows.csv", b"", "rows.csv: its header lacks row"),
+        ("rows.csv", HEADER + b"0,a,b,0.1,0.9,true\n1,a,b,0.1,x,true\n", "rows.csv:3 is not a line of a run"),
+        ("rows.csv", HEADER + b"0,a,b,0.1,0.9,maybe\n", "rows.csv:2 is not a line of a run"),
+        ("rows.csv", HEADER + b"0,a\n", "rows.csv:2 is not a line of a run"),
     ],
 )
 def test_another_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from hyperkron.cleaning.data.checks import header_note
 from hyperkron.cleaning.data.files import listing
-from hyperkron.cleaning.data.formulas import FormulaCells
-from hyperkron.cleaning.data.kept import Kept
+from hyperkron.cleaning.data.kept import FormulaCells, Kept, csv_line
 from hyperkron.cleaning.data.labelled import Frame, Place
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, charset_of, read_bounded, read_text
-from hyperkron.cleaning.data.suspicions import header_note
 from hyperkron.cleaning.data.values import Cells
 from hyperkron.solution import HyperkronError
 
@@ -141,13 +139,6 @@ def read_csv(place: Place) -> Frame:
     notes = [f"{path.name}: fields are taken to be separated by {file.delimiter!r}."] * (file.delimiter != expected)
     notes += [f"{path.name}: {note}" for note in [header_note(columns)] if note]
     return Frame(path.name, columns, path.parent, tuple(notes))
-
-
-def csv_line(fields: Sequence[str], delimiter: str = ",", end: str = "\n") -> str:
-    """One record as text."""
-    line = io.StringIO(newline="")
-    csv.writer(line, delimiter=delimiter, lineterminator=end).writerow(fields)
-    return line.getvalue()
 
 
 def write_csv(place: Place, kept: Kept) -> bytes:

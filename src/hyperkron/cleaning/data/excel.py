@@ -5,9 +5,8 @@ from __future__ import annotations
 import zipfile
 from typing import Any
 
-from hyperkron.cleaning.data.csv_files import csv_line, refuse_repeated
+from hyperkron.cleaning.data.csv_files import refuse_repeated
 from hyperkron.cleaning.data.files import listing, need
-from hyperkron.cleaning.data.formulas import FormulaCells
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Frame, Place
 from hyperkron.cleaning.data.limits import Bounds
@@ -54,10 +53,9 @@ def write_excel(place: Place, kept: Kept) -> bytes:
     frame = read_excel(place)
     header = list(frame.columns)
     column = kept.label_column(place.name, header)
-    cells, lines = FormulaCells(kept.formulas, header), [csv_line(header)]
-    for row in kept.within(len(frame), place.name):
+
+    def fields(row: int) -> list[str]:
         record = kept.relabelled(row, {name: frame.columns[name][row] for name in header}, column)
-        fields = ["" if value is None or value != value else str(value) for value in record.values()]
-        lines.append(csv_line(cells.row(fields, row) or fields))
-    cells.tell(place.name)
-    return "".join(lines).encode("utf-8")
+        return ["" if value is None or value != value else str(value) for value in record.values()]
+
+    return kept.csv_table(header, ((row, fields(row)) for row in kept.within(len(frame), place.name)), place.name)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from hyperkron.cleaning.data.formulas import Formulas
-from hyperkron.cleaning.data.kept import Kept
+from hyperkron.cleaning.data.kept import Formulas, Kept
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.sources import locate
 from hyperkron.cleaning.data.values import Array

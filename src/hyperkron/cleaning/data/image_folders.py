@@ -7,9 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hyperkron.cleaning.data.arrays import pictures_npz, read_npz
-from hyperkron.cleaning.data.csv_files import csv_line
 from hyperkron.cleaning.data.files import listing, np
-from hyperkron.cleaning.data.formulas import FormulaCells
 from hyperkron.cleaning.data.images import SUFFIXES, load_images, open_image
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Place, Raw
@@ -80,13 +78,9 @@ def write_class_folder(place: Place, kept: Kept) -> bytes:
     kept.require_suffix(name, ".csv", ".npz")
     if kept.out.suffix.lower() == ".npz":
         return pictures_npz(read_class_folder(place), kept)
-    files, header = class_files(place.path, place.part), ["image", "label"]
-    cells, lines = FormulaCells(kept.formulas, header), [csv_line(header)]
-    for row in kept.within(len(files), name):
-        fields = [files[row][0], kept.labels.get(row, files[row][1])]
-        lines.append(csv_line(cells.row(fields, row) or fields))
-    cells.tell(name)
-    return "".join(lines).encode()
+    files = class_files(place.path, place.part)
+    lines = ((row, [files[row][0], kept.labels.get(row, files[row][1])]) for row in kept.within(len(files), name))
+    return kept.csv_table(["image", "label"], lines, name)
 
 
 def read_sheets(place: Place) -> Raw:

@@ -1,17 +1,26 @@
-"""Which rows of a source are written again, and with which labels."""
+"""Which rows of a source are written again, with which labels, and what becomes of cells that are formulas."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import csv
+import io
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-from hyperkron.cleaning.data.files import listing, np
-from hyperkron.cleaning.data.formulas import Formulas
+from hyperkron.cleaning.data.files import listing, np, several
 from hyperkron.cleaning.data.roles import label_column
 from hyperkron.cleaning.data.values import Array, is_missing
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, HyperkronWarning
+
+Formulas: TypeAlias = Literal["keep", "escape", "refuse"]
+"""What becomes of such cells: they stay, get an apostrophe before them, or the export is refused."""
+
+_MARKS = ("=", "+", "-", "@", "\t", "\r")
+_NUMBER = re.compile(r"[+-]?(\d[\d.,]*|[.,]\d+)([eE][+-]?\d+)?\s*%?\s*\Z|[+-](inf|infinity|nan)\s*\Z", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -91,3 +100,67 @@ class Kept:
         if row not in self.labels or record.get(column) == (new := self.label(row, record.get(column))):
             return record
         return {**record, column: new}
+
+    def csv_table(self, header: Sequence[str], rows: Iterable[tuple[int, Sequence[str]]], name: str) -> bytes:
+        """Rows of a source that has no text of its own, each with its position, as CSV."""
+        cells, lines = FormulaCells(self.formulas, header), [csv_line(header)]
+        lines += [csv_line(cells.row(fields, row) or fields) for row, fields in rows]
+        cells.tell(name)
+        return "".join(lines).encode("utf-8")
+
+
+def csv_line(fields: Sequence[str], delimiter: str = ",", end: str = "\n") -> str:
+    """One record as text."""
+    line = io.StringIO(newline="")
+    csv.writer(line, delimiter=delimiter, lineterminator=end).writerow(fields)
+    return line.getvalue()
+
+
+def is_formula(cell: str) -> bool:
+    """Whether a spreadsheet would run a cell as a formula: it begins with = + - @, tab or return, and is not a number.
+
+    Example:
+        >>> [is_formula(cell) for cell in ("=1+1", "@SUM(A1)", "-2+3", "- a list", "-5", "+3.2", "-1e-3", "plain")]
+        [True, True, True, True, False, False, False, False]
+
+    Reference: OWASP, "CSV injection".
+    """
+    return cell.startswith(_MARKS) and _NUMBER.match(cell) is None
+
+
+class FormulaCells:
+    """Counts the formulas among the cells that are written, and escapes them where that is asked for."""
+
+    def __init__(self, what: Formulas, columns: Sequence[str]) -> None:
+        self._what, self._columns = what, columns
+        self._found, self._first = 0, ""
+
+    def row(self, cells: Sequence[str], number: int | None = None) -> list[str] | None:
+        """The cells of a row (None: the header) with its formulas escaped; None where they stay as they are."""
+        places = [i for i, cell in enumerate(cells) if is_formula(cell)]
+        if not places:
+            return None
+        if not self._found:
+            where = "the header" if number is None else f"row {number}"
+            self._first = f"{cells[places[0]][:40]!r} in {where}, column {self._columns[places[0]]!r}"
+        self._found += len(places)
+        if self._what != "escape":
+            return None
+        return [f"'{cell}" if i in places else cell for i, cell in enumerate(cells)]
+
+    def tell(self, name: str) -> None:
+        """Warn about them; an error where they are refused."""
+        if not self._found:
+            return
+        text = f"{name} has {several(self._found, 'cell')} that a spreadsheet takes for a formula, such as "
+        text += self._first
+        if self._what == "refuse":
+            raise HyperkronError(f"{text}; pass formulas='escape' for an apostrophe before each, or formulas='keep'.")
+        if self._what == "escape":
+            text += "; an apostrophe was put before each."
+        else:
+            text += (
+                "; they are kept as they are. Do not open the file in a spreadsheet if you do not trust the data, or "
+                "pass formulas='escape'."
+            )
+        warnings.warn(text, HyperkronWarning, stacklevel=2)

@@ -14,7 +14,6 @@ from hyperkron.cleaning.data.labelled import Labelled, Raw, Roles
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.roles import frame_rows
 from hyperkron.cleaning.data.sources import Source, in_memory, locate, own_trusted, without_columns
-from hyperkron.cleaning.data.suspicions import label_notes, number_notes
 from hyperkron.solution import HyperkronError
 
 
@@ -166,7 +165,7 @@ def _pair(train: Raw, trusted: Raw, options: ReadOptions) -> tuple[Labelled, Lab
     classes = checks.class_list(train, trusted)
     notes = checks.class_notes(train, trusted, classes)
     encoding, learnt = _encoding(train, options)
-    notes += [*label_notes(train), *number_notes(train), *learnt, *checks.duplicate_notes(train, ours)]
+    notes += [*checks.label_notes(train), *checks.number_notes(train), *learnt, *checks.duplicate_notes(train, ours)]
     return (
         checks.labelled(train, classes, encoding, notes),
         checks.labelled(trusted, classes, encoding, checks.duplicate_notes(trusted, theirs)),

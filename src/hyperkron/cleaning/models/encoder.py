@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyperkron.cleaning.models.encoder_cache import read_embeddings, write_embeddings
 from hyperkron.cleaning.models.encoder_head import EncoderHead, Hidden, encoder_layers, mean_pool, pack
 from hyperkron.solution import HyperkronError, NonFiniteError
 from hyperkron.validation import check_interval, check_whole
@@ -126,7 +125,6 @@ class TextEncoder:
         batch_size: int = 64,
         max_length: int = 128,
         progress: Progress | None = None,
-        cache: str | Path | None = None,
     ) -> Tensor:
         """One vector for each text: the mean of the last layer over its tokens, Σ_t h_t / T; float32, (N, dim).
 
@@ -138,19 +136,13 @@ class TextEncoder:
             batch_size: how many at a time.
             max_length: tokens after which a text is cut, at most what the encoder can take.
             progress: called after every batch.
-            cache: a folder that keeps the result, under the SHA-256 of the encoder's weights and the tokens.
         """
         tokens = self._tokens(texts, max_length)
-        path = None if cache is None else Path(cache) / f"embeddings-{self._key(tokens)}.safetensors"
-        if path is not None and (kept := read_embeddings(path, (len(tokens), self.dim))) is not None:
-            return kept
         out = torch.zeros(len(tokens), self.dim)
         for rows, ids, mask in self._batches(tokens, batch_size, progress):
             with torch.inference_mode():
                 out[rows] = mean_pool(self._model(input_ids=ids, attention_mask=mask).last_hidden_state, mask).cpu()
         self._check_finite(out)
-        if path is not None:
-            write_embeddings(path, out)
         return out
 
     def prefix(
@@ -267,10 +259,6 @@ class TextEncoder:
             done += int(mask.sum())
             if progress is not None:
                 progress(done, total)
-
-    def _key(self, tokens: list[list[int]]) -> str:
-        """The SHA-256 of everything an embedding depends on."""
-        return hashlib.sha256(json.dumps(["mean", 1, self.fingerprint, tokens]).encode()).hexdigest()
 
     def _check_layers(self, layers: int) -> None:
         if not 0 <= layers <= self.layers:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyperkron.cleaning.data.files import need
 from hyperkron.cleaning.models.encoder import EncoderUnavailable, TextEncoder, choose_encoder
 from hyperkron.solution import HyperkronError
 
@@ -19,7 +20,7 @@ _BUCKETS = 2**15
 
 
 def load_encoder(
-    encoder: str | Path | None = None, *, device: torch.device | str = "cpu"
+    encoder: str | Path | None = None, *, device: torch.device | str = "cpu", required: bool = False
 ) -> tuple[TextEncoder | None, tuple[str, ...]]:
     """The encoder to use, or None for hashed n-grams, and messages.
 
@@ -29,13 +30,14 @@ def load_encoder(
     Args:
         encoder: a name or folder for :class:`TextEncoder`; None takes the default, ``"hashed n-grams"`` none at all.
         device: where the encoder computes.
+        required: refuse hashed n-grams, because layers of an encoder are to be trained.
     """
-    if choose_encoder(encoder).name == HASHED:
+    if choose_encoder(encoder).name == HASHED and not required:
         return None, ()
     try:
         return TextEncoder(encoder, device=device), ()
     except EncoderUnavailable as error:
-        if choose_encoder(encoder).asked:
+        if required or choose_encoder(encoder).asked:
             raise
         return None, (f"Using {HASHED}: the default encoder is not available (accuracy will be lower). {error}",)
 
@@ -63,9 +65,8 @@ class HashedNgrams:
         self._count, self._weigh = _counters()
         counts = self._count.fit(texts).transform(texts)
         self._weigh.fit(counts)
-        from sklearn.decomposition import TruncatedSVD
-
-        project = TruncatedSVD(min(dim, len(texts) - 1), random_state=seed).fit(self._weigh.transform(counts))
+        decompose = need("sklearn.decomposition").TruncatedSVD(min(dim, len(texts) - 1), random_state=seed)
+        project = decompose.fit(self._weigh.transform(counts))
         leading = max(float(project.singular_values_[0]), 1e-12)
         self._components, self._scale = project.components_, len(texts) ** 0.5 / leading
         self._unseen = math.log(1 + len(texts)) + 1  # idf of a bucket without texts
@@ -103,12 +104,8 @@ class HashedNgrams:
 
 def _counters() -> tuple[Any, Any]:
     """What counts n-grams in buckets, and what weighs the counts."""
-    try:
-        from sklearn.feature_extraction.text import HashingVectorizer, TfidfTransformer
-        from sklearn.pipeline import FeatureUnion
-    except ImportError as error:
-        raise HyperkronError(f"{HASHED} need scikit-learn: pip install 'hyperkron[data]'.") from error
+    text, pipeline = need("sklearn.feature_extraction.text"), need("sklearn.pipeline")
     options = {"n_features": _BUCKETS, "norm": None, "alternate_sign": False}
-    words = HashingVectorizer(ngram_range=(1, 2), token_pattern=r"(?u)\b\w+\b|[^\w\s]", **options)
-    letters = HashingVectorizer(analyzer="char_wb", ngram_range=(3, 5), **options)
-    return FeatureUnion([("words", words), ("letters", letters)]), TfidfTransformer(sublinear_tf=True)
+    words = text.HashingVectorizer(ngram_range=(1, 2), token_pattern=r"(?u)\b\w+\b|[^\w\s]", **options)
+    letters = text.HashingVectorizer(analyzer="char_wb", ngram_range=(3, 5), **options)
+    return pipeline.FeatureUnion([("words", words), ("letters", letters)]), text.TfidfTransformer(sublinear_tf=True)

@@ -1,14 +1,16 @@
-"""The page: what a run folder says, in the order in which a person asks."""
+"""The pages: what a run folder says, in the order in which a person asks; and the rows behind each prediction."""
 
 from __future__ import annotations
 
 import json
 import math
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from hyperkron.cleaning.choice import FEW_PER_CLASS
+from hyperkron.cleaning.explain import Explanation
+from hyperkron.cleaning.recorded import installed_version
 from hyperkron.cleaning.report import plots, wording
 from hyperkron.cleaning.report.folder import RunContents, Suspect, read_run
 from hyperkron.cleaning.report.matrix import noise_table
@@ -20,6 +22,8 @@ PAGE_SIZE = 50
 """Suspects on one page of the table."""
 MAX_TEXT = 4000
 """Characters of a suspect's text on the page."""
+MAX_EXPLAINED_TEXT = 1000
+"""Characters of a text on the page of an explanation."""
 MAX_EXAMPLES = 2**25
 """Characters of all texts, pictures and features on the page; further suspects are listed without theirs."""
 MAX_CURVES = 24
@@ -49,11 +53,30 @@ def write_report(run_folder: str | Path) -> Path:
         'report.html'
     """
     folder = Path(run_folder)
-    page = render(read_run(folder)).encode("utf-8", "replace")
-    target = folder / "report.html"
+    page, target = render(read_run(folder)), folder / "report.html"
     remove_stale(target, ".report-????????.html")  # the names of earlier versions
-    with in_words(target, len(page)), whole_file(target) as temporary:
-        temporary.write_bytes(page)
+    return _write(page, target)
+
+
+def write_explanation(explanation: Explanation, target: str | Path) -> Path:
+    """Write an explanation as one web page, as :func:`write_report` does a run."""
+    status = explanation.attribution.stats["status"]
+    page = filled(
+        "explained.html.j2",
+        found=explanation,
+        right=sum(query.label == query.prediction for query in explanation.queries),
+        rows=explanation.attribution.scores.shape[1],
+        status="" if status.ok else status.value,
+        most=MAX_EXPLAINED_TEXT,
+        hyperkron=installed_version("hyperkron"),
+    )
+    return _write(page, Path(target))
+
+
+def _write(page: str, target: Path) -> Path:
+    data = page.encode("utf-8", "replace")
+    with in_words(target, len(data)), whole_file(target) as temporary:
+        temporary.write_bytes(data)
     return target
 
 
@@ -77,7 +100,7 @@ def embed(value: Any) -> str:
 
 
 def _data(run: RunContents) -> str:
-    top = max([1.0, *(w for s in run.suspects for w in s.history if w is not None)])
+    top = max([1.0, *(w for s in run.suspects for w in s.weights if w is not None)])
     suspects, room = [], MAX_EXAMPLES
     for rank, s in enumerate(run.suspects, 1):
         shown = _suspect(rank, s, top)
@@ -100,11 +123,11 @@ def _labels(run: RunContents) -> tuple[list[str], list[str]]:
 
 
 def _suspect(rank: int, s: Suspect, top: float) -> dict[str, Any]:
-    history = [w for w in s.history if w is not None]
+    history = [w for w in s.weights if w is not None]
     return {
         "rank": rank,
         "row": s.row,
-        "ids": [[name, wording.value(x)] for name, x in s.ids.items()],
+        "ids": [[name, wording.value(x)] for name, x in s.id.items()],
         "given": s.given,
         "suggested": s.suggested,
         "probability": s.error_probability,
@@ -114,7 +137,7 @@ def _suspect(rank: int, s: Suspect, top: float) -> dict[str, Any]:
         "spark": plots.sparkline(history, top),
         "text": s.text[:MAX_TEXT],
         "cut": max(0, len(s.text) - MAX_TEXT),
-        "picture": s.picture,
+        "picture": s.image,
         "features": [[name, wording.value(x)] for name, x in s.features.items()],
     }
 
@@ -194,12 +217,13 @@ def _histogram(run: RunContents) -> plots.Svg | None:
             f"{run.result.file}: weights has {len(edges)} edges and {len(counts)} counts; the edges must increase and "
             "be one more than the counts; run `hyperkron clean` again."
         )
-    if run.rows is None or not (run.rows.kept or run.rows.suspect):
+    if not run.rows:
         return plots.histogram(edges, counts, None) if counts else None
     if len(edges) < 2:
-        top = max([1.0, *filter(math.isfinite, chain(run.rows.kept, run.rows.suspect))])
+        top = max([1.0, *filter(math.isfinite, (row.weight for row in run.rows))])
         edges = [top * i / _BINS for i in range(_BINS + 1)]
-    return plots.histogram(edges, plots.bin_counts(edges, run.rows.kept), plots.bin_counts(edges, run.rows.suspect))
+    kept, suspect = ([row.weight for row in run.rows if row.suspect is which] for which in (False, True))
+    return plots.histogram(edges, plots.bin_counts(edges, kept), plots.bin_counts(edges, suspect))
 
 
 def _per_class(run: RunContents) -> list[tuple[str, list[str]]]:

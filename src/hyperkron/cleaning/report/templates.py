@@ -7,8 +7,8 @@ import hashlib
 from importlib.resources import files
 from typing import Any
 
+from hyperkron.cleaning.data.files import need
 from hyperkron.cleaning.report import wording
-from hyperkron.solution import HyperkronError
 
 
 def filled(template: str, script: str | None = None, data: str = "", **context: Any) -> str:
@@ -20,21 +20,19 @@ def filled(template: str, script: str | None = None, data: str = "", **context: 
         data: JSON for the script, as ``embed`` makes it.
         context: what the template shows.
     """
-    try:
-        from jinja2 import Environment, StrictUndefined
-        from markupsafe import Markup
-    except ImportError as error:
-        raise HyperkronError("A report needs jinja2; pip install 'hyperkron[report]'.") from error
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(
-        percent=wording.percent, count=wording.count, duration=wording.duration, memory=wording.memory
+    jinja, plain = need("jinja2", "report"), need("markupsafe", "report").Markup
+    environment = jinja.Environment(
+        autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    filters = (wording.percent, wording.count, wording.duration, wording.memory, wording.value)
+    environment.filters.update({function.__name__: function for function in filters})
     code, style = "" if script is None else _package_text(script), _package_text("report.css")
     allowed = "'none'" if script is None else _source(code)
     policy = f"default-src 'none'; img-src data:; style-src {_source(style)}; script-src {allowed}; "
     policy += "base-uri 'none'; form-action 'none'"
     made = environment.from_string(_package_text(template))
-    return made.render(policy=policy, script=Markup(code), style=Markup(style), data=Markup(data), **context)
+    page: str = made.render(policy=policy, script=plain(code), style=plain(style), data=plain(data), **context)
+    return page
 
 
 def _package_text(name: str) -> str:

@@ -101,7 +101,7 @@ def suspect_count(run: RunContents) -> int | None:
     if said is not None:
         return said
     if run.rows is not None:
-        return len(run.rows.suspect)
+        return sum(row.suspect for row in run.rows)
     return len(run.suspects) or None
 
 

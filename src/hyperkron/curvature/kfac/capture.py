@@ -21,7 +21,7 @@ from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.penalty import column_scales
 from hyperkron.curvature.kfac.recorder import Basis, Measured, Recorder
 from hyperkron.evaluation.point import Point
-from hyperkron.losses import BatchPlace, Fisher, Loss
+from hyperkron.losses import Fisher, Loss
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, warn_once
 
@@ -61,7 +61,8 @@ def measure(
         size = recorder.batch_size * point.problem.group.size
         vectors = _vectors(loss, size, fisher, samples, generator, checked)
         # Monte-Carlo vectors of different examples are independent already
-        found = recorder.backward(point.params, vectors, None if fisher == "mc" else generator, _place(loss))
+        place = loss.terms[0].place if loss.terms else None  # of these examples in the whole batch
+        found = recorder.backward(point.params, vectors, None if fisher == "mc" else generator, place)
         if len(parts) == 1:
             return over_ranks(found, plan, point.problem.group)
         whole.add(found, rows(loss.terms, recorder.batch_size))  # counting rows waits for the device
@@ -144,11 +145,6 @@ class _Merged:
         for sums in summed:
             sums.update({name: scaled(value, 1.0 / total) for name, value in sums.items()})
         return whole
-
-
-def _place(loss: Loss) -> BatchPlace | None:
-    """Where the examples of a loss are in the whole batch."""
-    return loss.terms[0].place if loss.terms else None
 
 
 def _vectors(

@@ -2,9 +2,8 @@
 
 With stride 1 the entry of A for the kernel's taps k and l is Σ_p x[p+k] x[p+l]ᵀ over output positions p. It depends on
 the taps through their distance l − k, but for pixels near the border, which some taps never meet. So the image is cut
-into the segments that all, or the same, taps meet; each needs one product of channels for each distance, and the
-entries are sums of these. A 3×3 kernel has 13 distances, up to sign, in place of 81 pairs of taps: a sixth of the
-operations, no ninefold copy of the image, and additions only, so the result is as accurate as the direct sum.
+into the segments that the same taps meet; each needs one product of channels for each distance: for a 3×3 kernel 13, up
+to sign, in place of 81 pairs of taps.
 """
 
 from __future__ import annotations
@@ -28,17 +27,7 @@ class Segment(NamedTuple):
 
 
 def segments(size: int, kernel: int, dilation: int, padding: Pair) -> list[Segment]:
-    """The segments of ``size`` pixels for all distances ≥ 0 between two taps of a kernel with stride 1.
-
-    Example:
-        >>> for segment in segments(8, kernel=3, dilation=1, padding=(1, 1)):
-        ...     print(*segment)
-        0 0 1 (0, 1)
-        0 1 7 (0, 1, 2)
-        0 7 8 (1, 2)
-        1 0 7 (0, 1)
-        2 0 6 (0,)
-    """
+    """The segments of ``size`` pixels for all distances ≥ 0 between two taps of a kernel with stride 1."""
     before, after = padding
     out = size + before + after - dilation * (kernel - 1)
     found = []
@@ -54,13 +43,9 @@ def segments(size: int, kernel: int, dilation: int, padding: Pair) -> list[Segme
 
 
 def patch_gram(x: Tensor, kernel: Pair, dilation: Pair, padding: tuple[Pair, Pair]) -> Tensor:
-    """Σ patch patchᵀ over all examples and positions, (C·kh·kw, C·kh·kw) in the order of a weight's columns.
+    """Σ patch patchᵀ over all positions of images (N, C, H, W), at stride 1, in the order of a weight's columns.
 
-    Args:
-        x: images (N, C, H, W).
-        kernel: (kh, kw), at stride 1.
-        dilation: of the kernel.
-        padding: zeros before and after, for both dimensions.
+    ``padding`` has the zeros before and after, for both dimensions.
     """
     channels, (kh, kw) = x.shape[1], kernel
     pixels = x.permute(2, 3, 0, 1).contiguous()

@@ -1,9 +1,8 @@
 """Sums Σ r rᵀ over the rows of a layer, chunk by chunk, as a matrix or, where they are few, as the rows themselves.
 
-Where products may run in TF32, rows are first scaled into the range of float16, which has as many bits of mantissa
-(ten): products lose nothing that TF32 would have kept, are summed in float32 as there, and are several times as fast.
-
-EKFAC's spectrum is a sum as well: that of the squares of every example's gradient in the eigenbasis of the factors.
+Where products may run in TF32, rows are first scaled into the range of float16, which has as many bits of mantissa:
+products lose nothing that TF32 would have kept, are summed in float32 as there, and are several times as fast. EKFAC's
+spectrum is a sum as well: that of the squares of every example's gradient in the eigenbasis of the factors.
 """
 
 from __future__ import annotations

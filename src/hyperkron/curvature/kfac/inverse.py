@@ -92,8 +92,8 @@ def factored_inverses(
 ) -> Pending[tuple[FactoredInverses, Status, bool]]:
     """Begin the damped inverses of all blocks: on a GPU other work can be queued before they are waited for.
 
-    Small factors cost launches rather than operations there, so blocks are sorted by shape, all systems of one size are
-    factorised in one batch, and each shape gets its stretch of the batch.
+    Blocks are sorted by shape, all systems of one size are factorised in one batch, and each shape gets its stretch of
+    it.
 
     Args:
         factors, damping: (A, B) and δ of each block; ``split`` shares δ between A and B.
@@ -275,12 +275,6 @@ class _Systems:
         self.branches.append((branch, stack))  # its memory must not be used by others while the branch runs
         return made
 
-    def _join(self) -> None:
-        """What follows comes after all branches."""
-        for branch, stack in self.branches:
-            torch.cuda.current_stream(stack.device).wait_stream(branch)
-        self.branches = []
-
     def _of_stack(self, values: Any, members: list[int]) -> Any:
         """The stretch of per-group values that belongs to one stack."""
         first, last = members[0], members[-1]
@@ -292,7 +286,9 @@ class _Systems:
         A stack in which a matrix failed is tried in float64, then with 10, 100 and 1000 times the shift of the matrices
         that fail; then :class:`FactorizationError` is raised. Factors that are not finite are not tried again.
         """
-        self._join()
+        for branch, used in self.branches:  # what follows comes after all of them
+            torch.cuda.current_stream(used.device).wait_stream(branch)
+        self.branches = []
         unfit = finite.logical_not().to(infos[0].dtype).reshape(1)
         *failed, bad_input = execution.read_flags(torch.cat([*infos, unfit.to(shifts.device)]))
         if not bad_input and not any(failed):

@@ -65,7 +65,6 @@ class Kronecker(Curvature):
         object.__setattr__(self, "layers", checked_layers(self.layers))
 
     def init(self) -> KroneckerState:
-        """A state without factors; the first call measures them."""
         return KroneckerState(self.seed)
 
     def coverage(self, model: nn.Module) -> Coverage:
@@ -75,7 +74,7 @@ class Kronecker(Curvature):
     def operator(self, point: Point, state: CurvatureState) -> KroneckerOperator:
         """The curvature at ``point``, measured again when it is ``refresh_every`` calls old."""
         assert isinstance(state, KroneckerState)
-        made = state.plan(point.model, point.params, self.fallback, self.layers)
+        made, group = state.plan(point.model, point.params, self.fallback, self.layers), point.problem.group
         if self.strict:
             _refuse(made.coverage())
         if state.parameters != list(made.rows):  # the first call, or others are trained now: what is kept does not fit
@@ -84,12 +83,12 @@ class Kronecker(Curvature):
         if not self.due(state):
             state.age += 1
             state.coverage = made.coverage(state.uncalled)
-            return KroneckerOperator(made.blocks, state, self.damping)
+            return KroneckerOperator(made.blocks, state, self.damping, group=group)
         refresh = self._refresh(point, state, made)
         if point.execution.queued:  # let what follows be queued before waiting for the factorisation
-            return KroneckerOperator(made.blocks, state, self.damping, refresh, self._serves_once)
+            return KroneckerOperator(made.blocks, state, self.damping, refresh, self._serves_once, group)
         refresh.wait()
-        return KroneckerOperator(made.blocks, state, self.damping, None, self._serves_once)
+        return KroneckerOperator(made.blocks, state, self.damping, None, self._serves_once, group)
 
     def due(self, state: CurvatureState) -> bool:
         assert isinstance(state, KroneckerState)

@@ -1,8 +1,7 @@
 """The hooks of one measurement: what passes through a layer becomes its share of A and B at once.
 
-A forward hook turns each layer's input into its contribution to A (a small input of a convolution when the backward
-pass is over); an identity function on each layer's output turns the gradient that flows through it into its
-contribution to B. No activation and no gradient is kept beyond that and what autograd keeps.
+A forward hook turns each layer's input into its contribution to A; an identity function on each layer's output turns
+the gradient that flows through it into its contribution to B. Nothing is kept beyond that and what autograd keeps.
 """
 
 from __future__ import annotations
@@ -29,27 +28,18 @@ from hyperkron.trees import Tree
 class Measured:
     """What one pass over a batch found."""
 
-    a: dict[str, Factor] = field(default_factory=dict)
-    """A of every block: the mean of a aᵀ over rows, (groups, d_in [+1], d_in [+1])."""
-    b: dict[str, Factor] = field(default_factory=dict)
-    """B of every block: the sum of g gᵀ over rows, (groups, d_out, d_out)."""
-    diagonal: dict[str, Tensor] = field(default_factory=dict)
-    """The diagonal for parameters outside blocks, shaped like them or a single number."""
+    a: dict[str, Factor] = field(default_factory=dict)  # the mean of a aᵀ over rows, (groups, d_in [+1], d_in [+1])
+    b: dict[str, Factor] = field(default_factory=dict)  # the sum of g gᵀ over rows, (groups, d_out, d_out)
+    diagonal: dict[str, Tensor] = field(default_factory=dict)  # outside blocks; shaped like them or a single number
     wide: tuple[dict[str, Factor], dict[str, Factor]] = field(default_factory=lambda: ({}, {}))
     """A and B of every block over all positions, not normalised, where they were asked for besides reduced ones."""
     corrected: dict[str, Tensor] = field(default_factory=dict)
-    """EKFAC's S of every block, in the eigenbasis it was asked for, after scaling by ``scales``: (groups, d_out, d_in
-    [+1])."""
-    l2: dict[str, Tensor | float] = field(default_factory=dict)
-    """2α of the penalties α‖p‖² in the inner loss, by parameter."""
-    scales: dict[str, Tensor] = field(default_factory=dict)
-    """E of the blocks that these penalties fall on unevenly (see :mod:`~hyperkron.curvature.kfac.penalty`)."""
-    reached: tuple[str, ...] = ()
-    """The blocks that a gradient reached, whether a basis was given for them or not."""
-    rows: dict[str, int | Tensor] = field(default_factory=dict)
-    """Over how many rows the mean in A runs, by block."""
-    uncalled: list[str] = field(default_factory=list)
-    """Parameters of layers that were never called as modules (their weights may be used by a function)."""
+    """EKFAC's S of every block, in the basis it was asked for, scaled by ``scales``: (groups, d_out, d_in [+1])."""
+    l2: dict[str, Tensor | float] = field(default_factory=dict)  # 2α of the penalties α‖p‖² in the inner loss
+    scales: dict[str, Tensor] = field(default_factory=dict)  # E of the blocks that they fall on unevenly
+    reached: tuple[str, ...] = ()  # the blocks that a gradient reached, whether a basis was given for them or not
+    rows: dict[str, int | Tensor] = field(default_factory=dict)  # over how many the mean in A runs, by block
+    uncalled: list[str] = field(default_factory=list)  # parameters of layers that were never called as modules
 
     def release(self) -> None:
         """Forget the factors, to free their memory; what else was found stays."""

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import trees
+from hyperkron.collectives import ONE_PROCESS, Group
 from hyperkron.curvature.base import CurvatureState, Invertible
 from hyperkron.curvature.kfac.coverage import Block, Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.factors import Matrices
 from hyperkron.curvature.kfac.inverse import BlockInverses, load_inverses
 from hyperkron.curvature.kfac.layers import LayerOf
 from hyperkron.kernels.execution import Pending
+from hyperkron.sharding import divided as divide
+from hyperkron.sharding import is_sharded
 from hyperkron.solution import Status
 from hyperkron.trees import Tree
 
@@ -157,8 +160,13 @@ class KroneckerOperator(Invertible):
         damping: float,
         refresh: Pending[None] | None = None,
         once: bool = False,
+        group: Group = ONE_PROCESS,
     ) -> None:
-        """``refresh`` is waited for when the inverses are first used, which go after the solve if used ``once``."""
+        """``refresh`` is waited for when the inverses are first used, which go after the solve if used ``once``.
+
+        Vectors may be divided among the processes of ``group``.
+        """
+        self._group = group
         self._blocks, self._state, self._refresh, self._once = blocks, state, refresh, once
         self._damping, self._elsewhere, self.products = damping, 0.0, 0
         if refresh is None:
@@ -204,8 +212,7 @@ class KroneckerOperator(Invertible):
         def solve(one: Tree) -> Tree:
             return self._apply(one, self.inverses.solve, torch.div, lambda xs, ds: list(map(torch.div, xs, ds)))
 
-        found: Tree = torch.func.vmap(solve)(b)
-        return found
+        return torch.func.vmap(solve)(b)
 
     def _ready(self) -> None:
         """Before a solve: say where little is covered, and wait for a refresh still under way."""
@@ -222,7 +229,10 @@ class KroneckerOperator(Invertible):
         on_diagonal: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]],
     ) -> Tree:
         found: Tree = {}
-        given, v = v, trees.widened(v)
+        given, divided = v, {name: x for name, x in v.items() if is_sharded(x)}
+        if divided:
+            v = v | dict(zip(divided, self._group.gather_rows(list(divided.values())), strict=True))
+        v = trees.widened(v)
         matrices = {name: block.join(v) for name, block in self.blocks.items()}
         matrices = on_blocks(matrices | {name: by(matrices[name], e) for name, e in self.scales.items()})
         matrices |= {name: by(matrices[name], e) for name, e in self.scales.items()}
@@ -239,4 +249,5 @@ class KroneckerOperator(Invertible):
         for name in v.keys() - found.keys():
             found[name] = torch.zeros_like(v[name])
         # views of a stack of blocks would hold all of it, and every dual number and sum would copy them
-        return {name: found[name].to(x.dtype).contiguous() for name, x in given.items()}
+        made = {name: found[name].to(x.dtype).contiguous() for name, x in given.items()}
+        return made | {name: divide(made[name], x) for name, x in divided.items()}

@@ -1,0 +1,225 @@
+"""Tree ensembles: fitted by scikit-learn, kept and asked as tensors, so that nothing has to be unpickled."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperkron.solution import HyperkronError
+
+TREES = 100
+"""Trees of a forest."""
+ROUNDS = 100
+"""Rounds of boosting."""
+MAX_SAMPLE = 10_000
+"""Rows of one tree of a forest at most."""
+MAX_VALUES = 8_000_000
+"""Numbers in the nodes of a forest, roughly; where rows and classes are many, leaves hold more rows."""
+FLOOR = 1e-8
+"""The least probability whose logarithm a forest gives."""
+MISSING = "scikit-learn is not installed, so trees are left out: pip install 'hyperkron[data]'."
+
+
+def installed() -> bool:
+    """Whether trees can be fitted here; asking fitted ones needs torch alone."""
+    return importlib.util.find_spec("sklearn") is not None
+
+
+class TreeEnsemble(nn.Module):
+    """Decision trees as tensors; ``forward`` gives logits whose softmax are the class probabilities.
+
+        logits(x) = base + Σ_t value[leaf_t(x)]        (boosting)
+        logits(x) = log Σ_t value[leaf_t(x)]           (a forest, whose values are probabilities over the trees' number)
+
+    From a node with children, an input goes to the first where ``x[feature] <= threshold``, else to the second. A leaf
+    is its own child. All sizes can be read from the tensors, so a stored ensemble is built from its ``state_dict``.
+
+    Args:
+        roots: the first node of every tree (T,).
+        feature, threshold: of each of M nodes (M,).
+        branches: the two children of each node (M, 2).
+        value: of each node (M, C); only those of leaves are used.
+        base: (C,), or (0,) for a forest.
+
+    Example:
+        >>> stump = TreeEnsemble(torch.tensor([0]), torch.tensor([1, 0, 0]), torch.tensor([0.5, 0.0, 0.0]),
+        ...                      torch.tensor([[1, 2], [1, 1], [2, 2]]), torch.tensor([[0, 0], [0.9, 0.1], [0.2, 0.8]]),
+        ...                      torch.zeros(0))
+        >>> stump(torch.tensor([[7.0, 0.0], [7.0, 1.0]])).softmax(1).round(decimals=3)
+        tensor([[0.9000, 0.1000],
+                [0.2000, 0.8000]])
+    """
+
+    NAMES = ("roots", "feature", "threshold", "branches", "value", "base")
+    roots: Tensor
+    feature: Tensor
+    threshold: Tensor
+    branches: Tensor
+    value: Tensor
+    base: Tensor
+
+    def __init__(
+        self, roots: Tensor, feature: Tensor, threshold: Tensor, children: Tensor, value: Tensor, base: Tensor
+    ) -> None:
+        super().__init__()
+        for name, tensor in zip(self.NAMES, (roots, feature, threshold, children, value, base), strict=True):
+            self.register_buffer(name, tensor)
+        nodes, place = len(feature), torch.arange(len(feature), device=children.device)[:, None]
+        shapes = children.shape == (nodes, 2) and value.dim() == 2 and len(value) == len(threshold) == nodes
+        whole = all(x.dtype == torch.int64 for x in (roots, feature, children))
+        if not shapes or not whole or base.shape not in ((0,), value.shape[1:]):
+            raise HyperkronError("the tensors of a tree ensemble do not belong together; take them from one ensemble.")
+        if not bool((children >= place).all() and (children < nodes).all() and (roots < nodes).all()):
+            raise HyperkronError("a child of a tree's node must come after it; take the tensors from one ensemble.")
+        if int(torch.cat([roots, feature]).min()) < 0:
+            raise HyperkronError("a tree ensemble has a negative root or feature; take the tensors from one ensemble.")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (N, C) of inputs (N, d), or of more dimensions, which are flattened."""
+        x = x.flatten(1).float()
+        node, before = self.roots.expand(len(x), -1), None
+        while before is None or not torch.equal(before, node):
+            right = x.gather(1, self.feature[node]) > self.threshold[node]
+            before, node = node, self.branches[node, right.long()]
+        told = self.value[node].sum(1, dtype=torch.float64)
+        found = told + self.base if len(self.base) else told.clamp(min=FLOOR).log()
+        return found.to(x.dtype)
+
+
+def rebuilt(build: Callable[[], nn.Module], tensors: dict[str, Tensor]) -> nn.Module:
+    """The model that a ``state_dict`` is of: a tree ensemble, or a network that ``build`` makes."""
+    if set(tensors) == set(TreeEnsemble.NAMES):
+        return TreeEnsemble(*(tensors[name] for name in TreeEnsemble.NAMES))
+    network = build()
+    network.load_state_dict(tensors)
+    return network
+
+
+def forest(x: Tensor, q: Tensor, weight: Tensor | None = None, *, seed: int = 0) -> tuple[TreeEnsemble, Tensor]:
+    """A random forest of soft labels, and its out-of-bag probabilities of the same rows (N, C).
+
+    Each tree splits to lower the squared error of q, which for certain labels is Gini's impurity, and answers with the
+    mean of q in a leaf. Row n's out-of-bag answer is that of the trees whose bootstrap sample missed it.
+
+    Args:
+        x: inputs (N, d).
+        q: class probabilities of each row (N, C).
+        weight: of the rows.
+        seed: of samples and features.
+
+    References:
+        Breiman, 2001, "Random forests".
+    """
+    from sklearn.ensemble import RandomForestRegressor
+
+    rows, classes = q.shape
+    sample = min(rows, MAX_SAMPLE)
+    model = RandomForestRegressor(
+        TREES,
+        max_features="sqrt",
+        min_samples_leaf=max(1, math.ceil(1.3 * sample * TREES * classes / MAX_VALUES)),
+        max_samples=None if sample == rows else sample,
+        oob_score=True,
+        random_state=seed,
+    )
+    told = None if weight is None else weight.double().cpu().numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a row that no tree missed gets the mean of all rows below
+        model.fit(*_arrays(x, q.double()), sample_weight=told)
+    answers = torch.from_numpy(model.oob_prediction_).to(q)
+    total = answers.sum(1, keepdim=True)
+    answers = torch.where(total > 0, answers / total.clamp(min=FLOOR), q.mean(0))
+    found = as_tensors(model, classes)
+    assert found is not None
+    return found.to(q.device), answers
+
+
+def boosted(x: Tensor, labels: Tensor, classes: int, weight: Tensor | None = None, *, seed: int = 0) -> TreeEnsemble:
+    """Gradient-boosted trees of labels (N,).
+
+    References:
+        Friedman, 2001, "Greedy function approximation: a gradient boosting machine".
+    """
+    from sklearn.ensemble import HistGradientBoostingClassifier
+
+    model = HistGradientBoostingClassifier(max_iter=ROUNDS, max_leaf_nodes=15, early_stopping=False, random_state=seed)
+    told = None if weight is None else weight.double().cpu().numpy()
+    model.fit(*_arrays(x, labels), sample_weight=told)
+    found = as_tensors(model, classes)
+    assert found is not None
+    return found.to(x.device)
+
+
+def _arrays(x: Tensor, y: Tensor) -> tuple[Any, Any]:
+    return x.flatten(1).float().cpu().numpy(), y.cpu().numpy()
+
+
+def as_tensors(estimator: Any, classes: int) -> TreeEnsemble | None:
+    """A fitted ensemble of scikit-learn as tensors; None for an estimator that is no such ensemble.
+
+    Args:
+        estimator: a fitted ``RandomForest…``, ``ExtraTrees…`` or ``HistGradientBoostingClassifier``, of numbers without
+            missing values. A forest of regression trees must have one output per class.
+        classes: how many there are; those that the estimator did not meet have probability 0.
+    """
+    from sklearn import ensemble as kinds
+
+    met = torch.as_tensor([int(k) for k in getattr(estimator, "classes_", range(classes))])
+    if isinstance(estimator, kinds.HistGradientBoostingClassifier):
+        trees = [tree for trees in estimator._predictors for tree in trees]
+        categorical = any(bool(tree.nodes["is_categorical"].any()) for tree in trees)
+        return None if categorical else _boosted(estimator, met, classes)
+    forests = (kinds.RandomForestClassifier, kinds.ExtraTreesClassifier, kinds.RandomForestRegressor)
+    if not isinstance(estimator, forests):
+        return None
+    parts = []
+    for tree in (fitted.tree_ for fitted in estimator.estimators_):
+        value = torch.zeros(tree.node_count, classes, dtype=torch.float64)
+        value[:, met] = torch.from_numpy(tree.value.reshape(tree.node_count, -1) / len(estimator.estimators_))
+        left, right = tree.children_left, tree.children_right
+        parts.append((tree.feature, tree.threshold, left, right, left < 0, value))
+    return _joined(parts, torch.zeros(0))
+
+
+def _boosted(estimator: Any, met: Tensor, classes: int) -> TreeEnsemble:
+    """Trees of one output each: of its class, or of the second of two."""
+    parts, many = [], len(met) > 2
+    for trees in estimator._predictors:
+        for k, tree in enumerate(trees):
+            nodes, value = tree.nodes, torch.zeros(len(tree.nodes), classes, dtype=torch.float64)
+            value[:, met[k if many else 1]] = torch.from_numpy(nodes["value"].astype("float64"))
+            leaf = nodes["is_leaf"].astype(bool)
+            parts.append((nodes["feature_idx"], nodes["num_threshold"], nodes["left"], nodes["right"], leaf, value))
+    base = torch.full((classes,), -1e4, dtype=torch.float64)
+    begin = torch.from_numpy(estimator._baseline_prediction.reshape(-1).astype("float64"))
+    base[met] = begin if many else torch.cat([torch.zeros(1, dtype=torch.float64), begin])
+    return _joined(parts, base.float())
+
+
+def _joined(parts: list[tuple[Any, Any, Any, Any, Any, Tensor]], base: Tensor) -> TreeEnsemble:
+    """One after the other, with nodes numbered through."""
+    roots, features, thresholds, children, values, begin = [], [], [], [], [], 0
+    for feature, threshold, left, right, leaf, value in parts:
+        own, is_leaf = torch.arange(len(value)), torch.as_tensor(leaf.copy())
+        sides = [torch.where(is_leaf, own, torch.as_tensor(side.astype("int64"))) for side in (left, right)]
+        roots.append(begin)
+        features.append(torch.as_tensor(feature.astype("int64")).masked_fill(is_leaf, 0))
+        thresholds.append(_downwards(torch.as_tensor(threshold.astype("float64"))).masked_fill(is_leaf, 0))
+        children.append(begin + torch.stack(sides, 1))
+        values.append(value.float())
+        begin += len(value)
+    return TreeEnsemble(
+        torch.tensor(roots), torch.cat(features), torch.cat(thresholds), torch.cat(children), torch.cat(values), base
+    )
+
+
+def _downwards(threshold: Tensor) -> Tensor:
+    """The largest float32 up to each float64: for a float32 x, ``x <= threshold`` is the same for both."""
+    near = threshold.float()
+    return torch.where(near.double() > threshold, torch.nextafter(near, torch.full_like(near, -torch.inf)), near)

@@ -1,0 +1,212 @@
+"""Models whose parameters are divided among processes (``torch.distributed.fsdp.fully_shard``).
+
+They are evaluated without FSDP's own hooks, which know first derivatives only. Every module that was given to
+``fully_shard`` gathers its parameters when it is called and lets go of them afterwards; what autograd saves of them for
+the backward pass is not kept either, but gathered again. Gathering has derivatives of every order
+(:func:`hyperkron.collectives.gathered`), so gradients, Hessian products, cross terms and hooks work as with any model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.forward_ad import make_dual
+
+from hyperkron.collectives import Group, gathered
+from hyperkron.sharding import is_sharded
+from hyperkron.solution import HyperkronError
+
+Owner = tuple[nn.Module, str]
+"""A module, and the name of a parameter in it."""
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """The modules that were given to ``fully_shard``."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    if module is None:
+        return []
+    return [m for m in model.modules() if isinstance(m, module.FSDPModule) or m in _PLAIN]
+
+
+def dual(p: Tensor, v: Tensor) -> Tensor:
+    """p with tangent v; where it is divided, both are gathered and made one when p is used."""
+    if not is_sharded(p):
+        return make_dual(p.detach(), v)
+    made: Any = p.detach()
+    made.tangent = v
+    return made  # type: ignore[no-any-return]
+
+
+def gathered_duals(group: Group, tensors: list[Tensor]) -> list[Tensor]:
+    """All rows of divided tensors, with the tangents that :func:`dual` gave them."""
+    found = gathered(group, tensors)
+    moving = [i for i, x in enumerate(tensors) if hasattr(x, "tangent")]
+    if moving:
+        tangents = group.gather_rows([tensors[i].tangent for i in moving])  # type: ignore[attr-defined]
+        for i, v in zip(moving, tangents, strict=True):
+            found[i] = make_dual(found[i].detach(), v)
+    return found
+
+
+def check(model: nn.Module, group: Group | None) -> None:
+    """Refuse divided parameters that cannot be trained here, by name and with a remedy.
+
+    Args:
+        model: any model.
+        group: the processes of the problem; ``None`` if it is not divided among processes.
+    """
+    found = {name: p for name, p in model.named_parameters() if is_sharded(p)}
+    if not found:
+        return
+    made = units(model)
+    inside = {id(p) for unit in made for p in unit.parameters()}
+    for name, p in found.items():
+        spec = p._spec  # type: ignore[attr-defined]
+        if id(p) not in inside:
+            raise HyperkronError(
+                f"model parameter {name} is a DTensor ({', '.join(map(str, spec.placements))}) that fully_shard has not "
+                "made: tensor-parallel layers (parallelize_module) are not supported; use fully_shard or plain "
+                "parameters, with hyperkron.training.DataParallel(problem)."
+            )
+        if spec.mesh.ndim != 1 or [str(x) for x in spec.placements] != ["S(0)"]:
+            raise HyperkronError(
+                f"model parameter {name} is divided as {spec.placements} over a mesh of shape {tuple(spec.mesh.shape)}; "
+                "only rows over one dimension are supported: use fully_shard with a mesh of one dimension (no HSDP, no "
+                "tensor parallelism) and without shard_placement_fn."
+            )
+        if group is None:
+            raise HyperkronError(
+                f"model parameter {name} is divided among {spec.mesh.size()} processes by fully_shard, but problem is "
+                "not; use hyperkron.training.DataParallel(problem)."
+            )
+        if spec.mesh.size() != group.size:
+            raise HyperkronError(
+                f"model parameter {name} is divided among {spec.mesh.size()} processes, the problem among "
+                f"{group.size}; give fully_shard(mesh=…) and DataParallel(group=…) the same ones."
+            )
+    for unit in made:
+        _check_policies(unit)
+
+
+def _check_policies(unit: Any) -> None:
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    low = group.mp_policy.param_dtype
+    if low is not None and any(p.orig_dtype != low for p in group.fsdp_params):
+        raise HyperkronError(
+            f"mp_policy=MixedPrecisionPolicy(param_dtype={low}) of fully_shard is not used by hypergradients; leave it "
+            "out, and train under torch.autocast, or hold the model in that dtype."
+        )
+    if type(group.offload_policy).__name__ != "OffloadPolicy":
+        raise HyperkronError(
+            f"offload_policy={type(group.offload_policy).__name__} of fully_shard is not supported; leave it out."
+        )
+
+
+@contextmanager
+def plain_modules(model: nn.Module) -> Iterator[None]:
+    """Modules given to ``fully_shard`` are of their own class inside the block, without FSDP's hooks."""
+    held = [(unit, type(unit), _hooks(unit)) for unit in units(model) if unit not in _PLAIN]
+    try:
+        for unit, kind, hooks in held:
+            _PLAIN.add(unit)
+            unit.__class__ = kind.__mro__[2]  # FSDPLinear, FSDPModule, Linear
+            for table, key, _ in hooks:
+                del table[key]
+        yield
+    finally:
+        for unit, kind, hooks in held:
+            _PLAIN.discard(unit)
+            unit.__class__ = kind
+            for table, key, hook in hooks:
+                table[key] = hook
+                table.move_to_end(key, last=False)
+
+
+_PLAIN: set[nn.Module] = set()
+"""The units that are :func:`plain_modules` now."""
+
+
+def _hooks(unit: nn.Module) -> list[tuple[Any, int, Any]]:
+    """FSDP's own hooks, and where they are registered."""
+    tables = (unit._forward_pre_hooks, unit._forward_hooks)
+    own = "torch.distributed.fsdp"
+    return [(t, key, hook) for t in tables for key, hook in t.items() if str(hook.__module__).startswith(own)]
+
+
+@contextmanager
+def gathering(model: nn.Module, group: Group) -> Iterator[None]:
+    """Every unit has all rows of its parameters while it is called; backward passes gather them again."""
+    made = units(model)
+    if not made:
+        yield
+        return
+    kept: dict[int, Tensor] = {}
+
+    def pack(x: Tensor) -> Any:
+        rows = kept.get(x.untyped_storage().data_ptr()) if kept and not is_sharded(x) else None
+        return x if rows is None else (rows, x.size(), x.stride(), x.storage_offset())
+
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        rows, *layout = saved
+        return group.gather_rows([rows])[0].as_strided(*layout)
+
+    with plain_modules(model), ExitStack() as stack:
+        for unit in made:
+            stack.callback(_Unit(unit, set(made) - {unit}, group, kept).remove)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+        yield
+
+
+class _Unit:
+    """A module given to ``fully_shard``, with hooks that gather its parameters and let go of them.
+
+    ``kept`` has the own rows of what is gathered now, by the address of its memory.
+    """
+
+    def __init__(self, unit: nn.Module, others: set[nn.Module], group: Group, kept: dict[int, Tensor]) -> None:
+        self.owners = list(_owners(unit, others))
+        self.group, self.kept = group, kept
+        self.stack: list[tuple[list[Any], list[int]]] = []
+        self.handles = (
+            unit.register_forward_pre_hook(self.before, prepend=True),
+            unit.register_forward_hook(self.after, always_call=True),
+        )
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def before(self, *_: object) -> None:
+        rows = [module._parameters[name] for module, name in self.owners]
+        distinct = {id(x): x for x in rows if is_sharded(x)}  # none if the unit calls itself
+        whole = gathered_duals(self.group, list(distinct.values())) if distinct else []
+        by_id = dict(zip(distinct, whole, strict=True))
+        addresses = [full.untyped_storage().data_ptr() for full in whole]
+        self.kept.update(zip(addresses, (x.detach() for x in distinct.values()), strict=True))
+        self.stack.append((rows, addresses))
+        for (module, name), x in zip(self.owners, rows, strict=True):
+            module._parameters[name] = by_id.get(id(x), x)  # type: ignore[assignment]
+
+    def after(self, *_: object) -> None:
+        rows, addresses = self.stack.pop()
+        for (module, name), x in zip(self.owners, rows, strict=True):
+            module._parameters[name] = x
+        for address in addresses:  # its memory may belong to another tensor from now on
+            del self.kept[address]
+
+
+def _owners(module: nn.Module, others: set[nn.Module]) -> Iterator[Owner]:
+    """The divided parameters of a unit that are not those of units inside it."""
+    yield from ((module, name) for name, p in module._parameters.items() if is_sharded(p))
+    for child in module.children():
+        if child not in others:
+            yield from _owners(child, others)

@@ -1,0 +1,327 @@
+"""Sweeps: what is searched, what is counted, and that no trial is lost or ends twice, wherever a worker dies."""
+
+from __future__ import annotations
+
+import csv
+import json
+import multiprocessing
+import os
+import signal
+import sqlite3
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy
+import torch
+
+import hyperkron as hk
+from hyperkron.cli import main
+from hyperkron.sweeps import Range, SweepResult, Trial, parse_space, read_sweep, sweep
+from hyperkron.sweeps.queue import TrialQueue
+
+SPACE = {"x": Range(0.0, 1.0)}
+
+
+def parabola(trial: Trial) -> float:
+    return float((trial["x"] - 0.3) ** 2)
+
+
+def age(file: Path) -> None:
+    """Let an hour pass since every heartbeat."""
+    with sqlite3.connect(file, timeout=5) as base:
+        base.execute("UPDATE trial_heartbeats SET heartbeat = datetime('now', '-1 hour')")
+    base.close()
+
+
+# --- what is searched --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["x", "x=", "=1..2", "x y=1..2", "x=a..b", "x=1..2..3", "x=1..b:log"])
+def test_a_search_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(hk.HyperkronError, match="search="):
+        parse_space([text])
+
+
+def test_spaces() -> None:
+    assert parse_space(["a=-1..2", "b=0.5,none,3"]) == {"a": Range(-1, 2), "b": [0.5, "none", 3]}
+    with pytest.raises(hk.HyperkronError, match=r"search='a=3'.* once"):
+        parse_space(["a=1..2", "a=3"])
+    for low, high, log in ((2, 1, False), (0, 1, True), (0, float("inf"), False), (float("nan"), 1, False)):
+        with pytest.raises(hk.HyperkronError, match="low < high"):
+            Range(low, high, log)
+    with pytest.raises(hk.HyperkronError, match=r"space\['x'\]=\[\] must be a Range"):
+        sweep(parabola, {"x": []}, storage="never.db")
+
+
+# --- one worker --------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_searches_counts_and_continues(tmp_path: Path) -> None:
+    file, seen = str(tmp_path / "{a}" / "s.db"), list[int]()
+
+    def function(trial: Trial) -> float:
+        seen.append(trial.number)
+        if trial.number == 1:
+            raise hk.NonFiniteError("the loss is nan")
+        if trial.number == 2:
+            return float("nan")
+        if trial.number == 3 and seen.count(3) == 1:
+            raise KeyboardInterrupt
+        return parabola(trial)
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(function, SPACE, trials=6, storage=file)
+    assert [t.state for t in read_sweep(file).trials] == ["done", "failed", "failed", "waiting"]
+    found = sweep(function, SPACE, trials=6, storage=file)
+    assert seen == [0, 1, 2, 3, 3, 4, 5], "the interrupted trial is repeated, the failed ones are not"
+    assert [t.state for t in found.trials] == ["done", "failed", "failed", "done", "done", "done"]
+    assert [t.attempts for t in found.trials] == [1, 1, 1, 2, 1, 1]
+    assert "the loss is nan" in found.trials[1].error and "returned nan" in found.trials[2].error
+    best = min(found.ranked, key=lambda t: (t.settings["x"] - 0.3) ** 2)
+    assert found.best == best and found.best.value == (best.settings["x"] - 0.3) ** 2
+    assert sweep(function, SPACE, trials=6, storage=file) == found and len(seen) == 7, "nothing is left to do"
+
+
+def test_the_same_seed_gives_the_same_trials(tmp_path: Path) -> None:
+    runs = [sweep(parabola, SPACE, trials=3, storage=str(tmp_path / f"{i}.db"), seed=i // 2) for i in range(3)]
+    first, again, other = ([t.settings for t in run.trials] for run in runs)
+    assert first == again != other
+    with pytest.raises(hk.HyperkronError, match=r"study='sweep' was begun with others \(x\)"):
+        sweep(parabola, {"x": Range(0.0, 2.0)}, trials=3, storage=str(tmp_path / "0.db"))
+    with pytest.raises(hk.HyperkronError, match=r"\(direction\)"):
+        sweep(parabola, SPACE, trials=3, storage=str(tmp_path / "0.db"), maximize=True)
+    with pytest.raises(hk.HyperkronError, match="study='other' is not in the storage, which has sweep"):
+        read_sweep(str(tmp_path / "0.db"), "other")
+
+
+def test_errors_of_the_program_are_raised_and_recorded(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="y"):
+        sweep(lambda trial: trial["y"], SPACE, storage=str(tmp_path / "s.db"))
+    (row,) = read_sweep(str(tmp_path / "s.db")).trials
+    assert (row.state, row.error) == ("failed", "KeyError: 'y'")
+    with pytest.raises(hk.HyperkronError, match=r"none of 1 has a value \(KeyError"):
+        read_sweep(str(tmp_path / "s.db")).best  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"storage": "mysql://me:secret@host/base"}, "storage='mysql'... must be the path of an SQLite file"),
+        ({"storage": "sqlite://"}, "must be the path"),
+        ({"storage": "."}, "storage='.'... must be the path"),
+        ({"storage": "postgresql+nothing://me:secret@nowhere/base"}, r"postgresql\+nothing://me:\*\*\*@nowhere"),
+        ({"trials": 0}, "trials=0"),
+        ({"heartbeat": 0.5}, "heartbeat=0.5"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(hk.HyperkronError, match=message) as caught:
+        sweep(parabola, SPACE, **{"storage": "never.db", **arguments})
+    assert "secret" not in str(caught.value)
+
+
+def test_fit_is_pruned(tmp_path: Path) -> None:
+    """Trials whose outer loss is worse than the median of the earlier ones end before their last step."""
+    problem = hk.BilevelProblem(
+        lambda m, h, batch: hk.losses.mse(m(batch), h() * batch), lambda m, h, batch: hk.losses.mse(m(batch), 3 * batch)
+    )
+    x, steps = torch.ones(2, 1), list[int]()
+
+    def function(trial: Trial) -> float:
+        torch.manual_seed(0)
+        model, shift = torch.nn.Linear(1, 1, bias=False), hk.as_hyper(torch.zeros(1))
+        algorithm = hk.algorithms.aid_cg(1, outer_rate=trial["rate"])
+        steps.append(0)
+        count = hk.training.Evaluate(lambda run: steps.__setitem__(-1, run.state.step), every=1)
+        calls = [count, trial.pruning(every=2)]
+        run = hk.fit(problem, model, shift, algorithm, x, x, steps=4, callbacks=calls)
+        return float(run.history.column("outer_loss")[-1])
+
+    found = sweep(function, {"rate": Range(1e-3, 0.5, log=True)}, trials=8, storage=str(tmp_path / "s.db"))
+    pruned = [t.number for t in found.trials if t.state == "pruned"]
+    assert pruned and all(steps[n] < 4 for n in pruned) and all(steps[t.number] == 4 for t in found.ranked)
+
+
+# --- workers that die --------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Ends a worker where it stands; the database is left as by a killed process."""
+
+
+class Killer:
+    """Kills a worker before its ``left``-th transaction that writes is committed."""
+
+    def __init__(self, queue: TrialQueue) -> None:
+        self.left, self._writes = 0, False
+        sqlalchemy.event.listen(queue.storage.engine, "before_cursor_execute", self._execute)
+        sqlalchemy.event.listen(queue.storage.engine, "commit", self._commit)
+
+    def _execute(self, connection: Any, cursor: Any, statement: str, *more: Any) -> None:
+        self._writes |= statement.startswith(("INSERT", "UPDATE"))
+
+    def _commit(self, connection: Any) -> None:
+        self.left, self._writes = self.left - self._writes, False
+        if self.left == 0:
+            raise Killed
+
+
+def work(queue: TrialQueue, trials: int) -> None:
+    """What a worker does."""
+    while (trial := queue.take(trials, 0)) is not None:
+        queue.record(trial, "COMPLETE", trial.params["x"])
+
+
+@pytest.mark.parametrize(("lost", "writes"), [(False, 5), (True, 7)])
+def test_a_worker_may_die_at_any_write(tmp_path: Path, lost: bool, writes: int) -> None:
+    """While it takes and records a new trial, and while it queues, takes and records the retry of a lost one."""
+    file, moment, died = tmp_path / "s.db", 0, True
+    other, victim = (TrialQueue(str(file), "sweep", SPACE, retries=3) for _ in range(2))
+    killer = Killer(victim)
+    while died:
+        moment, died = moment + 1, False  # the moment of death, and the number of trials by then
+        first = other.take(moment, 0) if lost else None
+        age(file)
+        killer.left = moment
+        try:
+            work(victim, moment)
+        except Killed:
+            died = True
+            victim.storage.remove_session()  # as when a process ends
+            victim.storage.engine.dispose()
+        age(file)
+        work(other, moment)
+        chains = other.chains()
+        assert len(chains) == moment and all(map(other.ended, chains))
+        assert [t.state.name for t in chains[-1]].count("COMPLETE") == 1
+        assert chains[-1][-1].value == chains[-1][-1].params["x"]
+        assert first is None or chains[-1][-1].params == first.params
+    assert moment > writes, "every write was the last one once"
+
+
+def test_a_late_worker_is_not_counted(tmp_path: Path) -> None:
+    """A worker that slept too long finds its trial given away; the result of the other one counts."""
+    file = tmp_path / "s.db"
+    slow, quick = (TrialQueue(str(file), "sweep", SPACE) for _ in range(2))
+    late = slow.take(1, 0)
+    age(file)
+    retry = quick.take(1, 0)
+    assert retry.params == late.params and retry.number == 1
+    assert Trial(quick, retry).number == 0
+    with pytest.raises(slow.optuna.TrialPruned, match="another worker"):
+        Trial(slow, late).report(1.0, 1)
+    assert slow.record(late, "COMPLETE", 1.0) is False
+    assert quick.record(retry, "COMPLETE", 2.0) is True and quick.take(1, 0) is None
+    (row,) = read_sweep(str(file)).trials
+    assert (row.state, row.value, row.attempts) == ("done", 2.0, 2)
+
+
+def test_a_trial_that_kills_its_workers_is_given_up(tmp_path: Path) -> None:
+    file = tmp_path / "s.db"
+    queue = TrialQueue(str(file), "sweep", SPACE)
+    for _ in range(2):
+        assert queue.take(1, 0) is not None
+        age(file)
+    assert queue.take(1, 0) is None
+    (row,) = read_sweep(str(file)).trials
+    assert (row.state, row.error, row.attempts) == ("failed", "its worker was lost", 2)
+
+
+def _worker(storage: str, log: str) -> None:
+    def function(trial: Trial) -> float:
+        with open(log, "a") as file:
+            print(trial.number, os.getpid(), file=file)
+        time.sleep(0.2)
+        return parabola(trial)
+
+    sweep(function, SPACE, trials=9, storage=storage, heartbeat=1)
+
+
+def test_one_of_three_processes_is_killed(tmp_path: Path) -> None:
+    context, log = multiprocessing.get_context("fork"), tmp_path / "log"
+    log.touch()
+    workers = [context.Process(target=_worker, args=(str(tmp_path / "s.db"), str(log))) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    while not (
+        running := [line.split() for line in log.read_text().splitlines() if line.endswith(str(workers[0].pid))]
+    ):
+        time.sleep(0.01)
+    os.kill(workers[0].pid or 0, signal.SIGKILL)
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [-signal.SIGKILL, 0, 0]
+    found = read_sweep(str(tmp_path / "s.db"))
+    assert [t.state for t in found.trials] == ["done"] * 9
+    begun = Counter(int(line.split()[0]) for line in log.read_text().splitlines())
+    killed = int(running[-1][0])
+    assert {n: c for n, c in begun.items() if c > 1} == {killed: 2} and found.trials[killed].attempts == 2
+
+
+# --- the command line --------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_search.py").write_text("def train(trial):\n    return trial['x'] + (trial['kind'] == 'b')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    search = ["--search", "x=0..9", "kind=a,b", "--trials", "5"]
+    assert main(["sweep", "my_search:train", *search, "--quiet", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert len(said["trials"]) == 5 and said["best"]["value"] == min(t["value"] for t in said["trials"])
+    assert main(["sweep", "show", "-o", "trials.csv"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["trial", "value", "x", "kind", "seconds"] and table[-1] == "5 trials: 5 done"
+    with open("trials.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["value"]) for row in rows] == [t["value"] for t in said["trials"]]
+    assert main(["sweep", "show", "-o", "trials.json", "--quiet"]) == 0
+    assert json.loads(Path("trials.json").read_text()) == said["trials"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["m:f"], 2, "--search is missing"),
+        (["nothing_here:f", "--search", "x=1..2"], 1, "FUNCTION='nothing_here:f': the module"),
+        (["json:dumps", "--search", "x=2..1"], 1, "low < high"),
+        (["json:dumps", "--search", "x=1..2", "--storage", "mysql://h/b"], 1, "--storage='mysql'... must be the path"),
+        (["show", "--storage", "nothing.db"], 1, "--storage='nothing.db' is not the database"),
+        (["clean", "--search", "epochs=1..2"], 2, "--config is missing"),
+        (["json:dumps", "--search", "x=1..2", "--workers", "0"], 2, "--workers=0"),
+    ],
+)
+def test_mistakes_of_the_command(
+    arguments: list[str], code: int, message: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["sweep", *arguments]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_settings_of_clean_are_searched(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import hyperkron.cleaning as cleaning
+
+    asked = []
+
+    def fake(train: Any, trusted: Any, *, config: Any, progress: bool, **reading: Any) -> Any:
+        asked.append((train, trusted, config, reading))
+        return type("Result", (), {"candidates": [{"accuracy": config.epochs / 10}]})
+
+    monkeypatch.setattr(cleaning, "clean", fake)
+    monkeypatch.chdir(tmp_path)
+    Path("c.json").write_text('{"train": "a.csv", "trusted": "b.csv", "label": "y", "seed": 3}')
+    assert main(["sweep", "clean", "--config", "c.json", "--search", "epochs=2..4", "--trials", "4", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["best"]["value"] == max(t["value"] for t in said["trials"]) == said["best"]["settings"]["epochs"] / 10
+    train, trusted, config, reading = asked[0]
+    assert (train, trusted, config.seed, config.compare, reading) == ("a.csv", "b.csv", 3, (), {"label": "y"})
+    assert main(["sweep", "clean", "--config", "c.json", "--search", "rate=2..4"]) == 2
+    assert "--search='rate' is not a setting of clean" in capsys.readouterr().err
+
+
+def test_result_without_trials() -> None:
+    assert SweepResult([], False).table().endswith("0 trials: ")
