@@ -143,7 +143,7 @@ def fitted(name: str, works: Sequence[Work], outcomes: Sequence[Outcome], stage:
     found: dict[int, nn.Module] = {}
     for plan in dict.fromkeys(plans):
         mine = [i for i, own in enumerate(plans) if own == plan]
-        networks = works[0].fit([targets[i] for i in mine], plan, stage, seeds=[0] * len(mine))
+        networks = works[0].fit([targets[i] for i in mine], plan, stage, seeds=[works[i].shift for i in mine])
         found.update(zip(mine, networks, strict=True))
     return [found[i % len(seen)] for i in range(len(works))]
 

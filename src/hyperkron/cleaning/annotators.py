@@ -176,7 +176,7 @@ def reliability(
         meant = torch.zeros(len(classes), len(classes)).double()
         meant.index_add_(0, said[spoke], posterior.cpu()[spoke].double())
         right = float(meant.diagonal().sum())
-        low, high = wilson(round(right), count) if count else (0.0, 1.0)
+        low, high = wilson(min(1.0, right / count), count) if count else (0.0, 1.0)
         wrong = meant - torch.diag(meant.diagonal())
         v, k = divmod(int(wrong.argmax()), len(classes))
         often = float(wrong[v, k])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -12,9 +13,17 @@ from torch import Tensor
 from hyperkron.cleaning.config import OURS
 
 Z = 1.96
-"""Of a 95 % interval."""
+"""Of a 95 % interval of rows that one model answers."""
+FOLDS_Z = 2.4
+"""The same for answers of several models that shared most of their training rows, and so their luck."""
 SIGNIFICANCE_LEVEL = 0.05
-"""How often an alternative may be preferred to ours by chance."""
+"""How often a difference may be called significant by chance."""
+PREFERENCE = 1.28
+"""Standard errors by which an alternative must be better than ours to be delivered."""
+RATE_ERROR = 0.01
+"""Standard error of the noise rate that no comparison of views shows."""
+STABLE = 2 / 3
+"""Share of suspects that must stay when trusted rows and seeds change; with less, the result says so."""
 FEW_PER_CLASS = 5
 """Trusted rows a class, on average, below which nothing is concluded from them."""
 
@@ -40,64 +49,75 @@ class Judged:
     weight: Tensor
 
 
-def wilson(share: float, rows: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of this many rows.
+def wilson(share: float, rows: float, z: float = Z) -> tuple[float, float]:
+    """Wilson's interval of a share of this many rows, of 95 % by default.
 
     Example:
         >>> low, high = wilson(0.9, 10)
         >>> round(low, 3), round(high, 3)
         (0.596, 0.982)
     """
-    z2 = Z * Z
+    z2 = z * z
     middle = (share + z2 / (2 * rows)) / (1 + z2 / rows)
-    reach = Z / (1 + z2 / rows) * math.sqrt(share * (1 - share) / rows + z2 / (4 * rows * rows))
+    reach = z / (1 + z2 / rows) * math.sqrt(share * (1 - share) / rows + z2 / (4 * rows * rows))
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
-def judge(name: str, predicted: Tensor, labels: Tensor, frequent: Tensor) -> Judged:
+def judge(name: str, predicted: Tensor, labels: Tensor, frequent: Tensor, folds: int = 5) -> Judged:
     """The accuracy of a candidate on rows whose classes are as frequent as among the noisy rows.
 
-        a = Σ_m w_m [right_m] ,      w_m = π_{y_m} / n_{y_m} (over classes with trusted rows) ,
+        a = Σ_m w_m [right_m] ,      w_m = π_{y_m} / n_{y_m} (over classes with trusted rows)
 
-    with Wilson's interval for the rows that a has the variance of, n_eff = 1 / Σ_m w_m².
+    The interval is Wilson's, for as many rows as a has the variance of, n_eff = 1 / Σ_m w_m², with FOLDS_Z. What is
+    delivered saw all trusted rows, its judges 1 − 1/K of them. An error that falls with their square root is smaller by
+    √(1 − 1/K), so the upper end is moved by that factor of the error.
 
     Args:
         name: of the candidate.
-        predicted: probabilities of the trusted rows (M, C).
+        predicted: probabilities of the trusted rows (M, C), each by a model that did not see its fold.
         labels: of those rows.
         frequent: π, the estimated frequency of each class among the noisy rows (C,).
+        folds: K.
     """
     right = (predicted.argmax(1) == labels).cpu()
     labels, frequent = labels.cpu(), frequent.double().cpu()
     weight = (frequent / torch.bincount(labels, minlength=len(frequent)).clamp(min=1))[labels]
     weight = weight / weight.sum()
     accuracy = float(weight[right].sum())
-    low, high = wilson(accuracy, 1 / float(weight.square().sum()))
+    low, high = wilson(accuracy, 1 / float(weight.square().sum()), FOLDS_Z)
+    high = 1 - (1 - high) * math.sqrt(1 - 1 / folds)
     return Judged(name, accuracy, low, high, len(labels), right, weight)
 
 
 def choose(candidates: list[Judged]) -> str:
-    """Ours, unless an alternative is better on the same rows by more than z standard errors of the difference.
+    """Ours, unless an alternative is better on the same rows by more than PREFERENCE standard errors; then the best.
 
-        z = Φ⁻¹(1 − 0.05/k)  for k alternatives: 1.64 for one, 2.45 for seven
-
-    so that of alternatives that are no better one is taken by chance in at most 5 % of cases, however many there are
-    (Bonferroni). Among those that are better, the one with the highest accuracy.
+    A wrong switch among equals costs little, a missed one where an alternative is far better costs much: so this asks
+    for less than significance, and does not ask for more where more alternatives are tried.
     """
     ours = next((c for c in candidates if c.name == OURS), None)
     if ours is None:
         return max(candidates, key=lambda c: c.accuracy).name
-    others = [c for c in candidates if c is not ours]
-    better = [other for other in others if exceeds(other, ours, len(others))]
+    better = [c for c in candidates if c is not ours and advantage(c, ours) > PREFERENCE]
     return max(better, key=lambda c: c.accuracy).name if better else OURS
 
 
+def advantage(one: Judged, other: Judged) -> float:
+    """By how many standard errors a candidate is better than another on the same rows.
+
+        Σ_m w_m d_m / √(Σ_m w_m² (d_m − d̄)² + 2 (Σ_m w_m²)²) ,      d_m = [one right] − [other right]
+
+    The second term is one more row won by each: of few rows that differ little can be said.
+    """
+    weight, difference = one.weight, one.right.double() - other.right.double()
+    mean = float((weight * difference).sum())
+    error = (weight * (difference - mean)).square().sum() + 2 * weight.square().sum().square()
+    return mean / math.sqrt(float(error))
+
+
 def exceeds(one: Judged, other: Judged, tried: int = 1) -> bool:
-    """Whether a candidate is significantly better than another on the same rows, as one of ``tried``."""
-    difference = one.right.double() - other.right.double()
-    mean = float((one.weight * difference).sum())
-    error = float((one.weight * (difference - mean)).square().sum().sqrt())
-    return mean > NormalDist().inv_cdf(1 - SIGNIFICANCE_LEVEL / max(1, tried)) * error
+    """Whether a candidate is significantly better than another, as one of ``tried`` (Bonferroni)."""
+    return advantage(one, other) > NormalDist().inv_cdf(1 - SIGNIFICANCE_LEVEL / max(1, tried))
 
 
 def different(one: Judged, other: Judged, tried: int = 1) -> bool:
@@ -114,12 +134,58 @@ def _score(low: float, high: float) -> str:
     return f"at least {low:.1%}" if high >= 0.9995 else f"{low:.1%} to {high:.1%}"
 
 
+@dataclass(frozen=True)
+class Noise:
+    """The share of labels that look wrong, with its interval, and how many of the suspects are so in every view.
+
+    Attributes:
+        rate, low, high: the mean error probability; ± 1.96 standard errors of a jackknife over the folds.
+        suspects, rows: how many training rows are suspects, of how many.
+        stable: share of the rows that are suspects in the whole or a view and are so in both, on average.
+    """
+
+    rate: float
+    low: float
+    high: float
+    suspects: int
+    rows: int
+    stable: float
+
+    def __str__(self) -> str:
+        told = (
+            f"About {self.rate:.0%} of the {self.rows} labels look wrong ({self.low:.0%} to {self.high:.0%}); "
+            f"{self.suspects} rows are marked as suspects."
+        )
+        if self.stable < STABLE:
+            told += f" Only {self.stable:.0%} of them stay the same with another seed and other trusted rows."
+        return told
+
+
+def noise_of(doubt: Tensor, views: Sequence[Tensor], cut: float) -> Noise:
+    """From the error probabilities of the whole, and of the views without a fold of the trusted rows.
+
+    Args:
+        doubt: of all noisy rows (N,); NaN for those without a label.
+        views: the same from each view, whose networks had other seeds.
+        cut: a row with more is a suspect.
+    """
+    rates = torch.stack([view.double().nanmean() for view in views])
+    jackknife = (len(rates) - 1) / len(rates) * float((rates - rates.mean()).square().sum())
+    reach, rate = Z * math.sqrt(jackknife + RATE_ERROR**2), float(doubt.double().nanmean())
+    mine, others = doubt > cut, [view > cut for view in views]
+    shared = [
+        float((mine & other).sum() / (mine | other).sum().clamp(min=1)) for other in others if (mine | other).any()
+    ]
+    stable = sum(shared) / len(shared) if shared else 1.0
+    return Noise(
+        rate, max(0.0, rate - reach), min(1.0, rate + reach), int(mine.sum()), int((~doubt.isnan()).sum()), stable
+    )
+
+
 def verdict(
     chosen: str,
     candidates: list[Judged],
-    rate: float,
-    suspects: int,
-    rows: int,
+    noise: Noise,
     *,
     classes: int,
     test: tuple[int, int] | None = None,
@@ -129,13 +195,11 @@ def verdict(
     Args:
         chosen: the name of the chosen candidate.
         candidates: all of them.
-        rate: the share of labels that look wrong.
-        suspects, rows: how many training rows are suspects, of how many.
+        noise: of the labels.
         classes: how many there are.
         test: right answers of the chosen one on the test rows, and how many those are.
     """
     won = next(c for c in candidates if c.name == chosen)
-    noise = f"About {rate:.0%} of the {rows} labels look wrong; {suspects} rows are marked as suspects."
     named = {OURS: "The cleaned model", "trusted": "Train on the trusted set alone: its model"}
     name = named.get(chosen, f"The alternative '{chosen}'")
     held = f"{int(won.right.sum())} of {won.rows} trusted rows it had not seen"
@@ -166,8 +230,14 @@ def _compared(won: Judged, candidates: list[Judged], tested: bool) -> str:
     if not others:
         return ""
     if won.name != OURS:
+        ours = next((c for c in others if c.name == OURS), None)
+        if ours is None:
+            return ""
+        much = "significantly " if exceeds(won, ours, len(others)) else ""
         worse = "; the noisy rows make the model worse here" if won.name == "trusted" else ""
-        return f" It was significantly better than the cleaned model on trusted rows{worse}."
+        beside = "" if much else ", though not significantly so"
+        counts = f"{int(won.right.sum())} against {int(ours.right.sum())} of {won.rows}"
+        return f" It was {much}better than the cleaned model on trusted rows ({counts}){beside}{worse}."
     best = max(others, key=lambda c: c.accuracy)
     where = "On trusted rows " if tested else ""
     counts = f"'{best.name}': {int(best.right.sum())} of {best.rows}"

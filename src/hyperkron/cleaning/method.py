@@ -62,7 +62,7 @@ def cross_fitted(
 ) -> list[Tensor]:
     """Opinions (rows, C) on all rows of each view, those on half h from a network trained on ``learn(work, h)``."""
     targets = [learn(work, half) for work in works for half in (0, 1)]
-    networks = works[0].fit(targets, plan, name, seeds=[1, 2] * len(works))
+    networks = works[0].fit(targets, plan, name, seeds=[work.shift + seed for work in works for seed in (1, 2)])
     found = []
     for i, work in enumerate(works):
         asked = torch.zeros(len(work.given), work.classes, device=work.device)
@@ -87,7 +87,7 @@ def trusted_expert(works: Sequence[Work]) -> list[Tensors]:
         first = works[0]
         plan = first.short if first.many else first.brief  # it counts most, and is then trained longer at little cost
         targets = [known(work, work.trusted) for work in works]
-        alone = first.fit(targets, plan, "trusted expert", seeds=[0] * len(works))
+        alone = first.fit(targets, plan, "trusted expert", seeds=[work.shift for work in works])
         halved = cross_fitted(
             works, "trusted expert", lambda work, half: known(work, work.side(1 - half, work.trusted)), first.brief
         )
@@ -223,7 +223,8 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequen
         told = [targets(*view) for view in zip(works, firsts, halved, strict=True)]
         flat = [one for view in told for one in view]
         plan = works[0].quick(-(-len(works[0].noisy) // 2))
-        networks = iter(works[0].fit(flat, plan, "fold models", seeds=[11, 12] * (len(flat) // 2)))
+        seeds = [work.shift + seed for work in works for _ in PRESETS for seed in (11, 12)]
+        networks = iter(works[0].fit(flat, plan, "fold models", seeds=seeds))
         found = []
         for work in works:
             asked = torch.zeros(len(PRESETS), len(work.given), work.classes, device=work.device)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning.annotators import label_matrix, reliability
+from hyperkron.cleaning.choice import Noise
 from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import Labelled, NewRows
 from hyperkron.cleaning.evidence import of_label
@@ -238,19 +239,25 @@ def about_run(
     }
 
 
-def scores_summary(outcome: Outcome, scores: dict[str, Tensor], work: Work, train: Labelled) -> dict[str, Any]:
-    """The noise, the suspects, the weights, the sources of the labels and (κ, β, γ)."""
+def scores_summary(
+    outcome: Outcome, scores: dict[str, Tensor], noise: Noise | None, work: Work, train: Labelled
+) -> dict[str, Any]:
+    """The noise, the suspects, the sources of the labels, the weights and (κ, β, γ)."""
     probability, weight = (scores[name] for name in ("error_probability", "weight"))
     posterior, given = outcome.final.posterior, work.given[work.noisy]
     matrix = outcome.final.votes.confusion[0] if work.votes is None else label_matrix(posterior, given)
-    sources = [] if work.votes is None else reliability(posterior, work.votes, train.annotators, train.classes)
     return {
         "noise": {
             "rate": float(probability.nanmean()),
+            **({} if noise is None else {"low": noise.low, "high": noise.high}),
             "matrix": [[round(v, 6) for v in line] for line in matrix.cpu().tolist()],
         },
-        "suspects": {"cut": SUSPECT_THRESHOLD, "count": int((probability > SUSPECT_THRESHOLD).sum())},
-        "sources": sources,
+        "suspects": {
+            "cut": SUSPECT_THRESHOLD,
+            "count": int((probability > SUSPECT_THRESHOLD).sum()),
+            **({} if noise is None else {"stable": noise.stable}),
+        },
+        "sources": [] if work.votes is None else reliability(posterior, work.votes, train.annotators, train.classes),
         "unlabelled": int(probability.isnan().sum()),
         "weights": {
             "edges": [round(i / 20, 2) for i in range(21)],

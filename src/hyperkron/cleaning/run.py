@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hyperkron.cleaning import recorded
 from hyperkron.cleaning.alternatives import DESCRIPTIONS, ESTIMATORS, available, delivered, judged, targets_for
 from hyperkron.cleaning.budget import steps_of, within
-from hyperkron.cleaning.choice import Judged, choose, different, first_verdict, judge, verdict
+from hyperkron.cleaning.choice import Judged, Noise, choose, different, first_verdict, judge, noise_of, verdict
 from hyperkron.cleaning.config import OURS, CleanConfig, Progress, SilentProgress
 from hyperkron.cleaning.data import Labelled
 from hyperkron.cleaning.folder import RunFolder
@@ -72,6 +72,7 @@ class CleaningRun:
     networks: dict[str, nn.Module] = field(default_factory=dict, init=False)
     table: list[Judged] = field(default_factory=list, init=False)  # the candidates judged so far
     written: float = field(default=0.0, init=False)  # when result.json was
+    noise: Noise | None = field(default=None, init=False)  # known once the views are
     stage: tuple[str, int] = field(default=("", 0), init=False)  # that is being computed, and its steps so far
 
     def __post_init__(self) -> None:
@@ -109,10 +110,12 @@ class CleaningRun:
             self._write_first()
             views, frequent = work.views(), outcome.final.posterior.mean(0)
             outcomes = clean_labels(views)
+            doubts = [found.error_probability(work.given[work.noisy]).cpu() for found in outcomes]
+            self.noise = noise_of(self.scores["error_probability"], doubts, SUSPECT_THRESHOLD)
             for name in (OURS, *self.names):
                 with self._timed(name, "candidate"):
                     answers = judged(name, views, outcomes)[work.trusted]
-                    self.table.append(judge(name, answers, work.given[work.trusted], frequent))
+                    self.table.append(judge(name, answers, work.given[work.trusted], frequent, len(views)))
                 self._write_first()
             chosen = choose(self.table)
             for name in self.names:
@@ -280,11 +283,11 @@ class CleaningRun:
         """What result.json holds."""
         right = self._test_right()
         won, mine = next((c for c in self.table if c.name == chosen), None), right.get(chosen)
-        doubt, suspect, more = self.scores["error_probability"], self.scores["suspect"], dict[str, Any]()
+        suspect, more = self.scores["suspect"], dict[str, Any]()
         if won is not None:
-            counts = float(doubt.nanmean()), int(suspect.sum()), int((~doubt.isnan()).sum())
+            assert self.noise is not None
             test = None if mine is None else (int(mine.sum()), len(mine))
-            more["verdict"] = verdict(chosen, self.table, *counts, classes=self.work.classes, test=test)
+            more["verdict"] = verdict(chosen, self.table, self.noise, classes=self.work.classes, test=test)
             more["per_class"] = per_class(self.parts, suspect, won.right, mine)
         return {
             **about_run(self.parts, self.config, self.work.plan, self.device, self.command, self.messages),
@@ -292,7 +295,7 @@ class CleaningRun:
             "chosen": chosen,
             **more,
             "candidates": [self._candidate(c, won, right) for c in self.table],
-            **scores_summary(self.outcome, self.scores, self.work, self.parts[0]),
+            **scores_summary(self.outcome, self.scores, self.noise, self.work, self.parts[0]),
         }
 
     def _finish(self, chosen: str) -> CleanResult:

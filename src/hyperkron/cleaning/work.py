@@ -52,6 +52,7 @@ class Work:
         held_out: numbers of the trusted rows that are left out of a view, to judge what is made from it.
         scope: begins the names of a view's stages.
         votes: of several sources on the noisy rows (N, S), −1 where one is silent; None where labels are single.
+        shift: added to the seeds of a view's networks.
     """
 
     inputs: Inputs
@@ -72,6 +73,7 @@ class Work:
     held_out: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     scope: str = ""
     votes: Tensor | None = None
+    shift: int = 0
 
     @property
     def judging_folds(self) -> int:
@@ -89,7 +91,14 @@ class Work:
             kept = self.trusted[part != k]
             halves = folds(self.given, [self.noisy, kept], 2, self.config.seed)
             found.append(
-                replace(self, trusted=kept, held_out=self.trusted[part == k], fold=halves, scope="without-fold-")
+                replace(
+                    self,
+                    trusted=kept,
+                    held_out=self.trusted[part == k],
+                    fold=halves,
+                    scope="without-fold-",
+                    shift=100 * (k + 1),
+                )
             )
         return found
 
