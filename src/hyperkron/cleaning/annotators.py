@@ -110,9 +110,8 @@ def weigh_votes(
 def _single(opinion: Tensor, given: Tensor) -> Votes:
     """One source, whose confusion is the noise matrix."""
     labelled = given != SILENT
-    matrix, _ = noise_matrix(opinion[labelled], given[labelled])
-    told = label_evidence(matrix, given)
-    return Votes(matrix[None], 0.0, told, (opinion.clamp(min=1e-30).log() + told).softmax(1))
+    matrix, posterior = noise_matrix(opinion[labelled], given[labelled])
+    return Votes(matrix[None], 0.0, label_evidence(matrix, given), opinion.index_put((labelled,), posterior))
 
 
 def _shrunk(meant: Tensor, spoken: Tensor, size: Tensor, shrinkage: float) -> Tensor:
@@ -177,7 +176,7 @@ def reliability(
         meant = torch.zeros(len(classes), len(classes)).double()
         meant.index_add_(0, said[spoke], posterior.cpu()[spoke].double())
         right = float(meant.diagonal().sum())
-        low, high = wilson(round(right), count) if count else (0.0, 1.0)
+        low, high = wilson(min(1.0, right / count), count) if count else (0.0, 1.0)
         wrong = meant - torch.diag(meant.diagonal())
         v, k = divmod(int(wrong.argmax()), len(classes))
         often = float(wrong[v, k])

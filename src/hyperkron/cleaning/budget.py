@@ -24,26 +24,33 @@ def steps_of(work: Work, plan: TrainingPlan, names: list[str], test: bool) -> in
     return total + (sum(_of_candidate(name, [whole]) for name in names) if test else 0)
 
 
+def _side_by_side(plan: TrainingPlan, rows: list[int]) -> int:
+    """Of networks of so many rows each, which all train as long as the longest."""
+    return len(rows) * max(plan.steps(count) for count in rows)
+
+
 def _of_method(works: list[Work]) -> int:
     """Of the trusted expert, the noise-matrix expert and the fold models."""
-    first, views = works[0], len(works)
-    trusted = max(len(work.trusted) for work in works)
-    sides = [len(work.side(h, work.trusted)) for work in works for h in (0, 1)]
-    half = max(len(first.side(h, first.noisy)) for h in (0, 1))
-    steps = views * (first.short if first.many else first.brief).steps(trusted)
-    steps += 2 * views * first.brief.steps(max(sides))
-    steps += 2 * views * first.quick(-(-len(first.given) // 2)).steps(half + max(sides))
-    return steps + 2 * views * len(PRESETS) * first.quick(half).steps(half + max(sides))
+    first = works[0]
+    trusted = [[len(work.side(h, work.trusted)) or len(work.trusted) for h in (0, 1)] for work in works]
+    noisy = [len(first.side(h, first.noisy)) for h in (0, 1)]
+    alone = first.short if first.many else first.brief
+    steps = _side_by_side(alone, [len(work.trusted) for work in works])
+    steps += _side_by_side(first.brief, [count for pair in trusted for count in pair])
+    sides = [[len(work.side(h, work.trusted)) for h in (0, 1)] for work in works]
+    of_matrix, of_folds = first.quick(-(-len(first.given) // 2)), first.quick(-(-len(first.noisy) // 2))
+    steps += _side_by_side(of_matrix, [noisy[h] + pair[h] for pair in sides for h in (0, 1)])
+    return steps + len(PRESETS) * _side_by_side(of_folds, [noisy[h] + pair[1 - h] for pair in sides for h in (0, 1)])
 
 
 def _of_candidate(name: str, works: list[Work]) -> int:
     """Of a candidate's networks; what cleanlab takes out is not known beforehand."""
-    noisy, trusted = len(works[0].noisy), max(len(work.trusted) for work in works)
-    rows = {"noisy": noisy, "trusted": trusted}.get(name, noisy + trusted)
     if name in (*TREES, *ESTIMATORS):
         return 0
-    networks = 1 if name in BLIND else len(works)
-    return networks * (works[0].last.steps(rows) + (works[0].short.steps(noisy) if name == "sama" else 0))
+    noisy = len(works[0].noisy)
+    rows = [{"noisy": noisy, "trusted": len(w.trusted)}.get(name, noisy + len(w.trusted)) for w in works]
+    learning = len(works) * works[0].short.steps(noisy) if name == "sama" else 0
+    return learning + _side_by_side(works[0].last, rows[:1] if name in BLIND else rows)
 
 
 def seconds_per_step(work: Work, steps: int = 20) -> float:

@@ -165,7 +165,7 @@ def noise_of(doubt: Tensor, views: Sequence[Tensor], cut: float) -> Noise:
     """From the error probabilities of the whole, and of the views without a fold of the trusted rows.
 
     Args:
-        doubt: of all noisy rows (N,); NaN where a row has no label.
+        doubt: of all noisy rows (N,); NaN for those without a label.
         views: the same from each view, whose networks had other seeds.
         cut: a row with more is a suspect.
     """

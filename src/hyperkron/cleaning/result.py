@@ -242,11 +242,10 @@ def about_run(
 def scores_summary(
     outcome: Outcome, scores: dict[str, Tensor], noise: Noise | None, work: Work, train: Labelled
 ) -> dict[str, Any]:
-    """The noise, the suspects, the weights, the sources of the labels and (κ, β, γ)."""
+    """The noise, the suspects, the sources of the labels, the weights and (κ, β, γ)."""
     probability, weight = (scores[name] for name in ("error_probability", "weight"))
     posterior, given = outcome.final.posterior, work.given[work.noisy]
     matrix = outcome.final.votes.confusion[0] if work.votes is None else label_matrix(posterior, given)
-    sources = [] if work.votes is None else reliability(posterior, work.votes, train.annotators, train.classes)
     return {
         "noise": {
             "rate": float(probability.nanmean()),
@@ -258,7 +257,7 @@ def scores_summary(
             "count": int((probability > SUSPECT_THRESHOLD).sum()),
             **({} if noise is None else {"stable": noise.stable}),
         },
-        "sources": sources,
+        "sources": [] if work.votes is None else reliability(posterior, work.votes, train.annotators, train.classes),
         "unlabelled": int(probability.isnan().sum()),
         "weights": {
             "edges": [round(i / 20, 2) for i in range(21)],

@@ -51,8 +51,8 @@ class Work:
         estimator: a classifier of the user's; None where there is none.
         held_out: numbers of the trusted rows that are left out of a view, to judge what is made from it.
         scope: begins the names of a view's stages.
-        shift: added to the seeds of a view's networks.
         votes: of several sources on the noisy rows (N, S), −1 where one is silent; None where labels are single.
+        shift: added to the seeds of a view's networks.
     """
 
     inputs: Inputs
@@ -72,8 +72,8 @@ class Work:
     estimator: Any = None
     held_out: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     scope: str = ""
-    shift: int = 0
     votes: Tensor | None = None
+    shift: int = 0
 
     @property
     def judging_folds(self) -> int:
