@@ -158,7 +158,7 @@ def _networks_or_trees(works: Sequence[Work], outcomes: Sequence[Outcome], stage
         if outcome.prefers_trees(work):
             q = outcome.final.posterior
             weight = certainty(q, work.given[work.noisy])
-            found.append(evidence_forest(work, work.noisy, work.trusted, q, weight)[0].eval())
+            found.append(evidence_forest(work, q, weight)[0].eval())
         else:
             found.append(next(networks))
     return found

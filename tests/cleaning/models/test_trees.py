@@ -61,7 +61,7 @@ def test_a_forest_of_soft_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     q = 0.8 * torch.nn.functional.one_hot(y, 3) + 0.2 / 3
     weight = torch.linspace(0.1, 1, len(x))
     found, out_of_bag = forest(x, q, weight, seed=5)
-    other = ensemble.ExtraTreesRegressor(40, max_features="sqrt", bootstrap=True, oob_score=True, random_state=5)
+    other = ensemble.RandomForestRegressor(40, max_features="sqrt", oob_score=True, random_state=5)
     other.fit(x.numpy(), q.double().numpy(), sample_weight=weight.double().numpy())
     wanted = torch.from_numpy(other.predict(x.numpy()))
     assert torch.allclose(found(x).double().softmax(1), wanted, atol=1e-6, rtol=0)

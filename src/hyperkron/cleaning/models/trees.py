@@ -102,11 +102,10 @@ def rebuilt(build: Callable[[], nn.Module], tensors: dict[str, Tensor]) -> nn.Mo
 
 
 def forest(x: Tensor, q: Tensor, weight: Tensor | None = None, *, seed: int = 0) -> tuple[TreeEnsemble, Tensor]:
-    """A forest of extremely randomised trees of soft labels, and its out-of-bag probabilities of the same rows (N, C).
+    """A random forest of soft labels, and its out-of-bag probabilities of the same rows (N, C).
 
-    Each tree takes the best of a few random splits by the squared error of q, which for certain labels is Gini's
-    impurity, and answers with the mean of q in a leaf. Row n's out-of-bag answer is that of the trees whose bootstrap
-    sample missed it.
+    Each tree splits to lower the squared error of q, which for certain labels is Gini's impurity, and answers with the
+    mean of q in a leaf. Row n's out-of-bag answer is that of the trees whose bootstrap sample missed it.
 
     Args:
         x: inputs (N, d).
@@ -115,15 +114,14 @@ def forest(x: Tensor, q: Tensor, weight: Tensor | None = None, *, seed: int = 0)
         seed: of samples and features.
 
     References:
-        Breiman, 2001, "Random forests"; Geurts, Ernst & Wehenkel, 2006, "Extremely randomized trees".
+        Breiman, 2001, "Random forests".
     """
-    from sklearn.ensemble import ExtraTreesRegressor
+    from sklearn.ensemble import RandomForestRegressor
 
     rows, classes = q.shape
     sample = min(rows, MAX_SAMPLE)
-    model = ExtraTreesRegressor(
+    model = RandomForestRegressor(
         TREES,
-        bootstrap=True,
         max_features="sqrt",
         min_samples_leaf=max(1, math.ceil(1.3 * sample * TREES * classes / MAX_VALUES)),
         max_samples=None if sample == rows else sample,
@@ -177,7 +175,7 @@ def as_tensors(estimator: Any, classes: int) -> TreeEnsemble | None:
         trees = [tree for trees in estimator._predictors for tree in trees]
         categorical = any(bool(tree.nodes["is_categorical"].any()) for tree in trees)
         return None if categorical else _boosted(estimator, met, classes)
-    forests = (kinds.RandomForestClassifier, kinds.ExtraTreesClassifier, kinds.ExtraTreesRegressor)
+    forests = (kinds.RandomForestClassifier, kinds.ExtraTreesClassifier, kinds.RandomForestRegressor)
     if not isinstance(estimator, forests):
         return None
     parts = []
