@@ -98,7 +98,7 @@ class Group:
         return torch.stack(found)
 
     def gather_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """All rows of tensors of which every rank has its own, in one collective."""
+        """All rows of tensors of which every rank has its own, in one collective; each has memory of its own."""
         sizes = [self._each(x.shape) for x in tensors]
         dtype = torch.result_type(tensors[0], tensors[0])
         for x in tensors:
@@ -112,10 +112,8 @@ class Group:
         with _answering():
             dist.all_gather_into_tensor(table, own, group=self.handle)
         parts = table.view(self.size, -1).split(sizes, dim=1)
-        return [
-            part.reshape(-1)[: x.shape.numel()].reshape(x.shape).to(x.dtype)
-            for part, x in zip(parts, tensors, strict=True)
-        ]
+        own_memory = [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
+        return [part[: x.shape.numel()].view(x.shape).to(x.dtype) for part, x in zip(own_memory, tensors, strict=True)]
 
     def sum_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Σ over ranks of each tensor, of which every rank gets its own rows, in one collective."""

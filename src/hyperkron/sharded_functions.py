@@ -132,7 +132,7 @@ class _AllSummed(torch.autograd.Function):
 
     @staticmethod
     def forward(group: Group, x: Tensor) -> Tensor:
-        return group.sum([x])[0]
+        return group.sum([x])[0].clone()  # of one process it is x itself
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -144,7 +144,7 @@ class _AllSummed(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:
-        return ctx.group.sum([tangent])[0]
+        return ctx.group.sum([tangent])[0].clone()
 
 
 def taken(group: Group, x: Tensor, index: Tensor) -> Tensor:

@@ -208,11 +208,13 @@ class _Unit:
             module._parameters[name] = by_id.get(id(x), x)
 
     def after(self, *_: object) -> None:
+        if not self.stack:  # gathering has failed
+            return
         rows, addresses = self.stack.pop()
         for (module, name), x in zip(self.owners, rows, strict=True):
             module._parameters[name] = x
         for address in addresses:  # its memory may belong to another tensor from now on
-            del self.kept[address]
+            self.kept.pop(address, None)
 
 
 def _owners(module: nn.Module, others: set[nn.Module]) -> Iterator[Owner]:
