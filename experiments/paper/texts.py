@@ -52,7 +52,8 @@ def corpus(name: str, folder: Path | None) -> Corpus:
     if name == MADE_UP:
         return _made_up()
     where = find(f"wrench/{name}", folder)
-    places = (Place("name", name, where, part, ReadOptions(), gold=False) for part in ("train", "valid", "test"))
+    vote = ReadOptions(abstain="first")
+    places = (Place("name", name, where, part, vote, gold=False) for part in ("train", "valid", "test"))
     train, valid, test = map(read_wrench, places)
     number = {label: i for i, label in enumerate(train.classes or ())}
 

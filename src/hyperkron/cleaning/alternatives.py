@@ -97,10 +97,10 @@ def targets_for(name: str, work: Work, outcome: Outcome) -> TrainingTargets:
         raise HyperkronError(
             f"name={name!r} is no candidate with a network; choose from {', '.join((OURS, *ALTERNATIVES))}."
         )
-    noisy, trusted = work.noisy, work.trusted
-    rows = {"noisy": noisy, "trusted": trusted}.get(name, torch.cat([noisy, trusted]))
+    noisy, trusted = work.labelled(work.noisy), work.trusted
     if name == OURS:
-        return outcome.targets(work, rows)
+        return outcome.targets(work, torch.cat([work.noisy, trusted]))
+    rows = {"noisy": noisy, "trusted": trusted}.get(name, torch.cat([noisy, trusted]))
     if name in ("noisy", "trusted", "pooled"):
         return TrainingTargets(rows, work.known(rows))
     if name == "cleanlab":
@@ -153,12 +153,12 @@ def _networks_or_trees(works: Sequence[Work], outcomes: Sequence[Outcome], stage
     pairs = list(zip(works, outcomes, strict=True))
     others = [(work, outcome) for work, outcome in pairs if not outcome.prefers_trees(work)]
     networks = iter(fitted(OURS, [w for w, _ in others], [o for _, o in others], stage) if others else [])
-    found = []
+    found: list[nn.Module] = []
     for work, outcome in pairs:
         if outcome.prefers_trees(work):
             q = outcome.final.posterior
             weight = certainty(q, work.given[work.noisy])
-            found.append(evidence_forest(work, work.noisy, work.trusted, q, weight)[0].eval())
+            found.append(evidence_forest(work, q, weight)[0].eval())
         else:
             found.append(next(networks))
     return found
@@ -168,14 +168,16 @@ def _without_network(name: str, work: Work, outcome: Outcome, stage: str) -> nn.
     """Trees, or the user's estimator, made from a view."""
     work.tick(stage, 0)
     if name in ESTIMATORS:
-        rows, q = torch.cat([work.noisy, work.trusted]), outcome.final.posterior
+        cleaned, q = name == "estimator-cleaned", outcome.final.posterior
+        rows = torch.cat([work.noisy if cleaned else work.labelled(work.noisy), work.trusted])
         labels, weight = work.given[rows], torch.ones(len(rows), device=work.device)
-        if name == "estimator-cleaned":
+        if cleaned:
             labels = torch.cat([q.argmax(1), work.given[work.trusted]])
             weight[: len(q)] = certainty(q, work.given[work.noisy])
         return fit_estimator(work.estimator, vectors(work, rows), labels, weight, work.classes).eval()
     assert outcome.noisy_forest is not None
-    kept = work.noisy[confident(outcome.noisy_forest[work.noisy], work.given[work.noisy])]
+    noisy = work.labelled(work.noisy)
+    kept = noisy[confident(outcome.noisy_forest[noisy], work.given[noisy])]
     rows = torch.cat([kept, work.trusted])
     if name == "boosted":
         return trees.boosted(vectors(work, rows), work.given[rows], work.classes, seed=work.config.seed).eval()
@@ -191,7 +193,7 @@ def _gold_loss(work: Work, outcome: Outcome) -> TrainingTargets:
     References:
         Hendrycks et al., 2018, "Using trusted data to train deep networks on labels corrupted by severe noise".
     """
-    noisy, trusted, sure = work.noisy, work.trusted, work.given[work.trusted]
+    noisy, trusted, sure = work.labelled(work.noisy), work.trusted, work.given[work.trusted]
     matrix = noise_matrix_from_trusted(outcome.noisy_expert[trusted], sure, work.classes, strength=1e-6)
     evidence = torch.cat([label_evidence(matrix, work.given[noisy]), work.known(trusted)])
     gold = max(1.0, GOLD_SHARE * len(noisy) / len(trusted))
@@ -251,7 +253,7 @@ class _Sama:
     """The training run that learns the weights of noisy rows."""
 
     def __init__(self, work: Work) -> None:
-        self._work, self._noisy, self._trusted = work, work.noisy, work.trusted
+        self._work, self._noisy, self._trusted = work, work.labelled(work.noisy), work.trusted
         self._random = torch.Generator(work.device).manual_seed(work.config.seed)
         self._network = work.build().to(work.device).train()
         self._optimizer = optimizer_for([self._network], work.short)

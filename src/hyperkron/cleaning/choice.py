@@ -165,19 +165,21 @@ def noise_of(doubt: Tensor, views: Sequence[Tensor], cut: float) -> Noise:
     """From the error probabilities of the whole, and of the views without a fold of the trusted rows.
 
     Args:
-        doubt: of all noisy rows (N,).
+        doubt: of all noisy rows (N,); NaN for those without a label.
         views: the same from each view, whose networks had other seeds.
         cut: a row with more is a suspect.
     """
-    rates = torch.stack([view.double().mean() for view in views])
+    rates = torch.stack([view.double().nanmean() for view in views])
     jackknife = (len(rates) - 1) / len(rates) * float((rates - rates.mean()).square().sum())
-    reach, rate = Z * math.sqrt(jackknife + RATE_ERROR**2), float(doubt.double().mean())
+    reach, rate = Z * math.sqrt(jackknife + RATE_ERROR**2), float(doubt.double().nanmean())
     mine, others = doubt > cut, [view > cut for view in views]
     shared = [
         float((mine & other).sum() / (mine | other).sum().clamp(min=1)) for other in others if (mine | other).any()
     ]
     stable = sum(shared) / len(shared) if shared else 1.0
-    return Noise(rate, max(0.0, rate - reach), min(1.0, rate + reach), int(mine.sum()), len(doubt), stable)
+    return Noise(
+        rate, max(0.0, rate - reach), min(1.0, rate + reach), int(mine.sum()), int((~doubt.isnan()).sum()), stable
+    )
 
 
 def verdict(

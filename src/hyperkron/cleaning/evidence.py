@@ -58,8 +58,8 @@ def logs(p: Tensor) -> Tensor:
 
 
 def certain(labels: Tensor, classes: int) -> Tensor:
-    """The log-evidence of labels that are right: 0 for the class, very low for the others."""
-    return (1 - F.one_hot(labels, classes).float()) * RULED_OUT
+    """The log-evidence of labels that are right: 0 for the class, very low for the others; 0 for −1, no label."""
+    return (1 - F.one_hot(labels.clamp(min=0), classes).float()) * RULED_OUT * (labels >= 0)[:, None]
 
 
 def likelihood(output: Tensor, evidence: Tensor, weight: Tensor | None = None) -> Loss:
@@ -268,8 +268,8 @@ def noise_matrix(opinion: Tensor, given: Tensor, iterations: int = 100) -> tuple
 
 
 def of_label(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """The probability (N,) that (N, C) gives to each row's label."""
-    return probabilities.gather(1, labels[:, None])[:, 0]
+    """The probability (N,) that (N, C) gives to each row's label; 0 where that is −1."""
+    return probabilities.gather(1, labels.clamp(min=0)[:, None])[:, 0] * (labels >= 0)
 
 
 def overconfidence(probabilities: Tensor, labels: Tensor) -> float:
@@ -300,5 +300,5 @@ def overconfidence(probabilities: Tensor, labels: Tensor) -> float:
 
 
 def label_evidence(matrix: Tensor, given: Tensor) -> Tensor:
-    """log T[:, y_n] for every row (N, C)."""
-    return (matrix + 1e-6).log()[:, given].T
+    """log T[:, y_n] for every row (N, C); 0 for rows without a label, −1."""
+    return (matrix + 1e-6).log()[:, given.clamp(min=0)].T * (given >= 0)[:, None]

@@ -197,17 +197,19 @@ class RunFolder:
     def write_rows(self, train: Labelled, scores: dict[str, Tensor]) -> None:
         """rows.csv, left_out.csv and suspects.jsonl, where ``row`` is the position of a row in the source.
 
+        Rows without a label have no given label, error probability and weight.
+
         ``scores``: suggested, error_probability, weight, suspect, history (N, steps) of the rows that were used.
         """
         probability, weight, suspect = (scores[name].tolist() for name in ("error_probability", "weight", "suspect"))
-        given = [train.classes[k] for k in train.labels.tolist()]
+        given = ["" if k < 0 else train.classes[k] for k in train.labels.tolist()]
         suggested = [train.classes[k] for k in scores["suggested"].tolist()]
         ids = {f"id {name}" if name in _COLUMNS else name: values for name, values in train.ids.items()}
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["row", *ids, *_COLUMNS[1:]])
         for i, row in enumerate(train.rows.tolist()):
-            numbers = f"{probability[i]:.6f}", f"{weight[i]:.6f}"
+            numbers = [f"{x[i]:.6f}" if given[i] else "" for x in (probability, weight)]
             known = [values[i] for values in ids.values()]
             writer.writerow([row, *known, given[i], suggested[i], *numbers, str(suspect[i]).lower()])
         self._put("rows.csv", text.getvalue().encode("utf-8", "surrogatepass"))
@@ -280,6 +282,8 @@ def fingerprint(parts: list[Labelled]) -> str:
     for part in parts:
         digest.update(repr((part.kind, part.classes, len(part))).encode())
         digest.update(part.labels.tobytes() + part.rows.tobytes())
+        if part.votes is not None:
+            digest.update(repr(part.annotators).encode() + part.votes.tobytes())
         if isinstance(part.inputs, list):
             for text in part.inputs:
                 digest.update(text.encode("utf-8", "surrogatepass") + b"\0")

@@ -14,6 +14,8 @@ from hyperkron.solution import HyperkronError
 
 USED = "used"
 """The status of a row that was used."""
+UNLABELLED = "unlabelled"
+"""The status of a row that was used, but on which no annotator voted."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Given:
         rows: positions (n,) of those that were used.
         left_out: for each reason, the positions of others.
         index: the pandas index of all; None where they have none.
+        unlabelled: positions of those that were used but have no label.
 
     Example:
         >>> given = Given(torch.tensor([1, 2]), {"no label": torch.tensor([0])})
@@ -34,14 +37,17 @@ class Given:
     rows: Tensor
     left_out: Mapping[str, Tensor] = field(default_factory=dict)
     index: Any = None
+    unlabelled: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
 
     @classmethod
     def of(cls, train: Any, part: Labelled) -> Given:
         """Of what was given to ``clean`` and what was read from it; ``Labelled`` rows count as they are."""
+        silent = torch.as_tensor(part.labels) < 0
         if isinstance(train, Labelled):
-            return cls(torch.arange(len(part)))
+            return cls(torch.arange(len(part)), unlabelled=silent.nonzero()[:, 0])
         left_out = {why: torch.as_tensor(rows) for why, rows in part.left_out.items()}
-        found = cls(torch.as_tensor(part.rows), left_out, _index(train))
+        rows = torch.as_tensor(part.rows)
+        found = cls(rows, left_out, _index(train), rows[silent])
         assert found.index is None or len(found.index) == len(found), "rows were lost without a reason"
         return found
 
@@ -55,10 +61,11 @@ class Given:
         return self._as_given(found, name)
 
     def status(self) -> Any:
-        """For each given row ``used``, or why it was left out: an array of texts, or a Series."""
+        """For each given row ``used``, ``unlabelled``, or why it was left out: an array of texts, or a Series."""
         import numpy as np
 
         found = np.full(len(self), USED, dtype=object)
+        found[self.unlabelled.numpy()] = UNLABELLED
         for why, rows in self.left_out.items():
             found[rows.numpy()] = why
         return self._as_given(found, "status")

@@ -61,7 +61,8 @@ def load(
         "suspect": torch.tensor([row.suspect for row in rows], dtype=torch.bool),
         "suggested": torch.tensor([place.get(row.suggested, -1) for row in rows], dtype=torch.long),
     }
-    given = Given(torch.tensor([row.row for row in rows], dtype=torch.long), _left_out(folder))
+    silent = torch.tensor([row.row for row in rows if not row.given], dtype=torch.long)
+    given = Given(torch.tensor([row.row for row in rows], dtype=torch.long), _left_out(folder), unlabelled=silent)
     transform, network = _predictor(folder, model, encoder, device)
     checked: dict[str, Any] = {key: summary.text(key) for key in ("chosen", "verdict")}
     checked |= {"candidates": summary.items("candidates"), "data": {**summary.child("data").raw, "classes": classes}}
@@ -69,7 +70,7 @@ def load(
 
 
 class CsvRow(NamedTuple):
-    """A line of rows.csv."""
+    """A line of rows.csv; without a given label, error probability and weight are NaN."""
 
     row: int
     given: str
@@ -97,10 +98,15 @@ def read_rows(folder: Path) -> list[CsvRow] | None:
 
 
 def _row(line: dict[str, Any]) -> CsvRow:
-    probability, suspect = float(line["error_probability"]), {"true": True, "false": False}[line["suspect"]]
-    if math.isnan(probability) or line["suggested"] is None or not 0 <= int(line["row"]) < 2**62:
+    probability, weight = (float(line[name] or "nan") for name in ("error_probability", "weight"))
+    suspect = {"true": True, "false": False}[line["suspect"]]
+    if (
+        math.isnan(probability) != (line["given"] == "")
+        or line["suggested"] is None
+        or not 0 <= int(line["row"]) < 2**62
+    ):
         raise ValueError
-    return CsvRow(int(line["row"]), str(line["given"]), line["suggested"], probability, float(line["weight"]), suspect)
+    return CsvRow(int(line["row"]), str(line["given"]), line["suggested"], probability, weight, suspect)
 
 
 def finished_rows(folder: Path) -> list[CsvRow]:

@@ -25,19 +25,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hyperkron.cleaning.annotators import Votes, weigh_votes
 from hyperkron.cleaning.evidence import (
     Pool,
     frequencies,
     label_evidence,
     logs,
-    noise_matrix,
     noise_matrix_from_trusted,
     of_label,
     overconfidence,
     shifted,
     stack,
 )
-from hyperkron.cleaning.forests import cleaned_forest, noisy_forest
+from hyperkron.cleaning.forests import evidence_forest, noisy_forest
 from hyperkron.cleaning.stages import Tensors
 from hyperkron.cleaning.trainer import TrainingPlan, TrainingTargets, predict
 from hyperkron.cleaning.work import Work, staged
@@ -107,7 +107,7 @@ def noisy_expert(works: Sequence[Work]) -> list[Tensor]:
     first = works[0]
 
     def compute() -> Tensors:
-        learn = [first.side(1 - half, first.noisy) for half in (0, 1)]
+        learn = [first.side(1 - half, first.labelled(first.noisy)) for half in (0, 1)]
         targets = [TrainingTargets(rows, first.known(rows)) for rows in learn]
         networks = first.fit(targets, first.quick(max(map(len, learn))), "noisy expert", seeds=[1, 2])
         rows = torch.arange(len(first.given), device=first.device)
@@ -126,7 +126,7 @@ def matrix_expert(works: Sequence[Work], noisy: Sequence[Tensor]) -> list[Tensor
     matrices = {id(work): matrix for work, matrix in zip(works, told, strict=True)}
 
     def learn(work: Work, half: int) -> TrainingTargets:
-        mine, sure = work.side(1 - half, work.noisy), work.side(1 - half, work.trusted)
+        mine, sure = work.side(1 - half, work.labelled(work.noisy)), work.side(1 - half, work.trusted)
         evidence = torch.cat([label_evidence(matrices[id(work)], work.given[mine]), work.known(sure)])
         return TrainingTargets(torch.cat([mine, sure]), evidence)
 
@@ -148,15 +148,18 @@ class Opinion:
         experts: log-probabilities (J, rows, C).
         pool: a and b.
         log_p: log p̄ of the noisy rows, under their own class frequencies (N, C).
-        matrix: T (C, C).
-        posterior: q of the noisy rows (N, C).
+        votes: what their labels say: T, log L and q (N, C).
     """
 
     experts: Tensor
     pool: Pool
     log_p: Tensor
-    matrix: Tensor
-    posterior: Tensor
+    votes: Votes
+
+    @property
+    def posterior(self) -> Tensor:
+        """q of the noisy rows (N, C)."""
+        return self.votes.posterior
 
 
 def opinion(work: Work, experts: Sequence[Tensor]) -> Opinion:
@@ -164,12 +167,12 @@ def opinion(work: Work, experts: Sequence[Tensor]) -> Opinion:
     stacked, labels = torch.stack([logs(p) for p in experts]), work.given[work.trusted]
     pool = stack(stacked[:, work.trusted], labels)
     log_p = shifted(pool(stacked[:, work.noisy]), frequencies(labels, work.classes))
-    matrix, posterior = noise_matrix(log_p.exp(), work.given[work.noisy])
-    return Opinion(stacked, pool, log_p, matrix, posterior)
+    votes = work.given[work.noisy][:, None] if work.votes is None else work.votes
+    return Opinion(stacked, pool, log_p, weigh_votes(log_p.exp(), votes))
 
 
 def evidence_targets(
-    work: Work, rows: Tensor, log_p: Tensor, matrix: Tensor, scale: Sequence[float]
+    work: Work, rows: Tensor, log_p: Tensor, through: Tensor, scale: Sequence[float]
 ) -> TrainingTargets:
     """What a network learns of these rows: (w L(e) + γ q(y) CE(y)) / (1 + γ), with w the certainty of q.
 
@@ -177,30 +180,23 @@ def evidence_targets(
         work: the view.
         rows: numbers of rows; trusted ones are learnt as they are.
         log_p: log p̄ of the noisy rows (N, C).
-        matrix: T.
+        through: log L of the noisy rows, what their labels say (N, C).
         scale: κ, β and γ.
     """
     given, (kappa, beta, gamma) = work.given[work.noisy], scale
-    through = label_evidence(matrix, given)
     posterior = (log_p + through).softmax(1)
     evidence = work.known(torch.arange(len(work.given), device=work.device))
     weight, belief = torch.ones(2, len(work.given), device=work.device)
     evidence[work.noisy] = kappa * log_p + beta * through
     weight[work.noisy] = certainty(posterior, given)
     belief[work.noisy] = of_label(posterior, given)
-    believed = (work.given[rows], gamma / (1 + gamma) * belief[rows])
+    believed = (work.given[rows].clamp(min=0), gamma / (1 + gamma) * belief[rows])
     return TrainingTargets(rows, evidence[rows], weight[rows] / (1 + gamma), believed)
 
 
 def certainty(posterior: Tensor, given: Tensor) -> Tensor:
     """How much each noisy row counts: q(y), or 2 max q − 1 where another class is that much surer."""
     return torch.maximum(of_label(posterior, given), 2 * posterior.max(1).values - 1)
-
-
-def unseen(work: Work, first: Opinion, halved: Tensor) -> Tensor:
-    """log p̄ of the noisy rows (N, C) from experts that saw nothing of the trusted rows in the half of the row."""
-    log_p = first.pool(torch.cat([logs(halved)[None], first.experts[1:]]))[work.noisy]
-    return shifted(log_p, frequencies(work.given[work.trusted], work.classes))
 
 
 def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequence[Tensor]) -> list[Tensors]:
@@ -212,9 +208,11 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequen
     """
 
     def targets(work: Work, first: Opinion, own: Tensor) -> list[TrainingTargets]:
-        log_p = unseen(work, first, own)
+        log_p = first.pool(torch.cat([logs(own)[None], first.experts[1:]]))[work.noisy]
+        log_p = shifted(log_p, frequencies(work.given[work.trusted], work.classes))
         rows = [torch.cat([work.side(h, work.noisy), work.side(1 - h, work.trusted)]) for h in (0, 1)]
-        return [evidence_targets(work, rows[h], log_p, first.matrix, scale) for scale in PRESETS for h in (0, 1)]
+        told = first.votes.log_likelihood
+        return [evidence_targets(work, rows[h], log_p, told, scale) for scale in PRESETS for h in (0, 1)]
 
     def compute() -> list[Tensors]:
         told = [targets(*view) for view in zip(works, firsts, halved, strict=True)]
@@ -237,17 +235,12 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequen
     return staged(works, "fold-models", compute)
 
 
-def cleaned_forests(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequence[Tensor]) -> list[Tensor | None]:
+def cleaned_forests(works: Sequence[Work], firsts: Sequence[Opinion]) -> list[Tensor | None]:
     """The opinion of forests of the posterior in each view; None where there are no trees."""
 
     def compute() -> list[Tensors]:
-        found = []
-        for work, first, own in zip(works, firsts, halved, strict=True):
-            given = work.given[work.noisy]
-            honest = (unseen(work, first, own) + label_evidence(first.matrix, given)).softmax(1)
-            whole, half = ((q, certainty(q, given)) for q in (first.posterior, honest))
-            found.append(cleaned_forest(work, whole, half))
-        return found
+        views = zip(works, (first.posterior for first in firsts), strict=True)
+        return [{"asked": evidence_forest(w, q, certainty(q, w.given[w.noisy]))[1]} for w, q in views]
 
     if not works[0].trees:
         return [None] * len(works)
@@ -276,12 +269,12 @@ class Outcome:
     cleaned_forest: Tensor | None = None
 
     def error_probability(self, given: Tensor) -> Tensor:
-        """1 − q(y) of the noisy rows."""
-        return 1 - of_label(self.final.posterior, given)
+        """1 − q(y) of the noisy rows; NaN where there is no label."""
+        return torch.where(given >= 0, 1 - of_label(self.final.posterior, given), torch.nan)
 
     def targets(self, work: Work, rows: Tensor) -> TrainingTargets:
         """What the network learns of these rows."""
-        return evidence_targets(work, rows, self.final.log_p, self.final.matrix, self.scale)
+        return evidence_targets(work, rows, self.final.log_p, self.final.votes.log_likelihood, self.scale)
 
     def prefers_trees(self, work: Work) -> bool:
         """Whether the forest of q predicts the trusted rows of the view, out of sample, better than the fold models.
@@ -321,9 +314,10 @@ def clean_labels(works: Sequence[Work]) -> list[Outcome]:
     experts = [[*told, *more] for told in experts]
     firsts = [opinion(work, told) for work, told in zip(works, experts, strict=True)]
     halved = [a["halved"] for a in alone]
-    learnt, grown = fold_models(works, firsts, halved), cleaned_forests(works, firsts, halved)
+    learnt, grown = fold_models(works, firsts, halved), cleaned_forests(works, firsts)
     found = []
     for work, told, first, own, forest in zip(works, experts, firsts, learnt, grown, strict=True):
         final = opinion(work, [*told, own["asked"], *([] if forest is None else [forest])])
-        found.append(Outcome(first, final, *told[:3], own["asked"], PRESETS[int(own["best"])], trees, forest))
+        networks = told[0], told[1], told[2], own["asked"]
+        found.append(Outcome(first, final, *networks, PRESETS[int(own["best"])], trees, forest))
     return found

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hyperkron.cleaning.annotators import label_matrix, reliability
 from hyperkron.cleaning.choice import Noise
 from hyperkron.cleaning.config import CleanConfig
 from hyperkron.cleaning.data import Labelled, NewRows
@@ -54,11 +55,12 @@ class CleanResult:
 
     Attributes:
         weights: how far each given label is believed, 1 − error_probability; for a weighted training of your own (N,).
-            NaN for rows left out.
-        error_probability: of each training label (N,); NaN for rows left out.
+            NaN for rows left out and without a label.
+        error_probability: of each training label (N,); NaN for rows left out and without a label.
         suspects: positions of the rows whose label is more likely wrong than right, most suspicious first.
         suggested: the most likely class of each training row (N,), a position in ``classes``; −1 for rows left out.
-        status: ``"used"``, or why a row was left out (N,).
+        status: ``"used"``, ``"unlabelled"`` (no annotator voted on the row; it has a suggestion), or why a row was left
+            out (N,).
         model: the network that won, in evaluation mode.
         candidates: every candidate on trusted rows it had not seen.
         chosen: the name of the winner.
@@ -132,9 +134,18 @@ class CleanResult:
 
     @property
     def used(self) -> Any:
-        """Which of the given rows were used: a mask (N,)."""
+        """Which of the given rows were used and have a label: a mask (N,)."""
         mask = self.status == USED
         return mask if hasattr(mask, "iloc") else torch.from_numpy(mask)
+
+    @property
+    def sources(self) -> list[dict[str, Any]]:
+        """How far each annotator or labelling function can be relied on; empty where every row has a single label.
+
+        Each has ``name``, ``votes``, ``right`` (the share of its votes that are right) with the interval ``low`` to
+        ``high``, and its most frequent mistake: it ``said`` one class and ``meant`` another, ``mistakes`` times.
+        """
+        return list(self.summary.get("sources", []))
 
     @property
     def suspect_labels(self) -> Any:
@@ -228,23 +239,29 @@ def about_run(
     }
 
 
-def scores_summary(outcome: Outcome, scores: dict[str, Tensor], noise: Noise | None) -> dict[str, Any]:
-    """The noise, the suspects, the weights and (κ, β, γ)."""
-    probability = scores["error_probability"]
+def scores_summary(
+    outcome: Outcome, scores: dict[str, Tensor], noise: Noise | None, work: Work, train: Labelled
+) -> dict[str, Any]:
+    """The noise, the suspects, the sources of the labels, the weights and (κ, β, γ)."""
+    probability, weight = (scores[name] for name in ("error_probability", "weight"))
+    posterior, given = outcome.final.posterior, work.given[work.noisy]
+    matrix = outcome.final.votes.confusion[0] if work.votes is None else label_matrix(posterior, given)
     return {
         "noise": {
-            "rate": float(probability.mean()),
+            "rate": float(probability.nanmean()),
             **({} if noise is None else {"low": noise.low, "high": noise.high}),
-            "matrix": [[round(v, 6) for v in line] for line in outcome.final.matrix.cpu().tolist()],
+            "matrix": [[round(v, 6) for v in line] for line in matrix.cpu().tolist()],
         },
         "suspects": {
             "cut": SUSPECT_THRESHOLD,
             "count": int((probability > SUSPECT_THRESHOLD).sum()),
             **({} if noise is None else {"stable": noise.stable}),
         },
+        "sources": [] if work.votes is None else reliability(posterior, work.votes, train.annotators, train.classes),
+        "unlabelled": int(probability.isnan().sum()),
         "weights": {
             "edges": [round(i / 20, 2) for i in range(21)],
-            "counts": torch.histc(scores["weight"].float(), bins=20, min=0, max=1).long().tolist(),
+            "counts": torch.histc(weight[~weight.isnan()].float(), bins=20, min=0, max=1).long().tolist(),
         },
         "evidence": dict(zip(("experts", "label", "belief"), outcome.scale, strict=True)),
     }

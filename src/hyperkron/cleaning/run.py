@@ -97,7 +97,8 @@ class CleaningRun:
         finished = [] if self.folder is None else self.folder.logged("stage")
         self.progress.start(max(1, total - sum(int(line["steps"]) for line in finished)))
         with self._timed("cleaning"):
-            [outcome] = [self.outcome] = clean_labels([work])
+            [outcome] = clean_labels([work])
+            self.outcome = outcome
         with self._timed("network"):
             self.networks[OURS] = delivered(OURS, work, outcome)
         self.scores = self._scores()
@@ -197,6 +198,7 @@ class CleaningRun:
             self.model is None,
             None if self.own.probabilities is None else self.own.probabilities.to(self.device),
             self.own.estimator,
+            votes=None if self.parts[0].votes is None else torch.as_tensor(self.parts[0].votes).to(self.device),
         )
         if self.config.budget is not None:
             notes = notes + self._fit_budget(self.config.budget)
@@ -293,7 +295,7 @@ class CleaningRun:
             "chosen": chosen,
             **more,
             "candidates": [self._candidate(c, won, right) for c in self.table],
-            **scores_summary(self.outcome, self.scores, self.noise),
+            **scores_summary(self.outcome, self.scores, self.noise, self.work, self.parts[0]),
         }
 
     def _finish(self, chosen: str) -> CleanResult:

@@ -29,7 +29,11 @@ def read_parts(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> 
         names = all(_named_pair(source) for source in sources)
         parts = list(read_pair(_source(train, names), None if trusted is None else _source(trusted, names), **options))
     if test is not None:
-        ours = {k: v for k, v in reading.items() if v is not None and k not in ("trusted_column", "options", "id")}
+        ours = {
+            k: v
+            for k, v in reading.items()
+            if v is not None and k not in ("trusted_column", "options", "id", "annotator", "annotators")
+        }
         parts.append(test if isinstance(test, Labelled) else _test_rows(test, parts[0], ours, _named_pair(train)))
     if len(parts[1]) < 2:
         raise HyperkronError(

@@ -51,6 +51,7 @@ class Work:
         estimator: a classifier of the user's; None where there is none.
         held_out: numbers of the trusted rows that are left out of a view, to judge what is made from it.
         scope: begins the names of a view's stages.
+        votes: of several sources on the noisy rows (N, S), −1 where one is silent; None where labels are single.
         shift: added to the seeds of a view's networks.
     """
 
@@ -71,6 +72,7 @@ class Work:
     estimator: Any = None
     held_out: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     scope: str = ""
+    votes: Tensor | None = None
     shift: int = 0
 
     @property
@@ -138,6 +140,10 @@ class Work:
     def side(self, half: int, which: Tensor) -> Tensor:
         """Those of the rows that lie in this half."""
         return which[self.fold[which] == half]
+
+    def labelled(self, rows: Tensor) -> Tensor:
+        """Those of the rows that have a label."""
+        return rows[self.given[rows] >= 0]
 
     def known(self, rows: Tensor) -> Tensor:
         """The evidence that takes the labels as they are given."""

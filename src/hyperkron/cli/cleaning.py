@@ -18,7 +18,7 @@ from hyperkron.cli.output import UsageError, finished, progress, say, say_json
 if TYPE_CHECKING:
     from torch import nn
 
-READING = ("text", "label", "image", "features", "trusted_column", "id", "charset")
+READING = ("text", "label", "image", "features", "trusted_column", "id", "annotator", "annotators", "charset")
 """Options that say how the data is to be read."""
 OWN = ("probabilities", "embeddings")
 """Options that name files of the user's own models."""
@@ -113,7 +113,7 @@ def showing(options: Any) -> Iterator[Any]:
 def reading(options: Any) -> dict[str, Any]:
     """The options that say how the data is to be read, where they are given."""
     reading = {name: getattr(options, name) for name in READING if getattr(options, name) is not None}
-    for name in ("features", "id"):
+    for name in ("features", "id", "annotators"):
         if name in reading and len(reading[name]) == 1:
             reading[name] = reading[name][0].split(",")
     return reading

@@ -89,6 +89,14 @@ CLEAN = (
         "--features", "texts", "the feature columns of a table, separated by spaces or commas", "COLUMN", group=_DATA
     ),
     Option("--label", "text", "the column with labels", "COLUMN", group=_DATA),
+    Option("--annotators", "texts", "columns with labels, one for each of several annotators", "COLUMN", group=_DATA),
+    Option(
+        "--annotator",
+        "text",
+        "the column that says who gave a label, if TRAIN has one line per row and annotator; --id names the row",
+        "COLUMN",
+        group=_DATA,
+    ),
     ID,
     CHARSET,
     Option(

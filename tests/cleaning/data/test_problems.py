@@ -218,7 +218,8 @@ def test_broken_files(tmp_path: Path, name: str, content: str | bytes, fragments
     [
         ({"x": np.zeros((3, 2)), "y": [0, 1]}, "x has 3 rows but y has 2"),
         ({"x": np.zeros((0, 2)), "y": []}, "is empty"),
-        ({"x": np.zeros((2, 2)), "y": np.zeros((2, 2))}, "y has shape"),
+        ({"x": np.zeros((2, 2)), "y": np.zeros((2, 2, 2))}, "y has shape"),
+        ({"x": np.zeros((3, 2)), "y": np.eye(3)}, r"one-hot labels have; pass y.argmax\(1\)"),
         ({"x": np.zeros((2, 3, 4, 5, 6)), "y": [0, 1]}, "images are"),
         ({"x": np.zeros((2, 7, 4, 5)), "y": [0, 1]}, "1 or 3 channels"),
         ({"x": np.full((2, 4, 4), -0.5), "y": [0, 1]}, "Undo the standardisation"),

@@ -32,17 +32,17 @@ def _write(folder: Path, part: str, rows: list[tuple[str, Any, list[int]]], form
 
 
 @pytest.mark.parametrize("form", ["json", "jsonl.gz"])
-def test_majority_vote_trains_and_gold_is_trusted(tmp_path: Path, form: str) -> None:
+def test_votes_train_and_gold_is_trusted(tmp_path: Path, form: str) -> None:
     _write(tmp_path, "train", ROWS, form)
     _write(tmp_path, "valid", [("five", 1, [0, 0, 0]), ("six", 2, [-1, 2, 2])], form)
     train, trusted = read_pair(tmp_path)
     assert train.inputs == ["one", "two", "three", "four"]
     assert train.classes == ("A", "B", "C")
-    assert train.labels.tolist() == [1, 0, 0, 2]  # a tie and a row without votes go to the first class
+    assert train.labels.tolist() == [1, 2, -1, 2]  # of a tie the source that agrees more often; no vote, no label
     assert train.gold is not None and train.gold.tolist() == [1, 0, 2, 2]
-    assert train.weak is not None and train.weak.tolist() == [row[2] for row in ROWS]
+    assert train.votes is not None and train.votes.tolist() == [row[2] for row in ROWS]
     assert trusted.labels.tolist() == [1, 2]
-    assert any("1 row without any vote go to the first class, 'A'" in message for message in train.messages)
+    assert any("1 row without any vote is unlabelled" in message for message in train.messages)
     assert any("1 class absent from the trusted set: 'A'" in message for message in train.messages)
     assert read(f"{tmp_path}:valid").labels.tolist() == [1, 2]
     assert read(tmp_path).labels.tolist() == train.labels.tolist()
@@ -51,8 +51,15 @@ def test_majority_vote_trains_and_gold_is_trusted(tmp_path: Path, form: str) -> 
 def test_rows_without_votes_can_be_left_out(tmp_path: Path) -> None:
     _write(tmp_path, "train", ROWS, "json")
     found = read(tmp_path, options=ReadOptions(abstain="drop"))
-    assert found.rows.tolist() == [0, 1, 3] and found.weak is not None and len(found.weak) == 3
+    assert found.rows.tolist() == [0, 1, 3] and found.votes is not None and len(found.votes) == 3
     assert any("are left out" in message for message in found.messages)
+
+
+def test_the_majority_vote_can_be_the_only_label(tmp_path: Path) -> None:
+    _write(tmp_path, "train", ROWS, "json")
+    found = read(tmp_path, options=ReadOptions(abstain="first"))
+    assert found.labels.tolist() == [1, 0, 0, 2] and found.votes is None  # ties and silence go to the first class
+    assert any("1 row without any vote go to the first class, 'A'" in message for message in found.messages)
 
 
 def test_trec_test_texts_lose_their_fine_label(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Place, Raw
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, read_bounded
 from hyperkron.cleaning.data.values import Array, label_names
+from hyperkron.cleaning.data.votes import Ballot
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import open_plain
 
@@ -151,12 +153,32 @@ def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
     inputs, targets = dense(x, name), np.asarray(y)
     if targets.ndim == 2 and 1 in targets.shape:
         targets = targets.reshape(-1)
-    if targets.ndim != 1:
-        raise HyperkronError(f"{name}: y has shape {targets.shape}; labels are one number or name a row.")
+    if targets.ndim not in (1, 2):
+        raise HyperkronError(
+            f"{name}: y has shape {targets.shape}; labels are one number or name a row, or (rows, annotators)."
+        )
     if inputs.ndim == 0 or len(inputs) != len(targets):
         raise HyperkronError(f"{name}: x has {len(inputs) if inputs.ndim else 0} rows but y has {len(targets)}.")
     if not len(targets):
         raise HyperkronError(f"{name} is empty: it has no rows.")
+    if targets.ndim == 2:
+        if (
+            targets.dtype.kind in "fiub"
+            and len(targets) > 2
+            and ((targets != 0).sum(1) == 1).all()
+            and targets.max() == 1
+        ):
+            raise HyperkronError(
+                f"{name}: y has a single 1 in each of its {len(targets)} rows, as one-hot labels have; pass "
+                "y.argmax(1). The columns of y are labels by different annotators."
+            )
+        columns = [label_names(column, f"{name}: y") for column in targets.T]
+        ballot = Ballot.of(columns, [f"annotator {s}" for s in range(len(columns))])
+        named = Ballot(ballot.votes, tuple(_class_names(ballot.answers, classes, name)), ballot.annotators)
+        raw = array_rows(x, np.zeros(len(targets), dtype=np.int64), name, classes)
+        return replace(
+            raw, labels=named.labels(), votes=named.votes, answers=named.answers, annotators=named.annotators
+        )
     labels = label_names(targets, f"{name}: y")
     if classes and targets.dtype.kind in "iu":
         outside = sorted({int(value) for value in targets.tolist() if not 0 <= value < len(classes)})
@@ -174,6 +196,16 @@ def array_rows(x: Any, y: Any, name: str, classes: tuple[str, ...] = ()) -> Raw:
         return Raw(name, "table", {f"x{i}": flat[:, i] for i in range(flat.shape[1])}, labels, rows, classes=classes)
     pictures, notes = _as_pictures(inputs, name)
     return Raw(name, "image", pictures, labels, rows, notes, classes=classes)
+
+
+def _class_names(answers: Sequence[str], classes: tuple[str, ...], name: str) -> Sequence[str]:
+    """What the answers of annotators are called, where they are numbers of classes."""
+    if not classes or not all(answer.isdecimal() for answer in answers):
+        return answers
+    outside = [answer for answer in answers if int(answer) >= len(classes)]
+    if outside:
+        raise HyperkronError(f"{name}: y holds {listing(outside)}, but there are {len(classes)} classes.")
+    return [classes[int(answer)] for answer in answers]
 
 
 def _as_pictures(x: Array, name: str) -> tuple[Array, tuple[str, ...]]:

@@ -42,6 +42,11 @@ def _were(count: int) -> str:
 def usable(raw: Raw) -> Raw:
     """The rows that have a label and an input, with messages about the others."""
     unlabelled = np.array([name is None for name in raw.labels], dtype=bool)
+    if raw.votes is not None:  # silence on a row is no reason to leave it out
+        silent, unlabelled = unlabelled, unlabelled & (False if raw.trusted is None else raw.trusted)
+        if count := int((silent & ~unlabelled).sum()):
+            about = f"{several(count, 'row')} without any vote {'is' if count == 1 else 'are'} unlabelled"
+            raw = raw.noting(f"{raw.name}: {about}: never a suspect, but with a suggested label.")
     blank = _blank(raw) & ~unlabelled
     for mask, what in ((unlabelled, "label"), (blank, "text" if raw.kind == "text" else "feature")):
         if count := int(mask.sum()):
@@ -160,17 +165,22 @@ def without_overlap(train: Raw, trusted: Raw, keep: bool, shared: Array) -> Raw:
 
 def class_list(*parts: Raw) -> tuple[str, ...]:
     """One list for all: in the order the sources give, else sorted; refused where it makes no sense."""
-    found = {name for raw in parts for name in raw.labels if name is not None}
+    found = {name for raw in parts for name in (*raw.labels, *raw.answers) if name is not None}
     given = list(dict.fromkeys(name for raw in parts for name in raw.classes))
     where = parts[0].name
     if len(found) < 2:
         raise HyperkronError(
             f"{where} has a single class, {next(iter(found), None)!r}; at least two are needed. Check label=... ."
         )
-    if len(set(parts[0].labels)) < 2:
+    if len({*parts[0].labels, *parts[0].answers} - {None}) < 2:
         raise HyperkronError(
             f"{where} has a single class, {parts[0].labels[0]!r}, in every training row; at least two are needed. "
             "Check label=... ."
+        )
+    if parts[0].votes is not None and "-1" in found:
+        raise HyperkronError(
+            f"{where}: -1 stands for silence among the votes, but it is also a label of the other rows; rename that "
+            "class."
         )
     rows = sum(len(raw) for raw in parts)
     if len(found) > 20 and 2 * len(found) > rows:
@@ -183,7 +193,7 @@ def class_list(*parts: Raw) -> tuple[str, ...]:
 
 def class_notes(train: Raw, trusted: Raw, classes: tuple[str, ...]) -> list[str]:
     """What to say about classes that only one side has, and about names that look alike."""
-    ours, theirs = Counter(train.labels), Counter(trusted.labels)
+    ours, theirs = Counter(name for name in train.labels if name is not None), Counter(trusted.labels)
     if not set(ours) & set(theirs):
         shown = " against ".join(listing(repr(name) for name in sorted(map(str, count))) for count in (ours, theirs))
         raise HyperkronError(f"{train.name} and {trusted.name} share no label: {shown}. Use the same spelling in both.")
@@ -194,7 +204,7 @@ def class_notes(train: Raw, trusted: Raw, classes: tuple[str, ...]) -> list[str]
             f"{trusted.name}: {several(len(absent), 'class')} absent from the trusted set: {listing(absent)}. No "
             "trusted row shows what they look like; add a few of each."
         )
-    only = [name for name in classes if theirs[name] and not ours[name]]
+    only = [name for name in classes if theirs[name] and not ours[name] and name not in train.answers]
     unknown = [f"{name!r} ({several(theirs[name], 'trusted row')})" for name in only]
     if unknown:
         notes.append(f"{train.name}: labels unknown in training, only in the trusted set: {listing(unknown)}.")
@@ -294,18 +304,21 @@ def _value_notes(raw: Raw, encoding: TableEncoding) -> list[str]:
 def labelled(raw: Raw, classes: tuple[str, ...], encoding: TableEncoding | None, notes: Iterable[str] = ()) -> Labelled:
     """The rows with labels as numbers and inputs as arrays."""
     number: dict[str | None, int] = {name: k for k, name in enumerate(classes)}
-    inputs = raw.inputs
+    inputs, votes = raw.inputs, raw.votes
+    if votes is not None:
+        votes = np.array([*(number[name] for name in raw.answers), -1], dtype=np.int64)[votes]
     if isinstance(inputs, Mapping):
         assert encoding is not None
         inputs, notes = encoding.matrix(inputs), (*notes, *_value_notes(raw, encoding))
     return Labelled(
         kind=raw.kind,
         inputs=inputs,
-        labels=np.array([number[name] for name in raw.labels], dtype=np.int64),
+        labels=np.array([number.get(name, -1) for name in raw.labels], dtype=np.int64),
         classes=classes,
         rows=raw.rows.astype(np.int64),
         messages=(*raw.messages, *notes),
-        weak=raw.weak,
+        votes=votes,
+        annotators=raw.annotators,
         gold=None if raw.gold is None else np.array([number.get(name, -1) for name in raw.gold], dtype=np.int64),
         encoding=encoding,
         source=raw.name,

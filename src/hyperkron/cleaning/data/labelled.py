@@ -18,7 +18,11 @@ Kind: TypeAlias = Literal["text", "table", "image"]
 
 @dataclass(frozen=True)
 class Roles:
-    """The columns a person named; ``roles.resolve`` fills in the rest. ``id`` are carried along and not learnt from."""
+    """The columns a person named; ``roles.resolve`` fills in the rest. ``id`` are carried along and not learnt from.
+
+    ``annotators`` are columns of labels, one for each annotator; ``annotator`` is the column that names who gave the
+    label of a line, where lines with the same ``id`` are one row.
+    """
 
     text: str | None = None
     label: str | None = None
@@ -26,6 +30,8 @@ class Roles:
     features: Sequence[str] | None = None
     trusted_column: str | None = None
     id: Sequence[str] = ()
+    annotator: str | None = None
+    annotators: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         kinds = self.given("text", "image", "features")
@@ -35,7 +41,14 @@ class Roles:
             raise HyperkronError(f"features={self.features!r} must be a list of names, such as [{self.features!r}].")
         if self.features is not None and not self.features:
             raise HyperkronError("features=[] names no column; leave it out to use all.")
-        object.__setattr__(self, "id", (self.id,) if isinstance(self.id, str) else tuple(self.id or ()))
+        for name in ("id", "annotators"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        if self.annotator is not None and self.annotators:
+            raise HyperkronError(
+                f"annotator={self.annotator!r} and annotators={list(self.annotators)!r} contradict each other; name "
+                "the column that says who gave a label, or one column of labels for each annotator."
+            )
 
     def given(self, *names: str) -> list[str]:
         """Those of some roles that are named, as arguments."""
@@ -43,7 +56,7 @@ class Roles:
 
     def inputs(self) -> tuple[str | None, ...]:
         """The columns other than the label and ids, None for some that are not named."""
-        return (self.text, self.image, self.trusted_column, *(self.features or ()))
+        return (self.text, self.image, self.trusted_column, *(self.features or ()), self.annotator, *self.annotators)
 
 
 @dataclass(frozen=True)
@@ -104,7 +117,8 @@ def pick(values: Any, at: Array) -> Any:
 class Raw:
     """One source as read, before labels became numbers: what the checks of ``checks.py`` work on.
 
-    The attributes are those of :class:`Labelled`; ``trusted`` says which rows a column flags.
+    The attributes are those of :class:`Labelled`; ``trusted`` says which rows a column flags, and ``votes`` are
+    positions in ``answers``.
     """
 
     name: str
@@ -114,7 +128,9 @@ class Raw:
     rows: Array
     messages: tuple[str, ...] = ()
     trusted: Array | None = None
-    weak: Array | None = None
+    votes: Array | None = None
+    answers: tuple[str, ...] = ()
+    annotators: tuple[str, ...] = ()
     gold: list[str | None] | None = None
     classes: tuple[str, ...] = ()
     left_out: Mapping[str, Array] = field(default_factory=dict)
@@ -131,7 +147,7 @@ class Raw:
 
     def take(self, positions: Array) -> Raw:
         """Some of the rows, by their positions here."""
-        per_row = ("inputs", "labels", "rows", "trusted", "weak", "gold", "ids")
+        per_row = ("inputs", "labels", "rows", "trusted", "votes", "gold", "ids")
         return replace(self, **{name: pick(getattr(self, name), positions) for name in per_row})
 
     def without(self, mask: Array, why: str) -> Raw:
@@ -153,11 +169,12 @@ class Labelled:
     Attributes:
         kind: of the inputs.
         inputs: a list of texts; or float32 (N, d), NaN where a value is missing; or uint8 (N, C, H, W).
-        labels: int64 (N,), positions in ``classes``. For a weak labelling, the majority vote.
+        labels: int64 (N,), positions in ``classes``. Of several votes the majority, −1 where there is none.
         classes: the names, the same for the training and the trusted rows.
         rows: int64 (N,), the position of each row in its source, from 0, not counting a header.
         messages: what the reader noticed, a sentence each.
-        weak: votes of labelling functions (N, F), −1 where one abstains; None where there are none.
+        votes: of annotators or labelling functions (N, S), −1 where one is silent; None where labels are single.
+        annotators: their names.
         gold: int64 (N,), true labels known for evaluation only; None where there are none.
         encoding: how a table became numbers; None for texts and images.
         source: what was read.
@@ -179,7 +196,8 @@ class Labelled:
     classes: tuple[str, ...]
     rows: Array
     messages: tuple[str, ...] = ()
-    weak: Array | None = None
+    votes: Array | None = None
+    annotators: tuple[str, ...] = ()
     gold: Array | None = None
     encoding: TableEncoding | None = None
     source: str = ""
@@ -191,14 +209,14 @@ class Labelled:
         return len(self.labels)
 
     def counts(self) -> list[int]:
-        """How many rows each class has."""
-        count: list[int] = np.bincount(self.labels, minlength=len(self.classes)).tolist()
+        """How many rows have each class as their label."""
+        count: list[int] = np.bincount(self.labels[self.labels >= 0], minlength=len(self.classes)).tolist()
         return count
 
     def take(self, positions: Sequence[int] | Array) -> Labelled:
         """Some of the rows, by their positions here, in that order."""
         at = np.asarray(positions, dtype="int64")
-        per_row = ("inputs", "labels", "rows", "weak", "gold", "ids")
+        per_row = ("inputs", "labels", "rows", "votes", "gold", "ids")
         return replace(self, **{name: pick(getattr(self, name), at) for name in per_row})
 
     def standardised(self) -> Array:

@@ -34,7 +34,8 @@ class ReadOptions:
         max_columns: of a table.
         max_cells: of a table, rows times columns.
         max_field: characters or bytes of one field of a table.
-        abstain: rows without any vote of a weak labelling go to the first class, or are left out.
+        abstain: rows without any vote of WRENCH are unlabelled, or left out (``drop``); ``first`` takes the majority
+            vote as the only label of every row, and the first class for rows without a vote.
         keep_overlap: keep training rows whose input is also in the trusted set.
     """
 
@@ -46,14 +47,14 @@ class ReadOptions:
     max_columns: int = 50_000
     max_cells: int = 50_000_000
     max_field: int = 2**24
-    abstain: Literal["first", "drop"] = "first"
+    abstain: Literal["unlabelled", "drop", "first"] = "unlabelled"
     keep_overlap: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name.startswith("max_") or (name == "image_size" and value is not None):
                 check_whole(name, value)
-        check_one_of("abstain", self.abstain, ("first", "drop"))
+        check_one_of("abstain", self.abstain, ("unlabelled", "drop", "first"))
 
 
 _TOO_MUCH = {

@@ -29,7 +29,7 @@ class RowHashes:
         (False, 'the same 3 rows stand in another order')
     """
 
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     """Of what is hashed; hashes of another version say nothing."""
 
     sha256: str
@@ -45,7 +45,7 @@ class RowHashes:
         table = source.columns if isinstance(source, Frame) else source.inputs
         parts: list[Any] = [*table.values()] if isinstance(table, Mapping) else [table]
         if isinstance(source, Raw):
-            parts += [part for part in (source.labels, source.gold, source.weak) if part is not None]
+            parts += [part for part in (source.labels, source.gold, source.votes) if part is not None]
         wide = [part for part in parts if getattr(part, "ndim", 1) > 1]
         flat = [part if isinstance(part, list) else part.tolist() for part in parts if getattr(part, "ndim", 1) == 1]
         rows = enumerate(map(repr, zip(*flat, strict=True)))

@@ -32,7 +32,7 @@ def _load(
     else:
         opened = in_memory(source, argument)
     if isinstance(opened, Raw):
-        named = asked.given("text", "image", "features", "trusted_column", "id")
+        named = asked.given("text", "image", "features", "trusted_column", "id", "annotator", "annotators")
         if named:
             raise HyperkronError(f"{' and '.join(named)}: {opened.name} has no columns; leave it out.")
         return checks.usable(opened), asked
@@ -105,6 +105,8 @@ def read_pair(
     features: Sequence[str] | None = None,
     trusted_column: str | None = None,
     id: str | Sequence[str] = (),
+    annotator: str | None = None,
+    annotators: Sequence[str] = (),
     charset: str | None = None,
     options: ReadOptions | None = None,
 ) -> tuple[Labelled, Labelled]:
@@ -119,6 +121,9 @@ def read_pair(
         text, label, image, features: the columns of a table; those not named are inferred where there is no doubt.
         trusted_column: the column that flags the trusted rows of ``train``.
         id: columns that identify the training rows: carried along, never learnt from.
+        annotator: the column of ``train`` that says who gave the label of a line, where there is one line per row and
+            annotator; lines with the same ``id`` are one row.
+        annotators: columns of ``train`` with labels, one for each annotator.
         charset: of CSV and JSON files, in place of that of ``options``.
         options: how to read.
 
@@ -128,7 +133,10 @@ def read_pair(
         >>> train.inputs, trusted.rows.tolist()
         (['a b', 'c'], [2, 3])
     """
-    options, asked = _options(options, charset), Roles(text, label, image, features, trusted_column, id)
+    options, asked = (
+        _options(options, charset),
+        Roles(text, label, image, features, trusted_column, id, annotator, annotators),
+    )
     if trusted is not None and trusted_column is not None:
         raise HyperkronError(
             f"trusted={trusted!r:.100} and trusted_column={trusted_column!r} are both given; give one."
@@ -144,7 +152,8 @@ def read_pair(
     if trusted is None:
         ours, theirs = _by_flag(ours, str(trusted_column))
     else:
-        theirs, _ = _load(trusted, "trusted", replace(found, id=()), options, ours.shape, gold=True)
+        single = replace(found, id=(), annotator=None, annotators=())
+        theirs, _ = _load(trusted, "trusted", single, options, ours.shape, gold=True)
         checks.refuse_other_kind(theirs, ours.kind, ours.shape, ours.name)
     return _pair(ours, theirs, options)
 
@@ -179,5 +188,5 @@ def _by_flag(raw: Raw, column: str) -> tuple[Raw, Raw]:
     if count in (0, len(raw)):
         what = "none" if count == 0 else "every one"
         raise HyperkronError(f"trusted_column={column!r} flags {what} of the {len(raw)} rows of {raw.name}; flag some.")
-    chosen = raw.take(np.flatnonzero(raw.trusted))
+    chosen = replace(raw.take(np.flatnonzero(raw.trusted)), votes=None, answers=(), annotators=())
     return raw.without(raw.trusted, "trusted"), replace(chosen, name=f"{raw.name}[{column}]", messages=())

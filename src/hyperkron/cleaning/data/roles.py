@@ -10,7 +10,8 @@ from hyperkron.cleaning.data.files import listing, nearest, np
 from hyperkron.cleaning.data.images import SUFFIXES, load_images
 from hyperkron.cleaning.data.labelled import Frame, Kind, Raw, Roles
 from hyperkron.cleaning.data.limits import ReadOptions
-from hyperkron.cleaning.data.values import Values, as_number, cells, flags, gaps, is_missing, label_names
+from hyperkron.cleaning.data.values import Array, Values, as_number, cells, flags, gaps, is_missing, label_names
+from hyperkron.cleaning.data.votes import FURTHER, from_columns, gathered
 from hyperkron.solution import HyperkronError
 
 LABELS = ("label", "labels", "target", "class", "category", "y")
@@ -26,13 +27,16 @@ _LOOK = 200  # rows that are looked at to guess what a column holds
 
 def resolve(frame: Frame, asked: Roles) -> tuple[Roles, list[str]]:
     """Every role of a frame's columns, named or inferred, and what to say about it."""
-    named = {f"{role}[{i}]": name for role in ("features", "id") for i, name in enumerate(getattr(asked, role) or ())}
-    for argument, name in (vars(asked) | {"features": None, "id": None} | named).items():
+    several_columns = ("features", "id", "annotators")
+    named = {f"{role}[{i}]": name for role in several_columns for i, name in enumerate(getattr(asked, role) or ())}
+    for argument, name in (vars(asked) | dict.fromkeys(several_columns) | named).items():
         if name is not None:
             _require(frame.name, frame.columns, argument, name)
     doubts = "".join(message.partition(": ")[2] for message in frame.messages if "first line" in message)
-    label = label_column(frame.name, list(frame.columns), asked.label, doubts[:1].upper() + doubts[1:])
-    if label in (*asked.inputs(), *asked.id):
+    label = asked.label
+    if not asked.annotators or asked.trusted_column is not None or label is not None:
+        label = label_column(frame.name, list(frame.columns), label, doubts[:1].upper() + doubts[1:])
+    if label is not None and label in (*asked.inputs(), *asked.id):
         raise HyperkronError(f"label={label!r} is also named as another column's role; the label cannot be an input.")
     if both := [name for name in asked.id if name in asked.inputs()]:
         raise HyperkronError(f"id={both[0]!r} is also named as an input; ids are carried along and not learnt from.")
@@ -88,7 +92,7 @@ def _first_of(source: str, columns: Iterable[str], wanted: tuple[str, ...]) -> s
 
 def infer_input(frame: Frame, found: Roles) -> Roles:
     """Text, image or features, whichever the columns leave no doubt about."""
-    taken = {found.label, found.trusted_column, *found.id}
+    taken = {found.label, found.trusted_column, *found.id, found.annotator, *found.annotators}
     free = [name for name in frame.columns if name not in taken and name.lower() not in _IGNORED | set(TRUSTED)]
     image = _first_of(frame.name, free, IMAGES)
     if image is not None and _holds_images(frame.columns[image]):
@@ -139,12 +143,21 @@ def _holds_images(values: Values) -> bool:
 def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[int, ...] | None) -> tuple[Raw, Roles]:
     """The rows of a frame, and the roles its columns got; pictures come to ``shape`` if it is given."""
     found, notes = resolve(frame, asked)
-    label, flagged = str(found.label), found.trusted_column
+    label, flagged, rows = str(found.label), found.trusted_column, np.arange(len(frame))
+    left_out: dict[str, Array] = {}
+    trusted = None if flagged is None else flags(frame.columns[flagged], flagged)
+    ballot = None if not found.annotators else from_columns(frame, found.annotators)
+    if found.annotator is not None:
+        frame, ballot, rows, others, more = gathered(frame, found)
+        left_out, notes, trusted = {FURTHER: others}, [*notes, *more], None if trusted is None else trusted[rows]
     classes = frame.class_names.get(label, ())
-    labels = label_names(frame.columns[label], f"{frame.name}: label={label!r}")
+    if found.label is not None:
+        labels = label_names(frame.columns[label], f"{frame.name}: label={label!r}")
     if classes:
         labels = [_class_name(name, classes) for name in labels]
-    trusted = None if flagged is None else flags(frame.columns[flagged], flagged)
+    if ballot is not None:  # trusted rows have the label of their own column
+        checked = np.zeros(len(frame), dtype=bool) if trusted is None else trusted
+        labels = [labels[i] if checked[i] else name for i, name in enumerate(ballot.labels())]
     kind: Kind = "image"
     inputs: Any
     broken = np.zeros(len(frame), dtype=bool)
@@ -163,13 +176,16 @@ def frame_rows(frame: Frame, asked: Roles, options: ReadOptions, shape: tuple[in
         kind,
         inputs,
         labels,
-        np.arange(len(frame)),
+        rows,
         messages,
         trusted,
         classes=classes,
+        left_out=left_out,
         ids=ids,
         roles=found,
     )
+    if ballot is not None:
+        raw = replace(raw, votes=ballot.votes, answers=ballot.answers, annotators=ballot.annotators)
     return raw.without(broken, "unreadable image"), found
 
 

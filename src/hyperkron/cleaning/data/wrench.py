@@ -10,6 +10,7 @@ Reference: Zhang et al., "WRENCH: A comprehensive benchmark for weak supervision
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Place, Raw
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.values import Array
+from hyperkron.cleaning.data.votes import SILENT, Ballot, majority_vote
 from hyperkron.solution import HyperkronError
 
 SUFFIXES = (".json", ".jsonl", ".jsonl.gz")
-ABSTAIN = -1
 _TREC = frozenset({"DESC", "ENTY", "HUM", "ABBR", "LOC", "NUM"})
 _FINE_LABELS = (
     "abb exp animal body color cremat currency dismed event food instru lang letter other plant product religion sport "
@@ -74,23 +75,11 @@ def _class_names(folder: Path, options: ReadOptions) -> tuple[str, ...]:
     return tuple(str(content[str(i)]) for i in range(len(content)))
 
 
-def majority_vote(votes: Array, classes: int) -> Array:
-    """The class most labelling functions vote for; ties, and rows without any vote, go to the class of lowest number.
-
-    Example:
-        >>> import numpy as np
-        >>> majority_vote(np.array([[2, 2, 0], [1, 0, -1], [-1, -1, -1]]), 3).tolist()
-        [2, 0, 0]
-    """
-    counts = np.stack([(votes == k).sum(axis=1) for k in range(classes)], axis=1)
-    return counts.argmax(axis=1)  # the first of equals
-
-
 def read_wrench(place: Place) -> Raw:
     """One part of a WRENCH folder, train by default.
 
-    ``labels`` are the true ones or, without ``place.gold``, the majority vote; by default the vote for the training
-    part only.
+    ``labels`` are the true ones or, without ``place.gold``, the majority vote, with all votes beside it; by default the
+    vote for the training part only.
     """
     path, classes = _part_file(place.path, place.part), _class_names(place.path, place.options)
     gold = place.part not in (None, "train") if place.gold is None else place.gold
@@ -102,14 +91,21 @@ def read_wrench(place: Place) -> Raw:
     marked = sum(text != entry["text"] for text, entry in zip(texts, entries, strict=True)) if not notes else 0
     if marked:
         notes += (f"{name}: the two entities of {several(marked, 'text')} are marked as [[ first ]] and << second >>.",)
-    silent, abstain = (votes == ABSTAIN).all(axis=1), place.options.abstain
-    if not gold and silent.any():
-        fate = f"go to the first class, {classes[0]!r}" if abstain == "first" else "are left out"
-        count = several(int(silent.sum()), "row")
-        notes += (f"{name}: {count} without any vote {fate}; abstain='first' or 'drop' sets this.",)
-    labels = true if gold else [classes[k] for k in majority_vote(votes, len(classes))]
-    raw = Raw(name, "text", texts, labels, np.arange(len(texts)), notes, weak=votes, gold=true, classes=classes)
-    return raw if gold or abstain == "first" else raw.without(silent, "no vote")
+    raw = Raw(name, "text", texts, true, np.arange(len(texts)), notes, gold=true, classes=classes)
+    return raw if gold else _voted(raw, votes, place.options.abstain)
+
+
+def _voted(raw: Raw, votes: Array, abstain: str) -> Raw:
+    """The rows with the votes in place of their true labels."""
+    silent = (votes == SILENT).all(axis=1)
+    if silent.any() and abstain != "unlabelled":
+        fate = f"go to the first class, {raw.classes[0]!r}" if abstain == "first" else "are left out"
+        raw = raw.noting(f"{raw.name}: {several(int(silent.sum()), 'row')} without any vote {fate}.")
+    if abstain == "first":
+        return replace(raw, labels=[raw.classes[max(k, 0)] for k in majority_vote(votes, len(raw.classes))])
+    ballot = Ballot(votes, raw.classes, tuple(f"function {s}" for s in range(votes.shape[1])))
+    voted = replace(raw, labels=ballot.labels(), votes=votes, answers=ballot.answers, annotators=ballot.annotators)
+    return voted.without(silent, "no vote") if abstain == "drop" else voted
 
 
 def write_wrench(place: Place, kept: Kept) -> bytes:
@@ -151,13 +147,13 @@ def _votes(lists: list[list[Any]], classes: int, path: Path) -> Array:
     widths = {len(votes) for votes in lists}
     if len(widths) != 1 or 0 in widths:
         raise HyperkronError(f"{str(path)!r}: rows have {listing(sorted(widths))} weak_labels; all must have as many.")
-    if not all(type(vote) is int and ABSTAIN <= vote < classes for votes in lists for vote in votes):
+    if not all(type(vote) is int and SILENT <= vote < classes for votes in lists for vote in votes):
         raise HyperkronError(f"{str(path)!r}: weak_labels must be from -1 (abstains) to {classes - 1}.")
     return np.array(lists, dtype=np.int64)
 
 
 def _gold(label: Any, classes: tuple[str, ...], path: Path) -> str | None:
-    if label is None or label == ABSTAIN:
+    if label is None or label == SILENT:
         return None
     if type(label) is not int or not 0 <= label < len(classes):
         raise HyperkronError(f"{str(path)!r}: label={label!r} is not a class of label.json (0 to {len(classes) - 1}).")

@@ -10,6 +10,7 @@ from typing import Any
 
 from hyperkron.cleaning.choice import FEW_PER_CLASS
 from hyperkron.cleaning.explain import Explanation
+from hyperkron.cleaning.fields import Fields
 from hyperkron.cleaning.recorded import installed_version
 from hyperkron.cleaning.report import plots, wording
 from hyperkron.cleaning.report.folder import RunContents, Suspect, read_run
@@ -183,6 +184,8 @@ def _context(run: RunContents) -> dict[str, Any]:
         "histogram": _histogram(run),
         "split": run.rows is not None,
         "noise": noise_table(run.classes, run.matrix) if run.matrix else None,
+        "sources": _sources(run),
+        "unlabelled": result.count("unlabelled"),
         "classes": len(run.classes),
         "curves": [(c.name, plots.line_plot(c)) for c in drawable[:MAX_CURVES]],
         "more_curves": max(0, len(drawable) - MAX_CURVES),
@@ -224,6 +227,22 @@ def _histogram(run: RunContents) -> plots.Svg | None:
         edges = [top * i / _BINS for i in range(_BINS + 1)]
     kept, suspect = ([row.weight for row in run.rows if row.suspect is which] for which in (False, True))
     return plots.histogram(edges, plots.bin_counts(edges, kept), plots.bin_counts(edges, suspect))
+
+
+def _sources(run: RunContents) -> list[tuple[str, list[str]]]:
+    """Every annotator or labelling function with the cells of its line: votes, share right, interval, mistake."""
+
+    def mistake(source: Fields) -> str:
+        if not source.text("said"):
+            return "none"
+        return f"says {source.label('said')}, is {source.label('meant')} ({source.number('mistakes'):.0f} ×)"
+
+    def line(source: Fields) -> list[str]:
+        votes, right, low, high = (source.number(key) for key in ("votes", "right", "low", "high"))
+        between = wording.interval(low, high) if votes else wording.UNKNOWN
+        return [wording.count(votes), wording.percent(right), between, mistake(source)]
+
+    return [(source.label("name"), line(source)) for source in run.result.children("sources")]
 
 
 def _per_class(run: RunContents) -> list[tuple[str, list[str]]]:
