@@ -1,10 +1,13 @@
 """Several processes on this computer: the same numbers on 1 to 4, seconds of a step, and one of them killed.
 
     python benchmarks/ranks.py [--kills 20 --steps 40] [--traffic-only]
+    python benchmarks/ranks.py --nccl         # one process on a GPU; the record goes to benchmarks/results/nccl.json
 
-Processes are forked from this one, which never computes, and meet by gloo. A kill is *survived* if the other process
-ends with a message within a minute, and the two that are started again end where an uninterrupted run does (float64:
-to 1e-10). The record goes to benchmarks/results/ranks.json.
+Processes are forked from this one, which never computes, and meet by gloo. Compared with one process are hypergradients
+by every method and runs of 50 steps: of models and λ that all processes hold alike, of models that ``fully_shard`` has
+divided, and of divided example weights. A kill is *survived* if the other process ends with a message within a minute,
+and the two that are started again end where an uninterrupted run does (float64: to 1e-10); once, torchrun starts them
+again. The record goes to benchmarks/results/ranks.json.
 """
 
 from __future__ import annotations
@@ -14,17 +17,15 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers import it at their first step: once here, not in every child
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
@@ -34,36 +35,11 @@ from common import RESULTS, write_result
 
 import hyperkron as hk
 import parallel_runs
+import sharded_runs
+from hyperkron.training import checkpoint
+from parallel_runs import exit_codes, started
 
 WAYS = ("auto", "reverse", "forward", "difference")
-
-
-def started(size: int, function: Callable[[int], object], folder: Path) -> list[int]:
-    """The ids of ``size`` forked processes that meet and run ``function(rank)``; what they say goes to files."""
-    meeting, found = tempfile.mktemp(dir=folder), []
-    for rank in range(size):
-        pid = os.fork()
-        if pid:
-            found.append(pid)
-            continue
-        code = 1
-        try:
-            os.dup2(os.open(folder / f"errors-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-            warnings.simplefilter("ignore")
-            dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
-            function(rank)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return found
-
-
-def ended(pids: list[int]) -> list[int]:
-    """Their exit codes; minus the signal."""
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
 def results(size: int, function: Callable[[], dict[str, Any]], folder: Path) -> dict[str, torch.Tensor]:
@@ -74,7 +50,7 @@ def results(size: int, function: Callable[[], dict[str, Any]], folder: Path) -> 
         if rank == 0:
             save_file(found, folder / "found.safetensors")
 
-    assert ended(started(size, work, folder)) == [0] * size, (folder / "errors-0").read_text()
+    assert exit_codes(started(size, work, folder)) == [0] * size, (folder / "errors-0").read_text()
     return load_file(folder / "found.safetensors")
 
 
@@ -100,7 +76,7 @@ def traffic(size: int, folder: Path) -> dict[str, dict[str, int]]:
         parallel_runs.hypergradients(None, torch.float64, found)
         (folder / f"traffic-{rank}.json").write_text(json.dumps(found))
 
-    assert ended(started(size, work, folder)) == [0] * size, (folder / "errors-0").read_text()
+    assert exit_codes(started(size, work, folder)) == [0] * size, (folder / "errors-0").read_text()
     ranks = [json.loads((folder / f"traffic-{rank}.json").read_text()) for rank in range(size)]
     return {
         method: {
@@ -108,6 +84,28 @@ def traffic(size: int, folder: Path) -> dict[str, dict[str, int]]:
         }
         for method, one in ranks[0].items()
     }
+
+
+def divided(mode: str, runs: list[str]) -> dict[str, torch.Tensor]:
+    """Hypergradients and ends of runs with θ (``f``), λ (``w``) or both divided among processes; with "" neither."""
+    found = {}
+    for dtype, names in ((torch.float64, sharded_runs.METHODS), (torch.float32, sharded_runs.NAMED)):
+        for name, x in sharded_runs.named(None, list(names), mode, dtype).items():
+            found[f"{dtype} {name}"] = x
+    for name in runs:
+        found |= {f"run {name} {k}": x for k, x in sharded_runs.ended(None, name, mode, parallel_runs.STEPS).items()}
+    return found
+
+
+def weights_held() -> dict[str, torch.Tensor]:
+    """Of 24 and of 240 thousand example weights: what a process holds and sends."""
+    tables = [sharded_runs.costs(None, count) for count in (24, 240_000)]
+    return {kind: torch.tensor([table[kind] for table in tables]) for kind in tables[0]}
+
+
+def trained() -> dict[str, torch.Tensor]:
+    """λ and θ after 50 steps."""
+    return parallel_runs.trained(None, parallel_runs.STEPS)[0]
 
 
 def seconds() -> dict[str, torch.Tensor]:
@@ -127,7 +125,7 @@ def killed(folder: Path, steps: int, moment: random.Random) -> tuple[float, str]
     time.sleep(moment.uniform(0.0, 0.05))
     begin = time.monotonic()
     os.kill(pids[victim], signal.SIGKILL)
-    ended(pids)
+    exit_codes(pids)
     words = (folder / f"errors-{1 - victim}").read_text().strip().splitlines()
     return time.monotonic() - begin, words[-1] if words else ""
 
@@ -148,13 +146,84 @@ def kills(count: int, steps: int, folder: Path) -> dict[str, Any]:
     return {"kills": count, "survived": survived, "longest_wait": max(waits)}
 
 
+def restarted(folder: Path) -> bool:
+    """Whether torchrun starts the example again when one of two processes is killed, and it ends as on one process."""
+    script = Path(__file__).parents[1] / "examples" / "data_parallel.py"
+    here = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    here["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else they may look for each other where they were before
+    options = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    together, alone = folder / "together", folder / "alone"
+    process = subprocess.Popen([sys.executable, *options, str(script), str(together)], env=here)
+    while not any(together.glob("step-*")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[1]), signal.SIGKILL)
+    assert process.wait(120) == 0
+    subprocess.run([sys.executable, str(script), str(alone)], env=here, check=True)
+    ends = [checkpoint.newest(one).state["state"]["hyper"]["weight"] for one in (together, alone)]
+    return float((ends[0] - ends[1]).norm() / ends[1].norm()) < 1e-10
+
+
+def errors_of(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The largest relative difference of hypergradients by dtype, and the largest difference of ends of runs."""
+    record: dict[str, Any] = {}
+    for kind in ("torch.float64", "torch.float32", "run"):
+        errors = {
+            name: float((found[name] - x).abs().max() if kind == "run" else (found[name] - x).norm() / x.norm())
+            for name, x in wanted.items()
+            if name.startswith(kind)
+        }
+        if errors:
+            worst = max(errors, key=errors.__getitem__)
+            record[kind] = {"largest": errors[worst], "where": worst}
+    return record
+
+
+def compared_divided(folder: Path) -> dict[str, Any]:
+    """Divided θ and λ on 1, 2 and 4 processes against one process that has all of them."""
+    runs = list(sharded_runs.ALGORITHMS)
+    wanted = results(1, lambda: divided("", runs), folder)
+    record: dict[str, Any] = {}
+    for mode, what in (("w", "λ"), ("f", "θ"), ("fw", "θ and λ")):
+        for size in (1, 2, 4):
+            chosen = runs if mode == "w" else ["kfac"] if (mode, size) == ("f", 2) else []
+            found = results(size, lambda m=mode, c=chosen: divided(m, c), folder)  # type: ignore[misc]
+            here = {name: x for name, x in wanted.items() if name in found}
+            record[f"{what} on {size}"] = errors_of(found, here)
+            print(f"{what} divided among {size}: {record[f'{what} on {size}']}", flush=True)
+    for size in (1, 2, 4):
+        record[f"weights on {size}"] = {k: x.tolist() for k, x in results(size, weights_held, folder).items()}
+        print(f"24 and 240000 weights on {size}: {record[f'weights on {size}']}", flush=True)
+    return record
+
+
+def nccl() -> dict[str, Any]:
+    """One process on the GPU that meets itself by NCCL, with θ and λ divided, against a plain one."""
+    meeting = tempfile.mktemp()
+    dist.init_process_group("nccl", init_method=f"file://{meeting}", rank=0, world_size=1)
+    sharded_runs.KIND = "cuda"
+    methods = ["identity", "sama", "kfac reverse", "ekfac reverse", "cg"]
+    record: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    for dtype in (torch.float64, torch.float32):
+        wanted = sharded_runs.named(None, methods, "", dtype)
+        for mode in ("w", "f", "fw"):
+            found = sharded_runs.named(None, methods, mode, dtype)
+            record[f"{dtype} {mode}"] = max(float((found[n] - x).norm() / x.norm()) for n, x in wanted.items())
+    dist.destroy_process_group()
+    return record
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--traffic-only", action="store_true", help="count bytes, and keep the rest of the record")
+    parser.add_argument("--nccl", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.nccl:
+        return write_result("nccl.json", nccl())
     record: dict[str, Any] = {"seed": 0, "errors": {}, "seconds": {}}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -173,6 +242,13 @@ def main() -> None:
                 worst = max((name for name in errors if name.startswith(dtype)), key=errors.__getitem__)
                 record["errors"][f"{size} {dtype}"] = {"largest": errors[worst], "method": worst}
                 print(f"{size} processes, {dtype}: {errors[worst]:.1e} ({worst})", flush=True)
+        whole = results(1, trained, folder)
+        for size in (2, 4):
+            ends = results(size, trained, folder)
+            record["errors"][f"{size} run"] = max(float((ends[name] - x).abs().max()) for name, x in whole.items())
+            print(f"{size} processes, 50 steps: {record['errors'][f'{size} run']:.1e}", flush=True)
+        record["divided"] = compared_divided(folder)
+        record["restarted"] = restarted(folder)
         for size in (1, 2, 4):
             record["seconds"][size] = float(results(size, seconds, folder)["seconds"])
             print(f"{size} processes: {1e3 * record['seconds'][size]:.1f} ms a step", flush=True)

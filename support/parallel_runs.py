@@ -1,7 +1,7 @@
 """A small language model on several processes: what each of them computes, for tests that compare them.
 
-``python support/parallel_runs.py folder`` is run by each of four processes; it does all checks one after the other, on
-all of them and on the first two, and the first writes the results into the folder.
+``python support/parallel_runs.py folder`` starts four processes that do all checks of ``make test`` one after the
+other, on all of them and on the first two; the first writes the results into the folder. ``make ranks`` has the others.
 """
 
 from __future__ import annotations
@@ -9,21 +9,58 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it at their first step: once here, not in every process
 import torch.distributed as dist
+import torch.distributed.fsdp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import hyperkron as hk
+import sharded_runs
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.steps import Adam
 
 EXAMPLES, TOKENS, WORDS, CLASSES = 22, 3, 9, 4
 STEPS = 50
+
+
+def started(size: int, function: Callable[[int], object], folder: Path) -> list[int]:
+    """The ids of ``size`` forked processes that meet and run ``function(rank)``; what they say goes to files.
+
+    The process that forks must not have computed anything.
+    """
+    meeting, found = tempfile.mktemp(dir=folder), []
+    for rank in range(size):
+        pid = os.fork()
+        if pid:
+            found.append(pid)
+            continue
+        code = 1
+        try:
+            os.dup2(os.open(folder / f"errors-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+            warnings.simplefilter("ignore")
+            dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+            function(rank)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return found
+
+
+def exit_codes(pids: list[int]) -> list[int]:
+    """Their exit codes; minus the signal."""
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
 class Network(nn.Module):
@@ -88,21 +125,28 @@ METHODS: dict[str, Callable[[], Hypergradient]] = {
 }
 
 
+COUNTED = ("identity", "cg", "neumann", "kfac mc", "kfac empirical", "kfac auto", "ekfac", "pcg", "unrolled")
+"""The methods whose bytes are compared with the formulas of docs/scaling.md."""
+
+
 def hypergradients(
-    group: dist.ProcessGroup | None, dtype: torch.dtype, traffic: dict[str, dict[str, int]] | None = None
+    group: dist.ProcessGroup | None,
+    dtype: torch.dtype,
+    traffic: dict[str, dict[str, int]] | None = None,
+    names: Sequence[str] = tuple(METHODS),
 ) -> dict[str, Tensor]:
     """The gradient by every method, and J_out.
 
     With ``traffic``, also the bytes of a second hypergradient: the first one looks at more.
     """
     found = {}
-    for name, make_method in METHODS.items():
+    for name, make_method in ((name, METHODS[name]) for name in names):
         problem, model, hyper, *batches = make(dtype)
         divided, method = hk.training.DataParallel(problem, group), make_method()
         result = method.compute(divided, model, hyper, *batches)
         found[name] = torch.cat([g.reshape(-1) for g in result.grads.values()])
         found[f"{name} loss"] = torch.tensor(result.outer_loss)
-        if traffic is not None:
+        if traffic is not None and name in COUNTED:
             before = dict(divided.group.sent)
             result = method.compute(divided, model, hyper, *batches)
             traffic[name] = {kind: n - before[kind] for kind, n in divided.group.sent.items()}
@@ -214,32 +258,40 @@ def ways_of_use(rank: int) -> dict[str, bool]:
     }
 
 
-def main(folder: Path) -> None:
-    """All checks, on this process."""
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=4)
+FEW = ("kfac mc", "cg")
+"""The methods that four processes try in ``make test``."""
+TESTED = (*COUNTED, "sama")
+"""The methods that two processes try in ``make test``; in ``make ranks`` 2, 3 and 4 processes try all."""
+LEGS = (3, 6, 8)
+"""A run of ``make test``: where two processes stop, and four, and one."""
+
+
+def checks(rank: int, folder: Path) -> None:
+    """All checks, on process ``rank`` of four."""
     two = dist.new_group([0, 1])
     tensors: dict[str, Tensor] = {}
     traffic: dict[str, dict[str, int]] = {}
-    for size, group, dtype in ((2, two, torch.float64), (4, None, torch.float64), (4, None, torch.float32)):
-        if rank < size:
-            counts = traffic if (size, dtype) == (4, torch.float64) else None
-            found = hypergradients(group, dtype, counts)
-            tensors |= {f"{size} {dtype} {name}": x for name, x in found.items()}
-    for size, group in ((2, two), (4, None)):
-        if rank < size:
-            tensors |= {f"{size} trained {name}": x for name, x in trained(group, STEPS)[0].items()}
+    tensors |= {f"4 {name}": x for name, x in hypergradients(None, torch.float64, names=FEW).items()}
     if rank < 2:
-        trained(two, 20, folder / "run")
-    state, run = trained(None, 40, folder / "run")
+        tensors |= {f"2 {name}": x for name, x in hypergradients(two, torch.float64, traffic, TESTED).items()}
+        trained(two, LEGS[0], folder / "run", every=LEGS[0])
+    dist.barrier()
+    state, run = trained(None, LEGS[1], folder / "run", every=LEGS[1])
     alike = torch.cat([x.reshape(-1) for x in state.values()])
     texts: dict[str, Any] = {"same": bool((run.group.gather(alike) == alike).all()), "traffic": traffic}
     texts |= {"refusals": refusals(rank), "use": ways_of_use(rank)}
     texts |= {"history": len(run.history), "loss": run.history.column("outer_loss")}
+    more, words = sharded_runs.checks(rank, two, folder, LEGS)
     if rank == 0:
-        save_file(tensors, folder / "tensors.safetensors")
-    (folder / f"texts-{rank}.json").write_text(json.dumps(texts))
+        save_file(tensors | more, folder / "tensors.safetensors")
+    (folder / f"texts-{rank}.json").write_text(json.dumps(texts | words))
     dist.barrier()
+
+
+def main(folder: Path) -> None:
+    """Four processes do all checks."""
+    codes = exit_codes(started(4, lambda rank: checks(rank, folder), folder))
+    assert codes == [0] * 4, "\n".join(f"{rank}: {(folder / f'errors-{rank}').read_text()}" for rank in range(4))
 
 
 if __name__ == "__main__":

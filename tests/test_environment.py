@@ -30,6 +30,7 @@ LAYERS = (
     "solution",
     "validation",
     "collectives",
+    "sharded_functions",
     "losses",
     "problem",
     "evaluation",

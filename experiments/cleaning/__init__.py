@@ -1,1 +1,1 @@
-"""``hyperkron clean`` against its alternatives, on nine datasets."""
+"""Whether the numbers of ``hyperkron clean`` are true, on 17 data sets."""

@@ -15,6 +15,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ import torch
 import hyperkron
 from experiments import records
 from experiments.cleaning import trust_data
-from experiments.cleaning.trust_data import DEVELOPMENT, PER_CLASS, SOURCES, UNSEEN, Split
+from experiments.cleaning.trust_data import DEVELOPMENT, PER_CLASS, SOURCES, UNSEEN, Source, Split
 from experiments.pieces import Lines
 from experiments.workers import share
 from hyperkron.cleaning import CleanConfig, clean
+from hyperkron.cleaning.models import small_cnn
 
 BINS = 10
 SURE = 0.99
@@ -89,7 +91,7 @@ def outside(split: Split, kind: str, table: dict[str, np.ndarray], seed: int) ->
         return make_pipeline(StandardScaler(), LogisticRegression(max_iter=200, C=0.1))
 
     noisy, trusted, test = features(split, kind, table)
-    names, y = np.unique(split.given, return_inverse=True)
+    y = np.unique(split.given, return_inverse=True)[1]
     folds = StratifiedKFold(5, shuffle=True, random_state=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # classes with fewer rows than folds
@@ -121,15 +123,26 @@ def commit() -> str:
     return git("rev-parse", "--short", "HEAD").strip() + ("+" if git("status", "--short", ".").strip() else "")
 
 
-def measure(job: Job, table: dict[str, np.ndarray], encoder: str | None) -> dict[str, Any]:
-    """One run."""
+def network(source: Source, split: Split) -> Callable[[], torch.nn.Module] | None:
+    """The network of a set that does not take the default one."""
+    if source.width is None:
+        return None
+    shape = split.train[0].shape[1:]
+    return partial(small_cnn, shape[0], shape[1], int(split.gold.max()) + 1, source.width)
+
+
+def measure(job: Job, table: dict[str, np.ndarray], encoder: str | None, alone: bool = False) -> dict[str, Any]:
+    """One run; ``alone`` without alternatives, for what is known of the labels only."""
     name, seed, per_class = job
     source, split = SOURCES[name], trust_data.split(name, seed, per_class)
     begin = time.perf_counter()
     config = CleanConfig(seed=1000 + seed, encoder=encoder if source.kind == "text" else None)
+    config = replace(config, compare=()) if alone else config
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result = clean(split.train, split.trusted, test=split.test, config=config, progress=False)
+        result = clean(
+            split.train, split.trusted, test=split.test, model=network(source, split), config=config, progress=False
+        )
     seconds = time.perf_counter() - begin
     p = np.asarray(result.error_probability, dtype=float)
     used = np.isfinite(p)
@@ -155,18 +168,18 @@ def measure(job: Job, table: dict[str, np.ndarray], encoder: str | None) -> dict
         "candidates": [{key: c.get(key) for key in keys} for c in result.candidates],
         "average_precision": average_precision(wrong, p[used]),
         "reliability": reliability(wrong, p[used]),
-        "outside": outside(split, source.kind, table, seed),
+        "outside": None if alone else outside(split, source.kind, table, seed),
         "seconds": {"clean": seconds, **result.summary["seconds"]},
     }
 
 
-def _worker(texts: list[str], encoder: str | None) -> Callable[[Job], dict[str, Any]]:
+def _worker(texts: list[str], encoder: str | None, alone: bool) -> Callable[[Job], dict[str, Any]]:
     table = trust_data.vectors(texts)
     cached_encoder(table)
 
     def carry_out(job: Job) -> dict[str, Any]:
         try:
-            found = measure(job, table, encoder)
+            found = measure(job, table, encoder, alone)
         except Exception as error:  # a finding too; the other runs go on
             text = f"{type(error).__name__}: {error}"
             found = {"dataset": job[0], "seed": job[1], "per_class": job[2], "commit": commit(), "failure": text}
@@ -191,6 +204,7 @@ def main() -> None:
     parser.add_argument("--limit-minutes", type=float, default=float("inf"), help="no run begins after this time")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--encoder", default="data/minilm", help="for the texts")
+    parser.add_argument("--alone", action="store_true", help="without alternatives: the labels only")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     wanted = jobs(options.sets, *([int(v) for v in text.split(",")] for text in (options.seeds, options.per_class)))
@@ -208,13 +222,14 @@ def main() -> None:
         won = next(c for c in record["candidates"] if c["name"] == record["chosen"])
         print(
             f"{time.monotonic() - begin:6.0f} s {seconds:5.0f} s {key} {record['noise']}: {record['chosen']} "
-            f"{won['low']:.3f}-{won['high']:.3f}, test {won['test_accuracy']:.3f}, outside {record['outside']['test']:.3f}",
+            f"{won['low']:.3f}-{won['high']:.3f}, test {won['test_accuracy']:.3f}, "
+            f"outside {(record['outside'] or {}).get('test')}",
             flush=True,
         )
 
     texts = [name for name in dict.fromkeys(job[0] for job in wanted) if SOURCES[name].kind == "text"]
     late = lambda: time.monotonic() - begin > 60 * options.limit_minutes  # noqa: E731
-    share(options.workers, partial(_worker, texts, options.encoder), missing, keep, late=late)
+    share(options.workers, partial(_worker, texts, options.encoder, options.alone), missing, keep, late=late)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,8 @@ rules of differentiation make every derivative of J, of any order, the same on a
     replicated: x ↦ x,               whose derivative sums over ranks    (θ and λ on their way into J_r)
     summed:     x_r ↦ Σ_r x_r,       whose derivative is the identity    (∂J_r on its way out)
 
-so ∂_θ J, Hessian products, cross terms and unrolled steps need no further communication. For tensors that are divided
-by rows (:mod:`hyperkron.sharding`) two more do:
-
-    gathered:   own rows ↦ all rows,    whose derivative sums over ranks and leaves each its rows    (θ of fully_shard)
-    taken:      x, i_r ↦ x[i_r],        whose derivative goes to the ranks that hold rows i_r         (example weights)
-
-A collective takes all tensors of a stage at once, in one piece of memory.
+so ∂_θ J, Hessian products, cross terms and unrolled steps need no further communication. A collective takes all
+tensors of a stage at once, in one piece of memory.
 """
 
 from __future__ import annotations
@@ -24,9 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.forward_ad import make_dual
 
-from hyperkron.sharding import local, own_rows, with_rows
+from hyperkron.sharding import local, own_rows
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
 
@@ -104,7 +98,7 @@ class Group:
         return torch.stack(found)
 
     def gather_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """All rows of tensors of which every rank has its own, in one collective."""
+        """All rows of tensors of which every rank has its own, in one collective; each has memory of its own."""
         sizes = [self._each(x.shape) for x in tensors]
         dtype = torch.result_type(tensors[0], tensors[0])
         for x in tensors:
@@ -118,10 +112,8 @@ class Group:
         with _answering():
             dist.all_gather_into_tensor(table, own, group=self.handle)
         parts = table.view(self.size, -1).split(sizes, dim=1)
-        return [
-            part.reshape(-1)[: x.shape.numel()].reshape(x.shape).to(x.dtype)
-            for part, x in zip(parts, tensors, strict=True)
-        ]
+        own_memory = [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
+        return [part[: x.shape.numel()].view(x.shape).to(x.dtype) for part, x in zip(own_memory, tensors, strict=True)]
 
     def sum_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Σ over ranks of each tensor, of which every rank gets its own rows, in one collective."""
@@ -299,191 +291,6 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, *(g if here else None for g, here in zip(gradients, ctx.here, strict=True)))
-
-
-def divided_over(group: Group, rows: Tensor, count: int) -> Tensor:
-    """A tensor of ``count`` rows, of which ``rows`` are those of this rank (:func:`hyperkron.sharding.own_rows`)."""
-    from torch.distributed.device_mesh import DeviceMesh  # takes seconds
-    from torch.distributed.tensor import DTensor, Shard
-
-    if group.handle is None:
-        return rows
-    place = group.device or rows.device
-    mesh = DeviceMesh.from_group(group.handle, place.type)
-    shape = torch.Size((count, *rows.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(rows.to(place), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-
-
-def gathered(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """All rows of divided tensors; gradients are summed over ranks, and each gets those of its rows."""
-    return list(_Gathered.apply(group, *tensors))
-
-
-class _Gathered(torch.autograd.Function):
-    """Own rows ↦ all rows."""
-
-    @staticmethod
-    def forward(group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(group.gather_rows(tensors))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.group, ctx.like = inputs[0], [x.detach() for x in inputs[1:]]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *_SummedRows.apply(ctx.group, ctx.like, *gradients))
-
-
-class _SummedRows(torch.autograd.Function):
-    """x_r ↦ the own rows of Σ_r x_r; what no rank has stays ``None``."""
-
-    @staticmethod
-    def forward(group: Group, like: list[Tensor], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        here = [x is not None for x in tensors]
-        flags = local(like[0]).new_tensor(here).expand(group.size, -1)
-        dense = [
-            torch.zeros(y.shape, dtype=y.dtype, device=y.device) if x is None else x.to_dense()
-            for x, y in zip(tensors, like, strict=True)
-        ]
-        *found, counts = group.sum_rows([*dense, flags])
-        there = here if all(here) else (counts[0] > 0).tolist()
-        return tuple(with_rows(x, y) if some else None for x, y, some in zip(found, like, there, strict=True))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.group, ctx.like, ctx.here = inputs[0], inputs[1], [x is not None for x in inputs[2:]]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [torch.zeros_like(y) if g is None else g for g, y in zip(gradients, ctx.like, strict=True)]
-        found = _Gathered.apply(ctx.group, *given)
-        return (None, None, *(g if here else None for g, here in zip(found, ctx.here, strict=True)))
-
-
-def squared_norms(tensors: Sequence[Any]) -> Tensor:
-    """‖x‖² of each divided tensor, by its ranks; one number of each is sent."""
-    group = Group(tensors[0]._spec.mesh.get_group())
-    return _AllSummed.apply(group, torch.stack([_own(x).square().sum() for x in tensors]))
-
-
-def _own(x: Any) -> Tensor:
-    """The own rows of a divided tensor, with its graph and its tangent (:func:`hyperkron.evaluation.sharded.dual`)."""
-    rows: Tensor = _OwnRows.apply(x)
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    return make_dual(rows.detach(), local(x.tangent).to(rows.dtype)) if hasattr(x, "tangent") else rows
-
-
-class _OwnRows(torch.autograd.Function):
-    """A divided tensor ↦ its own rows."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return local(x).clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.like = inputs[0].detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _Divided.apply(ctx.like, gradient)
-
-
-class _Divided(torch.autograd.Function):
-    """Own rows ↦ the tensor divided so."""
-
-    @staticmethod
-    def forward(like: Tensor, rows: Tensor) -> Tensor:
-        return with_rows(rows, like)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, _OwnRows.apply(gradient)
-
-
-class _AllSummed(torch.autograd.Function):
-    """x_r ↦ Σ_r x_r, a number that each rank uses for its own: their gradients are summed as well."""
-
-    @staticmethod
-    def forward(group: Group, x: Tensor) -> Tensor:
-        return group.sum([x])[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.group = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, _AllSummed.apply(ctx.group, gradient)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:
-        return ctx.group.sum([tangent])[0]  # type: ignore[no-any-return]
-
-
-def taken(group: Group, x: Tensor, index: Tensor) -> Tensor:
-    """The rows ``index`` of a divided vector, whichever ranks hold them; every rank has its own ``index``.
-
-    What is sent does not depend on the length of the vector: the numbers of rows, and a value for each of them.
-    """
-    flat = index.reshape(-1)
-    if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < len(x):
-        raise IndexError(f"index runs from {int(flat.min())} to {int(flat.max())} in a vector of {len(x)} rows")
-    table = group.lists(flat)
-    return _Taken.apply(group, table, x)[: flat.numel()].reshape(index.shape)
-
-
-class _Taken(torch.autograd.Function):
-    """x ↦ x at this rank's row of a table of indices."""
-
-    @staticmethod
-    def forward(group: Group, table: Tensor, x: Tensor) -> Tensor:
-        values, mine = _held(group, table, x)
-        found = values.new_zeros(table.shape)
-        found[mine] = values[table[mine] - own_rows(len(x), group.rank, group.size).start]
-        return group.sum_rows([found])[0][0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.group, ctx.table, ctx.like = inputs[0], inputs[1], inputs[2].detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, _Put.apply(ctx.group, ctx.table, ctx.like, gradient)
-
-
-class _Put(torch.autograd.Function):
-    """The transpose of :class:`_Taken`: values at all ranks' indices, added up in the rows that this rank holds."""
-
-    @staticmethod
-    def forward(group: Group, table: Tensor, like: Tensor, gradient: Tensor) -> Tensor:
-        given = group.gather(gradient)
-        values, mine = _held(group, table, like)
-        found = torch.zeros_like(values)
-        found.index_add_(0, table[mine] - own_rows(len(like), group.rank, group.size).start, given[mine].to(found))
-        return with_rows(found, like)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.group, ctx.table = inputs[0], inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, _Taken.apply(ctx.group, ctx.table, gradient)
-
-
-def _held(group: Group, table: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The values that this rank holds, and which entries of the table are among them."""
-    rows = own_rows(len(x), group.rank, group.size)
-    return local(x), (table >= rows.start) & (table < rows.stop)
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

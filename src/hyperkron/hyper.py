@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hyperkron.collectives import Group, divided_over, taken
+from hyperkron.collectives import Group
 from hyperkron.losses import Loss, l2
+from hyperkron.sharded_functions import divided_over, taken
 from hyperkron.sharding import own_rows
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import check_interval, check_one_of, check_positive, check_whole
@@ -54,16 +55,17 @@ class SampleWeights(nn.Module):
             raw = float(torch.logit(torch.tensor(start, dtype=torch.float64)))
         if group is not None and squash == "softmax":
             raise HyperkronError("squash='softmax' needs all examples at once; use 'sigmoid' or 'clip' with group=.")
-        self.squash, self.group = squash, group
-        rows = range(count) if group is None else range(count)[own_rows(count, group.rank, group.size)]
-        values = torch.full((len(rows),), raw)
-        self.weight = nn.Parameter(values if group is None else divided_over(group, values, count))
+        self.squash = squash
+        self._group = None if group is None or group.handle is None else group
+        rows = slice(0, count) if self._group is None else own_rows(count, self._group.rank, self._group.size)
+        values = torch.full((rows.stop - rows.start,), raw)
+        self.weight = nn.Parameter(values if self._group is None else divided_over(self._group, values, count))
 
     def forward(self, index: Tensor) -> Tensor:
         """The weights of the examples in ``index``."""
         if self.squash == "softmax":
             return self.weight.softmax(0)[index] * self.weight.numel()
-        raw = self.weight[index] if self.group is None else taken(self.group, self.weight, index)
+        raw = self.weight[index] if self._group is None else taken(self._group, self.weight, index)
         if self.squash == "clip":
             return raw.detach().clamp(0.0, 1.0) + (raw - raw.detach())  # the difference is zero, its derivative one
         return raw.sigmoid()

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from hyperkron.sharding import divided, is_sharded, local, over_processes
+from hyperkron.sharding import divided as divide
+from hyperkron.sharding import is_sharded, local, over_processes, with_rows
 
 Tree = dict[str, Tensor]
 """A vector made of named tensors."""
@@ -48,8 +49,8 @@ def add(a: Tree, b: Tree, alpha: float | Tensor = 1.0) -> Tree:
     if not left:
         return {}
     if isinstance(alpha, Tensor):
-        return dict(zip(a, torch._foreach_add(left, _times(right, alpha)), strict=True))
-    return dict(zip(a, torch._foreach_add(left, right, alpha=alpha), strict=True))
+        return dict(zip(a, _each(torch._foreach_add, left, _times(right, alpha)), strict=True))
+    return dict(zip(a, _each(lambda x, y: torch._foreach_add(x, y, alpha=alpha), left, right), strict=True))
 
 
 def scale(a: Tree, c: float | Tensor) -> Tree:
@@ -62,7 +63,25 @@ def scale(a: Tree, c: float | Tensor) -> Tree:
 def _times(tensors: list[Tensor], c: float | Tensor) -> list[Tensor]:
     if isinstance(c, Tensor) and any(x.dim() == 0 and x.dtype != c.dtype for x in tensors):
         return [(x * c).to(x.dtype) for x in tensors]  # a 0-dimensional x would take the dtype of c
-    return list(torch._foreach_mul(tensors, c))
+    return _each(lambda x: torch._foreach_mul(x, c), tensors)
+
+
+def _each(function: Callable[..., Sequence[Tensor]], *columns: list[Tensor]) -> list[Tensor]:
+    """``function`` of lists of tensors; those that are divided among processes apart, by their rows here."""
+    divided = [i for i, x in enumerate(columns[0]) if is_sharded(x)]
+    if not divided:
+        return list(function(*columns))
+    found = dict.fromkeys(range(len(columns[0])), columns[0][0])
+    plain = [i for i in found if i not in divided]
+    if plain:
+        found.update(zip(plain, function(*([column[i] for i in plain] for column in columns)), strict=True))
+    there = [[column[i] for i in divided] for column in columns]
+    if torch.is_grad_enabled() and any(x.requires_grad for column in there for x in column):
+        found.update(zip(divided, function(*there), strict=True))
+    else:
+        rows = function(*([local(x) for x in column] for column in there))
+        found.update((i, with_rows(x, columns[0][i])) for i, x in zip(divided, rows, strict=True))
+    return list(found.values())
 
 
 def dot(a: Tree, b: Tree) -> Tensor:
@@ -135,7 +154,11 @@ def unstacked(a: Tree) -> Iterator[Tree]:
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     """``a`` if a 0-dimensional ``condition`` holds, else ``b``, by no copy to the host; the other may hold NaN."""
     left, right = _paired(a, b)
-    return {name: torch.where(condition, x, y) for name, x, y in zip(a, left, right, strict=True)}
+
+    def chosen(xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
+        return [torch.where(condition, x, y) for x, y in zip(xs, ys, strict=True)]
+
+    return dict(zip(a, _each(chosen, left, right), strict=True))
 
 
 def filled(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
@@ -164,4 +187,4 @@ def is_finite(a: Tree) -> bool:
 def normal_like(a: Tree, generator: torch.Generator | None) -> Tree:
     """Independent standard normal entries shaped like ``a``, from ``generator`` (``None``: torch's global one)."""
     drawn = {n: torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device) for n, x in a.items()}
-    return {name: divided(x, a[name]) if is_sharded(a[name]) else x for name, x in drawn.items()}
+    return {name: divide(x, a[name]) if is_sharded(a[name]) else x for name, x in drawn.items()}

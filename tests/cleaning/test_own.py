@@ -91,10 +91,10 @@ def test_what_is_no_set_of_probabilities(data: Blobs, given: Any, said: str) -> 
 def test_files_that_hold_something_else(tmp_path: Path, data: Blobs, name: str) -> None:
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(HyperkronError, match=rf"{name}=.*objects.npy' is not an array .*numpy.save"):
-        clean(data.train, data.trusted, **{name: tmp_path / "objects.npy"})
+        clean(data.train, data.trusted, **dict[str, Any]({name: tmp_path / "objects.npy"}))
     (tmp_path / "some.txt").write_text("1\n")
     with pytest.raises(HyperkronError, match=rf"{name}=.*some.txt' must be a .npy .*save it"):
-        clean(data.train, data.trusted, **{name: tmp_path / "some.txt"})
+        clean(data.train, data.trusted, **dict[str, Any]({name: tmp_path / "some.txt"}))
 
 
 # --- embeddings --------------------------------------------------------------------------------------------------
@@ -108,8 +108,8 @@ def test_embeddings_take_the_place_of_inputs_and_the_run_can_go_on(tmp_path: Pat
     vectors = torch.cat([data.x, data.trusted[0]])
     np.save(tmp_path / "vectors.npy", torch.cat([vectors, torch.ones(len(vectors), 1)], 1).numpy())  # one is constant
     out = tmp_path / "run"
-    files = {name: tmp_path / f"{name}.csv" for name in ("train", "trusted")}
-    result = clean(**files, embeddings=tmp_path / "vectors.npy", out=out, config=CleanConfig(epochs=3, compare=()))
+    files: list[Any] = [tmp_path / "train.csv", tmp_path / "trusted.csv"]
+    result = clean(*files, embeddings=tmp_path / "vectors.npy", out=out, config=CleanConfig(epochs=3, compare=()))
     assert float((result.suggested == data.true).double().mean()) > 0.9
     new = torch.cat([data.test[0], torch.ones(len(data.test[0]), 1)], 1)
     assert float((result.predict(new).argmax(1) == data.test[1]).double().mean()) > 0.9

@@ -164,8 +164,6 @@ sys.exit(main(sys.argv[1:]))
     ("number", "begun", "code", "message"),
     [
         (signal.SIGINT, True, 130, "hyperkron resume 'runs/my run'"),
-        (signal.SIGTERM, True, 143, "hyperkron resume 'runs/my run'"),
-        (signal.SIGINT, False, 130, "Nothing was written"),
         (signal.SIGTERM, False, 143, "Nothing was written"),
     ],
 )

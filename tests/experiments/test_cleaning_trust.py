@@ -109,7 +109,8 @@ def test_a_run_is_one_record(pools: Path, monkeypatch: pytest.MonkeyPatch) -> No
     record = trust.measure(("vehicle", 0, 10), {}, None)
     assert record["average_precision"] == 1 and record["rows"] == len(split.given) - 1
     assert record["reliability"]["sure"][0] == record["reliability"]["sure"][1] > 0
-    assert record["estimated"] == {"rate": 0.2}
+    assert record["estimated"] == {"rate": 0.2} and record["outside"]["test"] == 0.7
+    assert trust.measure(("vehicle", 0, 10), {}, None, alone=True)["outside"] is None
 
 
 def test_the_encoder_gives_the_kept_vectors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,12 +153,12 @@ def _networks_or_trees(works: Sequence[Work], outcomes: Sequence[Outcome], stage
     pairs = list(zip(works, outcomes, strict=True))
     others = [(work, outcome) for work, outcome in pairs if not outcome.prefers_trees(work)]
     networks = iter(fitted(OURS, [w for w, _ in others], [o for _, o in others], stage) if others else [])
-    found = []
+    found: list[nn.Module] = []
     for work, outcome in pairs:
         if outcome.prefers_trees(work):
             q = outcome.final.posterior
             weight = certainty(q, work.given[work.noisy])
-            found.append(evidence_forest(work, work.noisy, work.trusted, q, weight)[0].eval())
+            found.append(evidence_forest(work, q, weight)[0].eval())
         else:
             found.append(next(networks))
     return found

@@ -42,41 +42,21 @@ def noisy_forest(work: Work) -> Tensor:
     return work.stages("forest-expert", compute)["asked"]
 
 
-def evidence_forest(
-    work: Work, noisy: Tensor, trusted: Tensor, posterior: Tensor, weight: Tensor
-) -> tuple[TreeEnsemble, Tensor]:
-    """A forest of noisy rows with soft labels q and of trusted rows, and its out-of-bag answers for them (n, C).
+def evidence_forest(work: Work, posterior: Tensor, weight: Tensor) -> tuple[TreeEnsemble, Tensor]:
+    """A forest of the noisy rows with soft labels q and of the trusted rows, and what it says of all rows (rows, C).
+
+    Its answers for rows that it learnt from are out of bag: no label of the row itself has a part in them, though q of
+    other rows rests on all trusted labels of the view.
 
     Args:
         work: the view.
-        noisy, trusted: numbers of rows.
-        posterior, weight: q of those noisy rows (n, C), and how much each counts (n,).
+        posterior, weight: q of the noisy rows (N, C), and how much each counts (N,).
     """
     work.tick(NAME, 0)
-    q = torch.cat([posterior, one_hot(work.given[trusted], work.classes).to(posterior)])
-    weight = torch.cat([weight, torch.ones(len(trusted), device=work.device)])
-    return forest(vectors(work, torch.cat([noisy, trusted])), q, weight, seed=work.config.seed)
-
-
-def cleaned_forest(work: Work, whole: tuple[Tensor, Tensor], halved: tuple[Tensor, Tensor]) -> Tensors:
-    """What forests of the posterior q say of all rows of a view, out of sample (``asked``).
-
-    Of noisy rows the trees of a forest of all rows that did not see them; of the trusted rows of half h a forest that,
-    as the fold models, learnt from the noisy rows of half h and the trusted rows of the other half, with a posterior in
-    which no trusted label of half h has a part.
-
-    Args:
-        work: the view.
-        whole: q of the noisy rows (N, C), and how much each counts (N,).
-        halved: the same from experts that saw nothing of the trusted rows in the half of the row.
-    """
+    rows = torch.cat([work.noisy, work.trusted])
+    q = torch.cat([posterior, one_hot(work.given[work.trusted], work.classes).to(posterior)])
+    weight = torch.cat([weight, torch.ones(len(work.trusted), device=work.device)])
+    trees, answers = forest(vectors(work, rows), q, weight, seed=work.config.seed + work.shift)
     asked = torch.zeros(len(work.given), work.classes, device=work.device)
-    _, answers = evidence_forest(work, work.noisy, work.trusted, *whole)
-    asked[work.noisy] = answers[: len(work.noisy)]
-    for half in (0, 1):
-        mine = work.fold[work.noisy] == half
-        learn = work.noisy[mine], work.side(1 - half, work.trusted)
-        trees, _ = evidence_forest(work, *learn, halved[0][mine], halved[1][mine])
-        ask = work.side(half, work.trusted)
-        asked[ask] = predict(trees, work.inputs, ask)
-    return {"asked": asked}
+    asked[rows] = answers
+    return trees, asked

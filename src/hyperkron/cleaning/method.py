@@ -37,7 +37,7 @@ from hyperkron.cleaning.evidence import (
     shifted,
     stack,
 )
-from hyperkron.cleaning.forests import cleaned_forest, noisy_forest
+from hyperkron.cleaning.forests import evidence_forest, noisy_forest
 from hyperkron.cleaning.stages import Tensors
 from hyperkron.cleaning.trainer import TrainingPlan, TrainingTargets, predict
 from hyperkron.cleaning.work import Work, staged
@@ -199,12 +199,6 @@ def certainty(posterior: Tensor, given: Tensor) -> Tensor:
     return torch.maximum(of_label(posterior, given), 2 * posterior.max(1).values - 1)
 
 
-def unseen(work: Work, first: Opinion, halved: Tensor) -> Tensor:
-    """log p̄ of the noisy rows (N, C) from experts that saw nothing of the trusted rows in the half of the row."""
-    log_p = first.pool(torch.cat([logs(halved)[None], first.experts[1:]]))[work.noisy]
-    return shifted(log_p, frequencies(work.given[work.trusted], work.classes))
-
-
 def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequence[Tensor]) -> list[Tensors]:
     """Networks of the noisy rows of one half and the trusted rows of the other, for every preset.
 
@@ -214,7 +208,8 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequen
     """
 
     def targets(work: Work, first: Opinion, own: Tensor) -> list[TrainingTargets]:
-        log_p = unseen(work, first, own)
+        log_p = first.pool(torch.cat([logs(own)[None], first.experts[1:]]))[work.noisy]
+        log_p = shifted(log_p, frequencies(work.given[work.trusted], work.classes))
         rows = [torch.cat([work.side(h, work.noisy), work.side(1 - h, work.trusted)]) for h in (0, 1)]
         told = first.votes.log_likelihood
         return [evidence_targets(work, rows[h], log_p, told, scale) for scale in PRESETS for h in (0, 1)]
@@ -240,17 +235,12 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequen
     return staged(works, "fold-models", compute)
 
 
-def cleaned_forests(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequence[Tensor]) -> list[Tensor | None]:
+def cleaned_forests(works: Sequence[Work], firsts: Sequence[Opinion]) -> list[Tensor | None]:
     """The opinion of forests of the posterior in each view; None where there are no trees."""
 
     def compute() -> list[Tensors]:
-        found = []
-        for work, first, own in zip(works, firsts, halved, strict=True):
-            given = work.given[work.noisy]
-            honest = (unseen(work, first, own) + first.votes.log_likelihood).softmax(1)
-            whole, half = ((q, certainty(q, given)) for q in (first.posterior, honest))
-            found.append(cleaned_forest(work, whole, half))
-        return found
+        views = zip(works, (first.posterior for first in firsts), strict=True)
+        return [{"asked": evidence_forest(w, q, certainty(q, w.given[w.noisy]))[1]} for w, q in views]
 
     if not works[0].trees:
         return [None] * len(works)
@@ -324,9 +314,10 @@ def clean_labels(works: Sequence[Work]) -> list[Outcome]:
     experts = [[*told, *more] for told in experts]
     firsts = [opinion(work, told) for work, told in zip(works, experts, strict=True)]
     halved = [a["halved"] for a in alone]
-    learnt, grown = fold_models(works, firsts, halved), cleaned_forests(works, firsts, halved)
+    learnt, grown = fold_models(works, firsts, halved), cleaned_forests(works, firsts)
     found = []
     for work, told, first, own, forest in zip(works, experts, firsts, learnt, grown, strict=True):
         final = opinion(work, [*told, own["asked"], *([] if forest is None else [forest])])
-        found.append(Outcome(first, final, *told[:3], own["asked"], PRESETS[int(own["best"])], trees, forest))
+        networks = told[0], told[1], told[2], own["asked"]
+        found.append(Outcome(first, final, *networks, PRESETS[int(own["best"])], trees, forest))
     return found

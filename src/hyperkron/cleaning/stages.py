@@ -20,7 +20,7 @@ Tensors = dict[str, Tensor]
 
 
 class Stages:
-    """A folder of results by name: safetensors with a SHA-256 beside each. Without a folder nothing is kept.
+    """A folder of results by name: safetensors with a SHA-256 beside each. Without a folder they stay in memory.
 
     Args:
         folder: where they lie.
@@ -33,6 +33,7 @@ class Stages:
 
     def __init__(self, folder: Path | None, of: str = "", device: torch.device | str = "cpu") -> None:
         self.folder, self.of, self.device = folder, of, device
+        self._found: dict[str, Tensors] = {}
         if folder is not None:
             with in_words(folder):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +48,9 @@ class Stages:
 
     def find(self, name: str) -> Tensors | None:
         """The result of a stage that was finished, or None."""
-        if self.folder is None or not (self.folder / f"{name}.json").exists():
+        if self.folder is None:
+            return self._found.get(name)
+        if not (self.folder / f"{name}.json").exists():
             return None
         try:
             about, _ = read_json(self.folder / f"{name}.json")
@@ -68,6 +71,7 @@ class Stages:
 
     def _put(self, name: str, tensors: Tensors) -> None:
         if self.folder is None:
+            self._found[name] = tensors
             return
         target, record = self.folder / f"{name}.safetensors", self.folder / f"{name}.json"
         needed = sum(x.numel() * x.element_size() for x in tensors.values())

@@ -74,7 +74,7 @@ class Point:
         self.inner_batch = differentiable_batch(inner_batch)
         self.outer_batch = differentiable_batch(outer_batch)
         self.curvature_batch = self.inner_batch if curvature_batch is None else differentiable_batch(curvature_batch)
-        sharded.check(model, problem.group if problem.divided else None)
+        self._divided = sharded.check(model, hyper, problem.group if problem.divided else None)
         self.params, self.hypers = variables or (trainable(model, "model"), trainable(hyper, "hyper"))
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
@@ -88,7 +88,8 @@ class Point:
     def __enter__(self) -> Point:
         self._snapshot = Snapshot(self.model, self.hyper, self.device, self.recording)
         self._stack.callback(self._snapshot.restore)
-        self._stack.enter_context(sharded.plain_modules(self.model))
+        if self._divided:
+            self._stack.enter_context(sharded.plain_modules(self.model))
         if torch.is_inference_mode_enabled():
             self._stack.enter_context(torch.inference_mode(False))
         if not torch.is_grad_enabled():

@@ -3,7 +3,7 @@
 They are evaluated without FSDP's own hooks, which know first derivatives only. Every module that was given to
 ``fully_shard`` gathers its parameters when it is called and lets go of them afterwards; what autograd saves of them for
 the backward pass is not kept either, but gathered again. Gathering has derivatives of every order
-(:func:`hyperkron.collectives.gathered`), so gradients, Hessian products, cross terms and hooks work as with any model.
+(:mod:`hyperkron.sharded_functions`), so gradients, Hessian products, cross terms and hooks work as with any model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.forward_ad import make_dual
 
-from hyperkron.collectives import Group, gathered
+from hyperkron.collectives import Group
+from hyperkron.sharded_functions import gathered
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError
 
@@ -39,7 +40,7 @@ def dual(p: Tensor, v: Tensor) -> Tensor:
         return make_dual(p.detach(), v)
     made: Any = p.detach()
     made.tangent = v
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def gathered_duals(group: Group, tensors: list[Tensor]) -> list[Tensor]:
@@ -53,31 +54,40 @@ def gathered_duals(group: Group, tensors: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def check(model: nn.Module, group: Group | None) -> None:
-    """Refuse divided parameters that cannot be trained here, by name and with a remedy.
+def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> bool:
+    """Whether parameters of ``model`` are divided; refuses what cannot be trained here, by name and with a remedy.
 
     Args:
-        model: any model.
+        model: θ.
+        hyper: λ.
         group: the processes of the problem; ``None`` if it is not divided among processes.
     """
+    if "torch.distributed.tensor" not in sys.modules or not isinstance(model, nn.Module):
+        return False
+    for name, p in hyper.named_parameters() if isinstance(hyper, nn.Module) and group is None else ():
+        if is_sharded(p):
+            raise HyperkronError(
+                f"hyper parameter {name} is divided among processes, but problem is not; use "
+                "hyperkron.training.DataParallel(problem)."
+            )
     found = {name: p for name, p in model.named_parameters() if is_sharded(p)}
     if not found:
-        return
+        return False
     made = units(model)
     inside = {id(p) for unit in made for p in unit.parameters()}
     for name, p in found.items():
         spec = p._spec  # type: ignore[attr-defined]
         if id(p) not in inside:
             raise HyperkronError(
-                f"model parameter {name} is a DTensor ({', '.join(map(str, spec.placements))}) that fully_shard has not "
-                "made: tensor-parallel layers (parallelize_module) are not supported; use fully_shard or plain "
+                f"model parameter {name} is a DTensor ({', '.join(map(str, spec.placements))}) that fully_shard has "
+                "not made: tensor-parallel layers (parallelize_module) are not supported; use fully_shard or plain "
                 "parameters, with hyperkron.training.DataParallel(problem)."
             )
         if spec.mesh.ndim != 1 or [str(x) for x in spec.placements] != ["S(0)"]:
             raise HyperkronError(
-                f"model parameter {name} is divided as {spec.placements} over a mesh of shape {tuple(spec.mesh.shape)}; "
-                "only rows over one dimension are supported: use fully_shard with a mesh of one dimension (no HSDP, no "
-                "tensor parallelism) and without shard_placement_fn."
+                f"model parameter {name} is divided as {spec.placements} over a mesh of shape "
+                f"{tuple(spec.mesh.shape)}; only rows over one dimension are supported: use fully_shard with a mesh of "
+                "one dimension (no HSDP, no tensor parallelism) and without shard_placement_fn."
             )
         if group is None:
             raise HyperkronError(
@@ -91,6 +101,7 @@ def check(model: nn.Module, group: Group | None) -> None:
             )
     for unit in made:
         _check_policies(unit)
+    return True
 
 
 def _check_policies(unit: Any) -> None:
@@ -98,7 +109,7 @@ def _check_policies(unit: Any) -> None:
     if group is None:
         return
     low = group.mp_policy.param_dtype
-    if low is not None and any(p.orig_dtype != low for p in group.fsdp_params):
+    if low is not None and any(p.sharded_param.dtype != low for p in group.fsdp_params):
         raise HyperkronError(
             f"mp_policy=MixedPrecisionPolicy(param_dtype={low}) of fully_shard is not used by hypergradients; leave it "
             "out, and train under torch.autocast, or hold the model in that dtype."
@@ -186,7 +197,7 @@ class _Unit:
             handle.remove()
 
     def before(self, *_: object) -> None:
-        rows = [module._parameters[name] for module, name in self.owners]
+        rows: list[Any] = [module._parameters[name] for module, name in self.owners]
         distinct = {id(x): x for x in rows if is_sharded(x)}  # none if the unit calls itself
         whole = gathered_duals(self.group, list(distinct.values())) if distinct else []
         by_id = dict(zip(distinct, whole, strict=True))
@@ -194,14 +205,16 @@ class _Unit:
         self.kept.update(zip(addresses, (x.detach() for x in distinct.values()), strict=True))
         self.stack.append((rows, addresses))
         for (module, name), x in zip(self.owners, rows, strict=True):
-            module._parameters[name] = by_id.get(id(x), x)  # type: ignore[assignment]
+            module._parameters[name] = by_id.get(id(x), x)
 
     def after(self, *_: object) -> None:
+        if not self.stack:  # gathering has failed
+            return
         rows, addresses = self.stack.pop()
         for (module, name), x in zip(self.owners, rows, strict=True):
             module._parameters[name] = x
         for address in addresses:  # its memory may belong to another tensor from now on
-            del self.kept[address]
+            self.kept.pop(address, None)
 
 
 def _owners(module: nn.Module, others: set[nn.Module]) -> Iterator[Owner]:

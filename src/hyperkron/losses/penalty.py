@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyperkron.collectives import squared_norms
 from hyperkron.losses.base import L2, Loss
+from hyperkron.sharded_functions import squared_norms
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError
 

@@ -40,7 +40,7 @@ class TrialQueue:
         space: Space | None,
         maximize: bool = False,
         retries: int = 1,
-        heartbeat: int = 15,
+        heartbeat: int = 9,
     ) -> None:
         try:
             import optuna
@@ -66,15 +66,12 @@ class TrialQueue:
             self.study = self._opened("maximize" if maximize else "minimize")
 
     def _opened(self, way: str) -> Any:
-        names, known = (
-            self.optuna.get_all_study_names(self.storage),
-            {"study_name": self._name, "storage": self.storage},
-        )
+        names = self.optuna.get_all_study_names(self.storage)
         if self._space is None and self._name not in names:
             raise HyperkronError(f"study={self._name!r} is not in the storage, which has {', '.join(names) or 'none'}.")
-        study = (
-            self.optuna.load_study(**known) if self._name in names else self.optuna.create_study(**known, direction=way)
-        )
+        if self._name not in names:
+            self.optuna.create_study(study_name=self._name, storage=self.storage, direction=way)
+        study = self.optuna.load_study(study_name=self._name, storage=self.storage)
         if self._space is not None:
             asked = {"direction": way} | {name: repr(one) for name, one in self._space.items()}
             begun = study.user_attrs.get("asked", asked)
@@ -157,6 +154,7 @@ class TrialQueue:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         import sqlalchemy
+        from optuna import exceptions as storing
 
         try:
             if self._file:
@@ -170,7 +168,7 @@ class TrialQueue:
                 with engine.connect() as lock:
                     lock.execute(sqlalchemy.text("SELECT pg_advisory_lock(hashtext(:name))"), {"name": self._name})
                     yield
-        except (sqlite3.Error, sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
+        except (sqlite3.Error, sqlalchemy.exc.SQLAlchemyError, storing.StorageInternalError, ImportError) as error:
             raise HyperkronError(
                 f"storage={sqlalchemy.make_url(self._url)!r} cannot be used ({str(error).splitlines()[0]}); check the "
                 "file or the server, and for PostgreSQL its driver (pip install psycopg2-binary)."

@@ -63,16 +63,15 @@ class SweepResult:
 
     def write(self, path: str | Path) -> None:
         """Write all trials as CSV or, if the name ends with ``.json``, as JSON."""
-        rows = [{**asdict(t), **({} if str(path).endswith(".json") else t.settings)} for t in self.trials]
+        rows = [asdict(trial) for trial in self.trials]
         with Path(path).open("w", encoding="utf-8", newline="") as file:
             if str(path).endswith(".json"):
                 json.dump(rows, file, indent=1)
                 return
-            table = csv.DictWriter(
-                file, list(dict.fromkeys(name for row in rows for name in row if name != "settings"))
-            )
+            rows = [{f"settings.{k}": v for k, v in row.pop("settings").items()} | row for row in rows]
+            table = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
             table.writeheader()
-            table.writerows({name: cell for name, cell in row.items() if name != "settings"} for row in rows)
+            table.writerows(rows)
 
 
 def read_sweep(storage: str = "sweep.db", study: str = "sweep") -> SweepResult:

@@ -38,7 +38,8 @@ def distributions(space: Space) -> dict[str, Any]:
     for name, given in space.items():
         if isinstance(given, Range):
             whole = isinstance(given.low, int) and isinstance(given.high, int)
-            found[name] = (IntDistribution if whole else FloatDistribution)(given.low, given.high, log=given.log)
+            kind: Any = IntDistribution if whole else FloatDistribution
+            found[name] = kind(given.low, given.high, log=given.log)
         elif isinstance(given, list | tuple) and given and all(isinstance(v, str | int | float | None) for v in given):
             found[name] = CategoricalDistribution(given)
         else:
@@ -64,7 +65,9 @@ def parse_space(texts: Iterable[str]) -> dict[str, Range | list[Any]]:
                 f"search={text!r:.80} must be a setting, once, and its values: damping=1e-4..1e-1:log, steps=1..20 or "
                 "method=kfac,cg."
             )
-        space[name] = Range(*ends, given.endswith(":log")) if ranged else [_value(v) for v in given.split(",")]
+        space[name] = (
+            Range(ends[0], ends[1], given.endswith(":log")) if ranged else [_value(v) for v in given.split(",")]
+        )
     return space
 
 

@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 
+from hyperkron.collectives import Group
 from hyperkron.solution import HyperkronWarning, warn_once
 from hyperkron.training import files, fingerprint
+from hyperkron.training.divided import reader
 from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, join, split
 from hyperkron.training.program import comparable
 from hyperkron.training.writing import flush_folder
@@ -72,10 +74,17 @@ class Saved:
 # --- writing -----------------------------------------------------------------------------------------------
 
 
-def write(folder: str | Path, step: int, state: dict[str, Any], about: About | None = None) -> Path:
+def write(
+    folder: str | Path,
+    step: int,
+    state: dict[str, Any],
+    about: About | None = None,
+    rows: tuple[Path, Mapping[str, Any]] | None = None,
+) -> Path:
     """Save ``state`` as ``folder/step-…``: written beside it, flushed to the disk, then renamed.
 
-    Whatever interrupts it, a kill or a full disk, the checkpoints that were there stay as they are.
+    Whatever interrupts it, a kill or a full disk, the checkpoints that were there stay as they are. ``rows`` are the
+    files of other processes (:mod:`hyperkron.training.divided`): where they are, and what they hold.
     """
     folder, about = Path(folder), about or About()
     tree, tensors = split(state)
@@ -85,12 +94,17 @@ def write(folder: str | Path, step: int, state: dict[str, Any], about: About | N
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
             flush_folder(folder.parent)
-        clean(folder)
+        staging, others = rows or (None, {})
+        clean(folder, but=staging)
         temporary = folder / f"{_TEMPORARY}{target.name}-{secrets.token_hex(4)}"
         try:
             temporary.mkdir()
             records = {TENSORS: files.write_tensors(temporary / TENSORS, tensors)}
             records[STATE] = files.write_bytes(temporary / STATE, _dump(tree))
+            for name, record in others.items():
+                assert staging is not None
+                (staging / name).rename(temporary / name)
+                records[name] = record
             files.write_bytes(temporary / MANIFEST, _manifest(step, about, records))
             flush_folder(temporary)
             _put_in_place(temporary, target)
@@ -151,10 +165,16 @@ def _delete(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def clean(folder: Path) -> None:
+def clean(folder: Path, but: Path | None = None) -> None:
     """Remove what interrupted saves and deletions have left; a folder belongs to one run at a time."""
     for path in folder.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if path != but:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def staging(folder: str | Path, step: int) -> Path:
+    """Where processes put the files of a checkpoint before it is complete."""
+    return Path(folder) / f"{_TEMPORARY}rows-{_name(step)}"
 
 
 def prune(folder: str | Path, keep: int, protect: Iterable[int] = ()) -> None:
@@ -202,8 +222,11 @@ def check(path: str | Path) -> dict[str, Any]:
     return manifest
 
 
-def read(path: str | Path, device: torch.device | str | None = None) -> Saved:
-    """Read one checkpoint; sizes and hashes are verified before anything is made of its content."""
+def read(path: str | Path, device: torch.device | str | None = None, group: Group | None = None) -> Saved:
+    """Read one checkpoint; sizes and hashes are verified before anything is made of its content.
+
+    Of what was divided among processes each of ``group`` gets its rows; with ``None`` all of it.
+    """
     path = Path(path)
     manifest = _read_manifest(path)
     form = manifest["format"]
@@ -213,25 +236,26 @@ def read(path: str | Path, device: torch.device | str | None = None) -> Saved:
             f"hyperkron {manifest['versions'].get('hyperkron', '?')}: install that or a newer one."
         )
     tree, _ = files.read_json(path / STATE, manifest["files"][STATE])
-    with files.TensorFile(path / TENSORS, manifest["files"][TENSORS]) as tensors:
-        state = join(tree, tensors, device)
+    records = manifest["files"]
+    with files.TensorFile(path / TENSORS, records[TENSORS]) as tensors, reader(path, records, group) as rows:
+        state = join(tree, tensors, device, rows)
     about = About(
         manifest["model"], manifest["hyper"], manifest["config"], manifest["world_size"], manifest.get("program")
     )
     return Saved(path, manifest["step"], state, about, manifest["versions"])
 
 
-def newest(folder: str | Path, step: int | None = None) -> Saved:
+def newest(folder: str | Path, step: int | None = None, group: Group | None = None) -> Saved:
     """The newest checkpoint of a folder that verifies; damaged ones are passed over with a warning.
 
-    With ``step`` it is that one, and a damaged one is an error.
+    With ``step`` it is that one, and a damaged one is an error. For ``group`` see :func:`read`.
     """
     wrong: list[str] = []
     waiting = [path for path in candidates(folder) if step is None or _step(path) == step]
     while waiting:
         path = waiting.pop(0)
         try:
-            saved = read(path)
+            saved = read(path, group=group)
         except DamagedCheckpoint as error:
             if not path.exists():  # a run that goes on has replaced it by a newer one
                 waiting = [p for p in candidates(folder) if p != path and (step is None or _step(p) == step)]
@@ -285,7 +309,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             raise TypeError("format, step and world_size must be whole numbers")
         if step != _step(path):
             raise DamagedCheckpoint(f"{MANIFEST} is of step {step}, but the folder is {path.name}")
-        if set(manifest["files"]) != {TENSORS, STATE}:
+        others = {f"tensors-rank{rank:05d}.safetensors" for rank in range(1, len(manifest["files"]) - 1)}
+        if set(manifest["files"]) != {TENSORS, STATE} | others:
             raise DamagedCheckpoint(f"{MANIFEST} lists {sorted(manifest['files'])!r:.200}")
         for record in manifest["files"].values():
             if type(record["size"]) is not int or type(record["sha256"]) is not str:

@@ -106,7 +106,7 @@ def synchronised(problem: BilevelProblem, model: nn.Module, hyper: nn.Module | N
             "for itself; use hyperkron.training.DataParallel(problem)."
         )
     model = unwrapped(model)
-    check(model, group if problem.divided else None)
+    check(model, hyper, group if problem.divided else None)
     if group.size > 1:
         random = torch.get_rng_state()
         own = [*model.state_dict().values(), *({} if hyper is None else hyper.state_dict()).values()]
@@ -139,7 +139,7 @@ class _Divided:
         live = {name: x for name, x in both.named_parameters() if x.requires_grad and torch.is_grad_enabled()}
         seen: Tree = {}
         for level in ("model.", "hyper."):  # apart: what λ reaches must not seem to be reached by θ
-            here = {name: x for name, x in live.items() if name.startswith(level) and not is_sharded(x)}
+            here: Tree = {name: x for name, x in live.items() if name.startswith(level) and not is_sharded(x)}
             seen |= replicated(self.group, here)
         alike = differentiable_checkpoints(keep=True)
         with _own_draws(self.group.rank, device), alike, gathering(model, self.group):

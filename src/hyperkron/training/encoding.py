@@ -2,7 +2,7 @@
 
 What can be in a state is in ``docs/checkpoints.md``; anything else is refused by its place and type. A tensor keeps its
 memory layout, because the order in which a matrix lies in memory decides how a product with it is rounded; what was one
-tensor in two places is one again.
+tensor in two places is one again. Of a tensor that is divided among processes each has its rows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hyperkron.sharding import is_sharded, local
 from hyperkron.solution import HyperkronError
 
 DTYPES: dict[torch.dtype, str] = {
@@ -55,9 +56,24 @@ def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return splitter.node(state, ()), splitter.tensors
 
 
-def join(tree: Any, tensor: Callable[[str], Tensor], device: torch.device | str | None = None) -> Any:
-    """The state that :func:`split` made ``tree`` of; ``tensor`` gives a fresh tensor by its name."""
-    return _Joiner(tensor, device).value(tree, ())
+def divided_names(state: Any) -> set[str]:
+    """The names that :func:`split` gives to tensors that are divided among processes."""
+    splitter = _Splitter()
+    splitter.node(state, ())
+    return splitter.divided
+
+
+def join(
+    tree: Any,
+    tensor: Callable[[str], Tensor],
+    device: torch.device | str | None = None,
+    rows: Callable[[str, tuple[int, ...]], Any] | None = None,
+) -> Any:
+    """The state that :func:`split` made ``tree`` of; ``tensor`` gives a fresh tensor by its name.
+
+    ``rows`` gives what stands for a divided tensor of this name and shape.
+    """
+    return _Joiner(tensor, device, rows).value(tree, ())
 
 
 class _Splitter:
@@ -65,6 +81,7 @@ class _Splitter:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.divided: set[str] = set()
         self._known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def node(self, x: Any, path: tuple[str, ...]) -> Any:
@@ -95,6 +112,11 @@ class _Splitter:
         return {_TAGS[kind]: [[_key(key, path), self.node(value, (*path, str(key)))] for key, value in x.items()]}
 
     def _tensor(self, x: Tensor, path: tuple[str, ...]) -> dict[str, Any]:
+        if is_sharded(x):
+            name = self._name(path)
+            self.divided.add(name)
+            self.tensors[name] = local(x).contiguous()
+            return {"$divided": name, "shape": list(x.shape)}
         if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or x.dtype not in DTYPES:
             raise CheckpointError(
                 f"{_place(path)} is a {_kind(x)} of {x.dtype} and {x.layout}; a checkpoint holds plain strided tensors "
@@ -135,8 +157,13 @@ class _Splitter:
 class _Joiner:
     """One walk through a tree; every surprise is a :class:`DamagedCheckpoint`."""
 
-    def __init__(self, tensor: Callable[[str], Tensor], device: torch.device | str | None) -> None:
-        self._tensor, self._device = tensor, device
+    def __init__(
+        self,
+        tensor: Callable[[str], Tensor],
+        device: torch.device | str | None,
+        rows: Callable[[str, tuple[int, ...]], Any] | None,
+    ) -> None:
+        self._tensor, self._device, self._rows = tensor, device, rows
         self._made: dict[str, Tensor] = {}
 
     def value(self, x: Any, path: tuple[str, ...]) -> Any:
@@ -160,6 +187,8 @@ class _Joiner:
         content = x[tag]
         if tag == "$tensor":
             return self._placed(x, path)
+        if tag == "$divided" and self._rows is not None:
+            return self._rows(content, tuple(map(int, x["shape"])))
         if tag == "$tuple":
             return tuple(self.value(content, path))
         if tag == "$int":

@@ -127,6 +127,13 @@ class TensorFile:
         except (SafetensorError, TypeError) as error:
             raise DamagedCheckpoint(f"{self._name} has no tensor {name!r:.100}") from error
 
+    def rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Rows ``begin`` to ``end`` of a tensor, as a copy."""
+        try:
+            return torch.clone(self._file.get_slice(name)[begin:end])
+        except (SafetensorError, TypeError) as error:
+            raise DamagedCheckpoint(f"{self._name} has no rows {begin}–{end} of {name!r:.100}") from error
+
     def __enter__(self) -> TensorFile:
         return self
 

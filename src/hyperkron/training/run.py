@@ -17,6 +17,7 @@ from hyperkron.collectives import Group
 from hyperkron.solution import HyperkronError, Status
 from hyperkron.training import checkpoint, fingerprint
 from hyperkron.training.callbacks import Callback, Verdict
+from hyperkron.training.divided import holds_rows, redivided, write_rows
 from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import History, Value
 from hyperkron.training.jsonl import JSONLog
@@ -287,12 +288,29 @@ class Run:
         """Write everything the rest of the run depends on to ``folder/step-…``, and return that path.
 
         It is complete or absent, whatever happens meanwhile; see ``docs/checkpoints.md``. Of several processes the
-        first writes.
+        first writes, and each of the others its rows of what is divided among them.
         """
-        if self.group.rank > 0:
-            return checkpoint.place(folder, self.state.step)
-        with self._lock(folder):
-            return checkpoint.write(folder, self.state.step, self.state_dict(), self.about())
+        rows, path = None, checkpoint.place(folder, self.state.step)
+        if self._divided:
+            staging = checkpoint.staging(folder, self.state.step)
+            rows = staging, write_rows(staging, self.state_dict(), self.group)
+        failure: CheckpointError | None = None
+        if self.group.rank == 0:
+            try:
+                with self._lock(folder):
+                    checkpoint.write(folder, self.state.step, self.state_dict(), self.about(), rows)
+            except CheckpointError as error:
+                failure = error
+        if rows is not None and not self.group.all(failure is None) and failure is None:
+            failure = CheckpointError(f"the first process could not save step {self.state.step} in {folder}.")
+        if failure is not None:
+            raise failure
+        return path
+
+    @property
+    def _divided(self) -> bool:
+        """Whether parts of θ or λ are divided among processes."""
+        return self.group.size > 1 and holds_rows(self.state.model, self.state.hyper)
 
     def resume(self, folder: str | Path, *, step: int | None = None, allow_changes: bool = False) -> Run:
         """Continue from the newest intact checkpoint in ``folder``, bit for bit (on the CPU).
@@ -305,13 +323,15 @@ class Run:
                 after which this run is as it was.
         """
         first = self.group.rank == 0  # it chooses and compares; its error ends all
-        saved = checkpoint.newest(folder, step) if first else None
+        group = self.group if self._divided else None
+        saved = checkpoint.newest(folder, step, group=group) if first else None
         lines = [] if saved is None else checkpoint.differences(saved, self.about(), allow=allow_changes)
         found, differs = self.group.numbers(0 if saved is None else saved.step, len(lines))[0]
-        saved = saved or checkpoint.newest(folder, int(found))
+        saved = saved or checkpoint.newest(folder, int(found), group=group)
+        content = saved.state if group is None else redivided(saved.state, self.state, group)
         if not differs:
             try:
-                self.load_state_dict(saved.state)
+                self.load_state_dict(content)
             except HyperkronError:
                 raise
             except Exception as error:
@@ -322,7 +342,7 @@ class Run:
             return self
         before = self.state_dict()
         try:
-            self.load_state_dict(saved.state, strict=False)
+            self.load_state_dict(content, strict=False)
         except Exception as error:
             self.load_state_dict(before)
             raise CheckpointError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyperkron import trees
 from hyperkron.algorithms import BatchSources, Examples, State
 from hyperkron.evaluation.inputs import tensors_of
 from hyperkron.optimizers import load_scaler
@@ -52,13 +53,13 @@ def refuse_non_finite(state: State) -> None:
     """Raise for a NaN or an infinity that a step has left behind; one copy to the host for each device."""
     floating = ((name, x) for name, x in _left_behind(state) if isinstance(x, Tensor) and x.is_floating_point())
     tensors = {name: x.detach() for name, x in floating if x.numel() > 0 and x.dim() > 0}
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for x in tensors.values():
-        by_device.setdefault(x.device, []).append(x)
-    largest = [torch.stack(torch._foreach_norm(found, float("inf"))).isfinite().all() for found in by_device.values()]
-    if all(bool(good) for good in largest):
+    by_device: dict[torch.device, trees.Tree] = {}
+    for name, x in tensors.items():
+        by_device.setdefault(x.device, {})[name] = x
+    good = [trees.is_finite(found) for found in by_device.values()]
+    if all(good):
         return
-    bad = [name for name, x in tensors.items() if not bool(torch.isfinite(x).all())]
+    bad = [name for name, x in tensors.items() if not trees.is_finite({name: x})]
     if bad:
         raise NonFiniteError(
             f"step {state.step - 1} left nan or infinite values in {', '.join(bad[:5])}; lower the step sizes, clip "

@@ -22,8 +22,8 @@ def need(module: str, extra: str = "data") -> Any:
         hyperkron.solution.HyperkronError: the package no_such_package is needed here and cannot be imported (...):
         pip install 'hyperkron[data]'
     """
-    if module in sys.modules:
-        return sys.modules[module]
+    if (found := sys.modules.get(module)) is not None:
+        return found
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -56,6 +56,8 @@ def measure(
         with recorder.attached():
             loss = point.inner(part)
             recorder.saw(loss)
+        if point.problem.group.size > 1 and loss.terms:
+            _warn_without_batch(recorder.lengths, len(loss.terms[0].row_losses))
         recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
         recorder.measured.scales = {} if damping is None else column_scales(plan, l2, damping, like)
         size = recorder.batch_size * point.problem.group.size
@@ -68,6 +70,17 @@ def measure(
         whole.add(found, rows(loss.terms, recorder.batch_size))  # counting rows waits for the device
         del loss, vectors, found, recorder
     return whole.finish()
+
+
+def _warn_without_batch(lengths: dict[str, int], examples: int) -> None:
+    """Say which layers have inputs without a dimension for examples: on each process all its examples are one row."""
+    names = [name for name, length in lengths.items() if length % max(examples, 1)]
+    if names:
+        warn_once(
+            "kfac-without-batch",
+            f"{', '.join(names[:3])} of the model is called on inputs without a dimension for examples (positions?): "
+            "its curvature depends on the number of processes; expand its input to one row for each example.",
+        )
 
 
 def over_ranks(found: Measured, plan: Plan, group: Group) -> Measured:

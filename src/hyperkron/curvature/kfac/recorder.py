@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hyperkron import trees
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import Factor, add_to, few_rows, scaled
@@ -108,6 +109,7 @@ class Recorder:
         self.plan, self.basis, self.dtype, self.low_rank, self.diagonal = plan, basis, dtype, low_rank, diagonal
         self.token = torch.zeros((), requires_grad=True)
         self.batch_size = 1
+        self.lengths: dict[str, int] = {}  # of the inputs of layers, along their first dimension
         self.called: set[str] = set()
         self.measured = found = Measured()
         self._factors: list[tuple[dict[str, Factor], dict[str, Factor], WeightSharing]]
@@ -141,6 +143,7 @@ class Recorder:
             return output
         x: Tensor = given[0] if given else next(iter(named.values()))
         self.batch_size = max(self.batch_size, x.shape[0] if x.dim() > 1 else 1)
+        self.lengths[block.name] = len(x) if x.dim() else 1
         call = self._begun(block, x, output)
         return _Tap.apply(output, self.token, partial(self._on_gradient, call))
 
@@ -151,6 +154,7 @@ class Recorder:
         if not self.diagonal or not output.requires_grad:
             return output
         x = (given[0] if given else named["input"]).detach()
+        self.lengths[next(iter(names.values()))] = len(x) if x.dim() else 1
 
         def receive(g: Tensor) -> None:
             with _plainly(g):
@@ -218,7 +222,8 @@ class Recorder:
                 self._diagonals.flush()
             for name, gradient in zip(names, gradients[1:], strict=True):
                 if gradient is not None:
-                    add_to(found.diagonal, name, gradient.to(self.dtype).square().mean())
+                    wide = {name: gradient.to(self.dtype)}  # perhaps divided among processes
+                    add_to(found.diagonal, name, trees.dot(wide, wide) / gradient.numel())
         self._finish()
         return found
 

@@ -1,0 +1,150 @@
+"""Checkpoints of tensors that are divided among processes: each writes its rows, any number of processes reads them.
+
+folder/step-00000123/tensors-rank00001.safetensors    the rows of the second process, and so on
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperkron.algorithms import State
+from hyperkron.collectives import Group
+from hyperkron.sharded_functions import divided_over
+from hyperkron.sharding import divided, is_sharded, own_rows
+from hyperkron.training import files
+from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint, divided_names, split
+
+FILE = re.compile(r"tensors-rank(\d{5})\.safetensors\Z")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a saved tensor that this process is to have.
+
+    Attributes:
+        own: these rows.
+        shape: of the whole tensor.
+    """
+
+    own: Tensor
+    shape: tuple[int, ...]
+
+
+def holds_rows(*modules: nn.Module) -> bool:
+    """Whether a parameter or buffer of these modules is divided among processes."""
+    return any(is_sharded(x) for m in modules for x in m.state_dict().values())
+
+
+# --- writing -----------------------------------------------------------------------------------------------
+
+
+def write_rows(staging: Path, state: dict[str, Any], group: Group) -> dict[str, dict[str, Any]]:
+    """Write the rows of every process but the first as a file in ``staging``; their sizes and SHA-256 by file."""
+    if group.rank == 0:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    group.numbers()
+    record: dict[str, Any] = {"size": 0, "sha256": "0" * 64}
+    failure = ""
+    if group.rank > 0:
+        names = divided_names(state)
+        own = {name: x for name, x in split(state)[1].items() if name in names}
+        try:
+            record = files.write_tensors(staging / _file(group.rank), own)
+        except OSError as error:
+            failure = error.strerror or str(error)
+    words = [int(record["sha256"][i : i + 8], 16) for i in range(0, 64, 8)]
+    table = group.numbers(bool(failure), record["size"], *words)
+    if any(row[0] for row in table):
+        raise CheckpointError(
+            f"rows of another process could not be saved in {staging.parent} ({failure or 'it says why'}). Earlier "
+            "checkpoints are untouched; make room, or choose another folder that all processes can write."
+        )
+    return {
+        _file(rank): {"size": int(size), "sha256": "".join(f"{int(word):08x}" for word in words)}
+        for rank, (_, size, *words) in enumerate(table)
+        if rank > 0
+    }
+
+
+def _file(rank: int) -> str:
+    return f"tensors-rank{rank:05d}.safetensors"
+
+
+# --- reading -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reader(
+    path: Path, records: Mapping[str, dict[str, Any]], group: Group | None
+) -> Iterator[Callable[[str, tuple[int, ...]], Any]]:
+    """What gives a divided tensor by its name and shape: its :class:`Rows` for this process, or all of them."""
+    names = sorted(name for name in records if FILE.match(name))
+    with contextlib.ExitStack() as stack:
+        opened: list[files.TensorFile] = []
+
+        def rows(name: str, shape: tuple[int, ...]) -> Any:
+            if not opened:
+                opened.extend(stack.enter_context(files.TensorFile(path / n, records[n])) for n in names)
+            wanted = slice(0, shape[0]) if group is None else own_rows(shape[0], group.rank, group.size)
+            found = []
+            for rank, file in enumerate(opened):
+                have = own_rows(shape[0], rank, len(opened))
+                begin, end = max(wanted.start, have.start), min(wanted.stop, have.stop)
+                if begin < end:
+                    found.append(file.rows(name, begin - have.start, end - have.start))
+            own = torch.cat(found) if found else opened[0].rows(name, 0, 0)
+            if own.shape != (wanted.stop - wanted.start, *shape[1:]):
+                raise DamagedCheckpoint(f"{name} has rows of shape {tuple(own.shape)}, which do not fit {shape}")
+            return own if group is None else Rows(own, shape)
+
+        yield rows
+
+
+def redivided(saved: dict[str, Any], state: State, group: Group) -> dict[str, Any]:
+    """A saved state of a run with its tensors divided as those of ``state``, whatever they were when saved."""
+    live = {**state.params, **state.hypers, **state.model.state_dict(), **state.hyper.state_dict()}
+    own = dict(_placed(saved["state"], {}, group))
+    for name in ("model", "hyper", "trees"):
+        own[name] = _placed(own[name], live, group)
+    for name in ("inner", "outer"):
+        own[name] = _moments(own[name], getattr(state, name).optimizer)
+    own["twins"] = {
+        name: {"params": _placed(twin["params"], live, group), "mover": _moments(twin["mover"], state.inner.optimizer)}
+        for name, twin in own["twins"].items()
+    }
+    if own["hypergradient"].get("start"):
+        own["hypergradient"] = {**own["hypergradient"], "start": _placed(own["hypergradient"]["start"], live, group)}
+    return {**saved, "state": own}
+
+
+def _placed(x: Any, live: Mapping[str, Any], group: Group, name: str = "") -> Any:
+    """:class:`Rows` as divided tensors, and whole tensors that are named as a divided one of ``live``."""
+    if isinstance(x, dict):
+        return type(x)({key: _placed(value, live, group, str(key)) for key, value in x.items()})
+    if isinstance(x, Rows):
+        return divided_over(group, x.own, x.shape[0])
+    like = live.get(name)
+    return divided(x, like) if _whole_of(x, like) else x
+
+
+def _moments(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    memory = {
+        key: {n: divided(x, params[int(key)]) if _whole_of(x, params[int(key)]) else x for n, x in one.items()}
+        for key, one in saved["state"].items()
+    }
+    return {**saved, "state": memory}
+
+
+def _whole_of(x: Any, like: Any) -> bool:
+    return is_sharded(like) and isinstance(x, Tensor) and not is_sharded(x) and x.shape == like.shape
