@@ -120,7 +120,8 @@ def test_a_model_of_ones_own(data: Blobs) -> None:
     assert isinstance(found.model, nn.Linear) and found.model(torch.zeros(1, 2)).shape == (1, 3)
 
 
-def test_the_stages_are_said(data: Blobs) -> None:
+def test_the_stages_are_said(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hyperkron.cleaning.models.trees.installed", lambda: False)
     watch = Watch()
     found = clean(data.train, data.trusted, config=NONE, progress=watch)
     assert set(found.summary["evidence"]) == {"experts", "label", "belief"}
@@ -161,6 +162,7 @@ def test_every_alternative_is_trained_judged_and_tested(data: Blobs) -> None:
 
 
 def test_the_winner_is_what_comes_out(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hyperkron.cleaning.models.trees.installed", lambda: False)
     plain = clean(data.train, data.trusted, config=NONE)
     monkeypatch.setattr(run, "choose", lambda table: "trusted")
     found = clean(data.train, data.trusted, config=CleanConfig(epochs=1, compare=("trusted", "noisy")))
