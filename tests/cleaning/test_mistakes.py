@@ -131,7 +131,7 @@ def pandas_split() -> Any:
 PYTHON: dict[str, tuple[Callable[[], Any], str, str]] = {
     "nothing is trusted": (lambda: clean((X, Y)), "trusted=None", "trusted_column=..."),
     "x and y of other lengths": (lambda: clean((X, Y[:5]), TRUSTED), "x has 12 rows but y has 5", "train"),
-    "labels with two columns": (lambda: clean((X, X), TRUSTED), "y has shape (12, 2)", "one number or name a row"),
+    "labels with three dimensions": (lambda: clean((X, X[:, None]), TRUSTED), "y has shape (12, 1, 2)", "one number or name a row"),
     "a list of numbers": (lambda: clean([1, 2, 3], TRUSTED), "whose items are not pairs", "give (x, y)"),
     "a set": (lambda: clean({1, 2}, TRUSTED), "cannot read rows from a set", "give a path, a DataFrame"),
     "a dictionary of splits": (lambda: clean(pandas_split(), TRUSTED), "has several splits (train)", "dataset['train']"),

@@ -71,7 +71,7 @@ def test_the_folder_is_as_agreed(files: Files) -> None:
         result["format"] == 1 and result["command"] == "me" and result == json.loads(json.dumps(files.result.summary))
     )
     kinds = {"hyperkron": str, "created": str, "versions": dict, "hardware": str, "peak_memory_mb": float}
-    kinds |= {"chosen": str, "verdict": str, "collapsed": bool, "config": dict}
+    kinds |= {"chosen": str, "verdict": str, "evidence": dict, "config": dict}
     for name, kind in kinds.items():
         assert isinstance(result[name], kind), name
     assert {"total", "cleaning", "plain", "comparison"} <= set(result["seconds"])
@@ -83,7 +83,6 @@ def test_the_folder_is_as_agreed(files: Files) -> None:
     assert all(wanted <= set(c) and isinstance(c["test_accuracy"], float) for c in result["candidates"])
     edges, counts = result["weights"]["edges"], result["weights"]["counts"]
     assert len(edges) == len(counts) + 1 and sum(counts) == 120
-    assert all({"name", "x", "x_label", "y"} <= set(c) and len(c["x"]) == len(c["y"]) > 0 for c in result["curves"])
     assert result["config"]["compare"] == ["noisy", "sama"] and result["config"]["epochs_used"] == 1
 
 
@@ -124,7 +123,7 @@ def test_progress_announces_about_what_comes(files: Files) -> None:
 
 
 def test_interruptions_leave_no_trace(files: Files) -> None:
-    """Stopped in the first stage, the second, twice in the fold models, and among the alternatives."""
+    """Stopped in the first stage, the second, two later ones, and among the alternatives."""
     out, finished = files.folder / "stopped", []
     stops = [(7, signal.SIGINT), (30, signal.SIGTERM), (85, signal.SIGINT), (100, signal.SIGINT), (250, signal.SIGTERM)]
     for turn, (after, number) in enumerate(stops):
@@ -135,9 +134,9 @@ def test_interruptions_leave_no_trace(files: Files) -> None:
         assert stopped.value.code == 128 + number and signal.getsignal(number) is before
         assert not run_finished(out) and watch.stops == 1
         finished.append(len(list((out / "stages").glob("*.json"))))
-    assert finished[:4] == [0, 1, 3, 3] and finished[4] >= 5
+    assert finished[:2] == [0, 1] and finished == sorted(finished) and finished[4] >= 5
     again = resume(out, progress=(last := Watch()))
-    assert 0 < last.steps < files.watch.steps / 2  # finished stages were not computed again
+    assert 0 < last.steps < files.watch.steps - 250  # finished stages were not computed again
     assert last.steps <= last.totals[0] < 1.2 * last.steps + 200 < files.watch.totals[0]  # nor announced
     assert contents(out) == contents(files.whole)
     assert torch.equal(again.error_probability, files.result.error_probability)
