@@ -96,7 +96,7 @@ def test_trees_are_grown_from_the_rows_that_are_kept(name: str, monkeypatch: pyt
     kept = [n for n in range(20) if n % 5] + TRUSTED.tolist()
     assert torch.equal(seen[0], work.inputs.batch(torch.tensor(kept))[0])
     assert isinstance(model, TreeEnsemble) and model(seen[0]).shape == (22, 2)
-    with pytest.raises(HyperkronError, match="is no candidate with a network"):
+    with pytest.raises(HyperkronError, match="is not a candidate with a network"):
         targets_for(name, work, outcome)
 
 
