@@ -152,7 +152,7 @@ def test_nothing_that_is_judged_has_seen_the_labels_that_judge_it(monkeypatch: p
         fold = folds(given, [rows[:60], rows[60:]], 2, 0)
         plan, stages, build = TrainingPlan(epochs=0.1, least=4), Stages(None), partial(linear, 2, 3)
         work = Work(values, given, rows[:60], rows[60:], 3, fold, build, plan, CleanConfig(), stages, lambda *_: None)
-        views = work.views() if kept is None else [replace(view, given=given) for view in kept]
+        views = work.views() if kept is None else [replace(view, given=given, stages=stages) for view in kept]
         outcomes = clean_labels(views)
         return views, {name: judged(name, views, outcomes) for name in (OURS, *ALONE)}
 
