@@ -90,17 +90,16 @@ def make_suspects(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]
 def make_result(classes: tuple[str, ...], rows: list[dict[str, Any]], kind: str, rate: float) -> dict[str, Any]:
     """The content of result.json."""
     n, found, c = len(rows), sum(r["suspect"] for r in rows), len(classes)
-    alternatives = [
-        ("weighted and trusted", "weights from the hypergradient, trained with the trusted rows", 0.914, n),
-        ("small loss", "weights from the confidence of a plain model", 0.887, n),
-        ("cleanlab", "rows that cleanlab finds are left out", 0.871, n - found),
-        ("pooled", "noisy and trusted rows together", 0.803, n + 60),
-        ("trusted only", "nothing but the trusted rows", 0.782, 60),
-        ("noisy only", "the training rows as they are", 0.741, n),
+    candidates = [
+        ("hyperkron", "evidence of experts and given labels, plus the trusted rows", 0.914),
+        ("small-loss", "each row weighted by the confidence of a network of all rows in its label", 0.887),
+        ("cleanlab", "rows that cleanlab finds are left out", 0.871),
+        ("pooled", "training and trusted rows together, labels as they are", 0.803),
+        ("trusted", "the trusted rows alone", 0.782),
+        ("noisy", "the training rows as they are, without the trusted ones", 0.741),
     ]
     edges = [i / 20 for i in range(21)]
     counts = [sum(low <= r["weight"] < low + 0.05 or r["weight"] == low == 1.0 for r in rows) for low in edges[:-1]]
-    steps = list(range(0, 200, 5))
     return {
         "format": 1,
         "hyperkron": "0.1.0",
@@ -119,8 +118,8 @@ def make_result(classes: tuple[str, ...], rows: list[dict[str, Any]], kind: str,
             "train_per_class": [sum(r["given"] == name for r in rows) for name in classes],
             "messages": ["12 rows without a label were left out: rows 3, 9, 27, …", "4 trusted rows also train."],
         },
-        "chosen": "weighted and trusted",
-        "verdict": "Training with the learned weights beats every alternative on the trusted rows that were held out.",
+        "chosen": "hyperkron",
+        "verdict": "The cleaned model is right on 88.4% to 94.4% of new rows (95 % interval).",
         "candidates": [
             {
                 "name": name,
@@ -128,31 +127,25 @@ def make_result(classes: tuple[str, ...], rows: list[dict[str, Any]], kind: str,
                 "accuracy": accuracy,
                 "low": accuracy - 0.03,
                 "high": accuracy + 0.03,
-                "rows": size,
+                "rows": 60,
                 "seconds": 9.5,
-                "chosen": name == "weighted and trusted",
+                "chosen": name == "hyperkron",
+                "different": None if name == "hyperkron" else accuracy < 0.8,
                 "test_accuracy": accuracy - 0.008,
             }
-            for name, description, accuracy, size in alternatives
+            for name, description, accuracy in candidates
         ],
         "noise": {
             "rate": rate,
+            "low": rate - 0.02,
+            "high": rate + 0.03,
             "matrix": [
                 [1 - rate if i == j else rate * (0.6 * (j == (i + 1) % c) + 0.4 / (c - 1)) for j in range(c)]
                 for i in range(c)
             ],
         },
-        "suspects": {"cut": 0.5, "count": found},
+        "suspects": {"cut": 0.5, "count": found, "stable": 0.85},
         "weights": {"edges": edges, "counts": counts},
-        "collapsed": False,
-        "curves": [
-            {"name": name, "x": steps, "x_label": "outer step", "y": [round(curve(t / 200), 5) for t in steps]}
-            for name, curve in (
-                ("outer loss", lambda t: 0.3 + 1.9 * math.exp(-4 * t)),
-                ("held-out accuracy", lambda t: 0.92 - 0.4 * math.exp(-6 * t) - 0.03 * t),
-                ("mean weight", lambda t: 0.6 + 0.4 * math.exp(-3 * t)),
-            )
-        ],
         "config": {"seed": 0},
     }
 

@@ -31,7 +31,7 @@ ARGUMENTS = [
 SUSPECTS = make_suspects(make_rows(CLASSES, 300, 0.4), "text")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     try:
         from playwright.sync_api import sync_playwright
@@ -99,7 +99,7 @@ def open_page(browser: Browser, file: Path, **context: Any) -> Opened:
     return opened
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(write_run_folder(tmp_path_factory.mktemp("runs") / "mine"))
 

@@ -48,7 +48,7 @@ def test_overwrite_replaces_a_run(fake: FakeCleaning) -> None:
     (OUT / "stages" / "teacher.json").write_text("{}")
     fake.before = lambda: OUT.mkdir()  # it finds no folder
     assert main([*CLEAN, "--overwrite"]) == 0
-    assert json.loads((OUT / "result.json").read_text())["chosen"] == "weighted and trusted"
+    assert json.loads((OUT / "result.json").read_text())["chosen"] == "hyperkron"
     assert not (OUT / "stages").exists() and [p.name for p in Path("runs").iterdir()] == ["mine"]
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 
 def write_board(folder: Path) -> Path:
-    """Write ``folder/tensorboard`` from ``log.jsonl`` and the curves of ``result.json``.
+    """Write ``folder/tensorboard`` from ``log.jsonl``.
 
     A figure ``f`` of an event ``e`` becomes the scalar ``e/f``, at the event's ``step`` or else at its number among the
-    events of its name; a curve becomes ``curves/NAME``. An earlier ``tensorboard`` is replaced.
+    events of its name. An earlier ``tensorboard`` is replaced.
     """
     import shutil
 
-    from hyperkron.cleaning.report.folder import read_run
     from hyperkron.training.jsonl import read_log
     from hyperkron.training.tracking import need
 
@@ -35,10 +33,6 @@ def write_board(folder: Path) -> Path:
                 number = isinstance(value, (int, float)) and not isinstance(value, bool)
                 if name != "step" and number and abs(value) < 1e300:
                     writer.add_scalar(f"{event}/{name}", value, step)
-        for curve in read_run(folder).curves:
-            for i, (x, y) in enumerate(zip(curve.x, curve.y, strict=False)):
-                if y is not None and math.isfinite(y):
-                    writer.add_scalar(f"curves/{curve.name}", y, i if x is None or abs(x) > 2**62 else round(x))
     finally:
         writer.close()
     return target

@@ -18,10 +18,7 @@ _EXPORTED = {".csv", ".tsv", ".jsonl", ".json", ".parquet"}
 def summary(folder: Path) -> str:
     """The verdict, the candidates, the suspects, the files and the next commands of a finished run."""
     run = read_run(folder)
-    parts = [run.result.text("verdict")]
-    if run.result.flag("collapsed"):
-        parts.append("The weights collapsed, so they were not used.")
-    parts += [_candidates(run.candidates), _suspects(run), _files(run), _next(run)]
+    parts = [run.result.text("verdict"), _candidates(run.candidates), _suspects(run), _files(run), _next(run)]
     return "\n" + "\n\n".join(part for part in parts if part)
 
 

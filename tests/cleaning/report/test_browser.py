@@ -9,28 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import browsing
 from browsing import SUSPECTS, Opened, open_page
+from hyperkron.cleaning.alternatives import DESCRIPTIONS
 from hyperkron.cleaning.report import write_report
 from run_folder import picture, write_json, write_run_folder, write_suspects
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-browser, file, opened = browsing.browser, browsing.file, browsing.opened
-
 
 # --- it renders --------------------------------------------------------------------------------------------
 
 
 def test_it_renders_offline_without_a_word(opened: Opened) -> None:
-    assert opened.page.get_by_role("heading", level=1).inner_text() == "Use the alternative “weighted and trusted”."
-    assert opened.page.get_by_role("heading", level=2).count() == 8
+    assert opened.page.get_by_role("heading", level=1).inner_text() == "Use the cleaned model."
+    assert opened.page.get_by_role("heading", level=2).count() == 7
     assert opened.column("#") == [str(i) for i in range(1, 51)]
     assert opened.column("Row") == [str(s["row"]) for s in SUSPECTS[:50]]
     assert opened.page.locator(".spark polyline").count() == 50
     assert opened.page.locator("svg.plot .dot").count() == 6
-    box = opened.page.locator("svg.plot .curve").first.bounding_box()
+    box = opened.page.locator("svg.plot").first.bounding_box()
     assert box is not None and box["width"] > 100 and box["height"] > 50
 
 
@@ -48,7 +46,7 @@ def test_pictures_and_features(browser: Browser, tmp_path: Path, kind: str) -> N
     opened.page.context.close()
 
 
-@pytest.mark.parametrize("content", [{}, {"suspects": {"count": 0}}, {"candidates": [], "curves": []}])
+@pytest.mark.parametrize("content", [{}, {"suspects": {"count": 0}}, {"candidates": []}])
 def test_a_folder_with_little_in_it(browser: Browser, tmp_path: Path, content: dict[str, Any]) -> None:
     write_json(tmp_path / "result.json", {"format": 1, **content})
     opened = open_page(browser, write_report(tmp_path))
@@ -58,12 +56,13 @@ def test_a_folder_with_little_in_it(browser: Browser, tmp_path: Path, content: d
     opened.page.context.close()
 
 
-@pytest.mark.parametrize("width", [360, 800, 1300])
-def test_nothing_is_wider_than_the_screen(browser: Browser, tmp_path: Path, width: int) -> None:
+def test_nothing_is_wider_than_the_screen(browser: Browser, tmp_path: Path) -> None:
     names = tuple(f"a class with a rather long name {'x' * 60} {i}" for i in range(25))
     file = write_report(write_run_folder(tmp_path, classes=names))
-    opened = open_page(browser, file, viewport={"width": width, "height": 800})
-    assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    opened = open_page(browser, file)
+    for width in (360, 800, 1300):
+        opened.page.set_viewport_size({"width": width, "height": 800})
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
     opened.page.context.close()
 
 
@@ -96,28 +95,37 @@ CONTRASTS = """() => {
 }"""
 
 
-@pytest.mark.parametrize(("scheme", "media"), [("light", "screen"), ("dark", "screen"), ("dark", "print")])
-def test_every_text_has_the_contrast_of_wcag_aa(browser: Browser, tmp_path: Path, scheme: Any, media: Any) -> None:
+def test_every_text_has_the_contrast_of_wcag_aa(browser: Browser, tmp_path: Path) -> None:
     graded = [[0.1 if i == j else 0.9 * j / 45 for j in range(10)] for i in range(10)]
-    noise = {"rate": 0.4, "matrix": graded}
-    file = write_report(write_run_folder(tmp_path, classes=tuple("0123456789"), noise=noise, collapsed=True))
-    opened = open_page(browser, file, color_scheme=scheme)
-    opened.page.emulate_media(media=media)
+    noise, unstable = {"rate": 0.4, "matrix": graded}, {"cut": 0.5, "stable": 0.5}  # with an alarm
+    file = write_report(write_run_folder(tmp_path, classes=tuple("0123456789"), noise=noise, suspects=unstable))
+    opened = open_page(browser, file)
     opened.page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
     shades = opened.page.evaluate("new Set([...document.querySelectorAll('.heat td')].map((c) => c.className)).size")
-    contrasts = opened.page.evaluate(CONTRASTS)
-    assert shades == 12 and len(contrasts) > 500  # ten shades, the diagonal and the corner
-    assert [pair for pair in contrasts if pair[0] < 4.5] == []
-    shade = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert shade == {"screen light": "rgb(246, 246, 243)", "screen dark": "rgb(18, 21, 25)"}.get(
-        f"{media} {scheme}",
-        "rgb(255, 255, 255)",  # paper is white
-    )
+    assert shades == 12  # ten of noise, the diagonal and the corner
+    white = "rgb(255, 255, 255)"  # paper
+    schemes: list[tuple[Any, Any, str]] = [("light", "screen", "rgb(246, 246, 243)")]
+    for scheme, media, page in [*schemes, ("dark", "screen", "rgb(18, 21, 25)"), ("dark", "print", white)]:
+        opened.page.emulate_media(color_scheme=scheme, media=media)
+        assert opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == page
+        contrasts = opened.page.evaluate(CONTRASTS)
+        assert len(contrasts) > 500
+        assert [pair for pair in contrasts if pair[0] < 4.5] == []
     opened.page.context.close()
 
 
-def test_a_phone_shows_every_figure_of_the_candidates(browser: Browser, file: Path) -> None:
+BOXES = """lines => lines.map((line) =>
+  [".name", ".value"].map((part) => line.querySelector(part).getBoundingClientRect().toJSON()))"""
+
+
+def test_a_phone_shows_every_figure_of_the_candidates(browser: Browser, tmp_path: Path) -> None:
+    names = [*DESCRIPTIONS][:12]
+    figures = {"accuracy": 1.0, "low": 0.9412, "high": 1.0, "rows": 60, "seconds": 9.5, "test_accuracy": 0.9}
+    known = [{"name": x, "description": DESCRIPTIONS[x], "different": False, **figures} for x in names]
+    file = write_report(write_run_folder(tmp_path, candidates=known))
     opened = open_page(browser, file, viewport={"width": 390, "height": 800})
+    drawn = opened.page.locator(".plot .candidate").evaluate_all(BOXES)
+    assert len(drawn) == 12 and all(name["left"] >= 0 and name["right"] < value["left"] for name, value in drawn)
     opened.page.evaluate("for (const part of document.querySelectorAll('details')) part.open = true")
     for cells in ("#accuracy td", "#messages td"):
         boxes = [cell.bounding_box() for cell in opened.page.locator(cells).all()]
@@ -126,7 +134,9 @@ def test_a_phone_shows_every_figure_of_the_candidates(browser: Browser, file: Pa
     assert not opened.page.locator("#accuracy thead").is_visible()  # each figure bears its own name
     first = opened.page.locator("#accuracy tbody tr").first.locator("td")
     names = first.evaluate_all("cells => cells.map((cell) => getComputedStyle(cell, '::before').content)")
-    assert names == [f'"{name}"' for name in ("Accuracy", "Interval", "Test accuracy", "Held-out rows", "Time")]
+    assert names == [
+        f'"{name}"' for name in ("95 % interval", "Accuracy", "Points from the chosen", "Test accuracy", "Time")
+    ]
     opened.quiet()
 
 
@@ -170,7 +180,6 @@ def write_hostile_folder(folder: Path) -> Path:
     result["versions"] = dict.fromkeys(ATTACKS, ATTACKS[0])
     result["candidates"] = [{"name": a, "description": a, "accuracy": 0.5} for a in ATTACKS]
     result["chosen"] = ATTACKS[1]
-    result["curves"] = [{"name": a, "x_label": a, "x": [0, 1], "y": [0, 1]} for a in ATTACKS]
     write_json(folder / "result.json", result)
     write_json(folder / "config.json", {a: [a] for a in ATTACKS})
     suspects = [

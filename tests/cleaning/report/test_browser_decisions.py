@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import browsing
 from browsing import SUSPECTS, Opened, open_page
 from hyperkron.cleaning.decisions import read_decisions
 from hyperkron.cleaning.report import write_report
@@ -17,8 +16,6 @@ from run_folder import CLASSES, write_run_folder
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
-
-browser = browsing.browser
 
 
 @pytest.fixture

@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
-import browsing
 from browsing import SUSPECTS, Opened, open_page
 from hyperkron.cleaning.report import write_report
 from run_folder import write_run_folder, write_suspects
@@ -15,38 +12,29 @@ from run_folder import write_run_folder, write_suspects
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-browser, file, opened = browsing.browser, browsing.file, browsing.opened
-
 
 # --- it sorts ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [("Row", "row"), ("Error probability", "error_probability"), ("Weight", "weight")],
-)
-def test_it_sorts_by_numbers(opened: Opened, name: str, key: str) -> None:
-    found = {opened.sort(name): opened.column("#") for _ in range(2)}
-    assert list(found) == (["ascending", "descending"] if key == "row" else ["descending", "ascending"])
-    for way, sign in (("ascending", 1), ("descending", -1)):
-        keys = [sign * suspect[key] for suspect in SUSPECTS]
-        ranks = sorted(range(len(keys)), key=keys.__getitem__)
-        assert found[way] == [str(rank + 1) for rank in ranks[:50]]
-    assert opened.page.locator("th[aria-sort]").count() == 1
+def test_it_sorts_by_numbers(opened: Opened) -> None:
+    for name, key in (("Row", "row"), ("Error probability", "error_probability"), ("Weight", "weight")):
+        found = {opened.sort(name): opened.column("#") for _ in range(2)}
+        assert list(found) == (["ascending", "descending"] if key == "row" else ["descending", "ascending"])
+        for way, sign in (("ascending", 1), ("descending", -1)):
+            keys = [sign * suspect[key] for suspect in SUSPECTS]
+            ranks = sorted(range(len(keys)), key=keys.__getitem__)
+            assert found[way] == [str(rank + 1) for rank in ranks[:50]], name
+        assert opened.page.locator("th[aria-sort]").count() == 1
 
 
-@pytest.mark.parametrize(("name", "key"), [("Given", "given"), ("Suggested", "suggested"), ("Example", "text")])
-def test_it_sorts_by_words(opened: Opened, name: str, key: str) -> None:
-    assert opened.sort(name) == "ascending"
-    ranked = sorted(enumerate(SUSPECTS, 1), key=lambda item: (item[1][key].lower(), item[0]))
-    if key == "text":  # how a browser collates spaces is its own affair: the first words suffice
-        words = [text.split()[0] for text in opened.column(name)]
-        assert words == sorted(words) and len(set(words)) > 1
-    else:
+def test_it_sorts_by_words_and_by_the_change_of_the_weight(opened: Opened) -> None:
+    for name, key in (("Given", "given"), ("Suggested", "suggested")):
+        assert opened.sort(name) == "ascending"
+        ranked = sorted(enumerate(SUSPECTS, 1), key=lambda item: (item[1][key].lower(), item[0]))
         assert opened.column("#") == [str(rank) for rank, _ in ranked[:50]]
-
-
-def test_it_sorts_by_the_change_of_the_weight(opened: Opened) -> None:
+    assert opened.sort("Example") == "ascending"
+    words = [text.split()[0] for text in opened.column("Example")]  # how a browser collates spaces is its own affair
+    assert words == sorted(words) and len(set(words)) > 1
     assert opened.sort("Weight history") == "ascending"
     ranked = sorted(enumerate(SUSPECTS, 1), key=lambda item: (item[1]["weights"][-1] - item[1]["weights"][0], item[0]))
     assert opened.column("#") == [str(rank) for rank, _ in ranked[:50]]

@@ -1,4 +1,4 @@
-"""What the report draws and compares: plots, histograms, curves, the noise matrix, and the comparison in words."""
+"""What the report draws and compares: plots, histograms, the noise matrix, and the comparison in words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hyperkron.cleaning.report import matrix, plots, wording, write_report
-from hyperkron.cleaning.report.folder import Candidate, Curve
+from hyperkron.cleaning.report.folder import Candidate
 from run_folder import write_run_folder
 
 # --- the plots ---------------------------------------------------------------------------------------------
@@ -38,6 +38,7 @@ def test_dots_stand_where_the_numbers_say() -> None:
     assert plots.accuracy_range([candidate(0.75, 0.7, 0.8)]) == pytest.approx((0.7, 0.8))
     assert re.findall(r'cx="([\d.]+)%"', drawn) == ["50", "98"]  # 2 % are left free at both ends
     assert 'x1="2%" x2="98%" y1="30" y2="30" class="interval"' in drawn
+    assert ">75.0 % (70.0 – 80.0 %)</text>" in drawn
 
 
 def test_the_histogram_counts_every_row() -> None:
@@ -62,17 +63,7 @@ def test_a_histogram_without_edges_makes_its_own(tmp_path: Path) -> None:
     assert "weight 1.9 to 2: 1 rows" in text and "weight 0 to 0.1: 1 rows, 1 of them" in text
 
 
-def test_a_curve_spans_its_box_and_breaks_at_gaps() -> None:
-    drawn = plots.line_plot(Curve("loss", "step", [0, 1, 2, 3, 4], [0.0, 1.0, None, 1.0, 0.0]))
-    pieces = re.findall(r'<polyline points="([^"]*)"', drawn)
-    assert [piece.split()[0] for piece in pieces] == ["0,954.55", "750,45.45"]
-    flat = plots.line_plot(Curve("one", "", [3], [2]))
-    assert 'points="0,500 0,500"' in flat
-
-
 def test_plots_are_escaped() -> None:
-    drawn = plots.line_plot(Curve("<script>", '"><script>', [0, 1], [0, 1]))
-    assert "<script>" not in drawn
     assert plots.svg("g", "<b>", title='"<') == '<g title="&quot;&lt;">&lt;b&gt;</g>'
 
 
@@ -121,3 +112,13 @@ def test_the_comparison_in_words(winner: Any, other: Any, words: str) -> None:
     for different, said in ((True, ", a significant difference."), (False, ": no significant difference.")):
         if "same" not in words:  # the run compared them row by row, which says more than intervals do
             assert wording.comparison([a, replace(b, different=different)]).endswith(said)
+
+
+def test_a_chosen_alternative_is_compared_with_the_cleaned_model() -> None:
+    forest = Candidate("forest", "", 0.9, 0.8, 0.95, 60, None, True, None)
+    boosted = Candidate("boosted", "", 0.88, 0.8, 0.95, 60, None, False, None, different=False)
+    ours = Candidate("hyperkron", "", 0.7, 0.6, 0.8, 60, None, False, None, different=True)
+    said = wording.comparison([forest, boosted, ours]).replace(wording.NBSP, " ")
+    assert said == "The cleaned model reaches 70.0 %, 20.0 points less, a significant difference."
+    found = [wording.difference(c, forest) for c in (forest, boosted, ours, replace(ours, different=None))]
+    assert found == ["–", "−2.0, not significant", "−20.0, significant", "−20.0"]

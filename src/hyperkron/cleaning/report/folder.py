@@ -52,16 +52,6 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A quantity over the course of the run."""
-
-    name: str
-    x_label: str
-    x: list[float | None]
-    y: list[float | None]
-
-
-@dataclass(frozen=True)
 class RunContents:
     """A run folder. ``result`` holds the fields that the page shows as they are; ``notes`` says what was left out."""
 
@@ -72,7 +62,6 @@ class RunContents:
     candidates: list[Candidate]
     classes: list[str]
     matrix: list[list[float]]
-    curves: list[Curve]
     suspects: list[Suspect]
     rows: list[CsvRow] | None
     notes: list[str]
@@ -97,7 +86,6 @@ def read_run(folder: Path) -> RunContents:
         candidates=candidates,
         classes=classes or [str(i) for i in range(len(matrix))],
         matrix=matrix,
-        curves=[fields.into(Curve) for fields in result.children("curves")],
         suspects=suspects,
         rows=read_rows(folder),
         notes=notes,

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hyperkron.cleaning.choice import FEW_PER_CLASS
+from hyperkron.cleaning.choice import FEW_PER_CLASS, STABLE
 from hyperkron.cleaning.explain import Explanation
 from hyperkron.cleaning.fields import Fields
 from hyperkron.cleaning.recorded import installed_version
@@ -27,8 +27,6 @@ MAX_EXPLAINED_TEXT = 1000
 """Characters of a text on the page of an explanation."""
 MAX_EXAMPLES = 2**25
 """Characters of all texts, pictures and features on the page; further suspects are listed without theirs."""
-MAX_CURVES = 24
-"""Learning curves on the page."""
 _CHIPS = 6
 _BINS = 20
 
@@ -150,7 +148,6 @@ def _context(run: RunContents) -> dict[str, Any]:
     result = run.result
     data = result.child("data")
     candidates = sorted(run.candidates, key=lambda c: (c.accuracy is None, -(c.accuracy or 0.0)))
-    drawable = [c for c in run.curves if any(x is not None and y is not None for x, y in zip(c.x, c.y, strict=False))]
     seconds = result.child("seconds")
     return {
         "name": run.folder.resolve().name,
@@ -159,18 +156,20 @@ def _context(run: RunContents) -> dict[str, Any]:
         "verdict": result.text("verdict"),
         "heading": wording.heading(run),
         "unfinished": result.texts("unfinished"),
-        "headline": wording.headline(run),
         "few": wording.few_trusted(run),
         "interval": wording.interval,
-        "collapsed": result.flag("collapsed"),
+        "of_rows": wording.of_rows,
+        "difference": wording.difference,
+        "reason": wording.reason(run),
         "chosen": run.chosen,
         "winner": next((c for c in candidates if c.chosen), None),
-        "rate": result.child("noise").number("rate"),
+        "noise_rate": {name: result.child("noise").number(name) for name in ("rate", "low", "high")},
         "train_rows": data.count("train_rows"),
         "trusted_rows": data.count("trusted_rows"),
         "kind": data.text("kind"),
         "candidates": candidates,
         "tested": any(c.test_accuracy is not None for c in candidates),
+        "tested_on": wording.tested_on(run),
         "timed": any(c.seconds is not None for c in candidates),
         "untimed": any(c.seconds is None for c in candidates),
         "comparison": wording.comparison(candidates),
@@ -178,6 +177,8 @@ def _context(run: RunContents) -> dict[str, Any]:
         "suspects": len(run.suspects),
         "suspect_count": wording.suspect_count(run),
         "cut": result.child("suspects").number("cut"),
+        "stable": result.child("suspects").number("stable"),
+        "least_stable": STABLE,
         "givens": _labels(run)[0],
         "suggestions": _labels(run)[1],
         "corrections": _corrections(run),
@@ -185,10 +186,9 @@ def _context(run: RunContents) -> dict[str, Any]:
         "split": run.rows is not None,
         "noise": noise_table(run.classes, run.matrix) if run.matrix else None,
         "sources": _sources(run),
+        "reliability": [x for x in (s.number("right") for s in result.children("sources")) if x is not None],
         "unlabelled": result.count("unlabelled"),
         "classes": len(run.classes),
-        "curves": [(c.name, plots.line_plot(c)) for c in drawable[:MAX_CURVES]],
-        "more_curves": max(0, len(drawable) - MAX_CURVES),
         "costs": {name: seconds.number(name) for name in ("total", "cleaning", "plain", "comparison")},
         "memory_mb": result.number("peak_memory_mb"),
         "hardware": result.text("hardware"),

@@ -10,17 +10,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from typing import TypeVar
 
-from hyperkron.cleaning.report.folder import Candidate, Curve
+from hyperkron.cleaning.report.folder import Candidate
 
 SPARK_POINTS = 60
 """Points of a sparkline; longer histories are thinned out."""
 SPARK_SIZE = (96, 24)
 """Width and height of a sparkline."""
-_CURVE_POINTS = 600
 
-T = TypeVar("T")
 Place = Callable[[float], str]
 
 
@@ -125,9 +122,10 @@ def _candidate_row(candidate: Candidate, top: int, place: Place) -> Svg:
     c, y = candidate, top + 30
     name = shorten(c.name, 44) + (" ✓" if c.chosen else "")
     value = "–" if c.accuracy is None else f"{100 * c.accuracy:.1f} %"
+    between = "" if c.low is None or c.high is None else f" ({100 * c.low:.1f} – {100 * c.high:.1f} %)"
     marks = [
         svg("text", _title(c.name), name, x="0", y=top + 16, class_="name"),
-        svg("text", value, x="100%", y=top + 16, class_="value", text_anchor="end"),
+        svg("text", value + between, x="100%", y=top + 16, class_="value", text_anchor="end"),
         svg("line", x1="0", x2="100%", y1=y, y2=y, class_="track"),
     ]
     if c.low is not None and c.high is not None:
@@ -195,51 +193,15 @@ def _level(y: float, text: str, left: float, right: float) -> Svg:
     return svg("g", line, svg("text", text, x=_at(left - 0.015), y=y + 4, class_="tick", text_anchor="end"))
 
 
-# --- curves ------------------------------------------------------------------------------------------------
+# --- histories --------------------------------------------------------------------------------------------
 
 
-def line_plot(curve: Curve) -> Svg:
-    """One learning curve; it is interrupted where a value is not known."""
-    points = list(zip(curve.x, curve.y, strict=False))
-    known = [(x, y) for x, y in points if x is not None and y is not None]
-    x0, x1 = min(x for x, _ in known), max(x for x, _ in known)
-    y0, y1 = min(y for _, y in known), max(y for _, y in known)
-    pad = 0.05 * (y1 - y0) or 0.05 * abs(y0) or 0.5
-    y0, y1, x1 = y0 - pad, y1 + pad, x1 if x1 > x0 else x0 + 1
-    left, right, top, height = 0.14, 0.98, 10, 130
-    marks = [_level(top + height * (y1 - y) / (y1 - y0), number(y), left, right) for y in ticks(y0, y1, 6)]
-    for x in ticks(x0, x1, 4):
-        at = _at(left + (right - left) * (x - x0) / (x1 - x0))
-        marks.append(svg("text", number(x), x=at, y=top + height + 18, class_="tick", text_anchor="middle"))
-    middle = _at((left + right) / 2)
-    marks.append(svg("text", curve.x_label, x=middle, y=top + height + 36, class_="tick", text_anchor="middle"))
-    pieces = [
-        [(1000 * (x - x0) / (x1 - x0), 1000 * (y1 - y) / (y1 - y0)) for x, y in piece] for piece in _pieces(points)
-    ]
-    lines = [svg("polyline", points=_points(p if len(p) > 1 else [p[0], p[0]]), class_="curve") for p in pieces]
-    area = {"x": _at(left), "y": top, "width": _at(right - left), "height": height}
-    marks.append(svg("svg", *lines, viewBox="0 0 1000 1000", preserveAspectRatio="none", class_="area", **area))
-    label = f"{curve.name} over {curve.x_label or 'the run'}, from {number(known[0][1])} to {number(known[-1][1])}"
-    return svg("svg", *marks, class_="plot", width="100%", height=top + height + 42, role="img", aria_label=label)
-
-
-def _pieces(points: list[tuple[float | None, float | None]]) -> list[list[tuple[float, float]]]:
-    """The runs of known points, thinned out where there are very many."""
-    pieces: list[list[tuple[float, float]]] = [[]]
-    for x, y in points:
-        if x is not None and y is not None:
-            pieces[-1].append((x, y))
-        elif pieces[-1]:
-            pieces.append([])
-    return [thin(piece, _CURVE_POINTS) for piece in pieces if piece]
-
-
-def thin(values: list[T], most: int) -> list[T]:
+def thin(values: list[float], most: int) -> list[float]:
     """At most ``most`` of the values, evenly spaced, with the first and the last.
 
     Example:
-        >>> thin(list(range(9)), 3)
-        [0, 4, 8]
+        >>> thin([float(i) for i in range(9)], 3)
+        [0.0, 4.0, 8.0]
     """
     if len(values) <= most:
         return values

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from hyperkron.cleaning.choice import few
+from hyperkron.cleaning.choice import PREFERENCE, few, wilson
 from hyperkron.cleaning.config import OURS
 from hyperkron.cleaning.report.folder import Candidate, RunContents
 
@@ -136,33 +136,61 @@ def interval(low: float | None, high: float | None, digits: int = 1) -> str:
     )
 
 
-def headline(run: RunContents) -> str:
-    """The finding in one sentence or two."""
-    parts = []
-    rate, suspects = run.result.child("noise").number("rate"), suspect_count(run)
-    total = run.result.child("data").count("train_rows")
-    if rate is not None:
-        share = f"{100 * rate:.0f}" if rate >= 0.1 or rate == 0 else f"{100 * rate:.1f}"
-        parts.append(f"About {share}{NBSP}% of the labels look wrong.")
-    if suspects:
-        of = f" of {total:,}" if total else ""
-        parts.append(f"{suspects:,}{of} rows {'are suspects' if suspects > 1 else 'is a suspect'}.")
-    elif suspects == 0:
-        parts.append("No row looks mislabelled.")
-    return " ".join(parts)
+def of_rows(accuracy: float | None, rows: float | None) -> str:
+    """An accuracy next to its interval: never just 100 %.
+
+    Example:
+        >>> [of_rows(accuracy, 60).replace(NBSP, " ") for accuracy in (0.95, 1.0)]
+        ['95.0 % of 60 rows', 'all 60 rows']
+    """
+    if accuracy is None or rows is None:
+        return ""
+    return f"all {count(rows)} rows" if accuracy >= 0.9995 else f"{percent(accuracy)} of {count(rows)} rows"
+
+
+def tested_on(run: RunContents) -> tuple[int, float, float] | None:
+    """How many test rows there are, and the 95 % interval of the chosen model's accuracy on them."""
+    lines = run.result.children("per_class")
+    rows, right = (sum(line.count(key) or 0 for line in lines) for key in ("test_rows", "test_right"))
+    return (rows, *wilson(right / rows, rows)) if 0 < rows >= right else None
+
+
+def reason(run: RunContents) -> str:
+    """Why the chosen candidate was chosen; empty for a run that had another rule, or has not compared yet."""
+    known = run.result.child("noise").number("low") is not None and not run.result.items("unfinished")
+    if not known or OURS not in (c.name for c in run.candidates):
+        return ""
+    much = f"by more than {PREFERENCE} standard errors on the same rows"
+    if run.chosen == OURS:
+        return f"The cleaned model is chosen unless an alternative is better {much}; none is."
+    return f"“{run.chosen}” was chosen because it is better than the cleaned model {much}."
+
+
+def difference(candidate: Candidate, winner: Candidate | None) -> str:
+    """How far a candidate is from the chosen one, in points, and whether that is significant."""
+    if winner is None or candidate is winner or candidate.accuracy is None or winner.accuracy is None:
+        return UNKNOWN
+    points = f"{100 * (candidate.accuracy - winner.accuracy):+.1f}".replace("-", "−")
+    if candidate.different is None:
+        return points
+    return f"{points}, {'' if candidate.different else 'not '}significant"
 
 
 def comparison(candidates: Sequence[Candidate]) -> str:
-    """How the chosen candidate stands against the best of the others. ``candidates`` are sorted, the best first."""
+    """How the chosen candidate stands against the cleaned model or, if it is that, against the best alternative.
+
+    ``candidates`` are sorted, the best first.
+    """
     winner = next((c for c in candidates if c.chosen), None)
-    other = next((c for c in candidates if not c.chosen), None)
+    others = [c for c in candidates if not c.chosen]
+    other = next((c for c in others if c.name == OURS), others[0] if others else None)
     if winner is None or other is None or winner.accuracy is None or other.accuracy is None:
         return ""
-    said = f"The best alternative, “{other.name}”, reaches {percent(other.accuracy)}"
-    difference = 100 * (winner.accuracy - other.accuracy)
-    if abs(difference) < 0.05:
+    named = "The cleaned model" if other.name == OURS else f"The best alternative, “{other.name}”,"
+    said, points = f"{named} reaches {percent(other.accuracy)}", 100 * (winner.accuracy - other.accuracy)
+    if abs(points) < 0.05:
         return f"{said}, the same accuracy."
-    said += f", {abs(difference):.1f} points {'less' if difference > 0 else 'more'}"
+    said += f", {abs(points):.1f} points {'less' if points > 0 else 'more'}"
     different = other.different
     limits = (winner.low, winner.high, other.low, other.high)
     if different is None and None not in limits:  # a run that did not compare them row by row
