@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from experiments.cleaning import trust_summary as summary
-from experiments.cleaning.trust_data import SOURCES
+from experiments.cleaning.trust_data import SOURCES, TOUCHED
 from experiments.cleaning.trust_summary import OURS, Run, against_best, candidate, mean, settings
 from experiments.records import PAGES, RESULTS
 
@@ -30,7 +30,8 @@ class, source {commits}, one CPU core a run.
   rows; at most a third of a class's other rows are trusted. `experiments/cleaning/trust_data.py` makes everything.
 - `uniform-20` redraws 20 % of the labels among all classes; `class-40` moves 40 % to the next class (of two classes:
   only those of the first); `weak` is the vote. Each seed has its own noise, split and trusted rows.
-- Kept unseen until the final table: {unseen}.
+- Kept unseen until the final table: {unseen}. Other rows of Fashion-MNIST (of its training part, as 40 principal
+  components) were used while the method was developed, so it is not counted among the unseen sets below.
 - *Interval* and *held-out* are what the tool prints; *test* is measured on rows it did not use. *Outside* is
   scikit-learn with cleanlab as its tutorials use it: a random forest (tables) or a logistic regression (texts, images),
   cross-validated, wrong labels pruned, trusted rows added.
@@ -60,7 +61,7 @@ def measured() -> tuple[list[Run], list[Run], list[Run]]:
 
 def promises(runs: list[Run], before: list[Run]) -> list[str]:
     """Every promise: all sets and the unseen ones."""
-    unseen = [r for r in runs if r["unseen"]]
+    unseen = [r for r in runs if r["unseen"] and r["dataset"] not in TOUCHED]
     lines = zip(summary.verdicts(runs, before), summary.verdicts(unseen, before), strict=True)
     rows = [
         [name, asked, f"{found}: {said}", f"{alone}: {also}"] for (name, asked, found, said), (*_, alone, also) in lines
@@ -78,7 +79,7 @@ def short(runs: list[Run]) -> list[str]:
         chosen = ", ".join(f"{n} {k}" if len(Counter(r["chosen"] for r in own)) > 1 else n for n, k in _chosen(own))
         rows.append(
             [
-                name + (" (unseen)" if own[0]["unseen"] else ""),
+                name + (" (unseen)" if own[0]["unseen"] and name not in TOUCHED else ""),
                 f"**{percent(best['out'])}**",
                 chosen,
                 f"{percent(best['score'])} ± {percent(best['margin'])} ({best['best']})",

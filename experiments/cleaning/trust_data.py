@@ -82,6 +82,8 @@ SOURCES = {
 }
 DEVELOPMENT = tuple(name for name, s in SOURCES.items() if not s.unseen)
 UNSEEN = tuple(name for name, s in SOURCES.items() if s.unseen)
+TOUCHED = ("fashion_mnist",)
+"""Kept for the end, but other rows of it, as 40 principal components, were among the data of development."""
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,9 @@ def figures(runs: list[Run], before: list[Run]) -> dict[str, Any]:
         "sure": sure,
         "sure_right": sure[0] / sure[1] if sure[1] else math.nan,
         "rate_within": share(abs(r["estimated"]["rate"] - r["wrong"]) <= 0.03 for r in runs),
+        "rate_covered": mean(
+            float(e["low"] <= r["wrong"] <= e["high"]) for r in runs if "low" in (e := r["estimated"])
+        ),
         "rate_off": 100 * mean(abs(r["estimated"]["rate"] - r["wrong"]) for r in runs),
         "rate_bias": 100 * mean(r["estimated"]["rate"] - r["wrong"] for r in runs),
         "settings": len(compared),
@@ -210,7 +213,8 @@ def verdicts(runs: list[Run], before: list[Run]) -> list[tuple[str, str, str, st
         (
             "noise rate within 3 points",
             "≥ 80 % of settings",
-            f"{f['rate_within']:.0%}; off by {f['rate_off']:.1f} points on average ({f['rate_bias']:+.1f} signed)",
+            f"{f['rate_within']:.0%}; off by {f['rate_off']:.1f} points on average ({f['rate_bias']:+.1f} signed); "
+            f"inside the printed interval of the rate in {f['rate_covered']:.0%}",
             f["rate_within"] >= 0.8,
         ),
         (
@@ -230,7 +234,9 @@ def verdicts(runs: list[Run], before: list[Run]) -> list[tuple[str, str, str, st
             "average precision against the version before",
             "nowhere −0.005",
             f"{f['precision_change']:+.3f} on average; lower by more than 0.005 in {len(f['precision_lower'])} of "
-            f"{f['precision_compared']} runs",
+            f"{f['precision_compared']} runs"
+            if f["precision_compared"]
+            else "not measured",
             bool(f["precision_compared"]) and not f["precision_lower"],
         ),
     ]

@@ -11,7 +11,8 @@ import pandas
 import pytest
 import torch
 
-from experiments.cleaning import trust, trust_data, trust_summary
+from experiments import records
+from experiments.cleaning import page, trust, trust_data, trust_summary
 
 
 @pytest.fixture
@@ -170,3 +171,20 @@ def test_a_test_accuracy_outside_the_interval_is_seen() -> None:
     one = {"accuracy": 0.8, "low": 0.75, "high": 0.85, "test_accuracy": 0.853}
     assert not trust_summary.covered(one, 1000) and trust_summary.covered(one, 1000, widened=True)
     assert not trust_summary.covered({**one, "test_accuracy": 0.9}, 1000, widened=True)
+
+
+def test_the_page_has_every_promise_and_every_run() -> None:
+    more = {"noise": "uniform-20", "commit": "abc"}
+    runs = [run(name, 0, 0.8, 0.7, unseen=name == "dna", **more) for name in ("vehicle", "dna")]
+    assert len(page.promises(runs, [])) == 2 + len(trust_summary.verdicts(runs, []))
+    assert [line.split(" | ")[0] for line in page.short(runs)[2:]] == ["| vehicle", "| dna (unseen)"]
+    assert len(page.every_run(runs, runs)) == 4 and "0.900 | 0.900 | 0.500" in page.every_run(runs, runs)[-1]
+    assert page.candidates(runs)[2].startswith("| hyperkron | 2 | 80.0 | +0.0 | +2.0 ± 0.0 | 100% | 2 | 2 |")
+    assert page.below(runs) == "none"
+
+
+def test_the_pages_are_up_to_date() -> None:
+    assert page.PAGE.read_text("utf-8") == page.page(), "run python -m experiments.cleaning.page"
+    told = (records.ROOT / "docs" / "cleaning-results.md").read_text("utf-8")
+    runs, before, _ = page.measured()
+    assert "\n".join(page.short(runs)) in told and "\n".join(page.promises(runs, before)) in told
