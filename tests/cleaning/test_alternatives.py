@@ -13,6 +13,7 @@ from torch import Tensor
 from blobs import Blobs, Watch, blobs, quicken, write_csv
 from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig, clean, load, resume, run
 from hyperkron.cleaning.alternatives import GOLD_SHARE, TREES, available, fitted, targets_for
+from hyperkron.cleaning.annotators import Votes
 from hyperkron.cleaning.filters import neighbour_votes
 from hyperkron.cleaning.method import Opinion, Outcome
 from hyperkron.cleaning.models import linear, trees
@@ -44,7 +45,7 @@ def views(**more: Any) -> tuple[Work, Outcome]:
     )  # fmt: skip
     right = torch.stack([x < 0, x > 0], 1).float() * 0.8 + 0.1
     nothing: Any = None
-    opinion = Opinion(nothing, nothing, right[:20].log(), torch.eye(2), right[:20])
+    opinion = Opinion(nothing, nothing, right[:20].log(), Votes(torch.eye(2)[None], 0.0, nothing, right[:20]))
     return work, Outcome(opinion, opinion, right, right, right, right, (0.35, 1.0, 0.3), right, right)
 
 
@@ -96,7 +97,7 @@ def test_trees_are_grown_from_the_rows_that_are_kept(name: str, monkeypatch: pyt
     kept = [n for n in range(20) if n % 5] + TRUSTED.tolist()
     assert torch.equal(seen[0], work.inputs.batch(torch.tensor(kept))[0])
     assert isinstance(model, TreeEnsemble) and model(seen[0]).shape == (22, 2)
-    with pytest.raises(HyperkronError, match="is no candidate with a network"):
+    with pytest.raises(HyperkronError, match="is not a candidate with a network"):
         targets_for(name, work, outcome)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from blobs import Watch, blobs, quicken
 from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig, clean
 from hyperkron.cleaning.alternatives import fitted, judged
+from hyperkron.cleaning.annotators import Votes
 from hyperkron.cleaning.batched_training import train_batched
 from hyperkron.cleaning.evidence import likelihood
 from hyperkron.cleaning.method import Opinion, Outcome, certainty, clean_labels
@@ -42,7 +43,7 @@ def work_of() -> Work:
 
 def opinion_of(log_p: Tensor) -> Opinion:
     nothing: Any = None
-    return Opinion(nothing, nothing, log_p, MATRIX, (log_p + THROUGH).softmax(1))
+    return Opinion(nothing, nothing, log_p, Votes(MATRIX[None], 0.0, THROUGH, (log_p + THROUGH).softmax(1)))
 
 
 def outcome_of(log_p: Tensor, gamma: float = 1.0, fold_models: Tensor | None = None) -> Outcome:
@@ -57,12 +58,12 @@ def test_the_loss_is_the_weighted_sum_of_both_terms() -> None:
     label, part = torch.tensor([0, 2, 1, 1, 0]), torch.tensor([3, 0, 4])
     one = TrainingTargets(torch.arange(5), evidence, weight, (label, belief))
     f = output[part].softmax(1)
-    expected = -weight[part] * (f * evidence[part].exp()).sum(1).log()
+    scaled = evidence[part] - evidence[part].max(1, keepdim=True).values  # a row's scale does not matter
+    expected = -weight[part] * (f * scaled.exp()).sum(1).log()
     expected = expected - belief[part] * f[torch.arange(3), label[part]].log()
     assert torch.allclose(one.loss(output[part], part), expected.mean(), atol=1e-12)
     without = TrainingTargets(one.rows, evidence, None, (label, torch.zeros(5).double()))
-    shifted = likelihood(output[part], evidence[part]).value - evidence[part].max(1).values.mean()
-    assert torch.allclose(without.loss(output[part], part), shifted, atol=1e-12)  # a row's scale does not matter
+    assert torch.allclose(without.loss(output[part], part), likelihood(output[part], evidence[part]).value, atol=1e-12)
 
 
 @pytest.mark.parametrize("gamma", [0.2, 1.0])
@@ -142,6 +143,8 @@ def test_faster_multiplies_the_rates_of_the_plan() -> None:
 
 def test_nothing_that_is_judged_has_seen_the_labels_that_judge_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of a fold stay the same bit for bit when its labels are changed."""
+    pytest.importorskip("sklearn")
+    quicken(monkeypatch)
     monkeypatch.setattr("hyperkron.cleaning.work.JUDGING_FOLDS", 2)
     data = blobs(rows=60, trusted=12)
     values = Dense(torch.cat([data.x, data.trusted[0]]))
@@ -151,7 +154,8 @@ def test_nothing_that_is_judged_has_seen_the_labels_that_judge_it(monkeypatch: p
         fold = folds(given, [rows[:60], rows[60:]], 2, 0)
         plan, stages, build = TrainingPlan(epochs=0.1, least=4), Stages(None), partial(linear, 2, 3)
         work = Work(values, given, rows[:60], rows[60:], 3, fold, build, plan, CleanConfig(), stages, lambda *_: None)
-        views = work.views() if kept is None else [replace(view, given=given) for view in kept]
+        work = replace(work, trees=True, tree_model=True)
+        views = work.views() if kept is None else [replace(view, given=given, stages=stages) for view in kept]
         outcomes = clean_labels(views)
         return views, {name: judged(name, views, outcomes) for name in (OURS, *ALTERNATIVES)}
 
@@ -180,7 +184,8 @@ def test_every_candidate_is_delivered_as_it_is_judged(monkeypatch: pytest.Monkey
         return true(self, targets, plan, stage, seeds=seeds)
 
     monkeypatch.setattr(Work, "fit", fit)
-    found = clean(data.train, data.trusted, test=data.test, config=CleanConfig(epochs=3, compare=("pooled",)))
+    config, build = CleanConfig(epochs=3, compare=("pooled",)), partial(linear, 2, 3)  # whose model is never a forest
+    found = clean(data.train, data.trusted, test=data.test, model=build, config=config)
     assert found.candidates[0]["rows"] == 24
     for name, rate in ((OURS, 3.0), ("pooled", 1.0)):
         (plan, *rows), (delivered, all_rows) = seen[f"judge-{name}"], seen[f"network-{name}"]

@@ -95,7 +95,7 @@ def targets_for(name: str, work: Work, outcome: Outcome) -> TrainingTargets:
     """
     if name not in (OURS, *ALTERNATIVES) or name in TREES:
         raise HyperkronError(
-            f"name={name!r} is no candidate with a network; choose from {', '.join((OURS, *ALTERNATIVES))}."
+            f"name={name!r} is not a candidate with a network; choose from {', '.join((OURS, *ALTERNATIVES))}."
         )
     noisy, trusted = work.labelled(work.noisy), work.trusted
     if name == OURS:

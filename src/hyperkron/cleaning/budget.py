@@ -25,7 +25,7 @@ def steps_of(work: Work, plan: TrainingPlan, names: list[str], test: bool) -> in
 
 
 def _side_by_side(plan: TrainingPlan, rows: list[int]) -> int:
-    """Of networks of so many rows each, which all train as long as the longest."""
+    """Of networks of this many rows each, which all train as long as the longest."""
     return len(rows) * max(plan.steps(count) for count in rows)
 
 

@@ -203,10 +203,10 @@ class EstimatorModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (N, C)."""
-        rows, met = x.flatten(1).float().cpu().numpy(), np.asarray(self.estimator.classes_).astype(int)
+        rows, known = x.flatten(1).float().cpu().numpy(), np.asarray(self.estimator.classes_).astype(int)
         found = np.zeros((len(rows), self.classes))
         if hasattr(self.estimator, "predict_proba"):
-            found[:, met] = self.estimator.predict_proba(rows)
+            found[:, known] = self.estimator.predict_proba(rows)
         else:
             found[np.arange(len(rows)), np.asarray(self.estimator.predict(rows)).astype(int)] = 1
         return torch.from_numpy(found).clamp(min=1e-8).log().to(x)

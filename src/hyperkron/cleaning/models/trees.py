@@ -166,39 +166,39 @@ def as_tensors(estimator: Any, classes: int) -> TreeEnsemble | None:
     Args:
         estimator: a fitted ``RandomForest…``, ``ExtraTrees…`` or ``HistGradientBoostingClassifier``, of numbers without
             missing values. A forest of regression trees must have one output per class.
-        classes: how many there are; those that the estimator did not meet have probability 0.
+        classes: how many there are; those that the estimator was not fitted to have probability 0.
     """
     from sklearn import ensemble as kinds
 
-    met = torch.as_tensor([int(k) for k in getattr(estimator, "classes_", range(classes))])
+    known = torch.as_tensor([int(k) for k in getattr(estimator, "classes_", range(classes))])
     if isinstance(estimator, kinds.HistGradientBoostingClassifier):
         trees = [tree for trees in estimator._predictors for tree in trees]
         categorical = any(bool(tree.nodes["is_categorical"].any()) for tree in trees)
-        return None if categorical else _boosted(estimator, met, classes)
+        return None if categorical else _boosted(estimator, known, classes)
     forests = (kinds.RandomForestClassifier, kinds.ExtraTreesClassifier, kinds.RandomForestRegressor)
     if not isinstance(estimator, forests):
         return None
     parts = []
     for tree in (fitted.tree_ for fitted in estimator.estimators_):
         value = torch.zeros(tree.node_count, classes, dtype=torch.float64)
-        value[:, met] = torch.from_numpy(tree.value.reshape(tree.node_count, -1) / len(estimator.estimators_))
+        value[:, known] = torch.from_numpy(tree.value.reshape(tree.node_count, -1) / len(estimator.estimators_))
         left, right = tree.children_left, tree.children_right
         parts.append((tree.feature, tree.threshold, left, right, left < 0, value))
     return _joined(parts, torch.zeros(0))
 
 
-def _boosted(estimator: Any, met: Tensor, classes: int) -> TreeEnsemble:
+def _boosted(estimator: Any, known: Tensor, classes: int) -> TreeEnsemble:
     """Trees of one output each: of its class, or of the second of two."""
-    parts, many = [], len(met) > 2
+    parts, many = [], len(known) > 2
     for trees in estimator._predictors:
         for k, tree in enumerate(trees):
             nodes, value = tree.nodes, torch.zeros(len(tree.nodes), classes, dtype=torch.float64)
-            value[:, met[k if many else 1]] = torch.from_numpy(nodes["value"].astype("float64"))
+            value[:, known[k if many else 1]] = torch.from_numpy(nodes["value"].astype("float64"))
             leaf = nodes["is_leaf"].astype(bool)
             parts.append((nodes["feature_idx"], nodes["num_threshold"], nodes["left"], nodes["right"], leaf, value))
     base = torch.full((classes,), -1e4, dtype=torch.float64)
     begin = torch.from_numpy(estimator._baseline_prediction.reshape(-1).astype("float64"))
-    base[met] = begin if many else torch.cat([torch.zeros(1, dtype=torch.float64), begin])
+    base[known] = begin if many else torch.cat([torch.zeros(1, dtype=torch.float64), begin])
     return _joined(parts, base.float())
 
 
