@@ -7,8 +7,9 @@ from typing import Any
 
 from experiments.cleaning import trust_summary as summary
 from experiments.cleaning.trust_data import SOURCES, TOUCHED
-from experiments.cleaning.trust_summary import OURS, Run, against_best, candidate, mean, settings
+from experiments.cleaning.trust_summary import Run, against_best, candidate, mean, settings
 from experiments.records import PAGES, RESULTS
+from hyperkron.cleaning import OURS
 
 RUNS = RESULTS / "cleaning" / "trust.jsonl"
 BEFORE = RUNS.with_name("trust-before.jsonl")

@@ -110,7 +110,7 @@ def cached_encoder(table: dict[str, np.ndarray]) -> None:
     def embed(self: TextEncoder, texts: Any, **options: Any) -> torch.Tensor:
         return torch.from_numpy(np.stack([table[" ".join(t.split())] for t in texts])).float()
 
-    TextEncoder.embed = embed  # type: ignore[method-assign,assignment]
+    TextEncoder.embed = embed  # type: ignore[method-assign]
 
 
 def commit() -> str:
