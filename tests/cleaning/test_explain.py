@@ -16,6 +16,7 @@ from hyperkron.attribution import Attribution
 from hyperkron.cleaning import CleanConfig, clean, explain
 from hyperkron.cleaning.api import continued
 from hyperkron.cleaning.explain import Explained, Explanation, Witness
+from hyperkron.cleaning.method import Outcome
 from hyperkron.cleaning.report import write_explanation
 from hyperkron.cli.app import main
 from hyperkron.solution import HyperkronError, Status
@@ -24,6 +25,7 @@ from hyperkron.solution import HyperkronError, Status
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     quicken(monkeypatch)
+    monkeypatch.setattr(Outcome, "prefers_trees", lambda *_: False)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_csv(folder / f"{name}.csv", getattr(data, name))
     with pytest.MonkeyPatch.context() as patch:
         quicken(patch, least=200)
+        patch.setattr(Outcome, "prefers_trees", lambda *_: False)
         config = CleanConfig(compare=())
         clean(folder / "train.csv", folder / "trusted.csv", out=folder / "run", config=config)
     return folder

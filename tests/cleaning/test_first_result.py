@@ -49,7 +49,7 @@ def test_results_come_as_they_are_known(files: Path) -> None:
     assert all("with 2 alternatives is still running." in result["verdict"] for result, _, _ in seen)
     for result, rows, page in seen:
         assert rows == {name: (Path("run") / name).read_bytes() for name in ROWS}  # what was known stays
-        assert result["suspects"] == found.summary["suspects"]
+        assert result["suspects"].items() <= found.summary["suspects"].items()
         assert "First result: the alternatives are still being compared." in page and "to come: " in page
     assert "unfinished" not in json.loads(Path("run/result.json").read_text())
     assert "still" not in write_report("run").read_text("utf-8").split("<script")[0]

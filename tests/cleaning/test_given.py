@@ -147,6 +147,7 @@ def test_every_array_is_about_the_given_rows(data: Blobs, form: str) -> None:
 
 def test_lists_of_texts(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the rows that are left out had not been there, but for their places."""
+    quicken(monkeypatch, least=120)  # n-grams have no forest to help them
     hashing = import_module("hyperkron.cleaning.models.hashed_ngrams")
     monkeypatch.setattr(hashing, "_BUCKETS", 2**9)  # enough for a dozen words
     config = CleanConfig(epochs=1, compare=(), encoder=HASHED)

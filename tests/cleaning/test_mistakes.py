@@ -141,7 +141,7 @@ PYTHON: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a network that does not fit": (lambda: clean((X, Y), TRUSTED, config=NONE, model=lambda: __import__("torch").nn.Linear(3, 2)), "model does not take inputs of shape (2,)", "mat"),
     "a network of other classes": (lambda: clean((X, Y), TRUSTED, config=NONE, model=lambda: __import__("torch").nn.Linear(2, 5)), "model gives an output of shape (2, 5)", "one logit for each of the 2 classes"),
     "features as one text": (lambda: clean({"a": X[:, 0], "label": Y}, {"a": X[:4, 0] + 9, "label": Y[:4]}, features="a"), "must be a list of names", "['a']"),
-    "an unknown setting": (lambda: CleanConfig(hypergradient="exact"), "hypergradient='exact' is unknown", "kfac or none"),  # type: ignore[arg-type]
+    "an unknown setting": (lambda: CleanConfig(compare=("forests",)), "compare='forests' is unknown", "choose from"),
     "a column of infinities": (lambda: clean((X * np.inf, Y), TRUSTED), "holds no number between", "rescale the column"),
     "a matrix too sparse to fill": (lambda: clean((pytest.importorskip("scipy.sparse").csr_matrix((10**6, 10**4)), Y), TRUSTED), "is a sparse matrix of 1000000 × 10000", "TruncatedSVD"),
 }  # fmt: skip

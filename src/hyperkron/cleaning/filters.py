@@ -32,8 +32,8 @@ def neighbour_votes(
         Dudani, 1976, "The distance-weighted k-nearest-neighbor rule".
 
     Example:
-        >>> x = torch.tensor([[0.0], [0.1], [0.2], [5.0], [5.1], [5.2]])
-        >>> neighbour_votes(x, torch.tensor([0, 1, 0, 1, 1, 1]), 2, count=2).argmax(1).tolist()
+        >>> x = torch.tensor([[0.0], [0.1], [0.3], [5.0], [5.1], [5.3]])
+        >>> neighbour_votes(x, torch.tensor([0, 0, 1, 1, 1, 1]), 2, count=2).argmax(1).tolist()
         [0, 0, 0, 1, 1, 1]
     """
     x, rows = x.flatten(1).float(), torch.arange(len(x), device=x.device)

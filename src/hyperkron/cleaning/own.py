@@ -113,7 +113,7 @@ def _values(name: str, given: Any, classes: tuple[str, ...] = ()) -> Any:
 
 def _read_npy(name: str, path: Path) -> Any:
     try:
-        return np.load(path, allow_pickle=False)
+        return np.load(path)
     except (OSError, ValueError, EOFError) as error:
         raise HyperkronError(
             f"{name}={str(path)!r} is not an array of numbers ({str(error)[:100]}); write it with numpy.save()."

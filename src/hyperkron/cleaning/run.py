@@ -266,7 +266,8 @@ class CleaningRun:
     def _write_first(self) -> None:
         """result.json as far as it is known, before the alternatives and, now and then, between them."""
         due = not self.table or time.monotonic() - self.written >= SECONDS_BETWEEN_RESULTS
-        if self.folder is None or not self.writes or not self.names or not due:
+        due = due and 0 < len(self.names) >= len(self.table)  # not all are known
+        if self.folder is None or not self.writes or not due:
             return
         summary = self._summary(OURS)
         done = [c.name for c in self.table]
