@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from blobs import blobs, quicken, write_csv
+
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "hyperkron"
 SOURCES = sorted(SRC.rglob("*.py"))
@@ -378,12 +380,19 @@ def test_there_are_sources_to_check() -> None:
 # --- the README --------------------------------------------------------------------------------------------
 
 
-def test_the_readme_example_runs_and_finds_the_wrong_labels(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_examples_run_and_find_the_wrong_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    quicken(monkeypatch)
+    data = blobs(rows=60)
+    for name, rows in (("train", data.train), ("trusted", data.trusted), ("new", data.test)):
+        write_csv(tmp_path / f"{name}.csv", rows)
     names: dict[str, Any] = {}
     for example in examples:  # each goes on where the one before it ended
         exec(compile(example, "README.md", "exec"), names)
-    assert len(examples) == 3 and names["run"].history.to_rows()
+    assert len(examples) == 4 and names["run"].history.to_rows()
     weights = names["weights"](torch.arange(64)).detach()
     assert weights[:16].mean() < weights[16:].mean() - 0.2
     assert names["result"].status.value in capsys.readouterr().out
