@@ -27,6 +27,7 @@ import hyperkron as hk
 import sharded_runs
 from hyperkron.hypergradient import Hypergradient
 from hyperkron.hypergradient.steps import Adam
+from sharded_runs import Lambda, inner, outer
 
 EXAMPLES, TOKENS, WORDS, CLASSES = 22, 3, 9, 4
 STEPS = 50
@@ -75,30 +76,12 @@ class Network(nn.Module):
         return self.out(self.scale * self.norm(torch.tanh(self.mix(self.words(tokens)))))  # type: ignore[no-any-return]
 
 
-class Lambda(nn.Module):
-    """Example weights and a weight decay."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights, self.decay = hk.SampleWeights(EXAMPLES, "sigmoid"), hk.as_hyper(torch.tensor(-4.0))
-
-
-def inner(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
-    tokens, classes, index = batch
-    loss = hk.losses.cross_entropy(model(tokens), classes, weight=hyper.weights(index))
-    return loss + hk.losses.l2(model, hyper.decay().exp())
-
-
-def outer(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
-    return hk.losses.cross_entropy(model(batch[0]), batch[1])
-
-
 def make(dtype: torch.dtype) -> tuple[hk.BilevelProblem, nn.Module, nn.Module, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Problem, model, λ and two batches whose masked tokens are spread unevenly over the examples."""
     generator = torch.Generator().manual_seed(1)
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        model, hyper = Network().to(dtype), Lambda().to(dtype)
+        model, hyper = Network().to(dtype), Lambda(count=EXAMPLES).to(dtype)
     batches = []
     for masked in (9, 5):
         tokens = torch.randint(WORDS, (EXAMPLES, TOKENS), generator=generator)

@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import signal
 import sqlite3
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -262,6 +264,16 @@ def test_one_of_three_processes_is_killed(tmp_path: Path) -> None:
 
 
 # --- the command line --------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_the_command_starts_workers(tmp_path: Path) -> None:
+    """Three processes share the trials: each is done once."""
+    (tmp_path / "mine.py").write_text("def error(trial):\n    return (trial['x'] - 0.3) ** 2\n")
+    command = [sys.executable, "-m", "hyperkron", "sweep", "mine:error", "--search", "x=0.0..1.0"]
+    done = subprocess.run([*command, "--trials", "9", "--workers", "3"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "9 trials: 9 done" in done.stdout + done.stderr, done.stderr
+    assert [trial.state for trial in read_sweep(str(tmp_path / "sweep.db")).trials] == ["done"] * 9
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ import hyperkron as hk
 import parallel_runs
 import sharded_runs
 from hyperkron.collectives import balanced
+from hyperkron.training.divided import write_rows
+from hyperkron.training.encoding import CheckpointError
 
 
 @pytest.fixture(scope="module")
@@ -216,3 +218,29 @@ def test_nccl_with_one_process() -> None:
 def test_softmax_weights_are_not_divided() -> None:
     with pytest.raises(hk.HyperkronError, match="softmax"):
         hk.SampleWeights(4, "softmax", group=hk.training.DataParallel(sharded_runs.PROBLEM).group)
+
+
+class Second:
+    """The second of two processes; the first makes the folder, or cannot, while the second waits for it."""
+
+    rank, size = 1, 2
+
+    def __init__(self, folder: Path, fails: bool = False) -> None:
+        self.folder, self.fails = folder, fails
+
+    def all(self, condition: bool) -> bool:
+        if not self.fails:
+            self.folder.mkdir()
+        return condition and not self.fails
+
+    def numbers(self, *values: float) -> list[list[float]]:
+        return [[float(self.fails), *[0.0] * (len(values) - 1)], list(values)]
+
+
+def test_rows_are_written_once_the_folder_is_there(tmp_path: Path) -> None:
+    group: Any = Second(tmp_path / "staging")
+    [(name, record)] = write_rows(tmp_path / "staging", {}, group).items()
+    assert (tmp_path / "staging" / name).stat().st_size == record["size"] > 0
+    broken: Any = Second(tmp_path / "gone", fails=True)
+    with pytest.raises(CheckpointError, match=r"could not be saved in .* \(another process says why\)"):
+        write_rows(tmp_path / "gone", {}, broken)

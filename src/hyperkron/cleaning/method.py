@@ -204,7 +204,7 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequen
 
     Their opinion on rows they have not seen (``asked``) under the preset whose cross-entropy on the trusted rows,
     ``losses``, is lowest (``best``). The evidence on the noisy rows of half h comes from experts that saw neither those
-    rows nor the trusted rows of half h, so these losses are honest.
+    rows nor the trusted rows of half h; only the pool and T behind it were fitted to all trusted rows of the view.
     """
 
     def targets(work: Work, first: Opinion, own: Tensor) -> list[TrainingTargets]:
@@ -279,7 +279,8 @@ class Outcome:
     def prefers_trees(self, work: Work) -> bool:
         """Whether the forest of q predicts the trusted rows of the view, out of sample, better than the fold models.
 
-        By cross-entropy, each at the temperature that suits it best: how sure they are is not what is asked.
+        By cross-entropy, each at the temperature that suits it best: how sure they are is not what is asked. This leans
+        to the forest: its answers are out of bag, but q of the rows it learnt from rests on the same trusted labels.
         """
         if self.cleaned_forest is None or not work.tree_model:
             return False

@@ -49,13 +49,15 @@ def holds_rows(*modules: nn.Module) -> bool:
 
 def write_rows(staging: Path, state: dict[str, Any], group: Group) -> dict[str, dict[str, Any]]:
     """Write the rows of every process but the first as a file in ``staging``; their sizes and SHA-256 by file."""
-    if group.rank == 0:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-    group.numbers()
     record: dict[str, Any] = {"size": 0, "sha256": "0" * 64}
     failure = ""
-    if group.rank > 0:
+    try:
+        if group.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+    except OSError as error:
+        failure = error.strerror or str(error)
+    if group.all(not failure) and group.rank > 0:  # also waits until the folder is there
         names = divided_names(state)
         own = {name: x for name, x in split(state)[1].items() if name in names}
         try:
@@ -66,7 +68,7 @@ def write_rows(staging: Path, state: dict[str, Any], group: Group) -> dict[str, 
     table = group.numbers(bool(failure), record["size"], *words)
     if any(row[0] for row in table):
         raise CheckpointError(
-            f"rows of another process could not be saved in {staging.parent} ({failure or 'it says why'}). Earlier "
+            f"divided rows could not be saved in {staging.parent} ({failure or 'another process says why'}). Earlier "
             "checkpoints are untouched; make room, or choose another folder that all processes can write."
         )
     return {
