@@ -141,7 +141,7 @@ def test_sama_is_right_in_half_precision(dtype: torch.dtype, name: str, kind: ty
 @pytest.mark.parametrize(
     ("options", "mode"),
     [
-        ({"forward": False, "twice": False, "fixed": True}, "adjoint"),
+        ({"forward": False, "fixed": True}, "adjoint"),
         ({"bare": True}, "forward"),
         ({"forward": False, "bare": True}, "difference"),  # with θ in float32
         ({"forward": False, "fixed": True, "bare": True}, "reverse"),
