@@ -16,26 +16,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 from common import write_result
-from torch import nn
-from workloads import INNER_STEPS, WORKLOADS, Workload, inner, outer
+from workloads import INNER_STEPS, WORKLOADS, Workload, inner, outer, under_autocast
 
 import hyperkron as hk
 from hyperkron import trees
 from hyperkron.cleaning.data import read
-
-
-def under_autocast(function: Any, device: str) -> Any:
-    """The objective as a user writes it with autocast inside."""
-
-    def wrapped(model: nn.Module, hyper: nn.Module, batch: Any) -> hk.losses.Loss:
-        with torch.autocast(device, torch.bfloat16):
-            return function(model, hyper, batch)
-
-    return wrapped
 
 
 def cosine(a: trees.Tree, b: trees.Tree) -> float:

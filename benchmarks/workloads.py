@@ -1,10 +1,15 @@
-"""The bilevel problems whose cost is measured: BERT-base and two ResNet-18, with one weight per training example."""
+"""The bilevel problems whose cost is measured.
+
+BERT-base and two ResNet-18 with one weight per training example; and, under bfloat16 autocast, causal language models
+of Llama's shape with one weight for each of four domains, and BERT-base with dropout and masks.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,7 @@ class Workload:
     optimizer: torch.optim.Optimizer
     batches: list[tuple[Any, Tensor, Tensor]]
     outer_batch: tuple[Any, Tensor, Tensor]
+    autocast: bool = False
     outer_optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -38,12 +44,15 @@ class Workload:
     @property
     def problem(self) -> hk.BilevelProblem:
         """Weighted cross-entropy inside, plain cross-entropy outside."""
-        return hk.BilevelProblem(inner, outer)
+        if not self.autocast:
+            return hk.BilevelProblem(inner, outer)
+        device = self.batches[0][1].device.type
+        return hk.BilevelProblem(under_autocast(inner, device), under_autocast(outer, device), autocast=True)
 
     def inner_step(self, i: int) -> None:
         """One optimizer step on batch i."""
         self.optimizer.zero_grad(set_to_none=True)
-        inner(self.model, self.hyper, self.batches[i % len(self.batches)]).backward()
+        self.problem.inner(self.model, self.hyper, self.batches[i % len(self.batches)]).backward()
         self.optimizer.step()
 
     def inner_steps(self) -> None:
@@ -68,6 +77,16 @@ def outer(model: nn.Module, hyper: nn.Module, batch: Any) -> hk.losses.Loss:
     """J_out: cross-entropy on trusted data."""
     x, y, _ = batch
     return hk.losses.cross_entropy(model(x), y)
+
+
+def under_autocast(function: Any, device: str) -> Any:
+    """The objective as a user writes it with bfloat16 autocast inside."""
+
+    def wrapped(model: nn.Module, hyper: nn.Module, batch: Any) -> hk.losses.Loss:
+        with torch.autocast(device, torch.bfloat16):
+            return function(model, hyper, batch)
+
+    return wrapped
 
 
 class Bert(nn.Module):
@@ -114,6 +133,125 @@ def bert(device: str, small: bool) -> Workload:
     return Workload("BERT-12" if not small else "BERT-small", model, hyper, optimizer, data[:-1], data[-1])
 
 
+class UsualBert(nn.Module):
+    """BERT as users have it: dropout 0.1, masks of padded tokens, all parameters trained, a classifier on top."""
+
+    def __init__(self, small: bool, classes: int = 6) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForSequenceClassification
+
+        sizes = (
+            {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+            if small
+            else {}
+        )
+        self.bert = BertForSequenceClassification(BertConfig(num_labels=classes, **sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores of tokens, of which zeros are padding."""
+        return self.bert(input_ids=x, attention_mask=(x > 0).long()).logits
+
+
+def usual_bert(device: str, small: bool) -> Workload:
+    """BERT-base with dropout, AdamW, bfloat16 autocast; 128 × 100 tokens, a quarter of them padding (small: 8 × 16)."""
+    torch.manual_seed(0)
+    batch, length = (8, 16) if small else (128, 100)
+    with torch.device(device):
+        model = UsualBert(small)
+    model.train()
+
+    def draw() -> Tensor:
+        tokens = torch.randint(1, 1000, (batch, length), device=device)
+        lengths = torch.randint(length // 2, length + 1, (batch, 1), device=device)
+        return tokens * (torch.arange(length, device=device) < lengths)
+
+    hyper = hk.SampleWeights(batch * INNER_STEPS).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    data = _batches(draw, batch, 6, device)
+    return Workload("BERT-base, dropout", model, hyper, optimizer, data[:-1], data[-1], autocast=True)
+
+
+@dataclass(frozen=True)
+class Llama:
+    """The shape of a causal language model: RMSNorm, grouped queries, gated MLP, output layer tied to the embedding."""
+
+    name: str
+    layers: int
+    width: int
+    keys: int
+    hidden: int
+    vocabulary: int = 32000
+    batch: int = 4
+    tokens: int = 512
+
+    def model(self, **options: Any) -> nn.Module:
+        """With random weights."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        head = min(128, self.width // 2)
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.width,
+            intermediate_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.width // head,
+            num_key_value_heads=self.keys // head,
+            max_position_embeddings=self.tokens,
+            tie_word_embeddings=True,
+            use_cache=False,
+            **options,
+        )
+        return Logits(LlamaForCausalLM(config))
+
+
+SHAPES = {
+    "llama07": Llama("Llama 16 x 2048 (0.7B)", 16, 2048, 2048, 4096),
+    "llama3": Llama("Llama 28 x 3072 (3B)", 28, 3072, 1024, 8192),
+    "llama01": Llama("Llama 8 x 768 (0.1B)", 8, 768, 768, 2048),
+}
+TOY = Llama("Llama 2 x 32", 2, 32, 16, 64, vocabulary=64, tokens=24)
+DOMAINS = 4
+
+
+class Logits(nn.Module):
+    """A language model of transformers that returns its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next token at every position."""
+        return self.model(input_ids=tokens).logits
+
+
+def language(device: str, small: bool, name: str) -> Workload:
+    """AdamW on a causal language model; an example of each of four domains in every batch, the outer batch of two.
+
+    Domain d counts through its own quarter of the vocabulary, in steps of d + 1 or at random every fourth time.
+    """
+    torch.manual_seed(0)
+    shape = TOY if small else SHAPES[name]
+    with torch.device(device):
+        model = shape.model()
+    model.train()
+    hyper = hk.DomainWeights(DOMAINS).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4 if not small else 1e-2)
+    inside = torch.arange(shape.batch, device=device) % DOMAINS
+    data = [_sequences(shape, domain) for domain in (*[inside] * INNER_STEPS, inside % 2)]
+    return Workload(shape.name, model, hyper, optimizer, data[:-1], data[-1], autocast=True)
+
+
+def _sequences(shape: Llama, domain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, the tokens that follow them, and domains."""
+    size, count = (len(domain), shape.tokens + 1), shape.vocabulary // DOMAINS
+    steps = torch.randint(0, count, size, device=domain.device)
+    regular = torch.rand(size, device=domain.device) < 0.75
+    walk = torch.where(regular, (domain + 1)[:, None], steps).cumsum(1) % count
+    tokens = walk + domain[:, None] * count
+    return tokens[:, :-1], tokens[:, 1:], domain
+
+
 def resnet(device: str, small: bool, stem: str) -> Workload:
     """ResNet-18 on 32 × 32 images, SGD with momentum, batch 512 (small: width 16, batch 32; 3×3 stem 8)."""
     torch.manual_seed(0)
@@ -141,4 +279,8 @@ WORKLOADS: dict[str, Callable[[str, bool], Workload]] = {
     "bert": bert,
     "resnet7": lambda device, small: resnet(device, small, "7x7"),
     "resnet3": lambda device, small: resnet(device, small, "3x3"),
+}
+LANGUAGE: dict[str, Callable[[str, bool], Workload]] = {
+    **{name: partial(language, name=name) for name in SHAPES},
+    "bert-dropout": usual_bert,
 }
