@@ -203,7 +203,9 @@ def main() -> None:
             if args.methods and row.name not in args.methods:
                 continue
             started = time.perf_counter()
-            work = lora(args.device, args.small, peft=args.peft) if name == "lora" else usual_bert(args.device, args.small)
+            work = (
+                lora(args.device, args.small, peft=args.peft) if name == "lora" else usual_bert(args.device, args.small)
+            )
             line: dict[str, Any] = {"workload": work.name, "method": row.name}
             try:
                 line |= measured(work, row, args.device, args.repeats)

@@ -99,8 +99,13 @@ def test_a_recording_that_fails_leaves_the_generator_alone(monkeypatch: pytest.M
     own = _Shared([10])
     monkeypatch.setattr(torch.cuda, "default_generators", [own])
     state, draws = own.state, RepeatedDraws(torch.device("cuda", 0))
-    with pytest.raises(RuntimeError), draws.active():
-        own.draw()  # by what is not an evaluation
-        draws.rewind()
-        raise RuntimeError
+
+    def recording() -> None:
+        with draws.active():
+            own.draw()  # by what is not an evaluation
+            draws.rewind()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        recording()
     assert own.state is state and state == [10]

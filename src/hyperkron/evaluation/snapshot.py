@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hyperkron.kernels.graphs import RepeatedDraws
 
+
 class Snapshot:
     """Everything an evaluation may disturb: buffers, training modes, requires_grad flags, random states.
 

@@ -3,7 +3,8 @@
 A small model on a large GPU waits for Python; a recording makes one launch of a thousand. It is optimistic: it takes
 for granted that factorisations succeed and that all numbers are finite. Everything that a step would have read from the
 device on its way is read in one piece at the end; if something is not as it should be, the same step is done again in
-the ordinary way. All evaluations of a step draw the same random numbers (dropout), and those of later steps others. An iterative solver that ends early does all its iterations, but holds the value that it ended with.
+the ordinary way. An iterative solver that ends early does all its iterations, but holds the value that it ended with.
+All evaluations of a step draw the same random numbers (dropout), and those of the next step others.
 """
 
 from __future__ import annotations
