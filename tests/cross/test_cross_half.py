@@ -32,18 +32,24 @@ class _Doubled(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """A network that may refuse forward mode, double backward, and inputs in another dtype than ``fixed``."""
+    """A network that may refuse forward mode, double backward, and inputs in another dtype than ``fixed``.
 
-    def __init__(self, forward: bool = True, twice: bool = True, fixed: torch.dtype | None = None) -> None:
+    With ``bare`` it has a parameter outside of layers, for which there are no gradients at the output of a layer.
+    """
+
+    def __init__(
+        self, forward: bool = True, twice: bool = True, fixed: torch.dtype | None = None, bare: bool = False
+    ) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 3)
+        self.scale = nn.Parameter(torch.ones(WIDTH)) if bare else 1.0
         self.tells_forward, self.twice, self.fixed = forward, twice, fixed
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x.to(self.fixed or self.first.weight.dtype))
         if not (self.tells_forward and self.twice):
             x = _Doubled.apply(x, not self.twice) / 2
-        return self.last(torch.tanh(x))
+        return self.last(torch.tanh(self.scale * x))
 
 
 class Correction(nn.Module):
@@ -135,9 +141,11 @@ def test_sama_is_right_in_half_precision(dtype: torch.dtype, name: str, kind: ty
 @pytest.mark.parametrize(
     ("options", "mode"),
     [
-        ({"forward": False}, "difference"),  # with θ in float32
-        ({"forward": False, "fixed": True}, "reverse"),
-        ({"twice": False}, "difference"),
+        ({"forward": False, "fixed": True}, "adjoint"),
+        ({"bare": True}, "forward"),
+        ({"forward": False, "bare": True}, "difference"),  # with θ in float32
+        ({"forward": False, "fixed": True, "bare": True}, "reverse"),
+        ({"twice": False, "bare": True}, "difference"),
     ],
 )
 def test_the_next_way_that_works_is_taken(
@@ -156,7 +164,7 @@ def test_the_next_way_that_works_is_taken(
 @pytest.mark.parametrize("kind", [Weights, Correction])
 @pytest.mark.parametrize("dtype", HALF)
 def test_where_theta_itself_must_be_moved_a_warning_tells_the_error(dtype: torch.dtype, kind: type[nn.Module]) -> None:
-    model, optimizer = trained(OPTIMIZERS["sgd"], dtype, twice=False, fixed=dtype)
+    model, optimizer = trained(OPTIMIZERS["sgd"], dtype, twice=False, fixed=dtype, bare=True)
     for method in (hk.sama(optimizer), hk.identity()):
         solution._warned.clear()
         with pytest.warns(hk.HyperkronWarning, match="has an error of about .*%"):
@@ -188,7 +196,7 @@ def test_a_v_outside_the_range_of_float16_has_a_cross_term(build: Any) -> None:
 
 
 def test_a_graph_through_the_model_outlives_a_difference_in_float32() -> None:
-    model, _ = trained(OPTIMIZERS["sgd"], torch.bfloat16, forward=False)
+    model, _ = trained(OPTIMIZERS["sgd"], torch.bfloat16, forward=False, bare=True)
     value = outer(model, None, batches()[1]).value
     method = hk.identity(cross="difference")
     method.compute(PROBLEM, model, Weights(), *batches())

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from hyperkron import trees
 from hyperkron.cross import weighting
+from hyperkron.cross.adjoint import adjoint, example_losses
 from hyperkron.cross.state import CrossState, Way, inner_key
 from hyperkron.cross.ways import difference, filled, forward_and_slope, half, moves_as_its_gradient, reverse, slope
 from hyperkron.cross.weighting import ChangedError, Weighted
 from hyperkron.curvature.base import Operator
 from hyperkron.curvature.matrix_free import lowered
-from hyperkron.evaluation.differentiation import UndifferentiableError
+from hyperkron.evaluation.differentiation import UndifferentiableError, in_half_precision
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.linalg import tf32_products
 from hyperkron.losses import Loss
@@ -33,6 +34,10 @@ Mode = Literal["auto", "reverse", "forward", "difference"]
 
 NOTICEABLE = 0.05
 """Relative error of a finite difference of a given radius (SAMA's) above which a warning says so: an angle of 3°."""
+
+
+ADJOINT_AGREEMENT = 0.1
+"""By how much changes from the gradients at layers may differ from those from the gradients of weights, by rounding."""
 
 
 class _Precision(NamedTuple):
@@ -155,8 +160,10 @@ class Cross:
             return found
         loss = point.inner()
         form = weighting.structure(point, loss)
+        coarse = half(point) or in_half_precision(loss.value)
         if form and self.mode != "forward":
-            moves = half(point) or state.weights == f"{form}m"  # and will again, also if it does not here
+            unmoved = half(point) or (coarse and self.mode == "auto")  # by the ways that will be tried
+            moves = unmoved or state.weights == f"{form}m"  # and will again, also if it does not here
             form = f"{form}m" if moves else weighting.with_motion(point, v, radius, form)
         if self.mode == "forward":
             chosen = self._forward(point, v, loss, form)
@@ -165,7 +172,7 @@ class Cross:
         else:
             cross = replace(self, radius=None) if half(point) else self  # a given one may be lost in rounding
             if form:
-                chosen = cross._cheapest(point, v, loss, _weighted_ways(point, form, state))
+                chosen = cross._cheapest(point, v, loss, _weighted_ways(point, form, state, coarse))
             else:
                 del loss  # and its graph
                 chosen = cross._exact_if_possible(point, v)
@@ -318,6 +325,8 @@ def _computed(point: Point, v: Tree, way: Way) -> Weighted:
     """X(v) by ``way``, and the changes along v it was made of."""
     if way.mode == "reverse":
         return Weighted(reverse(point, v), [])
+    if way.mode == "adjoint":
+        return adjoint(point, v, way.form)
     if way.mode == "forward" and way.form:
         return weighting.forward(point, v, way.form)
     if way.mode == "forward":
@@ -328,13 +337,19 @@ def _computed(point: Point, v: Tree, way: Way) -> Weighted:
     return Weighted(difference(point, v, way.radius, way.full), [])
 
 
-def _weighted_ways(point: Point, form: str, state: CrossState) -> list[Way]:
-    """The ways to try where λ only weights, the cheapest first, from the one that was last decided for."""
+def _weighted_ways(point: Point, form: str, state: CrossState, coarse: bool) -> list[Way]:
+    """The ways to try where λ only weights, the cheapest first, from the one that was last decided for.
+
+    Where the inner loss is ``coarse``, partly in half precision, a difference is mostly rounding.
+    """
     plain, exact, full = Way("difference", form), Way("forward", form), Way("difference", form, full=True)
-    if half(point):
-        return [exact, full]
     finer = [full] if _tf32(point) else []
-    ways = [plain, *finer, exact] if point.small else [plain, exact, *finer]  # small models wait less for Python so
+    if half(point):
+        ways = [Way("adjoint", form), exact, full]
+    elif coarse:
+        ways = [Way("adjoint", form), exact, plain]
+    else:
+        ways = [plain, *finer, exact] if point.small else [plain, exact, *finer]  # small models wait less for Python so
     kinds = [(way.mode, way.full) for way in ways]
     now = (state.mode, state.full)
     return ways[kinds.index(now) :] if now in kinds else ways
@@ -342,8 +357,14 @@ def _weighted_ways(point: Point, form: str, state: CrossState) -> list[Way]:
 
 def _moves_by_gradient(point: Point, v: Tree, loss: Loss, found: _Found) -> bool:
     """Whether the row losses change along v as their gradients say, beyond rounding and their own error."""
-    gap = weighting.disagreement(point, loss, v, found.way.form, found.changes)
-    return point.problem.group.all(gap <= max(5 * found.spread, _precision(point).agreement))
+    if found.changes.numel() == 0:
+        return True
+    by_example = found.way.mode == "adjoint"
+    rows = (example_losses if by_example else weighting.row_losses)(loss, found.way.form)
+    usual = _HALF if in_half_precision(loss.value) else _precision(point)
+    agreement = ADJOINT_AGREEMENT if by_example else usual.agreement
+    gap = weighting.disagreement(point, rows, v, found.changes)
+    return point.problem.group.all(gap <= max(5 * found.spread, agreement))
 
 
 def _tangent_is_slope(point: Point, v: Tree, tangent: Tensor) -> bool:

@@ -80,7 +80,7 @@ def structure(point: Point, loss: Loss) -> str:
 
 def with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
     """``form``, with ``m`` where weights move with θ: they are functions of it that were stopped."""
-    up, down = sides(point, v, step_of(v, radius), False, lambda loss, params: _Read.of(loss, form, params))
+    up, down = sides(point, v, step_of(v, radius), False, lambda loss, params: Read.of(loss, form, params))
     pairs = [*zip(up.weights, down.weights, strict=True), *((up.decays[n], down.decays[n]) for n in up.decays)]
     still = point.problem.group.all(all(torch.equal(a, b) for a, b in pairs))
     return form if still else f"{form}m"
@@ -89,39 +89,42 @@ def with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
 def difference(point: Point, v: Tree, radius: float, form: str, full: bool = False) -> Weighted:
     """X(v) from a central difference of the row losses; ``form`` is the :func:`structure` of the loss."""
     epsilon = step_of(v, radius)
-    up, down = sides(point, v, epsilon, full, lambda loss, params: _Read.of(loss, form, params))
+    up, down = sides(point, v, epsilon, full, lambda loss, params: Read.of(loss, form, params))
     changes = [(a - b) / (2 * epsilon).to(a.dtype) for a, b in zip(up.losses, down.losses, strict=True)]
     still = up
     if form.endswith("m"):
         with point.moved(trees.map(Tensor.detach, point.params)):
-            still = _Read.of(point.inner(), form, point.params)
-    return _weighted_sum(point, v, still.weights, changes, still.decays)
+            still = Read.of(point.inner(), form, point.params)
+    return weighted_sum(point, v, still.weights, changes, still.decays)
 
 
 def forward(point: Point, v: Tree, form: str) -> Weighted:
     """X(v) from the tangents of the row losses."""
     with forward_mode(), dual_level():
         loss, params = along(point, v)
-        read = _Read.of(loss, form, params)
+        read = Read.of(loss, form, params)
         terms = [t for t, letter in zip(loss.terms, form, strict=False) if letter == "w"]
         tangents = [unpack_dual(t.row_losses).tangent for t in terms]
         changes = [torch.zeros_like(c) if t is None else t for c, t in zip(read.losses, tangents, strict=True)]
-    return _weighted_sum(point, v, read.weights, [c.detach() for c in changes], read.decays)
+    return weighted_sum(point, v, read.weights, [c.detach() for c in changes], read.decays)
 
 
-def disagreement(point: Point, loss: Loss, v: Tree, form: str, changes: Tensor) -> float:
+def row_losses(loss: Loss, form: str) -> Tensor:
+    """c in one vector, attached to the graph."""
+    return torch.cat([t.row_losses.reshape(-1) for t, letter in zip(loss.terms, form, strict=False) if letter == "w"])
+
+
+def disagreement(point: Point, rows: Tensor, v: Tree, changes: Tensor) -> float:
     """By how much ``changes`` differ from dc/dθ · v as a backward pass has it, beyond rounding, relative to their size.
 
     They do where gradients are stopped inside the model, or estimated. The largest of three directions r of
-    |⟨r, c'⟩ − ⟨∂_θ ⟨r, c⟩, v⟩|: that of c', and two of random signs, the same ones every time. ``loss`` is the inner
-    loss at θ with its graph, which is kept.
+    |⟨r, c'⟩ − ⟨∂_θ ⟨r, c⟩, v⟩|: that of c', and two of random signs, the same ones every time. ``rows`` are the c of
+    the inner loss at θ with their graph, which is kept.
     """
     if changes.numel() == 0:
         return 0.0
     group = point.problem.group
     size = float(group.norm(changes))
-    terms = [t for t, letter in zip(loss.terms, form, strict=False) if letter == "w"]
-    rows = torch.cat([t.row_losses.reshape(-1) for t in terms])
     noise = rounding(point) * float(trees.norm(v))
     generator = torch.Generator().manual_seed(0)
     signs = [torch.randint(2, (len(rows),), generator=generator).to(rows) * 2 - 1 for _ in range(2)]
@@ -141,7 +144,7 @@ def rounding(point: Point) -> float:
 
 
 @dataclass(frozen=True)
-class _Read:
+class Read:
     """The weights λ reaches, attached, of criteria and of penalties by the name of their parameter; the row losses."""
 
     weights: list[Tensor]
@@ -149,7 +152,7 @@ class _Read:
     decays: dict[str, Tensor]
 
     @classmethod
-    def of(cls, loss: Loss, form: str, params: Tree) -> _Read:
+    def of(cls, loss: Loss, form: str, params: Tree) -> Read:
         """From a loss whose θ, ``params``, carries no gradient; it must have the form that was decided on."""
         names = {id(x): name for name, x in params.items()}
         found = [(_product(term.factors), term.row_losses.detach()) for term in loss.terms]
@@ -165,7 +168,7 @@ class _Read:
         return cls([w for w, _ in live], [c for _, c in live], decays)
 
 
-def _weighted_sum(
+def weighted_sum(
     point: Point, v: Tree, weights: list[Tensor], changes: list[Tensor], decays: dict[str, Tensor]
 ) -> Weighted:
     """∂_λ [Σ_r w_r c'_r + Σ_p 2 α_p ⟨p, v_p⟩]."""

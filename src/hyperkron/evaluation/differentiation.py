@@ -117,3 +117,9 @@ def graph_nodes(tensors: list[Tensor]) -> Iterator[torch.autograd.graph.Node]:
             if further is not None and further not in seen:
                 seen.add(further)
                 waiting.append(further)
+
+
+def in_half_precision(value: Tensor) -> bool:
+    """Whether a part of what ``value`` was computed from is in half precision, as under autocast."""
+    half = (torch.float16, torch.bfloat16)
+    return any(made.dtype in half for node in graph_nodes([value]) for made in node._input_metadata)

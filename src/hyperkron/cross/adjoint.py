@@ -1,0 +1,221 @@
+"""The cross term where λ weights examples, from one forward and one backward pass, in whatever precision they run.
+
+A layer z = f(a; p) changes along v, through its own parameters, by its tangent f'(a; v), which is f(a; v) where it is
+linear in them. With c_n the loss of example n and g the gradient of Σ_n c_n at the layer's output,
+
+    c'_n = ⟨∂_θ c_n, v⟩ = Σ_layers ⟨g_n, f'(a_n; v)⟩ ,      X(v) = ∂_λ Σ_n w_n(λ) c'_n ,
+
+because no example has a share in the loss of another. Nothing is moved and nothing subtracted, so bfloat16 costs no
+more digits than it does in a gradient. The products with v take the place of those that would make the gradients of
+the weights, which are not computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+
+from hyperkron.cross.weighting import Read, Weighted, weighted_sum
+from hyperkron.evaluation.point import Point
+from hyperkron.kernels.selection import WithoutAutocast
+from hyperkron.losses import Loss, Term
+from hyperkron.sharding import is_sharded
+from hyperkron.solution import HyperkronError
+from hyperkron.trees import Tree
+
+Tangent = Callable[[Tensor, Tensor], Tensor]
+"""(input, output gradient g) of a call → entries that add up to ⟨g, f'(a; v)⟩, those of an example side by side."""
+
+WIDER = 2
+"""A layer with at least this many times as many outputs as inputs is multiplied by v from the side of its outputs."""
+
+
+class NoAdjointError(HyperkronError):
+    """A parameter is not used by a layer of its own, or the changes of examples cannot be told apart."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the cross term cannot be had from the gradients at the layers: {why}; use cross='auto'.")
+
+
+def adjoint(point: Point, v: Tree, form: str) -> Weighted:
+    """X(v), and c' by example; ``form`` is the structure of the loss (:func:`hyperkron.cross.weighting.structure`)."""
+    taps = _Taps(point, v)
+    with taps.attached():
+        loss = point.inner()
+        read = Read.of(loss, form, point.params)
+        weights, losses = _by_example(_term(loss, form))
+        changes = taps.backward(losses)
+    return weighted_sum(point, v, [weights], [changes.to(weights.dtype)], read.decays)
+
+
+def example_losses(loss: Loss, form: str) -> Tensor:
+    """The c_n whose changes :func:`adjoint` tells, attached to the graph."""
+    return _by_example(_term(loss, form))[1]
+
+
+def _term(loss: Loss, form: str) -> Term:
+    weighted = [term for term, letter in zip(loss.terms, form, strict=False) if letter == "w"]
+    if len(weighted) != 1:
+        raise NoAdjointError(f"λ weights {len(weighted)} criteria")
+    return weighted[0]
+
+
+def _by_example(term: Term) -> tuple[Tensor, Tensor]:
+    """w_n, one number per example, and c_n: its row losses times what of their weights λ does not reach."""
+    live = [x for x in term.factors if isinstance(x, Tensor) and x.requires_grad]
+    rest: list[Any] = [x for x in term.factors if not any(x is y for y in live)]
+    for x in live:
+        if any(size > 1 and step for size, step in zip(x.shape[1:], x.stride()[1:], strict=True)):
+            raise NoAdjointError("λ weights the rows of an example differently")
+    weights = functools.reduce(operator.mul, [x[(slice(None), *[0] * (x.dim() - 1))] if x.dim() else x for x in live])
+    rows = functools.reduce(operator.mul, rest, term.row_losses)
+    return weights, rows.flatten(1).sum(1) if rows.dim() > 1 else rows
+
+
+class _Tap(torch.autograd.Function):
+    """The identity on a layer's output; hands the gradient that passes through, with the layer's input, to ``receive``.
+
+    The input is saved as autograd saves its own, so that activation checkpoints compute it again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, token: Tensor, x: Tensor, receive: Callable[[Tensor, Tensor], None]) -> Tensor:
+        ctx.receive = receive
+        ctx.save_for_backward(x)
+        return torch.ops.aten._unsafe_view(output, output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.receive(g, *ctx.saved_tensors)
+        return g, None, None, None
+
+
+class _Taps:
+    """Hooks on all layers that hold parameters of θ, and the changes that they add up to."""
+
+    def __init__(self, point: Point, v: Tree) -> None:
+        self.device = point.device
+        self.layers = _layers(point, v)
+        self.token = torch.zeros((), device=point.device, requires_grad=True)
+        self.changes = torch.zeros(0)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """The hooks stay during the backward pass, where activation checkpoints call layers again."""
+        handles = []
+        try:
+            for module, v in self.layers.items():
+                if _is_linear(module):
+                    handles.append(module.register_forward_pre_hook(self._narrow))
+                handles.append(module.register_forward_hook(partial(self._on_layer, v), with_kwargs=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def backward(self, losses: Tensor) -> Tensor:
+        """c' of the examples whose ``losses`` these are."""
+        self.changes = torch.zeros(len(losses), device=losses.device, dtype=losses.dtype)
+        torch.autograd.grad(losses.sum(), [self.token], allow_unused=True)
+        return self.changes
+
+    def _autocast(self) -> torch.dtype | None:
+        """The dtype of the autocast in force."""
+        kind = self.device.type
+        on = torch.is_autocast_enabled(kind) and not WithoutAutocast.entered
+        return torch.get_autocast_dtype(kind) if on else None
+
+    def _narrow(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """The input as autocast would make it: one copy of it is kept, not two."""
+        dtype = self._autocast()
+        return (given[0].to(dtype), *given[1:]) if dtype and given and given[0].dtype == torch.float32 else None
+
+    def _on_layer(
+        self, v: dict[str, Tensor], module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any
+    ) -> Any:
+        inputs = (*given, *named.values())
+        if not isinstance(output, Tensor) or len(inputs) != 1 or not isinstance(inputs[0], Tensor):
+            raise NoAdjointError(f"{type(module).__name__} has more than one input or output")
+        if not output.requires_grad:  # under no_grad: the loss does not see this call
+            return output
+        return _Tap.apply(output, self.token, inputs[0], partial(self._receive, _tangent(module, v, self._autocast())))
+
+    def _receive(self, tangent: Tangent, g: Tensor, x: Tensor) -> None:
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            found = tangent(x, g)
+            if len(found) % len(self.changes):
+                raise NoAdjointError("a layer is called on inputs without a dimension for examples")
+            self.changes += found.reshape(len(self.changes), -1).sum(1, dtype=self.changes.dtype)
+
+
+def _layers(point: Point, v: Tree) -> dict[nn.Module, dict[str, Tensor]]:
+    """The modules that hold θ, with v by the names that their parameters have in them."""
+    names = {id(p): name for name, p in point.params.items()}
+    found: dict[nn.Module, dict[str, Tensor]] = {}
+    for module in point.model.modules():
+        own = {local: names[id(p)] for local, p in module._parameters.items() if id(p) in names}
+        if not own:
+            continue
+        mixing = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+        capped = isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq)
+        if mixing or capped or any(True for _ in module.children()):
+            raise NoAdjointError(f"{next(iter(own.values()))} belongs to a {type(module).__name__}")
+        found[module] = {local: v[name] for local, name in own.items()}
+    missing = names.keys() - {id(p) for module in found for p in module._parameters.values()}
+    if missing or any(is_sharded(p) for p in point.params.values()):
+        name = names[next(iter(missing))] if missing else "θ"
+        raise NoAdjointError(f"{name} is not a parameter of a layer in one piece")
+    return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _tangent(module: nn.Module, v: dict[str, Tensor], autocast: torch.dtype | None) -> Tangent:
+    if _is_linear(module):
+        return partial(_linear, v.get("weight"), v.get("bias"))
+    if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+        return partial(_embedding, v["weight"], module.padding_idx)
+    return partial(_any_layer, module, v, autocast)
+
+
+def _linear(weight: Tensor | None, bias: Tensor | None, x: Tensor, g: Tensor) -> Tensor:
+    """⟨g, V a + v⟩ in the dtype of g."""
+    part = g.new_zeros(()) if bias is None else torch.mv(g.flatten(0, -2), bias.to(g.dtype)).reshape(g.shape[:-1])
+    if weight is None:
+        return part
+    weight, x = weight.to(g.dtype), x.to(g.dtype)
+    products = (g @ weight) * x if len(weight) >= WIDER * weight.shape[1] else g * F.linear(x, weight)
+    return products if bias is None else products.sum(-1, dtype=torch.promote_types(g.dtype, torch.float32)) + part
+
+
+def _embedding(weight: Tensor, padding: int | None, index: Tensor, g: Tensor) -> Tensor:
+    """⟨g, v at the rows looked up⟩; the row of the padding has no gradient."""
+    products = g * F.embedding(index, weight)
+    return products if padding is None else products.masked_fill((index == padding)[..., None], 0.0)
+
+
+def _any_layer(
+    module: nn.Module, v: dict[str, Tensor], autocast: torch.dtype | None, x: Tensor, g: Tensor
+) -> Tensor:
+    """⟨g, f'(a; v)⟩ by forward mode through this layer alone."""
+    own = dict(module._parameters)
+    try:
+        with dual_level(), torch.autocast(x.device.type, autocast) if autocast else nullcontext():
+            for local, p in own.items():
+                if p is not None:
+                    module._parameters[local] = make_dual(p.detach(), v[local].to(p.dtype)) if local in v else p.detach()  # type: ignore[assignment]
+            tangent = unpack_dual(module.forward(x)).tangent
+    finally:
+        module._parameters.update(own)
+    return g.new_zeros(g.shape[:1]) if tangent is None else g * tangent.to(g.dtype)
