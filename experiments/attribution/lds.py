@@ -51,13 +51,22 @@ def ranks(x: Tensor) -> Tensor:
     return x.argsort(0).argsort(0).double()
 
 
-def lds(scores: Tensor, masks: Tensor, losses: Tensor) -> tuple[float, float]:
-    """The mean rank correlation over queries, and half of its 95 % interval."""
+def correlations(scores: Tensor, masks: Tensor, losses: Tensor) -> Tensor:
+    """The rank correlation of each query."""
     told = (scores.double().cpu() @ masks.double().T).T
     a, b = ranks(told), ranks(-losses.cpu())
     a, b = (x - x.mean(0) for x in (a, b))
-    found = (a * b).sum(0) / (a.norm(dim=0) * b.norm(dim=0)).clamp(min=1e-12)
-    return float(found.mean()), float(1.96 * found.std() / len(found) ** 0.5)
+    return (a * b).sum(0) / (a.norm(dim=0) * b.norm(dim=0)).clamp(min=1e-12)
+
+
+def summary(each: Tensor) -> tuple[float, float]:
+    """The mean over queries, and half of its 95 % interval."""
+    return float(each.mean()), float(1.96 * each.std() / len(each) ** 0.5)
+
+
+def lds(scores: Tensor, masks: Tensor, losses: Tensor) -> tuple[float, float]:
+    """The mean rank correlation over queries, and half of its 95 % interval."""
+    return summary(correlations(scores, masks, losses))
 
 
 def main(arguments: list[str] | None = None) -> None:

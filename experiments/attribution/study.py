@@ -6,6 +6,7 @@ Every finished piece is a line of the file, and a repeated call continues.
 
 - ``retrain``: losses of the queries after training on random halves (``lds.py``).
 - ``score``: the linear datamodelling score of a method, once all halves of its setting are there.
+- ``paired``: that of two methods with the same few queries, where many would take too long.
 - ``removal``: the 1 % most helpful rows of a query are left out and networks are trained again: by how much does its
   loss rise? Rows by a method, or at random.
 """
@@ -17,6 +18,7 @@ import functools
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +44,28 @@ REMOVERS = (
     "kronfluence, damping None",
     RANDOM,
 )
-LONG = {"CG-50": 150.0, "CG-10": 40.0, "PCG-10": 45.0, "agreement": 30.0}
+LARGE = ("trec_minilm", "cifar_cnn")
+"""Settings in which 50 iterations of CG are compared with a few queries only."""
+SOLVED, FEW = ("PCG-10, δ by the rule", "CG-50, δ by the rule"), 20
+"""The methods that are compared there, and with how many queries."""
+SLOW = ("CG-50, δ by the rule", "PCG-10, δ=0.0001")
+"""Methods that are left out there."""
+RIVALS = ("EKFAC, δ=0.0001", "kronfluence, damping None")
+"""Methods of which the score of each query is on record everywhere, for the interval of their difference."""
+LONG = {"CG-50": 90.0, "CG-10": 40.0, "PCG-10": 45.0, "agreement": 30.0}
 """Seconds that a piece may take, by a part of its name; others take 20."""
+SPEED = 110.0
+"""Seconds for the comparison of speed."""
 
 
 def losses_of(networks: list[nn.Module], queries: tuple[Tensor, Tensor]) -> Tensor:
     """(networks, queries)."""
     with torch.no_grad():
         return torch.stack([F.cross_entropy(n(queries[0]), queries[1], reduction="none") for n in networks])
+
+
+def _with_queries(setting: Setting, count: int | None) -> Setting:
+    return replace(setting, queries=(setting.queries[0][:count], setting.queries[1][:count]))
 
 
 class Worker:
@@ -61,7 +77,14 @@ class Worker:
         self.model: nn.Module | None = None
 
     def __call__(self, task: tuple[list[Any], Any]) -> dict[str, Any]:
-        (kind, name, what), given = task
+        """The value of a piece, or why it failed."""
+        try:
+            return self._carry_out(*task)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error!s:.200}"}
+
+    def _carry_out(self, key: list[Any], given: Any) -> dict[str, Any]:
+        kind, name, what = key
         if name != self.name:
             self.setting: Setting = self.settings[name](self.data).to(self.device)
             self.name, self.model = name, None
@@ -73,11 +96,18 @@ class Worker:
         with full_precision():
             if kind == "removal":
                 return self._removal(what, given)
-            began = time.perf_counter()
-            scores = methods("all")[what](self._scored(), self.setting).cpu()
-            seconds = time.perf_counter() - began
-            mean, half = lds.lds(scores, given["masks"], given["losses"])
-            return {"lds": mean, "interval": half, "seconds": seconds}
+            if kind == "paired":
+                return {method: self._score(method, given, FEW) for method in what.split(" | ")}
+            return self._score(what, given)
+
+    def _score(self, method: str, given: dict[str, Any], count: int | None = None) -> dict[str, Any]:
+        """The linear datamodelling score of a method with the first ``count`` queries, and that of each query."""
+        began = time.perf_counter()
+        scores = methods("all")[method](self._scored(), _with_queries(self.setting, count)).cpu()
+        seconds = time.perf_counter() - began
+        each = lds.correlations(scores, given["masks"], given["losses"][:, :count])
+        mean, half = lds.summary(each)
+        return {"lds": mean, "interval": half, "seconds": seconds, "each": [round(x, 5) for x in each.tolist()]}
 
     def _scored(self) -> nn.Module:
         """The network whose predictions are explained."""
@@ -93,7 +123,7 @@ class Worker:
         if what == RANDOM:
             scores = torch.rand(count, total, generator=torch.Generator().manual_seed(0))
         else:
-            scores = methods("all")[what](self._scored(), setting)[:count].cpu()
+            scores = methods("all")[what](self._scored(), _with_queries(setting, count)).cpu()
         everything = torch.arange(total)
         subsets = [everything]
         for row in scores:
@@ -112,6 +142,7 @@ class Study:
 
     def __init__(self, cells: Cells, names: list[str], subsets: int, repeats: int, only: list[str]) -> None:
         self.cells, self.names, self.subsets, self.repeats, self.only = cells, names, subsets, repeats, only
+        self.failed: set[tuple[Any, ...]] = set()
 
     def masks(self, name: str) -> Tensor:
         """The halves of a setting."""
@@ -119,10 +150,16 @@ class Study:
 
     def ready(self, left: float = float("inf")) -> Iterator[tuple[list[Any], Any]]:
         """The pieces that are missing, can be carried out now, and fit into the seconds that are left."""
+        seen = set(self.failed)
         for key, given in self._all():
             needed = next((s for part, s in LONG.items() if part in str(key[2])), 20.0)
-            if self.cells.get(key) is None and needed < left:
+            if not self._done(key) and needed < left and tuple(key) not in seen:
+                seen.add(tuple(key))
                 yield key, (key, given)
+
+    def _done(self, key: list[Any]) -> bool:
+        found = self.cells.get(key)
+        return found is not None and (key[0] != "score" or key[2] not in RIVALS or "each" in found)
 
     def _all(self) -> Iterator[tuple[list[Any], Any]]:
         for name in self.names:
@@ -130,11 +167,16 @@ class Study:
                 masks = self.masks(name)[first : first + GROUP]
                 yield ["retrain", name, first], {"masks": masks, "repeats": self.repeats}
         wanted = [m for m in methods("all") if not self.only or any(text in m for text in self.only)]
-        for method in wanted:
-            for name in self.names:
-                losses = self.losses(name)
-                if losses is not None:
-                    yield ["score", name, method], {"masks": self.masks(name), "losses": losses}
+        known = {n: {"masks": self.masks(n), "losses": x} for n in self.names if (x := self.losses(n)) is not None}
+        large = [name for name in LARGE if name in known]
+        for name in large:
+            yield from ((["score", name, method], known[name]) for method in RIVALS if method in wanted)
+            if set(SOLVED) <= set(wanted):
+                yield ["paired", name, " | ".join(SOLVED)], known[name]
+        for name in [*large, *(name for name in known if name not in LARGE)]:
+            for method in wanted:
+                if name not in LARGE or method not in SLOW:
+                    yield ["score", name, method], known[name]
         for method in REMOVERS:
             for name in ("digits_mlp", "fashion_mlp", "trec_minilm"):
                 if name in self.names and (method in wanted or method == RANDOM):
@@ -151,7 +193,7 @@ ROWS = {"digits_mlp": 1200, "digits_cnn": 1200, "fashion_mlp": 5000, "cifar_cnn"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Carry out what is missing, then measure the speed on the idle machine."""
+    """Measure the speed on the idle machine, then carry out what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--device", default="cpu")
@@ -166,13 +208,18 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     cells = Cells(options.out, {"subsets": options.subsets, "repeats": options.repeats, "version": 2})
     study = Study(cells, options.settings, options.subsets, options.repeats, options.only)
-    end = time.monotonic() + 60 * options.minutes - (0 if options.no_speed else 75)
+    end = time.monotonic() + 60 * options.minutes
 
     def keep(key: list[Any], value: Any, seconds: float, busy: float) -> None:
-        cells.put(key, value, seconds, busy)
+        if "error" in value:
+            study.failed.add(tuple(key))  # not tried again in this run, and not recorded
+        else:
+            cells.put(key, value, seconds, busy)
         told = {k: v for k, v in value.items() if k != "losses"}
-        print(f"{seconds:6.1f} s  {' '.join(map(str, key))}  {json.dumps(told)[:90]}", flush=True)
+        print(f"{seconds:6.1f} s  {' '.join(map(str, key))}  {json.dumps(told)[:200]}", flush=True)
 
+    if not options.no_speed:
+        speed.measure(cells, options.data, options.device, min(end, time.monotonic() + SPEED), keep)
     share(
         options.processes,
         functools.partial(Worker, options.data, options.device),
@@ -181,8 +228,6 @@ def main(arguments: list[str] | None = None) -> None:
         late=lambda: time.monotonic() > end,
         near=lambda task: task[0][1],
     )
-    if not options.no_speed:
-        speed.measure(cells, options.data, options.device, time.monotonic() + 75, keep)
 
 
 if __name__ == "__main__":

@@ -237,7 +237,13 @@ def _worker(options: argparse.Namespace) -> Callable[[Piece], dict[str, Any]]:
         parts: Digits = digits(piece.seed, options.data)
         torch.manual_seed(piece.seed)
         task = PROBLEMS[piece.problem](parts)
-        return run(task, piece, options.steps) if piece.rate else cosines(task, piece)
+        if not piece.rate:
+            return cosines(task, piece)
+        try:
+            return run(task, piece, options.steps)
+        except hk.HyperkronError as error:  # what a λ that is too large leaves cannot be trained on
+            told = {"failed": True, "error": str(error)[:200]}
+            return {**piece._asdict(), **told, "held": None, "wanted": None, "milliseconds": None, "bytes": None}
 
     return carry_out
 

@@ -56,7 +56,17 @@ def test_pieces_are_carried_out_once_and_continue(tmp_path: Path, monkeypatch: p
     assert [key[2] for key in done] == [0, 4, "PCG-3, δ by the rule", "EKFAC, δ=0.0001"]
     again = study.Study(Cells(tmp_path / "pieces.jsonl", {}), ["tiny"], 8, 1, ["EKFAC, δ=0.0001", "PCG-3"])
     assert not list(again.ready())
-    assert not list(study.Study(cells, ["tiny"], 8, 1, ["CG-50"]).ready(left=100.0))
+    assert not list(study.Study(cells, ["tiny"], 8, 1, ["CG-50"]).ready(left=80.0))
+
+
+def test_two_methods_are_compared_with_the_same_queries() -> None:
+    masks = lds.halves(32, 8)
+    losses = -(masks.float() @ torch.randn(32, 8))
+    work = study.Worker(None, "cpu", {"tiny": lambda data: tiny()})
+    pair = " | ".join(study.SOLVED)
+    found = work((["paired", "tiny", pair], {"masks": masks, "losses": losses}))
+    first, second = (found[method]["each"] for method in study.SOLVED)
+    assert len(first) == len(second) == 8 and abs(sum(first) - sum(second)) < 0.1
 
 
 def test_removing_helpful_rows_raises_the_loss_more_than_removing_any() -> None:
