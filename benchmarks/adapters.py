@@ -6,7 +6,8 @@
 ``lora``: adapters of rank 16 on all linear layers of a causal language model whose base is frozen in bfloat16, weights
 of four domains. ``bert-dropout``: BERT-base with dropout 0.1 and padding. The ten steps are timed as they are and
 recorded as a CUDA graph, in turns with the hypergradient and the λ step; each line, written at once, has the ratio of
-an outer iteration to either. ``--peft`` makes the adapters with peft in place of ``support/lora.py``.
+an outer iteration to either (their median over the lines so far). ``--peft`` makes the adapters with peft in place of
+``support/lora.py``.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ def _kfac(**options: Any) -> Callable[[Workload], hk.Implicit]:
 
 ROWS = {
     "bert-dropout": [
-        Row("KFAC", _kfac()),
         Row("KFAC, graph", _kfac(graph=True)),
         Row("KFAC reduce, graph", _kfac(sharing="reduce", graph=True)),
+        Row("KFAC, every 5, graph", _kfac(refresh_every=5, graph=True), period=5),
+        Row("KFAC", _kfac()),
     ],
     "lora": [
-        Row("SAMA, graph", lambda work: hk.sama(work.optimizer, graph=True)),
-        Row("KFAC", _kfac()),
         Row("KFAC, graph", _kfac(graph=True)),
-        Row("KFAC, every 5, graph", _kfac(refresh_every=5, graph=True), period=5),
-        Row("KFAC reduce", _kfac(sharing="reduce")),
-        Row("KFAC reduce, graph", _kfac(sharing="reduce", graph=True)),
-        Row("KFAC of 128 tokens", _kfac(), tokens=128),
         Row("KFAC of 128 tokens, graph", _kfac(graph=True), tokens=128),
+        Row("KFAC reduce, graph", _kfac(sharing="reduce", graph=True)),
+        Row("KFAC, every 5, graph", _kfac(refresh_every=5, graph=True), period=5),
+        Row("SAMA", lambda work: hk.sama(work.optimizer)),
+        Row("KFAC of 128 tokens", _kfac(), tokens=128),
+        Row("KFAC", _kfac(keep_previous=False)),
     ],
 }
 
@@ -92,44 +93,58 @@ def beginnings(batch: tuple[Any, Tensor, Tensor], tokens: int) -> tuple[Any, Ten
     return batch[0][:, :tokens], batch[1][:, :tokens], batch[2]
 
 
-def measured(work: Workload, row: Row, device: str, repeats: int) -> dict[str, Any]:
-    """Milliseconds of ten steps, eager and recorded, and of the hypergradient with the λ step; ratios and memory."""
-    problem, method = work.problem, row.build(work)  # one problem: a recording holds for its functions
-    loops = {
-        kind: hk.InnerLoop(problem, work.model, work.hyper, work.optimizer, graph=kind == "recorded")
-        for kind in ("eager", "recorded")
-    }
-    batch = work.batches[0]
-    some = None if row.tokens is None else beginnings(batch, row.tokens)
+class Runner:
+    """A workload, its ten steps in both ways, and how long they took whenever they were timed."""
 
-    def ten(kind: str) -> Callable[[], None]:
-        return lambda: [loops[kind].step(b) for b in work.batches[:INNER_STEPS]] and None
+    def __init__(self, work: Workload, device: str) -> None:
+        self.work, self.device, self.problem = (
+            work,
+            device,
+            work.problem,
+        )  # one problem: recordings hold for its functions
+        self.times: dict[str, list[float]] = {"eager": [], "recorded": []}
+        self.loops = {
+            kind: hk.InnerLoop(self.problem, work.model, work.hyper, work.optimizer, graph=kind == "recorded")
+            for kind in self.times
+        }
+        for kind in self.times:
+            self.ten(kind)
 
-    def hypergradient() -> None:
-        method.backward(problem, work.model, work.hyper, batch, work.outer_batch, curvature_batch=some)
+    def ten(self, kind: str) -> None:
+        """The steps between two hypergradients."""
+        for batch in self.work.batches[:INNER_STEPS]:
+            self.loops[kind].step(batch)
 
-    for _ in range(row.period + 2):  # decisions, algorithms tried out, recordings
-        ten("recorded")()
-        work.outer_step(hypergradient)
-    times: dict[str, list[float]] = {"eager": [], "recorded": [], "outer": []}
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(repeats):
-        for kind in loops:
-            times[kind].append(seconds(ten(kind), device))
-        outer = [seconds(lambda: work.outer_step(hypergradient), device) for _ in range(row.period)]
-        times["outer"].append(statistics.mean(outer))
-    found = {f"{kind}_ms": 1e3 * statistics.median(values) for kind, values in times.items()}
-    stats = method.backward(problem, work.model, work.hyper, batch, work.outer_batch, curvature_batch=some).stats
-    return {
-        **found,
-        "ratio_eager": 1 + found["outer_ms"] / found["eager_ms"],
-        "ratio_recorded": 1 + found["outer_ms"] / found["recorded_ms"],
-        "peak_gib": torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else 0.0,
-        "recorded_steps": loops["recorded"].recorded,
-        "replays": method._replays._served,
-        "cross": stats["cross"],
-    }
+    def measured(self, row: Row, repeats: int) -> dict[str, Any]:
+        """Milliseconds of hypergradient and λ step, in turns with ten steps of both kinds; ratios and memory."""
+        work, method, batch = self.work, row.build(self.work), self.work.batches[0]
+        some = None if row.tokens is None else beginnings(batch, row.tokens)
+        outer: list[float] = []
+
+        def hypergradient() -> Any:
+            where = self.problem, work.model, work.hyper, batch, work.outer_batch
+            return method.backward(*where, curvature_batch=some)
+
+        for _ in range(row.period + 2):  # decisions, algorithms tried out, recordings
+            self.ten("recorded")
+            work.outer_step(hypergradient)
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(repeats):
+            for kind, times in self.times.items():
+                times.append(seconds(lambda kind=kind: self.ten(kind), self.device))  # type: ignore[misc]
+            each = [seconds(lambda: work.outer_step(hypergradient), self.device) for _ in range(row.period)]
+            outer.append(statistics.mean(each))
+        spent, inner = statistics.median(outer), {k: statistics.median(t) for k, t in self.times.items()}
+        return {
+            "outer_ms": 1e3 * spent,
+            **{f"{kind}_ms": 1e3 * value for kind, value in inner.items()},  # over all rows so far
+            **{f"ratio_{kind}": 1 + spent / value for kind, value in inner.items()},
+            "peak_gib": torch.cuda.max_memory_reserved() / 2**30 if self.device == "cuda" else 0.0,
+            "recorded_steps": self.loops["recorded"].recorded,
+            "replays": method._replays._served,
+            "cross": hypergradient().stats["cross"],
+        }
 
 
 def hypergradients(work: Workload) -> dict[str, Any]:
@@ -182,7 +197,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--methods", nargs="+", help="only rows of these names")
     parser.add_argument("--peft", action="store_true")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--checks", action="store_true", help="also compare hypergradients with each other")
     parser.add_argument("--out", help="file of JSON lines, which are appended")
     args = parser.parse_args()
@@ -199,27 +214,29 @@ def main() -> None:
 
     keep({"hardware": hardware(), "versions": versions(), "repeats": args.repeats, "seed": 0})
     for name in args.workloads:
+        work = lora(args.device, args.small, peft=args.peft) if name == "lora" else usual_bert(args.device, args.small)
+        runner = Runner(work, args.device)
         for row in ROWS[name]:
             if args.methods and row.name not in args.methods:
                 continue
-            started = time.perf_counter()
-            work = (
-                lora(args.device, args.small, peft=args.peft) if name == "lora" else usual_bert(args.device, args.small)
-            )
-            line: dict[str, Any] = {"workload": work.name, "method": row.name}
+            started, line = time.perf_counter(), {"workload": work.name, "method": row.name}
             try:
-                line |= measured(work, row, args.device, args.repeats)
+                line |= runner.measured(row, args.repeats)
             except Exception as error:
                 line["error"] = f"{type(error).__name__}: {error}"[:300]
             keep({**line, "seconds": time.perf_counter() - started})
-            if args.checks and row.name == "KFAC":
-                found = hypergradients(work) if name == "lora" else masks(work)
-                keep({"workload": work.name, **found})
-            del work
-            gc.collect()
-            if args.device == "cuda":
-                torch._C._cuda_clearCublasWorkspaces()
-                torch.cuda.empty_cache()
+            _freed(args.device)
+        if args.checks:
+            keep({"workload": work.name, **(hypergradients(work) if name == "lora" else masks(work))})
+        del work, runner
+        _freed(args.device)
+
+
+def _freed(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

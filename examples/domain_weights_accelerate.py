@@ -5,7 +5,7 @@ texts count more. Besides the objectives and ``move``, an ordinary loop changes 
 
 import torch
 import transformers
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 import hyperkron as hk
 
@@ -17,11 +17,6 @@ def texts(domains):
     """In domain d a word is followed by the one d + 1 further on."""
     words = (torch.randint(WORDS, (len(domains), 1)) + torch.arange(16) * (domains + 1)[:, None]) % WORDS
     return [{"input_ids": w, "labels": w, "domain": d} for w, d in zip(words, domains, strict=True)]
-
-
-def endless(loader):
-    while True:
-        yield from loader
 
 
 def outer(model, mixture, batch, weight=None):
@@ -43,11 +38,11 @@ def main(accelerator, steps=100):
     train, target = texts(torch.arange(400) % DOMAINS), texts(torch.zeros(40, dtype=torch.long))
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, **SIZES))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loaders = [DataLoader(rows, 16, shuffle=True) for rows in (train, target)]
+    loaders = [DataLoader(rows, 16, sampler=RandomSampler(rows, True, 16 * steps)) for rows in (train, target)]
     model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
     mixture = hk.DomainWeights(DOMAINS).to(accelerator.device)  # 1
     method = torch.optim.Adam(mixture.parameters(), lr=0.1), hk.kfac(damping=1e-2)  # 2
-    for step, (batch, target_batch) in zip(range(1, steps + 1), zip(*map(endless, loaders), strict=True), strict=False):
+    for step, (batch, target_batch) in enumerate(zip(*loaders, strict=True), 1):
         loss = inner(model, mixture, batch).value  # 3, in place of model(**batch).loss
         accelerator.backward(loss)
         optimizer.step()
@@ -58,4 +53,6 @@ def main(accelerator, steps=100):
 
 
 if __name__ == "__main__":
-    print(main(__import__("accelerate").Accelerator()))
+    from accelerate import Accelerator
+
+    print(main(Accelerator()))

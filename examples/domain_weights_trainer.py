@@ -1,11 +1,11 @@
 """Domain weights for continued pretraining inside a Hugging Face ``Trainer``, with made-up texts and a tiny Llama:
 min_λ J_target(θ*), θ* = argmin_θ Σ_d p_d(λ) J_d(θ). Every tenth step moves λ, so that domains that help on the target
-texts count more. Besides the objectives and two small classes, an ordinary script changes in the five numbered lines.
+texts count more. Besides the objectives and the callback, an ordinary script changes in the four numbered lines.
 """
 
 import torch
 import transformers
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 import hyperkron as hk
 
@@ -19,11 +19,6 @@ def texts(domains):
     return [{"input_ids": w, "labels": w, "domain": d} for w, d in zip(words, domains, strict=True)]
 
 
-def endless(data):
-    while True:
-        yield from DataLoader(data, 16, shuffle=True)
-
-
 def outer(model, mixture, batch, weight=None):
     logits = model(input_ids=batch["input_ids"]).logits
     return hk.losses.cross_entropy(logits[:, :-1], batch["labels"][:, 1:], weight=weight)
@@ -33,14 +28,10 @@ def inner(model, mixture, batch):
     return outer(model, mixture, batch, mixture(batch["domain"]))
 
 
-class MixtureTrainer(transformers.Trainer):
-    def compute_loss(self, model, inputs, **_):
-        return inner(model, self.mixture, inputs).value
-
-
 class MixtureCallback(transformers.TrainerCallback):
     def __init__(self, mixture, *data):
-        self.batches, self.mixture = zip(*map(endless, data), strict=True), mixture
+        loaders = [DataLoader(rows, 16, sampler=RandomSampler(rows, True, 10**9)) for rows in data]
+        self.batches, self.mixture = zip(*loaders, strict=True), mixture
         self.optimizer, self.hypergradient = torch.optim.Adam(mixture.parameters(), lr=0.1), hk.kfac(damping=1e-2)
 
     def on_step_end(self, args, state, control, model=None, **_):
@@ -54,12 +45,12 @@ class MixtureCallback(transformers.TrainerCallback):
 def main(**options):
     train, target = texts(torch.arange(400) % DOMAINS), texts(torch.zeros(40, dtype=torch.long))
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, **SIZES))
-    options = {"learning_rate": 3e-3, "report_to": "none", "save_strategy": "no", **options}
-    options["remove_unused_columns"] = False  # 1: the objectives need the domains
-    arguments, mixture = transformers.TrainingArguments(**options), hk.DomainWeights(DOMAINS)  # 2: λ
-    trainer = MixtureTrainer(model, arguments, train_dataset=train)  # 3
-    trainer.mixture = mixture.to(arguments.device)  # 4
-    trainer.add_callback(MixtureCallback(mixture, train, target))  # 5
+    options |= {"learning_rate": 3e-3, "report_to": "none", "save_strategy": "no"}
+    options |= {"remove_unused_columns": False}  # 1: the objectives need the domains
+    trainer = transformers.Trainer(model, transformers.TrainingArguments(**options), train_dataset=train)
+    mixture = hk.DomainWeights(DOMAINS).to(trainer.args.device)  # 2
+    trainer.compute_loss = lambda model, batch, **_: inner(model, mixture, batch).value  # 3
+    trainer.add_callback(MixtureCallback(mixture, train, target))  # 4
     trainer.train()
     return mixture.proportions().tolist()
 

@@ -97,7 +97,7 @@ def check_mixture(found: list[float], name: str) -> None:
     assert found[0] == max(found) > 0.3
     lines = (EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()
     assert len(lines) <= 60
-    assert sum("  # " + str(i) in line for line in lines for i in range(1, 6)) == 5
+    assert 4 <= sum(any(f"  # {i}" in line for i in range(1, 10)) for line in lines) <= 5
 
 
 def test_domain_weights_trainer() -> None:
@@ -110,11 +110,10 @@ def test_domain_weights_trainer() -> None:
     callback = module.MixtureCallback(mixture, train, target)
     assert [len(batch["domain"].unique()) for batch in next(callback.batches)] == [4, 1]
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=24, **module.SIZES))
-    trainer = SimpleNamespace(mixture=mixture)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(1, 61):
         optimizer.zero_grad()
-        module.MixtureTrainer.compute_loss(trainer, model, next(callback.batches)[0]).backward()
+        module.inner(model, mixture, next(callback.batches)[0]).backward()
         optimizer.step()
         callback.on_step_end(None, SimpleNamespace(global_step=step), None, model=model, optimizer=optimizer)
     check_mixture(mixture.proportions().tolist(), "domain_weights_trainer")
