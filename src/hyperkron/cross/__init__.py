@@ -1,7 +1,8 @@
 """The cross term ∂²_λθ J_in · v: how the inner gradient along v changes with λ.
 
 :mod:`~hyperkron.cross.ways` computes it for any inner loss, :mod:`~hyperkron.cross.weighting` for one in which λ only
-weights examples and penalties, and :mod:`~hyperkron.cross.choice` decides which of them is right, and cheapest.
+weights examples and penalties, :mod:`~hyperkron.cross.adjoint` for such a loss in low precision, and
+:mod:`~hyperkron.cross.choice` decides which of them is right, and cheapest.
 """
 
 from hyperkron.cross.choice import Cross, Mode

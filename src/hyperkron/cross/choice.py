@@ -91,9 +91,12 @@ class Cross:
       losses at two radii, whose distance is its error; where that is above ``tolerance`` at every radius, forward mode,
       and for models in TF32 the difference in full float32. A backward pass tells whether the row losses move as their
       gradients say; if not, the next way is tried, and last double backward.
+    - There, if the model runs in half precision or under autocast, a difference is lost in rounding. The changes of
+      the losses come from the gradients at the layers instead (:mod:`hyperkron.cross.adjoint`), if they agree with
+      those of the weights; else from forward mode.
     - Where λ does more: double backward; if that is impossible forward mode, and last a difference, with a warning.
-    - θ in half precision is too coarse for a small step: forward mode, then a difference with θ in float32, then double
-      backward; θ itself moves only where none of them works, with a warning. So too for ``difference``.
+    - θ in half precision is too coarse for a small step: no difference is tried but one with θ in float32; θ itself
+      moves only where nothing else works, with a warning. So too for ``difference``.
 
     ``difference`` and ``forward`` are compared with the gradients likewise, and replaced by double backward, with a
     warning, where gradients are stopped so that they would be wrong.

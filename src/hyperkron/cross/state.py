@@ -21,7 +21,7 @@ RECHECK = 100
 class Way:
     """A way to the cross term."""
 
-    mode: str  # reverse, forward or difference
+    mode: str  # reverse, forward, difference or adjoint
     form: str = ""  # which weights of the inner loss λ reaches, where it does nothing else
     radius: float = 0.0  # of a finite difference
     full: bool = False  # in full float32, where the model runs in TF32 or is held in half precision

@@ -8,15 +8,14 @@ matrices until the pieces are small,
 
 so that nearly all work is in batched matrix products: n³/2 operations, and half the memory of an explicit inverse. The
 small triangles are kept inverted, and a solve is a sequence of products too. Building runs in full float32 whatever the
-global setting, for every piece feeds those below it; solves follow the setting.
+global setting (:mod:`~hyperkron.kernels.products`), for every piece feeds those below it; solves follow the setting.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -24,6 +23,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from hyperkron.kernels.products import full_precision, gram_product, splits, subtract_product
 
 T = TypeVar("T")
 
@@ -35,23 +36,6 @@ FEW = 8
 
 WIDE = {"cpu": 128}
 """Gram matrices at least so wide are computed by blocks, by device type; on a GPU it gains nothing."""
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Matrix products and convolutions in true float32, restoring the global settings afterwards."""
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    try:
-        if products != "highest":
-            torch.set_float32_matmul_precision("highest")
-        if convolutions:
-            torch.backends.cudnn.allow_tf32 = False
-        yield
-    finally:
-        if products != "highest":
-            torch.set_float32_matmul_precision(products)
-        if convolutions:
-            torch.backends.cudnn.allow_tf32 = True
 
 
 WORKERS = 8
@@ -216,12 +200,12 @@ class Node(Halves):
     def forward(self, v: Tensor, out: Tensor) -> None:
         k = self.c.shape[2]
         self.head.forward(v[:, :k], out[:, :k])
-        self.tail.forward(v[:, k:].baddbmm_(self.c, out[:, :k], alpha=-1), out[:, k:])
+        self.tail.forward(subtract_product(v[:, k:], self.c, out[:, :k]), out[:, k:])
 
     def backward(self, v: Tensor, out: Tensor) -> None:
         k = self.c.shape[2]
         self.tail.backward(v[:, k:], out[:, k:])
-        self.head.backward(v[:, :k].baddbmm_(self.c.mT, out[:, k:], alpha=-1), out[:, :k])
+        self.head.backward(subtract_product(v[:, :k], self.c.mT, out[:, k:]), out[:, :k])
 
     def lower(self, v: Tensor) -> Tensor:
         k = self.c.shape[2]
@@ -273,7 +257,7 @@ def _halved(m: Tensor, leaf: int) -> tuple[Halves, Tensor]:
     found = m.new_empty(m.shape[0], k, n - k)
     head.forward(m[:, :k, k:], found)
     c = found.mT
-    tail, info_tail = _halved(m[:, k:, k:].baddbmm_(c, found, alpha=-1), leaf)
+    tail, info_tail = _halved(subtract_product(m[:, k:, k:], c, found), leaf)
     return Node(head, c, tail), info_head + info_tail
 
 
@@ -289,6 +273,8 @@ def gram(rows: Tensor) -> Tensor:
     Where operations are what it costs, a block triangle is computed and mirrored: five eighths of the operations, and
     the result is exactly symmetric.
     """
+    if splits(*rows.shape[1:], like=rows):
+        return gram_product(rows)
     if rows.shape[0] > 1:
         return torch.bmm(rows.mT, rows)
     x, n = rows[0], rows.shape[2]

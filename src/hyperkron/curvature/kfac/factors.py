@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperkron.kernels.linalg import Factorization, full_precision, load_factorization
+from hyperkron.kernels.linalg import Factorization, load_factorization
+from hyperkron.kernels.products import full_precision, product, subtract_product
 
 DUAL_RATIO = 0.5
 """Rows are kept where there are at most this many for each dimension."""
@@ -125,10 +126,11 @@ class Dual:
         return self.rows.shape[2]
 
     def solve(self, v: Tensor, own: bool = False) -> Tensor:
-        """(XᵀX + δI)⁻¹ V for V of shape (L, d, k)."""
+        """(XᵀX + δI)⁻¹ V for V of shape (L, d, k); in the memory of V where that is the caller's ``own``."""
+        found = v if own else v.clone()
         with full_precision():
-            along = self.kernel.solve(torch.bmm(self.rows, v), own=True)
-            return (v - torch.bmm(self.rows.mT, along)) / self.shift[:, None, None]
+            along = self.kernel.solve(product(self.rows, found), own=True)
+            return subtract_product(found, self.rows.mT, along).div_(self.shift[:, None, None])
 
     def times(self, v: Tensor) -> Tensor:
         """(XᵀX + δI) V."""

@@ -35,7 +35,8 @@ from hyperkron.curvature.kfac.factors import (
     stored,
 )
 from hyperkron.kernels.execution import Execution, Pending
-from hyperkron.kernels.linalg import Cholesky, Factorization, factorize, full_precision, gram, stream
+from hyperkron.kernels.linalg import Cholesky, Factorization, factorize, gram, stream
+from hyperkron.kernels.products import full_precision
 from hyperkron.solution import FactorizationError, Status
 
 SplitFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
