@@ -102,7 +102,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "cpu":
         monkeypatch.setattr(graphs, "available", lambda device: True)
         monkeypatch.setattr(replay, "Recording", Rerun)
-        monkeypatch.setattr(replay, "RepeatedDraws", Rewinds)
+        monkeypatch.setattr(replay, "GeneratorCopies", Rewinds)
     else:
         real = replay.Recording
 

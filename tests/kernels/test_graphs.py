@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hyperkron.kernels.graphs import Recording, RepeatedDraws
+from hyperkron.kernels.graphs import GeneratorCopies, Recording
 
 
 class _Generator:
@@ -76,34 +76,34 @@ class _Shared:
 def test_parts_of_a_recording_draw_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     own = _Shared([10])
     monkeypatch.setattr(torch.cuda, "default_generators", [own])
-    state, draws = own.state, RepeatedDraws(torch.device("cuda", 0))
+    state, generator_copies = own.state, GeneratorCopies(torch.device("cuda", 0))
 
     def parts() -> list[int]:
         found = []
         for count in (2, 1, 3):
-            draws.rewind()
+            generator_copies.rewind()
             found += [own.draw() for _ in range(count)]
         return found
 
-    with draws.active():
+    with generator_copies.active():
         assert parts() == [11, 12, 11, 11, 12, 13]
-    assert own.state is state and state == [10] and len(draws.copies) == 3
+    assert own.state is state and state == [10] and len(generator_copies.copies) == 3
     own.draw()
-    draws.before_replay()
-    with draws.active():
+    generator_copies.before_replay()
+    with generator_copies.active():
         assert parts() == [12, 13, 12, 12, 13, 14]  # from where the generator is now, with the same copies
-    assert own.state is state and state == [11] and len(draws.copies) == 3
+    assert own.state is state and state == [11] and len(generator_copies.copies) == 3
 
 
 def test_a_recording_that_fails_leaves_the_generator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     own = _Shared([10])
     monkeypatch.setattr(torch.cuda, "default_generators", [own])
-    state, draws = own.state, RepeatedDraws(torch.device("cuda", 0))
+    state, generator_copies = own.state, GeneratorCopies(torch.device("cuda", 0))
 
     def recording() -> None:
-        with draws.active():
+        with generator_copies.active():
             own.draw()  # by what is not an evaluation
-            draws.rewind()
+            generator_copies.rewind()
             raise RuntimeError
 
     with pytest.raises(RuntimeError):

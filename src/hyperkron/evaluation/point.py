@@ -23,7 +23,7 @@ from hyperkron.evaluation.inputs import culprits, differentiable_batch, tensors_
 from hyperkron.evaluation.snapshot import Snapshot, reseed
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.execution import Execution
-from hyperkron.kernels.graphs import RepeatedDraws
+from hyperkron.kernels.graphs import GeneratorCopies
 from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small, twice_differentiable
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Both
@@ -46,7 +46,7 @@ class Point:
         outer_batch: the batch of J_out.
         curvature_batch: another batch of J_in on which A is measured.
         recording: what happens inside is recorded as a CUDA graph: nothing is read from the device.
-        draws: where a recording gets the random numbers of a GPU from.
+        generator_copies: where a recording gets the random numbers of a GPU from.
         plain: the objectives are evaluated without autocast, wherever it is enabled.
         variables: θ and λ, for a caller that has asked for them before; else they are read from the modules.
 
@@ -66,7 +66,7 @@ class Point:
         *,
         curvature_batch: Any = None,
         recording: bool = False,
-        draws: RepeatedDraws | None = None,
+        generator_copies: GeneratorCopies | None = None,
         plain: bool = False,
         variables: tuple[Tree, Tree] | None = None,
     ) -> None:
@@ -85,10 +85,10 @@ class Point:
         self.autocast: torch.autocast | None = None
         self._stack = ExitStack()
         self._snapshot: Snapshot | None = None
-        self._away, self._draws = False, draws
+        self._away, self._generator_copies = False, generator_copies
 
     def __enter__(self) -> Point:
-        self._snapshot = Snapshot(self.model, self.hyper, self.device, self._draws)
+        self._snapshot = Snapshot(self.model, self.hyper, self.device, self._generator_copies)
         self._stack.callback(self._snapshot.restore)
         if self._divided:
             self._stack.enter_context(sharded.plain_modules(self.model))

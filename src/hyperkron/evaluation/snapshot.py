@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hyperkron.kernels.graphs import RepeatedDraws
+from hyperkron.kernels.graphs import GeneratorCopies
 
 
 class Snapshot:
@@ -20,11 +20,11 @@ class Snapshot:
     A module's own buffers are put aside and every evaluation gets fresh copies of them. So their memory and
     version are never touched, and a kept graph, the user's or a solver's, keeps the values it was made of. Parameters
     are not written by any layer but embeddings with ``max_norm``; those are put back. What is recorded as a CUDA graph
-    takes the random numbers of a GPU from ``draws``.
+    takes the random numbers of a GPU from ``generator_copies``.
     """
 
     def __init__(
-        self, model: nn.Module, hyper: nn.Module, device: torch.device, draws: RepeatedDraws | None = None
+        self, model: nn.Module, hyper: nn.Module, device: torch.device, generator_copies: GeneratorCopies | None = None
     ) -> None:
         modules = [*model.modules(), *hyper.modules()]
         self.training = [(m, m.training) for m in modules]
@@ -41,8 +41,8 @@ class Snapshot:
         self.device = device
         self.random = random.getstate()
         self.cpu = torch.get_rng_state()
-        self.draws = draws
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" and draws is None else None
+        self.generator_copies = generator_copies
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" and generator_copies is None else None
         self.drew_on_host = False
         self.numpy = NumpyRandomState() if "numpy" in sys.modules else None
         self._evaluated = False
@@ -53,8 +53,8 @@ class Snapshot:
             self._rewind_random()
             self._rewind_modes()
         self._evaluated = True
-        if self.draws is not None:
-            self.draws.rewind()
+        if self.generator_copies is not None:
+            self.generator_copies.rewind()
         fresh: dict[int, Tensor] = {}  # one copy for a buffer that modules share
         for group in self.groups:
             fresh.update(zip(map(id, group), _copies(group), strict=True))

@@ -23,7 +23,7 @@ from hyperkron.cross.state import CrossState, inner_key
 from hyperkron.curvature import Curvature, CurvatureState
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.execution import Execution, Pending
-from hyperkron.kernels.graphs import Recording, RepeatedDraws, StaticBatch, places
+from hyperkron.kernels.graphs import GeneratorCopies, Recording, StaticBatch, places
 from hyperkron.kernels.selection import LayoutError
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, Solution, Status, warn_once
@@ -86,14 +86,14 @@ class _Step:
 
     batches: StaticBatch
     recording: Recording[tuple[Tensor, Answer]]
-    draws: RepeatedDraws
+    generator_copies: GeneratorCopies
     execution: Execution
     made: CurvatureState | None
 
     def replay(self, batches: Any) -> Answer | None:
         """Its answers on ``batches``, in memory of their own; ``None`` where something is not as it should be."""
         self.batches.fill(batches)
-        self.draws.before_replay()
+        self.generator_copies.before_replay()
         unread, answer = self.recording.replay()
         if not self.execution.replayed(unread):
             return None
@@ -188,19 +188,21 @@ class Replays:
         inner, outer, other, start = static.value
         states = [(state, copy.copy(state)) for state in (wanted.curvature, wanted.cross)]
         at = wanted.problem, wanted.model, wanted.hyper, inner, outer
-        draws = RepeatedDraws(next(wanted.model.parameters()).device)
-        place = functools.partial(Point, *at, curvature_batch=other, recording=True, draws=draws, plain=wanted.plain)
+        generator_copies = GeneratorCopies(next(wanted.model.parameters()).device)
+        place = functools.partial(
+            Point, *at, curvature_batch=other, recording=True, generator_copies=generator_copies, plain=wanted.plain
+        )
         drawn = [(generator, generator.get_state()) for generator in generators]
         try:
-            with draws.active(), place() as point:  # not recorded yet: libraries try their algorithms out
+            with generator_copies.active(), place() as point:  # not recorded yet: libraries try their algorithms out
                 wanted.work(point, start)
             for generator, before in drawn:
                 generator.set_state(before)
             _restore(states)
-            with draws.active(), place() as point:
+            with generator_copies.active(), place() as point:
                 recording = Recording(
                     lambda: _recorded(point, wanted.work(point, start)),
-                    generators=[*generators, *draws.copies],
+                    generators=[*generators, *generator_copies.copies],
                     pool=self._steps[True].recording.pool if True in self._steps else None,
                 )
             made = copy.copy(wanted.curvature) if wanted.refreshing else None
@@ -211,7 +213,7 @@ class Replays:
             return None
         finally:
             _restore(states)
-        return _Step(static, recording, draws, point.execution, made)
+        return _Step(static, recording, generator_copies, point.execution, made)
 
     def _give_up(self, reason: str) -> None:
         self._given_up = True

@@ -88,7 +88,7 @@ class Recording(Generic[T]):
         return self.outputs
 
 
-class RepeatedDraws:
+class GeneratorCopies:
     """Lets several parts of a recording draw the same random numbers, as the evaluations at one point do.
 
     A generator cannot be set back while a graph is recorded. So each part draws from a copy of the device's generator.
