@@ -14,15 +14,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_outer_iteration import Method, measure, ours
+from bench_outer_iteration import Method, one_period, ours
 from bfloat16 import cosine
-from common import RESULTS, hardware, synchronize, versions
+from common import RESULTS, hardware, peak_memory, synchronize, versions
 from launches import Clock
 from workloads import LANGUAGE, Workload, inner, outer
 
@@ -53,6 +54,32 @@ class DeviceClock(Clock):
         now = time.perf_counter()
         self.seconds[self.stack[-1]] += now - self.since
         self.since = now
+
+
+def measured(work: Workload, method: Method, device: str, repeats: int) -> dict[str, Any]:
+    """The median time of an iteration over that of its ten steps, and the peak memory of the iterations timed."""
+    hypergradient = method.make(work)
+    for _ in range(method.warm_up + 1):  # allocations and first-call decisions
+        work.outer_step(hypergradient)
+    work.inner_steps()
+    times: list[tuple[float, float]] = []
+
+    def timed() -> None:
+        times.extend(one_period(work, hypergradient, method.period, device) for _ in range(repeats))
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        timed()
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = peak_memory(timed, device)
+    inner, outer = (statistics.median(x) / method.period for x in zip(*times, strict=True))
+    return {
+        "ratio": 1 + outer / inner,
+        "inner_ms": 1e3 * inner,
+        "outer_ms": 1e3 * outer,
+        "peak_gib": peak / 2**30,
+    }
 
 
 def stages(work: Workload, method: Method, device: str) -> dict[str, Any]:
@@ -114,7 +141,7 @@ def rows_of(name: str, args: argparse.Namespace, keep: Callable[[dict[str, Any]]
             continue
         row: dict[str, Any] = {"workload": work.name, "method": method.name}
         try:
-            row |= measure(work, method, args.device, args.repeats)
+            row |= measured(work, method, args.device, 1 if method.period > 1 else args.repeats)
             least = row["peak_gib"] if method.name == "SAMA" else least
             row["memory_over_sama"] = None if not least else row["peak_gib"] / least
             row["seconds"] = time.perf_counter() - started

@@ -88,7 +88,9 @@ class _Tap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, token: Tensor, x: Tensor, receive: Callable[[Tensor, Tensor], None]) -> Tensor:
+    def forward(
+        ctx: Any, output: Tensor, token: Tensor, x: Tensor, receive: Callable[[Tensor, Tensor], None]
+    ) -> Tensor:
         ctx.receive = receive
         ctx.save_for_backward(x)
         return torch.ops.aten._unsafe_view(output, output.shape)
@@ -205,16 +207,16 @@ def _embedding(weight: Tensor, padding: int | None, index: Tensor, g: Tensor) ->
     return products if padding is None else products.masked_fill((index == padding)[..., None], 0.0)
 
 
-def _any_layer(
-    module: nn.Module, v: dict[str, Tensor], autocast: torch.dtype | None, x: Tensor, g: Tensor
-) -> Tensor:
+def _any_layer(module: nn.Module, v: dict[str, Tensor], autocast: torch.dtype | None, x: Tensor, g: Tensor) -> Tensor:
     """⟨g, f'(a; v)⟩ by forward mode through this layer alone."""
     own = dict(module._parameters)
     try:
         with dual_level(), torch.autocast(x.device.type, autocast) if autocast else nullcontext():
             for local, p in own.items():
                 if p is not None:
-                    module._parameters[local] = make_dual(p.detach(), v[local].to(p.dtype)) if local in v else p.detach()  # type: ignore[assignment]
+                    module._parameters[local] = (
+                        make_dual(p.detach(), v[local].to(p.dtype)) if local in v else p.detach()
+                    )  # type: ignore[assignment]
             tangent = unpack_dual(module.forward(x)).tangent
     finally:
         module._parameters.update(own)

@@ -14,6 +14,9 @@ from hyperkron.losses._checks import answers_at_once, check_companion, check_out
 from hyperkron.losses.base import Loss, Term
 from hyperkron.solution import HyperkronError
 
+PIECE = 2**24
+"""Of more logits than this, as of a large vocabulary, probabilities are made a few rows at a time, and not kept."""
+
 
 def cross_entropy(
     output: Tensor,
@@ -154,14 +157,28 @@ class SoftmaxTerm(Term):
 
     def _sampled(self, root: Tensor, samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         # Inverse transform: one uniform number per row and sample, one cumulative sum for all samples.
-        p = self.probabilities
-        cdf = p.cumsum(-1).contiguous()
-        shape = (*p.shape[:-1], samples)
-        uniform = self._drawn(torch.rand, shape, generator=generator, dtype=p.dtype, device=p.device)
-        drawn = torch.searchsorted(cdf, uniform.mul_(cdf[..., -1:]), right=True).clamp_(max=p.shape[-1] - 1)
-        del cdf, uniform
+        f, work = self.output.detach(), self.coefficients.dtype
+        shape = (*f.shape[:-1], samples)
+        uniform = self._drawn(torch.rand, shape, generator=generator, dtype=work, device=f.device).flatten(0, -2)
+        drawn = torch.cat([_drawn_classes(p, uniform[some]) for some, p in self._pieces()])
+        roots = root.expand(*f.shape[:-1], 1).flatten(0, -2)
+        del uniform
         for m in range(samples):
-            yield _less_at(p * root, drawn[..., m : m + 1], root)
+            vector = torch.empty_like(f, memory_format=torch.contiguous_format)
+            rows = vector.view(-1, f.shape[-1])
+            for some, p in self._pieces():
+                rows[some] = _less_at(p * roots[some], drawn[some, m : m + 1], roots[some])
+            yield vector
+
+    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """p of stretches of rows: of all of them, and kept, or where there are many classes made for the while."""
+        if self.output.numel() <= PIECE:
+            yield slice(None), self.probabilities.flatten(0, -2)
+            return
+        rows, step = self.output.detach().flatten(0, -2), max(1, PIECE // self.output.shape[-1])
+        for begin in range(0, len(rows), step):
+            some = slice(begin, begin + step)
+            yield some, torch.softmax(rows[some].to(self.coefficients.dtype), -1)
 
     def _exact(self, root: Tensor) -> Iterator[Tensor]:
         # s_c = √p_c (e_c − p)
@@ -184,6 +201,12 @@ class SoftmaxTerm(Term):
     def _criterion_product(self, v: Tensor) -> Tensor:
         p = self.probabilities
         return (v - (p * v).sum(-1, keepdim=True)).mul_(p)
+
+
+def _drawn_classes(p: Tensor, uniform: Tensor) -> Tensor:
+    """One class for each of the uniform numbers of a row."""
+    cdf = p.cumsum(-1).contiguous()
+    return torch.searchsorted(cdf, uniform * cdf[..., -1:], right=True).clamp_(max=p.shape[-1] - 1)
 
 
 def _less_at(vector: Tensor, index: Tensor, amount: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def measure(
         recorder = Recorder(plan, sharing, basis, like.dtype, low_rank, diagonal, wide)
         with recorder.attached():
             loss = point.inner(part)
-            recorder.saw(loss)
+            recorder.saw(loss, readable=not point.recording)
         if point.problem.group.size > 1 and loss.terms:
             _warn_without_batch(recorder.lengths, len(loss.terms[0].row_losses))
         recorder.measured.l2 = l2 = l2_curvature(loss, point.params)

@@ -134,8 +134,12 @@ class Recorder:
         finally:
             for handle in handles:
                 handle.remove()
-            self._grams.clear()
-            self._alive.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Sums that layers of one input share, and these inputs."""
+        self._grams.clear()
+        self._alive.clear()
 
     def _on_block(self, block: Block, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor) -> Tensor:
         self.called.update(block.names)
@@ -180,11 +184,20 @@ class Recorder:
             self._on_input(call)
         return call
 
-    def saw(self, loss: Loss) -> None:
+    def saw(self, loss: Loss, readable: bool = True) -> None:
         """The forward pass is over. Where the loss has a row for every token, some of them masked, A counts those that
-        a gradient reaches, which is known only after the backward passes."""
-        counts = {term.valid.numel() for term in loss.terms if term.valid is not None}
+        a gradient reaches, which is known only after the backward passes.
+
+        On a GPU a loss does not say that none is masked; where that may be read, which waits for the forward pass, the
+        layers that read one tensor share its sum.
+        """
+        masks = [term.valid for term in loss.terms if term.valid is not None]
+        counts = {mask.numel() for mask in masks}
         calls, self._waiting = self._waiting, []
+        concerned = [call for call in calls if call.masked and call.rows in counts]
+        if concerned and readable and bool(torch.stack([mask.all() for mask in masks]).all()):
+            for call in concerned:  # these wait all the same: autograd keeps their inputs, and A is larger
+                call.masked = False
         for call in calls:
             if call.masked and call.rows not in counts:
                 call.masked = False
@@ -230,11 +243,18 @@ class Recorder:
     def _finish(self) -> None:
         """Sums of a aᵀ become means; blocks that no gradient reached are left out."""
         found = self.measured
-        while self._waiting:
-            call = self._waiting.pop(0)
-            if call.reached is not None if call.masked else call.block.name in found.b:
-                self._on_input(call)
-            del call
+        by_input: dict[int, list[_Call]] = {}
+        for call in self._waiting:
+            by_input.setdefault(id(call.x), []).append(call)
+        self._waiting.clear()
+        while by_input:
+            calls = by_input.pop(next(iter(by_input)))
+            while calls:
+                call = calls.pop(0)
+                if call.reached is not None if call.masked else call.block.name in found.b:
+                    self._on_input(call)
+                del call
+            self._forget()
         sums: dict[int, tuple[Tensor, float]] = {}  # a sum shared by several blocks is divided once
         rescaled: dict[int, Factor] = {}
         for name, total in found.a.items():
