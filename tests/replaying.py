@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -59,6 +60,22 @@ class Rerun:
         return self.outputs
 
 
+class Rewinds:
+    """In place of copies of a GPU's generator: a CPU's own is set back by the point."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.copies: list[torch.Generator] = []
+
+    def active(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def rewind(self) -> None:
+        """Nothing to do."""
+
+    def before_replay(self) -> None:
+        """Nothing to do."""
+
+
 def _written(old: Any, new: Any) -> None:
     def tensors(x: Any) -> list[Tensor]:
         if isinstance(x, replay.Answer):
@@ -85,6 +102,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "cpu":
         monkeypatch.setattr(graphs, "available", lambda device: True)
         monkeypatch.setattr(replay, "Recording", Rerun)
+        monkeypatch.setattr(replay, "GeneratorCopies", Rewinds)
     else:
         real = replay.Recording
 
@@ -126,9 +144,11 @@ def made(**options: Any) -> hk.Implicit:
     return method
 
 
-def trained(method: hk.Implicit, device: str, steps: int = 8, size: Callable[[int], int] = lambda i: 8) -> list[Any]:
+def trained(
+    method: hk.Implicit, device: str, steps: int = 8, size: Callable[[int], int] = lambda i: 8, dropout: float = 0.0
+) -> list[Any]:
     """Hypergradients while θ moves, and the state of the model after each."""
-    model, weights = network(device), hk.SampleWeights(40).to(device)
+    model, weights = network(device, dropout), hk.SampleWeights(40).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = []
     for i in range(steps):

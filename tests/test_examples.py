@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+
+import hyperkron as hk
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -87,3 +89,52 @@ def test_continued_pretraining() -> None:
     assert found["accuracy"] > 0.6  # a third without learning
     assert max(found["weights"]) - min(found["weights"]) > 1e-3
     assert len((EXAMPLES / "continued_pretraining.py").read_text("utf-8").splitlines()) <= 60
+
+
+def check_mixture(found: list[float], name: str) -> None:
+    """The domain of the target texts counts most."""
+    assert sum(found) == pytest.approx(1)
+    assert found[0] == max(found) > 0.3
+    lines = (EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()
+    assert len(lines) <= 60
+    assert 4 <= sum(any(f"  # {i}" in line for i in range(1, 10)) for line in lines) <= 5
+
+
+def test_domain_weights_trainer() -> None:
+    """The callback, driven by the steps of a stand-in for Trainer, which needs accelerate."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    module = load("domain_weights_trainer")
+    train, target = module.texts(torch.arange(400) % 4), module.texts(torch.zeros(40, dtype=torch.long))
+    mixture = hk.DomainWeights(4)
+    callback = module.MixtureCallback(mixture, train, target)
+    assert [len(batch["domain"].unique()) for batch in next(callback.batches)] == [4, 1]
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=24, **module.SIZES))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(1, 61):
+        optimizer.zero_grad()
+        module.inner(model, mixture, next(callback.batches)[0]).backward()
+        optimizer.step()
+        callback.on_step_end(None, SimpleNamespace(global_step=step), None, model=model, optimizer=optimizer)
+    check_mixture(mixture.proportions().tolist(), "domain_weights_trainer")
+
+
+def test_domain_weights_inside_the_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    check_mixture(load("domain_weights_trainer").main(max_steps=60, use_cpu=True), "domain_weights_trainer")
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_domain_weights_accelerate(real: bool) -> None:
+    """With a stand-in for what Accelerate does on one device, and with Accelerate."""
+    pytest.importorskip("transformers")
+    module = load("domain_weights_accelerate")
+    stand_in = SimpleNamespace(
+        device=torch.device("cpu"), prepare=lambda *x: x, backward=torch.Tensor.backward, unwrap_model=lambda m: m
+    )
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True) if real else stand_in
+    torch.manual_seed(0)
+    check_mixture(module.main(accelerator, steps=60), "domain_weights_accelerate")

@@ -98,15 +98,43 @@ def test_negative_weights_are_refused_by_name(device: str, monkeypatch: pytest.M
         method.compute(hk.BilevelProblem(signed, outer), model, weights, batch(0, device), batch(50, device))
 
 
-def test_a_model_with_dropout_is_not_recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device == "cpu":
-        monkeypatch.setattr("hyperkron.evaluation.point.Point.drew", property(lambda self: True))
-    method = made(graph=True)
+@pytest.mark.parametrize("options", [{}, {"refresh_every": 3}], ids=["every step", "every third"])
+def test_recorded_steps_draw_the_dropout_masks_of_ordinary_ones(device: str, options: Any) -> None:
+    expected = trained(made(**options), device, dropout=0.5)
+    before = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+    method = made(**options, graph=True)
+    close(trained(method, device, dropout=0.5), expected)
+    assert torch.equal(torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state(), before)
+    assert method._replays._served >= 4
+
+
+def test_dropout_draws_another_mask_in_every_recorded_step(device: str) -> None:
+    method = made(fisher="type-2", graph=True)
     model, weights = network(device, dropout=0.5), hk.SampleWeights(40).to(device)
-    with pytest.warns(hk.HyperkronWarning, match="graph=True has no effect, .* draw random numbers"):
-        method.compute(PROBLEM, model, weights, batch(0, device), batch(50, device))
+    found = []
+    for seed in (0, 0, 1, 2, 1):  # the first step is an ordinary one
+        torch.manual_seed(seed)
+        found.append(method.compute(PROBLEM, model, weights, batch(0, device), batch(50, device)).grads["weight"])
+    assert method._replays._served >= 3
+    assert not torch.allclose(found[2], found[3], rtol=0.1)
+    torch.testing.assert_close(found[2], found[4])
+
+
+def test_random_numbers_of_the_cpu_are_not_recorded_for_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay would not draw them again."""
+    if device == "cpu":
+        monkeypatch.setattr("hyperkron.evaluation.point.Point.drew_on_host", property(lambda self: True))
+
+    def shifted(model: nn.Module, weights: nn.Module, b: Batch) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(model(b[0] + float(torch.rand(()))), b[1], weight=weights(b[2]))
+
+    method = made(graph=True)
+    model, weights = network(device), hk.SampleWeights(40).to(device)
+    problem = hk.BilevelProblem(shifted, outer)
+    with pytest.warns(hk.HyperkronWarning, match="graph=True has no effect, .* random numbers on the CPU"):
+        method.compute(problem, model, weights, batch(0, device), batch(50, device))
     for i in range(3):
-        method.compute(PROBLEM, model, weights, batch(i, device), batch(50, device))
+        method.compute(problem, model, weights, batch(i, device), batch(50, device))
     assert Rerun.made == 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hyperkron.kernels.graphs import Recording
+from hyperkron.kernels.graphs import GeneratorCopies, Recording
 
 
 class _Generator:
@@ -45,3 +45,67 @@ def test_the_first_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(RuntimeError, match="nonzero waits for the device"):
         Recording(failing)
+
+
+class _Shared:
+    """A generator like those of CUDA: a handle of a state, which may be exchanged and copied."""
+
+    def __init__(self, state: list[int]) -> None:
+        self.state = state
+
+    def graphsafe_get_state(self) -> _Shared:
+        return _Shared(self.state)
+
+    def graphsafe_set_state(self, other: _Shared) -> None:
+        self.state = other.state
+
+    def clone_state(self) -> _Shared:
+        return _Shared([*self.state])
+
+    def get_state(self) -> int:
+        return self.state[0]
+
+    def set_state(self, value: int) -> None:
+        self.state[0] = value
+
+    def draw(self) -> int:
+        self.state[0] += 1
+        return self.state[0]
+
+
+def test_parts_of_a_recording_draw_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = _Shared([10])
+    monkeypatch.setattr(torch.cuda, "default_generators", [own])
+    state, generator_copies = own.state, GeneratorCopies(torch.device("cuda", 0))
+
+    def parts() -> list[int]:
+        found = []
+        for count in (2, 1, 3):
+            generator_copies.rewind()
+            found += [own.draw() for _ in range(count)]
+        return found
+
+    with generator_copies.active():
+        assert parts() == [11, 12, 11, 11, 12, 13]
+    assert own.state is state and state == [10] and len(generator_copies.copies) == 3
+    own.draw()
+    generator_copies.before_replay()
+    with generator_copies.active():
+        assert parts() == [12, 13, 12, 12, 13, 14]  # from where the generator is now, with the same copies
+    assert own.state is state and state == [11] and len(generator_copies.copies) == 3
+
+
+def test_a_recording_that_fails_leaves_the_generator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = _Shared([10])
+    monkeypatch.setattr(torch.cuda, "default_generators", [own])
+    state, generator_copies = own.state, GeneratorCopies(torch.device("cuda", 0))
+
+    def recording() -> None:
+        with generator_copies.active():
+            own.draw()  # by what is not an evaluation
+            generator_copies.rewind()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        recording()
+    assert own.state is state and state == [10]

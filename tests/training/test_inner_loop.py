@@ -64,6 +64,19 @@ def test_steps_are_those_of_the_optimizer(device: str, graph: bool) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_recorded_steps_draw_the_dropout_masks_of_ordinary_ones(device: str) -> None:
+    found = {}
+    for graph in (False, True):
+        problem, model, weights, batches = setting(device)
+        model = nn.Sequential(nn.Dropout(0.5), *model, nn.Dropout(0.2))
+        loop = hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.05), graph=graph)
+        torch.manual_seed(1)
+        found[graph] = torch.tensor([float(loop.step(batches[0])) for _ in range(6)])
+        assert loop.recorded == (graph and device == "cuda")
+    torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_autocast_keeps_the_parameters_and_comes_close(device: str) -> None:
     found = {}
     for dtype in (None, torch.bfloat16):

@@ -23,6 +23,7 @@ from hyperkron.evaluation.inputs import culprits, differentiable_batch, tensors_
 from hyperkron.evaluation.snapshot import Snapshot, reseed
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.execution import Execution
+from hyperkron.kernels.graphs import GeneratorCopies
 from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small, twice_differentiable
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Both
@@ -44,8 +45,8 @@ class Point:
             given.
         outer_batch: the batch of J_out.
         curvature_batch: another batch of J_in on which A is measured.
-        recording: what happens inside is recorded as a CUDA graph: nothing is read from the device, and its random
-            state is left alone.
+        recording: what happens inside is recorded as a CUDA graph: nothing is read from the device.
+        generator_copies: where a recording gets the random numbers of a GPU from.
         plain: the objectives are evaluated without autocast, wherever it is enabled.
         variables: θ and λ, for a caller that has asked for them before; else they are read from the modules.
 
@@ -65,6 +66,7 @@ class Point:
         *,
         curvature_batch: Any = None,
         recording: bool = False,
+        generator_copies: GeneratorCopies | None = None,
         plain: bool = False,
         variables: tuple[Tree, Tree] | None = None,
     ) -> None:
@@ -83,10 +85,10 @@ class Point:
         self.autocast: torch.autocast | None = None
         self._stack = ExitStack()
         self._snapshot: Snapshot | None = None
-        self._away = False
+        self._away, self._generator_copies = False, generator_copies
 
     def __enter__(self) -> Point:
-        self._snapshot = Snapshot(self.model, self.hyper, self.device, self.recording)
+        self._snapshot = Snapshot(self.model, self.hyper, self.device, self._generator_copies)
         self._stack.callback(self._snapshot.restore)
         if self._divided:
             self._stack.enter_context(sharded.plain_modules(self.model))
@@ -231,9 +233,9 @@ class Point:
         self.execution.settle()
 
     @property
-    def drew(self) -> bool:
-        """Whether an evaluation has drawn from the random state of the GPU."""
-        return self._snapshot is not None and self._snapshot.drew
+    def drew_on_host(self) -> bool:
+        """Whether an evaluation on a GPU has drawn random numbers on the CPU, which a recording would repeat."""
+        return self._snapshot is not None and self._snapshot.drew_on_host
 
     def drawn(self) -> bool:
         """Whether the last evaluation drew random numbers from torch, as dropout does."""

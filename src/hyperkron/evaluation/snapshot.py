@@ -11,16 +11,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hyperkron.kernels.graphs import GeneratorCopies
+
 
 class Snapshot:
     """Everything an evaluation may disturb: buffers, training modes, requires_grad flags, random states.
 
     A module's own buffers are put aside and every evaluation gets fresh copies of them. So their memory and
     version are never touched, and a kept graph, the user's or a solver's, keeps the values it was made of. Parameters
-    are not written by any layer but embeddings with ``max_norm``; those are put back.
+    are not written by any layer but embeddings with ``max_norm``; those are put back. What is recorded as a CUDA graph
+    takes the random numbers of a GPU from ``generator_copies``.
     """
 
-    def __init__(self, model: nn.Module, hyper: nn.Module, device: torch.device, recording: bool) -> None:
+    def __init__(
+        self, model: nn.Module, hyper: nn.Module, device: torch.device, generator_copies: GeneratorCopies | None = None
+    ) -> None:
         modules = [*model.modules(), *hyper.modules()]
         self.training = [(m, m.training) for m in modules]
         self.flags = [(p, p.requires_grad) for m in modules for p in m._parameters.values() if p is not None]
@@ -36,8 +41,9 @@ class Snapshot:
         self.device = device
         self.random = random.getstate()
         self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" and not recording else None
-        self.drew = False
+        self.generator_copies = generator_copies
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" and generator_copies is None else None
+        self.drew_on_host = False
         self.numpy = NumpyRandomState() if "numpy" in sys.modules else None
         self._evaluated = False
 
@@ -47,6 +53,8 @@ class Snapshot:
             self._rewind_random()
             self._rewind_modes()
         self._evaluated = True
+        if self.generator_copies is not None:
+            self.generator_copies.rewind()
         fresh: dict[int, Tensor] = {}  # one copy for a buffer that modules share
         for group in self.groups:
             fresh.update(zip(map(id, group), _copies(group), strict=True))
@@ -80,10 +88,12 @@ class Snapshot:
                 module.training = mode
 
     def _rewind_random(self) -> None:
+        if self.cuda is not None and not self.drew_on_host:
+            same = torch.equal(torch.get_rng_state(), self.cpu) and random.getstate() == self.random
+            self.drew_on_host = not same
         random.setstate(self.random)
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
-            self.drew = self.drew or not torch.equal(torch.cuda.get_rng_state(self.device), self.cuda)
             torch.cuda.set_rng_state(self.cuda, self.device)
         if self.numpy is not None:
             self.numpy.restore()

@@ -54,8 +54,9 @@ class Implicit(Hypergradient):
         graph: on a GPU, record a step as a CUDA graph and replay it; on a CPU it has no effect. Default: False.
 
     When to use ``graph=True``: for small models, where a step waits for Python. It needs batches of one shape on the
-    device, a model without dropout, and objectives that never wait for the device. A step that cannot be recorded runs
-    without the graph, with a warning if this is permanent. It works with
+    device, and objectives that never wait for the device and draw no random numbers on the CPU. Dropout draws one mask
+    for a step and another for the next, as without the graph. A step that cannot be recorded runs without the graph,
+    with a warning if this is permanent. It works with
 
     - ``Direct()`` and KFAC, EKFAC (except steps that compute a new eigenbasis), the identity, or SAMA with optimizers
       without second moments;

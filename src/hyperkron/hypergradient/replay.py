@@ -4,6 +4,7 @@ A small model on a large GPU waits for Python; a recording makes one launch of a
 for granted that factorisations succeed and that all numbers are finite. Everything that a step would have read from the
 device on its way is read in one piece at the end; if something is not as it should be, the same step is done again in
 the ordinary way. An iterative solver that ends early does all its iterations, but holds the value that it ended with.
+All evaluations of a step draw the same random numbers (dropout), and those of the next step others.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hyperkron.cross.state import CrossState, inner_key
 from hyperkron.curvature import Curvature, CurvatureState
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.execution import Execution, Pending
-from hyperkron.kernels.graphs import Recording, StaticBatch, places
+from hyperkron.kernels.graphs import GeneratorCopies, Recording, StaticBatch, places
 from hyperkron.kernels.selection import LayoutError
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError, Solution, Status, warn_once
@@ -85,12 +86,14 @@ class _Step:
 
     batches: StaticBatch
     recording: Recording[tuple[Tensor, Answer]]
+    generator_copies: GeneratorCopies
     execution: Execution
     made: CurvatureState | None
 
     def replay(self, batches: Any) -> Answer | None:
         """Its answers on ``batches``, in memory of their own; ``None`` where something is not as it should be."""
         self.batches.fill(batches)
+        self.generator_copies.before_replay()
         unread, answer = self.recording.replay()
         if not self.execution.replayed(unread):
             return None
@@ -110,13 +113,13 @@ class Replays:
         self._key: object = None
         self._made = self._served = self._misfits = self._refused = 0
         self._given_up = False
-        self._possible = False  # after an ordinary step that drew no random numbers
+        self._possible = False  # after an ordinary step
 
     def saw(self, point: Point) -> None:
         """An ordinary step was done at ``point``: whether the next one can be recorded."""
-        self._possible = not point.drew
-        if point.drew and not self._given_up:
-            self._give_up("evaluations draw random numbers on the GPU, as dropout does, which must be the same in each")
+        self._possible = True
+        if point.drew_on_host and not self._given_up:
+            self._give_up("evaluations draw random numbers on the CPU, which would be the same ones in every step")
 
     def step(self, wanted: Request) -> Answer | None:
         """One step by its recording, which is made first where there is none; ``None``: do it the ordinary way."""
@@ -185,18 +188,21 @@ class Replays:
         inner, outer, other, start = static.value
         states = [(state, copy.copy(state)) for state in (wanted.curvature, wanted.cross)]
         at = wanted.problem, wanted.model, wanted.hyper, inner, outer
-        place = functools.partial(Point, *at, curvature_batch=other, recording=True, plain=wanted.plain)
+        generator_copies = GeneratorCopies(next(wanted.model.parameters()).device)
+        place = functools.partial(
+            Point, *at, curvature_batch=other, recording=True, generator_copies=generator_copies, plain=wanted.plain
+        )
         drawn = [(generator, generator.get_state()) for generator in generators]
         try:
-            with place() as point:  # not recorded yet: libraries choose their algorithms by trying them out
+            with generator_copies.active(), place() as point:  # not recorded yet: libraries try their algorithms out
                 wanted.work(point, start)
             for generator, before in drawn:
                 generator.set_state(before)
             _restore(states)
-            with place() as point:
+            with generator_copies.active(), place() as point:
                 recording = Recording(
                     lambda: _recorded(point, wanted.work(point, start)),
-                    generators=generators,
+                    generators=[*generators, *generator_copies.copies],
                     pool=self._steps[True].recording.pool if True in self._steps else None,
                 )
             made = copy.copy(wanted.curvature) if wanted.refreshing else None
@@ -207,7 +213,7 @@ class Replays:
             return None
         finally:
             _restore(states)
-        return _Step(static, recording, point.execution, made)
+        return _Step(static, recording, generator_copies, point.execution, made)
 
     def _give_up(self, reason: str) -> None:
         self._given_up = True

@@ -6,7 +6,8 @@ replay, and whatever else was read must still be where it was: :func:`places` te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -50,8 +51,9 @@ class Recording(Generic[T]):
     """What ``function()`` does on the GPU, recorded as a CUDA graph; the function itself has not been carried out yet.
 
     It launches work and waits for nothing; ``outputs`` is what it returned, in memory that every replay overwrites.
-    Every replay goes on where the ``generators`` are. ``pool`` is memory shared with another recording, which must not
-    be needed any more when this one is replayed, but for tensors that were alive when this one was recorded.
+    Every replay goes on where the ``generators`` and the device's own one are. ``pool`` is memory shared with another
+    recording, which must not be needed any more when this one is replayed, but for tensors that were alive when this
+    one was recorded.
     """
 
     def __init__(
@@ -84,6 +86,49 @@ class Recording(Generic[T]):
         """Carry it out."""
         self._graph.replay()
         return self.outputs
+
+
+class GeneratorCopies:
+    """Lets several parts of a recording draw the same random numbers, as the evaluations at one point do.
+
+    A generator cannot be set back while a graph is recorded. So each part draws from a copy of the device's generator.
+    Before a replay all copies are set to where that generator is; it does not move itself.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator = torch.cuda.default_generators[device.index or 0]
+        self._own = self._generator
+        self.copies: list[torch.Generator] = []
+        self._begun = 0
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, parts draw from copies; afterwards the generator is as it was, also if a recording has failed.
+
+        The first time, as many copies are made as there are parts; a recording then uses these again.
+        """
+        self._own, self._begun = self._generator.graphsafe_get_state(), 0
+        self._generator.graphsafe_set_state(self._own.clone_state())  # a recording that fails may spoil this one
+        try:
+            yield
+        finally:
+            self._generator.graphsafe_set_state(self._own)
+
+    def rewind(self) -> None:
+        """The next part begins: it draws what the first one drew."""
+        if self._begun == len(self.copies):
+            self.copies.append(self._own.clone_state())
+        self._generator.graphsafe_set_state(self.copies[self._begun])
+        self._begun += 1
+
+    def before_replay(self) -> None:
+        """Set all copies to where the generator is."""
+        now = self._generator.get_state()
+        for copy in self.copies:
+            copy.set_state(now)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -1,0 +1,59 @@
+"""Domain weights for continued pretraining inside a Hugging Face ``Trainer``, with made-up texts and a tiny Llama:
+min_λ J_target(θ*), θ* = argmin_θ Σ_d p_d(λ) J_d(θ). Every tenth step moves λ, so that domains that help on the target
+texts count more. Besides the objectives and the callback, an ordinary script changes in the four numbered lines.
+"""
+
+import torch
+import transformers
+from torch.utils.data import DataLoader, RandomSampler
+
+import hyperkron as hk
+
+DOMAINS, WORDS = 4, 24
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def texts(domains):
+    """In domain d a word is followed by the one d + 1 further on."""
+    words = (torch.randint(WORDS, (len(domains), 1)) + torch.arange(16) * (domains + 1)[:, None]) % WORDS
+    return [{"input_ids": w, "labels": w, "domain": d} for w, d in zip(words, domains, strict=True)]
+
+
+def outer(model, mixture, batch, weight=None):
+    logits = model(input_ids=batch["input_ids"]).logits
+    return hk.losses.cross_entropy(logits[:, :-1], batch["labels"][:, 1:], weight=weight)
+
+
+def inner(model, mixture, batch):
+    return outer(model, mixture, batch, mixture(batch["domain"]))
+
+
+class MixtureCallback(transformers.TrainerCallback):
+    def __init__(self, mixture, *data):
+        loaders = [DataLoader(rows, 16, sampler=RandomSampler(rows, True, 10**9)) for rows in data]
+        self.batches, self.mixture = zip(*loaders, strict=True), mixture
+        self.optimizer, self.hypergradient = torch.optim.Adam(mixture.parameters(), lr=0.1), hk.kfac(damping=1e-2)
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if state.global_step % 10 == 0:
+            batches = [{key: x.to(model.device) for key, x in batch.items()} for batch in next(self.batches)]
+            self.optimizer.zero_grad()
+            self.hypergradient.backward(hk.BilevelProblem(inner, outer), model, self.mixture, *batches)
+            self.optimizer.step()
+
+
+def main(**options):
+    train, target = texts(torch.arange(400) % DOMAINS), texts(torch.zeros(40, dtype=torch.long))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, **SIZES))
+    options |= {"learning_rate": 3e-3, "report_to": "none", "save_strategy": "no"}
+    options |= {"remove_unused_columns": False}  # 1: the objectives need the domains
+    trainer = transformers.Trainer(model, transformers.TrainingArguments(**options), train_dataset=train)
+    mixture = hk.DomainWeights(DOMAINS).to(trainer.args.device)  # 2
+    trainer.compute_loss = lambda model, batch, **_: inner(model, mixture, batch).value  # 3
+    trainer.add_callback(MixtureCallback(mixture, train, target))  # 4
+    trainer.train()
+    return mixture.proportions().tolist()
+
+
+if __name__ == "__main__":
+    print(main(max_steps=200))
