@@ -49,6 +49,8 @@ LossOf = Callable[[nn.Module, Any], Loss | Tensor]
 
 TOGETHER = 32
 """Right-hand sides that are solved for at once."""
+COMPARED = 16
+"""Examples in the first batch, with which gradients by layers are compared with autograd's."""
 
 
 def attribute(
@@ -186,7 +188,7 @@ class _Task:
         def rows(name: str, given: Any) -> ExampleRows:
             return ExampleRows(name, given, first.device, collate)
 
-        self.train, self.queries = Parts(rows("train", train), batch_size), rows("queries", queries)
+        self.train, self.queries = Parts(rows("train", train), batch_size, COMPARED), rows("queries", queries)
         measured = self.train.rows if curvature_data is None else rows("curvature_data", curvature_data)
         self.curvature = Parts(measured, batch_size)
         self.given = {
