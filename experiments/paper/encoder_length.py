@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from experiments.paper import plots
 from experiments.paper.encoder_cleaning import Source
 from experiments.paper.encoder_settings import Part
 from experiments.paper.text_cleaning import TextCase, TextRates, TextTrial, text_methods
+from experiments.paper.tuning import interval
 from experiments.pieces import Lines
 from experiments.workers import share
 from hyperkron.hypergradient import Hypergradient, cg, kfac, sama
@@ -35,6 +37,8 @@ from hyperkron.hypergradient import Hypergradient, cg, kfac, sama
 RESULT = records.RESULTS / "paper" / "encoder-length.jsonl"
 RATES = (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0, 10000.0)
 """The printed grid, 0.01 to 100, and two values beyond it."""
+ARMS = {"as printed": RATES[:5], "each its own": RATES}
+"""The grids from which a method's step size is chosen, on held-out rows with seed 0."""
 REFERENCES = ("Baseline", "trusted only", "trusted + noisy")
 METHODS: dict[str, Callable[[torch.optim.Optimizer, int], Hypergradient]] = {
     "SAMA": lambda optimizer, seed: sama(optimizer, alpha=0.1, graph=True),
@@ -45,16 +49,36 @@ METHODS: dict[str, Callable[[torch.optim.Optimizer, int], Hypergradient]] = {
 TRIALS = {"CG-3": "CG"}
 """What :func:`text_methods` calls a method, where that is another name."""
 
+ERRORS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "at the end": lambda row: row["last"]["test_error"],
+    "best on the way": lambda row: min(row["curve"]["test_error"]),
+    "where held-out rows are best": lambda row: row["best"]["test_error"],
+}
+"""The test errors of a run that the tables give."""
+
 Task = tuple[str, str, float, int]
 """Dataset, method, step size of λ (0 for reference lines), seed."""
 
 
-def tasks(datasets: tuple[str, ...], seeds: int) -> Iterator[Task]:
-    """Every run, in the order in which they are worth having."""
-    for seed in range(seeds):
+def tasks(datasets: tuple[str, ...], seeds: int, rows: list[dict[str, Any]]) -> Iterator[Task]:
+    """Every run, the most valuable first: the whole grid with seed 0, its winners with the others."""
+    for dataset in datasets:
+        yield from ((dataset, name, 0.0, 0) for name in REFERENCES)
+        yield from ((dataset, name, rate, 0) for rate in RATES for name in METHODS)
+    for seed in range(1, seeds):
         for dataset in datasets:
-            yield from ((dataset, name, 0.0, seed) for name in REFERENCES)
-            yield from ((dataset, name, rate, seed) for rate in RATES for name in METHODS)
+            for name in METHODS:
+                rates = {winner(rows, dataset, name, grid) for grid in ARMS.values()} - {None}
+                yield from ((dataset, name, rate, seed) for rate in sorted(rate for rate in rates if rate))
+            yield dataset, "Baseline", 0.0, seed
+
+
+def winner(rows: list[dict[str, Any]], dataset: str, name: str, grid: tuple[float, ...]) -> float | None:
+    """The step size of ``grid`` with the lowest held-out error for seed 0 (equal errors: the lowest held-out loss)."""
+    found = [row for row in rows if (row["dataset"], row["method"], row["seed"]) == (dataset, name, 0)]
+    found = [row for row in found if row["rate"] in grid and not row["failed"]]
+    best = min(found, key=lambda row: (row["best"]["second_error"], row["best"]["second_loss"]), default=None)
+    return None if best is None else float(best["rate"])
 
 
 def run(source: Source, task: Task, case: TextCase) -> dict[str, Any]:
@@ -100,7 +124,7 @@ def key(row: dict[str, Any]) -> Task:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Test accuracy at the end / best on the way / where the held-out rows are best; the mean over seeds."""
+    """Test accuracy at the end / best on the way / where the held-out rows are best, with seed 0."""
     lines = []
     for dataset in dict.fromkeys(row["dataset"] for row in rows):
         lines += [
@@ -114,27 +138,44 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _cell(rows: list[dict[str, Any]], dataset: str, name: str, rate: float) -> str:
-    found = [row for row in rows if (row["dataset"], row["method"], row["rate"]) == (dataset, name, rate)]
-    if not found:
-        return "–"
-    ends, bests, chosen = (
-        sum(100 * (1 - pick(row)) for row in found) / len(found)
-        for pick in (
-            lambda row: row["last"]["test_error"],
-            lambda row: min(row["curve"]["test_error"]),
-            lambda row: row["best"]["test_error"],
-        )
-    )
-    return f"{ends:.1f} / {bests:.1f} / {chosen:.1f}"
+    found = [row for row in rows if key(row) == (dataset, name, rate, 0)]
+    return " / ".join(f"{100 * (1 - pick(found[0])):.1f}" for pick in ERRORS.values()) if found else "–"
+
+
+def winners(rows: list[dict[str, Any]]) -> str:
+    """Test accuracy with the step sizes that held-out rows choose, over the seeds: mean ± half a 95 % interval."""
+    lines = ["| | arm | step size of λ | seeds | " + " | ".join(ERRORS) + " |", "| --- " * (4 + len(ERRORS)) + "|"]
+    for dataset in dict.fromkeys(row["dataset"] for row in rows):
+        for name, (arm, grid) in product(METHODS, ARMS.items()):
+            rate = winner(rows, dataset, name, grid)
+            if rate is None:
+                continue
+            edge = " (edge)" if rate in (grid[0], grid[-1]) else ""
+            lines.append(f"| {dataset}, {name} | {arm} | {rate:g}{edge} | {_over_seeds(rows, dataset, name, rate)} |")
+        lines.append(f"| {dataset}, Baseline | – | – | {_over_seeds(rows, dataset, 'Baseline', 0.0)} |")
+    return "\n".join(lines) if rows else ""
+
+
+def _over_seeds(rows: list[dict[str, Any]], dataset: str, name: str, rate: float) -> str:
+    found = [row for row in rows if key(row)[:3] == (dataset, name, rate)]
+    values = [[100 * (1 - pick(row)) for row in found] for pick in ERRORS.values()]
+    return f"{len(found)} | " + " | ".join(_mean(column) for column in values)
+
+
+def _mean(values: list[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.1f}" if values else "–"
+    mean, half = interval(values)
+    return f"{mean:.1f} ± {half:.1f}"
 
 
 def figure(rows: list[dict[str, Any]], path: Path) -> Path:
-    """Test accuracy at the end by the step size of λ, one panel for each dataset; the mean over seeds."""
+    """Test accuracy at the end by the step size of λ, one panel for each dataset; seed 0."""
     datasets = list(dict.fromkeys(row["dataset"] for row in rows))
 
     def accuracy(dataset: str, name: str, rate: float) -> float:
-        found = [row for row in rows if (row["dataset"], row["method"], row["rate"]) == (dataset, name, rate)]
-        return 100 * (1 - sum(row["last"]["test_error"] for row in found) / len(found)) if found else math.nan
+        found = [row for row in rows if key(row) == (dataset, name, rate, 0)]
+        return 100 * (1 - found[0]["last"]["test_error"]) if found else math.nan
 
     def fill(axes: Any) -> None:
         for axis, dataset in zip(axes, datasets, strict=True):
@@ -165,14 +206,15 @@ def main(arguments: list[str] | None = None) -> None:
     lines = Lines(options.out)
     if options.table:
         print(table(lines.rows))
+        print(winners(lines.rows))
         return
     if options.figure:
         print(figure(lines.rows, records.PAGES / "figures" / "paper" / "encoder-length.svg"))
         return
-    wanted = list(tasks(tuple(options.datasets), options.seeds))
 
     def missing() -> list[tuple[list[Any], Task]]:
         done = {key(row) for row in lines.rows}
+        wanted = tasks(tuple(options.datasets), options.seeds, lines.rows)
         return [(list(task), task) for task in wanted if task not in done]
 
     def keep(name: list[Any], row: dict[str, Any], seconds: float, busy: float) -> None:

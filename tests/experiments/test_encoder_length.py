@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,27 @@ from experiments.paper.texts import MADE_UP
 from experiments.pieces import Lines
 
 
+def recorded(method: str, rate: float, error: float, loss: float = 1.0) -> dict[str, Any]:
+    best = {"second_error": error, "second_loss": loss}
+    return {"dataset": "a", "method": method, "rate": rate, "seed": 0, "failed": False, "best": best}
+
+
 def test_every_run_is_there_once() -> None:
-    found = list(encoder_length.tasks(("a", "b"), seeds=2))
-    assert len(found) == len(set(found)) == 2 * 2 * (3 + 3 * 7)
+    found = list(encoder_length.tasks(("a", "b"), 1, []))
+    assert len(found) == len(set(found)) == 2 * (3 + 3 * 7)
     assert found[0] == ("a", "Baseline", 0.0, 0)
+
+
+def test_other_seeds_repeat_the_winners_of_both_arms() -> None:
+    rows = [recorded("SAMA", 1.0, 0.5), recorded("SAMA", 100.0, 0.3), recorded("SAMA", 1000.0, 0.2)]
+    rows += [recorded("KFAC", 1.0, 0.2, loss=0.9), recorded("KFAC", 0.1, 0.2, loss=0.8), recorded("KFAC", 1e4, 0.3)]
+    found = [task for task in encoder_length.tasks(("a",), 2, rows) if task[3] == 1]
+    assert found == [
+        ("a", "SAMA", 100.0, 1),
+        ("a", "SAMA", 1000.0, 1),
+        ("a", "KFAC", 0.1, 1),
+        ("a", "Baseline", 0.0, 1),
+    ]
 
 
 def test_a_run_of_each_method() -> None:
