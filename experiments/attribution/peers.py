@@ -14,7 +14,10 @@ from torch.func import functional_call, grad, vmap
 import hyperkron as hk
 from experiments.attribution.settings import DECAY, Setting
 from hyperkron.curvature import EKFAC, GGN
-from hyperkron.solvers import CG
+from hyperkron.solvers import CG, Direct
+
+LAYERS = ", without norms"
+"""Marks methods that leave out what KFAC does not cover; they differ from others only where there is such a thing."""
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> hk.losses.Loss:
@@ -144,6 +147,11 @@ def _centred(x: Tensor) -> Tensor:
     return x - x.mean(1, keepdim=True)
 
 
+def layers_only(damping: float, fisher: Any) -> hk.Implicit:
+    """EKFAC without the parameters that KFAC does not cover."""
+    return hk.Implicit(EKFAC(damping, fisher=fisher, fallback="zero"), Direct())
+
+
 def by_rule(iterations: int) -> Any:
     """PCG with the damping that the length of the training amounts to."""
 
@@ -168,7 +176,9 @@ def methods(which: str) -> dict[str, Any]:
         "KFAC, δ=0.0001": ours(hk.kfac(1e-4, fisher="type-2")),
         "KFAC reduce, δ=0.0001": ours(hk.kfac(1e-4, fisher="type-2", sharing="reduce")),
         **{f"EKFAC, δ={d:g}": ours(hk.ekfac(d, fisher="type-2")) for d in (1e-2, 1e-3, 1e-4, 1e-5)},
+        **{f"EKFAC, δ={d:g}{LAYERS}": ours(layers_only(d, "type-2")) for d in (1e-3, 1e-4)},
         "EKFAC mc, δ=0.0001": ours(hk.ekfac(1e-4)),
+        f"EKFAC mc, δ=0.0001{LAYERS}": ours(layers_only(1e-4, "mc")),
         "EKFAC, δ by agreement with PCG": agreeing(),
         **{f"kronfluence, damping {d}": kronfluence(d) for d in (None, 1e-3, 1e-5)},
     }

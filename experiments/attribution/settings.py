@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -137,8 +138,11 @@ class Stack(nn.Module):
             network.load_state_dict({n: p[i].detach() for n, p in zip(self.names, self.stacked, strict=True)})
 
 
-def train_many(setting: Setting, subsets: list[Tensor], seeds: list[int]) -> list[nn.Module]:
-    """A network for each subset of the training rows, all trained at once by SGD with momentum and a linear decay."""
+def train_many(setting: Setting, subsets: list[Tensor], seeds: list[int], looks: Sequence[int] = ()) -> list[nn.Module]:
+    """A network for each subset of the training rows, all trained at once by SGD with momentum and a linear decay.
+
+    With ``looks`` copies of them are put in front, as they were after these numbers of steps.
+    """
     (x, y), device = setting.train, setting.train[0].device
     networks = []
     for seed in seeds:
@@ -166,16 +170,20 @@ def train_many(setting: Setting, subsets: list[Tensor], seeds: list[int]) -> lis
     stream = batches()
     optimizer = torch.optim.SGD(stack.parameters(), lr=setting.rate, momentum=MOMENTUM)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
-    hk.fit(
+    made = hk.fit(
         hk.BilevelProblem(loss),
         stack,
         None,
         InnerOnly(report_every=total),
         lambda: next(stream),
-        steps=total,
+        steps=0,
         seed=None,
         graph=True,
         inner_optimizer=Updates(optimizer, schedule, schedule="update"),
     )
-    stack.write(networks)
-    return networks
+    found: list[nn.Module] = []
+    for step in (*looks, total):
+        made.advance(step - made.state.step)
+        stack.write(networks)
+        found += networks if step == total else copy.deepcopy(networks)
+    return found

@@ -1,16 +1,17 @@
 """The map on one page: by how much every method changes what the user wanted, and why.
 
 python -m experiments.which_method.page             # the tables of pages/which-method.md
+python -m experiments.which_method.page --summary   # the table of docs/which-method.md
 python -m experiments.which_method.page --figure    # its figure
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
-from experiments import records
 from experiments.paper import plots
 from experiments.paper.tuning import Difference, interval
 from experiments.pieces import Lines
@@ -18,7 +19,20 @@ from experiments.which_method.compare import RATES, RESULT, Map
 from experiments.which_method.methods import METHODS
 from experiments.which_method.problems import PROBLEMS
 
-FIGURE = records.PAGES / "figures" / "which-method.svg"
+FIGURE = Path(__file__).parents[2] / "docs" / "images" / "which-method.svg"
+TAKE = {
+    "example weights": "`hk.kfac()`: J_out is clearly lower, accuracy is not clearly higher",
+    "weight network": "`hk.identity()`: nothing is clear",
+    "label correction": "`hk.kfac()`",
+    "penalty per tensor": "`hk.identity()`",
+    "penalty per weight": "`hk.cg(20)`",
+    "augmentation": "`hk.pcg(3)`",
+    "domain weights": "`hk.identity()`: nothing is clear",
+    "poisoning": "`hk.pcg(3)`",
+    "generator noise": "`hk.cg(20)`",
+    "distilled images": "`hk.pcg(3)`",
+}
+"""The best method that is clearly better than identity on record, or else identity."""
 
 
 def _row(name: str, cells: list[str]) -> str:
@@ -93,38 +107,59 @@ def tables(made: Map) -> str:
     return "\n\n".join(["\n".join(lines) for lines in parts] + [edges(made)])
 
 
+def summary(made: Map) -> str:
+    """The short table of docs/which-method.md: what the identity reaches, what others add, and what to take."""
+    shown = ("KFAC", "PCG-3", "CG-20")
+    lines = [
+        _row("λ", ["identity", *shown, "cosine of identity", "take"]),
+        "| --- " * (len(shown) + 4) + "|",
+    ]
+    for problem in PROBLEMS:
+        base = made.figures(problem, "identity")
+        assert base is not None
+        mean, half = interval(base["wanted"])
+        cells = [f"{mean:.1f} ± {half:.1f}", *(_gain(made, problem, name)[0] for name in shown)]
+        lines.append(_row(problem, [*cells, f"{interval(base['cosine'])[0]:.2f}", TAKE[problem]]))
+    return "\n".join(lines)
+
+
+def _gain(made: Map, problem: str, name: str) -> tuple[str, int]:
+    """What a method adds to the identity's result, as text, and its sign where it is clear."""
+    base, x = made.figures(problem, "identity"), made.figures(problem, name)
+    if base is None or x is None or None in x["wanted"]:
+        return "–", 0
+    gap = Difference.of(base["wanted"], x["wanted"])
+    assert gap is not None
+    text = f"{gap.mean:+.1f} ± {gap.half:.1f}"
+    return (f"**{text}**" if gap.sign else text), gap.sign
+
+
 def figure(made: Map, path: Path) -> Path:
-    """Cosine against what was gained, one point for each method and problem; and the cosines of every problem."""
+    """Two maps of problems and methods: cosines, and what was gained, coloured where it is clear."""
+    problems, methods = list(PROBLEMS), list(METHODS)
 
     def fill(axes: Any) -> None:
-        shown = [problem for problem in PROBLEMS if made.figures(problem, "identity") is not None]
-        for i, name in enumerate(METHODS):
-            cells = {problem: made.figures(problem, name) for problem in shown}
-            known = [(k, x) for k, problem in enumerate(shown) if (x := cells[problem]) is not None]
-            axes[0].plot(
-                [interval(x["cosine"])[0] for _, x in known],
-                [k for k, _ in known],
-                "o",
-                color=f"C{i % 10}",
-                label=name,
-                ms=5,
-            )
-            gains = []
-            for k, x in known:
-                base = made.figures(shown[k], "identity")
-                gap = Difference.of(base["wanted"], x["wanted"]) if base is not None else None
-                if gap is not None and name != "identity":
-                    gains.append((gap.mean, k))
-            axes[1].plot([x for x, _ in gains], [k for _, k in gains], "o", color=f"C{i % 10}", ms=5)
-        for axis, label in zip(
+        for axis, title in zip(
             axes, ("cosine with the converged hypergradient", "points gained over identity"), strict=True
         ):
-            axis.set_yticks(range(len(shown)), shown)
-            axis.invert_yaxis()
-            axis.set_xlabel(label)
-            axis.grid(True, lw=0.3)
-        axes[1].axvline(0, color="black", lw=0.8)
-        axes[0].legend(fontsize=6, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+            axis.set_xticks(range(len(methods)), methods, rotation=45, ha="right")
+            axis.set_yticks(range(len(problems)), problems)
+            axis.set_title(title, fontsize=9)
+        cosines: list[list[float]] = [[math.nan] * len(methods) for _ in problems]
+        signs = [[0] * len(methods) for _ in problems]
+        for i, problem in enumerate(problems):
+            for j, name in enumerate(methods):
+                x = made.figures(problem, name)
+                if x is None:
+                    continue
+                cosines[i][j] = interval(x["cosine"])[0]
+                axes[0].text(j, i, f"{cosines[i][j]:.2f}", ha="center", va="center", fontsize=6)
+                text, signs[i][j] = _gain(made, problem, name)
+                told = text.strip("*").split(" ")[0] if name != "identity" else ""
+                weight = "bold" if signs[i][j] else "normal"
+                axes[1].text(j, i, told, ha="center", va="center", fontsize=6, weight=weight)
+        axes[0].imshow(cosines, cmap="Blues", vmin=0, vmax=1.6, aspect="auto")
+        axes[1].imshow(signs, cmap="PiYG", vmin=-2, vmax=2, aspect="auto")
 
     return plots.draw(path, 2, fill, height=4.0)
 
@@ -133,9 +168,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the tables, or draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", action="store_true", help=f"draw {FIGURE.name}")
+    parser.add_argument("--summary", action="store_true", help="print the short table")
     options = parser.parse_args(arguments)
     made = Map(Lines(RESULT).rows, list(PROBLEMS))
-    print(figure(made, FIGURE) if options.figure else tables(made))
+    print(figure(made, FIGURE) if options.figure else summary(made) if options.summary else tables(made))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from experiments import records
+from experiments.paper.tuning import Difference
 from experiments.pieces import Lines
 from experiments.which_method import compare as which
 from experiments.which_method import page
@@ -64,6 +65,26 @@ def test_the_step_size_with_the_lowest_held_out_objective_is_run_again() -> None
 def test_the_page_has_the_recorded_tables(capsys: pytest.CaptureFixture[str]) -> None:
     page.main([])
     assert capsys.readouterr().out.strip() in (records.PAGES / "which-method.md").read_text("utf-8")
+    page.main(["--summary"])
+    docs = Path(__file__).parents[2] / "docs"
+    assert capsys.readouterr().out.strip() in (docs / "which-method.md").read_text("utf-8")
+
+
+def test_what_to_take_is_what_the_record_speaks_for() -> None:
+    """A method that is recommended is clearly better than identity; where identity is, no other is by half a point."""
+    made = which.Map(Lines(which.RESULT).rows, list(PROBLEMS))
+    names = {"hk.kfac()": "KFAC", "hk.pcg(3)": "PCG-3", "hk.cg(20)": "CG-20", "hk.identity()": "identity"}
+    for problem, text in page.TAKE.items():
+        taken = names[text.split("`")[1]]
+        gains = {name: page._gain(made, problem, name) for name in METHODS if name != "identity"}
+        clear = {name: float(told.strip("*").split(" ")[0]) for name, (told, sign) in gains.items() if sign}
+        if taken == "identity":
+            assert all(gain < 0.5 for gain in clear.values()), problem
+        elif "accuracy is not" in text:
+            base, x = made.figures(problem, "identity"), made.figures(problem, taken)
+            assert base and x and not clear and Difference.of(base["held"], x["held"]).sign < 0  # type: ignore[union-attr]
+        else:
+            assert clear[taken] == max(clear.values()), problem
 
 
 def test_the_figure_shows_every_finished_problem(tmp_path: Path) -> None:

@@ -8,6 +8,20 @@ from hyperkron.solution import HyperkronError
 from hyperkron.validation import check_interval, check_nonnegative
 
 
+def training_time(rates: Sequence[float], *, momentum: float = 0.0) -> float:
+    """τ = Σ_t η_t / (1 − μ), how long SGD trained a network, or a part of that training.
+
+    Args:
+        rates: the learning rate of every step.
+        momentum: μ.
+
+    Example:
+        >>> training_time([0.25] * 100, momentum=0.5)
+        50.0
+    """
+    return 1 / training_damping(rates, momentum=momentum)
+
+
 def training_damping(rates: Sequence[float], *, momentum: float = 0.0) -> float:
     """δ = 1/τ for a network trained by SGD for the time τ = Σ_t η_t / (1 − μ).
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,11 +55,15 @@ class ExampleRows:
 
 
 class Parts:
-    """The batches of ``rows``, each made when it is asked for; ``spans`` has the first row of each and its end."""
+    """The batches of ``rows``, each made when it is asked for; ``spans`` has the first row of each and its end.
 
-    def __init__(self, rows: ExampleRows, size: int) -> None:
+    The first batch has ``first`` rows, if that is less than ``size``.
+    """
+
+    def __init__(self, rows: ExampleRows, size: int, first: int | None = None) -> None:
         self.rows, self.size = rows, size
-        self.spans = [(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+        starts = [0, *range(min(first or size, size), len(rows), size)]
+        self.spans = list(pairwise([*starts, len(rows)]))
 
     def __len__(self) -> int:
         return len(self.spans)

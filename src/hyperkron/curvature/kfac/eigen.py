@@ -15,7 +15,7 @@ Where they are left out the basis is thin. Outside a thin basis the block is δ 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -73,6 +73,14 @@ class EigenBlock:
         inside = self.b.mT @ (v @ self.a)
         return self.outside * v + (self.b @ (inside * (self.spectrum - self.outside))) @ self.a.mT
 
+    def function(self, f: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
+        """f(block) V, with f applied to the eigenvalues."""
+        if self.outside is None:
+            return self.b @ ((self.b.mT @ v @ self.a) * f(self.spectrum)) @ self.a.mT
+        elsewhere = f(self.outside)
+        inside = self.b.mT @ (v @ self.a)
+        return elsewhere * v + (self.b @ (inside * (f(self.spectrum) - elsewhere))) @ self.a.mT
+
     def _projected(self, v: Tensor) -> Tensor:
         """P_B V."""
         return v if self.b.shape[-1] == self.b.shape[-2] else self.b @ (self.b.mT @ v)
@@ -101,6 +109,10 @@ class EigenInverses:
     def matvec(self, v: Matrices) -> Matrices:
         """Q_B [(Q_Bᵀ V Q_A) · spectrum] Q_Aᵀ for every block."""
         return {name: block.matvec(v[name]) for name, block in self.blocks.items()}
+
+    def function(self, f: Callable[[Tensor], Tensor], v: Matrices) -> Matrices:
+        """Q_B [(Q_Bᵀ V Q_A) · f(spectrum)] Q_Aᵀ for every block."""
+        return {name: block.function(f, v[name]) for name, block in self.blocks.items()}
 
     def strategies(self) -> str:
         """How the blocks are inverted, as words."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,13 +13,14 @@ from hyperkron import trees
 from hyperkron.collectives import ONE_PROCESS, Group
 from hyperkron.curvature.base import CurvatureState, Invertible
 from hyperkron.curvature.kfac.coverage import Block, Coverage, Fallback, Plan, plan
+from hyperkron.curvature.kfac.eigen import EigenInverses
 from hyperkron.curvature.kfac.factors import Matrices
 from hyperkron.curvature.kfac.inverse import BlockInverses, load_inverses
 from hyperkron.curvature.kfac.layers import LayerOf
 from hyperkron.kernels.execution import Pending
 from hyperkron.sharding import divided as divide
 from hyperkron.sharding import is_sharded
-from hyperkron.solution import Status
+from hyperkron.solution import HyperkronError, Status
 from hyperkron.trees import Tree
 
 
@@ -213,6 +215,24 @@ class KroneckerOperator(Invertible):
             return self._apply(one, self.inverses.solve, torch.div, lambda xs, ds: list(map(torch.div, xs, ds)))
 
         return torch.func.vmap(solve)(b)
+
+    def function(self, f: Callable[[Tensor], Tensor], v: Tree) -> Tree:
+        """f(A + δI) v for stacked vectors, by the eigenvalues of the blocks, which EKFAC has."""
+        self._ready()
+        inverses = self.inverses
+        if self.scales or not isinstance(inverses, EigenInverses):
+            raise HyperkronError(
+                "a function of the curvature needs its eigenvalues: use hk.curvature.EKFAC(), with the same L2 penalty "
+                "for all parameters of a layer."
+            )
+
+        def times(x: Tensor, d: Tensor) -> Tensor:
+            return x * f(d)
+
+        def one(x: Tree) -> Tree:
+            return self._apply(x, partial(inverses.function, f), times, lambda xs, ds: list(map(times, xs, ds)))
+
+        return torch.func.vmap(one)(v)
 
     def _ready(self) -> None:
         """Before a solve: say where little is covered, and wait for a refresh still under way."""

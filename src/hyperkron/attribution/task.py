@@ -1,0 +1,294 @@
+"""One model with its data: the vectors of the queries, then the scores of the training examples."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from hyperkron import trees
+from hyperkron.attribution.data import ExampleRows, Parts
+from hyperkron.attribution.inner_products import (
+    CHUNK,
+    ForwardProducts,
+    LayerProducts,
+    Products,
+    UnsuitableError,
+    without_penalties,
+)
+from hyperkron.attribution.result import Attribution
+from hyperkron.attribution.store import Store
+from hyperkron.evaluation.differentiation import gradient_tree
+from hyperkron.evaluation.point import Level, Point, independent, trainable
+from hyperkron.hyper import as_hyper
+from hyperkron.hypergradient import Implicit
+from hyperkron.losses import Loss, as_loss
+from hyperkron.problem import BilevelProblem
+from hyperkron.solution import HyperkronError, HyperkronWarning, Solution, Status, warn_once, worst
+from hyperkron.training.program import Program
+from hyperkron.trees import Tree
+from hyperkron.validation import check_whole
+
+Way = Literal["auto", "layers", "forward"]
+LossOf = Callable[[nn.Module, Any], Loss | Tensor]
+"""J of a batch: a mean over its examples."""
+
+TOGETHER = 32
+"""Right-hand sides that are solved for at once."""
+COMPARED = 16
+"""Examples in the first batch, with which gradients by layers are compared with autograd's."""
+
+
+class _TrainingProblem(BilevelProblem):
+    """J_in and the loss of queries; the training set is measured batch by batch."""
+
+    def parts(self, batch: Any) -> Any:
+        return batch if isinstance(batch, Parts) else [batch]
+
+
+class Task:
+    """See the module; the arguments are those of :func:`hyperkron.attribute`."""
+
+    def __init__(
+        self,
+        loss: LossOf,
+        model: nn.Module,
+        train: Any,
+        queries: Any,
+        method: Implicit,
+        query_loss: LossOf,
+        curvature_data: Any,
+        batch_size: int,
+        collate: Callable[[list[Any]], Any],
+    ) -> None:
+        check_whole("batch_size", batch_size)
+        _warn_of_reduced(method, model)
+        self.model, self.params, self.method = model, trainable(model, "model"), method
+        self.loss, self.query_loss = _checked("loss", loss), _checked("query_loss", query_loss)
+        first = next(iter(self.params.values()))
+
+        def rows(name: str, given: Any) -> ExampleRows:
+            return ExampleRows(name, given, first.device, collate)
+
+        self.train, self.queries = Parts(rows("train", train), batch_size, COMPARED), rows("queries", queries)
+        measured = self.train.rows if curvature_data is None else rows("curvature_data", curvature_data)
+        self.curvature = Parts(measured, batch_size)
+        self.given = {
+            "loss": loss,
+            "query_loss": query_loss,
+            "model": model,
+            "weights": dict(model.state_dict()),
+            "train": train,
+            "queries": queries,
+            "curvature_data": curvature_data,
+            "collate": collate,
+            "method": method,
+            "batch_size": batch_size,
+        }
+        self.hyper = as_hyper(torch.zeros(1, device=first.device, dtype=first.dtype))
+
+    def scores(self, aggregate: bool, way: Way, folder: Path | None, progress: bool) -> Attribution:
+        count, total = 1 if aggregate else len(self.queries), len(self.train.rows)
+        with ExitStack() as stack:
+            point = stack.enter_context(self.point())
+            store: Store | None = None
+            if folder is not None:
+                told = Program({**self.given, "aggregate": aggregate, "way": way}, [self.model]).lines()
+                store = stack.enter_context(Store(folder, (count, total), told))
+            vectors, stats = (None, {}) if store is None else (store.vectors(self.params), store.stats)
+            if vectors is None:
+                vectors, stats = self._vectors(point, aggregate, progress)
+                if store is not None:
+                    store.keep(vectors, stats)
+            ways = self.ways(point, way, count)
+            if store is None:
+                scores = torch.cat([piece for _, piece in self.pieces(ways, vectors, 0, progress)], 1)
+            else:
+                for start, piece in self.pieces(ways, vectors, store.done, progress):
+                    point.settle()
+                    store.write(start, piece)
+                scores = store.scores()
+        stats = {"way": ways[0].name, **stats, "status": Status[stats["status"]]}
+        _warn(stats)
+        return Attribution(scores, stats)
+
+    def pieces(
+        self, ways: list[Products], vectors: Tree, first: int = 0, progress: bool = False
+    ) -> Iterator[tuple[int, Tensor]]:
+        """1/N ⟨v_q, ∂_θ c_n⟩ of a batch of examples after the other, with the first row of each, from ``first`` on."""
+        spans = [span for span in self.train.spans if span[0] >= first]
+        for start, stop in tqdm(spans, disable=not progress, unit="batch", desc="scores", dynamic_ncols=True):
+            batch, size = self.train.rows.batch(start, stop), stop - start
+            yield start, _products(ways, batch, vectors, size) * (size / len(self.train.rows))
+
+    def self_influence(self, progress: bool) -> Tensor:
+        found: list[Tensor] = []
+        total, numbers = len(self.train.rows), sum(p.numel() for p in self.params.values())
+        parts = Parts(self.train.rows, max(1, min(self.train.size, CHUNK // numbers)))
+        statuses = set()
+        with self.point() as point:
+            inverse, layers = self.method.inverse(point), _layers(point)
+            for start, stop in tqdm(parts.spans, disable=not progress, unit="batch", dynamic_ncols=True):
+                gradients, layers = self._gradients(point, layers, start, stop)
+                solution = inverse(gradients)
+                statuses.add(solution.status)
+                dots = [(solution.value[name] * g).reshape(len(g), -1).sum(1) for name, g in gradients.items()]
+                found.append(torch.stack(dots).sum(0) / total)
+        _warn({"status": worst(statuses)})
+        return torch.cat(found)
+
+    def _gradients(
+        self, point: Point, layers: LayerProducts | None, start: int, stop: int
+    ) -> tuple[Tree, LayerProducts | None]:
+        """∂_θ of the losses of single training examples, stacked: by layers, or where that fails one by one."""
+        if layers is not None:
+            try:
+                found = layers.gradients(self.train.rows.batch(start, stop), stop - start)
+                return trees.scale(found, float(stop - start)), layers
+            except UnsuitableError:
+                pass
+        each = [self._gradient(point, "inner", self.train.rows.batch(n, n + 1)) for n in range(start, stop)]
+        return trees.stacked(each), None
+
+    def _vectors(self, point: Point, aggregate: bool, progress: bool) -> tuple[Tree, dict[str, Any]]:
+        """A⁻¹ ∂_θ f_q of every query, stacked, and what is to be told of the solves."""
+        inverse = self.method.inverse(point)
+        found: list[Solution] = [inverse(g) for g in self.query_gradients(point, aggregate, progress)]
+        residuals = [x.residual for x in found if x.residual is not None]
+        stats: dict[str, Any] = {
+            "status": worst(x.status for x in found).name,
+            "products": sum(x.products for x in found),
+            **({"residual": max(residuals)} if residuals else {}),
+        }
+        return {name: torch.cat([x.value[name] for x in found]) for name in self.params}, stats
+
+    def query_gradients(self, point: Point, aggregate: bool = False, progress: bool = False) -> Iterator[Tree]:
+        """∂_θ f_q of every query, or of their mean, several stacked at a time."""
+        count = len(self.queries)
+        spans = [(0, count)] if aggregate else [(q, q + 1) for q in range(count)]
+        batched = None if aggregate else self._batched(point)
+        with tqdm(total=len(spans), disable=not progress, unit="query", dynamic_ncols=True) as bar:
+            for i in range(0, len(spans), TOGETHER):
+                part = spans[i : i + TOGETHER]
+                if batched is None:
+                    yield trees.stacked([self._mean_gradient(point, *span) for span in part])
+                else:
+                    batch = self.queries.batch(i, i + len(part))
+                    yield trees.scale(batched.gradients(batch, len(part)), float(len(part)))
+                bar.update(len(part))
+
+    def _batched(self, point: Point) -> LayerProducts | None:
+        """The way to the gradients of many queries in one pass; ``None`` where they would not be those of each alone.
+
+        They are if the loss is a mean over queries that are all counted alike, which the first shows: its gradient
+        among others is a share of the one it has alone.
+        """
+        count = min(TOGETHER, len(self.queries))
+        layers = _layers(point, "outer") if count > 1 else None
+        if layers is None:
+            return None
+        loss = point.evaluate("outer", self.queries.batch(0, 1))
+        if loss.opaque or any(term.valid is not None for term in loss.terms):
+            return None
+        try:
+            found = layers.gradients(self.queries.batch(0, count), count)
+        except UnsuitableError:
+            return None
+        first = next(trees.unstacked(trees.scale(found, float(count))))
+        alone = self._gradient(point, "outer", self.queries.batch(0, 1))
+        error = trees.norm(trees.add(first, alone, alpha=-1.0))
+        return layers if error <= 1e3 * torch.finfo(point.dtype).eps * trees.norm(alone) else None
+
+    def _mean_gradient(self, point: Point, start: int, stop: int) -> Tree:
+        """∂_θ of the mean loss of some queries, batch by batch."""
+        total = trees.zeros_like(self.params)
+        for i in range(start, stop, self.train.size):
+            end = min(i + self.train.size, stop)
+            part = self._gradient(point, "outer", self.queries.batch(i, end))
+            total = trees.add(total, part, alpha=(end - i) / (stop - start))
+        return total
+
+    def _gradient(self, point: Point, level: Level, batch: Any) -> Tree:
+        """∂_θ of the loss of a batch, without penalties."""
+        value = without_penalties(point.evaluate(level, batch))
+        if not value.requires_grad:
+            raise independent(level)
+        return gradient_tree(value, self.params)
+
+    @contextmanager
+    def point(self) -> Iterator[Point]:
+        """The model in evaluation mode, with J_in and the loss of queries; each module gets its own mode back."""
+        problem = _TrainingProblem(self._objective, lambda model, _, batch: self.query_loss(model, batch))
+        modes = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            with Point(problem, self.model, self.hyper, None, None, curvature_batch=self.curvature) as point:
+                yield point
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    def _objective(self, model: nn.Module, hyper: nn.Module, batch: Any) -> Loss:
+        """J_in of a batch; of all batches where a curvature asks for the whole set at once."""
+        if not isinstance(batch, Parts):
+            return self.loss(model, batch)
+        shares = ((stop - start) / len(batch.rows) for start, stop in batch.spans)
+        parts = (share * self.loss(model, part) for share, part in zip(shares, batch, strict=True))
+        return sum(parts, Loss(torch.zeros(())))
+
+    def ways(self, point: Point, way: Way, count: int) -> list[Products]:
+        """The ways to try, the cheapest first: by layers for several queries, else by forward mode."""
+        if way != "auto":
+            return [LayerProducts(point) if way == "layers" else ForwardProducts(point)]
+        forward, layers = ForwardProducts(point), _layers(point)
+        if layers is None:
+            return [forward]
+        return [layers, forward] if count > 2 and not layers.plan.rest else [forward, layers]
+
+
+def _layers(point: Point, level: Level = "inner") -> LayerProducts | None:
+    try:
+        return LayerProducts(point, level)
+    except UnsuitableError:
+        return None
+
+
+def _products(ways: list[Products], batch: Any, vectors: Tree, count: int) -> Tensor:
+    """By the first of ``ways`` that works; those that do not are dropped."""
+    while True:
+        try:
+            return ways[0](batch, vectors, count)
+        except UnsuitableError:
+            if len(ways) == 1:
+                raise
+            del ways[0]
+
+
+def _warn_of_reduced(method: Implicit, model: nn.Module) -> None:
+    """Say that ``sharing="reduce"`` does not rank examples well where weights are shared over positions."""
+    if getattr(method.curvature, "sharing", "") != "reduce" or not isinstance(model, nn.Module):
+        return
+    if any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()):
+        warn_once(
+            "attribution reduce",
+            "sharing='reduce' with convolutions ranked training examples no better than products of gradients in our "
+            "measurements (docs/attribution.md); use sharing='expand', the default.",
+        )
+
+
+def _warn(stats: dict[str, Any]) -> None:
+    """Say where a solve was not the one asked for."""
+    if not stats["status"].ok:
+        warnings.warn(f"attribution, {stats['status'].name}: {stats['status'].value}", HyperkronWarning, stacklevel=4)
+
+
+def _checked(name: str, loss: LossOf) -> Callable[[nn.Module, Any], Loss]:
+    if not callable(loss):
+        raise HyperkronError(f"{name}={loss!r:.60} is not callable; pass a function (model, batch) -> loss.")
+    return lambda model, batch: as_loss(loss(model, batch))
