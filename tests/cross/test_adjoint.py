@@ -1,4 +1,4 @@
-"""The cross term from the gradients at layers: against double backward in float64, in bfloat16, and where it is refused."""
+"""The cross term from the gradients at layers: against double backward, in bfloat16, and where it is refused."""
 
 from __future__ import annotations
 
@@ -61,6 +61,18 @@ class Language(nn.Module):
         return self.head(self.last(x))
 
 
+class Positions(Language):
+    """Adds the embedding of positions, which is the same for all examples; dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(T + 1, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = self.positions(torch.arange(tokens.shape[1])[None])
+        return self.head(F.dropout(self.block(self.words(tokens) + places), 0.2))
+
+
 class Images(nn.Module):
     """Convolutions, a group norm and a frozen first layer of which only the bias is trained."""
 
@@ -100,6 +112,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": lambda: Language(tied=True),
     "padding": lambda: Language(padding=2),
     "checkpoints": lambda: Language(checkpoints=True),
+    "positions": Positions,
     "images": Images,
 }
 
@@ -146,7 +159,7 @@ def exact(model: nn.Module, hyper: nn.Module, v: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "bfloat16 parameters"])
-@pytest.mark.parametrize("kind", ["language", "tied"])
+@pytest.mark.parametrize("kind", ["language", "tied", "checkpoints"])
 def test_low_precision_takes_it_and_keeps_its_digits(kind: str, dtype: torch.dtype) -> None:
     model, hyper = made(kind)
     model, hyper = model.to(dtype), hyper.float()
@@ -180,15 +193,11 @@ class Functional(Language):
         return F.linear(self.block(self.words(tokens)), self.head.weight)
 
 
-class Positions(Language):
-    """Adds the embedding of positions, which is the same for all examples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Embedding(T + 1, WIDTH)
+class Rows(Positions):
+    """Looks positions up without a dimension for examples."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.block(self.words(tokens) + self.positions(torch.arange(tokens.shape[1])[None])))
+        return self.head(self.block(self.words(tokens) + self.positions(torch.arange(tokens.shape[1]))))
 
 
 class Bare(Language):
@@ -213,7 +222,7 @@ class Mixing(Language):
         return self.head(self.mixing(self.block(self.words(tokens)).mT).mT)
 
 
-@pytest.mark.parametrize("kind", [Functional, Positions, Bare, Mixing])
+@pytest.mark.parametrize("kind", [Functional, Rows, Bare, Mixing])
 def test_where_it_would_be_wrong_another_way_is_taken(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, hyper = kind().bfloat16(), hk.DomainWeights(DOMAINS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,13 +11,12 @@ from hyperkron.kernels import linalg, products
 
 
 @pytest.fixture
-def _split(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _split(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU that may use TF32, also for small matrices."""
     always = lambda *sizes, like: like.dtype == torch.float32  # noqa: E731
     monkeypatch.setattr(products, "splits", always)
     monkeypatch.setattr(linalg, "splits", always)
     monkeypatch.setattr(products, "PIECE", 2000)  # several pieces
-    yield
 
 
 def matrices(*shape: int, spread: float = 0.0) -> Tensor:

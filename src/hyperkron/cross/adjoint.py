@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 from hyperkron.cross.weighting import Read, Weighted, weighted_sum
+from hyperkron.evaluation.inputs import tensors_of
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.selection import WithoutAutocast
 from hyperkron.losses import Loss, Term
@@ -107,6 +108,8 @@ class _Taps:
     def __init__(self, point: Point, v: Tree) -> None:
         self.device = point.device
         self.layers = _layers(point, v)
+        sizes = (len(x) for _, x in tensors_of("", point.inner_batch) if x.dim() > 0)
+        self.examples = next(sizes, 1)
         self.token = torch.zeros((), device=point.device, requires_grad=True)
         self.changes = torch.zeros(0)
 
@@ -149,6 +152,8 @@ class _Taps:
             raise NoAdjointError(f"{type(module).__name__} has more than one input or output")
         if not output.requires_grad:  # under no_grad: the loss does not see this call
             return output
+        if output.dim() > 1 and len(output) == 1:  # the same for all examples, as positions are: each gets its own
+            output = output.expand(self.examples, *output.shape[1:])
         return _Tap.apply(output, self.token, inputs[0], partial(self._receive, _tangent(module, v, self._autocast())))
 
     def _receive(self, tangent: Tangent, g: Tensor, x: Tensor) -> None:

@@ -362,6 +362,8 @@ def _moves_by_gradient(point: Point, v: Tree, loss: Loss, found: _Found) -> bool
     """Whether the row losses change along v as their gradients say, beyond rounding and their own error."""
     if found.changes.numel() == 0:
         return True
+    if found.way.mode == "forward" and point.drawn():  # dropout of the kernels that have tangents
+        loss = point.inner(differentiable=True)
     by_example = found.way.mode == "adjoint"
     rows = (example_losses if by_example else weighting.row_losses)(loss, found.way.form)
     usual = _HALF if in_half_precision(loss.value) else _precision(point)
