@@ -32,7 +32,7 @@ from hyperkron.cleaning.models import resnet18
 from hyperkron.curvature.kfac import diagonals, factors, grams, inverse, kronecker, layers, recorder
 from hyperkron.evaluation import point, snapshot
 from hyperkron.hypergradient import implicit
-from hyperkron.kernels import linalg, products
+from hyperkron.kernels import linalg, split_products
 from hyperkron.kernels.execution import Execution
 from hyperkron.losses import classification
 from hyperkron.solvers import Direct
@@ -132,7 +132,7 @@ def as_on_gpu(shrink: int = SHRINK) -> Iterator[None]:
         few = count <= linalg.FEW and n <= 2 * linalg.LARGE_LEAF // shrink
         leaf = (linalg.LARGE_LEAF if few and not lean else linalg.LEAF) // shrink
         leaf = n if n in (27, 147) else leaf  # stems keep their size
-        with products.full_precision():
+        with split_products.full_precision():
             return linalg._halved(matrices, leaf)
 
     def solve(self: Direct, operator: Any, b: trees.Tree, **options: Any) -> Any:

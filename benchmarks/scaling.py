@@ -51,7 +51,7 @@ from hyperkron.curvature.kfac.factors import DUAL_RATIO, Dual, Primal
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.implicit import outer_gradients
 from hyperkron.kernels.linalg import factorize, gram
-from hyperkron.kernels.products import full_precision
+from hyperkron.kernels.split_products import full_precision
 from storages import Storages
 from transformer import TransformerClassifier
 

@@ -31,7 +31,7 @@ from experiments.attribution.peers import LAYERS, methods
 from experiments.attribution.settings import SETTINGS, Setting, train_many
 from experiments.pieces import Cells
 from experiments.workers import share
-from hyperkron.kernels.products import full_precision
+from hyperkron.kernels.split_products import full_precision
 
 SUBSETS, REPEATS, GROUP = 80, 4, 20
 """Halves, networks for each, and halves in a piece."""

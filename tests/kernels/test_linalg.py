@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hyperkron.kernels import linalg, products
+from hyperkron.kernels import linalg, split_products
 
 SIZES = [1, 5, 63, 64, 65, 129, 200, 321]
 
@@ -85,7 +85,7 @@ def test_full_precision_restores_the_settings_also_after_an_exception() -> None:
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     try:
-        with contextlib.suppress(RuntimeError), products.full_precision():
+        with contextlib.suppress(RuntimeError), split_products.full_precision():
             assert torch.get_float32_matmul_precision() == "highest"
             assert not torch.backends.cudnn.allow_tf32
             raise RuntimeError

@@ -26,7 +26,7 @@ from hyperkron.cross.ways import NoForwardModeError, along, forward_mode
 from hyperkron.curvature.kfac.coverage import Block, plan
 from hyperkron.evaluation.differentiation import gradient_tree
 from hyperkron.evaluation.point import Level, Point
-from hyperkron.kernels.products import full_precision
+from hyperkron.kernels.split_products import full_precision
 from hyperkron.losses import Loss
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree

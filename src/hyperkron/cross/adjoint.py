@@ -44,12 +44,12 @@ class NoAdjointError(HyperkronError):
     """A parameter is not used by a layer of its own, or the changes of examples cannot be told apart."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"the cross term cannot be had from the gradients at the layers: {why}; use cross='auto'.")
+        super().__init__(f"the gradients at the layers do not give the cross term: {why}; use cross='auto'.")
 
 
 def adjoint(point: Point, v: Tree, form: str) -> Weighted:
     """X(v), and c' by example; ``form`` is the structure of the loss (:func:`hyperkron.cross.weighting.structure`)."""
-    taps = _Taps(point, v)
+    taps = _LayerHooks(point, v)
     with taps.attached():
         loss = point.inner()
         read = Read.of(loss, form, point.params)
@@ -77,12 +77,12 @@ def _by_example(term: Term) -> tuple[Tensor, Tensor]:
     for x in live:
         if any(size > 1 and step for size, step in zip(x.shape[1:], x.stride()[1:], strict=True)):
             raise NoAdjointError("λ weights the rows of an example differently")
-    weights = functools.reduce(operator.mul, [x[(slice(None), *[0] * (x.dim() - 1))] if x.dim() else x for x in live])
+    weights = functools.reduce(operator.mul, [x.flatten(1)[:, 0] if x.dim() > 1 else x for x in live])
     rows = functools.reduce(operator.mul, rest, term.row_losses)
     return weights, rows.flatten(1).sum(1) if rows.dim() > 1 else rows
 
 
-class _Tap(torch.autograd.Function):
+class _LayerTap(torch.autograd.Function):
     """The identity on a layer's output; hands the gradient that passes through, with the layer's input, to ``receive``.
 
     The input is saved as autograd saves its own, so that activation checkpoints compute it again.
@@ -102,7 +102,7 @@ class _Tap(torch.autograd.Function):
         return g, None, None, None
 
 
-class _Taps:
+class _LayerHooks:
     """Hooks on all layers that hold parameters of θ, and the changes that they add up to."""
 
     def __init__(self, point: Point, v: Tree) -> None:
@@ -154,7 +154,9 @@ class _Taps:
             return output
         if output.dim() > 1 and len(output) == 1:  # the same for all examples, as positions are: each gets its own
             output = output.expand(self.examples, *output.shape[1:])
-        return _Tap.apply(output, self.token, inputs[0], partial(self._receive, _tangent(module, v, self._autocast())))
+        return _LayerTap.apply(
+            output, self.token, inputs[0], partial(self._receive, _tangent(module, v, self._autocast()))
+        )
 
     def _receive(self, tangent: Tangent, g: Tensor, x: Tensor) -> None:
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
@@ -215,14 +217,13 @@ def _embedding(weight: Tensor, padding: int | None, index: Tensor, g: Tensor) ->
 def _any_layer(module: nn.Module, v: dict[str, Tensor], autocast: torch.dtype | None, x: Tensor, g: Tensor) -> Tensor:
     """⟨g, f'(a; v)⟩ by forward mode through this layer alone."""
     own = dict(module._parameters)
+    parameters: dict[str, Any] = module._parameters
     try:
         with dual_level(), torch.autocast(x.device.type, autocast) if autocast else nullcontext():
             for local, p in own.items():
-                if p is not None:
-                    module._parameters[local] = (
-                        make_dual(p.detach(), v[local].to(p.dtype)) if local in v else p.detach()
-                    )  # type: ignore[assignment]
+                if p is not None and local in v:
+                    parameters[local] = make_dual(p.detach(), v[local].to(p.dtype))
             tangent = unpack_dual(module.forward(x)).tangent
     finally:
-        module._parameters.update(own)
+        parameters.update(own)
     return g.new_zeros(g.shape[:1]) if tangent is None else g * tangent.to(g.dtype)

@@ -21,7 +21,7 @@ from hyperkron import trees
 from hyperkron.evaluation.differentiation import UndifferentiableError, gradients_of, graph_nodes
 from hyperkron.evaluation.point import Point
 from hyperkron.evaluation.sharded import dual
-from hyperkron.kernels.products import full_precision
+from hyperkron.kernels.split_products import full_precision
 from hyperkron.losses import Loss
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree

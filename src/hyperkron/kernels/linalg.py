@@ -8,7 +8,7 @@ matrices until the pieces are small,
 
 so that nearly all work is in batched matrix products: n³/2 operations, and half the memory of an explicit inverse. The
 small triangles are kept inverted, and a solve is a sequence of products too. Building runs in full float32 whatever the
-global setting (:mod:`~hyperkron.kernels.products`), for every piece feeds those below it; solves follow the setting.
+global setting (:mod:`~hyperkron.kernels.split_products`), for every piece feeds those below it; solves follow the setting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hyperkron.kernels.products import full_precision, gram_product, splits, subtract_product
+from hyperkron.kernels.split_products import full_precision, gram_product, splits, subtract_product
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyperkron.kernels.linalg import Factorization, load_factorization
-from hyperkron.kernels.products import full_precision, product, subtract_product
+from hyperkron.kernels.split_products import full_precision, product, subtract_product
 
 DUAL_RATIO = 0.5
 """Rows are kept where there are at most this many for each dimension."""

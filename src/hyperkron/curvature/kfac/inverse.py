@@ -36,7 +36,7 @@ from hyperkron.curvature.kfac.factors import (
 )
 from hyperkron.kernels.execution import Execution, Pending
 from hyperkron.kernels.linalg import Cholesky, Factorization, factorize, gram, stream
-from hyperkron.kernels.products import full_precision
+from hyperkron.kernels.split_products import full_precision
 from hyperkron.solution import FactorizationError, Status
 
 SplitFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from hyperkron.curvature.kfac.factors import Dual, Primal
-from hyperkron.kernels import linalg, products
+from hyperkron.kernels import linalg, split_products
 
 
 @pytest.fixture
 def _split(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU that may use TF32, also for small matrices."""
     always = lambda *sizes, like: like.dtype == torch.float32  # noqa: E731
-    monkeypatch.setattr(products, "splits", always)
+    monkeypatch.setattr(split_products, "splits", always)
     monkeypatch.setattr(linalg, "splits", always)
-    monkeypatch.setattr(products, "PIECE", 2000)  # several pieces
+    monkeypatch.setattr(split_products, "PIECE", 2000)  # several pieces
 
 
 def matrices(*shape: int, spread: float = 0.0) -> Tensor:
@@ -37,10 +37,10 @@ def error(found: Tensor, a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("spread", [0.0, 2.0])
 def test_products_keep_nearly_all_digits_of_float32(scale: float, spread: float) -> None:
     a, b = (scale * matrices(5, 30, 40, spread=spread)).float(), matrices(5, 40, 20).float()
-    assert error(products.product(a, b), a, b) < 2.0**-20
-    assert error(products.product(b.mT, a.mT), b.mT, a.mT) < 2.0**-20
+    assert error(split_products.product(a, b), a, b) < 2.0**-20
+    assert error(split_products.product(b.mT, a.mT), b.mT, a.mT) < 2.0**-20
     v = torch.zeros(5, 30, 20)
-    assert products.subtract_product(v, a, b) is v
+    assert split_products.subtract_product(v, a, b) is v
     assert error(-v, a, b) < 2.0**-20
     if scale == 1.0:  # else squares are outside the range of float32
         assert error(linalg.gram(a), a.mT, a) < 2.0**-20
@@ -55,10 +55,10 @@ def test_half_precision_alone_would_not_do() -> None:
 @pytest.mark.usefixtures("_split")
 def test_zeros_and_numbers_that_are_not_finite() -> None:
     a, b = torch.zeros(2, 3, 4), matrices(2, 4, 3).float()
-    assert not products.product(a, b).any()
+    assert not split_products.product(a, b).any()
     a[0, 0, 0] = float("nan")
     a[1, 0, 0] = float("inf")
-    found = products.product(a, b)
+    found = split_products.product(a, b)
     assert not found[0, 0].isfinite().any() and not found[1, 0].isfinite().any()
 
 
@@ -82,21 +82,21 @@ def test_they_are_used_only_where_tf32_is_allowed_and_full_precision_asked_for()
         is_cuda, dtype = True, torch.float32
 
     def split(size: int) -> bool:
-        return products.splits(size, size, like=Gpu())  # type: ignore[arg-type]
+        return split_products.splits(size, size, like=Gpu())  # type: ignore[arg-type]
 
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
         assert not split(512)
-        with products.full_precision():
+        with split_products.full_precision():
             assert torch.get_float32_matmul_precision() == "highest"
             assert split(512) and not split(128)
-            with products.full_precision():
+            with split_products.full_precision():
                 assert split(512)
             assert split(512)
         assert not split(512) and torch.get_float32_matmul_precision() == "high"
         torch.set_float32_matmul_precision("highest")
-        with products.full_precision():
+        with split_products.full_precision():
             assert not split(512)
     finally:
         torch.set_float32_matmul_precision(before)
