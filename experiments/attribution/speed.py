@@ -28,7 +28,7 @@ RUNS = 2
 
 def ours(setting: Setting, aggregate: bool) -> Callable[[torch.nn.Module], Any]:
     """Factors and scores by ``hk.attribute``, with what it does by default."""
-    return lambda model: hk.attribute(loss, model, setting.train, setting.queries, aggregate=aggregate, batch_size=1000)
+    return lambda model: hk.attribute(loss, model, setting.train, setting.queries, aggregate=aggregate, batch_size=600)
 
 
 def theirs(setting: Setting, aggregate: bool) -> Callable[[torch.nn.Module], Any]:

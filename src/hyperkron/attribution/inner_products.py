@@ -33,6 +33,8 @@ from hyperkron.trees import Tree
 
 CHUNK = 2**26
 """Numbers held at once as gradients of single examples."""
+PIECE = 2**23
+"""The same where they are used up at once."""
 
 
 class UnsuitableError(HyperkronError):
@@ -199,17 +201,16 @@ class _BlockCall(_LayerCall):
     def __init__(self, block: Block, params: Tree) -> None:
         self.block, self.params = block, params
 
-    def _positions(self, width: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs (n, groups, S, d_in) and output gradients (n, groups, S, d_out) of chunks of examples, each of which
-        makes ``width`` numbers."""
-        size, layer = max(1, CHUNK // max(width, 1)), self.block.layer
+    def _positions(self, width: int, numbers: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs (n, groups, S, d_in), in the layer's own order of columns, and output gradients (n, groups, S, d_out)
+        of chunks of examples, each of which makes ``width`` of at most ``numbers`` numbers."""
+        size = max(1, numbers // max(width, 1))
         for x, g in zip(self.x.split(size), self.g.split(size), strict=True):
-            for a, b in layer.positions(x, g):
-                yield layer.ordered(a), b
+            yield from self.block.layer.positions(x, g)
 
     def gradients(self) -> Iterator[Tree]:
-        for a, b in self._positions(self._width):
-            parts = [] if self.block.weight is None else [b.mT @ a]
+        for a, b in self._positions(self._width, CHUNK):
+            parts = [] if self.block.weight is None else [self.block.layer.ordered(b.mT @ a)]
             if self.block.bias is not None:
                 parts.append(b.sum(-2)[..., None])
             found: Tree = vmap(partial(self.block.part, like=self.params))(torch.cat(parts, -1))
@@ -221,8 +222,10 @@ class _BlockCall(_LayerCall):
         bias = v[..., -1] if self.block.bias is not None else None
         weight = None if self.block.weight is None else v if bias is None else v[..., :-1]
         queries, pieces = len(v), []
+        if weight is not None:
+            weight = self.block.layer.reordered(weight.flatten(0, 1).mT).mT.unflatten(0, weight.shape[:2])
         few = len(self.x) > 0 and queries * (self.g[0].numel() // self.block.layer.d_out) <= self.block.layer.d_in
-        for a, b in self._positions(queries * self.g[:1].numel() if few else self._width):
+        for a, b in self._positions(queries * self.g[:1].numel() if few else self._width, PIECE):
             a, b, piece = a.to(v.dtype), b.to(v.dtype), v.new_zeros(queries, len(a))
             if weight is not None and few:
                 piece += torch.einsum("ngsqo,ngso->qn", torch.einsum("ngsi,qgoi->ngsqo", a, weight), b)
@@ -255,6 +258,9 @@ class _ModuleCall(_LayerCall):
             yield {self.names[local]: gradient for local, gradient in vmap(pulled)(x, g).items()}
 
     def scores(self, vectors: Tree) -> Tensor:
+        own = [vectors[name] for name in self.names.values()]
+        if not any(bool(v.any()) for v in own):  # left out by the method
+            return own[0].new_zeros(len(own[0]), len(self.x))
         pieces = []
         for part in self.gradients():
             products = [vectors[name].flatten(1) @ x.flatten(1).to(vectors[name].dtype).T for name, x in part.items()]

@@ -140,12 +140,23 @@ def bordered(total: Tensor | None, sums: Tensor, count: int) -> Tensor:
 
 
 def corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> Tensor:
-    """Σ_n (Q_Bᵀ G_n Q_A)² with G_n = Σ_positions g [x, 1]ᵀ, the gradient of one example."""
+    """Σ_n (Q_Bᵀ G_n Q_A)² with G_n = Σ_positions g [x, 1]ᵀ, the gradient of one example.
+
+    With more positions than outputs G_n is made first and then turned into the eigenbasis, else g and x are.
+    """
     total = q_a.new_zeros(q_a.shape[0], q_b.shape[-1], q_a.shape[-1])
     d = block.layer.d_in if block.weight is not None else 0
     columns = block.layer.reordered(q_a[:, :d]) if d else None
     together = max(1, GRADIENTS.get(x.device.type, 2**24) // total.numel())
     for inputs, gradients in block.layer.positions(x, g):
+        if columns is not None and inputs.shape[2] > block.layer.d_out:
+            wide, tall = inputs.to(q_a.dtype), gradients.to(q_a.dtype)
+            for a, b in zip(wide.split(together), tall.split(together), strict=True):
+                turned = _within(b.mT @ a, columns)
+                if block.bias is not None:
+                    turned += b.sum(2)[..., None] * q_a[:, -1:]
+                total += _sum_of_squares(q_b.mT @ turned)
+            continue
         a = inputs.new_zeros(*inputs.shape[:-1], 1, dtype=q_a.dtype) if columns is None else _within(inputs, columns)
         if block.bias is not None:
             a = a + q_a[:, -1:]
