@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import time
 import warnings
@@ -114,8 +115,10 @@ def cached_encoder(table: dict[str, np.ndarray]) -> None:
 
 
 def commit() -> str:
-    """Of the hyperkron that is measured; + where its files differ from it."""
+    """Of the hyperkron that is measured; + where its files differ from it. COMMIT names it where there is no git."""
     where = Path(hyperkron.__file__).parent
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(where), *words], capture_output=True, text=True, check=True).stdout
@@ -189,8 +192,9 @@ def _worker(texts: list[str], encoder: str | None, alone: bool) -> Callable[[Job
 
 
 def jobs(sets: str, seeds: list[int], sizes: list[int]) -> list[Job]:
-    """Seed by seed, unseen sets first, cheap sets before dear ones, so that a stop leaves a balanced table."""
-    groups = {"all": (*UNSEEN, *DEVELOPMENT), "development": DEVELOPMENT, "unseen": UNSEEN}
+    """Seed by seed, unseen texts first, then unseen sets, then texts, so that a stop leaves what is asked most."""
+    everything = sorted((*UNSEEN, *DEVELOPMENT), key=lambda n: (not SOURCES[n].unseen, SOURCES[n].kind != "text"))
+    groups = {"all": tuple(everything), "development": DEVELOPMENT, "unseen": UNSEEN}
     names = groups.get(sets) or tuple(sets.split(","))
     return [(name, seed, size) for seed in seeds for name in names for size in sizes]
 

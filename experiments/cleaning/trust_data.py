@@ -78,6 +78,9 @@ SOURCES = {
         Source("mnist", "image", "mnist", rows=1000),
         Source("fashion_mnist", "image", "fashion_mnist", unseen=True, rows=1000),
         Source("cifar10", "image", "cifar10", unseen=True, rows=500, width=8),
+        Source("semeval", "text", "wrench", item="semeval"),
+        Source("chemprot", "text", "tapt", unseen=True, item="chemprot"),
+        Source("hyperpartisan", "text", "tapt", unseen=True, item="hyperpartisan"),
     )
 }
 DEVELOPMENT = tuple(name for name, s in SOURCES.items() if not s.unseen)

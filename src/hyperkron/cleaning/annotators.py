@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from hyperkron.cleaning.choice import wilson
-from hyperkron.cleaning.evidence import label_evidence, noise_matrix
 
 SILENT = -1
 """In place of a class, where a source does not vote."""
@@ -69,7 +68,7 @@ def weigh_votes(
 
     Args:
         opinion: p(k | x), probabilities (N, C).
-        votes: (N, S), classes, or −1 where a source is silent; (N, 1) for single labels.
+        votes: (N, S), classes, or −1 where a source is silent.
         iterations: of expectation maximisation.
         strength: rows of each class, added to T_s, on which the source votes as it does on all rows.
         shrinkage: votes, added for each answer of a source, that are as often right as those of the others.
@@ -82,8 +81,6 @@ def weigh_votes(
         >>> found.posterior.argmax(1).tolist(), found.log_likelihood[3].tolist()
         ([0, 1, 0, 0], [0.0, 0.0])
     """
-    if votes.shape[1] == 1:
-        return _single(opinion, votes[:, 0])
     p, said = opinion.detach().double().cpu(), votes.cpu()
     classes, sources = p.shape[1], said.shape[1]
     row, source = (said != SILENT).nonzero(as_tuple=True)
@@ -105,13 +102,6 @@ def weigh_votes(
         log_likelihood = summed / (1 + (shares.sum(1, keepdim=True) - 1).clamp(min=0) * r)
         q = (p.clamp(min=1e-30).log() + log_likelihood).softmax(1)
     return Votes(confusion.mT.contiguous().to(opinion), r, log_likelihood.to(opinion), q.to(opinion))
-
-
-def _single(opinion: Tensor, given: Tensor) -> Votes:
-    """One source, whose confusion is the noise matrix."""
-    labelled = given != SILENT
-    matrix, posterior = noise_matrix(opinion[labelled], given[labelled])
-    return Votes(matrix[None], 0.0, label_evidence(matrix, given), opinion.index_put((labelled,), posterior))
 
 
 def _shrunk(meant: Tensor, spoken: Tensor, size: Tensor, shrinkage: float) -> Tensor:

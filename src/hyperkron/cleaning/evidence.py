@@ -5,7 +5,7 @@ For a row with input x, given label y and true class k,
     log e(k) = κ · log p̄(k | x) + β · log T[k, y] ,      p̄ ∝ e^{b_k} Π_j p_j^{a_j} ,      T[k, y] = P(given y | true k)
 
 where the p_j are experts: models whose training never saw the row. The classes may be more or less frequent among the
-noisy rows than among the trusted ones, to which a and b are fitted; ``shifted`` carries p̄ over. A network f is then
+noisy rows than among the trusted ones, to which a and b are fitted; ``label_noise.py`` carries p̄ over and finds T. A network f is then
 fitted to the likelihood −log Σ_k f(k | x) e(k): with κ = 0 this is training through the noise matrix (forward
 correction), with a large κ it is training on the experts' opinion, and with e a single class it is cross-entropy. κ and
 β are hyperparameters.
@@ -13,8 +13,6 @@ correction), with a large κ it is training on the experts' opinion, and with e 
 References:
     Patrini et al., 2017, "Making deep neural networks robust to label noise: a loss correction approach".
     Hendrycks et al., 2018, "Using trusted data to train deep networks on labels corrupted by severe noise".
-    Dawid & Skene, 1979, "Maximum likelihood estimation of observer error-rates using the EM algorithm".
-    Saerens, Latinne & Decaestecker, 2002, "Adjusting the outputs of a classifier to new a priori probabilities".
     Alexandari, Kundaje & Shrikumar, 2020, "Maximum likelihood with bias-corrected calibration is hard-to-beat at label
         shift adaptation".
 """
@@ -44,9 +42,6 @@ POOL_PRIOR, POOL_SUM = 9.0, 1.3
 """Nats that a pool pays for the squared distance of its exponents from equal ones, and the sum of those."""
 
 NEWTON_STEPS = 50
-
-PRIOR_SHARE, FIRST_RATE = 0.7, 0.2
-"""How much the prior of the noise matrix counts for each row in doubt, and the error rate that EM begins with."""
 
 RULED_OUT = -16.0
 """Log-evidence of the classes that a trusted label rules out."""
@@ -198,30 +193,6 @@ def frequencies(labels: Tensor, classes: int) -> Tensor:
     return count / count.sum()
 
 
-def shifted(log_p: Tensor, before: Tensor, iterations: int = 50, shrink: float = 0.3) -> Tensor:
-    """The opinion (N, C) under the class frequencies of these rows, found by expectation maximisation.
-
-        r_n(k) ∝ p(k | x_n) π_k / π⁰_k ,      π = (1 − s) · mean_n r_n + s · π⁰
-
-    Args:
-        log_p: the opinion where classes have the frequencies ``before``.
-        before: π⁰ (C,), all positive.
-        iterations: of expectation maximisation.
-        shrink: s, towards the frequencies before; 1 changes nothing.
-
-    Example:
-        >>> even = torch.tensor([0.5, 0.5])
-        >>> seen = torch.tensor([[0.9, 0.1]] * 9 + [[0.1, 0.9]])
-        >>> bool((shifted(seen.log(), even).exp()[:, 0] > seen[:, 0]).all())  # the first class is the frequent one
-        True
-    """
-    p, after = log_p.exp(), before
-    for _ in range(iterations):
-        seen = p * (after / before)
-        after = (1 - shrink) * (seen / seen.sum(1, keepdim=True)).mean(0) + shrink * before
-    return (log_p + (after / before).log()).log_softmax(1)
-
-
 def noise_matrix_from_trusted(predicted: Tensor, labels: Tensor, classes: int, strength: float = 2.0) -> Tensor:
     """T from a model of the *given* labels: its mean prediction over the trusted rows of each class.
 
@@ -233,38 +204,6 @@ def noise_matrix_from_trusted(predicted: Tensor, labels: Tensor, classes: int, s
     kept = float((sums.diagonal() / count.clamp(min=1))[present].mean()) if bool(present.any()) else 0.5
     prior = torch.full_like(sums, (1 - kept) / max(classes - 1, 1)).fill_diagonal_(kept)
     return (sums + strength * prior) / (count + strength)[:, None]
-
-
-def noise_matrix(opinion: Tensor, given: Tensor, iterations: int = 100) -> tuple[Tensor, Tensor]:
-    """T and the posterior q(k) ∝ p(k | x) T[k, y] by expectation maximisation, with the opinion p kept fixed.
-
-        T[k, y] ∝ Σ_n q_n(k) [y_n = y] + (1 + PRIOR_SHARE · Σ_n q_n(k) (1 − p_n(k))) · T⁰[k, y] ,
-        T⁰[k, y] = (1 − ε) [k = y] + ε · frequency of label y ,     ε so that T⁰ has the error rate of q
-
-    Where experts cannot tell two classes apart, labels look random to them and T[k, y] is not known from them. The
-    prior, a label drawn again with one probability ε for all classes, therefore counts as much as rows are in doubt.
-
-    Args:
-        opinion: probabilities (N, C).
-        given: the labels (N,).
-        iterations: of EM.
-    """
-    classes = opinion.shape[1]
-    labels = F.one_hot(given, classes).to(opinion)
-    frequent, same = labels.mean(0), torch.eye(classes).to(opinion)
-    matrix = (1 - FIRST_RATE) * same + FIRST_RATE * frequent
-    for _ in range(iterations):
-        posterior = opinion * matrix[:, given].T
-        posterior = posterior / posterior.sum(1, keepdim=True).clamp(min=1e-30)
-        counts = posterior.T @ labels
-        other = 1 - (counts.sum(1) / counts.sum() * frequent).sum()  # how often a label drawn again is another one
-        rate = ((1 - counts.diagonal().sum() / counts.sum()) / other.clamp(min=1e-6)).clamp(0, 1)
-        prior = (1 - rate) * same + rate * frequent
-        doubt = (posterior * (1 - opinion)).sum(0)
-        counts = counts + (1 + PRIOR_SHARE * doubt)[:, None] * prior
-        matrix = counts / counts.sum(1, keepdim=True)
-    posterior = opinion * matrix[:, given].T
-    return matrix, posterior / posterior.sum(1, keepdim=True).clamp(min=1e-30)
 
 
 def of_label(probabilities: Tensor, labels: Tensor) -> Tensor:

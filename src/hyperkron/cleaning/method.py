@@ -4,7 +4,7 @@
    they are, and one of all rows, trained through the noise matrix that the second one shows on the trusted rows; for
    tables a random forest of the noisy rows; and a model of the user's, where there is one.
 2. *Opinion*: their logarithmic pool, fitted to the trusted rows and carried over to the class frequencies of the noisy
-   ones; the noise matrix by EM.
+   ones. These, the noise matrix, and the share of labels that the inputs explain come from the labels by EM.
 3. *Fold models*: networks of half of the rows, fitted to the evidence as the last network will be. Those of the preset
    (κ, β, γ) that predicts held-out trusted rows best are one more expert; so is a forest of the posterior q.
 4. *Verdict on each row*: q(k) ∝ p̄(k | x) T[k, y]. A row is as wrong as 1 − q(y), and its suggestion is argmax q.
@@ -34,10 +34,10 @@ from hyperkron.cleaning.evidence import (
     noise_matrix_from_trusted,
     of_label,
     overconfidence,
-    shifted,
     stack,
 )
 from hyperkron.cleaning.forests import evidence_forest, noisy_forest
+from hyperkron.cleaning.label_noise import label_noise, under_frequencies
 from hyperkron.cleaning.stages import Tensors
 from hyperkron.cleaning.trainer import TrainingPlan, TrainingTargets, predict
 from hyperkron.cleaning.work import Work, staged
@@ -50,6 +50,8 @@ LEARNING_RATE_BOOST = 3.0
 """Factor of its learning rate where the fold models were not trained enough."""
 CONFIDENCE_MARGIN = 0.2
 """Nats by which a network that is trained enough is surer of new rows than it is right; with less it is too gentle."""
+NOISY_EXPERT = 1
+"""The place of the noisy expert among the experts."""
 PRIOR_LOSS = 6.0
 """Nats added to the sum over the trusted rows, as if one more had been answered wrongly: few rows decide nothing."""
 
@@ -145,14 +147,16 @@ class Opinion:
     """What the experts say.
 
     Attributes:
-        experts: log-probabilities (J, rows, C).
+        experts: log-probabilities (J, rows, C), under the class frequencies of the trusted rows.
         pool: a and b.
+        shift: log π/π⁰ (C,), from the class frequencies of the trusted rows to those of the noisy ones.
         log_p: log p̄ of the noisy rows, under their own class frequencies (N, C).
         votes: what their labels say: T, log L and q (N, C).
     """
 
     experts: Tensor
     pool: Pool
+    shift: Tensor
     log_p: Tensor
     votes: Votes
 
@@ -164,11 +168,17 @@ class Opinion:
 
 def opinion(work: Work, experts: Sequence[Tensor]) -> Opinion:
     """Pool the experts on the trusted rows, and find T and the posterior of the noisy rows."""
-    stacked, labels = torch.stack([logs(p) for p in experts]), work.given[work.trusted]
+    labels, given = work.given[work.trusted], work.given[work.noisy]
+    before = frequencies(labels, work.classes)
+    stacked = under_frequencies(torch.stack([logs(p) for p in experts]), work.noisy, before)
     pool = stack(stacked[:, work.trusted], labels)
-    log_p = shifted(pool(stacked[:, work.noisy]), frequencies(labels, work.classes))
-    votes = work.given[work.noisy][:, None] if work.votes is None else work.votes
-    return Opinion(stacked, pool, log_p, weigh_votes(log_p.exp(), votes))
+    noise = label_noise(pool(stacked[:, work.noisy]), before, given, said=experts[NOISY_EXPERT][work.noisy])
+    votes = (
+        Votes(noise.matrix[None], 0.0, noise.log_likelihood, noise.posterior)
+        if work.votes is None
+        else weigh_votes(noise.log_p.exp(), work.votes)
+    )
+    return Opinion(stacked, pool, (noise.frequent / before).log(), noise.log_p, votes)
 
 
 def evidence_targets(
@@ -209,7 +219,7 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequen
 
     def targets(work: Work, first: Opinion, own: Tensor) -> list[TrainingTargets]:
         log_p = first.pool(torch.cat([logs(own)[None], first.experts[1:]]))[work.noisy]
-        log_p = shifted(log_p, frequencies(work.given[work.trusted], work.classes))
+        log_p = (log_p + first.shift).log_softmax(1)
         rows = [torch.cat([work.side(h, work.noisy), work.side(1 - h, work.trusted)]) for h in (0, 1)]
         told = first.votes.log_likelihood
         return [evidence_targets(work, rows[h], log_p, told, scale) for scale in PRESETS for h in (0, 1)]

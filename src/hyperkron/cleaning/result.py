@@ -245,7 +245,7 @@ def scores_summary(
     """The noise, the suspects, the sources of the labels, the weights and (κ, β, γ)."""
     probability, weight = (scores[name] for name in ("error_probability", "weight"))
     posterior, given = outcome.final.posterior, work.given[work.noisy]
-    matrix = outcome.final.votes.confusion[0] if work.votes is None else label_matrix(posterior, given)
+    matrix = label_matrix(posterior, given)
     return {
         "noise": {
             "rate": float(probability.nanmean()),
