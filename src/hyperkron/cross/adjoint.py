@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,10 @@ from hyperkron.trees import Tree
 Tangent = Callable[[Tensor, Tensor], Tensor]
 """(input, output gradient g) of a call → entries that add up to ⟨g, f'(a; v)⟩, those of an example side by side."""
 
+LINEAR_LAYERS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.conv._ConvNd)
+"""Layers that are linear in their parameters, besides Linear and Embedding."""
+_LINEAR: WeakSet[nn.Module] = WeakSet()
+"""Layers of other kinds that were seen to be."""
 WIDER = 2
 """A layer with at least this many times as many outputs as inputs is multiplied by v from the side of its outputs."""
 
@@ -106,7 +111,7 @@ class _LayerHooks:
     """Hooks on all layers that hold parameters of θ, and the changes that they add up to."""
 
     def __init__(self, point: Point, v: Tree) -> None:
-        self.device = point.device
+        self.device, self.readable = point.device, not point.recording
         self.layers = _layers(point, v)
         sizes = (len(x) for _, x in tensors_of("", point.inner_batch) if x.dim() > 0)
         self.examples = next(sizes, 1)
@@ -154,16 +159,21 @@ class _LayerHooks:
             return output
         if output.dim() > 1 and len(output) == 1:  # the same for all examples, as positions are: each gets its own
             output = output.expand(self.examples, *output.shape[1:])
-        return _LayerTap.apply(
-            output, self.token, inputs[0], partial(self._receive, _tangent(module, v, self._autocast()))
-        )
+        if _is_linear(module):
+            tangent: Tangent = partial(_linear, v.get("weight"), v.get("bias"))
+        elif isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+            tangent = partial(_embedding, v["weight"], module.padding_idx)
+        else:
+            tangent = partial(_any_layer, module, v, self._autocast(), self.readable)
+        return _LayerTap.apply(output, self.token, inputs[0], partial(self._receive, tangent))
 
     def _receive(self, tangent: Tangent, g: Tensor, x: Tensor) -> None:
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            found = tangent(x, g)
-            if len(found) % len(self.changes):
+        on = torch.is_autocast_enabled(self.device.type)  # asking is cheaper than leaving it
+        with torch.autocast(self.device.type, enabled=False) if on else nullcontext():
+            found, count = tangent(x, g), self.changes.shape[0]
+            if found.shape[0] % count:
                 raise NoAdjointError("a layer is called on inputs without a dimension for examples")
-            self.changes += found.reshape(len(self.changes), -1).sum(1, dtype=self.changes.dtype)
+            self.changes += found.reshape(count, -1).sum(1, dtype=self.changes.dtype)
 
 
 def _layers(point: Point, v: Tree) -> dict[nn.Module, dict[str, Tensor]]:
@@ -190,22 +200,16 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def _tangent(module: nn.Module, v: dict[str, Tensor], autocast: torch.dtype | None) -> Tangent:
-    if _is_linear(module):
-        return partial(_linear, v.get("weight"), v.get("bias"))
-    if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
-        return partial(_embedding, v["weight"], module.padding_idx)
-    return partial(_any_layer, module, v, autocast)
-
-
 def _linear(weight: Tensor | None, bias: Tensor | None, x: Tensor, g: Tensor) -> Tensor:
     """⟨g, V a + v⟩ in the dtype of g."""
-    part = g.new_zeros(()) if bias is None else torch.mv(g.flatten(0, -2), bias.to(g.dtype)).reshape(g.shape[:-1])
     if weight is None:
-        return part
+        assert bias is not None
+        return torch.mv(g.flatten(0, -2), bias.to(g.dtype)).reshape(g.shape[:-1])
     weight, x = weight.to(g.dtype), x.to(g.dtype)
-    products = (g @ weight) * x if len(weight) >= WIDER * weight.shape[1] else g * F.linear(x, weight)
-    return products if bias is None else products.sum(-1, dtype=torch.promote_types(g.dtype, torch.float32)) + part
+    if weight.shape[0] >= WIDER * weight.shape[1]:
+        products = (g @ weight) * x
+        return products if bias is None else torch.cat([products, g * bias.to(g.dtype)], -1)
+    return g * F.linear(x, weight, None if bias is None else bias.to(g.dtype))
 
 
 def _embedding(weight: Tensor, padding: int | None, index: Tensor, g: Tensor) -> Tensor:
@@ -214,16 +218,39 @@ def _embedding(weight: Tensor, padding: int | None, index: Tensor, g: Tensor) ->
     return products if padding is None else products.masked_fill((index == padding)[..., None], 0.0)
 
 
-def _any_layer(module: nn.Module, v: dict[str, Tensor], autocast: torch.dtype | None, x: Tensor, g: Tensor) -> Tensor:
-    """⟨g, f'(a; v)⟩ by forward mode through this layer alone."""
-    own = dict(module._parameters)
+def _any_layer(
+    module: nn.Module, v: dict[str, Tensor], autocast: torch.dtype | None, readable: bool, x: Tensor, g: Tensor
+) -> Tensor:
+    """⟨g, f'(a; v)⟩ of a layer of another kind: by f(a; v) where it is known to be linear, else by forward mode.
+
+    Forward mode through a layer takes many times as long as the layer; the first time it tells whether that is linear.
+    """
+    with torch.autocast(x.device.type, autocast) if autocast else nullcontext():
+        if isinstance(module, LINEAR_LAYERS) or module in _LINEAR:
+            tangent = _at(module, x, {n: v.get(n, 0 * p) for n, p in module._parameters.items() if p is not None})
+        else:
+            tangent = _by_forward_mode(module, x, v)
+            if readable and tangent is not None:
+                plain = _at(module, x, {n: v.get(n, 0 * p) for n, p in module._parameters.items() if p is not None})
+                tolerance = 4 * torch.finfo(tangent.dtype).eps
+                if torch.allclose(plain, tangent, rtol=tolerance, atol=tolerance * float(tangent.abs().max())):
+                    _LINEAR.add(module)
+    return g.new_zeros(g.shape[:1]) if tangent is None else g * tangent.to(g.dtype)
+
+
+def _by_forward_mode(module: nn.Module, x: Tensor, v: dict[str, Tensor]) -> Tensor | None:
+    with dual_level():
+        given = {n: p.detach() for n, p in module._parameters.items() if p is not None}
+        duals = {n: make_dual(p, v[n].to(p.dtype)) if n in v else p for n, p in given.items()}
+        return unpack_dual(_at(module, x, duals)).tangent
+
+
+def _at(module: nn.Module, x: Tensor, values: dict[str, Tensor]) -> Any:
+    """The layer's output with these in place of its parameters."""
     parameters: dict[str, Any] = module._parameters
+    own = dict(parameters)
     try:
-        with dual_level(), torch.autocast(x.device.type, autocast) if autocast else nullcontext():
-            for local, p in own.items():
-                if p is not None and local in v:
-                    parameters[local] = make_dual(p.detach(), v[local].to(p.dtype))
-            tangent = unpack_dual(module.forward(x)).tangent
+        parameters.update(values)
+        return module.forward(x)
     finally:
         parameters.update(own)
-    return g.new_zeros(g.shape[:1]) if tangent is None else g * tangent.to(g.dtype)

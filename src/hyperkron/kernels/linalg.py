@@ -8,7 +8,8 @@ matrices until the pieces are small,
 
 so that nearly all work is in batched matrix products: n³/2 operations, and half the memory of an explicit inverse. The
 small triangles are kept inverted, and a solve is a sequence of products too. Building runs in full float32 whatever the
-global setting (:mod:`~hyperkron.kernels.split_products`), for every piece feeds those below it; solves follow the setting.
+global setting (:mod:`~hyperkron.kernels.split_products`), for every piece feeds those below it; solves follow the
+setting.
 """
 
 from __future__ import annotations
