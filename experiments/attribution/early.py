@@ -81,8 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
         losses = lds.losses_after_retraining(halved, masks, options.repeats, 60)
         each = {name: lds.correlations(found, masks, losses) for name, found in scores(setting).items()}
         row = {"epochs": epochs, "subsets": options.subsets, "repeats": options.repeats}
-        row["loss"] = round(float(losses.mean()), 4)  # type: ignore[assignment]
-        row["methods"] = {  # type: ignore[assignment]
+        row["loss"] = round(float(losses.mean()), 4)
+        row["methods"] = {
             name: {"lds": lds.summary(x), "gain": lds.summary(x - each[BASE])} for name, x in each.items()
         }
         record.append(row)

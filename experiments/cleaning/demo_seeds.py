@@ -9,6 +9,7 @@ spoilt labels are among the suspects, at least 90 % of which are spoilt. A finis
 from __future__ import annotations
 
 import argparse
+import runpy
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,11 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from examples.demo import write_files
 from experiments.cleaning.trust import average_precision
 from experiments.pieces import Lines
 from experiments.workers import share
 from hyperkron.cleaning import CleanConfig, clean
+
+write_files = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "demo.py"))["write_files"]
+"""The demo is a script of its own, so it is run (not as the main program) and not imported."""
 
 SEEDS = 20
 
