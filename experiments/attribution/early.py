@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         halved = replace(setting, epochs=2 * epochs)  # as many steps on half of the rows
         losses = lds.losses_after_retraining(halved, masks, options.repeats, 60)
         each = {name: lds.correlations(found, masks, losses) for name, found in scores(setting).items()}
-        row = {"epochs": epochs, "subsets": options.subsets, "repeats": options.repeats}
+        row: dict[str, Any] = {"epochs": epochs, "subsets": options.subsets, "repeats": options.repeats}
         row["loss"] = round(float(losses.mean()), 4)
         row["methods"] = {
             name: {"lds": lds.summary(x), "gain": lds.summary(x - each[BASE])} for name, x in each.items()

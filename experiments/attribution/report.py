@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from experiments.attribution import early
 from experiments.attribution.peers import methods
 from experiments.attribution.settings import SETTINGS
 from experiments.attribution.study import REMOVERS, REPEATS, SUBSETS
@@ -64,6 +65,36 @@ def removal_table(cells: Cells) -> str:
     return "\n".join(lines)
 
 
+def speed_table(cells: Cells) -> str:
+    """Seconds and memory on the device, ours and kronfluence's."""
+    lines = ["| | 100 queries | | one aggregated query | |", "| --- | --- | --- | --- | --- |"]
+    lines.append("| | seconds | MB | seconds | MB |")
+    found = values(cells, "speed")
+    for name in SETTINGS:
+        texts = []
+        for what in ("100 queries, cuda", "aggregate, cuda"):
+            x = found[name, what]
+            texts.append(f"{x['hyperkron']:.2f} against {x['kronfluence']:.2f} ({x['ratio']:.1f}×)")
+            texts.append(f"{x['hyperkron MB']:.0f} against {x['kronfluence MB']:.0f}")
+        lines.append(f"| {name} | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def early_table() -> str:
+    """LDS of networks that are not trained to the end, with the difference to EKFAC at their last point."""
+    rows = Lines(early.RESULT).rows
+    lines = [f"| epochs | {' | '.join(str(row['epochs']) for row in rows)} |", "| --- " * (1 + len(rows)) + "|"]
+    lines.append(f"| loss of the queries | {' | '.join(format(row['loss'], '.2f') for row in rows)} |")
+    for method in rows[0]["methods"]:
+        texts = []
+        for row in rows:
+            (told, half), (gain, about) = row["methods"][method]["lds"], row["methods"][method]["gain"]
+            more = f"{told:.3f} ± {half:.3f}" if method == early.BASE else f"{told:.3f} ({gain:+.3f} ± {about:.3f})"
+            texts.append(f"**{more}**" if gain - about > 0 else more)
+        lines.append(f"| {method} | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
 def figure(cells: Cells) -> Path:
     """The sorted rises of the queries, one panel for each setting."""
     shown = rises(cells)
@@ -83,7 +114,8 @@ def figure(cells: Cells) -> Path:
 def main() -> None:
     """Print the tables and draw the figure."""
     cells = Cells(RESULTS / "pieces.jsonl", VERSION)
-    print(score_table(cells), removal_table(cells), figure(cells), sep="\n\n")
+    tables = score_table(cells), removal_table(cells), early_table(), speed_table(cells)
+    print(*tables, figure(cells), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from experiments.attribution import lds, peers, settings, study, text
+from experiments.attribution import early, lds, peers, settings, study, text
 from experiments.paper import texts
 from experiments.pieces import Cells
 
@@ -86,3 +87,18 @@ def test_the_last_layer_is_that_of_the_encoder() -> None:
     hidden = encoder.prefix(rows, 1, max_length=text.TOKENS, dtype=torch.float32)
     assert train[0].shape[:2] == (6, text.TOKENS) and len(queries[1]) == 3
     torch.testing.assert_close(ours(train[0]), theirs(*hidden.batch(range(6))), rtol=1e-4, atol=1e-5)
+
+
+def test_segments_of_a_training_have_equal_times() -> None:
+    setting = tiny()
+    rates, stops = early.rates(setting), early.ends(setting, 3)
+    assert stops[-1] == len(rates) == 240
+    times = [sum(rates[a:b]) for a, b in zip([0, *stops[:-1]], stops, strict=True)]
+    assert max(times) - min(times) < 2 * setting.rate
+
+
+def test_scores_by_segments_foretell_the_losses_of_a_convex_model_that_is_not_converged() -> None:
+    setting, masks = dataclasses.replace(tiny(), epochs=3), lds.halves(32, 16)
+    halved = dataclasses.replace(setting, epochs=6)
+    losses = lds.losses_after_retraining(halved, masks, repeats=1, together=16)
+    assert lds.lds(early.unrolled(setting, 2), masks, losses)[0] > 0.6
