@@ -120,6 +120,7 @@ class Recorder:
         self._waiting: list[_Call] = []
         self._grams: dict[tuple[Any, ...], tuple[Factor, int]] = {}
         self._alive: list[Tensor] = []
+        self._unmasked: Tensor | None = None  # whether the loss masks no token at all, perhaps not read
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -195,9 +196,11 @@ class Recorder:
         counts = {mask.numel() for mask in masks}
         calls, self._waiting = self._waiting, []
         concerned = [call for call in calls if call.masked and call.rows in counts]
-        if concerned and readable and bool(torch.stack([mask.all() for mask in masks]).all()):
-            for call in concerned:  # these wait all the same: autograd keeps their inputs, and A is larger
-                call.masked = False
+        if concerned:
+            self._unmasked = torch.stack([mask.all() for mask in masks]).all()
+            if readable and bool(self._unmasked):
+                for call in concerned:  # these wait all the same: autograd keeps their inputs, and A is larger
+                    call.masked = False
         for call in calls:
             if call.masked and call.rows not in counts:
                 call.masked = False
@@ -278,7 +281,8 @@ class Recorder:
                 count: int | Tensor
                 if call.masked:
                     assert call.reached is not None
-                    total, count = masked_gram(block, x.detach(), call.reached, sharing, self.dtype, self.low_rank)
+                    counted = call.reached if self._unmasked is None else call.reached | self._unmasked
+                    total, count = masked_gram(block, x.detach(), counted, sharing, self.dtype, self.low_rank)
                 else:
                     total, count = self._input_gram(block, x, call.rows, sharing)
                 add_to(sums, block.name, total)
