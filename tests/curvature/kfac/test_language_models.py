@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 import oracles
+from hyperkron.curvature.kfac import grams, recorder
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
-from hyperkron.curvature.kfac.factors import dense
+from hyperkron.curvature.kfac.factors import Dual, dense
 from hyperkron.curvature.kfac.recorder import Measured, Recorder
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import classification
@@ -119,3 +120,29 @@ def test_vectors_of_a_large_vocabulary_are_made_in_pieces(samples: int, monkeypa
     monkeypatch.setattr(type(term), "probabilities", property(lambda self: pytest.fail("made a copy of all")))
     found = vectors()
     assert all(torch.equal(x, y) and x.dtype == torch.bfloat16 for x, y in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("count", [7, 40, 45])
+def test_rows_of_a_large_vocabulary_are_pooled_without_bias(count: int) -> None:
+    rows = torch.randn(count, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    found = grams.pooled(rows, 10)
+    assert len(found) == min(count, 10)
+    if count > 10:  # every row is in one sum, with its sign
+        mixing = grams.pooled(torch.eye(count, dtype=torch.float64), 10)
+        assert torch.equal(mixing.abs().sum(0), torch.ones(count, dtype=torch.float64))
+        assert torch.allclose(found, mixing @ rows)
+        assert 0.2 * count < float((mixing < 0).sum()) < 0.8 * count
+
+
+def test_the_factor_of_a_large_vocabulary_is_never_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Language()
+    wanted = hk.kfac(0.1).compute(PROBLEM, model, hk.DomainWeights(2), batch(), batch())
+    monkeypatch.setattr(recorder, "WIDE_OUTPUT", VOCABULARY)
+    method = hk.kfac(0.1)
+    found = method.compute(PROBLEM, model, hk.DomainWeights(2), batch(), batch())
+    assert oracles.relative(found.grads, wanted.grads) < 1e-6  # fewer rows than are kept: nothing is pooled
+    monkeypatch.setattr(recorder, "pooled", lambda g: grams.pooled(g, 4))
+    method = hk.kfac(0.1)
+    method.compute(PROBLEM, model, hk.DomainWeights(2), batch(), batch())
+    inverses = method.state.curvature.inverses  # type: ignore[attr-defined]
+    assert any(isinstance(c.b, Dual) and c.b.rows.shape[1:] == (4, VOCABULARY) for c in inverses.classes)

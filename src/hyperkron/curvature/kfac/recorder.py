@@ -19,7 +19,7 @@ from hyperkron import trees
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import Factor, add_to, few_rows, scaled
-from hyperkron.curvature.kfac.grams import bordered, corrected, masked_gram, narrowed, summed
+from hyperkron.curvature.kfac.grams import WIDE_OUTPUT, bordered, corrected, masked_gram, narrowed, pooled, summed
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.losses import BatchPlace, Loss
 from hyperkron.trees import Tree
@@ -336,9 +336,10 @@ class Recorder:
                 reached = (g != 0).any(-1)
                 call.reached = reached if call.reached is None else call.reached | reached
             if self.basis is None:
-                rows = g.numel() // (layer.groups * layer.d_out)
+                wide = self.low_rank and layer.tokens and layer.d_out >= WIDE_OUTPUT
                 for _, sums, sharing in self._factors:
-                    y, scale = self._narrowed(g, rows, layer.d_out, sharing)
+                    y = pooled(g) if wide and sharing == "expand" else g
+                    y, scale = self._narrowed(y, y.numel() // (layer.groups * layer.d_out), layer.d_out, sharing)
                     gram = summed(layer.gradients(y, sharing), self.dtype, None, self.low_rank, scale)[0]
                     add_to(sums, block.name, gram)
                 return
