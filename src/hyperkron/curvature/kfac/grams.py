@@ -27,6 +27,28 @@ GRADIENTS = {"cpu": 2**21, "cuda": 2**25}
 """Gradients of single examples are made at most this many numbers at a time, by device type."""
 
 
+WIDE_OUTPUT = 2**14
+"""B of layers with at least this many outputs, as a vocabulary is, is kept as rows and never as a matrix."""
+MOST_ROWS = 2**12
+"""Of so many rows at most."""
+
+
+def pooled(g: Tensor, most: int = MOST_ROWS) -> Tensor:
+    """At most ``most`` rows y with E Σ y yᵀ = Σ r rᵀ, of the rows r in the last dimension of ``g``.
+
+    Each is a sum of rows with signs that look random, those of every ``most``-th row: their mixed products cancel.
+    """
+    rows = g.reshape(-1, g.shape[-1])
+    if len(rows) <= most:
+        return g
+    number = torch.arange(len(rows), device=g.device)
+    signs = 1 - 2 * (((number * 0x9E3779B1) >> 17) & 1).to(g.dtype)[:, None]
+    found = torch.zeros(most, rows.shape[1], device=g.device, dtype=torch.promote_types(g.dtype, torch.float32))
+    for some, sign in zip(rows.split(most), signs.split(most), strict=True):
+        found[: len(some)].addcmul_(some, sign)
+    return found
+
+
 def narrowed(x: Tensor, rows: int, d: int) -> tuple[Tensor, Tensor | None]:
     """(y, c) with c·y = x to ten bits and y in half precision, where that makes products of rows faster; else ``x``.
 

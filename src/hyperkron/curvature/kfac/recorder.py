@@ -19,7 +19,7 @@ from hyperkron import trees
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import Factor, add_to, few_rows, scaled
-from hyperkron.curvature.kfac.grams import bordered, corrected, masked_gram, narrowed, summed
+from hyperkron.curvature.kfac.grams import WIDE_OUTPUT, bordered, corrected, masked_gram, narrowed, pooled, summed
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.losses import BatchPlace, Loss
 from hyperkron.trees import Tree
@@ -120,6 +120,7 @@ class Recorder:
         self._waiting: list[_Call] = []
         self._grams: dict[tuple[Any, ...], tuple[Factor, int]] = {}
         self._alive: list[Tensor] = []
+        self._unmasked: Tensor | None = None  # whether the loss masks no token at all, perhaps not read
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -195,9 +196,11 @@ class Recorder:
         counts = {mask.numel() for mask in masks}
         calls, self._waiting = self._waiting, []
         concerned = [call for call in calls if call.masked and call.rows in counts]
-        if concerned and readable and bool(torch.stack([mask.all() for mask in masks]).all()):
-            for call in concerned:  # these wait all the same: autograd keeps their inputs, and A is larger
-                call.masked = False
+        if concerned:
+            self._unmasked = torch.stack([mask.all() for mask in masks]).all()
+            if readable and bool(self._unmasked):
+                for call in concerned:  # these wait all the same: autograd keeps their inputs, and A is larger
+                    call.masked = False
         for call in calls:
             if call.masked and call.rows not in counts:
                 call.masked = False
@@ -278,7 +281,8 @@ class Recorder:
                 count: int | Tensor
                 if call.masked:
                     assert call.reached is not None
-                    total, count = masked_gram(block, x.detach(), call.reached, sharing, self.dtype, self.low_rank)
+                    counted = call.reached if self._unmasked is None else call.reached | self._unmasked
+                    total, count = masked_gram(block, x.detach(), counted, sharing, self.dtype, self.low_rank)
                 else:
                     total, count = self._input_gram(block, x, call.rows, sharing)
                 add_to(sums, block.name, total)
@@ -332,9 +336,10 @@ class Recorder:
                 reached = (g != 0).any(-1)
                 call.reached = reached if call.reached is None else call.reached | reached
             if self.basis is None:
-                rows = g.numel() // (layer.groups * layer.d_out)
+                wide = self.low_rank and layer.tokens and layer.d_out >= WIDE_OUTPUT
                 for _, sums, sharing in self._factors:
-                    y, scale = self._narrowed(g, rows, layer.d_out, sharing)
+                    y = pooled(g) if wide and sharing == "expand" else g
+                    y, scale = self._narrowed(y, y.numel() // (layer.groups * layer.d_out), layer.d_out, sharing)
                     gram = summed(layer.gradients(y, sharing), self.dtype, None, self.low_rank, scale)[0]
                     add_to(sums, block.name, gram)
                 return
