@@ -129,3 +129,17 @@ def test_many_queries_are_cut_with_a_message(folder: Path, monkeypatch: pytest.M
 def test_reopening_gives_the_result_that_was(folder: Path) -> None:
     told = json.loads((folder / "run" / "result.json").read_text())
     assert continued(folder / "run", None, None, None, writes=False).verdict == told["verdict"]
+
+
+def test_where_trees_have_won_a_network_is_explained(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Outcome, "prefers_trees", lambda *_: True)
+    run = tmp_path / "run"
+    result = clean(folder / "train.csv", folder / "trusted.csv", out=run, config=CleanConfig(compare=()))
+    assert not list(result.model.parameters())
+    before = files_of(run)
+    found = explain(run, folder / "test.csv", count=3)
+    assert files_of(run) == before and len(found.queries) == 60
+    assert any("a network was trained on the cleaned labels" in message for message in found.messages)
+    assert sum(query.prediction == query.label for query in found.queries) > 40

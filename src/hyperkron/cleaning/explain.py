@@ -17,6 +17,7 @@ from hyperkron.cleaning.config import Progress
 from hyperkron.cleaning.data import read
 from hyperkron.cleaning.fields import read_result
 from hyperkron.cleaning.folder import RunFolder, shown
+from hyperkron.cleaning.own import EstimatorModel
 from hyperkron.cleaning.result import Learnt
 from hyperkron.cleaning.trainer import Inputs, predict
 from hyperkron.hypergradient import Implicit
@@ -84,6 +85,8 @@ def explain(
 ) -> Explanation:
     """Explain the predictions of a finished run by its training rows.
 
+    Where trees have won, a network is trained on the cleaned labels and explained in their place.
+
     The loss of query q is −log f(prediction). Its hypergradient in the weight of a training row is what the row did for
     the prediction (:func:`hyperkron.attribute`). Nothing in the folder is changed.
 
@@ -102,24 +105,30 @@ def explain(
         remedy = f"it has not finished: continue with `hyperkron resume {out}`" if kept else "name one of clean()"
         raise HyperkronError(f"out={str(out)!r} holds no finished run; {remedy}.")
     result = continued(out, model, None, progress, writes=False)
-    if not any(True for _ in result.model.parameters()):
+    if isinstance(result.model, EstimatorModel):
         raise HyperkronError(
-            f"out={str(out)!r}: its model is a tree ensemble, and only networks can be explained; run clean() with a "
-            "network of your own, model=..., to get one."
+            f"out={str(out)!r}: its model is an estimator of your own, and only networks can be explained; run clean() "
+            "with a network, model=..., to get one."
         )
     assert result.learnt is not None and result.transform is not None
-    learnt = result.learnt()
+    learnt, network = result.learnt(), result.model
     source = RunFolder(out, new=False).read_config()["source"]
     reading = {
         name: x for name, x in source["reading"].items() if x is not None and name not in ("trusted_column", "id")
     }
     rows = read(queries, like=learnt.parts[0], **reading)
     messages = list(rows.messages)
+    if not any(True for _ in network.parameters()):
+        network = learnt.network()
+        messages.append(
+            "The model of this run is a tree ensemble, which has no gradients: a network was trained on the cleaned "
+            "labels and is explained in its place. Its predictions may differ from those of the trees."
+        )
     if len(rows) > MAX_QUERIES:
         messages.append(f"The first {MAX_QUERIES} of {len(rows)} queries are explained.")
-    device = next(result.model.parameters()).device
+    device = next(network.parameters()).device
     asked = result.transform(rows.inputs[:MAX_QUERIES], device)
-    found, predicted = _scores(result.model, learnt, asked, method)
+    found, predicted = _scores(network, learnt, asked, method)
     explained = []
     for q, (probability, best) in enumerate(zip(*predicted.max(1), strict=True)):
         sides = [_witnesses(side(q, count), learnt) for side in (found.helpful, found.harmful)]

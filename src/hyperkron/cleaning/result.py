@@ -38,11 +38,15 @@ SHOWN_SUSPECTS = 5
 
 @dataclass(frozen=True)
 class Learnt:
-    """What the network that won was trained on: the rows as they were read, their inputs, and the targets."""
+    """What the network that won was trained on: the rows as they were read, their inputs, and the targets.
+
+    ``network`` trains one on them, where trees have won.
+    """
 
     parts: list[Labelled]
     inputs: Inputs
     targets: TrainingTargets
+    network: Callable[[], nn.Module]
 
 
 @dataclass(repr=False)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning import recorded
-from hyperkron.cleaning.alternatives import DESCRIPTIONS, ESTIMATORS, available, delivered, judged, targets_for
+from hyperkron.cleaning.alternatives import DESCRIPTIONS, ESTIMATORS, TREES, available, delivered, judged, targets_for
 from hyperkron.cleaning.budget import steps_of, within
 from hyperkron.cleaning.choice import Judged, Noise, choose, different, first_verdict, judge, noise_of, verdict
 from hyperkron.cleaning.config import OURS, CleanConfig, Progress, SilentProgress
@@ -37,7 +38,7 @@ from hyperkron.cleaning.result import (
 )
 from hyperkron.cleaning.sources import model_name
 from hyperkron.cleaning.stages import Stages
-from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict
+from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict, train
 from hyperkron.cleaning.work import Work, folds
 from hyperkron.solution import HyperkronWarning
 from hyperkron.training.locks import FolderLock
@@ -305,7 +306,6 @@ class CleaningRun:
             if not isinstance(network, EstimatorModel):
                 self.folder.write_model(network)
             self.folder.write_json("result.json", summary)
-        work, outcome = self.work, self.outcome
         return CleanResult.of(
             self.given,
             self.scores,
@@ -313,8 +313,15 @@ class CleaningRun:
             network,
             folder=None if self.folder is None else self.folder.path,
             transform=self.prepared.transform,
-            learnt=lambda: Learnt(self.parts, work.inputs, targets_for(chosen, work, outcome)),
+            learnt=lambda: self._learnt(chosen),
         )
+
+    def _learnt(self, chosen: str) -> Learnt:
+        """What the winner learnt from; trees, which select rows of their own, count as ours."""
+        work = self.work
+        targets = targets_for(OURS if chosen in TREES else chosen, work, self.outcome)
+        network = partial(train, work.build, work.inputs, targets, work.plan, seed=work.config.seed)
+        return Learnt(self.parts, work.inputs, targets, network)
 
     def _about_inputs(self) -> dict[str, Any]:
         """What a later reader needs, beside tensors, to make inputs of new rows and to build the network."""
