@@ -7,9 +7,9 @@ With an opinion p(k | x) that holds where classes have the frequencies π⁰, a 
 T is noise that depends on the class alone. n is a model of the *given* labels that has not seen the row: what it
 predicts better than p and T together (rules that go by a word, an annotator's habit) does not come from the class, so
 it says nothing about it. (Where labels follow both the class and the input, w takes a part of the first as well, and
-too many labels seem wrong.) All of T, π and w follow from the labels by expectation maximisation. Where the opinion cannot
-tell classes apart the labels look random to it; each of T, π and the error rate therefore has a prior that counts as
-much as rows are in doubt:
+too many labels seem wrong.) All of T, π and w follow from the labels by expectation maximisation. Where the opinion
+cannot tell classes apart the labels look random to it; each of T, π and the error rate therefore has a prior that
+counts as much as rows are in doubt:
 
     T⁰[k, y] = (1 − ε) [k = y] + ε r_y ,      π⁰⁰ ∝ frequency of y − ε r_y ,      ε around FIRST_RATE
 
