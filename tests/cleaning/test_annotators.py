@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hyperkron.cleaning.annotators import error_correlation, weigh_votes
-from hyperkron.cleaning.evidence import noise_matrix
 
 PLAIN = {"strength": 0.0, "shrinkage": 0.0, "correlation": 0.0}
 
@@ -123,14 +122,6 @@ def test_silence_is_no_evidence() -> None:
     torch.testing.assert_close(silent.posterior, opinion)
     dropped = torch.cat([torch.arange(10), torch.arange(20, 50)])  # and silent rows tell nothing of the sources
     torch.testing.assert_close(weigh_votes(opinion[dropped], votes[dropped]).confusion, found.confusion)
-
-
-def test_single_labels_have_the_noise_matrix() -> None:
-    opinion, given = _opinion(300, 4), torch.randint(4, (300,), generator=torch.Generator().manual_seed(8))
-    matrix, posterior = noise_matrix(opinion, given)
-    found = weigh_votes(opinion, given[:, None])
-    torch.testing.assert_close(found.confusion[0], matrix)
-    torch.testing.assert_close(found.posterior, posterior)
 
 
 @pytest.mark.parametrize("copies", [1, 3])

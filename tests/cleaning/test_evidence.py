@@ -12,21 +12,16 @@ from torch import Tensor, nn
 import hyperkron as hk
 import oracles
 from hyperkron.cleaning.evidence import (
-    FIRST_RATE,
     MIN_PROBABILITY,
     POOL_SUM,
-    PRIOR_SHARE,
     RULED_OUT,
     _fitted,
     certain,
     frequencies,
-    label_evidence,
     likelihood,
     logs,
-    noise_matrix,
     noise_matrix_from_trusted,
     overconfidence,
-    shifted,
     stack,
 )
 from hyperkron.cleaning.work import folds
@@ -116,60 +111,6 @@ def test_the_gauss_newton_matrix_is_the_information_of_two_outcomes() -> None:
 # --- the noise matrix, the pool, the folds ------------------------------------------------------------------
 
 
-def test_the_noise_matrix_is_recovered_from_exact_posteriors() -> None:
-    wanted = torch.tensor([[0.7, 0.2, 0.1], [0.05, 0.9, 0.05], [0.3, 0.3, 0.4]], dtype=DOUBLE)
-    true = torch.arange(60000) % 3
-    random = torch.Generator().manual_seed(0)
-    given = torch.multinomial(wanted[true].float(), 1, generator=random)[:, 0]
-    found, posterior = noise_matrix(F.one_hot(true, 3).double(), given)
-    assert float((found - wanted).abs().max()) < 0.01 and torch.equal(posterior.argmax(1), true)
-
-
-def test_a_label_drawn_again_alike_in_all_classes_is_found_from_an_unsure_opinion() -> None:
-    """That is what the prior assumes; T has 0.7 on its diagonal and 0.15 beside it."""
-    random = torch.Generator().manual_seed(0)
-    true = torch.arange(6000) % 3
-    given = torch.where(torch.rand(6000, generator=random) < 0.45, torch.randint(3, (6000,), generator=random), true)
-    shown = torch.where(torch.rand(6000, generator=random) < 0.2, torch.randint(3, (6000,), generator=random), true)
-    found, posterior = noise_matrix(F.one_hot(shown, 3).double() * 0.8 + 0.2 / 3, given)
-    assert float((found.diagonal() - 0.7).abs().max()) < 0.03
-    assert torch.allclose(posterior.sum(1), torch.ones(6000, dtype=DOUBLE))
-
-
-def test_classes_that_the_experts_confuse_do_not_make_labels_wrong() -> None:
-    """Between classes 1 and 2 the opinion is overconfident chance; their labels are as right as those of class 0."""
-    random = torch.Generator().manual_seed(0)
-    true = torch.arange(1200) % 3
-    given = torch.where(torch.rand(1200, generator=random) < 0.15, torch.randint(3, (1200,), generator=random), true)
-    wrong = float((given != true).double().mean())
-    opinion = F.one_hot(true, 3).double() * 0.9 + 0.1 / 3
-    guess = 0.25 + 0.5 * torch.rand(1200, generator=random).double()
-    for k, share in ((1, guess), (2, 1 - guess)):
-        opinion[true > 0, k] = (0.96 * share)[true > 0]
-    opinion[true > 0, 0] = 0.04
-    found, posterior = noise_matrix(opinion, given)
-    doubt = 1 - posterior.gather(1, given[:, None])[:, 0]
-    assert abs(float(doubt.mean()) - wrong) < 0.03
-    assert float(found.diagonal().min()) > 0.75
-
-
-def test_one_step_of_em_is_the_closed_form() -> None:
-    opinion, given = torch.rand(9, 3, dtype=DOUBLE).softmax(1), torch.arange(9) % 3
-    even = torch.full((3, 3), 1 / 3, dtype=DOUBLE)
-    first = (opinion * ((1 - FIRST_RATE) * torch.eye(3).double() + FIRST_RATE * even)[:, given].T).double()
-    first = first / first.sum(1, keepdim=True)
-    wrong = 1 - first[torch.arange(9), given].mean()
-    prior = (1 - 1.5 * wrong) * torch.eye(3).double() + 1.5 * wrong * even  # of labels drawn again, 2/3 are others
-    share = 1 + PRIOR_SHARE * (first * (1 - opinion)).sum(0)
-    counts = first.T @ F.one_hot(given, 3).double() + share[:, None] * prior
-    wanted = counts / counts.sum(1, keepdim=True)
-    found, posterior = noise_matrix(opinion, given, iterations=1)
-    assert torch.allclose(found, wanted)
-    joint = opinion * wanted[:, given].T
-    assert torch.allclose(posterior, joint / joint.sum(1, keepdim=True))
-    assert torch.allclose(label_evidence(wanted, given), (wanted[:, given].T + 1e-6).log())
-
-
 def test_the_noise_matrix_of_trusted_rows_is_their_mean_shrunk() -> None:
     predicted = torch.tensor([[0.8, 0.1, 0.1], [0.6, 0.3, 0.1], [0.2, 0.5, 0.3]])
     found = noise_matrix_from_trusted(predicted, torch.tensor([0, 0, 1]), 3)
@@ -240,29 +181,6 @@ def test_a_pool_of_hardly_any_rows_is_near_the_mean(rows: int) -> None:
 
 
 # --- class frequencies --------------------------------------------------------------------------------------
-
-
-def test_the_class_frequencies_of_other_rows_are_found() -> None:
-    random = torch.Generator().manual_seed(0)
-    wanted, even = torch.tensor([0.7, 0.2, 0.1]), torch.full((3,), 1 / 3)
-    true = torch.multinomial(wanted, 60000, replacement=True, generator=random)
-    x = 1.5 * F.one_hot(true, 3) + torch.randn(60000, 3, generator=random)
-    log_p = (1.5 * x).log_softmax(1)  # Bayes' rule for unit normals around 1.5 e_k, with all classes as frequent
-    moved = shifted(log_p, even, iterations=500, shrink=0)
-    assert torch.allclose(moved.exp().mean(0), wanted, atol=0.01)
-    exact = (1.5 * x + wanted.log()).log_softmax(1)  # the same with the true frequencies
-    assert float((moved.exp() - exact.exp()).abs().max()) < 0.01
-    assert F.nll_loss(moved, true) < F.nll_loss(log_p, true) - 0.1
-
-
-def test_shrinking_pulls_the_frequencies_back() -> None:
-    log_p, before = torch.randn(50, 4, dtype=DOUBLE).log_softmax(1), torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=DOUBLE)
-    assert torch.allclose(shifted(log_p, before, shrink=1), log_p)
-    once = log_p.exp().mean(0) * 0.7 + 0.3 * before
-    assert torch.allclose(shifted(log_p, before, iterations=1), (log_p + (once / before).log()).log_softmax(1))
-    far = shifted(log_p, before, shrink=0) - log_p
-    near = shifted(log_p, before, shrink=0.5) - log_p
-    assert float((near - near.mean(1, keepdim=True)).abs().max()) < float((far - far.mean(1, keepdim=True)).abs().max())
 
 
 def test_no_class_has_frequency_zero() -> None:

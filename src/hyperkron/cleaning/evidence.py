@@ -5,10 +5,10 @@ For a row with input x, given label y and true class k,
     log e(k) = κ · log p̄(k | x) + β · log T[k, y] ,      p̄ ∝ e^{b_k} Π_j p_j^{a_j} ,      T[k, y] = P(given y | true k)
 
 where the p_j are experts: models whose training never saw the row. The classes may be more or less frequent among the
-noisy rows than among the trusted ones, to which a and b are fitted; ``label_noise.py`` carries p̄ over and finds T. A network f is then
-fitted to the likelihood −log Σ_k f(k | x) e(k): with κ = 0 this is training through the noise matrix (forward
-correction), with a large κ it is training on the experts' opinion, and with e a single class it is cross-entropy. κ and
-β are hyperparameters.
+noisy rows than among the trusted ones, to which a and b are fitted; ``label_noise.py`` carries p̄ over and finds T. A
+network f is then fitted to the likelihood −log Σ_k f(k | x) e(k): with κ = 0 this is training through the noise matrix
+(forward correction), with a large κ it is training on the experts' opinion, and with e a single class it is
+cross-entropy. κ and β are hyperparameters.
 
 References:
     Patrini et al., 2017, "Making deep neural networks robust to label noise: a loss correction approach".

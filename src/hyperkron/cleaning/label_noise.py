@@ -6,9 +6,10 @@ With an opinion p(k | x) that holds where classes have the frequencies π⁰, a 
 
 T is noise that depends on the class alone. n is a model of the *given* labels that has not seen the row: what it
 predicts better than p and T together (rules that go by a word, an annotator's habit) does not come from the class, so
-it says nothing about it. All of T, π and w follow from the labels by expectation maximisation. Where the opinion cannot
-tell classes apart the labels look random to it; each of T, π and the error rate therefore has a prior that counts as
-much as rows are in doubt:
+it says nothing about it. (Where labels follow both the class and the input, w takes a part of the first as well, and
+too many labels seem wrong.) All of T, π and w follow from the labels by expectation maximisation. Where the opinion
+cannot tell classes apart the labels look random to it; each of T, π and the error rate therefore has a prior that
+counts as much as rows are in doubt:
 
     T⁰[k, y] = (1 − ε) [k = y] + ε r_y ,      π⁰⁰ ∝ frequency of y − ε r_y ,      ε around FIRST_RATE
 
@@ -83,7 +84,7 @@ def label_noise(
     rows, even = labels.sum().clamp(min=1), torch.full_like(before, 1 / classes)
     common, same = labels.sum(0) / rows, torch.eye(classes).to(log_p)
     direct = torch.zeros_like(log_p[:, :1]) if said is None else (said.to(log_p) * labels).sum(1, keepdim=True)
-    rate, again, explained = torch.tensor(FIRST_RATE).to(log_p), even, 0.0 if said is None else FIRST_SHARE
+    rate, again, explained = log_p.new_tensor(FIRST_RATE), even, 0.0 if said is None else FIRST_SHARE
     matrix, frequent = (1 - rate) * same + rate * again, _true_frequencies(common, rate, again)
     for _ in range(iterations):
         p = (log_p + (frequent / before).log()).softmax(1)
