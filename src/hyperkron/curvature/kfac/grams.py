@@ -30,7 +30,7 @@ GRADIENTS = {"cpu": 2**21, "cuda": 2**25}
 WIDE_OUTPUT = 2**14
 """B of layers with at least this many outputs, as a vocabulary is, is kept as rows and never as a matrix."""
 MOST_ROWS = 2**12
-"""Of so many rows at most."""
+"""The largest number of these rows."""
 
 
 def pooled(g: Tensor, most: int = MOST_ROWS) -> Tensor:
