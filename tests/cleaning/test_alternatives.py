@@ -46,7 +46,7 @@ def views(**more: Any) -> tuple[Work, Outcome]:
     right = torch.stack([x < 0, x > 0], 1).float() * 0.8 + 0.1
     nothing: Any = None
     opinion = Opinion(
-        nothing, nothing, right[:20].log(), Votes(torch.eye(2)[None], 0.0, torch.zeros(20, 2), right[:20])
+        nothing, nothing, nothing, right[:20].log(), Votes(torch.eye(2)[None], 0.0, torch.zeros(20, 2), right[:20])
     )
     return work, Outcome(opinion, opinion, right, right, right, right, (0.35, 1.0, 0.3), right, right)
 

@@ -44,7 +44,7 @@ def work_of() -> Work:
 
 def opinion_of(log_p: Tensor) -> Opinion:
     nothing: Any = None
-    return Opinion(nothing, nothing, log_p, Votes(MATRIX[None], 0.0, THROUGH, (log_p + THROUGH).softmax(1)))
+    return Opinion(nothing, nothing, nothing, log_p, Votes(MATRIX[None], 0.0, THROUGH, (log_p + THROUGH).softmax(1)))
 
 
 def outcome_of(log_p: Tensor, gamma: float = 1.0, fold_models: Tensor | None = None) -> Outcome:

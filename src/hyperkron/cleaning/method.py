@@ -7,7 +7,7 @@
    ones. These, the noise matrix, and the share of labels that the inputs explain come from the labels by EM.
 3. *Fold models*: networks of half of the rows, fitted to the evidence as the last network will be. Those of the preset
    (κ, β, γ) that predicts held-out trusted rows best are one more expert; so is a forest of the posterior q.
-4. *Verdict on each row*: q(k) ∝ p̄(k | x) T[k, y]. A row is as wrong as 1 − q(y), and its suggestion is argmax q.
+4. *Verdict on each row*: q(k) ∝ p̄(k | x) P(y | k, x). A row is as wrong as 1 − q(y), and its suggestion is argmax q.
 5. *The network*: fitted to log e = κ log p̄ + β log T[:, y] on the noisy rows, weighted by how sure q is of them, to
    their given labels as far as γ and q believe them, and to the trusted rows; at a higher learning rate where the fold
    models were not much surer of trusted rows than they were right.
