@@ -94,31 +94,32 @@ def test_the_bytes_of_a_hypergradient_are_those_of_the_formula(texts: list[dict[
     _, model, hyper, *_ = parallel_runs.make(torch.float64)
     theta, lam = (sum(p.numel() + 1 for p in module.parameters()) for module in (model, hyper))
     sides = [(6, 6), (7, 4)]  # (d_in + 1, d_out) of the two Kronecker blocks
-    factors = sum(d * (d + 1) // 2 for pair in sides for d in pair) + len(sides)  # and the rows of each
-    factors += model.get_parameter("words.weight").numel() + 2 * 6  # exact diagonals
-    triangles = sum(d * (d + 1) // 2 + 1 for pair in sides for d in pair)
-    bases = sum(d * (d + 1) + 1 for pair in sides for d in pair)
-    spectra = sum(a * b for a, b in sides)
+    counts = len(sides) + model.get_parameter("words.weight").numel() + 2 * 6  # of rows, and exact diagonals
+    factors = sum(d * (d + 1) // 2 for pair in sides for d in pair)
+    bases = sum(d**2 for pair in sides for d in pair)
+    solve = sum(a * b for a, b in sides)
     traffic = texts[0]["traffic"]
     products = {name: one["products"] for name, one in traffic.items()}
     assert products["pcg"] == 5 and min(products["cg"], products["neumann"]) > 1
-    cases = {  # evaluations; sums of θ and of λ; other numbers summed, and shared
+    cases = {  # evaluations; sums of θ and of λ; numbers summed for the owners of blocks, and shared by them
         "identity": (2, 2, 1, 0, 0),
         "cg": (2, 2 + products["cg"], 1, 0, 0),
         "neumann": (2, 2 + products["neumann"], 1, 0, 0),
-        "kfac mc": (3, 2 + 2, 1, factors, triangles),  # a sum for each of two samples: of the bare parameter
-        "kfac empirical": (3, 2 + 1, 1, factors, triangles),
-        "kfac auto": (4, 1 + 1, 1, factors, triangles),
-        "ekfac": (4, 2 + 1, 1, factors + spectra, bases),
-        "pcg": (4, 3 + 1 + products["pcg"], 1, factors, triangles),
+        "kfac mc": (3, 2 + 2, 1, factors, solve),  # a sum for each of two samples: of the bare parameter
+        "kfac empirical": (3, 2 + 1, 1, factors, solve),
+        "kfac auto": (4, 1 + 1, 1, factors, solve),
+        "ekfac": (4, 2 + 1, 1, factors + solve, bases + solve),
+        "pcg": (4, 3 + 1 + products["pcg"], 1, factors, products["pcg"] * solve),
         "unrolled": (6, 9, 3, 0, 0),
     }
     assert set(cases) == set(parallel_runs.COUNTED)
-    for name, (evaluations, of_theta, of_lambda, others, shared) in cases.items():
-        names = 8 * (bool(shared) + (name == "ekfac"))  # whether all have measured the same layers
-        assert traffic[name]["sum"] == 8 * (of_theta * theta + of_lambda * lam + others), name
-        assert traffic[name]["gather"] == 8 * 3 * evaluations + names, name
+    for name, (evaluations, of_theta, of_lambda, reduced, shared) in cases.items():
+        passes = bool(reduced) + (name == "ekfac")  # each asks whether all have the same layers, and how it went
+        assert traffic[name]["sum"] == 8 * (of_theta * theta + of_lambda * lam + bool(reduced) * counts), name
+        assert traffic[name]["gather"] == 8 * (3 * evaluations + 2 * passes), name
+        assert all(text["traffic"][name]["reduce"] == 8 * reduced for text in texts[:2]), name
         assert sum(text["traffic"][name]["share"] for text in texts[:2]) == 8 * shared, name
+        assert traffic[name]["exchange"] == 0, name
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
