@@ -4,9 +4,10 @@
 
 An outer iteration is ten AdamW steps of θ and one hypergradient, in float32 under bfloat16 autocast, on 4 × 512 tokens
 per GPU. A factor of size n costs n³ operations to invert. A layer belongs to one rank, the most expensive first.
-What is sent is exact, and is compared with what processes did send (benchmarks/results/ranks.json). Memory and time are compared with one GPU,
-where they were measured. These are not independent: ``--rate``, ``--inverse-rate``, the hidden size of the model of
-0.7B, the number of vectors in ``memory`` (also on the rows of 3B) and the cost of the cross term were taken from there.
+What is sent is exact, and is compared with what processes did send (benchmarks/results/ranks.json). Memory and time are
+compared with one GPU, where they were measured. These are not independent: ``--rate``, ``--inverse-rate``, the hidden
+size of the model of 0.7B, the number of vectors in ``memory`` (also on the rows of 3B) and the cost of the cross term
+were taken from there.
 """
 
 from __future__ import annotations
