@@ -50,6 +50,7 @@ class TrialQueue:
         self._name, self._retries, self._heartbeat = study, retries, heartbeat
         self._space = None if space is None else distributions(space)
         self._url = storage if "://" in storage else f"sqlite:///{storage}"
+        self._url = self._url.replace("postgresql://", "postgresql+psycopg://", 1)  # one driver with every SQLAlchemy
         self._file = None if self._url.startswith("postgresql") else Path(self._url.partition(":///")[2])
         if self._file and (not self._url.startswith("sqlite") or self._file.name in ("", ":memory:")):
             raise HyperkronError(
@@ -171,7 +172,7 @@ class TrialQueue:
         except (sqlite3.Error, sqlalchemy.exc.SQLAlchemyError, storing.StorageInternalError, ImportError) as error:
             raise HyperkronError(
                 f"storage={sqlalchemy.make_url(self._url)!r} cannot be used ({str(error).splitlines()[0]}); check the "
-                "file or the server, and for PostgreSQL its driver (pip install psycopg2-binary)."
+                "file or the server, and for PostgreSQL its driver (pip install 'psycopg[binary]')."
             ) from error
 
     @contextlib.contextmanager
