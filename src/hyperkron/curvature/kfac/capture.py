@@ -89,9 +89,15 @@ def _warn_without_batch(lengths: dict[str, int], examples: int) -> None:
 
 
 def _check_alike(recorder: Recorder, group: Group) -> None:
-    """Refuse that ranks have called different layers: their sums would not belong together."""
+    """Refuse that ranks have called different layers: their sums would not belong together.
+
+    Where inputs wait on one rank and not on another, for its part has more tokens or masks none, layers share no sums.
+    """
     called = [f"{name}*{recorder.calls.get(name, 1)}" for name in sorted({*recorder.called, *recorder.calls})]
-    if len({x for (x,) in group.numbers(zlib.crc32(",".join(called).encode()))}) > 1:
+    waiting = [f"{call.block.name}*{call.masked}" for call in recorder.waiting]
+    layers, inputs = zip(*group.numbers(*(zlib.crc32(",".join(x).encode()) for x in (called, waiting))), strict=True)
+    recorder.shares_sums = len(set(inputs)) == 1
+    if len(set(layers)) > 1:
         raise HyperkronError(
             f"the processes have measured different layers, number {group.rank} {', '.join(sorted(recorder.calls))}; "
             "let the inner loss use the same layers on all of them."

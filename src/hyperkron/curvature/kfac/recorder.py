@@ -124,11 +124,12 @@ class Recorder:
         if wide:
             self._factors.append((*found.wide, "expand"))
         self._diagonals = Diagonals(found.diagonal, self.dtype)
-        self._waiting: list[_Call] = []
+        self.waiting: list[_Call] = []
         self._grams: dict[tuple[Any, ...], tuple[Factor, int]] = {}
         self._alive: list[Tensor] = []
         self.calls: dict[str, int] = {}  # of every block
         self._last = False  # whether this backward pass is the last one
+        self.shares_sums = True  # whether an A that its owner has got is not sent again; the same on all ranks
         self._sent: set[str] = set()  # blocks whose owner has all of them
         self._sums: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}  # A and its sum, by id and owner
         self._bases: dict[str, tuple[Tensor, Tensor]] = {}  # of others, in use
@@ -186,10 +187,10 @@ class Recorder:
         smaller = x.numel() < layer.groups * d * (rows if self._few(rows, d) else d)
         call = _Call(block, x, rows, masked=layer.tokens and x.dim() > 2, version=x._version)
         if call.masked or (smaller and self.owners is not None):
-            self._waiting.append(call)
+            self.waiting.append(call)
         elif layer.keeps_input and smaller:
             call.x = x.detach()
-            self._waiting.append(call)
+            self.waiting.append(call)
         else:
             self._on_input(call)
         return call
@@ -198,17 +199,17 @@ class Recorder:
         """The forward pass is over. Where the loss has a row for every token, some of them masked, A counts those that
         a gradient reaches, which is known only after the backward passes."""
         counts = {term.valid.numel() for term in loss.terms if term.valid is not None}
-        calls, self._waiting = self._waiting, []
+        calls, self.waiting = self.waiting, []
         for call in calls:
             if call.masked and call.rows not in counts:
                 call.masked = False
                 layer, x = call.block.layer, call.x
                 if self.owners is not None and x is not None and x.numel() < layer.groups * layer.d_in**2:
-                    self._waiting.append(call)
+                    self.waiting.append(call)
                 else:
                     self._on_input(call)
             else:
-                self._waiting.append(call)
+                self.waiting.append(call)
 
     def backward(
         self,
@@ -249,8 +250,8 @@ class Recorder:
     def _finish(self) -> None:
         """Sums of a aᵀ become means; blocks that no gradient reached are left out."""
         found = self.measured
-        while self._waiting:
-            call = self._waiting.pop(0)
+        while self.waiting:
+            call = self.waiting.pop(0)
             if call.reached is not None if call.masked else call.block.name in found.b:
                 self._on_input(call)
             del call
@@ -300,7 +301,7 @@ class Recorder:
             return
         inputs, gradients = zip(*((a.pop(name), b.pop(name)) for a, b, _ in self._factors), strict=True)
         keys = [(id(a), self.owners.of[name]) for a in inputs]
-        known = all(key in self._sums for key in keys)
+        known = self.shares_sums and all(key in self._sums for key in keys)
         found = self.owners.sums(name, gradients if known else (*gradients, *inputs))
         if not known:
             totals = [None] * len(keys) if found is None else found[len(keys) :]
@@ -402,7 +403,7 @@ class Recorder:
                     add_to(sums, block.name, gram)
                 if self._complete(block.name):
                     if call.x is not None:
-                        self._waiting.remove(call)
+                        self.waiting.remove(call)
                         self._on_input(call)
                     self._send(block.name)
                 return
