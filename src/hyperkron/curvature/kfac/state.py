@@ -57,7 +57,7 @@ class KroneckerState(CurvatureState):
         self.part = ""  # which part of factors and inverses these are, in words; all of them: ""
         self._reused = False  # whether later calls need them
         self._collected: dict[str, Any] | None = None
-        self._like = torch.empty(())  # a factor's dtype and device
+        self._like = torch.zeros(())  # a factor's dtype and device
         self._planned: tuple[nn.Module, list[Tensor], Plan] | None = None
 
     def stats(self) -> dict[str, float | int | str]:
