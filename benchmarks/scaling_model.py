@@ -3,10 +3,11 @@
     python benchmarks/scaling_model.py [--rate 45e12 --inverse-rate 20e12 --node 400e9 --network 45e9 --capacity 141e9]
 
 An outer iteration is ten AdamW steps of θ and one hypergradient, in float32 under bfloat16 autocast, on 4 × 512 tokens
-per GPU. A factor of size n costs n³ operations to invert, by one rank, the most expensive first. What is sent is exact,
-and is compared with what processes did send (benchmarks/results/ranks.json). Memory and time are compared with one GPU,
-where they were measured. These are not independent: ``--rate``, ``--inverse-rate``, the hidden size of the model of
-0.7B, the number of vectors in ``memory`` (also on the rows of 3B) and the cost of the cross term were taken from there.
+per GPU. A factor of size n costs n³ operations to invert. A layer belongs to one rank, the most expensive first.
+What is sent is exact, and is compared with what processes did send (benchmarks/results/ranks.json). Memory and time are
+compared with one GPU, where they were measured. These are not independent: ``--rate``, ``--inverse-rate``, the hidden
+size of the model of 0.7B, the number of vectors in ``memory`` (also on the rows of 3B) and the cost of the cross term
+were taken from there.
 """
 
 from __future__ import annotations
@@ -95,32 +96,33 @@ def hypergradient_volume(
     vectors: int = 1,
     products: int = 0,
     unrolled: int = 0,
-) -> tuple[int, int]:
-    """Numbers that one hypergradient sums, and numbers that all ranks together share (docs/scaling.md, "What is sent").
+) -> tuple[int, int, int]:
+    """Numbers that one hypergradient sums on all ranks, sums on owners, and shares (docs/scaling.md, "What is sent").
 
     ``hyper`` is the number of entries and tensors of λ; the refresh of factors is counted for KFAC and EKFAC.
     """
-    p, summed, shared = sizes.numbers, sizes.numbers, 0
+    p, summed, reduced, shared = sizes.numbers, sizes.numbers, 0, 0
     if unrolled:
-        return 3 * unrolled * p + unrolled * hyper, 0
-    if method in ("KFAC", "EKFAC"):
-        triangles = [n * (n + 1) // 2 for n in sizes.sides]
-        summed += sum(triangles) + len(sizes.blocks) + sizes.diagonals + vectors * sizes.bare * p
-        shared = sum(triangles) + len(triangles)
+        return 3 * unrolled * p + unrolled * hyper, 0, 0
+    if method in ("KFAC", "KFAC cached", "EKFAC"):
+        shared = solve = sum(a * b for a, b in sizes.blocks)
+        if method != "KFAC cached":
+            reduced = sum(n * (n + 1) // 2 for n in sizes.sides)
+            summed += len(sizes.blocks) + sizes.diagonals + vectors * sizes.bare * p
         if method == "EKFAC":
-            summed += sum(a * b for a, b in sizes.blocks)
-            shared = sum(2 * n for n in triangles) + len(triangles)
+            reduced += solve
+            shared += sum(a * a + b * b for a, b in sizes.blocks)
     if products:
         summed += (1 + products) * p
     summed += hyper + (p if cross == "reverse" and not (products and method == "Hessian") else 0)
-    return summed, shared
+    return summed, reduced, shared
 
 
-def sent(sizes: Sizes, method: str, hyper: int = 5) -> tuple[int, int]:
-    """Numbers summed and shared in an outer iteration."""
+def sent(sizes: Sizes, method: str, hyper: int = 5) -> tuple[int, int, int]:
+    """Numbers summed on all ranks, summed on owners, and shared in an outer iteration."""
     name = "KFAC" if method in ("KFAC", "KFAC reduce") else method
-    summed, shared = hypergradient_volume(sizes, hyper, name)
-    return STEPS * sizes.numbers + summed, shared
+    summed, reduced, shared = hypergradient_volume(sizes, hyper, name)
+    return STEPS * sizes.numbers + summed, reduced, shared
 
 
 # --- memory and time ----------------------------------------------------------------------------------------------
@@ -134,19 +136,26 @@ def busiest(costs: Sequence[float], ranks: int) -> float:
     return max(loads)
 
 
+def layer_costs(sizes: Sizes, small: dict[int, int], ranks: int) -> list[float]:
+    """Operations of the inversions that one rank does together; layers that share a factor, if that is not too much."""
+    families = [[float(small[a]) ** 3 + float(small[b]) ** 3 for b in outputs] for a, outputs in sizes.groups]
+    mean = sum(map(sum, families)) / ranks
+    return [cost for one in families for cost in ([sum(one)] if sum(one) <= mean else one)]
+
+
 def memory(shape: Llama, method: str, ranks: int = 1, sharded: bool = False) -> float:
     """Bytes on one GPU: vectors like θ (four to train; for SAMA four more, for KFAC three), inverses, activations.
 
-    Alone, a factor of few rows (at most half its size) is kept as these rows. On several ranks it is a matrix, and half
-    of each matrix is also in the buffer that is summed.
+    Alone, a factor of few rows (at most half its size) is kept as these rows. On several ranks it is a matrix on its
+    owner, which has it three times while it is inverted.
     """
     sizes, rows = shape.sizes, BATCH if method == "KFAC reduce" else ROWS
     vectors = (8 if method == "SAMA" else 7) * sizes.entries
     inverses = sum(n * (rows if ranks == 1 and rows <= n / 2 else n) for n in sizes.sides)
-    inverses = 0 if method == "SAMA" else inverses * (1.5 if ranks > 1 else 1)
+    inverses = 0 if method == "SAMA" else inverses * (3 / ranks if ranks > 1 else 1)
     activations = 34 * ROWS * shape.width * shape.layers + 10 * ROWS * shape.vocabulary
     unit = 2 * FLOAT * sizes.entries / shape.layers if sharded else 0
-    return FLOAT * (vectors + inverses) / (ranks if sharded else 1) + activations + unit
+    return FLOAT * (vectors / (ranks if sharded else 1) + inverses) + activations + unit
 
 
 def compute(shape: Llama, method: str, ranks: int, rates: argparse.Namespace) -> float:
@@ -165,7 +174,7 @@ def compute(shape: Llama, method: str, ranks: int, rates: argparse.Namespace) ->
     total += CROSS * forward + applied / rates.rate
     if method != "KFAC cached":
         total += 3 * forward + sum(2 * rows * n * small[n] for n in sizes.sides) / rates.rate
-        total += busiest([float(small[n]) ** 3 for n in sizes.sides], ranks) / rates.inverse_rate
+        total += busiest(layer_costs(sizes, small, ranks), ranks) / rates.inverse_rate
     return total
 
 
@@ -174,15 +183,15 @@ def transfer(shape: Llama, method: str, ranks: int, sharded: bool, rates: argpar
     if ranks == 1:
         return 0.0
     sizes = shape.sizes
-    summed, shared = (STEPS * sizes.numbers, 0) if method == "plain" else sent(sizes, method)
+    summed, reduced, shared = (STEPS * sizes.numbers, 0, 0) if method == "plain" else sent(sizes, method)
     bandwidth = rates.node if ranks <= SHARED_NODE else rates.network
     share = (ranks - 1) / ranks * FLOAT / bandwidth
     if not sharded:
-        return share * (2 * summed + shared)
+        return share * (2 * summed + reduced + shared)
     evaluations = STEPS if method == "plain" else STEPS + 1 + (method in ("KFAC", "KFAC reduce"))
     gathered = 0 if method == "plain" else 2 * sizes.numbers  # the cross term: two passes forward
-    factors = summed - (STEPS + 1) * sizes.numbers if method in ("KFAC", "KFAC reduce") else 0
-    return share * (3 * evaluations * sizes.numbers + gathered + factors)
+    solve = 2 * shared / ranks  # of b and v each rank sends its rows, or those of the blocks it owns
+    return share * (3 * evaluations * sizes.numbers + gathered + reduced + solve)
 
 
 def row(name: str, ranks: int, rates: argparse.Namespace) -> list[str]:
@@ -197,7 +206,7 @@ def row(name: str, ranks: int, rates: argparse.Namespace) -> list[str]:
     for method in ("SAMA", "KFAC"):
         bytes_ = memory(shape, method, ranks, sharded)
         cells.append(f"{bytes_ / GIB:.0f}" if bytes_ <= rates.capacity else f"**{bytes_ / GIB:.0f}**")
-    cubes = [float(n) ** 3 for n in shape.sizes.sides]
+    cubes = layer_costs(shape.sizes, {n: n for n in shape.sizes.sides}, ranks)
     return [*cells, f"{busiest(cubes, ranks) / (sum(cubes) / ranks):.2f}"]
 
 

@@ -251,7 +251,7 @@ LEGS = (3, 6, 8)
 
 def checks(rank: int, folder: Path) -> None:
     """All checks, on process ``rank`` of four."""
-    two = dist.new_group([0, 1])
+    two, three = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
     tensors: dict[str, Tensor] = {}
     traffic: dict[str, dict[str, int]] = {}
     tensors |= {f"4 {name}": x for name, x in hypergradients(None, torch.float64, names=FEW).items()}
@@ -264,7 +264,7 @@ def checks(rank: int, folder: Path) -> None:
     texts: dict[str, Any] = {"same": bool((run.group.gather(alike) == alike).all()), "traffic": traffic}
     texts |= {"refusals": refusals(rank), "use": ways_of_use(rank)}
     texts |= {"history": len(run.history), "loss": run.history.column("outer_loss")}
-    more, words = sharded_runs.checks(rank, two, folder, LEGS)
+    more, words = sharded_runs.checks(rank, two, three, folder, LEGS)
     if rank == 0:
         save_file(tensors | more, folder / "tensors.safetensors")
     (folder / f"texts-{rank}.json").write_text(json.dumps(texts | words))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,8 @@ ALGORITHMS: dict[str, Callable[[], hk.algorithms.Algorithm]] = {
     "cg": lambda: hk.AID(hk.cg(3, 0.1), inner_steps=1),
     "sama": lambda: hk.algorithms.SAMA(inner_steps=1),
     "soba": lambda: hk.algorithms.SOBA(),
+    "kfac cached": lambda: hk.AID(hk.kfac(0.1, refresh_every=3, ema=0.5), inner_steps=1),
+    "ekfac cached": lambda: hk.AID(hk.ekfac(0.1, refresh_every=3, basis_every=2), inner_steps=1),
 }
 
 
@@ -193,17 +196,68 @@ def costs(group: dist.ProcessGroup | None, count: int) -> dict[str, int]:
     return {"held": sum(held), **{kind: n - before[kind] for kind, n in problem.group.sent.items()}}
 
 
+def curvature_held(group: dist.ProcessGroup | None, mode: str) -> int:
+    """Bytes of the inverses that this process keeps after a hypergradient by KFAC; with ``f`` θ is divided."""
+    problem, model, method = hk.training.DataParallel(PROBLEM, group), network(), hk.kfac(0.1)
+    model = sharded(model, mesh=_mesh(problem.group)) if "f" in mode else model
+    hypergradient(method, problem, model, Lambda().double())
+    return sum(x.numel() * x.element_size() for x in _tensors(method.state_dict()["curvature"]["inverses"]))
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    if isinstance(x, dict):
+        return [tensor for value in x.values() for tensor in _tensors(value)]
+    return [x] if isinstance(x, Tensor) else []
+
+
+def gathered_at_once(group: dist.ProcessGroup | None, method: Hypergradient, layers: int = 6) -> float:
+    """The most of a divided θ that this process has had whole at one time, as a share of θ: parameters, b, v alike."""
+    problem = hk.training.DataParallel(PROBLEM, group)
+    model = sharded(network(layers=layers), mesh=_mesh(problem.group))
+    alive, most, gather = 0, 0, Group.gather_rows
+
+    def freed(size: int) -> None:
+        nonlocal alive
+        alive -= size
+
+    def counted(self: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
+        nonlocal alive, most
+        found = gather(self, tensors)
+        for x in found:
+            alive += x.numel()
+            weakref.finalize(x.untyped_storage(), freed, x.numel())
+        most = max(most, alive)
+        return found
+
+    Group.gather_rows = counted  # type: ignore[method-assign]
+    try:
+        hypergradient(method, problem, model, Lambda().double())
+    finally:
+        Group.gather_rows = gather  # type: ignore[method-assign]
+    return most / sum(p.numel() for p in model.parameters())
+
+
 def checks(
-    rank: int, two: dist.ProcessGroup, folder: Path, legs: Sequence[int]
+    rank: int, two: dist.ProcessGroup, three: dist.ProcessGroup, folder: Path, legs: Sequence[int]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What ``make test`` does on process ``rank`` of four, of which ``two`` has the first two."""
+    """What ``make test`` does on process ``rank`` of four; ``two`` has the first two, ``three`` the first three."""
     tensors: dict[str, Tensor] = {}
     texts: dict[str, Any] = {"sharded": refusals()}
     if rank < 2:
         tensors |= {f"θ 2 {name}": x for name, x in named(two, NAMED, "f", torch.float64).items()}
         tensors |= {f"θ trained {name}": x for name, x in ended(two, "soba", "f", 2).items()}
         ended(two, "kfac", "w", legs[0], folder / "weights")
+        texts["held"] = {mode: curvature_held(two, mode) for mode in ("", "f")}
+        ways = ("auto", "forward")
+        texts["gathered"] = {way: gathered_at_once(two, hk.kfac(0.1, cross=way)) for way in ways}  # type: ignore[arg-type]
+        for name in CACHED:
+            torch.manual_seed(0)
+            ended(two, name, "", 2, folder / name)
         texts["costs"] = [costs(two, count) for count in (24, 2400)]
+    dist.barrier()
+    if rank < 3:
+        for name in CACHED:
+            ended(three, name, "", 4, folder / name)
     dist.barrier()
     tensors |= {f"λ 4 {name}": x for name, x in named(None, WEIGHTED, "w", torch.float64).items()}
     tensors |= {f"λ trained {name}": x for name, x in ended(None, "soba", "w", 3).items()}
@@ -212,6 +266,7 @@ def checks(
 
 
 NAMED = ("identity", "sama", "kfac reverse", "ekfac reverse", "cg")
+CACHED = ("kfac cached", "ekfac cached")
 WEIGHTED = ("sama", "kfac reverse", "cg")
 
 

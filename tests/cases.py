@@ -15,7 +15,7 @@ import hyperkron as hk
 import oracles
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
-from hyperkron.curvature.kfac.recorder import Measured
+from hyperkron.curvature.kfac.measured import Measured
 from hyperkron.evaluation.point import Point
 
 DOUBLE = torch.float64

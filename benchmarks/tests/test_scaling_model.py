@@ -38,8 +38,9 @@ def test_the_model_sends_what_processes_sent(name: str, ranks: str) -> None:
     (method, cross, vectors), found = CASES[name], TRAFFIC[ranks][name]
     products = found["products"] if method == "Hessian" else 0
     unrolled = 3 if method == "unrolled" else 0
-    summed, shared = model.hypergradient_volume(sizes, lam, method, cross, vectors, products, unrolled)
+    summed, reduced, shared = model.hypergradient_volume(sizes, lam, method, cross, vectors, products, unrolled)
     assert found["sum"] == int(ranks) * 8 * summed
+    assert found["reduce"] == int(ranks) * 8 * reduced
     assert found["share"] == 8 * shared
 
 

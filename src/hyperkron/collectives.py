@@ -12,7 +12,7 @@ tensors of a stage at once, in one piece of memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,8 @@ class Group:
         size, rank: how many there are, and which one this is.
         device: where its tensors must be, if not anywhere.
         sent: bytes of the tensors given to collectives so far, by kind: ``sum``, ``gather`` and ``share``; of sums
-            whose rows are left divided among ranks, ``scatter``.
+            whose rows are left divided among ranks, ``scatter``, and of sums for one rank, ``reduce``; of what ranks
+            send to each other, ``exchange``.
         calls: how many collectives of each kind.
 
     Example:
@@ -66,7 +67,7 @@ class Group:
         self.rank = 0 if handle is None else dist.get_rank(handle)
         cuda = handle is not None and dist.get_backend(handle) == "nccl"
         self.device = torch.device("cuda") if cuda else None
-        self.sent = dict.fromkeys(("sum", "gather", "share", "scatter"), 0)
+        self.sent = dict.fromkeys(("sum", "gather", "share", "scatter", "reduce", "exchange"), 0)
         self.calls = dict(self.sent)
 
     def __deepcopy__(self, memory: object) -> Group:
@@ -178,33 +179,35 @@ class Group:
                     dist.broadcast(value, group=self.handle, group_src=0)
                 x.copy_(value)
 
-    def share(
-        self, costs: Sequence[float], lengths: Sequence[int], like: Tensor, work: Callable[[int], Tensor]
-    ) -> list[Tensor]:
-        """What ``work(i)``, a vector of ``lengths[i]`` numbers, gives for every piece i; each is done by one rank.
+    def reduce(self, tensors: Sequence[Tensor], to: int) -> list[Tensor] | None:
+        """Σ over ranks of each tensor on rank ``to``, in one collective; ``None`` on the others."""
+        flat = _flat(tensors)
+        self._count("reduce", flat)
+        with _answering():
+            dist.reduce(flat, group=self.handle, group_dst=to)
+        return _apart(flat, tensors) if self.rank == to else None
 
-        Args:
-            costs: of the pieces, by which they are divided among ranks.
-            lengths: of the results.
-            like: a tensor of their dtype and device.
-            work: does piece i.
-        """
-        owners = balanced(costs, self.size)
-        mine = {i: work(i) for i, owner in enumerate(owners) if owner == self.rank}
-        found: dict[int, Tensor] = {}
-        for rank in range(self.size):
-            pieces = [i for i, owner in enumerate(owners) if owner == rank]
-            total = sum(lengths[i] for i in pieces)
-            flat = like.new_empty(total)
-            if rank == self.rank and pieces:
-                torch.cat([mine[i].reshape(-1) for i in pieces], out=flat)
-            if self.size > 1 and pieces:
-                if rank == self.rank:
-                    self._count("share", flat)
-                with _answering():
-                    dist.broadcast(flat, group=self.handle, group_src=rank)
-            found.update(zip(pieces, flat.split([lengths[i] for i in pieces]), strict=True))
-        return [found[i] for i in range(len(costs))]
+    def share(
+        self, tensors: Sequence[Tensor] | None, shapes: Sequence[torch.Size], like: Tensor, by: int
+    ) -> list[Tensor]:
+        """The tensors of rank ``by`` on every rank, by their shapes, in the dtype and on the device of ``like``."""
+        sizes = [shape.numel() for shape in shapes]
+        flat = like.new_empty(sum(sizes))
+        if tensors is not None:
+            torch.cat([x.detach().reshape(-1).to(like) for x in tensors], out=flat)
+            self._count("share", flat)
+        with _answering():
+            dist.broadcast(flat, group=self.handle, group_src=by)
+        return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+    def exchange(self, sent: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Rank r is given the vector ``sent[r]``, and gives this one a vector of ``sizes[r]`` numbers."""
+        given = torch.cat(list(sent))
+        self._count("exchange", given)
+        found = given.new_empty(sum(sizes))
+        with _answering():
+            dist.all_to_all_single(found, given, list(sizes), [len(x) for x in sent], group=self.handle)
+        return list(found.split(list(sizes)))
 
 
 ONE_PROCESS = Group()
@@ -230,17 +233,17 @@ def triangle(matrices: Tensor) -> Tensor:
     return matrices[..., _below(matrices)]
 
 
-def filled(triangles: Tensor, like: Tensor, *, mirrored: bool) -> Tensor:
-    """The matrices, shaped as ``like``, of which these are the :func:`triangle`; symmetric or zero above the diagonal.
+def filled(triangles: Tensor, like: Tensor) -> Tensor:
+    """The symmetric matrices, shaped as ``like``, of which these are the :func:`triangle`.
 
     Example:
         >>> matrix = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
-        >>> bool((filled(triangle(matrix), matrix, mirrored=True) == matrix).all())
+        >>> bool((filled(triangle(matrix), matrix) == matrix).all())
         True
     """
     found = torch.zeros_like(like)
     found[..., _below(like)] = triangles
-    return found + found.tril(-1).mT if mirrored else found
+    return found + found.tril(-1).mT
 
 
 def _below(matrices: Tensor) -> Tensor:

@@ -6,18 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import hyperkron as hk
 import parallel_runs
 import sharded_runs
-from hyperkron.collectives import balanced
+from hyperkron.curvature.kfac.coverage import plan
+from hyperkron.curvature.kfac.owners import Owners
 from hyperkron.training.divided import write_rows
 from hyperkron.training.encoding import CheckpointError
 
@@ -94,44 +96,73 @@ def test_the_bytes_of_a_hypergradient_are_those_of_the_formula(texts: list[dict[
     _, model, hyper, *_ = parallel_runs.make(torch.float64)
     theta, lam = (sum(p.numel() + 1 for p in module.parameters()) for module in (model, hyper))
     sides = [(6, 6), (7, 4)]  # (d_in + 1, d_out) of the two Kronecker blocks
-    factors = sum(d * (d + 1) // 2 for pair in sides for d in pair) + len(sides)  # and the rows of each
-    factors += model.get_parameter("words.weight").numel() + 2 * 6  # exact diagonals
-    triangles = sum(d * (d + 1) // 2 + 1 for pair in sides for d in pair)
-    bases = sum(d * (d + 1) + 1 for pair in sides for d in pair)
-    spectra = sum(a * b for a, b in sides)
+    counts = len(sides) + model.get_parameter("words.weight").numel() + 2 * 6  # of rows, and exact diagonals
+    factors = sum(d * (d + 1) // 2 for pair in sides for d in pair)
+    bases = sum(d**2 for pair in sides for d in pair)
+    solve = sum(a * b for a, b in sides)
     traffic = texts[0]["traffic"]
     products = {name: one["products"] for name, one in traffic.items()}
     assert products["pcg"] == 5 and min(products["cg"], products["neumann"]) > 1
-    cases = {  # evaluations; sums of θ and of λ; other numbers summed, and shared
+    cases = {  # evaluations; sums of θ and of λ; numbers summed for the owners of blocks, and shared by them
         "identity": (2, 2, 1, 0, 0),
         "cg": (2, 2 + products["cg"], 1, 0, 0),
         "neumann": (2, 2 + products["neumann"], 1, 0, 0),
-        "kfac mc": (3, 2 + 2, 1, factors, triangles),  # a sum for each of two samples: of the bare parameter
-        "kfac empirical": (3, 2 + 1, 1, factors, triangles),
-        "kfac auto": (4, 1 + 1, 1, factors, triangles),
-        "ekfac": (4, 2 + 1, 1, factors + spectra, bases),
-        "pcg": (4, 3 + 1 + products["pcg"], 1, factors, triangles),
+        "kfac mc": (3, 2 + 2, 1, factors, solve),  # a sum for each of two samples: of the bare parameter
+        "kfac empirical": (3, 2 + 1, 1, factors, solve),
+        "kfac auto": (4, 1 + 1, 1, factors, solve),
+        "ekfac": (4, 2 + 1, 1, factors + solve, bases + solve),
+        "pcg": (4, 3 + 1 + products["pcg"], 1, factors, products["pcg"] * solve),
         "unrolled": (6, 9, 3, 0, 0),
     }
     assert set(cases) == set(parallel_runs.COUNTED)
-    for name, (evaluations, of_theta, of_lambda, others, shared) in cases.items():
-        names = 8 * (bool(shared) + (name == "ekfac"))  # whether all have measured the same layers
-        assert traffic[name]["sum"] == 8 * (of_theta * theta + of_lambda * lam + others), name
-        assert traffic[name]["gather"] == 8 * 3 * evaluations + names, name
+    for name, (evaluations, of_theta, of_lambda, reduced, shared) in cases.items():
+        passes = bool(reduced) + (name == "ekfac")  # each asks for layers called and inputs kept, and how it went
+        assert traffic[name]["sum"] == 8 * (of_theta * theta + of_lambda * lam + bool(reduced) * counts), name
+        assert traffic[name]["gather"] == 8 * (3 * evaluations + 3 * passes), name
+        assert all(text["traffic"][name]["reduce"] == 8 * reduced for text in texts[:2]), name
         assert sum(text["traffic"][name]["share"] for text in texts[:2]) == 8 * shared, name
+        assert traffic[name]["exchange"] == 0, name
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_inversions_are_balanced(size: int) -> None:
-    """The work of the factors of a BERT-base and of a Llama with 16 layers of 2048."""
-    bert = 12 * ([769] * 4 + [768] * 4 + [769, 3072, 3073, 768])
-    llama = 16 * ([2048] * 8 + [2048, 8192] * 2 + [8192, 2048])
-    for sizes in (bert, llama):
-        costs = [float(n) ** 3 for n in sizes]
-        load = [0.0] * size
-        for cost, owner in zip(costs, balanced(costs, size), strict=True):
-            load[owner] += cost
-        assert max(load) <= 1.1 * sum(costs) / size
+    """The work of the layers of a BERT-base and of a Llama with 16 layers of 2048; their factors are balanced too."""
+    group: Any = Second(Path())
+    group.size = size
+    attention, llama = [(768, 768)] * 4, [(2048, 2048)] * 4
+    shapes = {
+        "bert": (12, attention, [(768, 3072), (3072, 768)]),
+        "llama": (16, llama, [(2048, 8192)] * 2 + [(8192, 2048)]),
+    }
+    for name, (count, heads, mlp) in shapes.items():
+        parts = [nn.ModuleList(nn.Linear(a, b, name == "bert", device="meta") for a, b in one) for one in (heads, mlp)]
+        owners = Owners(plan(nn.ModuleList(nn.ModuleList(map(deepcopy, parts)) for _ in range(count)), "zero"), group)
+        assert len(owners.of) == count * (len(heads) + len(mlp))
+        for power, most in ((3, 1.1), (2, 1.2)):
+            load = [0.0] * size
+            for block, rank in owners.of.items():
+                load[rank] += sum(float(n) ** power for n in owners.blocks[block].shape[1:])
+            assert max(load) <= most * sum(load) / size, (name, power)
+
+
+def test_a_process_keeps_its_share_of_inverses_and_gathers_one_module_at_a_time(texts: list[dict[str, Any]]) -> None:
+    """Of two processes, with θ on both and divided by ``fully_shard``; six layers that are one module each."""
+    blocks = plan(sharded_runs.network(), "zero").blocks.values()
+    whole = 8 * sum(n**2 for block in blocks for n in block.shape[1:])
+    for mode in ("", "f"):
+        held = [text["held"][mode] for text in texts[:2]]
+        assert sum(held) == whole and max(held) < 0.6 * whole
+    for text in texts[:2]:
+        assert text["gathered"]["auto"] < 0.25 and text["gathered"]["forward"] < 0.5  # of θ; with tangents twice
+
+
+def test_cached_curvature_continues_with_another_number_of_processes(four: Path) -> None:
+    """Two processes, then three whose parts of a batch differ in size, then one."""
+    for name in sharded_runs.CACHED:
+        torch.manual_seed(0)
+        wanted = _alone(name, 6)
+        for key, x in _alone(name, 6, four / name).items():
+            assert float((x - wanted[key]).abs().max()) < 1e-10, (name, key)
 
 
 def test_one_process_is_the_problem_itself() -> None:

@@ -135,6 +135,13 @@ class CurvatureState:
         if state:
             raise HyperkronError(f"this curvature keeps no state, but a state with {sorted(state)} was given.")
 
+    def collect(self) -> None:
+        """To be called by all processes that divide this state among them: until :meth:`uncollect` is called, the first
+        one's :meth:`state_dict` has all that any number of processes needs to continue."""
+
+    def uncollect(self) -> None:
+        """Let go of what :meth:`collect` got from other processes."""
+
     @property
     def kept(self) -> Any:
         """The measurement that later calls reuse, one and the same object until the next; ``None`` if there is none."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,6 +62,11 @@ class Hypergradient(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a :meth:`state_dict` as if never interrupted."""
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """A block in which :meth:`state_dict` of the first process has what others hold; all must enter it."""
+        yield
 
     def backward(
         self,

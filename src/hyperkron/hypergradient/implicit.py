@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -253,6 +254,17 @@ class Implicit(Hypergradient):
         for memory in (self.state.curvature, self.state.preconditioner):
             stats |= memory.stats()
         return stats
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        memories = (self.state.curvature, self.state.preconditioner)
+        try:
+            for memory in memories:
+                memory.collect()
+            yield
+        finally:
+            for memory in memories:
+                memory.uncollect()
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -288,8 +289,12 @@ class Run:
         """Write everything the rest of the run depends on to ``folder/step-…``, and return that path.
 
         It is complete or absent, whatever happens meanwhile; see ``docs/checkpoints.md``. Of several processes the
-        first writes, and each of the others its rows of what is divided among them.
+        first writes, and each of the others its rows of what is divided among them; all must call this.
         """
+        with contextlib.nullcontext() if self.state.hypergradient is None else self.state.hypergradient.collected():
+            return self._save(folder)
+
+    def _save(self, folder: str | Path) -> Path:
         rows, path = None, checkpoint.place(folder, self.state.step)
         if self._divided:
             staging = checkpoint.staging(folder, self.state.step)

@@ -11,7 +11,7 @@ from hyperkron.curvature.kfac import grams
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.factors import dense
-from hyperkron.curvature.kfac.recorder import Measured
+from hyperkron.curvature.kfac.measured import Measured
 from hyperkron.evaluation.point import Point
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))

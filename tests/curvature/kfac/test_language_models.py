@@ -14,7 +14,8 @@ from hyperkron.curvature.kfac import grams, recorder
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.factors import Dual, dense
-from hyperkron.curvature.kfac.recorder import Measured, Recorder
+from hyperkron.curvature.kfac.measured import Measured
+from hyperkron.curvature.kfac.recorder import Recorder
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import classification
 

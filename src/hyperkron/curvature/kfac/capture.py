@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyperkron.collectives import Group, filled, triangle
+from hyperkron.collectives import Group
 from hyperkron.curvature.base import l2_curvature, warn_opaque
 from hyperkron.curvature.kfac.coverage import Plan
-from hyperkron.curvature.kfac.factors import add_to, scaled
+from hyperkron.curvature.kfac.factors import add_to, scaled, stored
 from hyperkron.curvature.kfac.layers import WeightSharing
+from hyperkron.curvature.kfac.measured import Basis, Measured
+from hyperkron.curvature.kfac.owners import Owners
 from hyperkron.curvature.kfac.penalty import column_scales
-from hyperkron.curvature.kfac.recorder import Basis, Measured, Recorder
+from hyperkron.curvature.kfac.recorder import Recorder
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import Fisher, Loss
 from hyperkron.problem import rows, shares
@@ -40,6 +42,7 @@ def measure(
     diagonal: bool = True,
     wide: bool = False,
     damping: float | None = None,
+    owners: Owners | None = None,
 ) -> Measured:
     """Run J_in on the curvature batch and collect the factors, or, given a ``basis``, EKFAC's corrected spectrum.
 
@@ -47,17 +50,20 @@ def measure(
     that the problem wants evaluated in parts is measured part by part. Negative weights are refused; where they are not
     ``checked``, because that waits for the device, factors are nan. Parameters outside blocks are left alone where
     ``diagonal`` is false. ``wide`` asks for the factors over all positions as well, ``damping`` for
-    :attr:`Measured.scales`.
+    :attr:`Measured.scales`. Of a batch that is divided among processes each of the ``owners`` gets the factors, or
+    spectra, of its blocks.
     """
     like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
     parts, whole = point.problem.parts(point.curvature_batch), _Merged()
     for part in parts:
-        recorder = Recorder(plan, sharing, basis, like.dtype, low_rank, diagonal, wide)
+        recorder = Recorder(plan, sharing, basis, like, low_rank, diagonal, wide, owners)
         with recorder.attached():
             loss = point.inner(part)
             recorder.saw(loss, readable=not point.recording)
-        if point.problem.group.size > 1 and loss.terms:
-            _warn_without_batch(recorder.lengths, len(loss.terms[0].row_losses))
+        if owners is not None:
+            _check_alike(recorder, owners.group)
+            if loss.terms:
+                _warn_without_batch(recorder.lengths, len(loss.terms[0].row_losses))
         recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
         recorder.measured.scales = {} if damping is None else column_scales(plan, l2, damping, like)
         size = recorder.batch_size * point.problem.group.size
@@ -66,7 +72,7 @@ def measure(
         place = loss.terms[0].place if loss.terms else None  # of these examples in the whole batch
         found = recorder.backward(point.params, vectors, None if fisher == "mc" else generator, place)
         if len(parts) == 1:
-            return over_ranks(found, plan, point.problem.group)
+            return found if owners is None else over_ranks(found, plan, owners.group)
         whole.add(found, rows(loss.terms, recorder.batch_size))  # counting rows waits for the device
         del loss, vectors, found, recorder
     return whole.finish()
@@ -83,43 +89,40 @@ def _warn_without_batch(lengths: dict[str, int], examples: int) -> None:
         )
 
 
-def over_ranks(found: Measured, plan: Plan, group: Group) -> Measured:
-    """The measurement of a batch that is divided among ranks, from that of each: all sums in one collective.
+def _check_alike(recorder: Recorder, group: Group) -> None:
+    """Refuse that ranks have called different layers: their sums would not belong together.
 
-    Gradients of parameters outside layers, and so their squares, are those of the whole batch already.
+    Where inputs wait on one rank and not on another, for its part has more tokens or masks none, layers share no sums.
     """
-    if group.size == 1:
-        return found
-    known = {*plan.rest, *found.uncalled}
-    a: Any = found.a
-    sides: Any = (a, found.b, *found.wide, found.corrected, found.diagonal)
-    places = [(side, n) for side in sides for n in side if not (side is found.diagonal and n in known)]
-    names = zlib.crc32(",".join(name for _, name in places).encode())
-    if len({x for (x,) in group.numbers(names)}) > 1:
+    called = [f"{name}*{recorder.calls.get(name, 1)}" for name in sorted({*recorder.called, *recorder.calls})]
+    waiting = [f"{call.block.name}*{call.masked}" for call in recorder.waiting]
+    layers, inputs = zip(*group.numbers(*(zlib.crc32(",".join(x).encode()) for x in (called, waiting))), strict=True)
+    recorder.shares_sums = len(set(inputs)) == 1
+    if len(set(layers)) > 1:
         raise HyperkronError(
-            f"the processes have measured different layers, number {group.rank} {', '.join(found.reached)}; let the "
-            "inner loss use the same layers on all of them."
+            f"the processes have measured different layers, number {group.rank} {', '.join(sorted(recorder.calls))}; "
+            "let the inner loss use the same layers on all of them."
         )
-    rows = [torch.as_tensor(n, dtype=torch.float64) for n in found.rows.values()]
-    counts = dict(zip(found.rows, rows, strict=True))
-    symmetric = (a, found.b, *found.wide)
-    own: dict[int, Tensor] = {}  # a sum shared by several blocks is sent once, of symmetric matrices a triangle
-    for side, name in places:
-        x = side[name]
-        if id(x) not in own:
-            sent = triangle(x) if any(side is one for one in symmetric) else x
-            own[id(x)] = sent * counts[name].to(sent) if side is a else sent
-    like = next(iter(own.values()), torch.zeros(()))
-    *summed, totals = group.sum([*own.values(), torch.stack([n.to(like) for n in rows]) if rows else like.new_zeros(0)])
-    whole = dict(zip(own, summed, strict=True))
-    found.rows = dict(zip(counts, totals, strict=True))
-    shared: dict[int, Tensor] = {}
-    for side, name in places:
-        x = side[name]
-        if id(x) not in shared:
-            total = whole[id(x)] / found.rows[name] if side is a else whole[id(x)]
-            shared[id(x)] = filled(total, x, mirrored=True) if any(side is one for one in symmetric) else total
-        side[name] = shared[id(x)]
+
+
+def over_ranks(found: Measured, plan: Plan, group: Group) -> Measured:
+    """The measurement of a batch that is divided among ranks: rows and diagonals are summed in one collective.
+
+    The owners have the sums of their blocks already. Gradients of parameters outside layers, and so their squares, are
+    those of the whole batch already.
+    """
+    known = {*plan.rest, *found.uncalled}
+    names = [name for name in found.diagonal if name not in known]
+    like = found.diagonal[names[0]] if names else torch.zeros((), dtype=torch.float64, device=group.device)
+    rows = [torch.as_tensor(n, dtype=like.dtype, device=like.device) for n in found.rows.values()]
+    *sums, totals = group.sum([*(found.diagonal[n] for n in names), torch.stack(rows) if rows else like.new_zeros(0)])
+    found.diagonal.update(zip(names, sums, strict=True))
+    found.rows = dict(zip(found.rows, totals, strict=True))
+    means: dict[int, Any] = {}  # of a sum that several blocks share, one
+    for name, total in found.a.items():
+        if id(total) not in means:
+            means[id(total)] = scaled(total, 1.0 / found.rows[name].to(stored(total)))  # type: ignore[union-attr]
+    found.a = {name: means[id(total)] for name, total in found.a.items()}
     return found
 
 

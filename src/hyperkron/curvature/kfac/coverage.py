@@ -107,6 +107,12 @@ class Block:
         """The parameters in this block."""
         return tuple(name for name in (self.weight, self.bias) if name is not None)
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(groups, d_out, d_in [+1]) of the matrix of :meth:`join`: B and A have the last two sizes."""
+        d_in = self.layer.d_in if self.weight is not None else 0
+        return self.layer.groups, self.layer.d_out, d_in + (self.bias is not None)
+
     def join(self, tree: dict[str, Tensor]) -> Tensor:
         """[W | b] of a tree over the parameters, as (groups, d_out, d_in + 1)."""
         layer = self.layer

@@ -15,7 +15,7 @@ Where they are left out the basis is thin. Outside a thin basis the block is δ 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hyperkron.collectives import ONE_PROCESS, Group
 from hyperkron.curvature.kfac.factors import Factor, Factors, LowRank, Matrices, dense, stored
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.linalg import side_by_side
@@ -85,6 +84,15 @@ class EigenBlock:
         """P_B V."""
         return v if self.b.shape[-1] == self.b.shape[-2] else self.b @ (self.b.mT @ v)
 
+    def complete(self) -> EigenBlock:
+        """The same block with complete bases."""
+        if self.outside is None:
+            return self
+        a, b = (torch.cat([q, torch.linalg.qr(q, "complete")[0][..., q.shape[-1] :]], -1) for q in (self.a, self.b))
+        spectrum = self.outside.expand(len(a), b.shape[-1], a.shape[-1]).clone()
+        spectrum[:, : self.b.shape[-1], : self.a.shape[-1]] = self.spectrum
+        return EigenBlock(a, b, spectrum)
+
     def state_dict(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self).items() if x is not None}
 
@@ -113,6 +121,10 @@ class EigenInverses:
     def function(self, f: Callable[[Tensor], Tensor], v: Matrices) -> Matrices:
         """Q_B [(Q_Bᵀ V Q_A) · f(spectrum)] Q_Aᵀ for every block."""
         return {name: block.function(f, v[name]) for name, block in self.blocks.items()}
+
+    def only(self, names: Collection[str]) -> EigenInverses:
+        """Those of some of the blocks, with complete bases."""
+        return EigenInverses({name: block.complete() for name, block in self.blocks.items() if name in names})
 
     def strategies(self) -> str:
         """How the blocks are inverted, as words."""
@@ -157,13 +169,11 @@ Bases = dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]
 """(eigenvalues of A, Q_A, eigenvalues of B, Q_B) of every block."""
 
 
-def eigen_bases(
-    factors: Factors, thin: tuple[bool, bool] = (False, False), group: Group = ONE_PROCESS
-) -> tuple[Bases, Status]:
+def eigen_bases(factors: Factors, thin: tuple[bool, bool] = (False, False)) -> tuple[Bases, Status]:
     """The eigenbases of all blocks, negative rounding of eigenvalues set to zero, and how they were obtained.
 
     ``thin`` says of A and of B whether a factor that is kept as rows gets a thin basis, in place of a complete one.
-    Blocks that share a factor share its basis. The ranks of ``group``, which all have the same factors, share the work.
+    Blocks that share a factor share its basis.
     """
     found: Bases = {}
     status = Status.DIRECT
@@ -171,7 +181,7 @@ def eigen_bases(
     jobs = [partial(_decomposed, factor, may) for (_, may), factor in needed.items()]
     device = next((stored(factor).device for factor in needed.values()), torch.device("cpu"))
     with full_precision():
-        results = side_by_side(jobs, device) if group.size == 1 else _shared(list(needed.values()), group)
+        results = side_by_side(jobs, device)
     known = dict(zip(needed, results, strict=True))
     for name, pair in factors.items():
         (values_a, q_a, direct_a), (values_b, q_b, direct_b) = (
@@ -180,28 +190,6 @@ def eigen_bases(
         found[name] = (values_a.clamp_min(0), q_a, values_b.clamp_min(0), q_b)
         status = status if direct_a and direct_b else Status.MORE_DAMPING
     return found, status
-
-
-def _shared(factors: list[Factor], group: Group) -> list[tuple[Tensor, Tensor, bool]]:
-    """:func:`_eigh` of every factor, each by one rank; a failure is one on all of them."""
-    matrices = [dense(factor) for factor in factors]
-
-    def work(i: int) -> Tensor:
-        try:
-            values, vectors, direct = _eigh(matrices[i])
-        except FactorizationError:
-            return matrices[i].new_full((lengths[i],), math.nan)
-        return torch.cat([values.reshape(-1), vectors.reshape(-1), values.new_tensor([float(direct)])])
-
-    lengths = [m.shape[0] * m.shape[1] * (m.shape[1] + 1) + 1 for m in matrices]
-    costs = [float(m.shape[0] * m.shape[1] ** 3) for m in matrices]
-    found = []
-    for matrix, sent in zip(matrices, group.share(costs, lengths, matrices[0], work) if matrices else (), strict=True):
-        direct, count = float(sent[-1]), matrix.shape[0] * matrix.shape[1]
-        if math.isnan(direct):
-            raise FactorizationError(f"the eigendecomposition of a factor of size {matrix.shape[-1]} did not converge")
-        found.append((sent[:count].view(matrix.shape[:2]), sent[count:-1].view(matrix.shape), bool(direct)))
-    return found
 
 
 def completed(bases: Bases, wide: tuple[dict[str, Factor], dict[str, Factor]], scales: Matrices) -> Bases:

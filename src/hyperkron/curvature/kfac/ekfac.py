@@ -9,12 +9,13 @@ import torch
 
 from hyperkron.curvature.base import CurvatureState
 from hyperkron.curvature.kfac.coverage import Plan
-from hyperkron.curvature.kfac.eigen import EigenInverses, completed, eigen_bases
+from hyperkron.curvature.kfac.eigen import Bases, EigenInverses, completed, eigen_bases
 from hyperkron.curvature.kfac.factors import Factors
 from hyperkron.curvature.kfac.inverse import BlockInverses
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
-from hyperkron.curvature.kfac.recorder import Basis, Measured
-from hyperkron.curvature.kfac.state import KroneckerState
+from hyperkron.curvature.kfac.measured import Basis, Measured
+from hyperkron.curvature.kfac.owners import agreed
+from hyperkron.curvature.kfac.state import KroneckerState, own_diagonal
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.execution import Pending
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
@@ -72,6 +73,10 @@ class EKFAC(Kronecker):
         return self.basis_every == 1 and self.damping > 0 and self.sharing == "expand"
 
     @property
+    def _reuses(self) -> bool:
+        return super()._reuses or self.basis_every > 1
+
+    @property
     def _serves_once(self) -> bool:
         return super()._serves_once and self.basis_every == 1
 
@@ -95,9 +100,10 @@ class EKFAC(Kronecker):
         if not self._serves_on(state):
             return None
         assert isinstance(state.inverses, EigenInverses)
-        basis = {name: (block.a, block.b) for name, block in state.inverses.blocks.items()}
+        own = {name: (block.a, block.b) for name, block in state.inverses.blocks.items()}
         place = point.device, torch.promote_types(point.dtype, torch.float32)
-        return basis if all((a.device, a.dtype) == place for a, _ in basis.values()) else None
+        fits = point.problem.group.all(all((a.device, a.dtype) == place for a, _ in own.values()))
+        return {name: own.get(name) for name in state.reached} if fits else None
 
     @property
     def records_refreshes(self) -> bool:
@@ -123,28 +129,31 @@ class EKFAC(Kronecker):
                 return False
             if measured.diagonal:
                 self._finite(point, measured, not any(point.execution.read_flags(~finite(measured)[None])))
-            found = ((name, *basis[name], measured.corrected[name]) for name in basis)
+            found = ((name, *pair, measured.corrected[name]) for name, pair in basis.items() if pair is not None)
             inverses = self._eigen_inverses(point, made, measured, found)
         except (FactorizationError, NonFiniteError) as error:
             self._keep(point, state, error)
             return True
-        diagonal, age = self._diagonal(made, measured), state.basis_age + 1
-        state.renew(inverses, Status.DIRECT, diagonal, measured.scales, list(made.rows), age)
+        diagonal, age = own_diagonal(self._diagonal(made, measured), point.params), state.basis_age + 1
+        state.renew(inverses, Status.DIRECT, diagonal, measured, list(made.rows), age)
         return True
 
     def _invert(
         self, point: Point, state: KroneckerState, made: Plan, measured: Measured, factors: Factors, keep: bool = False
     ) -> Pending[tuple[BlockInverses, Status]]:
-        self._finite(point, measured, bool(finite(measured)))
-        # S is measured with Monte-Carlo vectors of its own, which leave the span of those that B is made of
-        thin = self._thin, self._thin and self.fisher != "mc"
-        bases, status = eigen_bases(factors, thin, point.problem.group)
-        if self._wide:
-            bases = completed(bases, measured.wide, measured.scales)
+        bases, status = agreed(point.problem.group, lambda: self._bases(point, measured, factors))
         if self.ema == 0:
             measured.release()
             factors.clear()
-        basis = {name: (q_a, q_b) for name, (_, q_a, _, q_b) in bases.items()}
+        own = {name: (q_a, q_b) for name, (_, q_a, _, q_b) in bases.items()}
+        basis: Basis = {name: own.get(name) for name in measured.reached}
         spectra = self._measure(point, state, made, basis, diagonal=False).corrected
-        found = ((name, *basis[name], spectra[name]) for name in basis)
+        found = ((name, *pair, spectra[name]) for name, pair in own.items())
         return Pending.ready((self._eigen_inverses(point, made, measured, found), status))
+
+    def _bases(self, point: Point, measured: Measured, factors: Factors) -> tuple[Bases, Status]:
+        self._finite(point, measured, bool(finite(measured)))
+        # S is measured with Monte-Carlo vectors of its own, which leave the span of those that B is made of
+        thin = self._thin, self._thin and self.fisher != "mc"
+        bases, status = eigen_bases(factors, thin)
+        return (completed(bases, measured.wide, measured.scales) if self._wide else bases), status

@@ -9,7 +9,7 @@ system of size R by Woodbury's identity,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -101,6 +101,10 @@ class Primal:
         """(M + δI) V."""
         return self.system.times(_longer(v, self.size))[:, : v.shape[1]]
 
+    def part(self, begin: int, end: int) -> Primal:
+        """The factors ``begin`` to ``end`` of the stack."""
+        return Primal(self.system.part(begin, end))
+
     def state_dict(self) -> dict[str, Any]:
         return {"system": self.system.state_dict()}
 
@@ -135,6 +139,10 @@ class Dual:
     def times(self, v: Tensor) -> Tensor:
         """(XᵀX + δI) V."""
         return self.rows.mT @ (self.rows @ v) + self.shift[:, None, None] * v
+
+    def part(self, begin: int, end: int) -> Dual:
+        """The factors ``begin`` to ``end`` of the stack."""
+        return Dual(self.rows[begin:end], self.kernel.part(begin, end), self.shift[begin:end])
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows, "shift": self.shift, **self.kernel.state_dict()}
@@ -178,6 +186,14 @@ class ShapeClass:
         stacked = torch.cat([v[name] for name in self.names])
         return self.a.times(self.b.times(stacked).mT).mT
 
+    def parts(self) -> dict[str, ShapeClass]:
+        """Each block by itself."""
+        found, end = {}, 0
+        for name, count in zip(self.names, self.groups, strict=True):
+            begin, end = end, end + count
+            found[name] = ShapeClass((name,), (count,), self.a.part(begin, end), self.b.part(begin, end))
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         sides = {"a": self.a.state_dict(), "b": self.b.state_dict()}
         return {"names": list(self.names), "groups": list(self.groups), **sides}
@@ -208,6 +224,19 @@ class FactoredInverses:
         """The matrix of every block, from a stack of them for each shape."""
         pairs = zip(self.classes, stacks, strict=True)
         return {name: x for c, stack in pairs for name, x in zip(c.names, stack.split(c.groups), strict=True)}
+
+    def only(self, names: Collection[str]) -> FactoredInverses:
+        """Those of some of the blocks."""
+        return FactoredInverses(tuple(x for c in self.classes for name, x in c.parts().items() if name in names))
+
+    def damped(self, like: Matrices) -> dict[str, tuple[Tensor, Tensor]]:
+        """A + δ_A I and B + δ_B I of every block, whose matrices (groups, d_out, d_in [+1]) are shaped as ``like``."""
+        found = {}
+        for name, one in ((name, x) for c in self.classes for name, x in c.parts().items()):
+            groups, b, a = like[name].shape
+            eyes = [torch.eye(n, dtype=like[name].dtype, device=like[name].device).repeat(groups, 1, 1) for n in (a, b)]
+            found[name] = (one.a.times(eyes[0]), one.b.times(eyes[1]))
+        return found
 
     def strategies(self) -> str:
         """How many blocks have their factors inverted as matrices, and how many by their rows, as words."""

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperkron.collectives import ONE_PROCESS, Group, filled, triangle
 from hyperkron.curvature.kfac.eigen import EigenBlock, EigenInverses
 from hyperkron.curvature.kfac.factors import (
     Dual,
@@ -51,6 +50,9 @@ def load_inverses(state: dict[str, Any]) -> BlockInverses:
     """The inverses whose :meth:`state_dict` this is."""
     if state["kind"] == "eigen":
         return EigenInverses({name: EigenBlock(**tensors) for name, tensors in state["blocks"].items()})
+    if state["kind"] == "damped":
+        pairs = {name: [Primal(factorize(x[side])[0]) for side in "ab"] for name, x in state["blocks"].items()}
+        return FactoredInverses(tuple(ShapeClass((n,), (len(state["blocks"][n]["a"]),), *p) for n, p in pairs.items()))
     return load_factored(state)
 
 
@@ -89,7 +91,6 @@ def factored_inverses(
     keep: bool = True,
     own: bool = False,
     lean: bool = False,
-    group: Group = ONE_PROCESS,
 ) -> Pending[tuple[FactoredInverses, Status, bool]]:
     """Begin the damped inverses of all blocks: on a GPU other work can be queued before they are waited for.
 
@@ -102,7 +103,6 @@ def factored_inverses(
         keep: keep the systems until it is known how it went; if not, a failure raises :class:`FactorsNeeded`.
         own: ``factors`` are the caller's to give: they are cleared, and those of :data:`ALONE` freed one by one.
         lean: prefer memory to launches.
-        group: its ranks, which all have the same factors, share the work.
 
     Returns the inverses, how they were obtained, and the value of ``finite``; where it is false they are worthless.
     """
@@ -114,7 +114,7 @@ def factored_inverses(
     shifts = systems.shifts([damping[n] for n in names], split)
     if own:
         factors.clear()
-    infos = systems.factorize(shifts) if group.size == 1 else systems.factorize_shared(shifts, group)
+    infos = systems.factorize(shifts)
 
     def finish() -> tuple[FactoredInverses, Status, bool]:
         status, good = systems.outcome(shifts, infos, finite, execution)
@@ -241,25 +241,6 @@ class _Systems:
         stack.diagonal(dim1=-2, dim2=-1).add_(self._of_stack(shifts, members)[:, None])
         self._border(stack, members)
         return stack
-
-    def factorize_shared(self, shifts: Tensor, group: Group) -> list[Tensor]:
-        """The same where each matrix is factorised by one rank, by cost, and its triangle sent to the others."""
-        stacks = [self._shifted(s, members, shifts) for s, members in enumerate(self.members)]
-        pieces = [matrix for stack in stacks for matrix in stack]
-        sizes = [matrix.shape[-1] for matrix in pieces]
-
-        def work(i: int) -> Tensor:
-            factor, info = torch.linalg.cholesky_ex(pieces[i])
-            return torch.cat([triangle(factor), info.to(factor).reshape(1)])
-
-        found = group.share([n**3 for n in sizes], [n * (n + 1) // 2 + 1 for n in sizes], shifts, work)
-        infos, results = [], iter(found)
-        for s, stack in enumerate(stacks):
-            mine = torch.stack([next(results) for _ in stack])
-            self.made.append(Cholesky(filled(mine[:, :-1], stack, mirrored=False)))
-            infos.append(mine[:, -1].int())
-            self.stacks[s] = self.stacks[s] if self.keep else None
-        return infos
 
     def _branched(self, stack: Tensor) -> tuple[Factorization, Tensor]:
         """Factorise one stack; in a CUDA graph on a branch of its own.

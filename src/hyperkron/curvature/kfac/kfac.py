@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from hyperkron.curvature.kfac.coverage import Plan
-from hyperkron.curvature.kfac.eigen import eigen_bases
-from hyperkron.curvature.kfac.factors import FactoredInverses, Factors
+from hyperkron.curvature.kfac.eigen import Bases, eigen_bases
+from hyperkron.curvature.kfac.factors import Factors
 from hyperkron.curvature.kfac.inverse import BlockInverses, Split, factored_inverses
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
-from hyperkron.curvature.kfac.recorder import Measured
+from hyperkron.curvature.kfac.measured import Measured
+from hyperkron.curvature.kfac.owners import agreed
 from hyperkron.curvature.kfac.state import KroneckerState
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.execution import Pending
@@ -97,24 +98,28 @@ class KFAC(Kronecker):
         self, point: Point, state: KroneckerState, made: Plan, measured: Measured, factors: Factors, keep: bool = False
     ) -> Pending[tuple[BlockInverses, Status]]:
         good, queued = finite(measured), point.execution.queued
-        if self.split == "exact" or not queued:
-            self._finite(point, measured, bool(good))
+        group = point.problem.group
         if self.split == "exact":
-            bases, status = eigen_bases(factors, (True, True), point.problem.group)
+            bases, status = agreed(group, lambda: self._bases(point, measured, factors))
             spectra = ((n, q_a, q_b, b[..., :, None] * a[..., None, :]) for n, (a, q_a, b, q_b) in bases.items())
             return Pending.ready((self._eigen_inverses(point, made, measured, spectra), status))
         damping = {name: self._block_damping(made, measured, name) for name in factors}
-        own = self.ema == 0 and not (keep and queued)  # not an average, nor asked which of them is not finite
+        if not queued and group.size == 1:
+            self._finite(point, measured, bool(good))
+        # not averages, nor asked which of them is not finite
+        own = self.ema == 0 and not (keep and queued) and group.size == 1
         if own:
             measured.release()
-        options = {"keep": keep or not queued, "own": own, "lean": self.lean}
-        begun = factored_inverses(
-            factors, damping, self.split, good, point.execution, **options, group=point.problem.group
-        )
+        options = {"keep": keep or not queued or group.size > 1, "own": own, "lean": self.lean}
+        begun = factored_inverses(factors, damping, self.split, good, point.execution, **options)
 
-        def checked_factors(found: tuple[FactoredInverses, Status, bool]) -> tuple[BlockInverses, Status]:
-            inverses, status, good = found
+        def checked_factors() -> tuple[BlockInverses, Status]:
+            inverses, status, good = begun.wait()
             self._finite(point, measured, good)
             return inverses, status
 
-        return begun.then(checked_factors)
+        return Pending(lambda: agreed(group, checked_factors))
+
+    def _bases(self, point: Point, measured: Measured, factors: Factors) -> tuple[Bases, Status]:
+        self._finite(point, measured, bool(finite(measured)))
+        return eigen_bases(factors, (True, True))

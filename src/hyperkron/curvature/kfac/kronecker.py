@@ -17,9 +17,10 @@ from hyperkron.curvature.kfac.eigen import EigenInverses, checked, damped
 from hyperkron.curvature.kfac.factors import Factor, Factors, dense, stored
 from hyperkron.curvature.kfac.inverse import BlockInverses, FactorsNeeded
 from hyperkron.curvature.kfac.layers import LayerOf, WeightSharing, checked_layers
+from hyperkron.curvature.kfac.measured import Basis, Measured
+from hyperkron.curvature.kfac.owners import agreed
 from hyperkron.curvature.kfac.penalty import mean_damping, scaled_factor
-from hyperkron.curvature.kfac.recorder import Basis, Measured
-from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState
+from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState, own_diagonal
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.kernels.execution import Pending
 from hyperkron.losses import Fisher
@@ -74,7 +75,8 @@ class Kronecker(Curvature):
     def operator(self, point: Point, state: CurvatureState) -> KroneckerOperator:
         """The curvature at ``point``, measured again when it is ``refresh_every`` calls old."""
         assert isinstance(state, KroneckerState)
-        made, group = state.plan(point.model, point.params, self.fallback, self.layers), point.problem.group
+        made = state.plan(point.model, point.params, self.fallback, self.layers)
+        state.divide(made, point, self._reuses)
         if self.strict:
             _refuse(made.coverage())
         if state.parameters != list(made.rows):  # the first call, or others are trained now: what is kept does not fit
@@ -83,12 +85,12 @@ class Kronecker(Curvature):
         if not self.due(state):
             state.age += 1
             state.coverage = made.coverage(state.uncalled)
-            return KroneckerOperator(made.blocks, state, self.damping, group=group)
+            return KroneckerOperator(made.blocks, state, self.damping)
         refresh = self._refresh(point, state, made)
         if point.execution.queued:  # let what follows be queued before waiting for the factorisation
-            return KroneckerOperator(made.blocks, state, self.damping, refresh, self._serves_once, group)
+            return KroneckerOperator(made.blocks, state, self.damping, refresh, self._serves_once)
         refresh.wait()
-        return KroneckerOperator(made.blocks, state, self.damping, None, self._serves_once, group)
+        return KroneckerOperator(made.blocks, state, self.damping, None, self._serves_once)
 
     def due(self, state: CurvatureState) -> bool:
         assert isinstance(state, KroneckerState)
@@ -127,13 +129,19 @@ class Kronecker(Curvature):
                 self._keep(point, state, error)
                 return
             state.factors = averages
-            state.renew(inverses, status, self._diagonal(made, measured), measured.scales, list(made.rows))
+            diagonal = own_diagonal(self._diagonal(made, measured), point.params)
+            state.renew(inverses, status, diagonal, measured, list(made.rows))
 
         return Pending(finish)
 
     @property
     def lean(self) -> bool:
         return not self.keep_previous
+
+    @property
+    def _reuses(self) -> bool:
+        """Whether a later call uses parts of what this one measures."""
+        return self.refresh_every > 1 or self.ema > 0
 
     @property
     def _serves_once(self) -> bool:
@@ -169,11 +177,12 @@ class Kronecker(Curvature):
             sharing=self.sharing,
             generator=state.random(point.device),
             basis=basis,
-            low_rank=self._low_rank and point.problem.group.size == 1,  # sums over ranks are matrices
+            low_rank=self._low_rank and state.owners is None,  # sums over ranks are matrices
             checked=checked,
             diagonal=diagonal,
             wide=basis is None and self._wide,
             damping=self.damping,
+            owners=state.owners,
         )
 
     @property
@@ -221,7 +230,7 @@ class Kronecker(Curvature):
         factors: Factors = {name: (measured.a[name], measured.b[name]) for name in measured.a}
         averages: dict[str, tuple[Tensor, Tensor]] = {}
         if self.ema > 0:
-            self._finite(point, measured, bool(finite(measured)))
+            agreed(point.problem.group, lambda: self._checked(point, measured))
             for name, (a, b) in factors.items():
                 old_a, old_b = state.factors.get(name, (dense(a), dense(b)))
                 averages[name] = (old_a.lerp(dense(a), 1 - self.ema), old_b.lerp(dense(b), 1 - self.ema))
@@ -236,6 +245,11 @@ class Kronecker(Curvature):
         bad = next((n for n in measured.a if not bool(finite(measured, n))), "parameters outside the blocks")
         remedy = point.culprits() or "look for overflow in the model, or use float64"
         raise NonFiniteError(f"the factors of {bad} are not finite; {remedy}.")
+
+    def _checked(self, point: Point, measured: Measured) -> tuple[None, Status]:
+        """:meth:`_finite` of what this process has measured."""
+        self._finite(point, measured, bool(finite(measured)))
+        return None, Status.DIRECT
 
     def _block_damping(self, made: Plan, measured: Measured, name: str) -> Tensor | float:
         """δ + 2α: the curvature of L2 penalties joins the damping, here its mean; ``measured.scales`` has the rest.
@@ -282,7 +296,8 @@ class Kronecker(Curvature):
     ) -> EigenInverses:
         """The damped inverses of blocks that are given by name, Q_A, Q_B and the spectrum between them."""
         blocks = {name: damped(a, b, s, self._block_damping(made, measured, name)) for name, a, b, s in found}
-        return checked(point, EigenInverses(blocks))
+        group = point.problem.group
+        return agreed(group, lambda: (checked(point, EigenInverses(blocks)), Status.DIRECT))[0]
 
     @abstractmethod
     def _invert(

@@ -1,14 +1,15 @@
 """The hooks of one measurement: what passes through a layer becomes its share of A and B at once.
 
 A forward hook turns each layer's input into its contribution to A; an identity function on each layer's output turns
-the gradient that flows through it into its contribution to B. Nothing is kept beyond that and what autograd keeps.
+the gradient that flows through it into its contribution to B. Nothing is kept beyond that and what autograd keeps. If
+the batch is divided among processes, contributions go to the owner of the layer as soon as they are complete.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,34 +22,11 @@ from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import Factor, add_to, few_rows, scaled
 from hyperkron.curvature.kfac.grams import WIDE_OUTPUT, bordered, corrected, masked_gram, narrowed, pooled, summed
 from hyperkron.curvature.kfac.layers import WeightSharing
+from hyperkron.curvature.kfac.measured import Basis, Measured
+from hyperkron.curvature.kfac.owners import Owners
 from hyperkron.losses import BatchPlace, Loss
+from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
-
-
-@dataclass
-class Measured:
-    """What one pass over a batch found."""
-
-    a: dict[str, Factor] = field(default_factory=dict)  # the mean of a aᵀ over rows, (groups, d_in [+1], d_in [+1])
-    b: dict[str, Factor] = field(default_factory=dict)  # the sum of g gᵀ over rows, (groups, d_out, d_out)
-    diagonal: dict[str, Tensor] = field(default_factory=dict)  # outside blocks; shaped like them or a single number
-    wide: tuple[dict[str, Factor], dict[str, Factor]] = field(default_factory=lambda: ({}, {}))
-    """A and B of every block over all positions, not normalised, where they were asked for besides reduced ones."""
-    corrected: dict[str, Tensor] = field(default_factory=dict)
-    """EKFAC's S of every block, in the basis it was asked for, scaled by ``scales``: (groups, d_out, d_in [+1])."""
-    l2: dict[str, Tensor | float] = field(default_factory=dict)  # 2α of the penalties α‖p‖² in the inner loss
-    scales: dict[str, Tensor] = field(default_factory=dict)  # E of the blocks that they fall on unevenly
-    reached: tuple[str, ...] = ()  # the blocks that a gradient reached, whether a basis was given for them or not
-    rows: dict[str, int | Tensor] = field(default_factory=dict)  # over how many the mean in A runs, by block
-    uncalled: list[str] = field(default_factory=list)  # parameters of layers that were never called as modules
-
-    def release(self) -> None:
-        """Forget the factors, to free their memory; what else was found stays."""
-        self.a, self.b, self.wide = {}, {}, ({}, {})
-
-
-Basis = dict[str, tuple[Tensor, Tensor]]
-"""Eigenvectors (Q_A, Q_B) of every block."""
 
 
 def _plainly(x: Tensor) -> AbstractContextManager[object]:
@@ -91,6 +69,8 @@ class _Call:
     masked: bool = False
     """Whether only those of its rows count that a gradient has ``reached``."""
     reached: Tensor | None = None
+    version: int = 0
+    """Of x."""
 
 
 class Recorder:
@@ -101,12 +81,14 @@ class Recorder:
         plan: Plan,
         sharing: WeightSharing,
         basis: Basis | None,
-        dtype: torch.dtype,
+        like: Tensor,
         low_rank: bool,
         diagonal: bool,
         wide: bool,
+        owners: Owners | None = None,
     ) -> None:
-        self.plan, self.basis, self.dtype, self.low_rank, self.diagonal = plan, basis, dtype, low_rank, diagonal
+        self.plan, self.basis, self.low_rank, self.diagonal, self.owners = plan, basis, low_rank, diagonal, owners
+        self.like, self.dtype = like, like.dtype  # of factors
         self.token = torch.zeros((), requires_grad=True)
         self.batch_size = 1
         self.lengths: dict[str, int] = {}  # of the inputs of layers, along their first dimension
@@ -116,11 +98,17 @@ class Recorder:
         self._factors = [(found.a, found.b, sharing)]
         if wide:
             self._factors.append((*found.wide, "expand"))
-        self._diagonals = Diagonals(found.diagonal, dtype)
-        self._waiting: list[_Call] = []
+        self._diagonals = Diagonals(found.diagonal, self.dtype)
+        self.waiting: list[_Call] = []
         self._grams: dict[tuple[Any, ...], tuple[Factor, int]] = {}
         self._alive: list[Tensor] = []
         self._unmasked: Tensor | None = None  # whether the loss masks no token at all, perhaps not read
+        self.calls: dict[str, int] = {}  # of every block
+        self._last = False  # whether this backward pass is the last one
+        self.shares_sums = True  # whether an A that its owner has got is not sent again; the same on all ranks
+        self._sent: set[str] = set()  # blocks whose owner has all of them
+        self._sums: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}  # A and its sum, by id and owner
+        self._bases: dict[str, tuple[Tensor, Tensor]] = {}  # of others, in use
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -149,6 +137,7 @@ class Recorder:
         x: Tensor = given[0] if given else next(iter(named.values()))
         self.batch_size = max(self.batch_size, x.shape[0] if x.dim() > 1 else 1)
         self.lengths[block.name] = len(x) if x.dim() else 1
+        self.calls[block.name] = self.calls.get(block.name, 0) + 1
         call = self._begun(block, x, output)
         return _Tap.apply(output, self.token, partial(self._on_gradient, call))
 
@@ -169,18 +158,19 @@ class Recorder:
 
     def _begun(self, block: Block, x: Tensor, output: Tensor) -> _Call:
         """A call whose input is summed now, or, where A is larger than it and autograd keeps it, when the backward pass
-        is over: then A does not add to the memory of activations. A call over tokens waits for the loss."""
+        is over: then A does not add to the memory of activations. A call over tokens waits for the loss; where A is to
+        be sent away, any call whose A is larger waits for its gradient."""
         layer = block.layer
         rows, d = output.numel() // (layer.groups * layer.d_out), layer.d_in
         if self.basis is not None:
             return _Call(block, x.detach(), rows)
         smaller = x.numel() < layer.groups * d * (rows if self._few(rows, d) else d)
-        call = _Call(block, x, rows, masked=layer.tokens and x.dim() > 2)
-        if call.masked:
-            self._waiting.append(call)
+        call = _Call(block, x, rows, masked=layer.tokens and x.dim() > 2, version=x._version)
+        if call.masked or (smaller and self.owners is not None):
+            self.waiting.append(call)
         elif layer.keeps_input and smaller:
             call.x = x.detach()
-            self._waiting.append(call)
+            self.waiting.append(call)
         else:
             self._on_input(call)
         return call
@@ -194,7 +184,7 @@ class Recorder:
         """
         masks = [term.valid for term in loss.terms if term.valid is not None]
         counts = {mask.numel() for mask in masks}
-        calls, self._waiting = self._waiting, []
+        calls, self.waiting = self.waiting, []
         concerned = [call for call in calls if call.masked and call.rows in counts]
         if concerned:
             self._unmasked = torch.stack([mask.all() for mask in masks]).all()
@@ -204,9 +194,13 @@ class Recorder:
         for call in calls:
             if call.masked and call.rows not in counts:
                 call.masked = False
-                self._on_input(call)
+                layer, x = call.block.layer, call.x
+                if self.owners is not None and x is not None and x.numel() < layer.groups * layer.d_in**2:
+                    self.waiting.append(call)
+                else:
+                    self._on_input(call)
             else:
-                self._waiting.append(call)
+                self.waiting.append(call)
 
     def backward(
         self,
@@ -233,6 +227,7 @@ class Recorder:
                 toss = partial(torch.randint, 0, 2, generator=signs, device=vector.device)
                 coin = toss(shape) if place is None else place.of(toss, shape)
                 vector = vector * (2 * coin - 1).to(vector.dtype)
+            self._last = last
             gradients = torch.autograd.grad(output, inputs, vector, retain_graph=not last, allow_unused=True)
             with _plainly(vector):
                 self._diagonals.flush()
@@ -247,9 +242,9 @@ class Recorder:
         """Sums of a aᵀ become means; blocks that no gradient reached are left out."""
         found = self.measured
         by_input: dict[int, list[_Call]] = {}
-        for call in self._waiting:
+        for call in self.waiting:
             by_input.setdefault(id(call.x), []).append(call)
-        self._waiting.clear()
+        self.waiting.clear()
         while by_input:
             calls = by_input.pop(next(iter(by_input)))
             while calls:
@@ -258,6 +253,10 @@ class Recorder:
                     self._on_input(call)
                 del call
             self._forget()
+        found.reached = tuple(name for name in self.plan.blocks if name in found.reached)
+        if self.owners is not None:
+            self._finish_sums()
+            return
         sums: dict[int, tuple[Tensor, float]] = {}  # a sum shared by several blocks is divided once
         rescaled: dict[int, Factor] = {}
         for name, total in found.a.items():
@@ -272,10 +271,67 @@ class Recorder:
             found.reached = tuple(name for name in self.plan.blocks if name in found.a and name in found.b)
             found.a = {name: rescaled.get(id(found.a[name]), found.a[name]) for name in found.reached}
 
+    def _finish_sums(self) -> None:
+        """Owners get the rest of their blocks. Sums of a aᵀ stay sums until the rows of all ranks are counted."""
+        found = self.measured
+        sums: Any = found.b if self.basis is None else found.corrected
+        for name in self.plan.blocks:
+            if name in sums and name not in self._sent and (self.basis is not None or name in found.a):
+                self._send(name)
+        if self.basis is None:
+            found.reached = tuple(name for name in self.plan.blocks if name in self._sent)
+            found.rows = {name: found.rows[name] for name in found.reached}  # in the same order on all ranks
+            for side in (found.a, found.b, *found.wide):
+                for name in side.keys() - self._sent:  # the loss does not see them
+                    del side[name]
+        self._bases.clear()
+        self._sums.clear()
+
+    def _send(self, name: str) -> None:
+        """What was measured of a block goes to its owner, in one collective; an A that it has got already does not."""
+        assert self.owners is not None
+        self._sent.add(name)
+        self._bases.pop(name, None)
+        if self.basis is not None:
+            spectrum = self.owners.sums(name, [self.measured.corrected.pop(name)], symmetric=False)
+            if spectrum is not None:
+                self.measured.corrected[name] = spectrum[0]
+            return
+        inputs, gradients = zip(*((a.pop(name), b.pop(name)) for a, b, _ in self._factors), strict=True)
+        keys = [(id(a), self.owners.of[name]) for a in inputs]
+        known = self.shares_sums and all(key in self._sums for key in keys)
+        found = self.owners.sums(name, gradients if known else (*gradients, *inputs))
+        if not known:
+            totals = [None] * len(keys) if found is None else found[len(keys) :]
+            self._sums = dict(zip(keys, zip(inputs, totals, strict=True), strict=True))
+        if found is not None:
+            for (a, b, _), key, total in zip(self._factors, keys, found, strict=False):
+                a[name], b[name] = self._sums[key][1], total  # type: ignore[assignment]
+
+    def _complete(self, name: str) -> bool:
+        """Whether no more of B or S comes for a block, so that its owner can have it; what is not known now waits."""
+        return self.owners is not None and self._last and self.calls[name] == 1
+
+    def _basis_of(self, name: str) -> tuple[Tensor, Tensor]:
+        """The eigenvectors of a block, from its owner; they are kept until the last backward pass is through."""
+        assert self.basis is not None
+        pair = self.basis[name]
+        if self.owners is None:
+            assert pair is not None
+            return pair
+        if name not in self._bases:
+            self._bases[name] = self.owners.shared(name, pair, self.like)
+        return self._bases[name]
+
     def _on_input(self, call: _Call) -> None:
         """A's share of a call."""
         block, x, call.x = call.block, call.x, None
         assert x is not None
+        if self.owners is not None and x._version != call.version:
+            raise HyperkronError(
+                f"the input of {block.name} was changed in place after the layer was called, before its factors were "
+                "sent to another process; use an operation that is not in place (x = x + y for x += y)."
+            )
         with _plainly(x):
             for sums, _, sharing in self._factors:
                 count: int | Tensor
@@ -304,6 +360,9 @@ class Recorder:
                 y, scale = self._narrowed(y, rows, layer.d_in, sharing)
             made = summed(layer.inputs(y, sharing), self.dtype, block, self.low_rank, scale)
         if shareable:
+            if self.owners is not None and not any(x is y for y in self._alive):  # those of one input at a time
+                self._grams.clear()
+                self._alive.clear()
             self._grams[key] = made
             self._alive.append(x)
         return made
@@ -342,15 +401,22 @@ class Recorder:
                     y, scale = self._narrowed(y, y.numel() // (layer.groups * layer.d_out), layer.d_out, sharing)
                     gram = summed(layer.gradients(y, sharing), self.dtype, None, self.low_rank, scale)[0]
                     add_to(sums, block.name, gram)
+                if self._complete(block.name):
+                    if call.x is not None:
+                        self.waiting.remove(call)
+                        self._on_input(call)
+                    self._send(block.name)
                 return
             if block.name not in found.reached:
                 found.reached = (*found.reached, block.name)
             if block.name in self.basis:
                 assert call.x is not None
-                q_a, q_b = self.basis[block.name]
+                q_a, q_b = self._basis_of(block.name)
                 scale = found.scales.get(block.name)
                 q_a = q_a if scale is None else q_a / scale.mT
                 add_to(found.corrected, block.name, corrected(block, call.x, g, q_a, q_b))
+                if self._complete(block.name):
+                    self._send(block.name)
 
 
 def _with_last(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor, bool]]:

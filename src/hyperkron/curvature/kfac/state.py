@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import trees
-from hyperkron.collectives import ONE_PROCESS, Group
 from hyperkron.curvature.base import CurvatureState, Invertible
 from hyperkron.curvature.kfac.coverage import Block, Coverage, Fallback, Plan, plan
 from hyperkron.curvature.kfac.eigen import EigenInverses
 from hyperkron.curvature.kfac.factors import Matrices
 from hyperkron.curvature.kfac.inverse import BlockInverses, load_inverses
 from hyperkron.curvature.kfac.layers import LayerOf
+from hyperkron.curvature.kfac.measured import Measured
+from hyperkron.curvature.kfac.owners import Owners
+from hyperkron.evaluation.point import Point
 from hyperkron.kernels.execution import Pending
-from hyperkron.sharding import divided as divide
-from hyperkron.sharding import is_sharded
+from hyperkron.sharding import divided, is_sharded, local, place_of, with_rows
 from hyperkron.solution import HyperkronError, Status
 from hyperkron.trees import Tree
 
@@ -52,6 +53,12 @@ class KroneckerState(CurvatureState):
         self.parameters: list[str] = []  # those that were trained when the inverse was made
         self.uncalled: list[str] = []  # those of layers that were not called at the last refresh
         self.coverage: Coverage | None = None
+        self.reached: tuple[str, ...] = ()  # the blocks of the inverse in use, of all processes
+        self.owners: Owners | None = None  # of the blocks, where several processes share them
+        self.part = ""  # which part of factors and inverses these are, in words; all of them: ""
+        self._reused = False  # whether later calls need them
+        self._collected: dict[str, Any] | None = None
+        self._like = torch.zeros(())  # a factor's dtype and device
         self._planned: tuple[nn.Module, list[Tensor], Plan] | None = None
 
     def stats(self) -> dict[str, float | int | str]:
@@ -72,6 +79,59 @@ class KroneckerState(CurvatureState):
         self._planned = (model, members, plan(model, fallback, layers))
         return self._planned[2]
 
+    def divide(self, made: Plan, point: Point, reused: bool) -> None:
+        """Keep the factors and inverses that belong to this process; ``reused``: later calls need them."""
+        group, self._reused = point.problem.group, reused
+        self._like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
+        if group.size == 1:
+            self.owners = None
+        elif self.owners is None or self.owners.blocks is not made.blocks or self.owners.group is not group:
+            self.owners = Owners(made, group)
+        here = "" if self.owners is None else self.owners.part
+        if self.part not in ("", here) and (self.factors or self.inverses is not None):
+            raise HyperkronError(
+                f"the state of this curvature is part {self.part} of one that was divided among processes, this is "
+                f"{here or 'one process'}; load a checkpoint of Run.save, which has all of it, or begin a new state."
+            )
+        if self.owners is not None and self.part != here:
+            own = {name for name in self.owners.blocks if self.owners.mine(name)}
+            self.factors = {name: pair for name, pair in self.factors.items() if name in own}
+            self.inverses = None if self.inverses is None else self.inverses.only(own)
+        self.part = here
+
+    def collect(self) -> None:
+        """To be called by all processes: a state_dict has the blocks of all of them until :meth:`uncollect`.
+
+        It has none where no later call needs them.
+        """
+        owners = self.owners
+        if owners is None:
+            return
+        whole: dict[str, Any] = {"part": "", "factors": {}, "inverses": None}
+        if self._reused and self.inverses is not None:
+            blocks: dict[str, Any] = {}
+            eigen = isinstance(self.inverses, EigenInverses)
+            averaged = any(x for (x,) in owners.group.numbers(bool(self.factors)))
+            for name in self.reached:
+                block = self.inverses.only({name})
+                a, b = owners.shared(name, _matrices(block, owners.blocks[name], self._like), self._like)
+                blocks[name] = {"a": a, "b": b}
+                if isinstance(block, EigenInverses):
+                    spectrum = [block.blocks[name].spectrum] if block.blocks else None
+                    shape = [torch.Size(owners.blocks[name].shape)]
+                    [blocks[name]["spectrum"]] = owners.group.share(spectrum, shape, self._like, owners.of[name])
+                if averaged:
+                    a, b = owners.shared(name, self.factors.get(name), self._like)
+                    whole["factors"][name] = {"a": a, "b": b}
+                if owners.group.rank:
+                    blocks.clear()
+                    whole["factors"].clear()
+            whole["inverses"] = {"kind": "eigen" if eigen else "damped", "blocks": blocks}
+        self._collected = whole
+
+    def uncollect(self) -> None:
+        self._collected = None
+
     def random(self, device: torch.device) -> torch.Generator:
         """The generator of Monte-Carlo vectors; every refresh draws new samples."""
         if self.generator is None or self.generator.device.type != device.type:
@@ -86,13 +146,13 @@ class KroneckerState(CurvatureState):
         inverses: BlockInverses,
         status: Status,
         diagonal: dict[str, Tensor],
-        scales: Matrices,
+        measured: Measured | KroneckerState,
         parameters: list[str],
         basis_age: int = 0,
     ) -> None:
         """A refresh has succeeded: these are in use from now on."""
-        self.inverses, self.status, self.diagonal, self.scales = inverses, status, diagonal, scales
-        self.parameters = parameters
+        self.inverses, self.status, self.diagonal, self.scales = inverses, status, diagonal, measured.scales
+        self.parameters, self.reached = parameters, tuple(measured.reached)
         self.age, self.failures, self.refreshes, self.basis_age = 0, 0, self.refreshes + 1, basis_age
         self.strategy = inverses.strategies()
 
@@ -118,7 +178,7 @@ class KroneckerState(CurvatureState):
         assert isinstance(made, KroneckerState)
         assert made.inverses is not None
         basis_age = self.basis_age + 1 if made.basis_age else 0
-        self.renew(made.inverses, Status.DIRECT, made.diagonal, made.scales, made.parameters, basis_age)
+        self.renew(made.inverses, Status.DIRECT, made.diagonal, made, made.parameters, basis_age)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -132,6 +192,9 @@ class KroneckerState(CurvatureState):
             "scales": dict(self.scales),
             "parameters": list(self.parameters),
             "uncalled": list(self.uncalled),
+            "reached": list(self.reached),
+            "part": self.part,
+            **(self._collected or {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -144,6 +207,8 @@ class KroneckerState(CurvatureState):
         self.factors = {name: (f["a"], f["b"]) for name, f in state["factors"].items()}
         self.inverses = None if state["inverses"] is None else load_inverses(state["inverses"])
         self.strategy = "" if self.inverses is None else self.inverses.strategies()
+        self.part = state.get("part", "")
+        self.reached = tuple(state.get("reached", ())) or (() if self.inverses is None else self.inverses.names)
         self.diagonal, self.scales = dict(state["diagonal"]), dict(state.get("scales", {}))
         self.parameters, self.uncalled = list(state["parameters"]), list(state.get("uncalled", []))
 
@@ -162,13 +227,8 @@ class KroneckerOperator(Invertible):
         damping: float,
         refresh: Pending[None] | None = None,
         once: bool = False,
-        group: Group = ONE_PROCESS,
     ) -> None:
-        """``refresh`` is waited for when the inverses are first used, which go after the solve if used ``once``.
-
-        Vectors may be divided among the processes of ``group``.
-        """
-        self._group = group
+        """``refresh`` is waited for when the inverses are first used, which go after the solve if used ``once``."""
         self._blocks, self._state, self._refresh, self._once = blocks, state, refresh, once
         self._damping, self._elsewhere, self.products = damping, 0.0, 0
         if refresh is None:
@@ -185,7 +245,7 @@ class KroneckerOperator(Invertible):
             refresh, self._refresh = self._refresh, None
             refresh.wait()
         assert self._state.inverses is not None
-        self.blocks = {name: self._blocks[name] for name in self._state.inverses.names}
+        self.blocks = {name: self._blocks[name] for name in self._state.reached}
         self.inverses, self.diagonal = self._state.inverses, self._state.diagonal
         self.scales = {name: e for name, e in self._state.scales.items() if name in self.blocks}
         self.status = self._state.status
@@ -208,7 +268,7 @@ class KroneckerOperator(Invertible):
 
     def solve_stacked(self, b: Tree) -> Tree:
         self._ready()
-        if not self.inverses.vectorizes:
+        if not self.inverses.vectorizes or self._state.owners is not None:
             return super().solve_stacked(b)
 
         def solve(one: Tree) -> Tree:
@@ -220,6 +280,8 @@ class KroneckerOperator(Invertible):
         """f(A + δI) v for stacked vectors, by the eigenvalues of the blocks, which EKFAC has."""
         self._ready()
         inverses = self.inverses
+        if self._state.owners is not None:
+            raise HyperkronError("a function of the curvature needs one process; here several share the blocks.")
         if self.scales or not isinstance(inverses, EigenInverses):
             raise HyperkronError(
                 "a function of the curvature needs its eigenvalues: use hk.curvature.EKFAC(), with the same L2 penalty "
@@ -248,18 +310,23 @@ class KroneckerOperator(Invertible):
         by: Callable[[Tensor, Tensor], Tensor],
         on_diagonal: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]],
     ) -> Tree:
-        found: Tree = {}
-        given, divided = v, {name: x for name, x in v.items() if is_sharded(x)}
-        if divided:
-            v = v | dict(zip(divided, self._group.gather_rows(list(divided.values())), strict=True))
-        v = trees.widened(v)
-        matrices = {name: block.join(v) for name, block in self.blocks.items()}
-        matrices = on_blocks(matrices | {name: by(matrices[name], e) for name, e in self.scales.items()})
-        matrices |= {name: by(matrices[name], e) for name, e in self.scales.items()}
-        for name, matrix in matrices.items():
-            found.update(self.blocks[name].part(matrix, v))
-        shaped = {n: d for n, d in self.diagonal.items() if d.shape == v[n].shape and d.device == v[n].device}
-        numbers = {n: d for n, d in self.diagonal.items() if n not in shaped}
+        given, owners = v, self._state.owners
+
+        def on_own(mine: Tree) -> Tree:
+            """Of the blocks whose parameters ``mine`` has."""
+            mine = trees.widened(mine)
+            blocks = {name: block for name, block in self.blocks.items() if block.names[0] in mine}
+            scales = {name: e for name, e in self.scales.items() if name in blocks}
+            matrices = {name: block.join(mine) for name, block in blocks.items()}
+            matrices = on_blocks(matrices | {name: by(matrices[name], e) for name, e in scales.items()})
+            matrices |= {name: by(matrices[name], e) for name, e in scales.items()}
+            return {n: x for name, matrix in matrices.items() for n, x in blocks[name].part(matrix, mine).items()}
+
+        found = on_own(v) if owners is None else owners.applied(list(self.blocks), v, on_own)
+        v = trees.widened({name: local(x) if is_sharded(x) else x for name, x in v.items()})
+        own = own_rows_of(self.diagonal, given)
+        shaped = {n: d for n, d in own.items() if d.shape == v[n].shape and d.device == v[n].device}
+        numbers = {n: d for n, d in own.items() if n not in shaped}
         if self._elsewhere:
             missing = v.keys() - found.keys() - self.diagonal.keys()
             numbers |= {n: torch.tensor(self._elsewhere, dtype=torch.float64) for n in missing}
@@ -270,4 +337,23 @@ class KroneckerOperator(Invertible):
             found[name] = torch.zeros_like(v[name])
         # views of a stack of blocks would hold all of it, and every dual number and sum would copy them
         made = {name: found[name].to(x.dtype).contiguous() for name, x in given.items()}
-        return made | {name: divide(made[name], x) for name, x in divided.items()}
+        return made | {name: with_rows(made[name], x) for name, x in given.items() if is_sharded(x)}
+
+
+def own_diagonal(diagonal: dict[str, Tensor], params: Tree) -> dict[str, Tensor]:
+    """A diagonal divided among processes as the parameters are."""
+    shaped = {n: d for n, d in diagonal.items() if is_sharded(params[n]) and d.shape == params[n].shape}
+    return diagonal | {name: divided(d, params[name]) for name, d in shaped.items()}
+
+
+def own_rows_of(diagonal: dict[str, Tensor], v: Tree) -> dict[str, Tensor]:
+    """The rows of a diagonal that belong to those of ``v`` on this process."""
+    whole = {n: d[place_of(v[n])] for n, d in diagonal.items() if not is_sharded(d) and d.dim() and is_sharded(v[n])}
+    return {name: whole[name] if name in whole else local(d) for name, d in diagonal.items()}
+
+
+def _matrices(inverses: BlockInverses, block: Block, like: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What the inverse of a block is made of: complete bases, or damped factors; ``None`` if it is not here."""
+    if isinstance(inverses, EigenInverses):
+        return next(((one.a, one.b) for one in inverses.blocks.values()), None)
+    return inverses.damped({block.name: like.expand(block.shape)}).get(block.name)

@@ -1,0 +1,35 @@
+"""What a pass over a batch finds for KFAC: the factors of every block, EKFAC's spectra, and diagonals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hyperkron.curvature.kfac.factors import Factor
+
+
+@dataclass
+class Measured:
+    """What one pass over a batch found; of several processes each has the factors and spectra of its own blocks."""
+
+    a: dict[str, Factor] = field(default_factory=dict)  # the mean of a aᵀ over rows, (groups, d_in [+1], d_in [+1])
+    b: dict[str, Factor] = field(default_factory=dict)  # the sum of g gᵀ over rows, (groups, d_out, d_out)
+    diagonal: dict[str, Tensor] = field(default_factory=dict)  # outside blocks; shaped like them or a single number
+    wide: tuple[dict[str, Factor], dict[str, Factor]] = field(default_factory=lambda: ({}, {}))
+    """A and B of every block over all positions, not normalised, where they were asked for besides reduced ones."""
+    corrected: dict[str, Tensor] = field(default_factory=dict)
+    """EKFAC's S of every block, in the basis it was asked for, scaled by ``scales``: (groups, d_out, d_in [+1])."""
+    l2: dict[str, Tensor | float] = field(default_factory=dict)  # 2α of the penalties α‖p‖² in the inner loss
+    scales: dict[str, Tensor] = field(default_factory=dict)  # E of the blocks that they fall on unevenly
+    reached: tuple[str, ...] = ()  # the blocks that a gradient reached, whether a basis was given for them or not
+    rows: dict[str, int | Tensor] = field(default_factory=dict)  # over how many the mean in A runs, by block
+    uncalled: list[str] = field(default_factory=list)  # parameters of layers that were never called as modules
+
+    def release(self) -> None:
+        """Forget the factors, to free their memory; what else was found stays."""
+        self.a, self.b, self.wide = {}, {}, ({}, {})
+
+
+Basis = dict[str, tuple[Tensor, Tensor] | None]
+"""Eigenvectors (Q_A, Q_B) of every block; ``None`` where another process has them."""

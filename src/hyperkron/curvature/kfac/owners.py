@@ -1,0 +1,170 @@
+"""Which process has the factors and the inverses of a layer, where several train one model.
+
+Every Kronecker block belongs to one rank. What the ranks measure of its factors is summed there and nowhere else; that
+rank inverts them, is given the right-hand side, solves, and gives the result back:
+
+    A = Σ_r A_r ,  B = Σ_r B_r   →   owner   ;      V   →   owner:  B⁻¹ V A⁻¹   →   all, or each its rows of it
+
+so that a rank holds about 1/ranks of all factors and inverses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hyperkron.collectives import Group, balanced, filled, triangle
+from hyperkron.curvature.kfac.coverage import Block, Plan
+from hyperkron.sharding import is_sharded, local, own_rows
+from hyperkron.solution import FactorizationError, HyperkronError, NonFiniteError, Status
+from hyperkron.trees import Tree
+
+T = TypeVar("T")
+
+
+class Owners:
+    """The rank that has each block of a plan, by the cost n³ of its inversions, the most expensive first.
+
+    Blocks of one parent module with inputs of one size (query, key and value) may share a factor, so they stay
+    together, unless that is more than the share of a rank.
+    """
+
+    def __init__(self, plan: Plan, group: Group) -> None:
+        self.group, self.blocks = group, plan.blocks
+        cost = {name: self._cost(block) for name, block in plan.blocks.items()}
+        families: dict[tuple[object, ...], list[str]] = {}
+        for name, block in plan.blocks.items():
+            families.setdefault((name.rpartition(".")[0], *block.shape[::2]), []).append(name)
+        share = sum(cost.values()) / group.size
+        pieces: list[list[str]] = []
+        for names in families.values():
+            together = sum(cost[name] for name in names) <= share
+            pieces += [names] if together else [[name] for name in names]
+        ranks = balanced([sum(cost[name] for name in names) for names in pieces], group.size)
+        self.of = {name: rank for names, rank in zip(pieces, ranks, strict=True) for name in names}
+
+    @staticmethod
+    def _cost(block: Block) -> float:
+        groups, b, a = block.shape
+        return groups * (float(a) ** 3 + float(b) ** 3)
+
+    @property
+    def part(self) -> str:
+        """Which part of all blocks this rank has, in words."""
+        return f"{self.group.rank} of {self.group.size}"
+
+    def mine(self, name: str) -> bool:
+        """Whether a block belongs to this rank."""
+        return self.of[name] == self.group.rank
+
+    def sums(self, name: str, tensors: Sequence[Tensor], symmetric: bool = True) -> list[Tensor] | None:
+        """Σ over ranks of what was measured of a block, on its owner; ``None`` on the others."""
+        found = self.group.reduce([triangle(x) if symmetric else x for x in tensors], self.of[name])
+        if found is None or not symmetric:
+            return found
+        return [filled(x, like) for x, like in zip(found, tensors, strict=True)]
+
+    def shared(self, name: str, pair: tuple[Tensor, Tensor] | None, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Two matrices of the sizes of A and B, from the owner of the block, on every rank."""
+        groups, b, a = self.blocks[name].shape
+        shapes = [torch.Size((groups, n, n)) for n in (a, b)]
+        first, second = self.group.share(pair if self.mine(name) else None, shapes, like, self.of[name])
+        return first, second
+
+    def applied(self, names: Sequence[str], v: Tree, function: Callable[[Tree], Tree]) -> Tree:
+        """What ``function`` makes of the parameters of each rank's blocks; of divided parameters each gets its rows.
+
+        Args:
+            names: the blocks.
+            v: the right-hand side: whole and alike on all ranks, or divided.
+            function: takes and returns the parameters of the blocks that belong to this rank.
+        """
+        parts: list[list[str]] = [[] for _ in range(self.group.size)]
+        for name in names:
+            parts[self.of[name]] += self.blocks[name].names
+        mine = parts[self.group.rank]
+        divided = [[n for n in part if is_sharded(v[n])] for part in parts]
+        whole = {n: v[n] for n in mine if not is_sharded(v[n])} | self._gathered(divided, v)
+        solved = function(whole) if mine else {}
+        found = self._scattered(divided, v, solved)
+        plain = [[n for n in part if not is_sharded(v[n])] for part in parts]
+        for rank, part in enumerate(plain):
+            if part:
+                own = [solved[n] for n in part] if rank == self.group.rank else None
+                values = self.group.share(own, [v[n].shape for n in part], _common(v, part), rank)
+                found.update(zip(part, values, strict=True))
+        return found
+
+    def _gathered(self, divided: list[list[str]], v: Tree) -> Tree:
+        """All rows of the divided parameters of this rank."""
+        names, ranks = divided[self.group.rank], range(self.group.size)
+        if not any(divided):
+            return {}
+        like = _common(v, [n for part in divided for n in part])
+        sent = [_joined([local(v[n]) for n in part], like) for part in divided]
+        sizes = [[self._held(v[n], rank) for n in names] for rank in ranks]
+        given = self.group.exchange(sent, [sum(one) for one in sizes])
+        rows = [x.split(one) if one else () for x, one in zip(given, sizes, strict=True)]
+        return {n: torch.cat([rows[r][i] for r in ranks]).view(v[n].shape).to(v[n].dtype) for i, n in enumerate(names)}
+
+    def _scattered(self, divided: list[list[str]], v: Tree, solved: Tree) -> Tree:
+        """This rank's rows of the divided parameters of all ranks."""
+        names, ranks = divided[self.group.rank], range(self.group.size)
+        if not any(divided):
+            return {}
+        like = _common(v, [n for part in divided for n in part])
+        cuts = {n: [own_rows(v[n].shape[0], rank, self.group.size) for rank in ranks] for n in names}
+        sent = [_joined([solved[n][cuts[n][rank]] for n in names], like) for rank in ranks]
+        sizes = [[self._held(v[n], self.group.rank) for n in part] for part in divided]
+        given = self.group.exchange(sent, [sum(one) for one in sizes])
+        found: Tree = {}
+        for part, one, values in zip(divided, sizes, given, strict=True):
+            for n, x in zip(part, values.split(one) if one else (), strict=True):
+                found[n] = x.view(local(v[n]).shape)
+        return found
+
+    def _held(self, x: Tensor, rank: int) -> int:
+        """How many numbers of a divided tensor a rank has."""
+        rows = own_rows(x.shape[0], rank, self.group.size)
+        return (rows.stop - rows.start) * x.shape[1:].numel()
+
+
+def _common(v: Tree, names: Sequence[str]) -> Tensor:
+    """A tensor of the dtype in which these are sent, on their device."""
+    dtype = functools.reduce(torch.promote_types, (v[n].dtype for n in names))
+    return local(v[names[0]]).new_empty(0, dtype=dtype)
+
+
+def _joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([like, *(x.reshape(-1).to(like) for x in tensors)])
+
+
+_OUTCOMES = (Status.DIRECT, Status.MORE_DAMPING, NonFiniteError, FactorizationError)
+
+
+def agreed(group: Group, work: Callable[[], tuple[T, Status]]) -> tuple[T, Status]:
+    """What ``work`` gives, and the worst status of all ranks; an error of one is an error of all.
+
+    ``work`` must not use collectives.
+    """
+    if group.size == 1:
+        return work()
+    error: HyperkronError | None = None
+    try:
+        found, status = work()
+        code = _OUTCOMES.index(status)
+    except HyperkronError as caught:
+        error, code = caught, 3 if isinstance(caught, FactorizationError) else 2
+    worst = _OUTCOMES[int(max(x for (x,) in group.numbers(code)))]
+    if error is not None:
+        raise error
+    if worst is NonFiniteError:
+        raise NonFiniteError("factors of another process are not finite; it says which.")
+    if worst is FactorizationError:
+        raise FactorizationError("factors of another process could not be factorised; it says which")
+    assert isinstance(worst, Status)
+    return found, worst
