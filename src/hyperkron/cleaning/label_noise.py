@@ -76,8 +76,8 @@ def label_noise(
         >>> true = torch.arange(300) % 3
         >>> given = torch.where(torch.arange(300) < 30, (true + 1) % 3, true)
         >>> found = label_noise((4.0 * F.one_hot(true, 3)).log_softmax(1), torch.full((3,), 1 / 3), given)
-        >>> found.posterior.argmax(1).equal(true), found.matrix.diagonal().round(decimals=1).tolist()
-        (True, [0.9, 0.9, 0.9])
+        >>> found.posterior.argmax(1).equal(true), bool((found.matrix.diagonal() - 0.9).abs().max() < 0.05)
+        (True, True)
     """
     classes, told = log_p.shape[1], given >= 0
     labels = F.one_hot(given.clamp(min=0), classes).to(log_p) * told[:, None]
