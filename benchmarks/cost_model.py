@@ -340,9 +340,9 @@ def kfac_memory(e: Encoder, device: str) -> dict[str, float]:
     """Bytes above model, optimizer and the previous inverses, by moment; the peak is the largest.
 
     Factors: activations, and A and B so far. Cholesky: factors, their inverses, on a CPU one system copied besides.
-    Outer gradient: inverses, activations, and the gradient b. Solves: inverses, b, a product, and v twice, as it is
-    taken apart. Cross term: inverses, v, θ on one side and εv, or that θ and what a layer holds. On a GPU the previous
-    inverses have made room for the new ones before the solves.
+    Outer gradient: inverses, activations, and the gradient b. Solves: inverses, b, a product, and v. Cross term:
+    inverses, v, θ on one side and εv, or that θ and what a layer holds. On a GPU the previous inverses have made room
+    for the new ones before the solves.
     """
     sides_, p, kept = e.sides, FLOAT * e.parameters, activations(e)
     factors = FLOAT * sum(factor_floats(s) for s in sides_)
@@ -353,7 +353,7 @@ def kfac_memory(e: Encoder, device: str) -> dict[str, float]:
         "factors": kept + factors,
         "Cholesky": factors + inverses + largest,
         "outer gradient": inverses + kept + p,
-        "solves": held + 4 * p,
+        "solves": held + 3 * p,
         "cross term": held + max(3 * p, 2 * p + kept / e.depth),
     }
 

@@ -228,6 +228,7 @@ TINY = scaling.Grid(
 )
 
 
+@pytest.mark.long
 def test_a_study_is_written_limited_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

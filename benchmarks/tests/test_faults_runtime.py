@@ -15,6 +15,7 @@ import hyperkron as hk
 from hyperkron.training import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,10 @@ import json
 from typing import Any
 
 import language_models
+import pytest
 
 
+@pytest.mark.long
 def test_a_line_for_every_method_and_the_cosine_in_bfloat16() -> None:
     rows: list[dict[str, Any]] = []
     args = argparse.Namespace(

@@ -48,6 +48,7 @@ def table(data: Blobs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         quicken(patch)
         rows = frame(data)
         rows[:70].to_csv(folder / "train.csv", index=False)
+        rows["label"] = ["ABC"[k] for k in data.true.tolist()]
         rows[70:].to_csv(folder / "trusted.csv", index=False)
         out = folder / "run"
         return folder, hk.clean(folder / "train.csv", folder / "trusted.csv", out=out, config=CONFIG, id="customer")

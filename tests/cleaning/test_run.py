@@ -87,6 +87,7 @@ def test_the_seed_decides_everything_and_nothing_else_does(data: Blobs) -> None:
     assert not same(one, other)
 
 
+@pytest.mark.long
 def test_every_kind_of_source_gives_the_same(data: Blobs) -> None:
     pandas = pytest.importorskip("pandas")
 

@@ -85,6 +85,7 @@ def test_a_full_batch_is_not_copied(small: Any, folder: str) -> None:
     assert torch.equal(whole.run.state.model.weight, parts.run.state.model.weight)  # all methods start at one point
 
 
+@pytest.mark.long
 def test_a_run_stops_at_the_limit_and_goes_on_from_there(
     small: Any, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def _worker() -> Any:
     return partial(carry_out, _stages())
 
 
+@pytest.mark.long
 def test_two_processes_find_what_this_one_finds(tmp_path: Path) -> None:
     """Up to rounding: what ran before in this process may have changed the kernels that torch takes."""
     said: list[str] = []

@@ -238,6 +238,7 @@ def test_the_published_control_is_that_of_the_results() -> None:
     assert sample_size.table(record) in (records.PAGES / "suite-ijcnn1.md").read_text("utf-8")
 
 
+@pytest.mark.long
 def test_a_control_run_ends_where_its_steps_end() -> None:
     problem = suite.Sized(train=300, validation=200)
     pytest.importorskip("scipy")
