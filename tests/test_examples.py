@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hyperkron as hk
+from hyperkron.cleaning.models import trees
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -53,8 +54,9 @@ def test_unlearnable(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"clean {clean:.1%}, protected {protected:.1%}" in capsys.readouterr().out
 
 
-def test_poisoning_robustness(capsys: pytest.CaptureFixture[str]) -> None:
+def test_poisoning_robustness(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The added rows cost accuracy, cleaning gives some of it back, and few clean rows are suspected."""
+    monkeypatch.setattr(trees, "TREES", 12)
     found = load("poisoning_robustness").main()
     assert found["poisoned"] < found["clean"] - 0.01
     assert found["poisoned"] < found["cleaned"]

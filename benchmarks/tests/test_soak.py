@@ -12,6 +12,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="hand
 
 
 @needs_proc
+@pytest.mark.long
 def test_hooks_and_handles_are_constant(tmp_path: Path) -> None:
     readings = soak.soak(90, 15, tmp_path).readings
     assert [r["step"] for r in readings] == list(range(15, 91, 15))

@@ -262,7 +262,12 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {"PBGD", "Unrolled", "ScaleBiO", "MRBO", "MRBO-KFAC", "SUSTAIN"}
+"""These, and variants (with a comma in their name), take seconds each."""
+PARTED = [pytest.param(name, marks=pytest.mark.long) if name in SLOW or "," in name else name for name in CASES]
+
+
+@pytest.mark.parametrize("name", PARTED)
 def test_comes_to_rest_where_it_should(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     model, hyper = case.problem.modules()

@@ -198,6 +198,7 @@ APART: dict[str, Build] = {
 
 
 @pytest.mark.parametrize("name", APART)
+@pytest.mark.long
 def test_other_networks_are_trained_one_after_the_other(name: str) -> None:
     values, ticks = inputs(6, dtype=torch.float32), list[int]()
     assert not stackable([APART[name](), APART[name]()], values)

@@ -128,6 +128,7 @@ def expect_wrong_labels(found: CleanResult, data: Blobs) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.long
 def test_every_array_is_about_the_given_rows(data: Blobs, form: str) -> None:
     train, trusted = FORMS[form](data)
     found = clean(train, trusted, config=CONFIG)

@@ -117,6 +117,7 @@ def test_the_run_is_sound(run: Path, capsys: Captured) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(("file", "command"), [(file, one) for file, all_of in READ_BY.items() for one in all_of])
+@pytest.mark.long
 def test_a_damaged_file_is_no_traceback(file: str, command: str, damage: str, run: Path, capsys: Captured) -> None:
     if file == "report.html":
         (run / file).write_text("x")

@@ -81,7 +81,7 @@ def events(name: str) -> Iterator[tuple[int, str, int]]:
         yield from [(call, kind, n) for kind, count in FUSE.seen.items() for n in range(1, count + 1)]
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.long)])
 @method_names
 def test_an_exception_anywhere_leaves_everything(name: str, every: int) -> None:
     everywhere = list(events(name))

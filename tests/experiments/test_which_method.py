@@ -25,6 +25,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.long
 def test_a_problem(problem: str) -> None:
     """λ moves, and the hypergradient is finite; its cosine with itself would be one."""
     task = PROBLEMS[problem](digits(0))

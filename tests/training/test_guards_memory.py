@@ -60,6 +60,7 @@ def limited(method: str, limit: int, guard: Any, steps: int = 3, data: Any = Non
 
 
 @pytest.mark.parametrize("method", OOM_METHODS)
+@pytest.mark.long
 def test_out_of_memory_gives_the_result_of_enough_memory(method: str, tmp_path: Path) -> None:
     whole = limited(method, 1000, [])
     guard = hk.training.HalveOnOutOfMemory()

@@ -138,6 +138,7 @@ def test_l2_penalty_of_one_layer_stays_in_its_block() -> None:
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse", "binary"])
+@pytest.mark.long
 def test_monte_carlo_converges_to_type_2_at_the_root_of_the_samples(loss: str) -> None:
     case = make(mlp(3, 5, 4), (3,), loss=loss, hyper=random_weights(5))
     exact = case.measured("type-2")

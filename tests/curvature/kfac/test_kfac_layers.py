@@ -260,6 +260,7 @@ def test_what_kfac_does_not_cover_is_named_and_gets_the_scaled_identity(name: st
 
 @pytest.mark.parametrize("fisher", ["type-2", "mc", "empirical"])
 @pytest.mark.parametrize("name", ["attention", "raw"])
+@pytest.mark.long
 def test_scaled_identity_has_the_right_trace_on_average(name: str, fisher: str) -> None:
     """The mean over 200 seeds is tr F / dim within 4.5 standard errors, F being the dense Fisher of the block."""
     build, shape, tokens, reasons = OUTSIDE[name]
