@@ -26,7 +26,7 @@ PY    := .venv/bin/python
 PIP   := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 HASHED := $(PY) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary :all: $(PIP_FLAGS)
 STAMP := .venv/.installed
-CODE  := $(wildcard src tests support examples benchmarks experiments docs)
+CODE  := $(wildcard src tests support examples benchmarks experiments docs conftest.py)
 BENCHMARKS ?= $(sort $(wildcard benchmarks/bench_*.py))
 
 # The stamp holds the path of the checkout, because the editable install does: a moved checkout is set up again.

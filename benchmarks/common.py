@@ -180,6 +180,21 @@ def versions() -> dict[str, str]:
     return found
 
 
+def line_writer(out: str | None) -> Callable[[dict[str, Any]], None]:
+    """Prints each row at once as a line of JSON, and appends it to ``out``; a bare name is a file among the results."""
+    path = None if out is None else Path(out)
+    path = RESULTS / path if path is not None and path.parent == Path() else path
+
+    def keep(row: dict[str, Any]) -> None:
+        line = json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, ensure_ascii=False)
+        print(line, flush=True)
+        if path is not None:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    return keep
+
+
 def write_result(path: str | Path, result: Mapping[str, Any]) -> Path:
     """Write a result as JSON, with the command that made it, the hardware and the versions.
 

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from bench_outer_iteration import Method, one_period, ours
 from bfloat16 import cosine
-from common import RESULTS, hardware, peak_memory, synchronize, versions
+from common import hardware, line_writer, peak_memory, synchronize, versions
 from launches import Clock
 from workloads import LANGUAGE, Workload, inner, outer
 
@@ -173,16 +171,7 @@ def main() -> None:
     parser.add_argument("--out", help="file of JSON lines, which are appended")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    path = None if args.out is None else Path(args.out)
-    path = RESULTS / path if path is not None and path.parent == Path() else path
-
-    def keep(row: dict[str, Any]) -> None:
-        line = json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, ensure_ascii=False)
-        print(line, flush=True)
-        if path is not None:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-
+    keep = line_writer(args.out)
     keep({"hardware": hardware(), "versions": versions(), "repeats": args.repeats, "seed": 0})
     for name in args.workloads:
         rows_of(name, args, keep)

@@ -233,6 +233,37 @@ def test_where_it_would_be_wrong_another_way_is_taken(kind: type[nn.Module]) -> 
     assert oracles.relative(-result.grads["logits"].double(), wanted) < 0.1
 
 
+class Bounded(nn.Module):
+    """Near one v it looks linear in its parameter, and along −v or far away it is not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.weight = kind, nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.weight.abs() if self.kind == "abs" else F.hardtanh(self.weight))
+
+
+class Subclassed(nn.LayerNorm):
+    """A norm that is not linear in its weight, although its class is derived from one that is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight.exp(), self.bias)
+
+
+@pytest.mark.parametrize("kind", ["abs", "hardtanh", "subclass"])
+def test_a_layer_is_not_taken_for_linear_by_one_look(kind: str) -> None:
+    """Two calls at one point, along v and along −200 v: what was seen in the first must not spoil the second."""
+    model, hyper = made("language")
+    model.norm = (Subclassed(WIDTH) if kind == "subclass" else Bounded(kind)).to(DOUBLE)
+    with Point(PROBLEM, model, hyper, batch(), batch()) as point:
+        form = weighting.structure(point, point.inner())
+        v = {name: 0.1 * torch.rand_like(p) for name, p in point.params.items()}
+        for times in (1.0, -200.0):
+            scaled = {name: times * x for name, x in v.items()}
+            assert oracles.relative(adjoint(point, scaled, form).cross, reverse(point, scaled)) < 1e-12
+
+
 def test_weights_of_single_tokens_are_refused() -> None:
     model, _ = made("language")
     hyper = hk.as_hyper(torch.rand(N, T, dtype=DOUBLE))

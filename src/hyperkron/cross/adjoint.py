@@ -37,10 +37,14 @@ from hyperkron.trees import Tree
 Tangent = Callable[[Tensor, Tensor], Tensor]
 """(input, output gradient g) of a call → entries that add up to ⟨g, f'(a; v)⟩, those of an example side by side."""
 
-LINEAR_LAYERS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.conv._ConvNd)
-"""Layers that are linear in their parameters, besides Linear and Embedding."""
+_NORMS, _MAPS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LINEAR_FORWARDS = {kind.forward for kind in (*_NORMS, *_MAPS, *_TRANSPOSED)}
+"""Of layers that are linear in their parameters, besides Linear and Embedding; subclasses may have others."""
 _LINEAR: WeakSet[nn.Module] = WeakSet()
 """Layers of other kinds that were seen to be."""
+PROBES = (1.0, -1024.0)
+"""A layer is seen to be linear if f(a; c v) = c f'(a; v) for these c: near and far, and with the other sign."""
 WIDER = 2
 """A layer with at least this many times as many outputs as inputs is multiplied by v from the side of its outputs."""
 
@@ -226,16 +230,28 @@ def _any_layer(
     Forward mode through a layer takes many times as long as the layer; the first time it tells whether that is linear.
     """
     with torch.autocast(x.device.type, autocast) if autocast else nullcontext():
-        if isinstance(module, LINEAR_LAYERS) or module in _LINEAR:
-            tangent = _at(module, x, {n: v.get(n, 0 * p) for n, p in module._parameters.items() if p is not None})
+        if type(module).forward in LINEAR_FORWARDS or module in _LINEAR:
+            tangent: Tensor | None = _along(module, x, v)
         else:
             tangent = _by_forward_mode(module, x, v)
-            if readable and tangent is not None:
-                plain = _at(module, x, {n: v.get(n, 0 * p) for n, p in module._parameters.items() if p is not None})
-                tolerance = 4 * torch.finfo(tangent.dtype).eps
-                if torch.allclose(plain, tangent, rtol=tolerance, atol=tolerance * float(tangent.abs().max())):
-                    _LINEAR.add(module)
+            if readable and tangent is not None and all(_scales(module, x, v, tangent, c) for c in PROBES):
+                _LINEAR.add(module)
     return g.new_zeros(g.shape[:1]) if tangent is None else g * tangent.to(g.dtype)
+
+
+def _along(module: nn.Module, x: Tensor, v: dict[str, Tensor], times: float = 1.0) -> Tensor:
+    """f(a; c v), with zero for parameters that are not among θ."""
+    found: Tensor = _at(
+        module, x, {n: times * v[n] if n in v else 0 * p for n, p in module._parameters.items() if p is not None}
+    )
+    return found
+
+
+def _scales(module: nn.Module, x: Tensor, v: dict[str, Tensor], tangent: Tensor, times: float) -> bool:
+    """Whether f(a; c v) is c times the tangent, to the rounding of its dtype."""
+    tolerance, wanted = 4 * torch.finfo(tangent.dtype).eps, times * tangent
+    found = _along(module, x, v, times)
+    return torch.allclose(found, wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
 
 
 def _by_forward_mode(module: nn.Module, x: Tensor, v: dict[str, Tensor]) -> Tensor | None:

@@ -32,7 +32,7 @@ _split_allowed = [False]
 def full_precision() -> Iterator[None]:
     """Matrix products and convolutions in true float32, restoring the global settings afterwards.
 
-    :func:`product`, :func:`subtract_product` and :func:`gram` may split theirs, if TF32 was allowed.
+    :func:`product`, :func:`subtract_product` and :func:`gram_product` may split theirs, if TF32 was allowed.
     """
     products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     before = _split_allowed[0]
