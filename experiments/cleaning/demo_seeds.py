@@ -1,6 +1,6 @@
 """Does the claim of ``make demo`` hold for other seeds? The same files, spoilt again under 20 seeds.
 
-    python -m experiments.cleaning.demo_seeds --workers 2 --out demo_seeds.jsonl
+    python -m experiments.cleaning.demo_seeds --workers 2 --out runs/demo-seeds.jsonl
 
 The claim: the test accuracy lies in the printed interval, the noise rate is within 3 points, and at least 90 % of the
 spoilt labels are among the suspects, at least 90 % of which are spoilt. A finished seed is one line of the file.
