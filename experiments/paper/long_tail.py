@@ -51,7 +51,7 @@ class Settings:
         epochs, short: of a full run and of a trial.
         meta, held_out: images of each class for λ, and to choose numbers.
         tuned_at: the imbalance of the trials.
-        imbalances: in the order of their importance; the first ``first`` come with all of :data:`MORE` before the rest.
+        imbalances: in the order of their importance; the first ``first`` come with all plain losses before the rest.
         timed: outer iterations that a price is measured over.
     """
 
@@ -63,7 +63,7 @@ class Settings:
     held_out: int = 200
     tuned_at: float = 100
     imbalances: tuple[float, ...] = field(default=(100, 50, 10, 200, 20), metadata=LISTED)
-    first: int = field(default=2, metadata=LISTED)
+    first: int = field(default=1, metadata=LISTED)
     timed: int = field(default=20, metadata=LISTED)
 
 
@@ -85,15 +85,19 @@ class Row(NamedTuple):
     arm: Arm
 
 
-def rows(settings: Settings) -> Iterator[Row]:
-    """Everything that is wanted, most important first: what needs no trials before what does."""
-    first, rest = settings.imbalances[: settings.first], settings.imbalances[settings.first :]
-    groups = [(first, MAIN), (first, LOSSES), (first, MORE), (rest, (*MAIN, *LOSSES)), (rest, MORE)]
-    for imbalances, names in groups:
-        tuned = [name for name in names if METHODS[name].make is not None]
-        yield from (Row(x, name, "own") for x in imbalances for name in names if name not in tuned)
-        yield from (Row(x, name, "printed") for x in imbalances for name in tuned if name in PRINTED)
-        yield from (Row(x, name, "own") for x in imbalances for name in tuned)
+def groups(settings: Settings) -> Iterator[list[Row]]:
+    """Everything that is wanted, most important first; a group is done for all seeds before the next one begins."""
+    every, first = settings.imbalances, settings.imbalances[: settings.first]
+    for imbalances, names in ((first, MAIN), (first, LOSSES), (every, MAIN), (first, MORE), (every, (*LOSSES, *MORE))):
+        yield [
+            *(Row(x, name, "printed") for x in imbalances for name in names if name in PRINTED),
+            *(Row(x, name, "own") for x in imbalances for name in names),
+        ]
+
+
+def rows(settings: Settings) -> list[Row]:
+    """The rows of all groups, each once."""
+    return list(dict.fromkeys(row for group in groups(settings) for row in group))
 
 
 def trials(job: Job, name: str) -> list[Task]:
@@ -123,14 +127,15 @@ def _score(cell: dict[str, Any]) -> tuple[float, float]:
 def missing(job: Job) -> Iterator[Task]:
     """The runs that are not done and can be started now, most important first."""
     asked: set[Task] = set()
-    for seed in job.seeds:
-        for row in rows(job.settings):
-            value = METHODS[row.method].usual if row.arm == "printed" else chosen(job, row.method)
-            full = [] if value is None else [Task(row.imbalance, row.method, value, job.settings.epochs, seed)]
-            for task in full or trials(job, row.method):
-                if task not in asked and job.cells.get([*task]) is None:
-                    asked.add(task)
-                    yield task
+    for group in groups(job.settings):
+        for seed in job.seeds:
+            for row in group:
+                value = METHODS[row.method].usual if row.arm == "printed" else chosen(job, row.method)
+                full = [] if value is None else [Task(row.imbalance, row.method, value, job.settings.epochs, seed)]
+                for task in full or trials(job, row.method):
+                    if task not in asked and job.cells.get([*task]) is None:
+                        asked.add(task)
+                        yield task
 
 
 class Runner:
