@@ -16,6 +16,8 @@ from experiments.paper.tuning import Difference, shown
 IMBALANCES = (200, 100, 50, 20, 10)
 NEAR, LEAST_MOVED = 3.0, 0.05
 """Points within which an accuracy agrees with the printed one; the least change of a weight curve that counts."""
+LEAST_SEEDS, LEAST_CASES = 3, 3
+"""Seeds of an imbalance, and imbalances, without which there is no verdict."""
 KFAC, SAMA = "MWN + KFAC-emp", "MWN + SAMA"
 PAPER_NAMES = {
     "Base": "Base",
@@ -162,9 +164,9 @@ def _costs(result: Result) -> list[Table]:
 def verdict(result: Result) -> Judgement:
     """Reproduced: as printed, MWN with KFAC has a clearly higher accuracy than MWN with SAMA at every imbalance (the
     95 % interval of the difference over seeds), and Base is within 3 points of the printed accuracy. In trend: at more
-    than half of the imbalances. Not reproduced: otherwise. No verdict: fewer than two seeds, or weights that hardly
-    moved with the printed step size of λ, so that all methods trained with the initial weights. Not run: no full run
-    is finished.
+    than half of the imbalances. Not reproduced: otherwise. No verdict: fewer than three imbalances with three seeds
+    each, or weights that hardly moved with the printed step size of λ, so that all methods trained with the initial
+    weights. Not run: no full run is finished.
     """
     found = result.figures["found"]
     if not found:
@@ -190,8 +192,8 @@ def verdict(result: Result) -> Judgement:
             f"With the printed step size no weight changed by {LEAST_MOVED:g} ({where}): all methods trained with the "
             f"initial weight network. {text}",
         )
-    if not gaps or min(gap.seeds for gap in gaps.values()) < 2:
-        return Judgement(Verdict.REFUSED, f"Fewer than two seeds. {text}")
+    if sum(gap.seeds >= LEAST_SEEDS for gap in gaps.values()) < LEAST_CASES:
+        return Judgement(Verdict.REFUSED, f"Fewer than three imbalances with three seeds each. {text}")
     level = bool(known) and max(abs(gap) for gap in known.values()) <= NEAR
     return by_cases([gap.sign > 0 for gap in gaps.values()], text, first=level)
 

@@ -335,7 +335,9 @@ def test_an_interrupted_run_continues_where_it_was_saved(tmp_path: Path, monkeyp
 # --- verdicts ------------------------------------------------------------------------------------------------------
 
 
-def _result(kfac: list[float], sama: list[float], *, moved: float = 0.5, base: float = 0.70) -> Result:
+def _result(
+    kfac: list[float], sama: list[float], *, moved: float = 0.5, base: float = 0.0, imbalances: int = 3
+) -> Result:
     def cell(accuracy: list[float], **more: Any) -> dict[str, Any]:
         run = {"failed": "", "held_out": 0.5, "per_class": [0.9, 0.4], **more}
         return {"value": 1e-5, "edge": False, "runs": [{**run, "test": x} for x in accuracy]}
@@ -343,12 +345,13 @@ def _result(kfac: list[float], sama: list[float], *, moved: float = 0.5, base: f
     curves = {"first_weights": [1.0] * 41, "last_weights": [1.5] * 41, "class_weights": [0.5, 2.0], "outer_steps": 9}
     learned = {"moved": moved, **curves}
     found = {
-        "100": {
-            "Base, own": cell([base]),
+        imbalance: {
+            "Base, own": cell([base or printed_base]),
             "MWN + KFAC-emp, own": cell(kfac, **learned),
             "MWN + KFAC-emp, printed": cell(kfac, **learned),
             "MWN + SAMA, printed": cell(sama, **learned),
         }
+        for imbalance, printed_base in [("100", 0.70), ("50", 0.74), ("10", 0.86)][:imbalances]
     }
     prices = {name: {"seconds": 0.1, "inner_steps": 10, "update": 0.01} for name in ("MWN + SAMA", "MWN + KFAC-emp")}
     one = {"held_out": 0.5, "moved": 0.2, "class_weights": [0.5, 2.0], "last_weights": [1.0] * 41}
@@ -357,10 +360,8 @@ def _result(kfac: list[float], sama: list[float], *, moved: float = 0.5, base: f
     return Result("long-tail", "small", (1, 2), figures)
 
 
-CASES = {
-    Verdict.REPRODUCED: _result([0.73, 0.731], [0.70, 0.70]),
-    Verdict.FAILED: _result([0.70, 0.70], [0.73, 0.731]),
-}
+ABOVE, BELOW = [0.73, 0.731, 0.732], [0.70, 0.70, 0.70]
+CASES = {Verdict.REPRODUCED: _result(ABOVE, BELOW), Verdict.FAILED: _result(BELOW, ABOVE)}
 
 
 @pytest.mark.parametrize("verdict", CASES)
@@ -379,10 +380,12 @@ def test_trials_alone_are_shown_without_a_verdict(tmp_path: Path) -> None:
 
 
 def test_no_verdict_without_seeds_or_motion_and_none_for_a_base_that_is_far_off() -> None:
-    assert long_tail_page.verdict(_result([0.73], [0.70])).verdict is Verdict.REFUSED
-    still = long_tail_page.verdict(_result([0.73, 0.731], [0.70, 0.70], moved=0.01))
+    for few in (_result([0.73], [0.70]), _result(ABOVE[:2], BELOW[:2]), _result(ABOVE, BELOW, imbalances=2)):
+        judged = long_tail_page.verdict(few)
+        assert judged.verdict is Verdict.REFUSED and "Fewer than three imbalances" in judged.because
+    still = long_tail_page.verdict(_result(ABOVE, BELOW, moved=0.01))
     assert still.verdict is Verdict.REFUSED and "initial weight network" in still.because
-    assert long_tail_page.verdict(_result([0.73, 0.731], [0.7, 0.7], base=0.6)).verdict is Verdict.FAILED
+    assert long_tail_page.verdict(_result(ABOVE, BELOW, base=0.6)).verdict is Verdict.FAILED
 
 
 def test_cells_say_how_ours_compares() -> None:
