@@ -241,7 +241,7 @@ def _stranger_faults(source: str, strangers: tuple[str, ...]) -> list[str]:
     modules |= {name: name for name in strangers}
     tree = ast.parse(source)
     found = [(line, modules.get(name.split(".")[0])) for line, name in _imports(tree, "outside", False)]
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if "sys.path." in source else ():
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("sys.path."):
             words = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
             found += [(node.lineno, word) for word in words if word in strangers]
