@@ -308,6 +308,7 @@ def test_what_needs_no_trials_comes_first_and_plain_losses_have_published_number
     assert losses == {name: METHODS[name].usual for name in ("Base", *long_tail.LOSSES)}
 
 
+@pytest.mark.long
 def test_an_interrupted_run_continues_where_it_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit: batches, weights of deferred re-weighting, λ, and the looks of the first part."""
 
