@@ -11,6 +11,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,18 @@ def _layer_faults(source: str, module: str, is_package: bool = False) -> list[st
         elif LAYERS.index(other) > LAYERS.index(own):
             faults.append(f"{module}:{line} imports {name}, which lies below {own!r}")
     return faults
+
+
+def test_no_two_modules_import_each_other() -> None:
+    """Not even for type checking, and not by way of others: a reader can begin at the top and go down."""
+    names = {_module(path): path for path in SOURCES if path.name != "__init__.py"}
+    imports = {name: _imports(ast.parse(path.read_text("utf-8")), name, False) for name, path in names.items()}
+    graph = {
+        name: {module for _, full in found for module in (full, full.rpartition(".")[0]) if module in names} - {name}
+        for name, found in imports.items()
+    }
+    assert sum(map(len, graph.values())) > 500
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
 # What each folder may not import: the library nothing outside itself, tests and benchmarks not each other.
