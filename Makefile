@@ -29,6 +29,9 @@ STAMP := .venv/.installed
 CODE  := $(wildcard src tests support examples benchmarks experiments docs conftest.py)
 BENCHMARKS ?= $(sort $(wildcard benchmarks/bench_*.py))
 
+# Tests start many processes, each of which would compile the library again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # The stamp holds the path of the checkout, because the editable install does: a moved checkout is set up again.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 STALE := stale
@@ -68,14 +71,15 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(PY) -m mypy
 
-# One thread per process: the two workers would otherwise fight over the cores.
+# One thread per process: the two workers would otherwise fight over the cores. Each takes a stretch of the tests and
+# the idle one takes from the other, so that few fixtures of a file are made by both.
 unit: export OMP_NUM_THREADS := 1
 unit: $(STAMP)
-	$(PY) -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
+	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 long: export OMP_NUM_THREADS := 1
 long: $(STAMP)
-	$(PY) -m pytest -q -n $(WORKERS) -m long $(PYTEST_ARGS)
+	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m long $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	@test -n "$(BENCHMARKS)" || { echo "No benchmarks/bench_*.py here."; exit 1; }

@@ -54,6 +54,7 @@ def test_unlearnable(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"clean {clean:.1%}, protected {protected:.1%}" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_poisoning_robustness(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The added rows cost accuracy, cleaning gives some of it back, and few clean rows are suspected."""
     monkeypatch.setattr(trees, "TREES", 12)

@@ -256,7 +256,7 @@ class LevelOptimizer:
         memory = self.optimizer.state_dict()
         scheduler = {} if self.scheduler is None else self.scheduler.state_dict()
         return {
-            "state": {str(key): _copied(value) for key, value in memory["state"].items()},
+            "state": {str(key): copies(value) for key, value in memory["state"].items()},
             "groups": {str(key): dict(group) for key, group in enumerate(memory["param_groups"])},
             "scheduler": {key: value for key, value in scheduler.items() if not callable(value)},
             "factor": self.factor,
@@ -266,7 +266,7 @@ class LevelOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a :meth:`state_dict`."""
         groups = [state["groups"][str(i)] for i in range(len(state["groups"]))]
-        memory = {int(key): _copied(value) for key, value in state["state"].items()}
+        memory = {int(key): copies(value) for key, value in state["state"].items()}
         self.optimizer.load_state_dict({"state": memory, "param_groups": [dict(group) for group in groups]})
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -282,5 +282,9 @@ def load_scaler(scaler: torch.amp.GradScaler, state: dict[str, Any]) -> None:
     scaler._per_optimizer_states.clear()
 
 
-def _copied(memory: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.detach().clone() if isinstance(x, Tensor) else x for name, x in memory.items()}
+def copies(tree: dict[str, Any]) -> dict[str, Any]:
+    """The same nested dictionary with every tensor copied, so that a saved state does not move with the live one."""
+    return {
+        name: copies(x) if isinstance(x, dict) else x.detach().clone() if isinstance(x, Tensor) else x
+        for name, x in tree.items()
+    }

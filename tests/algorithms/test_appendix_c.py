@@ -35,7 +35,7 @@ def at_the_minimum(model: nn.Module, loss: str) -> Case:
     return case
 
 
-@pytest.fixture(params=["linear, mse", "linear, cross entropy", "two layers, cross entropy"])
+@pytest.fixture(scope="module", params=["linear, mse", "linear, cross entropy", "two layers, cross entropy"])
 def case(request: pytest.FixtureRequest) -> Case:
     torch.manual_seed(0)
     model, loss = {

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from blobs import quicken
 from hyperkron.cleaning import CleanConfig, clean
 from hyperkron.cleaning.folder import HASHES
 from hyperkron.cli import main
@@ -96,7 +97,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.csv").write_text("x,z,label\n" + "".join(lines[:40]))
     (folder / "trusted.csv").write_text("x,z,label\n" + "".join(lines[40:]))
     settings = CleanConfig(epochs=1, compare=(), device="cpu")
-    clean(str(folder / "train.csv"), str(folder / "trusted.csv"), out=folder / "run", config=settings)
+    with pytest.MonkeyPatch.context() as patch:
+        quicken(patch)
+        clean(str(folder / "train.csv"), str(folder / "trusted.csv"), out=folder / "run", config=settings)
     return folder
 
 

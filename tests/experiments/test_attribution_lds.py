@@ -30,6 +30,7 @@ def test_a_method_that_knows_the_losses_scores_one_and_a_random_one_nothing() ->
     assert abs(lds.lds(torch.randn(5, 32), masks, losses)[0]) < 0.5
 
 
+@pytest.mark.long
 def test_curvature_foretells_the_losses_of_a_convex_model() -> None:
     setting, masks = tiny(), lds.halves(32, 16)
     losses = lds.losses_after_retraining(setting, masks, repeats=1, together=16)
@@ -70,6 +71,7 @@ def test_two_methods_are_compared_with_the_same_queries() -> None:
     assert len(first) == len(second) == 8 and abs(sum(first) - sum(second)) < 0.1
 
 
+@pytest.mark.long
 def test_removing_helpful_rows_raises_the_loss_more_than_removing_any() -> None:
     work = study.Worker(None, "cpu", {"tiny": lambda data: tiny()})
     given = {"queries": 8, "repeats": 1}

@@ -64,6 +64,7 @@ def test_the_page_has_the_recorded_table(capsys: pytest.CaptureFixture[str], tmp
     assert capsys.readouterr().out.strip() == ""
 
 
+@pytest.mark.long
 def test_the_figure_shows_every_dataset(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     text = encoder_length.figure(Lines(encoder_length.RESULT).rows, tmp_path / "x.svg").read_text("utf-8")

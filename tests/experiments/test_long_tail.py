@@ -309,6 +309,7 @@ def test_one_imbalance_is_done_before_the_others_and_plain_losses_have_published
     assert losses == {name: METHODS[name].usual for name in ("Base", *long_tail.LOSSES)}
 
 
+@pytest.mark.long
 def test_an_interrupted_run_continues_where_it_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit: batches, weights of deferred re-weighting, λ, and the looks of the first part."""
 

@@ -129,6 +129,7 @@ def test_no_fresh_network_is_trained_where_many_layers_are_tuned(layers: int, ag
         assert ("again" in entry.final(setting, 1)) is expected
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("quick")
 def test_a_section_of_its_own(tmp_path: Path) -> None:
     recipe = paper.recipes()["encoder-base"]

@@ -249,6 +249,7 @@ def test_tables_are_rectangular_and_figures_are_small(name: str, tmp_path: Path)
         assert path.suffix == ".svg" and "<svg" in text and len(text) < 200_000
 
 
+@pytest.mark.long
 def test_figures_are_the_same_every_time(tmp_path: Path) -> None:
     recipe = paper.recipes()["unrolling"]
     assert recipe.plot is not None

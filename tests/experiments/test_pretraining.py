@@ -99,6 +99,7 @@ def _found(weights: nn.Module) -> Tensor:
     return oracles.flat([p.grad for p in weights.parameters() if p.grad is not None])
 
 
+@pytest.mark.long
 def test_exact_curvature_gives_the_exact_hypergradient() -> None:
     """Two losses, two heads, tied embeddings, weights of detached losses, against dense matrices."""
     model, weights = _network(), _moved(weight_network(5))
@@ -243,6 +244,7 @@ def test_f1_is_that_of_scikit_learn() -> None:
 # --- the runs ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_learns_and_moves_its_weights() -> None:
     source = Source(MADE_UP, None, torch.device("cpu"), {MADE_UP: 12})
     case = Case(batch=16, inner_steps=5, steps=6, looks=2, head_steps=0)
@@ -340,6 +342,7 @@ def test_the_hypergradient_of_a_mixture_is_exact() -> None:
     assert oracles.relative(_found(mixture), wanted) < 1e-9
 
 
+@pytest.mark.long
 def test_the_source_that_is_the_target_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Made-up sources with words of their own; the last of them is the target."""
     size = domain_mixture.Size(words=50, length=6, width=8, layers=1, batch=2, steps=12, rate=1e-2)

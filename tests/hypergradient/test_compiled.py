@@ -78,7 +78,7 @@ def _wanted() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["module", "in place", "part"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_the_same_as_of_the_model_as_written(kind: str, backend: str, wanted: dict[str, Tensor]) -> None:
     model, weights, batch = modules()
     model = compiled(model, kind, backend)

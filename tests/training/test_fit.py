@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hyperkron as hk
-from hyperkron.training.callbacks import Callback
+from hyperkron.training.callback import Callback
 from quadratic import Quadratic
 
 PROBLEM = Quadratic(examples=6, noise=0.2)

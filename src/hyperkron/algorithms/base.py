@@ -34,7 +34,7 @@ from hyperkron.algorithms.inner_loop import InnerLoop
 from hyperkron.batches import BatchSources
 from hyperkron.evaluation.point import trainable
 from hyperkron.hypergradient import Hypergradient
-from hyperkron.optimizers import LevelOptimizer, Project, Rate, Updates, as_rate
+from hyperkron.optimizers import LevelOptimizer, Project, Rate, Updates, as_rate, copies
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, NonFiniteError, Status
 from hyperkron.trees import Tree
@@ -175,15 +175,15 @@ class State:
         and never written, with the live state.
         """
         hypergradient = {} if self.hypergradient is None else self.hypergradient.state_dict()
-        hypergradient = _copies(hypergradient) if copy_caches else hypergradient
+        hypergradient = copies(hypergradient) if copy_caches else hypergradient
         return {
             "step": self.step,
-            "model": _copies(self.model.state_dict()),
-            "hyper": _copies(self.hyper.state_dict()),
+            "model": copies(self.model.state_dict()),
+            "hyper": copies(self.hyper.state_dict()),
             "inner": self.inner.state_dict(),
             "outer": self.outer.state_dict(),
             "hypergradient": hypergradient,
-            "trees": {name: _copies(tree) for name, tree in self.trees.items()},
+            "trees": {name: copies(tree) for name, tree in self.trees.items()},
             "numbers": dict(self.numbers),
             "twins": {name: {"params": twin.values(), "mover": twin.state_dict()} for name, twin in self.twins.items()},
             "generator": self.generator.get_state(),
@@ -202,8 +202,8 @@ class State:
         self.inner.load_state_dict(state["inner"])
         self.outer.load_state_dict(state["outer"])
         if self.hypergradient is not None:
-            self.hypergradient.load_state_dict(_copies(state["hypergradient"]))
-        self.trees = {name: _copies(tree) for name, tree in state["trees"].items()}
+            self.hypergradient.load_state_dict(copies(state["hypergradient"]))
+        self.trees = {name: copies(tree) for name, tree in state["trees"].items()}
         self.numbers = dict(state["numbers"])
         for name, twin in self.twins.items():
             twin.place(state["twins"][name]["params"])
@@ -238,6 +238,7 @@ class Algorithm(ABC):
             for kind, check in _CHECKS.items():
                 if kind in kinds:
                     check(one.name, value)
+        self.method()  # refuses what makes no sense
 
     def init(
         self,
@@ -299,11 +300,3 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "Hypergradient": _check_hypergradient,
 }
 """How a field is checked, by what its annotation says."""
-
-
-def _copies(tree: dict[str, Any]) -> dict[str, Any]:
-    """The same nested dictionary with every tensor copied, so that a saved state does not move with the live one."""
-    return {
-        name: _copies(x) if isinstance(x, dict) else x.detach().clone() if isinstance(x, Tensor) else x
-        for name, x in tree.items()
-    }

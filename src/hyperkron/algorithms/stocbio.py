@@ -44,7 +44,6 @@ class StocBiO(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._series()  # refuses what makes no sense
         given = {name: getattr(self, name) for name in ("terms", "step_size", "misscaled")}
         if self.hypergradient is not None and any(given[name] != getattr(StocBiO, name) for name in given):
             raise HyperkronError(
@@ -52,11 +51,8 @@ class StocBiO(Algorithm):
                 f"hypergradient={type(self.hypergradient).__name__} replaces; leave them out, or leave it out."
             )
 
-    def _series(self) -> StochasticNeumann:
-        return StochasticNeumann(self.terms, self.step_size, misscaled=self.misscaled)
-
     def method(self) -> Hypergradient:
-        return self.hypergradient or self._series()
+        return self.hypergradient or StochasticNeumann(self.terms, self.step_size, misscaled=self.misscaled)
 
     def step(self, state: State, batches: BatchSources) -> StepReport:
         return derivatives.alternate(state, batches, self.inner_steps)

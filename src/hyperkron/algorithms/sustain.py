@@ -36,7 +36,6 @@ class SUSTAIN(MRBO):
                 f"hypergradient={type(self.hypergradient).__name__}: SUSTAIN is MRBO with HIA and takes no other; "
                 "use MRBO(hypergradient=…)."
             )
-        self.method()  # refuses what makes no sense
 
     def method(self) -> Hypergradient:
         return hia(self.terms, self.step_size, seed=self.seed)

@@ -34,10 +34,6 @@ class T1T2(Algorithm):
     cross: Mode = "reverse"
     graph: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.method()  # refuses what makes no sense
-
     def method(self) -> Implicit:
         return self._scaled(1.0 if self.scale is None else self.scale)
 

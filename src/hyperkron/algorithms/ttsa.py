@@ -32,10 +32,6 @@ class TTSA(Algorithm):
     inner_rate: Rate | float = field(default=Rate(0.1, 0.4), kw_only=True)
     outer_rate: Rate | float = field(default=Rate(0.1, 0.6), kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.method()  # refuses what makes no sense
-
     def method(self) -> Hypergradient:
         return hia(self.terms, self.step_size, seed=self.seed)
 

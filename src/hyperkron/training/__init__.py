@@ -2,7 +2,8 @@
 
 from hyperkron.algorithms.inner_loop import InnerLoop
 from hyperkron.training.accumulation import Accumulated
-from hyperkron.training.callbacks import Callback, Checkpoint, EarlyStopping, Evaluate
+from hyperkron.training.callback import Callback
+from hyperkron.training.callbacks import Checkpoint, EarlyStopping, Evaluate
 from hyperkron.training.data_parallel import DataParallel
 from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint
 from hyperkron.training.fit import fit

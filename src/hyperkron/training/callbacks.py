@@ -1,82 +1,22 @@
-"""What happens around the steps of a run: the base class of callbacks; evaluation, early stopping and checkpoints."""
+"""Callbacks around the steps of a run: evaluation, early stopping and checkpoints."""
 
 from __future__ import annotations
 
-import copy
-import enum
 import json
 import math
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hyperkron.algorithms import StepReport
 from hyperkron.solution import HyperkronError, HyperkronWarning
 from hyperkron.training import checkpoint
+from hyperkron.training.callback import Callback
 from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import Value
+from hyperkron.training.run import Run
 from hyperkron.validation import check_one_of, check_whole
-
-if TYPE_CHECKING:
-    from hyperkron.training.run import Run
-
-
-class Verdict(enum.Enum):
-    """What to do with a failed step."""
-
-    SKIP = "Undo the step and continue with the next batches."
-    RETRY = "Undo the step and repeat it with the same batches and random states."
-
-
-class Callback:
-    """Base class of callbacks. Every method does nothing by default; override the ones you need.
-
-    ``on_step`` may return values for the step's row of the history, and may call ``run.stop(reason)``.
-
-    Attributes:
-        catches_signals: whether SIGTERM and SIGINT wait for the end of the step, so that this callback can save.
-        undoes: whether steps must be undoable, so that ``on_failure`` can skip or retry them.
-        folder: where the run is saved, or ``None``; no other run can write there meanwhile.
-        remembers: the names of attributes that the next call depends on: they are saved with the run.
-    """
-
-    catches_signals: bool = False
-    undoes: bool = False
-    folder: Path | None = None
-    remembers: tuple[str, ...] = ()
-
-    def on_start(self, run: Run) -> None:
-        """Before the first step of a call of :meth:`Run.advance`."""
-
-    def on_report(self, run: Run, report: StepReport) -> None:
-        """After a step, while it can still be undone (with ``undoes``): raise an error to reject it."""
-
-    def on_failure(self, run: Run, error: Exception) -> Verdict | None:
-        """After an error in a step (with ``undoes``): what to do; ``None`` leaves it to the next callback."""
-        return None
-
-    def on_step(self, run: Run, report: StepReport) -> dict[str, Value] | None:
-        """After every step."""
-        return None
-
-    def on_boundary(self, run: Run) -> None:
-        """After every step and all ``on_step`` calls, when its row is in the history: the place to save."""
-
-    def on_end(self, run: Run) -> None:
-        """After the last step, also if the run was stopped or interrupted."""
-
-    def on_exit(self, run: Run) -> None:
-        """At the very end, also after an error: the place to close files."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next call depends on, as plain values."""
-        return {name.lstrip("_"): copy.copy(getattr(self, name)) for name in self.remembers}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`."""
-        for name in self.remembers:
-            setattr(self, name, copy.copy(state[name.lstrip("_")]))
 
 
 class Evaluate(Callback):

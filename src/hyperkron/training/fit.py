@@ -16,7 +16,7 @@ from hyperkron.optimizers import Project
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError
 from hyperkron.training import checkpoint
-from hyperkron.training.callbacks import Callback
+from hyperkron.training.callback import Callback
 from hyperkron.training.data_parallel import synchronised
 from hyperkron.training.randomness import random_state, seed_all
 from hyperkron.training.run import Run

@@ -19,7 +19,7 @@ from hyperkron.algorithms import StepReport
 from hyperkron.hyper import DomainWeights, SampleWeights
 from hyperkron.solution import FactorizationError, HyperkronError, HyperkronWarning, NonFiniteError, Status
 from hyperkron.training.accumulation import Accumulated, batch_norms, length
-from hyperkron.training.callbacks import Callback, Verdict
+from hyperkron.training.callback import Callback, Verdict
 from hyperkron.training.history import Value
 from hyperkron.training.run import Run
 from hyperkron.training.writing import whole_file

@@ -17,7 +17,7 @@ from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, der
 from hyperkron.collectives import Group
 from hyperkron.solution import HyperkronError, Status
 from hyperkron.training import checkpoint, fingerprint
-from hyperkron.training.callbacks import Callback, Verdict
+from hyperkron.training.callback import Callback, Verdict
 from hyperkron.training.divided import holds_rows, redivided, write_rows
 from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import History, Value

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hyperkron.solution import HyperkronError
-from hyperkron.training.callbacks import Callback
+from hyperkron.training.callback import Callback
 from hyperkron.training.history import Value, plain
 from hyperkron.training.run import Run
 from hyperkron.validation import check_whole

@@ -164,8 +164,9 @@ def test_monte_carlo_is_unbiased() -> None:
     """Every entry of the mean of 600 one-sample factors lies within 4.5 standard errors of the exact one."""
     case = make(mlp(3, 4, 3), (3,), loss="cross_entropy", hyper=random_weights(5))
     exact = case.measured("type-2")
+    measured = [case.measured("mc", seed=s).b for s in range(600)]
     for name in exact.b:
-        draws = torch.stack([as_matrix(case.measured("mc", seed=s).b[name]) for s in range(600)])
+        draws = torch.stack([as_matrix(b[name]) for b in measured])
         spread = draws.std(0) / math.sqrt(len(draws))
         assert float(((draws.mean(0) - as_matrix(exact.b[name])) / (spread + 1e-12)).abs().max()) < 4.5
 
