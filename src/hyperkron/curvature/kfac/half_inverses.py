@@ -7,9 +7,10 @@ what was scaled into the range once stays there:
     δ (M + δI)⁻¹   = Tᵀ T ,        T = √δ L⁻¹ ,   L Lᵀ = M + δI        (:class:`HalfPrimal`)
     δ (XᵀX + δI)⁻¹ = I − Wᵀ W ,    W = L⁻¹ X ,    L Lᵀ = XXᵀ + δI      (:class:`HalfDual`)
 
-The right-hand side V is rounded once, which is as if b had been. Tᵀ T is never a difference; the rounding of T changes
-the answer along an eigenvector of eigenvalue σ by about 2⁻¹² √(σ/δ n) of it. I − WᵀW is a difference, small along the
-rows, so W and W V are kept as sums of two float16 numbers, of 22 bits.
+The right-hand side V is rounded once, which is as if b had been. Tᵀ T is never a difference, so T, made by products
+in TF32, needs no more bits. I − WᵀW is a difference, small along the rows, so W and W V are kept as sums of two float16
+numbers, of 22 bits. The error in ⟨g, V a⟩ is then below that of rounding the answer to bfloat16, as models in bfloat16
+do with it.
 """
 
 from __future__ import annotations
@@ -86,8 +87,7 @@ class HalfPrimal(HalfInverse):
         n, scale = system.size, UNIT * shift.sqrt()[:, None, None]
         found = torch.empty(len(shift), n, n, device=shift.device, dtype=torch.float16)
         for some in _stretches(len(shift), n * n):
-            with full_precision():
-                whole = system.part(some.start, some.stop).inverse_triangle()
+            whole = system.part(some.start, some.stop).inverse_triangle()
             # entries beyond the bound belong to the ones that a system may be enlarged by, where V is zero
             torch.mul(whole, scale[some], out=whole).clamp_(max=2 * UNIT)
             found[some] = whole
