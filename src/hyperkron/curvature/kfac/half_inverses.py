@@ -201,13 +201,14 @@ def _stretches(count: int, numbers: int) -> Iterator[slice]:
 @contextmanager
 def _float32_sums() -> Iterator[None]:
     """Products of float16 are summed in float32 throughout."""
-    settings = torch.backends.cuda.matmul
+    settings: Any = torch.backends.cuda.matmul
     before = settings.allow_fp16_reduced_precision_reduction
+    parts = getattr(settings, "allow_fp16_reduced_precision_reduction_split_k", None)  # a second setting, in torch 2.10
     try:
         settings.allow_fp16_reduced_precision_reduction = False
         yield
     finally:
-        settings.allow_fp16_reduced_precision_reduction = before
+        settings.allow_fp16_reduced_precision_reduction = before if parts is None else (before, parts)
 
 
 def _put_product(out: Tensor, a: Tensor, b: Tensor, alpha: float, beta: float = 0.0) -> None:
