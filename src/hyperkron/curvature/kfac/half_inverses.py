@@ -192,7 +192,7 @@ def solve_both_sides(b: HalfInverse, a: HalfInverse, parts: list[Tensor]) -> Ten
 
 
 def _stretches(count: int, numbers: int) -> Iterator[slice]:
-    """Stretches of a stack of matrices of so many numbers."""
+    """Stretches of a stack of ``count`` matrices, each of this many ``numbers``."""
     step = max(1, PIECE // numbers)
     for begin in range(0, count, step):
         yield slice(begin, min(begin + step, count))
