@@ -87,11 +87,9 @@ class HalfPrimal(HalfInverse):
         n, scale = system.size, UNIT * shift.sqrt()[:, None, None]
         found = torch.empty(len(shift), n, n, device=shift.device, dtype=torch.float16)
         for some in _stretches(len(shift), n * n):
-            whole = system.part(some.start, some.stop).inverse_triangle()
-            # entries beyond the bound belong to the ones that a system may be enlarged by, where V is zero
-            torch.mul(whole, scale[some], out=whole).clamp_(max=2 * UNIT)
-            found[some] = whole
-        return cls(shift, found)
+            torch.mul(system.part(some.start, some.stop).inverse_triangle(), scale[some], out=found[some])
+        # entries beyond the bound belong to the ones that a system may be enlarged by, where V is zero
+        return cls(shift, found.clamp_(max=2 * UNIT))
 
     @property
     def size(self) -> int:
