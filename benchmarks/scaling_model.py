@@ -6,8 +6,7 @@ An outer iteration is ten AdamW steps of θ and one hypergradient, in float32 un
 per GPU. A factor of size n costs n³ operations to invert. A layer belongs to one rank, the most expensive first.
 What is sent is exact, and is compared with what processes did send (benchmarks/results/ranks.json). Memory and time are
 compared with one GPU, where they were measured. These are not independent: ``--rate``, ``--inverse-rate``, the hidden
-size of the model of 0.7B, the number of vectors in ``memory`` (also on the rows of 3B) and the cost of the cross term
-were taken from there.
+size of the model of 0.7B and the number of vectors in ``memory`` (also on the rows of 3B) were taken from there.
 """
 
 from __future__ import annotations
@@ -80,8 +79,10 @@ SHAPES = {
 }
 MEASURED = {"0.7B": Llama(16, 2048, 2048, 4096, 32000), "3B": Llama(28, 3072, 1024, 8192, 32000)}
 """The shapes of the single-GPU table; layers and width are recorded, the rest is assumed so that sizes agree."""
-CROSS = 2 * 320 / 135
-"""Forward passes that KFAC's cross term costs: measured 320 ms (forward mode) where SAMA's two passes take 135 ms."""
+CROSS, CROSS_SHARDED = 3, 2 * 320 / 135
+"""Forward passes that KFAC's cross term costs. By the gradients at the layers: one forward pass, one back to the
+activations, and the products with v, as many as in a forward pass. They need weights in one piece. Where θ is sharded
+it is forward mode, measured at 320 ms where SAMA's two passes take 135 ms."""
 METHODS = ("SAMA", "KFAC", "KFAC cached", "KFAC reduce")
 
 
@@ -144,13 +145,13 @@ def layer_costs(sizes: Sizes, small: dict[int, int], ranks: int) -> list[float]:
 
 
 def memory(shape: Llama, method: str, ranks: int = 1, sharded: bool = False) -> float:
-    """Bytes on one GPU: vectors like θ (four to train; for SAMA four more, for KFAC three), inverses, activations.
+    """Bytes on one GPU: vectors like θ (four to train; for SAMA three more, for KFAC two), inverses, activations.
 
     Alone, a factor of few rows (at most half its size) is kept as these rows. On several ranks it is a matrix on its
     owner, which has it three times while it is inverted.
     """
     sizes, rows = shape.sizes, BATCH if method == "KFAC reduce" else ROWS
-    vectors = (8 if method == "SAMA" else 7) * sizes.entries
+    vectors = (7 if method == "SAMA" else 6) * sizes.entries
     inverses = sum(n * (rows if ranks == 1 and rows <= n / 2 else n) for n in sizes.sides)
     inverses = 0 if method == "SAMA" else inverses * (3 / ranks if ranks > 1 else 1)
     activations = 34 * ROWS * shape.width * shape.layers + 10 * ROWS * shape.vocabulary
@@ -158,7 +159,7 @@ def memory(shape: Llama, method: str, ranks: int = 1, sharded: bool = False) -> 
     return FLOAT * (vectors / (ranks if sharded else 1) + inverses) + activations + unit
 
 
-def compute(shape: Llama, method: str, ranks: int, rates: argparse.Namespace) -> float:
+def compute(shape: Llama, method: str, ranks: int, rates: argparse.Namespace, sharded: bool = False) -> float:
     """Seconds of arithmetic of an outer iteration; ``method`` may be ``plain`` training."""
     sizes = shape.sizes
     matrices = sum(a * b for a, b in sizes.blocks) + shape.vocabulary * shape.width
@@ -171,7 +172,7 @@ def compute(shape: Llama, method: str, ranks: int, rates: argparse.Namespace) ->
     rows = BATCH if method == "KFAC reduce" else ROWS
     small = {n: rows if ranks == 1 and rows <= n / 2 else n for n in sizes.sides}  # the size of what is inverted
     applied = sum(2 * a * b * (min(a, 2 * small[a]) + min(b, 2 * small[b])) for a, b in sizes.blocks)
-    total += CROSS * forward + applied / rates.rate
+    total += (CROSS_SHARDED if sharded else CROSS) * forward + applied / rates.rate
     if method != "KFAC cached":
         total += 3 * forward + sum(2 * rows * n * small[n] for n in sizes.sides) / rates.rate
         total += busiest(layer_costs(sizes, small, ranks), ranks) / rates.inverse_rate
@@ -201,7 +202,7 @@ def row(name: str, ranks: int, rates: argparse.Namespace) -> list[str]:
     plain = compute(shape, "plain", ranks, rates) + transfer(shape, "plain", ranks, sharded, rates)
     cells = [name, str(ranks), "sharded" if sharded else "copied", f"{plain:.1f} s"]
     for method in METHODS:
-        seconds = compute(shape, method, ranks, rates) + transfer(shape, method, ranks, sharded, rates)
+        seconds = compute(shape, method, ranks, rates, sharded) + transfer(shape, method, ranks, sharded, rates)
         cells.append(f"{seconds / plain:.2f}×")
     for method in ("SAMA", "KFAC"):
         bytes_ = memory(shape, method, ranks, sharded)
@@ -225,15 +226,17 @@ def check(rates: argparse.Namespace) -> list[list[str]]:
 
 
 ONE_GPU = (
-    ("0.7B", "SAMA", 1.16, 24.7),
-    ("0.7B", "KFAC", 1.61, 27.3),
-    ("0.7B", "KFAC cached", 1.41, None),
-    ("0.7B", "KFAC reduce", 1.41, 22.8),
-    ("3B", "SAMA", 1.16, 92.4),
-    ("3B", "KFAC", 1.72, 91.9),
-    ("3B", "KFAC reduce", 1.33, 85.2),
+    ("0.7B", "SAMA", 1.18, 22.0),
+    ("0.7B", "KFAC", 1.53, 23.7),
+    ("0.7B", "KFAC cached", 1.25, None),
+    ("0.7B", "KFAC reduce", 1.37, 19.5),
+    ("3B", "SAMA", 1.18, 87.0),
+    ("3B", "KFAC", 1.50, 78.2),
+    ("3B", "KFAC cached", 1.25, None),
+    ("3B", "KFAC reduce", 1.30, 70.6),
 )
-"""Measured on one H200: × of ten plain steps, and peak GiB."""
+"""Measured on one H200 (run 2 of results/language_models_h200.jsonl): × of ten plain steps, and peak GiB. "Cached" is
+what KFAC and KFAC every 5 leave for a step that does not refresh: (5 × every 5 − KFAC) / 4."""
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -14,7 +14,7 @@ import pytest
 def test_a_line_for_every_method_and_the_cosine_in_bfloat16() -> None:
     rows: list[dict[str, Any]] = []
     args = argparse.Namespace(
-        device="cpu", small=True, methods=["SAMA", "KFAC reduce"], repeats=1, stages=True, cosine=True
+        device="cpu", small=True, methods=["SAMA", "KFAC reduce"], repeats=1, stages=["KFAC reduce"], cosine=True
     )
     language_models.rows_of("llama07", args, rows.append)
     json.dumps(rows)

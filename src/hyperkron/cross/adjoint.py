@@ -120,7 +120,8 @@ class _LayerHooks:
         sizes = (len(x) for _, x in tensors_of("", point.inner_batch) if x.dim() > 0)
         self.examples = next(sizes, 1)
         self.token = torch.zeros((), device=point.device, requires_grad=True)
-        self.changes = torch.zeros(0)
+        self.count, self.dtype = 0, torch.float32
+        self.changes: list[Tensor] = []
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -138,9 +139,9 @@ class _LayerHooks:
 
     def backward(self, losses: Tensor) -> Tensor:
         """c' of the examples whose ``losses`` these are."""
-        self.changes = torch.zeros(len(losses), device=losses.device, dtype=losses.dtype)
+        self.count, self.dtype, self.changes = len(losses), losses.dtype, [losses.new_zeros(len(losses)).detach()]
         torch.autograd.grad(losses.sum(), [self.token], allow_unused=True)
-        return self.changes
+        return torch.stack(self.changes).sum(0)
 
     def _autocast(self) -> torch.dtype | None:
         """The dtype of the autocast in force."""
@@ -174,10 +175,10 @@ class _LayerHooks:
     def _receive(self, tangent: Tangent, g: Tensor, x: Tensor) -> None:
         on = torch.is_autocast_enabled(self.device.type)  # asking is cheaper than leaving it
         with torch.autocast(self.device.type, enabled=False) if on else nullcontext():
-            found, count = tangent(x, g), self.changes.shape[0]
-            if found.shape[0] % count:
+            found = tangent(x, g)
+            if found.shape[0] % self.count:
                 raise NoAdjointError("a layer is called on inputs without a dimension for examples")
-            self.changes += found.reshape(count, -1).sum(1, dtype=self.changes.dtype)
+            self.changes.append(found.reshape(self.count, -1).sum(1, dtype=self.dtype))
 
 
 def _layers(point: Point, v: Tree) -> dict[nn.Module, dict[str, Tensor]]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hyperkron.kernels.split_products import full_precision, gram_product, splits, subtract_product
+from hyperkron.kernels.split_products import full_precision, gram_product, product, splits, subtract_product
 
 T = TypeVar("T")
 
@@ -153,6 +153,21 @@ class Halves(ABC):
     @abstractmethod
     def upper(self, v: Tensor) -> Tensor: ...
 
+    def inverse_triangle(self) -> Tensor:
+        """L⁻¹ as a matrix (L, n, n)."""
+        leaf = self._corner()
+        found = leaf.new_zeros(leaf.shape[0], self.size, self.size)
+        self._put_inverse(found)
+        return found
+
+    @abstractmethod
+    def _corner(self) -> Tensor:
+        """The first of the leaves."""
+
+    @abstractmethod
+    def _put_inverse(self, out: Tensor) -> None:
+        """L⁻¹ in place of zeros."""
+
     def part(self, begin: int, end: int) -> Halves:
         """The matrices ``begin`` to ``end`` of the batch."""
         pieces: list[Any] = list(vars(self).values())
@@ -178,6 +193,12 @@ class Leaf(Halves):
 
     def backward(self, v: Tensor, out: Tensor) -> None:
         torch.bmm(self.inverse.mT, v, out=out)
+
+    def _corner(self) -> Tensor:
+        return self.inverse
+
+    def _put_inverse(self, out: Tensor) -> None:
+        out.copy_(self.inverse)
 
     def lower(self, v: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.inverse, v, upper=False)
@@ -207,6 +228,15 @@ class Node(Halves):
         k = self.c.shape[2]
         self.tail.backward(v[:, k:], out[:, k:])
         self.head.backward(subtract_product(v[:, :k], self.c.mT, out[:, k:]), out[:, :k])
+
+    def _corner(self) -> Tensor:
+        return self.head._corner()
+
+    def _put_inverse(self, out: Tensor) -> None:
+        k = self.c.shape[2]
+        self.head._put_inverse(out[:, :k, :k])
+        self.tail._put_inverse(out[:, k:, k:])
+        subtract_product(out[:, k:, :k], out[:, k:, k:], product(self.c, out[:, :k, :k]))
 
     def lower(self, v: Tensor) -> Tensor:
         k = self.c.shape[2]

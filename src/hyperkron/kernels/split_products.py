@@ -81,8 +81,8 @@ def gram_product(rows: Tensor) -> Tensor:
     found = rows.new_empty(rows.shape[0], rows.shape[2], rows.shape[2])
     for some in _pieces(rows):
         (high, low), unit = _halves(rows[some])
-        mixed = _half_product(high.mT, low)
-        torch.add(_half_product(high.mT, high), mixed, out=found[some])
+        mixed = half_product(high.mT, low)
+        torch.add(half_product(high.mT, high), mixed, out=found[some])
         found[some].add_(mixed.mT).mul_(unit.square())
     return found
 
@@ -98,7 +98,7 @@ def _split_product(a: Tensor, b: Tensor) -> Tensor:
     """The three products as one, of matrices side by side: [a₁ a₁ a₂] [b₁; b₂; b₁]."""
     (a1, a2), a_unit = _halves(a)
     (b1, b2), b_unit = _halves(b)
-    return _half_product(_joined([a1, a1, a2], -1), _joined([b1, b2, b1], -2)).mul_(a_unit * b_unit)
+    return half_product(_joined([a1, a1, a2], -1), _joined([b1, b2, b1], -2)).mul_(a_unit * b_unit)
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
@@ -117,7 +117,7 @@ def _halves(x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
     return (high, torch.sub(y, high, out=torch.empty_like(high))), unit
 
 
-def _half_product(a: Tensor, b: Tensor) -> Tensor:
+def half_product(a: Tensor, b: Tensor) -> Tensor:
     """a b of float16 matrices, summed in float32."""
     if not a.is_cuda:
         return torch.bmm(a.float(), b.float())

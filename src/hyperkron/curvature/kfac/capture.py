@@ -140,6 +140,7 @@ class _Merged:
         if not self.counts:
             whole.l2, whole.scales, whole.uncalled = part.l2, part.scales, part.uncalled
         self.counts.append(counts)
+        whole.in_half = whole.in_half or part.in_half
         for name, factor in part.a.items():
             add_to(whole.a, name, scaled(factor, part.rows[name]))
             self.rows[name] = self.rows.get(name, 0) + part.rows[name]

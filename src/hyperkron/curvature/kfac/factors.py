@@ -17,8 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperkron.kernels.linalg import Factorization, load_factorization
-from hyperkron.kernels.split_products import full_precision, product, subtract_product
+from hyperkron.curvature.kfac.half_inverses import (
+    LEAST_ROWS,
+    HalfDual,
+    HalfInverse,
+    HalfPrimal,
+    load_half_inverse,
+    solve_both_sides,
+)
+from hyperkron.kernels.linalg import Factorization, Halves, load_factorization
+from hyperkron.kernels.split_products import LEAST, full_precision, product, subtract_product
 
 DUAL_RATIO = 0.5
 """Rows are kept where there are at most this many for each dimension."""
@@ -87,6 +95,7 @@ class Primal:
     """
 
     system: Factorization
+    kind: ClassVar[str] = "primal"
 
     @property
     def size(self) -> int:
@@ -124,6 +133,7 @@ class Dual:
     rows: Tensor
     kernel: Primal
     shift: Tensor
+    kind: ClassVar[str] = "dual"
 
     @property
     def size(self) -> int:
@@ -148,11 +158,33 @@ class Dual:
         return {"rows": self.rows, "shift": self.shift, **self.kernel.state_dict()}
 
 
-FactorInverse = Primal | Dual
+FactorInverse = Primal | Dual | HalfInverse
+
+
+def in_half(sides: list[FactorInverse], shifts: list[Tensor]) -> list[FactorInverse]:
+    """Both inverses of a block for solves in float16, where that is of use for both; ``shifts`` are δ_A and δ_B."""
+    if not all(_suits_half(x) for x in sides):
+        return sides
+    made: list[FactorInverse] = []
+    for x, shift in zip(sides, shifts, strict=True):
+        if isinstance(x, Dual):
+            made.append(HalfDual.of(x.rows, x.kernel.system, shift))  # type: ignore[arg-type]
+        else:
+            made.append(HalfPrimal.of(x.system, shift))  # type: ignore[union-attr, arg-type]
+    return made
+
+
+def _suits_half(x: FactorInverse) -> bool:
+    """Whether it is large, and factorised by halves."""
+    if isinstance(x, Dual):
+        return x.rows.shape[1] >= LEAST_ROWS and x.size >= LEAST and isinstance(x.kernel.system, Halves)
+    return isinstance(x, Primal) and x.size >= LEAST and isinstance(x.system, Halves)
 
 
 def load_factor_inverse(state: dict[str, Any]) -> FactorInverse:
     """The inverse whose :meth:`state_dict` this is."""
+    if "system" not in state:
+        return load_half_inverse(state)
     primal = Primal(load_factorization(state["system"]))
     return Dual(state["rows"], primal, state["shift"]) if "rows" in state else primal
 
@@ -172,6 +204,8 @@ class ShapeClass:
         V is enlarged as the systems are, so that its rows are aligned as theirs are, and the answer takes its place.
         """
         parts = [v[name] for name in self.names]
+        if isinstance(self.a, HalfInverse) and isinstance(self.b, HalfInverse):
+            return solve_both_sides(self.b, self.a, parts)
         rows, columns = parts[0].shape[1:]
         if (rows, columns) == (self.b.size, self.a.size):
             stacked = torch.cat(parts)
@@ -243,8 +277,7 @@ class FactoredInverses:
         counts: dict[str, int] = {}
         for c in self.classes:
             for side in (c.a, c.b):
-                kind = "dual" if isinstance(side, Dual) else "primal"
-                counts[kind] = counts.get(kind, 0) + len(c.names)
+                counts[side.kind] = counts.get(side.kind, 0) + len(c.names)
         return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items(), reverse=True))
 
     def state_dict(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from hyperkron.curvature.kfac.factors import (
     ShapeClass,
     dense,
     dimension,
+    in_half,
     load_factored,
     stored,
 )
@@ -91,6 +92,7 @@ def factored_inverses(
     keep: bool = True,
     own: bool = False,
     lean: bool = False,
+    half: bool = False,
 ) -> Pending[tuple[FactoredInverses, Status, bool]]:
     """Begin the damped inverses of all blocks: on a GPU other work can be queued before they are waited for.
 
@@ -103,6 +105,7 @@ def factored_inverses(
         keep: keep the systems until it is known how it went; if not, a failure raises :class:`FactorsNeeded`.
         own: ``factors`` are the caller's to give: they are cleared, and those of :data:`ALONE` freed one by one.
         lean: prefer memory to launches.
+        half: solves may run in float16 (:mod:`~hyperkron.curvature.kfac.half_inverses`); δ_A and δ_B are positive.
 
     Returns the inverses, how they were obtained, and the value of ``finite``; where it is false they are worthless.
     """
@@ -121,7 +124,9 @@ def factored_inverses(
         classes, first = [], 0
         for members in by_shape:
             last = first + len(members)
-            a, b = (systems.inverse(first + skip, last + skip, shifts) for skip in (0, len(names)))
+            places = [(first + skip, last + skip) for skip in (0, len(names))]
+            sides = [systems.inverse(*place, shifts) for place in places]
+            a, b = in_half(sides, [systems.shift(*place, shifts) for place in places]) if half else sides
             classes.append(ShapeClass(tuple(members), tuple(systems.groups[first:last]), a, b))
             first = last
         return FactoredInverses(tuple(classes)), status, good
@@ -291,13 +296,23 @@ class _Systems:
         """The inverse of factors ``first`` to ``last``, neighbours in one stack."""
         stack = self.stack_of[first]
         start = self.begin[self.members[stack][0]]
-        begin, end = self.begin[first], self.begin[last - 1] + self.groups[last - 1]
+        begin, end = self._stretch(first, last)
         whole = self.made[stack]
         complete = begin == start and self.members[stack][-1] == last - 1
         system = whole if complete else whole.part(begin - start, end - start)
         rows = [r for r in self.rows[first:last] if r is not None]
+        self.rows[first:last] = [None] * (last - first)
         primal = Primal(system)
         return Dual(torch.cat(rows), primal, shifts[begin:end]) if rows else primal
+
+    def shift(self, first: int, last: int, shifts: Tensor) -> Tensor:
+        """The δ of these factors."""
+        begin, end = self._stretch(first, last)
+        return shifts[begin:end]
+
+    def _stretch(self, first: int, last: int) -> tuple[int, int]:
+        """Where their groups are when all stacks are put one after the other."""
+        return self.begin[first], self.begin[last - 1] + self.groups[last - 1]
 
 
 def _common_sizes(sizes: set[int], multiple: int = 1, beyond: int = 0) -> dict[int, int]:

@@ -20,6 +20,7 @@ from hyperkron.curvature.kfac.owners import agreed
 from hyperkron.curvature.kfac.state import KroneckerState
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.execution import Pending
+from hyperkron.kernels.linalg import tf32_products
 from hyperkron.solution import HyperkronError, Status
 
 
@@ -110,7 +111,10 @@ class KFAC(Kronecker):
         own = self.ema == 0 and not (keep and queued) and group.size == 1
         if own:
             measured.release()
-        options = {"keep": keep or not queued or group.size > 1, "own": own, "lean": self.lean}
+        # gradients in half precision have no more bits than float16
+        half = measured.in_half and tf32_products(point.device) and group.size == 1
+        half = half and self.damping > 0 and not callable(self.split)
+        options = {"keep": keep or not queued or group.size > 1, "own": own, "lean": self.lean, "half": half}
         begun = factored_inverses(factors, damping, self.split, good, point.execution, **options)
 
         def checked_factors() -> tuple[BlockInverses, Status]:

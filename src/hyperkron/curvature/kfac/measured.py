@@ -25,6 +25,7 @@ class Measured:
     reached: tuple[str, ...] = ()  # the blocks that a gradient reached, whether a basis was given for them or not
     rows: dict[str, int | Tensor] = field(default_factory=dict)  # over how many the mean in A runs, by block
     uncalled: list[str] = field(default_factory=list)  # parameters of layers that were never called as modules
+    in_half: bool = False  # whether gradients at layers were in half precision
 
     def release(self) -> None:
         """Forget the factors, to free their memory; what else was found stays."""

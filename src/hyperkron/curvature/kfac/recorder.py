@@ -20,7 +20,16 @@ from hyperkron import trees
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import Factor, add_to, few_rows, scaled
-from hyperkron.curvature.kfac.grams import WIDE_OUTPUT, bordered, corrected, masked_gram, narrowed, pooled, summed
+from hyperkron.curvature.kfac.grams import (
+    HALF,
+    WIDE_OUTPUT,
+    bordered,
+    corrected,
+    masked_gram,
+    narrowed,
+    pooled,
+    summed,
+)
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.measured import Basis, Measured
 from hyperkron.curvature.kfac.owners import Owners
@@ -390,6 +399,7 @@ class Recorder:
     def _on_gradient(self, call: _Call, g: Tensor) -> None:
         """B's share of a call, or that of EKFAC's S."""
         block, found, layer = call.block, self.measured, call.block.layer
+        found.in_half = found.in_half or g.dtype in HALF
         with _plainly(g):
             if call.masked:
                 reached = (g != 0).any(-1)

@@ -1,0 +1,218 @@
+"""Damped inverses in float16, for solves on the tensor cores of a GPU.
+
+Where float32 products may run in TF32 a solve may as well run in float16: it has as many bits, is multiplied twice as
+fast and takes half the memory. What it lacks is range. So inverses are kept as contractions, of norm at most one, and
+what was scaled into the range once stays there:
+
+    δ (M + δI)⁻¹   = Tᵀ T ,        T = √δ L⁻¹ ,   L Lᵀ = M + δI        (:class:`HalfPrimal`)
+    δ (XᵀX + δI)⁻¹ = I − Wᵀ W ,    W = L⁻¹ X ,    L Lᵀ = XXᵀ + δI      (:class:`HalfDual`)
+
+The right-hand side V is rounded once, which is as if b had been. Tᵀ T is never a difference, so T, made by products
+in TF32, needs no more bits. I − WᵀW is a difference, small along the rows, so W and W V are kept as sums of two float16
+numbers, of 22 bits. The error in ⟨g, V a⟩ is then below that of rounding the answer to bfloat16, as models in bfloat16
+do with it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hyperkron.kernels.linalg import Halves
+from hyperkron.kernels.split_products import PIECE, full_precision, half_product
+
+TOP = 2.0**15
+"""The largest norm of a matrix in float16 that contractions are applied to."""
+UNIT = 2.0**12
+"""Contractions are kept this many times as large, so that their small entries have all their bits."""
+STRIPES, NARROWEST = 4, 512
+"""A triangle is multiplied in this many stripes, which leave out most of its zeros, or fewer where they get narrow."""
+LEAST_ROWS = 64
+"""Fewer rows than this are multiplied in float32: they take no time."""
+
+
+@dataclass(frozen=True)
+class HalfInverse(ABC):
+    """(M + δI)⁻¹ of a stack of L factors."""
+
+    shift: Tensor
+    kind: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """n; M may have fewer rows, the others being zero."""
+
+    @abstractmethod
+    def contract(self, v: Tensor) -> None:
+        """δ (M + δI)⁻¹ V in place of V, which is (L, n, k) in float16."""
+
+    @abstractmethod
+    def times(self, v: Tensor) -> Tensor:
+        """(M + δI) V for V in float32."""
+
+    @abstractmethod
+    def part(self, begin: int, end: int) -> HalfInverse:
+        """The factors ``begin`` to ``end`` of the stack."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its tensors, by name."""
+        return dict(vars(self))
+
+    def solve(self, v: Tensor, own: bool = False) -> Tensor:
+        """(M + δI)⁻¹ V for V of shape (L, d, k) in float32."""
+        unit = torch.linalg.vector_norm(v, 2, (1, 2), keepdim=True).clamp_min(1e-18) / TOP
+        half = F.pad((v / unit).half(), (0, 0, 0, self.size - v.shape[1]))
+        self.contract(half)
+        return half[:, : v.shape[1]] * (unit / self.shift[:, None, None])
+
+
+@dataclass(frozen=True)
+class HalfPrimal(HalfInverse):
+    """By T (L, n, n), of which only the lower triangle is read."""
+
+    triangle: Tensor
+    kind: ClassVar[str] = "primal"
+
+    @classmethod
+    def of(cls, system: Halves, shift: Tensor) -> HalfPrimal:
+        """From the factorisation of M + δI."""
+        n, scale = system.size, UNIT * shift.sqrt()[:, None, None]
+        found = torch.empty(len(shift), n, n, device=shift.device, dtype=torch.float16)
+        for some in _stretches(len(shift), n * n):
+            torch.mul(system.part(some.start, some.stop).inverse_triangle(), scale[some], out=found[some])
+        # entries beyond the bound belong to the ones that a system may be enlarged by, where V is zero
+        return cls(shift, found.clamp_(max=2 * UNIT))
+
+    @property
+    def size(self) -> int:
+        return self.triangle.shape[-1]
+
+    def contract(self, v: Tensor) -> None:
+        n, t, half = self.size, self.triangle, torch.empty_like(v)
+        step = max(NARROWEST, -(-n // (64 * STRIPES)) * 64)
+        stripes = [(begin, min(begin + step, n)) for begin in range(0, n, step)]
+        with _float32_sums():
+            for begin, end in stripes:
+                _put_product(half[:, begin:end], t[:, begin:end, :end], v[:, :end], 1 / UNIT)
+            for begin, end in stripes:
+                _put_product(v[:, begin:end], t[:, begin:, begin:end].mT, half[:, begin:], 1 / UNIT)
+
+    def times(self, v: Tensor) -> Tensor:
+        t = self.triangle.float() / UNIT
+        longer = F.pad(v, (0, 0, 0, self.size - v.shape[1]))
+        half = torch.linalg.solve_triangular(t.mT, longer * self.shift[:, None, None], upper=True)
+        return torch.linalg.solve_triangular(t, half, upper=False)[:, : v.shape[1]]
+
+    def part(self, begin: int, end: int) -> HalfPrimal:
+        return HalfPrimal(self.shift[begin:end], self.triangle[begin:end])
+
+
+@dataclass(frozen=True)
+class HalfDual(HalfInverse):
+    """By W of R rows, as two numbers W₁ and W₂ one below the other: (L, 2R, n)."""
+
+    pair: Tensor
+    kind: ClassVar[str] = "dual"
+
+    @classmethod
+    def of(cls, rows: Tensor, system: Halves, shift: Tensor) -> HalfDual:
+        """From the rows X (L, R, n) and the factorisation of XXᵀ + δI, which may be larger than R."""
+        count, r, n = rows.shape
+        found = torch.empty(count, 2 * r, n, device=rows.device, dtype=torch.float16)
+        for some in _stretches(count, r * n):
+            given = F.pad(rows[some], (0, 0, 0, system.size - r)) if system.size > r else rows[some].clone()
+            made = torch.empty_like(given)
+            with full_precision():
+                system.part(some.start, some.stop).forward(given, made)
+            made = made[:, :r].mul_(UNIT)
+            found[some, :r] = made
+            found[some, r:] = made.sub_(found[some, :r])
+        return cls(shift, found)
+
+    @property
+    def size(self) -> int:
+        return self.pair.shape[-1]
+
+    def contract(self, v: Tensor) -> None:
+        r = self.pair.shape[1] // 2
+        with _float32_sums():
+            both = half_product(self.pair, v)
+            along = both[:, :r].add_(both[:, r:]).mul_(1 / UNIT)
+            high = along.half()
+            low = along.sub_(high).half()
+            _put_product(v, self.pair.mT, torch.cat([high, high], 1), -1 / UNIT, beta=1.0)
+            _put_product(v, self.pair[:, :r].mT, low, -1 / UNIT, beta=1.0)
+
+    def times(self, v: Tensor) -> Tensor:
+        high, low = self.pair.double().chunk(2, 1)
+        w, wide = (high + low) / UNIT, v.double()
+        rest = torch.eye(w.shape[1], dtype=w.dtype, device=w.device) - w @ w.mT
+        found = wide + w.mT @ torch.linalg.solve(rest, w @ wide)
+        return (found * self.shift[:, None, None]).to(v.dtype)
+
+    def part(self, begin: int, end: int) -> HalfDual:
+        return HalfDual(self.shift[begin:end], self.pair[begin:end])
+
+
+def load_half_inverse(state: dict[str, Any]) -> HalfInverse:
+    """The inverse whose :meth:`state_dict` this is."""
+    return (HalfPrimal if "triangle" in state else HalfDual)(**state)
+
+
+def solve_both_sides(b: HalfInverse, a: HalfInverse, parts: list[Tensor]) -> Tensor:
+    """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for the stack of V that ``parts``, of shape (groups, d_out, d_in), make up."""
+    groups, (rows, columns) = [len(x) for x in parts], parts[0].shape[1:]
+    found = parts[0].new_empty(sum(groups), rows, columns)
+    units = torch.stack(torch._foreach_norm(parts)).clamp_min(1e-18) / TOP
+    made = torch.empty if (rows, columns) == (b.size, a.size) else torch.zeros
+    begin = 0
+    for some in _stretches(len(parts), max(groups) * b.size * a.size):
+        end = begin + sum(groups[some])
+        half = made(end - begin, b.size, a.size, device=found.device, dtype=torch.float16)
+        inside = half[:, :rows, :columns]
+        for x, unit, place in zip(parts[some], units[some], inside.split(groups[some]), strict=True):
+            torch.div(x, unit, out=place)
+        b.part(begin, end).contract(half)
+        a.part(begin, end).contract(half.mT)
+        unit = torch.cat([u.expand(g) for u, g in zip(units[some], groups[some], strict=True)])
+        scale = unit / b.shift[begin:end] / a.shift[begin:end]
+        torch.mul(inside, scale[:, None, None], out=found[begin:end])
+        begin = end
+    return found
+
+
+def _stretches(count: int, numbers: int) -> Iterator[slice]:
+    """Stretches of a stack of ``count`` matrices, each of this many ``numbers``."""
+    step = max(1, PIECE // numbers)
+    for begin in range(0, count, step):
+        yield slice(begin, min(begin + step, count))
+
+
+@contextmanager
+def _float32_sums() -> Iterator[None]:
+    """Products of float16 are summed in float32 throughout."""
+    settings: Any = torch.backends.cuda.matmul
+    before = settings.allow_fp16_reduced_precision_reduction
+    parts = getattr(settings, "allow_fp16_reduced_precision_reduction_split_k", None)  # a second setting, in torch 2.10
+    try:
+        settings.allow_fp16_reduced_precision_reduction = False
+        yield
+    finally:
+        settings.allow_fp16_reduced_precision_reduction = before if parts is None else (before, parts)
+
+
+def _put_product(out: Tensor, a: Tensor, b: Tensor, alpha: float, beta: float = 0.0) -> None:
+    """out ← β out + α a b in float16, rounded once."""
+    if out.is_cuda:
+        out.baddbmm_(a, b, beta=beta, alpha=alpha)
+    else:
+        found = torch.bmm(a.float(), b.float()) * alpha
+        out.copy_(found + beta * out if beta else found)

@@ -1,0 +1,178 @@
+"""Damped inverses in float16: against dense solves in float64, and what a hypergradient loses by them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyperkron as hk
+import oracles
+from hyperkron.curvature.kfac import factors, half_inverses, inverse, kfac
+from hyperkron.curvature.kfac.factors import Dual, Primal, in_half, load_factor_inverse
+from hyperkron.curvature.kfac.half_inverses import HalfDual, HalfInverse, HalfPrimal, solve_both_sides
+from hyperkron.kernels import linalg
+
+DOUBLE = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes by which the library decides, as small as the matrices here; several stripes and stretches."""
+    for module, name, value in ((factors, "LEAST", 8), (factors, "LEAST_ROWS", 2), (half_inverses, "NARROWEST", 16)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(half_inverses, "PIECE", 5000)
+
+
+def rows(count: int, d: int, seed: int, kind: str = "plain") -> Tensor:
+    """Inputs of a layer, as they are in networks: with a spectrum, a mean, or a channel far larger than the others."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, d, dtype=DOUBLE, generator=generator) * torch.logspace(0, -1.5, d, dtype=DOUBLE)
+    basis = torch.randn(d, d, dtype=DOUBLE, generator=torch.Generator().manual_seed(d))
+    x = x @ torch.linalg.qr(basis)[0]
+    if kind == "mean":
+        x += torch.randn(d, dtype=DOUBLE, generator=torch.Generator().manual_seed(d + 1))
+    if kind == "channel":
+        x[:, 5] *= 100
+    return x
+
+
+def halved(stack: list[Tensor], delta: float) -> tuple[HalfInverse, list[Tensor]]:
+    """The inverse of the factors of these rows, and M + δI of each in float64."""
+    x = torch.stack([r / len(r) ** 0.5 for r in stack])
+    shift, few = torch.full((len(x),), delta), x.shape[1] < x.shape[2]
+    system = (x @ x.mT if few else x.mT @ x) + delta * torch.eye(min(x.shape[1:]), dtype=DOUBLE)
+    made = Primal(linalg._halved(system.float(), 16)[0])
+    sides = [Dual(x.float(), made, shift) if few else made]
+    found = in_half([*sides], [shift])[0]  # type: ignore[list-item]
+    assert isinstance(found, HalfDual if few else HalfPrimal)
+    return found, [m.mT @ m + delta * torch.eye(m.shape[1], dtype=DOUBLE) for m in x]
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+@pytest.mark.parametrize("count", [100, 20], ids=["primal", "dual"])
+def test_they_invert_to_the_bits_of_float16_whatever_the_size_of_v(count: int, scale: float) -> None:
+    found, damped = halved([rows(count, 48, s) for s in range(4)], 0.05)
+    v = scale * torch.randn(4, 48, 30, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+    wanted = torch.linalg.solve(torch.stack(damped), v)
+    for made in (found, load_factor_inverse(found.state_dict())):
+        assert (made.solve(v.float()).double() - wanted).norm() < 2.0**-10 * wanted.norm()
+    assert torch.equal(found.part(1, 3).solve(v[1:3].float()), found.solve(v.float())[1:3])
+    back = found.times(wanted.float()).double()
+    assert (back - v).norm() < 2e-2 * v.norm()
+
+
+def test_zero_stays_zero_and_what_is_not_finite_is_seen() -> None:
+    a, _ = halved([rows(100, 48, 0)], 0.05)
+    b, _ = halved([rows(20, 32, 1)], 0.05)
+    v = torch.zeros(1, 32, 48)
+    assert not solve_both_sides(b, a, [v]).any()
+    for bad in (float("nan"), float("inf"), 1e30):
+        v[0, 3, 4] = bad
+        assert not solve_both_sides(b, a, [v]).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["plain", "mean", "channel"])
+@pytest.mark.parametrize("count", [180, 40], ids=["primal", "dual"])
+def test_a_hypergradient_loses_no_more_than_by_bfloat16(count: int, kind: str) -> None:
+    """Of c' = ⟨g, V a⟩ by example, where V is rounded to bfloat16 today, with the damping of factors' mean size."""
+    xa, xb = rows(count, 96, 1, kind), rows(count, 64, 2, kind)
+    deltas = [float(x.square().mean()) for x in (xa, xb)]
+    (a, (full_a,)), (b, (full_b,)) = (halved([x], delta) for x, delta in zip((xa, xb), deltas, strict=True))
+    v = rows(50, 64, 3, kind).mT @ rows(50, 96, 4, kind)
+    wanted = torch.linalg.solve(full_b, torch.linalg.solve(full_a, v.mT).mT)
+    inputs, gradients = xa[:40], rows(40, 64, 5, kind)
+
+    def error(found: Tensor) -> float:
+        changes = [((gradients @ m) * inputs).sum(1).reshape(4, 10).sum(1) for m in (found.double(), wanted)]
+        return float((changes[0] - changes[1]).norm() / changes[1].norm())
+
+    assert error(solve_both_sides(b, a, [v.float()[None]])[0]) < max(error(wanted.bfloat16()), 2.0**-9)
+
+
+def test_groups_and_borders_are_those_of_the_stack() -> None:
+    """Parts of several groups, and systems larger than V, with ones at the border."""
+    a, damped_a = halved([rows(100, 40, s) for s in range(4)], 0.05)
+    (bare_b, damped_b) = halved([rows(100, 24, 10 + s) for s in range(4)], 4000.0)
+    assert isinstance(bare_b, HalfPrimal)
+    larger = torch.block_diag(torch.zeros(24, 24), torch.eye(8)).expand(4, 32, 32).clone()
+    larger[:, :24, :24] = torch.stack(damped_b).float()
+    b = HalfPrimal.of(linalg._halved(larger, 16)[0], bare_b.shift)
+    v = torch.randn(4, 24, 40, dtype=DOUBLE, generator=torch.Generator().manual_seed(2))
+    wanted = torch.stack(
+        [torch.linalg.solve(b, torch.linalg.solve(a, x.mT).mT) for a, b, x in zip(damped_a, damped_b, v, strict=True)]
+    )
+    found = solve_both_sides(b, a, list(v.float().split([1, 2, 1])))
+    assert found.isfinite().all() and (found.double() - wanted).norm() < 2.0**-9 * wanted.norm()
+
+
+class Net(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(24, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def problem(autocast: bool) -> hk.BilevelProblem:
+    def inner(model: nn.Module, hyper: nn.Module, batch: Any) -> hk.losses.Loss:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return hk.losses.cross_entropy(model(batch[0]), batch[1], weight=hyper(torch.arange(len(batch[0]))))
+
+    def outer(model: nn.Module, hyper: nn.Module, batch: Any) -> hk.losses.Loss:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+    return hk.BilevelProblem(inner, outer, autocast=True)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("count", [64, 10], ids=["primal", "dual"])
+def test_kfac_uses_them_for_models_in_half_precision_only(
+    count: int, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU with TF32 allowed. They move a hypergradient by less than bfloat16 has moved it already."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(count, 24, generator=generator), torch.randint(16, (count,), generator=generator))
+        for _ in range(2)
+    ]
+    model, options = Net(), {"damping": 0.01, "fisher": "type-2", "refresh_every": 3}
+    where = problem(autocast), model, hk.SampleWeights(count), *batches
+    wanted = hk.kfac(**options).compute(*where)  # type: ignore[arg-type]
+    exact = hk.kfac(**options).compute(problem(False), *where[1:])  # type: ignore[arg-type]
+    monkeypatch.setattr(kfac, "tf32_products", lambda device: True)
+    monkeypatch.setattr(inverse, "factorize", lambda m, lean=False, own=False: linalg._halved(m.clone(), 8))
+    method = hk.kfac(**options)  # type: ignore[arg-type]
+    found = [method.compute(*where) for _ in range(2)]
+    kinds = {isinstance(side, HalfInverse) for c in method.state.curvature.inverses.classes for side in (c.a, c.b)}  # type: ignore[attr-defined]
+    assert kinds == {autocast}
+    assert found[0].stats["curvature_strategy"] == wanted.stats["curvature_strategy"]
+    for result in found:
+        rounding = oracles.relative(wanted.grads, exact.grads) if autocast else 1e-4
+        assert oracles.relative(result.grads, wanted.grads) < rounding < 0.1
+    restored = hk.kfac(**options)  # type: ignore[arg-type]
+    restored.load_state_dict(method.state_dict())
+    assert oracles.relative(restored.compute(*where).grads, found[1].grads) < 1e-6
+
+
+def test_a_callable_split_or_no_damping_keeps_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their δ may be zero, and the contraction is scaled by it."""
+    seen = []
+    plain = kfac.factored_inverses
+    monkeypatch.setattr(kfac, "tf32_products", lambda device: True)
+    monkeypatch.setattr(kfac, "factored_inverses", lambda *a, **k: seen.append(k["half"]) or plain(*a, **k))
+    batch = torch.randn(40, 24), torch.randint(16, (40,))
+    usual = hk.curvature.KFAC(damping=0.01)
+    half = lambda a, b, d: (d.sqrt(), d.sqrt())  # noqa: E731
+    for curvature in (usual, dataclasses.replace(usual, split=half)):
+        method = hk.Implicit(curvature, hk.solvers.Direct())
+        method.compute(problem(True), Net(), hk.SampleWeights(40), batch, batch)
+    assert seen == [True, False]
