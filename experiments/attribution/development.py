@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,48 +22,10 @@ from experiments.attribution.peers import kronfluence, ours
 from experiments.attribution.settings import Setting, cifar_cnn, cnn, digits_mlp, fashion_mlp, mlp, train_many
 from experiments.paper import datasets
 from experiments.pieces import Lines
-from hyperkron.curvature import EKFAC, GGN
-from hyperkron.curvature.base import Curvature, CurvatureState, Operator
-from hyperkron.curvature.kfac.state import KroneckerOperator
-from hyperkron.evaluation.point import Point
+from hyperkron.curvature import EKFAC, ShrunkGGN
 from hyperkron.kernels.split_products import full_precision
+from hyperkron.losses import Fisher
 from hyperkron.solvers import CG
-from hyperkron.trees import Tree
-
-
-class ShrunkOperator(Operator):
-    """v ↦ αGv + (1 − α)Kv."""
-
-    def __init__(self, exact: Operator, structured: KroneckerOperator, share: float) -> None:
-        self.exact, self.structured, self.share, self.products = exact, structured, share, 0
-        self.roundoff = exact.roundoff
-
-    def matvec(self, v: Tree) -> Tree:
-        return {n: x[0] for n, x in self.matvec_stacked({n: x[None] for n, x in v.items()}).items()}
-
-    def matvec_stacked(self, v: Tree) -> Tree:
-        self.products += len(next(iter(v.values())))
-        g, k = self.exact.matvec_stacked(v), self.structured.function(lambda a: a, v)
-        return {name: self.share * g[name] + (1 - self.share) * k[name] for name in v}
-
-
-@dataclass(frozen=True)
-class Shrunk(Curvature):
-    """αG + (1 − α)K + δI, the Gauss–Newton matrix drawn towards EKFAC."""
-
-    damping: float
-    share: float
-
-    def init(self) -> CurvatureState:
-        return self._kronecker.init()
-
-    @property
-    def _kronecker(self) -> EKFAC:
-        return EKFAC(self.damping, fisher="type-2")
-
-    def operator(self, point: Point, state: CurvatureState) -> Operator:
-        exact = GGN(self.damping).operator(point, state)
-        return ShrunkOperator(exact, self._kronecker.operator(point, state).definite(), self.share)
 
 
 def other_digits(data: Path | None) -> Setting:
@@ -111,25 +73,26 @@ SETTINGS: dict[str, Callable[[Path | None], Setting]] = {
 
 def candidates(setting: Setting) -> dict[str, Any]:
     """What is tried, the quick ones first."""
-    rule = setting.damping
-    found: dict[str, Any] = {}
+    rule, found = setting.damping, dict[str, Any]()
+    drawn: tuple[Fisher, ...] = ("mc", "rademacher")
     for d in (1e-2, 1e-3, 1e-4):
         found[f"EKFAC type-2, δ={d:g}"] = ours(hk.ekfac(d, fisher="type-2"))
-    for fisher in ("mc", "rademacher"):
+    for fisher in drawn:
         for seed in range(4):
             found[f"EKFAC {fisher}, δ=0.0001, seed {seed}"] = ours(hk.ekfac(1e-4, fisher=fisher, seed=seed))
     found |= {f"kronfluence, damping {d}": kronfluence(d) for d in (None, 1e-3)}
-    for times in (1, 2, 4, 8):
+    for times in (1.0, 2.0, 4.0, 8.0):
         d = times * rule
-        found[f"PCG-10, δ={times}/τ"] = ours(hk.pcg(10, d, preconditioner=EKFAC(d, fisher="type-2")))
+        found[f"PCG-10, δ={times:g}/τ"] = ours(hk.pcg(10, d, preconditioner=EKFAC(d, fisher="type-2")))
     for steps in (3, 10):
         for p in (1e-3, 1e-4):
             made = hk.pcg(steps, 2 * rule, preconditioner=EKFAC(p, fisher="type-2"))
             found[f"PCG-{steps}, δ=2/τ, preconditioner {p:g}"] = ours(made)
     for share in (0.25, 0.5, 0.75):
-        for times in (0.25, 1):
+        for times in (0.25, 1.0):
             d = times * rule
-            made = hk.Implicit(Shrunk(d, share), CG(10), preconditioner=EKFAC(d, fisher="type-2"))
+            curvature = ShrunkGGN(d, share, fisher="type-2")
+            made = hk.Implicit(curvature, CG(10), preconditioner=EKFAC(d, fisher="type-2"))
             found[f"shrunk {share:g}, δ={times:g}/τ"] = ours(made)
     return found
 
@@ -150,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     start, record = time.monotonic(), Lines(options.out)
     setting = SETTINGS[options.setting](options.data).to(torch.device(options.device))
-    setting = replace(setting, queries=tuple(x[: options.queries] for x in setting.queries))
+    setting = replace(setting, queries=(setting.queries[0][: options.queries], setting.queries[1][: options.queries]))
     masks = lds.halves(len(setting.train[0]), options.subsets)
     losses = lds.losses_after_retraining(setting, masks, options.repeats, options.together)
     rows = torch.arange(len(setting.train[0]), device=setting.train[0].device)
