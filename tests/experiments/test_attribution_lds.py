@@ -49,13 +49,13 @@ def test_pieces_are_carried_out_once_and_continue(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(study, "GROUP", 4)
     work = study.Worker(None, "cpu", {"tiny": lambda data: tiny()})
     cells = Cells(tmp_path / "pieces.jsonl", {})
-    plan = study.Study(cells, ["tiny"], 8, 1, ["EKFAC, δ=0.0001", "PCG-3"])
+    plan = study.Study(cells, ["tiny"], 8, 1, ["EKFAC, δ=0.0001", "PCG-3, δ"])
     done = []
     while task := next(plan.ready(), None):
         done.append(task[0])
         cells.put(task[0], work(task[1]), 0.0)
     assert [key[2] for key in done] == [0, 4, "PCG-3, δ by the rule", "EKFAC, δ=0.0001"]
-    again = study.Study(Cells(tmp_path / "pieces.jsonl", {}), ["tiny"], 8, 1, ["EKFAC, δ=0.0001", "PCG-3"])
+    again = study.Study(Cells(tmp_path / "pieces.jsonl", {}), ["tiny"], 8, 1, ["EKFAC, δ=0.0001", "PCG-3, δ"])
     assert not list(again.ready())
     assert not list(study.Study(cells, ["tiny"], 8, 1, ["CG-50"]).ready(left=80.0))
 
