@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.attribution import early, lds, peers, settings, study, text
+from experiments.attribution import early, explicit, lds, peers, settings, study, text
 from experiments.paper import texts
 from experiments.pieces import Cells
 
@@ -102,3 +102,15 @@ def test_scores_by_segments_foretell_the_losses_of_a_convex_model_that_is_not_co
     halved = dataclasses.replace(setting, epochs=6)
     losses = lds.losses_after_retraining(halved, masks, repeats=1, together=16)
     assert lds.lds(early.unrolled(setting, 2), masks, losses)[0] > 0.6
+
+
+def test_solves_by_rows_are_those_of_the_library() -> None:
+    setting = tiny()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    by_rows = explicit.solvers(model, setting)
+    for name in ("PCG-3, shrunk, δ by the rule", "PCG-10, δ by the rule", "CG-50, δ by the rule"):
+        wanted = peers.methods("all")[name](model, setting)
+        torch.testing.assert_close(
+            by_rows[name](model, setting), wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max())
+        )
