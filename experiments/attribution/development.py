@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--together", type=int, default=80, help="networks trained at once")
     parser.add_argument("--queries", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no candidate is begun after this time")
     parser.add_argument("--only", nargs="*", default=[], help="candidates whose name contains one of these")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)

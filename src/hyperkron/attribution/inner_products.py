@@ -36,7 +36,7 @@ CHUNK = 2**26
 PIECE = 2**23
 """The same where they are used up at once."""
 FEW = 2
-"""So many vectors at most are multiplied by passing them through a layer as its weight."""
+"""Up to this many vectors are multiplied by passing each through a layer as its weight."""
 
 
 class UnsuitableError(HyperkronError):
