@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.attribution import early, explicit, lds, peers, settings, study, text
+from experiments.attribution import development, early, explicit, lds, peers, settings, study, text
 from experiments.paper import texts
-from experiments.pieces import Cells
+from experiments.pieces import Cells, Lines
 
 
 def tiny() -> settings.Setting:
@@ -114,3 +114,14 @@ def test_solves_by_rows_are_those_of_the_library() -> None:
         torch.testing.assert_close(
             by_rows[name](model, setting), wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max())
         )
+
+
+@pytest.mark.long
+def test_a_candidate_is_tried_on_other_rows(tmp_path: Path) -> None:
+    only = "EKFAC type-2, δ=0.01"
+    few = ["--subsets", "2", "--repeats", "1", "--queries", "3", "--only", only, "--out", str(tmp_path / "found.jsonl")]
+    development.main(["--setting", "digits", *few])
+    (row,) = Lines(tmp_path / "found.jsonl").rows
+    assert row["method"] == only
+    assert abs(row["lds"]) <= 1
+    assert not torch.equal(settings.digits_mlp(None).queries[0], development.other_digits(None).queries[0])
