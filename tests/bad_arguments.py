@@ -53,7 +53,7 @@ class Functional(nn.Module):
 
 # KFAC's own refusals
 
-for fisher in ("mc", "type-2", "empirical"):
+for fisher in ("mc", "rademacher", "type-2", "empirical"):
     row(
         f"negative weights, {fisher}",
         touching(
@@ -127,7 +127,7 @@ for name in ("refresh_every", "samples"):
             "whole number ≥ 1",
         )
 for name, value, remedy in (
-    ("fisher", "monte-carlo", "mc, type-2 or empirical"),
+    ("fisher", "monte-carlo", "mc, rademacher, type-2 or empirical"),
     ("sharing", "flatten", "expand or reduce"),
     ("fallback", "none", "diagonal, identity or zero"),
     ("split", "half", "'pi', 'plain', 'exact'"),

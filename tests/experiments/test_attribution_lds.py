@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.attribution import early, lds, peers, settings, study, text
+from experiments.attribution import development, early, explicit, lds, peers, settings, study, text
 from experiments.paper import texts
-from experiments.pieces import Cells
+from experiments.pieces import Cells, Lines
 
 
 def tiny() -> settings.Setting:
@@ -50,13 +50,13 @@ def test_pieces_are_carried_out_once_and_continue(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(study, "GROUP", 4)
     work = study.Worker(None, "cpu", {"tiny": lambda data: tiny()})
     cells = Cells(tmp_path / "pieces.jsonl", {})
-    plan = study.Study(cells, ["tiny"], 8, 1, ["EKFAC, δ=0.0001", "PCG-3"])
+    plan = study.Study(cells, ["tiny"], 8, 1, ["EKFAC, δ=0.0001", "PCG-3, δ"])
     done = []
     while task := next(plan.ready(), None):
         done.append(task[0])
         cells.put(task[0], work(task[1]), 0.0)
     assert [key[2] for key in done] == [0, 4, "PCG-3, δ by the rule", "EKFAC, δ=0.0001"]
-    again = study.Study(Cells(tmp_path / "pieces.jsonl", {}), ["tiny"], 8, 1, ["EKFAC, δ=0.0001", "PCG-3"])
+    again = study.Study(Cells(tmp_path / "pieces.jsonl", {}), ["tiny"], 8, 1, ["EKFAC, δ=0.0001", "PCG-3, δ"])
     assert not list(again.ready())
     assert not list(study.Study(cells, ["tiny"], 8, 1, ["CG-50"]).ready(left=80.0))
 
@@ -104,3 +104,26 @@ def test_scores_by_segments_foretell_the_losses_of_a_convex_model_that_is_not_co
     halved = dataclasses.replace(setting, epochs=6)
     losses = lds.losses_after_retraining(halved, masks, repeats=1, together=16)
     assert lds.lds(early.unrolled(setting, 2), masks, losses)[0] > 0.6
+
+
+def test_solves_by_rows_are_those_of_the_library() -> None:
+    setting = tiny()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    by_rows = explicit.solvers(model, setting)
+    for name in ("PCG-3, shrunk, δ by the rule", "PCG-10, δ by the rule", "CG-50, δ by the rule"):
+        wanted = peers.methods("all")[name](model, setting)
+        torch.testing.assert_close(
+            by_rows[name](model, setting), wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max())
+        )
+
+
+@pytest.mark.long
+def test_a_candidate_is_tried_on_other_rows(tmp_path: Path) -> None:
+    only = "EKFAC type-2, δ=0.01"
+    few = ["--subsets", "2", "--repeats", "1", "--queries", "3", "--only", only, "--out", str(tmp_path / "found.jsonl")]
+    development.main(["--setting", "digits", *few])
+    (row,) = Lines(tmp_path / "found.jsonl").rows
+    assert row["method"] == only
+    assert abs(row["lds"]) <= 1
+    assert not torch.equal(settings.digits_mlp(None).queries[0], development.other_digits(None).queries[0])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hyperkron.losses import Loss, Term, as_loss, binary_cross_entropy, cross_entropy, l2, mse
+from hyperkron.losses import DRAWN, Loss, Term, as_loss, binary_cross_entropy, cross_entropy, l2, mse
 from hyperkron.solution import HyperkronError
 
 DOUBLE = torch.float64
@@ -94,7 +94,7 @@ ALL = pytest.mark.parametrize("name", CASES)
 WEIGHTED = pytest.mark.parametrize(
     ("name", "weight_shape"), [(name, shape) for name, case in CASES.items() for shape in (None, *case[3])]
 )
-FISHERS = ("mc", "type-2", "empirical")
+FISHERS = ("mc", "rademacher", "type-2", "empirical")
 
 
 def _make(name: str, weight: Tensor | None = None) -> tuple[Tensor, Term, Loss]:
@@ -165,13 +165,17 @@ def test_weights_enter_once_not_squared(name: str, fisher: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["ce", "ce-soft-mass", "ce-token", "mse", "bce"])
-def test_monte_carlo_is_unbiased(name: str) -> None:
+@pytest.mark.parametrize("fisher", ["mc", "rademacher", "rademacher by default"])
+def test_drawn_vectors_are_unbiased(name: str, fisher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = 4000
     weight = _rand(N, seed=2)
     output = 0.5 * _randn(*CASES[name][0], seed=1)  # every outcome is drawn often enough for its z-score
     term = CASES[name][2](output, weight).terms[0]
     rows = CASES[name][1]
-    s = _rows(term.vectors("mc", samples, _seeded(11)), rows) * samples**0.5
+    if fisher == "rademacher by default":  # as of a loss that has no quicker way
+        fisher = "rademacher"
+        monkeypatch.setattr(type(term), "_signed", Term._signed)
+    s = _rows(term.vectors(fisher, samples, _seeded(11)), rows) * samples**0.5
     outer = torch.einsum("mrk,mrl->mrkl", s, s)
     exact = _rows(term.vectors("type-2"), rows)
     expected = torch.einsum("mrk,mrl->rkl", exact, exact)
@@ -191,6 +195,17 @@ def test_monte_carlo_error_falls_as_one_over_root_m(name: str) -> None:
         errors.append(torch.stack(squared).mean().sqrt().item())
     slope = np.polyfit(np.log(counts), np.log(errors), 1)[0]
     assert -0.57 < slope < -0.43
+
+
+def test_random_signs_have_less_noise_than_labels_where_a_class_is_likely() -> None:
+    term = cross_entropy(6 * torch.eye(C, dtype=DOUBLE), torch.arange(C)).terms[0]
+    exact = _gram(term.vectors("type-2"), 1)
+
+    def error(fisher: Any) -> float:
+        found = [_gram(term.vectors(fisher, 1, _seeded(seed)), 1) - exact for seed in range(200)]
+        return float(torch.stack(found).square().mean())
+
+    assert error("rademacher") < 0.1 * error("mc")
 
 
 def test_classes_are_drawn_with_their_probabilities() -> None:
@@ -217,7 +232,7 @@ def test_number_shape_and_randomness_of_vectors(name: str) -> None:
     output, term, _ = _make(name)
     entries = output[(0,) * CASES[name][1]].numel()
     before = torch.get_rng_state()
-    for fisher, count in (("mc", 3), ("type-2", entries), ("empirical", 1)):
+    for fisher, count in (("mc", 3), ("rademacher", 3), ("type-2", entries), ("empirical", 1)):
         first = list(term.vectors(fisher, 3, _seeded(1)))  # type: ignore[arg-type]
         again = list(term.vectors(fisher, 3, _seeded(1)))  # type: ignore[arg-type]
         assert len(first) == count
@@ -407,6 +422,6 @@ def test_a_gpu_agrees_with_the_cpu(fisher: Any) -> None:
         torch.testing.assert_close(product.cpu(), here.terms[0].hessian_product(v))
         vectors = list(there.terms[0].vectors(fisher, 2, torch.Generator("cuda")))
         assert all(s.isfinite().all() and s.shape == v.shape for s in vectors)
-        if fisher != "mc":
+        if fisher not in DRAWN:
             for s, t in zip(vectors, here.terms[0].vectors(fisher), strict=True):
                 torch.testing.assert_close(s.cpu(), t)

@@ -55,7 +55,7 @@ ERRORS: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
         ("weight", "target mass", "-0.25"),
     ),
     "negative scale": (lambda: (-mse(f, f)).terms[0].vectors("type-2"), ("-0.25", "weights ≥ 0")),
-    "fisher": (lambda: mse(f, f).terms[0].vectors("exact"), ("fisher='exact'", "mc, type-2 or empirical")),  # type: ignore
+    "fisher": (lambda: mse(f, f).terms[0].vectors("exact"), ("fisher='exact'", "mc, rademacher, type-2 or empirical")),  # type: ignore
     "samples": (lambda: mse(f, f).terms[0].vectors("mc", 0), ("samples=0", "≥ 1")),
     "generator is a seed": (
         lambda: mse(f, f).terms[0].vectors("mc", 1, 3),  # type: ignore[arg-type]

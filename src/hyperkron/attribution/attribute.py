@@ -54,8 +54,8 @@ def attribute(
         model: the trained network, or several (checkpoints, seeds), whose scores are averaged.
         train: the training examples: tensors with one row per example, such as ``(x, y)``, or a dataset.
         queries: examples of the same kind whose loss is to be explained.
-        method: how A⁻¹ is applied. Default: that of ``hk.ekfac(1e-4)``, without parameters outside Linear and
-            convolution layers; ``hk.pcg(10)`` is more exact, ``hk.identity()`` the product of gradients.
+        method: how A⁻¹ is applied. Default: that of ``hk.ekfac(1e-4, fisher="rademacher")``, without parameters outside
+            Linear and convolution layers; ``hk.pcg(10)`` is more exact, ``hk.identity()`` the product of gradients.
         query_loss: f, where it differs from ``loss``, for example a margin.
         aggregate: explain the mean loss of all queries, with a single row of scores; the cheapest use.
         curvature_data: examples on which A is measured. Default: ``train``.
@@ -125,7 +125,7 @@ def _models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _method(method: Implicit | None) -> Implicit:
-    method = Implicit(EKFAC(1e-4, fallback="zero"), Direct()) if method is None else method
+    method = Implicit(EKFAC(1e-4, fisher="rademacher", fallback="zero"), Direct()) if method is None else method
     if not isinstance(method, Implicit):
         raise HyperkronError(f"method={method!r:.60} does not solve for v; pass hk.ekfac(), hk.kfac() or hk.pcg().")
     return method.fresh()

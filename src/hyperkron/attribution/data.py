@@ -19,7 +19,12 @@ class ExampleRows:
 
     ``given`` is a tensor, a tuple, list or dictionary of tensors with one row per example, or a map-style dataset,
     whose items ``collate`` makes batches of.
+
+    Attributes:
+        channels_last: whether images (N, C, H, W) are given out with their channels last in memory.
     """
+
+    channels_last = False
 
     def __init__(
         self, name: str, given: Any, device: torch.device, collate: Callable[[list[Any]], Any] = default_collate
@@ -47,11 +52,15 @@ class ExampleRows:
     def batch(self, start: int, stop: int) -> Any:
         """The examples ``start`` ≤ i < ``stop``."""
         if self.tensors:
-            return map_tensors(lambda x: x[start:stop].to(self.device), self.given)
+            return map_tensors(lambda x: self._placed(x[start:stop]), self.given)
         rows = range(start, min(stop, self.count))
         fetch = getattr(self.given, "__getitems__", None)  # as DataLoader does: many items at once, where that is known
         items = [self.given[i] for i in rows] if fetch is None else fetch(list(rows))
-        return map_tensors(lambda x: x.to(self.device), self.collate(items))
+        return map_tensors(self._placed, self.collate(items))
+
+    def _placed(self, x: Tensor) -> Tensor:
+        image = self.channels_last and x.dim() == 4 and x.is_floating_point()
+        return x.to(self.device, memory_format=torch.channels_last if image else torch.preserve_format)
 
 
 class Parts:

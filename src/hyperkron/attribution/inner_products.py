@@ -35,6 +35,8 @@ CHUNK = 2**26
 """Numbers held at once as gradients of single examples."""
 PIECE = 2**23
 """The same where they are used up at once."""
+FEW = 2
+"""Up to this many vectors are multiplied by passing each through a layer as its weight."""
 
 
 class UnsuitableError(HyperkronError):
@@ -75,7 +77,7 @@ class LayerProducts(Products):
     def __init__(self, point: Point, level: Level = "inner") -> None:
         super().__init__(point)
         self.level, self.plan = level, plan(point.model, "diagonal")
-        self._compared = False
+        self._compared, self._vectors = False, _Vectors({})
         for name, module in point.model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
                 raise UnsuitableError(
@@ -84,7 +86,9 @@ class LayerProducts(Products):
                 )
 
     def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
-        return torch.stack([call.scores(vectors) for call in self._calls(batch, count)]).sum(0)
+        if self._vectors.tree is not vectors:
+            self._vectors = _Vectors(vectors)
+        return torch.stack([call.scores(self._vectors) for call in self._calls(batch, count)]).sum(0)
 
     def gradients(self, batch: Any, count: int) -> Tree:
         """The gradient of each example, stacked."""
@@ -168,6 +172,27 @@ class LayerProducts(Products):
                 handle.remove()
 
 
+class _Vectors:
+    """The vectors V_q, stacked, as layers need them: taken apart once for all batches."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self._parts: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+
+    def of(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
+        """Of the weight of a layer (queries, groups, d_out, d_in), its columns in the order of the rows that the layer
+        makes of an input, and of the bias (queries, groups, d_out)."""
+        if block.name not in self._parts:
+            layer, weight, bias = block.layer, None, None
+            if block.weight is not None:
+                matrices = vmap(layer.to_matrix)(self.tree[block.weight])
+                weight = layer.reordered(matrices.flatten(0, 1).mT).mT.unflatten(0, matrices.shape[:2])
+            if block.bias is not None:
+                bias = self.tree[block.bias].unflatten(1, (layer.groups, layer.d_out))
+            self._parts[block.name] = weight, bias
+        return self._parts[block.name]
+
+
 class _LayerCall(ABC):
     """A call of a module with parameters: from its input and output gradient come the gradients of single examples."""
 
@@ -191,7 +216,7 @@ class _LayerCall(ABC):
         return trees.map(lambda x: x.sum(0), trees.stacked(parts))
 
     @abstractmethod
-    def scores(self, vectors: Tree) -> Tensor:
+    def scores(self, vectors: _Vectors) -> Tensor:
         """⟨V_q, ∂_θ c_n⟩ over the parameters of this module: (queries, examples)."""
 
 
@@ -216,15 +241,15 @@ class _BlockCall(_LayerCall):
             found: Tree = vmap(partial(self.block.part, like=self.params))(torch.cat(parts, -1))
             yield found
 
-    def scores(self, vectors: Tree) -> Tensor:
-        """By g_sᵀ V_q a_s where there are few queries and positions, else by the gradients of single examples."""
-        v = torch.stack([self.block.join(one) for one in trees.unstacked({n: vectors[n] for n in self.block.names})])
-        bias = v[..., -1] if self.block.bias is not None else None
-        weight = None if self.block.weight is None else v if bias is None else v[..., :-1]
+    def scores(self, vectors: _Vectors) -> Tensor:
+        """Without rows for few queries, by g_sᵀ V_q a_s for few queries and positions, else by the gradients of single
+        examples."""
+        layer, (weight, bias) = self.block.layer, vectors.of(self.block)
+        v = vectors.tree[self.block.names[0]]
         queries, pieces = len(v), []
-        if weight is not None:
-            weight = self.block.layer.reordered(weight.flatten(0, 1).mT).mT.unflatten(0, weight.shape[:2])
-        few = len(self.x) > 0 and queries * (self.g[0].numel() // self.block.layer.d_out) <= self.block.layer.d_in
+        if queries <= FEW and weight is not None and (found := self._without_rows(vectors.tree, bias)) is not None:
+            return found
+        few = len(self.x) > 0 and queries * (self.g[0].numel() // layer.d_out) <= layer.d_in
         for a, b in self._positions(queries * self.g[:1].numel() if few else self._width, PIECE):
             a, b, piece = a.to(v.dtype), b.to(v.dtype), v.new_zeros(queries, len(a))
             if weight is not None and few:
@@ -233,6 +258,22 @@ class _BlockCall(_LayerCall):
                 piece += weight.flatten(1) @ (b.mT @ a).flatten(1).T
             if bias is not None:
                 piece += bias.flatten(1) @ b.sum(-2).flatten(1).T
+            pieces.append(piece)
+        return torch.cat(pieces, dim=1)
+
+    def _without_rows(self, vectors: Tree, bias: Tensor | None) -> Tensor | None:
+        """Σ_s g_sᵀ V_q a_s as g times the output of the layer with V_q for its weight, where the layer can do that."""
+        assert self.block.weight is not None
+        weights, pieces = vectors[self.block.weight], []
+        size = max(1, PIECE // max(1, self.g[:1].numel()))
+        for x, g in zip(self.x.split(size), self.g.split(size), strict=True):
+            x, g = x.to(weights.dtype), g.to(weights.dtype)
+            outputs = [self.block.layer.outputs(x, weight) for weight in weights]
+            if any(z is None for z in outputs):
+                return None
+            piece = torch.stack([(z * g).flatten(1).sum(1) for z in outputs if z is not None])
+            if bias is not None:
+                piece += bias.flatten(1) @ g.flatten(2).sum(2).T
             pieces.append(piece)
         return torch.cat(pieces, dim=1)
 
@@ -257,13 +298,14 @@ class _ModuleCall(_LayerCall):
         for x, g in zip(self.x.split(size), self.g.split(size), strict=True):
             yield {self.names[local]: gradient for local, gradient in vmap(pulled)(x, g).items()}
 
-    def scores(self, vectors: Tree) -> Tensor:
-        own = [vectors[name] for name in self.names.values()]
+    def scores(self, vectors: _Vectors) -> Tensor:
+        tree = vectors.tree
+        own = [tree[name] for name in self.names.values()]
         if not any(bool(v.any()) for v in own):  # left out by the method
             return own[0].new_zeros(len(own[0]), len(self.x))
         pieces = []
         for part in self.gradients():
-            products = [vectors[name].flatten(1) @ x.flatten(1).to(vectors[name].dtype).T for name, x in part.items()]
+            products = [tree[name].flatten(1) @ x.flatten(1).to(tree[name].dtype).T for name, x in part.items()]
             pieces.append(torch.stack(products).sum(0))
         return torch.cat(pieces, dim=1)
 

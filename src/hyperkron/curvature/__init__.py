@@ -6,6 +6,7 @@ from hyperkron.curvature.ggn import GGN
 from hyperkron.curvature.hessian import Hessian
 from hyperkron.curvature.identity import Identity
 from hyperkron.curvature.kfac import EKFAC, KFAC, Coverage, KroneckerState, Layer
+from hyperkron.curvature.shrunk import ShrunkGGN
 from hyperkron.evaluation.point import Point
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "Layer",
     "Operator",
     "Point",
+    "ShrunkGGN",
 ]

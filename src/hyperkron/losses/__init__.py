@@ -10,12 +10,13 @@ come from the same call.
 Losses can be added and scaled: ``cross_entropy(f, y, weight=σ) + 0.1 * mse(g, z) + l2(model, α)``.
 """
 
-from hyperkron.losses.base import L2, BatchPlace, Fisher, Loss, Term, as_loss
+from hyperkron.losses.base import DRAWN, L2, BatchPlace, Fisher, Loss, Term, as_loss
 from hyperkron.losses.classification import cross_entropy
 from hyperkron.losses.elementwise import binary_cross_entropy, mse
 from hyperkron.losses.penalty import l2
 
 __all__ = [
+    "DRAWN",
     "L2",
     "Fisher",
     "Loss",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -14,8 +15,11 @@ from torch import Tensor
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import check_one_of, check_whole
 
-Fisher = Literal["mc", "type-2", "empirical"]
-"""Which vectors stand for the output Hessian: sampled, all of them, or the gradients at the targets."""
+Fisher = Literal["mc", "rademacher", "type-2", "empirical"]
+"""Which vectors stand for the output Hessian: sampled ones, all of them added up with random signs, all of them, or the
+gradients at the targets."""
+DRAWN: tuple[Fisher, ...] = ("mc", "rademacher")
+"""Those that are drawn at random, so that the vectors of different rows are independent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,13 +103,16 @@ class Term(ABC):
 
             mc:         Σ_m s_m s_mᵀ has expectation ∂²J/∂f²,   s_m = √(w/M) ∇_f(−log q(ỹ_m|f)),  ỹ_m ~ q(·|f)
             type-2:     Σ_c s_c s_cᵀ = ∂²J/∂f²                 (one vector per output entry of a row)
+            rademacher: Σ_m s_m s_mᵀ has expectation ∂²J/∂f²,   s_m = Σ_c ±s_c/√M, the signs drawn for every row
             empirical:  s = √w ∇_f c, the gradient at the true target; not a Hessian (Kunstner et al., 2019)
 
-        The weight enters as its square root, so that the outer products carry σ and not σ².
+        The weight enters as its square root, so that the outer products carry σ and not σ². A drawn label is mostly the
+        likely one, and then ‖s‖² is small; with random signs ‖s‖² is near its expectation for every row, and sums over
+        rows have less noise.
 
         Args:
-            fisher: ``"mc"``, ``"type-2"`` or ``"empirical"``.
-            samples: M, for ``"mc"`` only.
+            fisher: ``"mc"``, ``"rademacher"``, ``"type-2"`` or ``"empirical"``.
+            samples: M, for ``"mc"`` and ``"rademacher"`` only.
             generator: on the device of the output; ``None`` draws from the global random state.
             checked: refuse negative weights, for which a GPU is waited for; else they make vectors of nan.
 
@@ -113,8 +120,8 @@ class Term(ABC):
             Martens and Grosse, 2015 (mc); Kunstner, Balles and Hennig, 2019 (empirical); Dangel et al., 2025.
         """
         check_one_of("fisher", fisher, get_args(Fisher))
-        samples = samples if fisher == "mc" else 1
-        if fisher == "mc":
+        samples = samples if fisher in DRAWN else 1
+        if fisher in DRAWN:
             check_whole("samples", samples, remedy="it is the number of Monte-Carlo vectors")
             _check_generator(generator, self.output)
         weights = self.coefficients if fisher == "empirical" else self.hessian_scale
@@ -126,8 +133,8 @@ class Term(ABC):
                 "sigmoid or softplus of λ), or a curvature made of Hessian products."
             )
         root = self._per_entry(weights / samples).sqrt()
-        if fisher == "mc":
-            found = self._sampled(root, samples, generator)
+        if fisher in DRAWN:
+            found = (self._sampled if fisher == "mc" else self._signed)(root, samples, generator)
         else:
             found = self._exact(root) if fisher == "type-2" else iter([self._empirical(root)])
         return map(self._in_output_dtype, found)  # which holds on to no vector
@@ -161,6 +168,16 @@ class Term(ABC):
     @abstractmethod
     def _sampled(self, root: Tensor, samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         """``samples`` vectors ``root`` · s with E[s sᵀ] = ∂²c/∂f²."""
+
+    def _signed(self, root: Tensor, samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """``samples`` sums of the vectors of :meth:`_exact` with random signs, which differ from row to row."""
+        for _ in range(samples):
+            yield torch.stack([self._signs(root.shape, generator) * s for s in self._exact(root)]).sum(0)
+
+    def _signs(self, shape: Sequence[int], generator: torch.Generator | None) -> Tensor:
+        """±1 with equal probability."""
+        drawn = self._drawn(partial(torch.randint, 0, 2), shape, generator=generator, device=self.output.device)
+        return drawn.to(self.coefficients.dtype).mul_(2).sub_(1)
 
     @abstractmethod
     def _exact(self, root: Tensor) -> Iterator[Tensor]:

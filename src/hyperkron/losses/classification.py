@@ -189,6 +189,18 @@ class SoftmaxTerm(Term):
             vector[..., c] += scale[..., c]
             yield vector
 
+    def _signed(self, root: Tensor, samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        # Σ_c ±√p_c (e_c − p), from one sign per class
+        f = self.output.detach()
+        roots = root.expand(*f.shape[:-1], 1).flatten(0, -2)
+        for _ in range(samples):
+            vector = torch.empty_like(f, memory_format=torch.contiguous_format)
+            rows, signs = vector.view(-1, f.shape[-1]), self._signs(f.shape, generator).view(-1, f.shape[-1])
+            for some, p in self._pieces():
+                signed = p.sqrt().mul_(signs[some])
+                rows[some] = signed.sub_(p * signed.sum(-1, keepdim=True)).mul_(roots[some])
+            yield vector
+
     def _empirical(self, root: Tensor) -> Tensor:
         # ∇c = |q| p − q, with q after smoothing
         keep, spread = 1 - self.smoothing, self.smoothing / self.probabilities.shape[-1]

@@ -119,6 +119,11 @@ class _ElementwiseTerm(Term):
             vector[:, k] = roots[:, k]
             yield vector.reshape(self.output.shape)
 
+    def _signed(self, root: Tensor, samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        scale = self.variance.sqrt() * root
+        for _ in range(samples):
+            yield self._signs(self.output.shape, generator).mul_(scale)
+
     def _empirical(self, root: Tensor) -> Tensor:
         return (self.mean - self.target).mul_(root)
 

@@ -54,11 +54,11 @@ def _dependent(case: Case) -> Case:
 def full(curvature: hk.curvature.KFAC | hk.curvature.EKFAC) -> hk.curvature.KFAC | hk.curvature.EKFAC:
     """The same curvature with complete bases only.
 
-    They come from dense factors. But Monte-Carlo spectra are not zero where B is, and depend on the vectors that
+    They come from dense factors. But drawn spectra are not zero where B is, and depend on the vectors that
     complete its basis there, of which one choice is as good as another; so B's are then had from its rows.
     """
     kind = type(curvature)
-    drawn = kind is hk.curvature.EKFAC and curvature.fisher == "mc"
+    drawn = kind is hk.curvature.EKFAC and curvature.fisher in hk.losses.DRAWN
     complete = {"_thin": False, "_low_rank": drawn}
     return type(kind.__name__, (kind,), complete)(**vars(curvature))  # type: ignore[no-any-return]
 
@@ -78,7 +78,7 @@ def both(
     return found[1], found[0], how
 
 
-@pytest.mark.parametrize("fisher", ["mc", "type-2", pytest.param("empirical", marks=pytest.mark.long)])
+@pytest.mark.parametrize("fisher", ["mc", "rademacher", "type-2", pytest.param("empirical", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["ekfac", "exact"])
 @pytest.mark.parametrize("name", WIDE)
 def test_a_thin_basis_gives_what_the_complete_one_does(name: str, kind: str, fisher: str) -> None:

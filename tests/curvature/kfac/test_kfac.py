@@ -188,7 +188,7 @@ def flat_grads(made: hk.Implicit, case: Case) -> Tensor:
 # --- weights -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fisher", ["mc", "type-2", "empirical"])
+@pytest.mark.parametrize("fisher", ["mc", "rademacher", "type-2", "empirical"])
 def test_factors_carry_the_weight_once(fisher: str) -> None:
     case = make(mlp(3, 4, 3), (3,), loss="cross_entropy", hyper=random_weights(5))
     once = case.measured(fisher)

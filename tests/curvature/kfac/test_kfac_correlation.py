@@ -57,7 +57,8 @@ def test_a_same_convolution_needs_few_products() -> None:
         (nn.Conv2d(8, 2, 3, groups=2), False),
         (nn.Conv2d(8, 2, 1), False),
         (nn.Conv2d(8, 2, 3, padding=1, padding_mode="circular"), False),
-        (nn.Conv2d(3, 2, 3), False),
+        (nn.Conv2d(3, 2, 3), True),
+        (nn.Conv2d(1, 2, 3), False),
     ],
 )
 def test_which_convolutions_need_no_rows(module: nn.Conv2d, covered: bool) -> None:

@@ -23,7 +23,7 @@ from hyperkron.curvature.kfac.owners import Owners
 from hyperkron.curvature.kfac.penalty import column_scales
 from hyperkron.curvature.kfac.recorder import Recorder
 from hyperkron.evaluation.point import Point
-from hyperkron.losses import Fisher, Loss
+from hyperkron.losses import DRAWN, Fisher, Loss
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError, warn_once
 
@@ -68,9 +68,9 @@ def measure(
         recorder.measured.scales = {} if damping is None else column_scales(plan, l2, damping, like)
         size = recorder.batch_size * point.problem.group.size
         vectors = _vectors(loss, size, fisher, samples, generator, checked)
-        # Monte-Carlo vectors of different examples are independent already
+        # drawn vectors of different examples are independent already
         place = loss.terms[0].place if loss.terms else None  # of these examples in the whole batch
-        found = recorder.backward(point.params, vectors, None if fisher == "mc" else generator, place)
+        found = recorder.backward(point.params, vectors, None if fisher in DRAWN else generator, place)
         if len(parts) == 1:
             return found if owners is None else over_ranks(found, plan, owners.group)
         whole.add(found, rows(loss.terms, recorder.batch_size))  # counting rows waits for the device

@@ -18,6 +18,7 @@ from hyperkron.curvature.kfac.owners import agreed
 from hyperkron.curvature.kfac.state import KroneckerState, own_diagonal
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.execution import Pending
+from hyperkron.losses import DRAWN
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
 from hyperkron.validation import check_whole
 
@@ -153,7 +154,7 @@ class EKFAC(Kronecker):
 
     def _bases(self, point: Point, measured: Measured, factors: Factors) -> tuple[Bases, Status]:
         self._finite(point, measured, bool(finite(measured)))
-        # S is measured with Monte-Carlo vectors of its own, which leave the span of those that B is made of
-        thin = self._thin, self._thin and self.fisher != "mc"
+        # S is measured with drawn vectors of its own, which leave the span of those that B is made of
+        thin = self._thin, self._thin and self.fisher not in DRAWN
         bases, status = eigen_bases(factors, thin)
         return (completed(bases, measured.wide, measured.scales) if self._wide else bases), status

@@ -39,9 +39,10 @@ class KFAC(Kronecker):
         split: how δ is divided between the factors: ``"pi"`` (Martens & Grosse), ``"plain"`` (√δ each), ``"exact"``
             (B ⊗ A + δI inverted exactly, by eigendecomposition), or a callable (A, B, δ) → (δ_A, δ_B).
         fisher: where s_n comes from: ``"mc"`` draws it from the model's own predictions, ``"type-2"`` uses all C exact
-            vectors, ``"empirical"`` the gradient at the given labels. With a loss at every token the exact vectors of
-            all tokens go back together, and where layers mix tokens only ``"mc"`` is unbiased.
-        samples: Monte-Carlo draws per example.
+            vectors, ``"rademacher"`` adds these up with random signs (one backward pass, and less noise than a drawn
+            label), ``"empirical"`` the gradient at the given labels. With a loss at every token the exact vectors of
+            all tokens go back together, and where layers mix tokens only drawn ones are unbiased.
+        samples: draws per example, of ``"mc"`` and ``"rademacher"``.
         sharing: ``"expand"`` or ``"reduce"``, for weights used at several positions.
         refresh_every: τ; factors and inverses are reused for this many calls.
         ema: β of the moving average of factors.

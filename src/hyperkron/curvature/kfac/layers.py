@@ -83,6 +83,11 @@ class Layer(ABC):
         it cannot be computed without the rows."""
         return None
 
+    def outputs(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """The module's output for ``x`` with another ``weight`` and no bias, its channels in the second dimension;
+        ``None`` if that is no cheaper than with rows."""
+        return None
+
     @abstractmethod
     def gradients(self, g: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
         """Rows of the gradient at the layer's output, as chunks of shape (groups, rows, d_out)."""
@@ -217,11 +222,15 @@ class ConvLayer(Layer):
         m = self.module
         if x.device.type != "cpu" or not isinstance(m, nn.Conv2d) or x.dim() != 4 or m.padding_mode != "zeros":
             return None
-        if m.groups > 1 or set(m.stride) != {1} or set(m.kernel_size) == {1} or m.in_channels < 8:
+        if m.groups > 1 or set(m.stride) != {1} or set(m.kernel_size) == {1} or m.in_channels < 2:
             return None
         left, right, top, bottom = m._reversed_padding_repeated_twice
         kernel, dilation = (m.kernel_size[0], m.kernel_size[1]), (m.dilation[0], m.dilation[1])
         return patch_gram(x, kernel, dilation, ((top, bottom), (left, right)))[None]
+
+    def outputs(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        found: Tensor = self.module._conv_forward(x, weight, None)
+        return found
 
     def gradients(self, g: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
         g = self._batched(g)

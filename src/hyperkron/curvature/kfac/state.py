@@ -262,6 +262,18 @@ class KroneckerOperator(Invertible):
         self.products += 1
         return self._apply(v, self.inverses.matvec, torch.mul, torch._foreach_mul)
 
+    def matvec_stacked(self, v: Tree) -> Tree:
+        if self._refresh is not None:
+            self._settle()
+        if not self.inverses.vectorizes or self._state.owners is not None:
+            return super().matvec_stacked(v)
+        self.products += len(next(iter(v.values())))
+
+        def product(one: Tree) -> Tree:
+            return self._apply(one, self.inverses.matvec, torch.mul, lambda xs, ds: list(map(torch.mul, xs, ds)))
+
+        return torch.func.vmap(product)(v)
+
     def solve(self, b: Tree) -> Tree:
         self._ready()
         return self._apply(b, self.inverses.solve, torch.div, torch._foreach_div)
