@@ -1,11 +1,10 @@
 """The method: experts, their pooled opinion, the evidence, and the network that is trained on it.
 
-1. *Experts*, each asked only about rows it has not seen: a network of the trusted rows, and one of all rows, trained
-   through the noise matrix that a network of the noisy rows as they are shows on the trusted ones; for tables a random
-   forest of the noisy rows; and a model of the user's, where there is one.
+1. *Experts*, each asked only about rows it has not seen: a network of the trusted rows, a network of the noisy rows as
+   they are, and one of all rows, trained through the noise matrix that the second one shows on the trusted rows; for
+   tables a random forest of the noisy rows; and a model of the user's, where there is one.
 2. *Opinion*: their logarithmic pool, fitted to the trusted rows and carried over to the class frequencies of the noisy
-   ones. These, the noise matrix, and the share of labels that the inputs explain (by the network of the noisy rows)
-   come from the labels by EM.
+   ones. These, the noise matrix, and the share of labels that the inputs explain come from the labels by EM.
 3. *Fold models*: networks of half of the rows, fitted to the evidence as the last network will be. Those of the preset
    (κ, β, γ) that predicts held-out trusted rows best are one more expert; so is a forest of the posterior q.
 4. *Verdict on each row*: q(k) ∝ p̄(k | x) P(y | k, x). A row is as wrong as 1 − q(y), and its suggestion is argmax q.
@@ -328,13 +327,13 @@ def clean_labels(works: Sequence[Work]) -> list[Outcome]:
     matrix = matrix_expert(works, noisy)
     trees = noisy_forest(works[0]) if works[0].trees else None
     more = [p for p in (trees, works[0].probabilities) if p is not None]
-    experts = [[a["asked"], m, *more] for a, m in zip(alone, matrix, strict=True)]
+    experts = [[a["asked"], said, m, *more] for a, said, m in zip(alone, noisy, matrix, strict=True)]
     firsts = [opinion(work, told, said) for work, told, said in zip(works, experts, noisy, strict=True)]
     halved = [a["halved"] for a in alone]
     learnt, grown = fold_models(works, firsts, halved), cleaned_forests(works, firsts)
     found = []
     for work, told, said, first, own, forest in zip(works, experts, noisy, firsts, learnt, grown, strict=True):
         final = opinion(work, [*told, own["asked"], *([] if forest is None else [forest])], said)
-        networks = told[0], said, told[1], own["asked"]
+        networks = told[0], said, told[2], own["asked"]
         found.append(Outcome(first, final, *networks, PRESETS[int(own["best"])], trees, forest))
     return found
