@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from statistics import stdev
 from typing import Any
 
 from experiments.cleaning import trust_summary as summary
@@ -13,6 +15,8 @@ from hyperkron.cleaning import OURS
 
 RUNS = RESULTS / "cleaning" / "trust.jsonl"
 BEFORE = RUNS.with_name("trust-before.jsonl")
+LATER = RUNS.with_name("trust-later.jsonl")
+"""Runs of the version after the table, under the same splits; most without alternatives (``--alone``)."""
 PAGE = PAGES / "cleaning.md"
 HISTORY = RUNS.with_name("trust-decided.md")
 """What was decided when, and what the page cannot compute."""
@@ -166,6 +170,37 @@ def below(runs: list[Run]) -> str:
     return "; ".join(named) if named else "none"
 
 
+def paired(runs: list[Run], later: list[Run]) -> list[str]:
+    """The runs of the later version against the table's runs of the same set, seed and trusted rows."""
+    old = {(r["dataset"], r["seed"], r["per_class"]): r for r in runs}
+    pairs = [(old[key], r) for r in later if (key := (r["dataset"], r["seed"], r["per_class"])) in old]
+    parts = {
+        "all": pairs,
+        "unseen sets": [(a, b) for a, b in pairs if b["unseen"] and b["dataset"] not in TOUCHED],
+        "weak labels": [(a, b) for a, b in pairs if b["noise"] == "weak"],
+        **{f"{n} per class": [(a, b) for a, b in pairs if b["per_class"] == n] for n in (10, 50)},
+    }
+    figures: dict[str, Callable[[Run], float]] = {
+        "average precision": lambda r: r["average_precision"],
+        "calibration error": lambda r: r["reliability"]["error"],
+        "rate off, points": lambda r: 100 * abs(r["estimated"]["rate"] - r["wrong"]),
+        "rate within 3 points, %": lambda r: 100 * (abs(r["estimated"]["rate"] - r["wrong"]) <= 0.03),
+        "rate in its interval, %": lambda r: 100 * (r["estimated"]["low"] <= r["wrong"] <= r["estimated"]["high"]),
+        "our model, test %": lambda r: 100 * candidate(r, OURS)["test_accuracy"],
+        "in the 95 % interval, %": lambda r: 100 * summary.covered(candidate(r, OURS), r["test_rows"]),
+    }
+    rows = []
+    for name, own in ((name, own) for name, own in parts.items() if len(own) > 1):
+        for figure, value in figures.items():
+            change = [value(b) - value(a) for a, b in own]
+            error = stdev(change) / len(change) ** 0.5
+            digits = 3 if figure in ("average precision", "calibration error") else 1
+            was, now = (mean(value(pair[i]) for pair in own) for i in (0, 1))
+            cells = f"{was:.{digits}f}", f"{now:.{digits}f}", f"{mean(change):+.{digits}f} ± {error:.{digits}f}"
+            rows.append([f"{name} ({len(own)})", figure, *cells])
+    return table(["runs", "figure", "table", "later", "change"], rows)
+
+
 def page() -> str:
     """The whole page."""
     runs, before, failed = measured()
@@ -182,6 +217,9 @@ def page() -> str:
     if failed:
         lines += ["Failed: " + "; ".join(f"{r['dataset']} {r['seed']}: {r['failure']}" for r in failed) + ".", ""]
     lines += ["## Data sets", "", *short(runs), "", "## Candidates", "", *candidates(runs), ""]
+    later = summary.load(LATER)[0]
+    commits = ", ".join(sorted({r["commit"] for r in later}))
+    lines += [f"## The version after the table ({commits}), under the same splits", "", *paired(runs, later), ""]
     lines += ["## Every run", "", *every_run(runs, before), "", HISTORY.read_text("utf-8").rstrip()]
     return HEAD.format(**facts) + "\n".join(lines) + "\n"
 

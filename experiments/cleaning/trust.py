@@ -167,6 +167,7 @@ def measure(job: Job, table: dict[str, np.ndarray], encoder: str | None, alone: 
         "wrong": float(wrong.mean()),
         "estimated": noise,
         "chosen": result.chosen,
+        "model": type(result.model).__name__,
         "verdict": result.verdict,
         "candidates": [{key: c.get(key) for key in keys} for c in result.candidates],
         "average_precision": average_precision(wrong, p[used]),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hyperkron as hk
 from blobs import blobs, quicken, write_csv
 from hyperkron.cleaning import CleanConfig, run
+from hyperkron.cleaning.method import Outcome, clean_labels
 from hyperkron.cleaning.report import write_report
+from hyperkron.cleaning.work import Work
 from hyperkron.cli import main
 
 ROWS = ("rows.csv", "suspects.jsonl", "left_out.csv", "inputs.json", "inputs.safetensors")
@@ -47,9 +51,11 @@ def test_results_come_as_they_are_known(files: Path) -> None:
     assert names == [[], ["hyperkron"], ["hyperkron", "noisy"]]
     assert [result["unfinished"] for result, _, _ in seen] == [["noisy", "pooled"], ["noisy", "pooled"], ["pooled"]]
     assert all("with 2 alternatives is still running." in result["verdict"] for result, _, _ in seen)
-    for result, rows, page in seen:
-        assert rows == {name: (Path("run") / name).read_bytes() for name in ROWS}  # what was known stays
+    for result, rows, _ in seen[1:]:  # the views are known: what is said of the rows stays
+        assert rows == {name: (Path("run") / name).read_bytes() for name in ROWS}
         assert result["suspects"].items() <= found.summary["suspects"].items()
+    assert seen[0][1]["rows.csv"] != seen[1][1]["rows.csv"] and "stable" not in seen[0][0]["suspects"]
+    for _, _, page in seen:
         assert "First result: the alternatives are still being compared." in page and "to come: " in page
     assert "unfinished" not in json.loads(Path("run/result.json").read_text())
     assert "still" not in write_report("run").read_text("utf-8").split("<script")[0]
@@ -78,3 +84,23 @@ def test_after_an_interruption_the_first_result_can_be_used(
     told = capsys.readouterr().err
     assert "Continuing run" in told and "unfinished" not in Path("run/result.json").read_text()
     assert main(["resume", "run"]) == 0 and "is finished" in capsys.readouterr().err
+
+
+def test_what_is_said_of_a_row_is_the_mean_over_the_whole_and_the_views(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, given = [], []
+
+    def watched(works: Sequence[Work]) -> list[Outcome]:
+        outcomes = clean_labels(works)
+        found.extend(outcome.final.posterior for outcome in outcomes)
+        given.append(works[0].given[works[0].noisy])
+        return outcomes
+
+    monkeypatch.setattr(run, "clean_labels", watched)
+    result = hk.clean("train.csv", "trusted.csv", config=CleanConfig(epochs=1, compare=()))
+    mean = torch.stack(found).mean(0)
+    assert len(found) == 6 and not torch.allclose(mean, found[0])
+    torch.testing.assert_close(result.error_probability, 1 - mean.gather(1, given[0][:, None])[:, 0])
+    assert torch.equal(result.suggested, mean.argmax(1))
+    assert result.summary["noise"]["rate"] == pytest.approx(float(result.error_probability.mean()))

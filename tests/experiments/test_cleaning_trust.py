@@ -102,6 +102,7 @@ def test_a_run_is_one_record(pools: Path, monkeypatch: pytest.MonkeyPatch) -> No
             summary=summary,
             candidates=[one],
             chosen="hyperkron",
+            model=torch.nn.Linear(1, 1),
             verdict="",
             classes=(0, 1, 2),
         )
@@ -111,7 +112,7 @@ def test_a_run_is_one_record(pools: Path, monkeypatch: pytest.MonkeyPatch) -> No
     record = trust.measure(("vehicle", 0, 10), {}, None)
     assert record["average_precision"] == 1 and record["rows"] == len(split.given) - 1
     assert record["reliability"]["sure"][0] == record["reliability"]["sure"][1] > 0
-    assert record["estimated"] == {"rate": 0.2} and record["outside"]["test"] == 0.7
+    assert record["estimated"] == {"rate": 0.2} and record["model"] == "Linear" and record["outside"]["test"] == 0.7
     assert trust.measure(("vehicle", 0, 10), {}, None, alone=True)["outside"] is None
 
 
@@ -138,9 +139,10 @@ def run(
         "unseen": False,
         "seed": seed,
         "per_class": 10,
+        "trusted": 30,
         "test_rows": 1000,
         "chosen": chosen,
-        "candidates": [one("hyperkron", ours + 0.02, ours), one("random-forest", forest + 0.01, forest)],
+        "candidates": [one("hyperkron", ours + 0.02, ours), one("forest", forest + 0.01, forest)],
         "outside": {"test": 0.1, "average_precision": 0.5},
         "wrong": 0.3,
         "estimated": {"rate": 0.31},
@@ -152,12 +154,12 @@ def run(
 
 
 def test_figures_of_made_up_runs() -> None:
-    runs = [run("a", 0, 0.8, 0.7), run("b", 0, 0.6, 0.9, chosen="random-forest"), run("c", 0, 0.6, 0.9)]
+    runs = [run("a", 0, 0.8, 0.7), run("b", 0, 0.6, 0.9, chosen="forest"), run("c", 0, 0.6, 0.9)]
     before = [run("a", 0, 0.8, 0.7, average_precision=0.91), run("b", 0, 0.6, 0.9, average_precision=0.9)]
     f = trust_summary.figures(runs, before)
     assert f["coverage"] == 1 and f["optimism_ours"][0] == pytest.approx(2)
     assert f["optimism_against"] == (pytest.approx(1), pytest.approx(0, abs=1e-9))
-    assert list(f["below"]) == [("c", 10)] and f["below"]["c", 10]["best"] == "random-forest"
+    assert list(f["below"]) == [("c", 10)] and f["below"]["c", 10]["best"] == "forest"
     s = f["switches"]
     assert (s["switched"], s["better"], s["worse"], s["missed"], s["stayed"]) == (1, 1, 0, 1, 2)
     assert f["precision_lower"] == [("a", 0, 10, pytest.approx(-0.01))] and f["precision_compared"] == 2
@@ -166,6 +168,18 @@ def test_figures_of_made_up_runs() -> None:
     assert said["held-out minus test, ours against the alternatives"] == "**not reached**"
     assert said["the choice switches rightly where trees win"] == "reached"
     assert said["average precision against the version before"] == "**not reached**"
+
+
+def test_trees_of_our_own_method_count_as_trees_and_are_right_where_no_network_is_better() -> None:
+    ours = run("a", 0, 0.8, 0.7, model="TreeEnsemble")
+    assert trust_summary.delivers_trees(ours) and not trust_summary.delivers_trees(run("a", 0, 0.8, 0.7))
+    ours["candidates"].append({**ours["candidates"][0], "name": "pooled", "test_accuracy": 0.75})
+    assert trust_summary.best_network(ours) == 0.75
+
+
+def test_counting_wrong_labels_is_binomial() -> None:
+    assert trust_summary.by_counting(0.5, 2) == pytest.approx(0.5)  # one of the two
+    assert trust_summary.by_counting(0.0, 10) == 1
 
 
 def test_a_test_accuracy_outside_the_interval_is_seen() -> None:

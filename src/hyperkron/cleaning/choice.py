@@ -20,7 +20,7 @@ SIGNIFICANCE_LEVEL = 0.05
 """How often a difference may be called significant by chance."""
 PREFERENCE = 1.28
 """Standard errors by which an alternative must be better than ours to be delivered."""
-RATE_ERROR = 0.01
+RATE_ERROR = 0.025
 """Standard error of the noise rate that no comparison of views shows."""
 STABLE = 2 / 3
 """Share of suspects that must stay when trusted rows and seeds change; with less, the result says so."""
@@ -85,7 +85,7 @@ def judge(name: str, predicted: Tensor, labels: Tensor, frequent: Tensor, folds:
     weight = weight / weight.sum()
     accuracy = float(weight[right].sum())
     low, high = wilson(accuracy, 1 / float(weight.square().sum()), FOLDS_Z)
-    high = 1 - (1 - high) * math.sqrt(1 - 1 / folds)
+    high = max(accuracy, 1 - (1 - high) * math.sqrt(1 - 1 / folds))  # of 1 rounding can take a bit
     return Judged(name, accuracy, low, high, len(labels), right, weight)
 
 

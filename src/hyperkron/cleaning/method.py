@@ -8,6 +8,7 @@
 3. *Fold models*: networks of half of the rows, fitted to the evidence as the last network will be. Those of the preset
    (κ, β, γ) that predicts held-out trusted rows best are one more expert; so is a forest of the posterior q.
 4. *Verdict on each row*: q(k) ∝ p̄(k | x) P(y | k, x). A row is as wrong as 1 − q(y), and its suggestion is argmax q.
+   The verdict is that of the mean of q over the whole and the views that judge the candidates.
 5. *The network*: fitted to log e = κ log p̄ + β log T[:, y] on the noisy rows, weighted by how sure q is of them, to
    their given labels as far as γ and q believe them, and to the trusted rows; at a higher learning rate where the fold
    models were not much surer of trusted rows than they were right.
@@ -50,8 +51,6 @@ LEARNING_RATE_BOOST = 3.0
 """Factor of its learning rate where the fold models were not trained enough."""
 CONFIDENCE_MARGIN = 0.2
 """Nats by which a network that is trained enough is surer of new rows than it is right; with less it is too gentle."""
-NOISY_EXPERT = 1
-"""The place of the noisy expert among the experts."""
 PRIOR_LOSS = 6.0
 """Nats added to the sum over the trusted rows, as if one more had been answered wrongly: few rows decide nothing."""
 
@@ -166,13 +165,19 @@ class Opinion:
         return self.votes.posterior
 
 
-def opinion(work: Work, experts: Sequence[Tensor]) -> Opinion:
-    """Pool the experts on the trusted rows, and find T and the posterior of the noisy rows."""
+def opinion(work: Work, experts: Sequence[Tensor], said: Tensor) -> Opinion:
+    """Pool the experts on the trusted rows, and find T and the posterior of the noisy rows.
+
+    Args:
+        work: the view.
+        experts: opinions on the true class (rows, C), first that of the trusted expert.
+        said: what the noisy expert says of the given label (rows, C).
+    """
     labels, given = work.given[work.trusted], work.given[work.noisy]
     before = frequencies(labels, work.classes)
     stacked = under_frequencies(torch.stack([logs(p) for p in experts]), work.noisy, before)
     pool = stack(stacked[:, work.trusted], labels)
-    noise = label_noise(pool(stacked[:, work.noisy]), before, given, said=experts[NOISY_EXPERT][work.noisy])
+    noise = label_noise(pool(stacked[:, work.noisy]), before, given, said=said[work.noisy])
     votes = (
         Votes(noise.matrix[None], 0.0, noise.log_likelihood, noise.posterior)
         if work.votes is None
@@ -207,6 +212,11 @@ def evidence_targets(
 def certainty(posterior: Tensor, given: Tensor) -> Tensor:
     """How much each noisy row counts: q(y), or 2 max q − 1 where another class is that much surer."""
     return torch.maximum(of_label(posterior, given), 2 * posterior.max(1).values - 1)
+
+
+def error_probability(posterior: Tensor, given: Tensor) -> Tensor:
+    """1 − q(y) of the noisy rows (N,); NaN where there is no label."""
+    return torch.where(given >= 0, 1 - of_label(posterior, given), torch.nan)
 
 
 def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequence[Tensor]) -> list[Tensors]:
@@ -278,10 +288,6 @@ class Outcome:
     noisy_forest: Tensor | None = None
     cleaned_forest: Tensor | None = None
 
-    def error_probability(self, given: Tensor) -> Tensor:
-        """1 − q(y) of the noisy rows; NaN where there is no label."""
-        return torch.where(given >= 0, 1 - of_label(self.final.posterior, given), torch.nan)
-
     def targets(self, work: Work, rows: Tensor) -> TrainingTargets:
         """What the network learns of these rows."""
         return evidence_targets(work, rows, self.final.log_p, self.final.votes.log_likelihood, self.scale)
@@ -319,16 +325,15 @@ def clean_labels(works: Sequence[Work]) -> list[Outcome]:
     """For each view everything up to the verdict on each row and the evidence for the network."""
     alone, noisy = trusted_expert(works), noisy_expert(works)
     matrix = matrix_expert(works, noisy)
-    experts = [[a["asked"], n, m] for a, n, m in zip(alone, noisy, matrix, strict=True)]
     trees = noisy_forest(works[0]) if works[0].trees else None
     more = [p for p in (trees, works[0].probabilities) if p is not None]
-    experts = [[*told, *more] for told in experts]
-    firsts = [opinion(work, told) for work, told in zip(works, experts, strict=True)]
+    experts = [[a["asked"], said, m, *more] for a, said, m in zip(alone, noisy, matrix, strict=True)]
+    firsts = [opinion(work, told, said) for work, told, said in zip(works, experts, noisy, strict=True)]
     halved = [a["halved"] for a in alone]
     learnt, grown = fold_models(works, firsts, halved), cleaned_forests(works, firsts)
     found = []
-    for work, told, first, own, forest in zip(works, experts, firsts, learnt, grown, strict=True):
-        final = opinion(work, [*told, own["asked"], *([] if forest is None else [forest])])
-        networks = told[0], told[1], told[2], own["asked"]
+    for work, told, said, first, own, forest in zip(works, experts, noisy, firsts, learnt, grown, strict=True):
+        final = opinion(work, [*told, own["asked"], *([] if forest is None else [forest])], said)
+        networks = told[0], said, told[2], own["asked"]
         found.append(Outcome(first, final, *networks, PRESETS[int(own["best"])], trees, forest))
     return found

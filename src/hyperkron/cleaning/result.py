@@ -244,12 +244,16 @@ def about_run(
 
 
 def scores_summary(
-    outcome: Outcome, scores: dict[str, Tensor], noise: Noise | None, work: Work, train: Labelled
+    scale: tuple[float, float, float],
+    posterior: Tensor,
+    scores: dict[str, Tensor],
+    noise: Noise | None,
+    work: Work,
+    train: Labelled,
 ) -> dict[str, Any]:
     """The noise, the suspects, the sources of the labels, the weights and (κ, β, γ)."""
     probability, weight = (scores[name] for name in ("error_probability", "weight"))
-    posterior, given = outcome.final.posterior, work.given[work.noisy]
-    matrix = label_matrix(posterior, given)
+    matrix = label_matrix(posterior, work.given[work.noisy])
     return {
         "noise": {
             "rate": float(probability.nanmean()),
@@ -267,7 +271,7 @@ def scores_summary(
             "edges": [round(i / 20, 2) for i in range(21)],
             "counts": torch.histc(weight[~weight.isnan()].float(), bins=20, min=0, max=1).long().tolist(),
         },
-        "evidence": dict(zip(("experts", "label", "belief"), outcome.scale, strict=True)),
+        "evidence": dict(zip(("experts", "label", "belief"), scale, strict=True)),
     }
 
 
@@ -292,12 +296,12 @@ def per_class(parts: list[Labelled], suspect: Tensor, right: Tensor, test_right:
 
 
 def history(outcome: Outcome, work: Work) -> Tensor:
-    """How much each row was believed along the way: 1 at first, then by each expert, then after each pooling."""
+    """How much each row was believed along the way: 1 at first, then by each expert, then after the first pooling."""
     given = work.given[work.noisy]
     experts = [outcome.trusted_expert, outcome.noisy_expert, outcome.matrix_expert]
     believed = [of_label(p[work.noisy], given) for p in experts]
-    pooled = [of_label(opinion.posterior, given) for opinion in (outcome.first, outcome.final)]
-    return torch.stack([torch.ones_like(believed[0]), *believed, *pooled], dim=1)
+    pooled = of_label(outcome.first.posterior, given)
+    return torch.stack([torch.ones_like(believed[0]), *believed, pooled], dim=1)
 
 
 def _hardware(device: torch.device) -> str:

@@ -22,7 +22,7 @@ from hyperkron.cleaning.config import OURS, CleanConfig, Progress, SilentProgres
 from hyperkron.cleaning.data import Labelled
 from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.given import Given
-from hyperkron.cleaning.method import clean_labels
+from hyperkron.cleaning.method import clean_labels, error_probability
 from hyperkron.cleaning.models import HASHED, EncoderUnavailable, TextEncoder, choose_encoder, load_encoder, trees
 from hyperkron.cleaning.own import EstimatorModel, Own
 from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
@@ -99,20 +99,22 @@ class CleaningRun:
         self.progress.start(max(1, total - sum(int(line["steps"]) for line in finished)))
         with self._timed("cleaning"):
             [outcome] = clean_labels([work])
-            self.outcome = outcome
+            self.outcome, self.posterior = outcome, outcome.final.posterior
         with self._timed("network"):
             self.networks[OURS] = delivered(OURS, work, outcome)
-        self.scores = self._scores()
+        self._score_rows()
         if self.folder is not None and self.writes:
-            self.folder.write_rows(self.parts[0], self.scores)
             self.folder.write_inputs(self._about_inputs(), self.prepared.transform.tensors())
             self.folder.write_model(self.networks[OURS])
         with self._timed("comparison"):
             self._write_first()
-            views, frequent = work.views(), outcome.final.posterior.mean(0)
+            views = work.views()
             outcomes = clean_labels(views)
-            doubts = [found.error_probability(work.given[work.noisy]).cpu() for found in outcomes]
+            self.posterior = torch.stack([found.final.posterior for found in (outcome, *outcomes)]).mean(0)
+            self._score_rows()
+            doubts = [error_probability(found.final.posterior, work.given[work.noisy]).cpu() for found in outcomes]
             self.noise = noise_of(self.scores["error_probability"], doubts, SUSPECT_THRESHOLD)
+            frequent = self.posterior.mean(0)
             for name in (OURS, *self.names):
                 with self._timed(name, "candidate"):
                     answers = judged(name, views, outcomes)[work.trusted]
@@ -253,16 +255,18 @@ class CleaningRun:
             if self.folder is not None and self.writes:
                 self.folder.log(event, name=name, seconds=round(taken, 3))
 
-    def _scores(self) -> dict[str, Tensor]:
-        """What is known of every training row."""
-        probability = self.outcome.error_probability(self.work.given[self.work.noisy]).cpu()
-        return {
+    def _score_rows(self) -> None:
+        """Write what is known of every training row: by the method on the whole, later by its mean with the views."""
+        probability = error_probability(self.posterior, self.work.given[self.work.noisy]).cpu()
+        self.scores = {
             "error_probability": probability,
             "weight": 1 - probability,
             "suspect": probability > SUSPECT_THRESHOLD,
-            "suggested": self.outcome.final.posterior.argmax(1).cpu(),
-            "history": history(self.outcome, self.work).cpu(),
+            "suggested": self.posterior.argmax(1).cpu(),
+            "history": torch.cat([history(self.outcome, self.work).cpu(), 1 - probability[:, None]], 1),
         }
+        if self.folder is not None and self.writes:
+            self.folder.write_rows(self.parts[0], self.scores)
 
     def _write_first(self) -> None:
         """result.json as far as it is known, before the alternatives and, now and then, between them."""
@@ -297,7 +301,7 @@ class CleaningRun:
             "chosen": chosen,
             **more,
             "candidates": [self._candidate(c, won, right) for c in self.table],
-            **scores_summary(self.outcome, self.scores, self.noise, self.work, self.parts[0]),
+            **scores_summary(self.outcome.scale, self.posterior, self.scores, self.noise, self.work, self.parts[0]),
         }
 
     def _finish(self, chosen: str) -> CleanResult:
