@@ -109,3 +109,42 @@ def test_arguments_that_make_no_sense_are_refused(changed, message):
 def test_a_query_that_is_not_there():
     with pytest.raises(hk.HyperkronError, match="query=3 is not one of the 2 queries"):
         hk.Attribution(torch.zeros(2, 4)).helpful(3)
+
+
+# --- mixed precision, and what is refused ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_loss_under_autocast_has_scores_near_those_of_float32(count, norm):
+    torch.manual_seed(0)
+    middle = [nn.LayerNorm(16)] if norm else [nn.ReLU()]
+    model = nn.Sequential(nn.Linear(8, 16), *middle, nn.Linear(16, 3))
+    x, y = torch.randn(40, 8), torch.randint(3, (40,))
+
+    def plain(model, batch):
+        return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+    def autocast(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(batch[0])
+        return hk.losses.cross_entropy(output.float(), batch[1])
+
+    method = hk.Implicit(hk.curvature.EKFAC(0.1, fisher="type-2"), hk.solvers.Direct())
+    exact, found = (
+        hk.attribute(loss, model, (x, y), (x[:count], y[:count]), method=method, way="layers").scores
+        for loss in (plain, autocast)
+    )
+    assert torch.nn.functional.cosine_similarity(exact.flatten(), found.flatten(), dim=0) > 0.999
+
+
+def test_numpy_arrays_and_bare_curvatures_are_refused_with_the_remedy():
+    model, x, y = nn.Linear(4, 2), torch.randn(6, 4), torch.randint(2, (6,))
+
+    def loss(model, batch):
+        return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+    with pytest.raises(hk.HyperkronError, match=r"train holds numpy arrays; pass tensors: torch.from_numpy"):
+        hk.attribute(loss, model, (x.numpy(), y.numpy()), (x, y))
+    with pytest.raises(hk.HyperkronError, match=r"is a curvature; pass hk.Implicit\(method, hk.solvers.Direct\(\)\)"):
+        hk.attribute(loss, model, (x, y), (x, y), method=hk.curvature.EKFAC(1e-4))

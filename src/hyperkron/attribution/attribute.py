@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from hyperkron.attribution.result import Attribution
 from hyperkron.attribution.store import averaged
 from hyperkron.attribution.task import LossOf, Task, Way
-from hyperkron.curvature import EKFAC
+from hyperkron.curvature import EKFAC, Curvature
 from hyperkron.hypergradient import Implicit
 from hyperkron.solution import HyperkronError, worst
 from hyperkron.solvers import Direct
@@ -126,6 +126,8 @@ def _models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 def _method(method: Implicit | None) -> Implicit:
     method = Implicit(EKFAC(1e-4, fisher="rademacher", fallback="zero"), Direct()) if method is None else method
+    if isinstance(method, Curvature):
+        raise HyperkronError(f"method={method!r:.60} is a curvature; pass hk.Implicit(method, hk.solvers.Direct()).")
     if not isinstance(method, Implicit):
         raise HyperkronError(f"method={method!r:.60} does not solve for v; pass hk.ekfac(), hk.kfac() or hk.pcg().")
     return method.fresh()

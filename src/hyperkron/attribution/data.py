@@ -30,6 +30,9 @@ class ExampleRows:
         self, name: str, given: Any, device: torch.device, collate: Callable[[list[Any]], Any] = default_collate
     ) -> None:
         self.given, self.device, self.collate = given, device, collate
+        parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, (tuple, list)) else ()
+        if type(given).__module__ == "numpy" or any(type(part).__module__ == "numpy" for part in parts):
+            raise HyperkronError(f"{name} holds numpy arrays; pass tensors: torch.from_numpy(x).")
         self.tensors = _tensors(given)
         if self.tensors:
             counts = {len(x) if x.ndim else 0 for x in self.tensors}

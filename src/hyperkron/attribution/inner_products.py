@@ -35,6 +35,8 @@ CHUNK = 2**26
 """Numbers held at once as gradients of single examples."""
 PIECE = 2**23
 """The same where they are used up at once."""
+HALF_ERROR = 0.05
+"""By how much gradients in half precision, as under autocast, may differ from autograd's."""
 FEW = 2
 """Up to this many vectors are multiplied by passing each through a layer as its weight."""
 
@@ -138,10 +140,11 @@ class LayerProducts(Products):
         for call in calls:
             for name, x in call.total().items():
                 found[name] += x
-        eps = float(torch.finfo(self.point.dtype).eps)
+        eps = max(torch.finfo(dtype).eps for dtype in {self.point.dtype, *(call.g.dtype for call in calls)})
+        near = min(1e3 * eps, HALF_ERROR)
         largest = max(float(x.abs().max()) for x in wanted.values())
         for name, x in wanted.items():
-            if float((found[name] - x).norm()) > 1e3 * eps * (float(x.norm()) + largest):
+            if float((found[name] - x).norm()) > near * (float(x.norm()) + largest):
                 raise UnsuitableError(
                     f"way='layers' does not see all of the gradient of {name}, which is used outside the layers that "
                     "KFAC covers; use way='forward'."
@@ -234,7 +237,9 @@ class _BlockCall(_LayerCall):
             yield from self.block.layer.positions(x, g)
 
     def gradients(self) -> Iterator[Tree]:
+        dtype = self.params[self.block.names[0]].dtype  # under autocast inputs and gradients have others
         for a, b in self._positions(self._width, CHUNK):
+            a, b = a.to(dtype), b.to(dtype)
             parts = [] if self.block.weight is None else [self.block.layer.ordered(b.mT @ a)]
             if self.block.bias is not None:
                 parts.append(b.sum(-2)[..., None])
@@ -290,9 +295,13 @@ class _ModuleCall(_LayerCall):
         self.own = {local: p.detach() for local, p in module.named_parameters() if local in names}
 
     def gradients(self) -> Iterator[Tree]:
+        dtype = next(iter(self.own.values())).dtype  # under autocast inputs and gradients have others
+
         def pulled(one: Tensor, gradient: Tensor) -> dict[str, Tensor]:
-            back = vjp(lambda p: functional_call(self.module, p, (one[None],)), self.own)[1]
-            return back(gradient[None])[0]
+            one = one.to(dtype) if one.is_floating_point() else one
+            made, back = vjp(lambda p: functional_call(self.module, p, (one[None],)), self.own)
+            found: dict[str, Tensor] = back(gradient[None].to(made.dtype))[0]
+            return found
 
         size = max(1, CHUNK // max(1, sum(p.numel() for p in self.own.values())))
         for x, g in zip(self.x.split(size), self.g.split(size), strict=True):

@@ -116,7 +116,12 @@ def explain(
     reading = {
         name: x for name, x in source["reading"].items() if x is not None and name not in ("trusted_column", "id")
     }
-    rows = read(queries, like=learnt.parts[0], **reading)
+    try:
+        rows = read(queries, like=learnt.parts[0], **reading)
+    except HyperkronError as error:
+        raise HyperkronError(
+            f"{error} Rows to explain need the columns of the training rows, the label too."
+        ) from error
     messages = list(rows.messages)
     if not any(True for _ in network.parameters()):
         network = learnt.network()

@@ -174,7 +174,9 @@ PREDICT = (
 )
 ATTRIBUTE = (
     RUN,
-    Option("--query", "text", "rows to explain, with the columns of the training rows", "PATH", required=True),
+    Option(
+        "--query", "text", "rows to explain, with the columns of the training rows and a label", "PATH", required=True
+    ),
     Option("--count", "whole", "training rows for, and against, each prediction", "N", 5),
     MODEL,
     Option("--out", "text", "the page to write (default: RUN/attribution.html)", "FILE", group=_OUTPUT, short="-o"),

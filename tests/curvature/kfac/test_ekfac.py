@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -181,3 +182,26 @@ def test_factors_that_are_mostly_zero(curvature: hk.curvature.KFAC | hk.curvatur
     batch = batch[0].double(), *batch[1:]
     exact = hk.Implicit(curvature, hk.solvers.Direct(), cross="reverse").compute(problem, model, weights, batch, batch)
     assert oracles.relative(found.grads["weight"].double(), exact.grads["weight"]) < 1e-2
+
+
+def test_exact_vectors_of_tokens_that_go_back_together_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For them the spectrum has products of different tokens; drawn vectors, and a loss per example, have none."""
+    monkeypatch.setattr("hyperkron.solution._warned", set())
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(5, 3), torch.randn(4, 6, 5)
+    tokens, single = torch.randint(3, (4, 6)), torch.randint(3, (4,))
+
+    def measured(fisher: str, y: torch.Tensor) -> None:
+        rows = x if y.dim() == 2 else x[:, 0]
+        problem = hk.BilevelProblem(
+            lambda model, lam, batch: hk.losses.cross_entropy(model(rows), y, weight=lam().sigmoid()),
+            lambda model, lam, batch: hk.losses.cross_entropy(model(rows), y),
+        )
+        hk.ekfac(0.1, fisher=fisher).compute(problem, model, hk.as_hyper(torch.zeros(4)), x, x)  # type: ignore[arg-type]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measured("rademacher", tokens)
+        measured("type-2", single)
+    with pytest.warns(hk.HyperkronWarning, match="use fisher='rademacher' or 'mc'"):
+        measured("type-2", tokens)

@@ -64,6 +64,8 @@ def measure(
             _check_alike(recorder, owners.group)
             if loss.terms:
                 _warn_without_batch(recorder.lengths, len(loss.terms[0].row_losses))
+        if basis is not None and fisher == "type-2" and sharing == "expand":
+            _warn_together(loss, recorder.batch_size)
         recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
         recorder.measured.scales = {} if damping is None else column_scales(plan, l2, damping, like)
         size = recorder.batch_size * point.problem.group.size
@@ -86,6 +88,17 @@ def _warn_without_batch(lengths: dict[str, int], examples: int) -> None:
             "kfac-without-batch",
             f"{', '.join(names[:3])} of the model is called on inputs without a dimension for examples (positions?): "
             "its curvature depends on the number of processes; expand its input to one row for each example.",
+        )
+
+
+def _warn_together(loss: Loss, examples: int) -> None:
+    """Say that a spectrum is not that of the Gauss–Newton matrix: it has products of different rows of an example."""
+    if any(term.row_losses.numel() > examples for term in loss.terms):
+        warn_once(
+            "ekfac-rows-together",
+            "EKFAC with fisher='type-2' and a loss at every token or pixel: their exact vectors go back together, and "
+            "the spectrum has products of different tokens, which the Gauss–Newton matrix has not; use "
+            "fisher='rademacher' or 'mc'.",
         )
 
 

@@ -41,7 +41,7 @@ class KFAC(Kronecker):
         fisher: where s_n comes from: ``"mc"`` draws it from the model's own predictions, ``"type-2"`` uses all C exact
             vectors, ``"rademacher"`` adds these up with random signs (one backward pass, and less noise than a drawn
             label), ``"empirical"`` the gradient at the given labels. With a loss at every token the exact vectors of
-            all tokens go back together, and where layers mix tokens only drawn ones are unbiased.
+            all tokens go back together: where layers mix tokens, and in EKFAC's spectrum, only drawn ones are unbiased.
         samples: draws per example, of ``"mc"`` and ``"rademacher"``.
         sharing: ``"expand"`` or ``"reduce"``, for weights used at several positions.
         refresh_every: τ; factors and inverses are reused for this many calls.
