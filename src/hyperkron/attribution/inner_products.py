@@ -299,7 +299,7 @@ class _ModuleCall(_LayerCall):
 
         def pulled(one: Tensor, gradient: Tensor) -> dict[str, Tensor]:
             one = one.to(dtype) if one.is_floating_point() else one
-            made, back = vjp(lambda p: functional_call(self.module, p, (one[None],)), self.own)
+            made, back = vjp(lambda p: functional_call(self.module, p, (one[None],)), self.own)[:2]
             found: dict[str, Tensor] = back(gradient[None].to(made.dtype))[0]
             return found
 
