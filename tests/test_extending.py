@@ -356,8 +356,8 @@ def test_public_names_are_enough() -> None:
 
 def concrete(kind: type) -> set[str]:
     """The names of the library's classes of a kind that can be made."""
+    made = {kind.__name__} if kind.__module__.startswith("hyperkron.") and not inspect.isabstract(kind) else set()
     below = {c.__name__ for c in kind.__subclasses__() if c.__module__.startswith("hyperkron.")}
-    made = set() if inspect.isabstract(kind) else {kind.__name__}
     return made.union(below, *(concrete(c) for c in kind.__subclasses__())) - {"Invertible", "CurvatureState"}
 
 
