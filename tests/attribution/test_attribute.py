@@ -148,3 +148,28 @@ def test_numpy_arrays_and_bare_curvatures_are_refused_with_the_remedy():
         hk.attribute(loss, model, (x.numpy(), y.numpy()), (x, y))
     with pytest.raises(hk.HyperkronError, match=r"is a curvature; pass hk.Implicit\(method, hk.solvers.Direct\(\)\)"):
         hk.attribute(loss, model, (x, y), (x, y), method=hk.curvature.EKFAC(1e-4))
+
+
+def test_weights_used_outside_their_layers_are_noticed_under_autocast_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    x, y = torch.randn(40, 8), torch.randint(3, (40,))
+
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(batch[0] @ model[0].weight * 0.1)
+        return hk.losses.cross_entropy(output.float(), batch[1])
+
+    with pytest.raises(hk.HyperkronError, match=r"does not see all of the gradient of 0\.weight"):
+        hk.attribute(loss, model, (x, y), (x[:5], y[:5]), way="layers")
+
+
+def test_an_array_of_rows_is_a_dataset():
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 2), torch.randn(6, 4)
+
+    def loss(model, batch):
+        return hk.losses.mse(model(batch), torch.zeros(len(batch), 2))
+
+    tensors, rows = (hk.attribute(loss, model, given, given[:2]).scores for given in (x, x.numpy()))
+    torch.testing.assert_close(rows, tensors)

@@ -30,8 +30,8 @@ class ExampleRows:
         self, name: str, given: Any, device: torch.device, collate: Callable[[list[Any]], Any] = default_collate
     ) -> None:
         self.given, self.device, self.collate = given, device, collate
-        parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, (tuple, list)) else ()
-        if type(given).__module__ == "numpy" or any(type(part).__module__ == "numpy" for part in parts):
+        columns = given.values() if isinstance(given, Mapping) else given if isinstance(given, tuple) else ()
+        if any(type(column).__module__ == "numpy" for column in columns):
             raise HyperkronError(f"{name} holds numpy arrays; pass tensors: torch.from_numpy(x).")
         self.tensors = _tensors(given)
         if self.tensors:

@@ -35,8 +35,8 @@ CHUNK = 2**26
 """Numbers held at once as gradients of single examples."""
 PIECE = 2**23
 """The same where they are used up at once."""
-HALF_ERROR = 0.05
-"""By how much gradients in half precision, as under autocast, may differ from autograd's."""
+ROUNDINGS, HALF_ROUNDINGS = 1e3, 2.0
+"""By how many roundings gradients may differ from autograd's; in half precision, as under autocast, these are large."""
 FEW = 2
 """Up to this many vectors are multiplied by passing each through a layer as its weight."""
 
@@ -141,7 +141,7 @@ class LayerProducts(Products):
             for name, x in call.total().items():
                 found[name] += x
         eps = max(torch.finfo(dtype).eps for dtype in {self.point.dtype, *(call.g.dtype for call in calls)})
-        near = min(1e3 * eps, HALF_ERROR)
+        near = eps * (ROUNDINGS if eps < 1e-4 else HALF_ROUNDINGS)
         largest = max(float(x.abs().max()) for x in wanted.values())
         for name, x in wanted.items():
             if float((found[name] - x).norm()) > near * (float(x.norm()) + largest):

@@ -271,7 +271,7 @@ class Task:
         forward, layers = ForwardProducts(point), _layers(point)
         if layers is None:
             return [forward]
-        several = count > FEW or (point.device.type == "cpu" and self.train.rows.channels_last)
+        several = count > FEW or self.train.rows.channels_last
         return [layers, forward] if several and not layers.plan.rest else [forward, layers]
 
 
