@@ -74,5 +74,6 @@ class ShrunkGGN(Curvature):
         return self._kronecker.init()
 
     def operator(self, point: Point, state: CurvatureState) -> Operator:
+        exact = GGN(self.damping)
         kronecker = self._kronecker.operator(point, state).definite()
-        return ShrunkOperator(GGN(self.damping).operator(point, state), kronecker, self.share)
+        return ShrunkOperator(exact.operator(point, exact.init()), kronecker, self.share)
