@@ -7,7 +7,6 @@ The rules that ``hk.attribute`` and the study use were chosen here, before the s
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,6 @@ from experiments.paper import datasets
 from experiments.pieces import Lines
 from hyperkron.curvature import EKFAC, ShrunkGGN
 from hyperkron.kernels.split_products import full_precision
-from hyperkron.losses import Fisher
 from hyperkron.solvers import CG
 
 
@@ -74,10 +72,9 @@ SETTINGS: dict[str, Callable[[Path | None], Setting]] = {
 def candidates(setting: Setting) -> dict[str, Any]:
     """What is tried, the quick ones first."""
     rule, found = setting.damping, dict[str, Any]()
-    drawn: tuple[Fisher, ...] = ("mc", "rademacher")
     for d in (1e-2, 1e-3, 1e-4):
         found[f"EKFAC type-2, δ={d:g}"] = ours(hk.ekfac(d, fisher="type-2"))
-    for fisher in drawn:
+    for fisher in hk.losses.DRAWN:
         for seed in range(4):
             found[f"EKFAC {fisher}, δ=0.0001, seed {seed}"] = ours(hk.ekfac(1e-4, fisher=fisher, seed=seed))
     found |= {f"kronfluence, damping {d}": kronfluence(d) for d in (None, 1e-3)}
@@ -99,16 +96,9 @@ def candidates(setting: Setting) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Retrain, score, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setting", choices=SETTINGS, required=True)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--subsets", type=int, default=80)
-    parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--together", type=int, default=80, help="networks trained at once")
+    parser = lds.retraining_options(__doc__, SETTINGS)
     parser.add_argument("--queries", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no candidate is begun after this time")
-    parser.add_argument("--only", nargs="*", default=[], help="candidates whose name contains one of these")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     start, record = time.monotonic(), Lines(options.out)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -69,17 +70,23 @@ def lds(scores: Tensor, masks: Tensor, losses: Tensor) -> tuple[float, float]:
     return summary(correlations(scores, masks, losses))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Retrain, score by every method, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setting", choices=SETTINGS, required=True)
+def retraining_options(description: str | None, settings: Iterable[str]) -> argparse.ArgumentParser:
+    """The options of a program that retrains networks of a setting and scores it by several methods."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setting", choices=list(settings), required=True)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--subsets", type=int, default=80)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--together", type=int, default=80, help="networks trained at once")
-    parser.add_argument("--methods", choices=("small", "all"), default="small")
     parser.add_argument("--only", nargs="*", default=[], help="methods whose name contains one of these")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Retrain, score by every method, print and record."""
+    parser = retraining_options(__doc__, SETTINGS)
+    parser.add_argument("--methods", choices=("small", "all"), default="small")
     parser.add_argument("--out", type=Path, help="append a JSON line for each method")
     options = parser.parse_args(arguments)
     setting = SETTINGS[options.setting](options.data).to(torch.device(options.device))
