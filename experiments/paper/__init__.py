@@ -32,6 +32,7 @@ import torch
 
 from experiments import records
 from experiments.paper import page, places
+from experiments.paper.longer import longer as longer_runs
 from experiments.paper.recipe import Judgement, Recipe, Result, Scale, Table, Verdict
 from experiments.pieces import OutOfTime
 from hyperkron.solution import HyperkronError
@@ -172,7 +173,7 @@ def run_all(
 
 
 def report(folder: str | Path = RESULTS, out: str | Path = PAGES) -> list[Path]:
-    """Write ``out/paper.md``, ``out/paper.html`` and their figures from the results in ``folder``.
+    """Write ``out/paper.md``, ``out/paper.html``, the records ``out/paper/NAME.md`` and figures from the results.
 
     Args:
         folder: holds ``NAME-SCALE.json``; of each recipe the result at the largest scale is shown.
@@ -182,7 +183,9 @@ def report(folder: str | Path = RESULTS, out: str | Path = PAGES) -> list[Path]:
     strangers = sorted(set(found) - set(known))
     if strangers:
         raise HyperkronError(f"folder={str(folder)!r} holds results of unknown recipes: {', '.join(strangers)}.")
-    figures = Path(out) / "figures" / "paper"
-    sections = [page.section(recipe, page.best(found.get(name)), figures) for name, recipe in known.items()]
+    figures, longer = Path(out) / "figures" / "paper", longer_runs()
+    sections = [
+        page.section(recipe, page.best(found.get(name)), figures, longer.get(name)) for name, recipe in known.items()
+    ]
     sections += places.missing([recipe.place for recipe in known.values()])
     return page.write(sorted(sections, key=lambda x: places.order(x.place)), out)

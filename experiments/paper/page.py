@@ -1,4 +1,7 @@
-"""One page with every table and figure of the paper: what it printed, what we found, and a plain verdict."""
+"""Every table and figure of the paper: what it printed, what we found, and a plain verdict.
+
+``paper.md`` has a screen for each; ``paper/NAME.md`` is the whole record of one; ``paper.html`` has all in one file.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from experiments.paper.longer import Longer
 from experiments.paper.recipe import SCALES, Judgement, Recipe, Result, Table, Verdict
 from experiments.paper.visits import Visits
 from hyperkron.solution import HyperkronError
@@ -19,17 +23,31 @@ INTRODUCTION = (
     "methods of a comparison have the same parameters, batches, seeds and time; each is tuned over its own grid with "
     "the same number of trials, on a second validation part; the test loss that counts is the one where the second "
     "validation loss is lowest. ± is half a 95 % interval over seeds. Where a result names the command "
-    "`hyperkron paper`, it is `python -m experiments.paper` today."
+    "`hyperkron paper`, it is `python -m experiments.paper` today. Where there are runs of the paper's own length, "
+    "their verdict counts, and the shorter runs are in the record."
 )
+ROWS = 12
+"""Rows of a table on the short page."""
+ANSWERS = 2
+"""Sentences of an answer on the short page."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """What the page says about one recipe, or about a place of the paper without one."""
+    """What the page says about one recipe, or about a place of the paper without one.
+
+    Attributes:
+        judgement: that counts: of the runs of the paper's length, where there are any.
+        shorter: of the recipe's own result, where the other counts.
+        longer: the page of the runs of the paper's length.
+        anchor: the recipe's name; its record is ``paper/NAME.md``.
+    """
 
     title: str
     place: str
     judgement: Judgement
+    shorter: Judgement | None = None
+    longer: str = ""
     rule: str = ""
     note: str = ""
     made: str = ""
@@ -54,25 +72,27 @@ def best(of: Mapping[str, Result] | None) -> Result | None:
     return next((of[scale] for scale in reversed(SCALES) if scale in of), None) if of else None
 
 
-def section(recipe: Recipe, result: Result | None, figures: Path) -> Section:
-    """The section of a recipe, with its figures drawn into ``figures``."""
+def section(recipe: Recipe, result: Result | None, figures: Path, longer: Longer | None = None) -> Section:
+    """The section of a recipe, with its figures drawn into ``figures``; ``longer``: what its long runs found."""
     shown = result if result is not None and result.scale in recipe.judged else None
     paths: list[Path] = []
     if shown is not None and recipe.plot is not None:
         figures.mkdir(parents=True, exist_ok=True)
         paths = recipe.plot(shown, figures)
-    rule = " ".join((recipe.verdict.__doc__ or "").split())
+    own = recipe.judge(result)
     return Section(
         recipe.title,
         recipe.place,
-        recipe.judge(result),
-        rule,
-        recipe.note,
-        _made(result),
-        [*recipe.tables(shown), *_updates(recipe.weights(shown) if shown is not None else ())],
-        [f"figures/paper/{path.name}" for path in paths],
-        recipe.name,
-        recipe.answer(shown) if shown is not None and recipe.answer is not None else (),
+        own if longer is None else longer.judgement,
+        shorter=None if longer is None else own,
+        longer="" if longer is None else longer.page,
+        rule=" ".join((recipe.verdict.__doc__ or "").split()),
+        note=recipe.note,
+        made=_made(result),
+        tables=[*recipe.tables(shown), *_updates(recipe.weights(shown) if shown is not None else ())],
+        figures=[f"figures/paper/{path.name}" for path in paths],
+        anchor=recipe.name,
+        answer=recipe.answer(shown) if shown is not None and recipe.answer is not None else (),
     )
 
 
@@ -99,23 +119,50 @@ def _made(result: Result | None) -> str:
 
 
 def markdown(sections: Sequence[Section]) -> str:
-    """The page as Markdown."""
+    """The short page: a screen for each section, the rest behind a link."""
     lines = [f"# {TITLE}", "", INTRODUCTION, "", *_grid(("where", "what", "verdict"), _overview(sections)), ""]
     for x in sections:
-        lines += [
-            f"## {x.place}: {x.title}",
-            "",
-            f"**{_capital(x.judgement.verdict.value)}.** {x.judgement.because}",
-            "",
-            *(f"- {text}" for text in x.answer),
-            *([""] if x.answer else []),
-        ]
-        lines += [line for text in (x.note, f"*Rule:* {x.rule}" if x.rule else "") if text for line in (text, "")]
-        for table in x.tables:
-            lines += [f"{table.title}:", "", *_grid(table.columns, table.rows), ""]
-        lines += [line for path in x.figures for line in (f"![{x.title}]({path})", "")]
-        lines += [f"*Made by:* {x.made}", ""] if x.made else []
+        lines += [f"## {x.place}: {x.title}", "", _verdict(x.judgement), ""]
+        if x.longer:
+            lines += [f"[Table, figure and command]({x.longer}); {_link(x, 'the record of the shorter runs')}.", ""]
+            continue
+        lines += [*(f"- {text}" for text in x.answer[:ANSWERS]), *([""] if x.answer else [])]
+        lines += _first_table(x.tables)
+        lines += [line for path in x.figures[:1] for line in (f"![{x.title}]({path})", "")]
+        if x.anchor:
+            lines += [_link(x, "The record") + ": the rule, how ours differs, every table, and the command.", ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def record(x: Section) -> str:
+    """All that there is about one section."""
+    lines = [f"# {x.place}: {x.title}", "", _verdict(x.judgement), ""]
+    if x.shorter is not None:
+        told = f"These are runs of the paper's length ([{x.longer}](../{x.longer})). The shorter runs below"
+        lines += [f"{told}: {x.shorter.verdict.value}. {x.shorter.because}", ""]
+    lines += [*(f"- {text}" for text in x.answer), *([""] if x.answer else [])]
+    lines += [line for text in (x.note, f"*Rule:* {x.rule}" if x.rule else "") if text for line in (text, "")]
+    for table in x.tables:
+        lines += [f"{table.title}:", "", *_grid(table.columns, table.rows), ""]
+    lines += [line for path in x.figures for line in (f"![{x.title}](../{path})", "")]
+    lines += [f"*Made by:* {x.made}", ""] if x.made else []
+    return "\n".join([*lines, "[All tables and figures](../paper.md)"]) + "\n"
+
+
+def _verdict(found: Judgement) -> str:
+    return f"**{_capital(found.verdict.value)}.** {found.because}"
+
+
+def _link(x: Section, words: str) -> str:
+    return f"[{words}](paper/{x.anchor}.md)"
+
+
+def _first_table(tables: Sequence[Table]) -> list[str]:
+    if not tables:
+        return []
+    table, more = tables[0], len(tables[0].rows) - ROWS
+    lines = [f"{table.title}:", "", *_grid(table.columns, table.rows[:ROWS]), ""]
+    return [*lines, f"{more} more rows are in the record.", ""] if more > 0 else lines
 
 
 def _overview(sections: Sequence[Section]) -> list[tuple[str, str, str]]:
@@ -147,10 +194,11 @@ def html(sections: Sequence[Section]) -> str:
 
 
 def write(sections: Sequence[Section], out: str | Path) -> list[Path]:
-    """Write ``paper.md`` and ``paper.html`` into ``out``."""
+    """Write ``paper.md``, ``paper.html`` and the records ``paper/NAME.md`` into ``out``."""
     folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "paper").mkdir(parents=True, exist_ok=True)
     made = {folder / "paper.md": markdown(sections), folder / "paper.html": html(sections)}
+    made |= {folder / "paper" / f"{x.anchor}.md": record(x) for x in sections if x.anchor}
     for path, text in made.items():
         path.write_text(text, "utf-8")
     return list(made)

@@ -41,6 +41,33 @@ def test_other_seeds_repeat_the_winners_of_both_arms() -> None:
     ]
 
 
+def runs(errors: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """Three seeds of every method on every dataset, each with one step size and a test error that hardly scatters."""
+    found = []
+    for dataset, of in errors.items():
+        for name, error in of.items():
+            for seed in range(3):
+                best = {"second_error": error, "second_loss": 1.0, "test_error": error + 1e-3 * seed * (name == "KFAC")}
+                rest = {"rate": 1.0, "seed": seed, "failed": False}
+                found.append({"dataset": dataset, "method": name, "best": best, **rest})
+    return found
+
+
+def test_the_verdict_follows_its_rule() -> None:
+    good, bad = {"KFAC": 0.2, "SAMA": 0.3, "CG-3": 0.3}, {"KFAC": 0.2, "SAMA": 0.2, "CG-3": 0.3}
+    behind = {"KFAC": 0.2, "SAMA": 0.3, "CG-3": 0.1}
+
+    def verdict(*of: dict[str, float]) -> str:
+        return encoder_length.judgement(runs(dict(zip("abc", of, strict=True)))).verdict.value
+
+    assert verdict(good, good, good) == "reproduced"
+    assert verdict(good, good, bad) == verdict(good, behind, good) == "reproduced in trend"
+    assert verdict(good, bad, bad) == "not reproduced"
+    few = [row for row in runs({"a": good}) if row["seed"] < 2]
+    assert encoder_length.judgement(few).verdict.value == encoder_length.judgement([]).verdict.value == "no verdict"
+    assert "a +9.9 ± 0.2 with the printed grid" in encoder_length.judgement(runs({"a": good})).because
+
+
 def test_a_run_of_each_method() -> None:
     """θ and λ move, and a larger step size moves λ further."""
     pytest.importorskip("transformers")

@@ -15,6 +15,7 @@ import torch
 from experiments import paper, records
 from experiments.paper import datasets, page, places
 from experiments.paper.__main__ import main
+from experiments.paper.longer import Longer
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
 from experiments.paper.tuning import Search, at_edge, interval, settings_of, shown, tune
@@ -327,17 +328,36 @@ def test_the_page_shows_verdict_rule_table_and_origin(tmp_path: Path) -> None:
         "counted", "small", (1, 2), {"sum": 7}, command="python -m y", hardware={"gpu": "G"}, complete=False
     )
     section = page.section(recipe, result, tmp_path)
-    text, web = page.markdown([section]), page.html([section])
-    for words in (
-        "**Reproduced in trend.** It adds up. The run was cut short",
-        "| sum | 7 |",
-        "*Rule:* Always reproduced.",
-        "`python -m y`; G",
-        "cut short",
-    ):
-        assert words in text
-    assert "Counting \\| twice" in text.splitlines()[6]  # in the overview's table
+    text, record, web = page.markdown([section]), page.record(section), page.html([section])
+    for words in ("**Reproduced in trend.** It adds up. The run was cut short", "| sum | 7 |"):
+        assert words in text and words in record
+    for words in ("*Rule:* Always reproduced.", "`python -m y`; G", "cut short"):
+        assert words in record
+    assert "(paper/counted.md)" in text and "Counting \\| twice" in text.splitlines()[6]  # in the overview's table
     assert "<td>sum</td><td>7</td>" in web and "Reproduced" in web and "Always reproduced." in web
+
+
+def test_runs_of_the_papers_length_decide(tmp_path: Path) -> None:
+    recipe, result = Counted().recipe, Result("counted", "small", (1, 2), {"sum": 7})
+    longer = Longer(Judgement(Verdict.FAILED, "It does not add up."), "counted-length.md")
+    section = page.section(recipe, result, tmp_path, longer)
+    text, record, web = page.markdown([section]), page.record(section), page.html([section])
+    assert "**Not reproduced.** It does not add up." in text and "(counted-length.md)" in text
+    assert "| sum | 7 |" not in text  # of the shorter runs
+    assert "(../counted-length.md)" in record and "Reproduced" not in record.splitlines()[2]
+    assert "The shorter runs below: reproduced. It adds up." in record and "| sum | 7 |" in record
+    assert "It does not add up." in web and "It adds up." in web
+
+
+def test_a_long_table_is_cut_on_the_short_page_only() -> None:
+    table = Table("Many", ["a"], [[f"row {number}"] for number in range(page.ROWS + 3)])
+    judged = Judgement(Verdict.FAILED, "")
+    section = page.Section(
+        "t", "Table 9", judged, tables=[table, Table("More", ["b"], [["of the next table"]])], anchor="many"
+    )
+    text, record = page.markdown([section]), page.record(section)
+    assert f"row {page.ROWS - 1}" in text and f"row {page.ROWS} " not in text and "3 more rows" in text
+    assert f"row {page.ROWS + 2}" in record and "of the next table" in record and "of the next table" not in text
 
 
 def test_the_page_escapes_what_is_not_html() -> None:
@@ -353,7 +373,9 @@ def test_the_largest_scale_is_shown() -> None:
 def test_the_page_of_no_results_names_every_table_and_figure(tmp_path: Path) -> None:
     written = paper.report(tmp_path / "none", tmp_path / "out")
     text = written[0].read_text("utf-8")
-    assert [path.name for path in written] == ["paper.md", "paper.html"]
+    assert [path.name for path in written[:2]] == ["paper.md", "paper.html"]
+    assert {path.stem for path in written[2:]} == set(paper.recipes())
+    text += "".join(path.read_text("utf-8") for path in written[2:])
     for place in places.PLACES:
         assert place.name in text
     for number in ("7.62e-03", "1.83", "88.4", "85.04 ± 0.23", "5.4", "42.33"):  # tables 1 to 6
