@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from hyperkron.cleaning.config import CleanConfig, Progress
+from hyperkron.cleaning.config import CleanConfig, Progress, shown_progress
 from hyperkron.cleaning.data import ReadOptions, row_hashes
 from hyperkron.cleaning.folder import FORMAT, RunFolder, replacing
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.own import Own, own_paths
 from hyperkron.cleaning.prepare import refuse_early
-from hyperkron.cleaning.progress import shown_progress
 from hyperkron.cleaning.recorded import encoder_to_load, recorded_paths, refuse_other_model, refuse_other_settings
 from hyperkron.cleaning.result import CleanResult
 from hyperkron.cleaning.run import CleaningRun

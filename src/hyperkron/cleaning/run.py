@@ -18,7 +18,7 @@ from hyperkron.cleaning import recorded
 from hyperkron.cleaning.alternatives import DESCRIPTIONS, ESTIMATORS, TREES, available, delivered, judged, targets_for
 from hyperkron.cleaning.budget import steps_of, within
 from hyperkron.cleaning.choice import Judged, Noise, choose, different, first_verdict, judge, noise_of, verdict
-from hyperkron.cleaning.config import OURS, CleanConfig, Progress, SilentProgress
+from hyperkron.cleaning.config import OURS, CleanConfig, EmbeddingBar, Progress, SilentProgress, stage_in_words
 from hyperkron.cleaning.data import Labelled
 from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.given import Given
@@ -26,7 +26,6 @@ from hyperkron.cleaning.method import clean_labels, error_probability
 from hyperkron.cleaning.models import HASHED, EncoderUnavailable, TextEncoder, choose_encoder, load_encoder, trees
 from hyperkron.cleaning.own import EstimatorModel, Own
 from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
-from hyperkron.cleaning.progress import EmbeddingBar, stage_in_words
 from hyperkron.cleaning.result import (
     SUSPECT_THRESHOLD,
     CleanResult,

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hyperkron.cleaning.data import ReadOptions, RowHashes, export_rows, read_pair, row_hashes
-from hyperkron.cleaning.decisions import read_decisions
 from hyperkron.cleaning.fields import Fields, parse, read_text
 from hyperkron.cleaning.folder import HASHES
-from hyperkron.cleaning.loading import CsvRow, finished_rows, load
+from hyperkron.cleaning.loading import CsvRow, finished_rows, load, read_decisions
 from hyperkron.cleaning.report import write_explanation, write_report
 from hyperkron.cli.cleaning import READING, load_model, showing
 from hyperkron.cli.options import as_options

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hyperkron.cleaning.report import matrix, plots, wording, write_report
+from hyperkron.cleaning.report import plots, wording, write_report
 from hyperkron.cleaning.report.folder import Candidate
 from run_folder import write_run_folder
 
@@ -78,7 +78,7 @@ def test_the_noise_matrix_keeps_the_noisiest_classes_and_sums_the_rest() -> None
     rows = [[0.5 if i == j else 0.5 / (n - 1) for j in range(n)] for i in range(n)]
     rows[3] = [float(j == 3) for j in range(n)]
     rows[7] = [0.9 if j == 7 else 0.1 if j == 3 else 0.0 for j in range(n)]
-    table = matrix.noise_table([str(i) for i in range(n)], rows)
+    table = plots.noise_table([str(i) for i in range(n)], rows)
     assert table.left_out == 2 and table.classes == [str(i) for i in range(n) if i not in (3, 7)]
     first = table.lines[0]
     assert len(first) == 21 and (first[0].text, first[0].shade) == ("50", "right")
@@ -87,7 +87,7 @@ def test_the_noise_matrix_keeps_the_noisiest_classes_and_sums_the_rest() -> None
 
 
 def test_a_matrix_without_noise_has_no_shade() -> None:
-    table = matrix.noise_table(["a", "b"], [[1.0, 0.0], [0.0, 1.0]])
+    table = plots.noise_table(["a", "b"], [[1.0, 0.0], [0.0, 1.0]])
     assert [[c.shade for c in line] for line in table.lines] == [["right", "heat0"], ["heat0", "right"]]
 
 

@@ -2,7 +2,7 @@
 
 from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.export import export_rows
-from hyperkron.cleaning.data.idx import MNIST, mnist, read_idx
+from hyperkron.cleaning.data.arrays import MNIST, mnist, read_idx
 from hyperkron.cleaning.data.labelled import Labelled
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.new_rows import InputForm, NewRows

@@ -1,4 +1,4 @@
-"""Plots as SVG, drawn by hand: no script, no style attribute, every text escaped.
+"""Plots as SVG, drawn by hand: no script, no style attribute, every text escaped; and the noise matrix with shades.
 
 Horizontal positions are percentages and vertical ones pixels, so that a plot fills whatever width it is given while its
 texts keep their size. Colours come from the classes in report.css.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from hyperkron.cleaning.report.folder import Candidate
@@ -219,3 +220,58 @@ def sparkline(history: Sequence[float | None], top: float) -> str:
     wide = (width - 6) / max(1, len(values) - 1)
     tall = (height - 6) / (top if top > 0 else 1.0)
     return _points((3 + i * wide, height - 3 - tall * min(max(y, 0.0), top)) for i, y in enumerate(values))
+
+
+MAX_CLASSES = 20
+"""Classes shown at most."""
+SHADES = 9
+"""Shades of a wrong label, from 0 (none) to this one; report.css has a class for each."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number of the table, as a percentage, with the class that gives its shade and what it says in words."""
+
+    text: str
+    shade: str
+    tip: str
+
+
+@dataclass(frozen=True)
+class NoiseTable:
+    """The heat map: one line per true class, one column per given label, and ``rest`` if there are more classes."""
+
+    classes: list[str]
+    lines: list[list[Cell]]
+    left_out: int
+
+
+def noise_table(classes: Sequence[str], matrix: Sequence[Sequence[float]]) -> NoiseTable:
+    """The classes with most noise (at most 20), and the probabilities among them.
+
+    The noise of a class i is 1 − P(given i | true i). What goes to classes that are not shown stands in a last column.
+
+    Example:
+        >>> table = noise_table(["cat", "dog"], [[0.9, 0.1], [0.4, 0.6]])
+        >>> [[cell.text for cell in line] for line in table.lines]
+        [['90', '10'], ['40', '60']]
+    """
+    by_noise = sorted(range(len(classes)), key=lambda i: matrix[i][i])
+    shown = sorted(by_noise[:MAX_CLASSES])
+    hidden = set(by_noise[MAX_CLASSES:])
+    rest = [sum(matrix[i][j] for j in hidden) for i in shown]
+    most = max([matrix[i][j] for i in shown for j in shown if i != j] + (rest if hidden else []), default=0.0)
+    lines = []
+    for i, other in zip(shown, rest, strict=True):
+        line = [_cell(matrix[i][j], i == j, most, f"true {classes[i]}, given {classes[j]}") for j in shown]
+        if hidden:
+            line.append(_cell(other, False, most, f"true {classes[i]}, given a class that is not shown"))
+        lines.append(line)
+    return NoiseTable([classes[i] for i in shown], lines, len(hidden))
+
+
+def _cell(p: float, right: bool, most: float, words: str) -> Cell:
+    percent = 100 * p
+    text = "0" if percent < 0.05 else f"{percent:.1f}" if percent < 9.95 else f"{percent:.0f}"
+    shade = "right" if right else f"heat{min(SHADES, round(SHADES * p / most)) if most > 0 else 0}"
+    return Cell(text, shade, f"{words}: {percent:.1f} %")
