@@ -18,9 +18,19 @@ from hyperkron.cleaning.fields import Fields
 from hyperkron.cleaning.recorded import installed_version
 from hyperkron.cleaning.report import plots, wording
 from hyperkron.cleaning.report.folder import RunContents, Suspect, read_run
-from hyperkron.cleaning.report.plots import noise_table
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import in_words, remove_stale, whole_file
+
+PAGE_SIZE = 50
+"""Suspects on one page of the table."""
+MAX_TEXT = 4000
+"""Characters of a suspect's text on the page."""
+MAX_EXPLAINED_TEXT = 1000
+"""Characters of a text on the page of an explanation."""
+MAX_EXAMPLES = 2**25
+"""Characters of all texts, pictures and features on the page; further suspects are listed without theirs."""
+_CHIPS = 6
+_BINS = 20
 
 
 def filled(template: str, script: str | None = None, data: str = "", **context: Any) -> str:
@@ -34,16 +44,21 @@ def filled(template: str, script: str | None = None, data: str = "", **context: 
     """
     jinja, plain = need("jinja2", "report"), need("markupsafe", "report").Markup
     environment = jinja.Environment(
-        autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=jinja.FunctionLoader(_package_text),
     )
-    filters = (wording.percent, wording.count, wording.duration, wording.memory, wording.value)
+    filters = (wording.percent, wording.count, wording.duration, wording.memory, wording.value, wording.moment)
+    filters += (plots.plain, plots.number, plots.shorten)
     environment.filters.update({function.__name__: function for function in filters})
     code, style = "" if script is None else _package_text(script), _package_text("report.css")
     allowed = "'none'" if script is None else _source(code)
     policy = f"default-src 'none'; img-src data:; style-src {_source(style)}; script-src {allowed}; "
     policy += "base-uri 'none'; form-action 'none'"
-    made = environment.from_string(_package_text(template))
-    page: str = made.render(policy=policy, script=plain(code), style=plain(style), data=plain(data), **context)
+    given = {"policy": policy, "script": plain(code), "style": plain(style), "data": plain(data)}
+    page: str = environment.get_template(template).render(**given, **context)
     return page
 
 
@@ -54,18 +69,6 @@ def _package_text(name: str) -> str:
 def _source(text: str) -> str:
     """How a Content-Security-Policy names an inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-PAGE_SIZE = 50
-"""Suspects on one page of the table."""
-MAX_TEXT = 4000
-"""Characters of a suspect's text on the page."""
-MAX_EXPLAINED_TEXT = 1000
-"""Characters of a text on the page of an explanation."""
-MAX_EXAMPLES = 2**25
-"""Characters of all texts, pictures and features on the page; further suspects are listed without theirs."""
-_CHIPS = 6
-_BINS = 20
 
 
 def write_report(run_folder: str | Path) -> Path:
@@ -182,59 +185,28 @@ def _suspect(rank: int, s: Suspect, top: float) -> dict[str, Any]:
 
 
 def _context(run: RunContents) -> dict[str, Any]:
-    result = run.result
-    data = result.child("data")
+    """What must be computed; the template takes everything else from ``run`` itself."""
     candidates = sorted(run.candidates, key=lambda c: (c.accuracy is None, -(c.accuracy or 0.0)))
-    seconds = result.child("seconds")
+    givens, suggestions = _labels(run)
     return {
+        "run": run,
         "name": run.folder.resolve().name,
-        "created": wording.moment(result.text("created")),
-        "hyperkron": result.text("hyperkron"),
-        "verdict": result.text("verdict"),
-        "heading": wording.heading(run),
-        "unfinished": result.texts("unfinished"),
-        "few": wording.few_trusted(run),
-        "interval": wording.interval,
-        "of_rows": wording.of_rows,
-        "difference": wording.difference,
-        "reason": wording.reason(run),
-        "chosen": run.chosen,
-        "winner": next((c for c in candidates if c.chosen), None),
-        "noise_rate": {name: result.child("noise").number(name) for name in ("rate", "low", "high")},
-        "train_rows": data.count("train_rows"),
-        "trusted_rows": data.count("trusted_rows"),
-        "kind": data.text("kind"),
+        "wording": wording,
         "candidates": candidates,
-        "tested": any(c.test_accuracy is not None for c in candidates),
-        "tested_on": wording.tested_on(run),
-        "timed": any(c.seconds is not None for c in candidates),
-        "untimed": any(c.seconds is None for c in candidates),
-        "comparison": wording.comparison(candidates),
-        "dot_plot": plots.dot_plot(candidates) if candidates else None,
-        "suspects": len(run.suspects),
+        "winner": next((c for c in candidates if c.chosen), None),
+        "axis": plots.accuracy_axis(candidates),
         "suspect_count": wording.suspect_count(run),
-        "cut": result.child("suspects").number("cut"),
-        "stable": result.child("suspects").number("stable"),
         "least_stable": STABLE,
-        "givens": _labels(run)[0],
-        "suggestions": _labels(run)[1],
+        "givens": givens,
+        "suggestions": suggestions,
         "corrections": _corrections(run),
-        "histogram": _histogram(run),
-        "split": run.rows is not None,
-        "noise": noise_table(run.classes, run.matrix) if run.matrix else None,
+        "bars": _histogram(run),
+        "noise": plots.noise_table(run.classes, run.matrix) if run.matrix else None,
         "sources": _sources(run),
-        "reliability": [x for x in (s.number("right") for s in result.children("sources")) if x is not None],
-        "unlabelled": result.count("unlabelled"),
-        "classes": len(run.classes),
-        "costs": {name: seconds.number(name) for name in ("total", "cleaning", "plain", "comparison")},
-        "memory_mb": result.number("peak_memory_mb"),
-        "hardware": result.text("hardware"),
-        "messages": [*data.texts("messages"), *run.notes],
+        "reliability": [x for x in (s.number("right") for s in run.result.children("sources")) if x is not None],
         "per_class": _per_class(run),
         "class_titles": _class_titles(run),
         "config": [pair for pair in wording.settings(run.config) if pair[0] not in ("format", "command")],
-        "versions": [(key, wording.value(value)) for key, value in result.child("versions").raw.items()],
-        "command": result.text("command"),
     }
 
 
@@ -247,7 +219,7 @@ def _corrections(run: RunContents) -> list[tuple[str, str, int]]:
     return [(given, suggested, n) for (given, suggested), n in ranked[:_CHIPS]]
 
 
-def _histogram(run: RunContents) -> plots.Svg | None:
+def _histogram(run: RunContents) -> plots.Histogram | None:
     """Of rows.csv where it is there, split into suspects and others; else of the counts in result.json."""
     weights = run.result.child("weights")
     edges = [x for x in weights.numbers("edges") if x is not None]
