@@ -50,9 +50,9 @@ def filled(template: str, script: str | None = None, data: str = "", **context: 
         lstrip_blocks=True,
         loader=jinja.FunctionLoader(_package_text),
     )
-    filters = (wording.percent, wording.count, wording.duration, wording.memory, wording.value, wording.moment)
-    filters += (plots.plain, plots.number, plots.shorten)
-    environment.filters.update({function.__name__: function for function in filters})
+    words = ("percent", "count", "duration", "memory", "value", "moment")
+    environment.filters.update({name: getattr(wording, name) for name in words})
+    environment.filters.update({name: getattr(plots, name) for name in ("plain", "number", "shorten")})
     code, style = "" if script is None else _package_text(script), _package_text("report.css")
     allowed = "'none'" if script is None else _source(code)
     policy = f"default-src 'none'; img-src data:; style-src {_source(style)}; script-src {allowed}; "
