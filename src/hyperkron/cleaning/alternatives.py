@@ -61,13 +61,7 @@ SAMA_STEPS, SAMA_ROWS, SAMA_RATE = 40, 2048, 0.05
 
 
 def available(names: tuple[str, ...], *, table: bool = True, vectors: bool = True) -> tuple[list[str], list[str]]:
-    """The alternatives that can be trained here, and messages about the others.
-
-    Args:
-        names: those that are wanted.
-        table: whether the inputs are rows of numbers, which trees are for.
-        vectors: whether the inputs have distances.
-    """
+    """The alternatives that can be trained here, on a ``table`` or on ``vectors``, and messages about the others."""
     messages, out = [], [*(() if table else TREES), *(() if vectors else ("neighbours",))]
     if names != ALTERNATIVES:  # somebody asked for them
         messages += [
@@ -127,13 +121,9 @@ def _kept(name: str, work: Work, outcome: Outcome) -> Tensor:
 
 
 def fitted(name: str, works: Sequence[Work], outcomes: Sequence[Outcome], stage: str) -> list[nn.Module]:
-    """A candidate's models, one made from each view; anything whose forward gives logits of rows of inputs will do.
+    """A candidate's models, one made from each view; ``stage`` is what the progress calls it.
 
-    Args:
-        name: of the candidate.
-        works: the whole alone, or the views that judge.
-        outcomes: of the method on each of them.
-        stage: what the progress calls it.
+    Anything whose forward gives logits of rows of inputs will do.
     """
     views = list(zip(works, outcomes, strict=True))
     if name in (*TREES, *ESTIMATORS):
@@ -237,13 +227,7 @@ SAMA_PROBLEM = BilevelProblem(
 
 @dataclass(frozen=True)
 class Interleaved(Algorithm):
-    """Steps of θ, with a step of λ along the way: in each step of the algorithm those of θ up to the next one of λ.
-
-    Args:
-        total: steps of θ.
-        due: after which of them λ moves.
-        move: a step of λ; gives J_out before it, or None where λ stayed.
-    """
+    """``total`` steps of θ, with a step of λ after those that are ``due``: ``move``, which gives J_out before it."""
 
     total: int = 1
     due: range = range(0)

@@ -46,11 +46,7 @@ def evidence_forest(work: Work, posterior: Tensor, weight: Tensor) -> tuple[Tree
     """A forest of the noisy rows with soft labels q and of the trusted rows, and what it says of all rows (rows, C).
 
     Its answers for rows that it learnt from are out of bag: no label of the row itself has a part in them, though q of
-    other rows rests on all trusted labels of the view.
-
-    Args:
-        work: the view.
-        posterior, weight: q of the noisy rows (N, C), and how much each counts (N,).
+    other rows rests on all trusted labels of the view. ``weight`` is how much each noisy row counts (N,).
     """
     work.tick(NAME, 0)
     rows = torch.cat([work.noisy, work.trusted])

@@ -166,12 +166,9 @@ class Opinion:
 
 
 def opinion(work: Work, experts: Sequence[Tensor], said: Tensor) -> Opinion:
-    """Pool the experts on the trusted rows, and find T and the posterior of the noisy rows.
+    """Pool the experts, of whom the trusted one is the first, on the trusted rows; T and q of the noisy rows.
 
-    Args:
-        work: the view.
-        experts: opinions on the true class (rows, C), first that of the trusted expert.
-        said: what the noisy expert says of the given label (rows, C).
+    ``said`` is what the noisy expert says of the given label (rows, C).
     """
     labels, given = work.given[work.trusted], work.given[work.noisy]
     before = frequencies(labels, work.classes)
@@ -191,12 +188,7 @@ def evidence_targets(
 ) -> TrainingTargets:
     """What a network learns of these rows: (w L(e) + γ q(y) CE(y)) / (1 + γ), with w the certainty of q.
 
-    Args:
-        work: the view.
-        rows: numbers of rows; trusted ones are learnt as they are.
-        log_p: log p̄ of the noisy rows (N, C).
-        through: log L of the noisy rows, what their labels say (N, C).
-        scale: κ, β and γ.
+    ``log_p`` is log p̄ and ``through`` log L of the noisy rows (N, C); trusted rows are learnt as they are.
     """
     given, (kappa, beta, gamma) = work.given[work.noisy], scale
     posterior = (log_p + through).softmax(1)

@@ -34,13 +34,9 @@ _BINS = 20
 
 
 def filled(template: str, script: str | None = None, data: str = "", **context: Any) -> str:
-    """The text of a page.
+    """The text of a page; what is put into the template is escaped.
 
-    Args:
-        template: its file; what is put into it is escaped.
-        script: the file of its script, whose hash a Content-Security-Policy names; ``None`` allows no script.
-        data: JSON for the script, as ``embed`` makes it.
-        context: what the template shows.
+    ``script`` is the file of its only script, whose hash a Content-Security-Policy names, and ``data`` JSON for it.
     """
     jinja, plain = need("jinja2", "report"), need("markupsafe", "report").Markup
     environment = jinja.Environment(
