@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import struct
-from dataclasses import dataclass
-from math import prod
-from pathlib import Path
-import torch
-from torch import Tensor
-from hyperkron.cleaning.data.limits import ReadOptions, read_bounded
-from hyperkron.solution import HyperkronError
 import io
 import re
+import struct
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+
 from hyperkron.cleaning.data.files import listing, need, np
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Place, Raw

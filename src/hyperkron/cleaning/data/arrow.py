@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import io
+import re
 from pathlib import Path
 from typing import Any
-from hyperkron.cleaning.data.spreadsheets import refuse_repeated
+
 from hyperkron.cleaning.data.files import need
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Frame, Place
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions
+from hyperkron.cleaning.data.spreadsheets import refuse_repeated
 from hyperkron.cleaning.data.values import Values
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import open_plain
-import inspect
-import re
-from pathlib import Path
-from typing import Any
-from hyperkron.cleaning.data.files import need
-from hyperkron.cleaning.data.kept import Kept
-from hyperkron.cleaning.data.labelled import Frame, Place
-from hyperkron.solution import HyperkronError
+
 
 def _table(path: Path, options: ReadOptions) -> Any:
     """The Arrow table of a Parquet file, refused before it is decoded if it holds too much."""

@@ -5,23 +5,18 @@ from __future__ import annotations
 import contextlib
 import csv
 import re
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
 from hyperkron.cleaning.data.checks import header_note
-from hyperkron.cleaning.data.files import listing
+from hyperkron.cleaning.data.files import listing, need
 from hyperkron.cleaning.data.kept import FormulaCells, Kept, csv_line
 from hyperkron.cleaning.data.labelled import Frame, Place
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, charset_of, read_bounded, read_text
 from hyperkron.cleaning.data.values import Cells
-from hyperkron.solution import HyperkronError
-import zipfile
-from typing import Any
-from hyperkron.cleaning.data.files import listing, need
-from hyperkron.cleaning.data.kept import Kept
-from hyperkron.cleaning.data.labelled import Frame, Place
-from hyperkron.cleaning.data.limits import Bounds
 from hyperkron.solution import HyperkronError
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")

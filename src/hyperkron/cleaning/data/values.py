@@ -1,18 +1,15 @@
-"""Single values of a column: which are missing, which are numbers (also as people write them), what a label is called."""
+"""Single values of a column: which are missing, which are numbers, also as people write them, and names of labels."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
-from hyperkron.cleaning.data.files import listing, np
-from hyperkron.solution import HyperkronError
 import datetime
 import re
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, get_args
-from hyperkron.cleaning.data.files import np
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+from hyperkron.cleaning.data.files import listing, np
+from hyperkron.solution import HyperkronError
 
 if TYPE_CHECKING:
     import numpy.typing as npt

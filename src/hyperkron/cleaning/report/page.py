@@ -14,7 +14,6 @@ from typing import Any
 from hyperkron.cleaning.choice import FEW_PER_CLASS, STABLE
 from hyperkron.cleaning.data.files import need
 from hyperkron.cleaning.explain import Explanation
-from hyperkron.cleaning.fields import Fields
 from hyperkron.cleaning.recorded import installed_version
 from hyperkron.cleaning.report import plots, wording
 from hyperkron.cleaning.report.folder import RunContents, Suspect, read_run
@@ -198,10 +197,10 @@ def _context(run: RunContents) -> dict[str, Any]:
         "corrections": _corrections(run),
         "bars": _histogram(run),
         "noise": plots.noise_table(run.classes, run.matrix) if run.matrix else None,
-        "sources": _sources(run),
+        "sources": run.result.children("sources"),
         "reliability": [x for x in (s.number("right") for s in run.result.children("sources")) if x is not None],
-        "per_class": _per_class(run),
-        "class_titles": _class_titles(run),
+        "per_class": {fields.label("name"): fields for fields in run.result.children("per_class")},
+        "few_per_class": FEW_PER_CLASS,
         "config": [pair for pair in wording.settings(run.config) if pair[0] not in ("format", "command")],
     }
 
@@ -232,46 +231,3 @@ def _histogram(run: RunContents) -> plots.Histogram | None:
         edges = [top * i / _BINS for i in range(_BINS + 1)]
     kept, suspect = ([row.weight for row in run.rows if row.suspect is which] for which in (False, True))
     return plots.histogram(edges, plots.bin_counts(edges, kept), plots.bin_counts(edges, suspect))
-
-
-def _sources(run: RunContents) -> list[tuple[str, list[str]]]:
-    """Every annotator or labelling function with the cells of its line: votes, share right, interval, mistake."""
-
-    def mistake(source: Fields) -> str:
-        if not source.text("said"):
-            return "none"
-        return f"says {source.label('said')}, is {source.label('meant')} ({source.number('mistakes'):.0f} ×)"
-
-    def line(source: Fields) -> list[str]:
-        votes, right, low, high = (source.number(key) for key in ("votes", "right", "low", "high"))
-        between = wording.interval(low, high) if votes else wording.UNKNOWN
-        return [wording.count(votes), wording.percent(right), between, mistake(source)]
-
-    return [(source.label("name"), line(source)) for source in run.result.children("sources")]
-
-
-def _per_class(run: RunContents) -> list[tuple[str, list[str]]]:
-    """Every class with the cells of its line."""
-    data = run.result.child("data")
-    train, trusted = data.numbers("train_per_class"), data.numbers("trusted_per_class")
-    found = {fields.label("name"): fields for fields in run.result.children("per_class")}
-
-    def line(i: int, name: str) -> list[str]:
-        rows = [counts[i] if i < len(counts) else None for counts in (train, trusted)]
-        fields = found.get(name)
-        if fields is None:
-            return [wording.count(n) for n in rows]
-        suspects, right, tests, tested = (fields.count(key) for key in ("suspects", "right", "test_rows", "test_right"))
-        known = wording.share(right, rows[1]) + (", too few to tell" if (rows[1] or 0) < FEW_PER_CLASS else "")
-        cells = [wording.count(rows[0]), wording.count(suspects), known]
-        return cells if tests is None else [*cells, wording.share(tested, tests)]
-
-    return [(name, line(i, name)) for i, name in enumerate(run.classes)] if train or trusted else []
-
-
-def _class_titles(run: RunContents) -> list[str]:
-    found = run.result.children("per_class")
-    if not found:
-        return ["Training rows", "Trusted rows"]
-    titles = ["Training rows", "Suspects", "Trusted rows right when held out"]
-    return titles if found[0].count("test_rows") is None else [*titles, "Test rows right"]
