@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hyperkron.cleaning.data import InputForm
-from hyperkron.cleaning.fields import REMEDY, Fields, parse, read_result, read_text
+from hyperkron.cleaning.fields import REMEDY, Fields, parse, read_object, read_result, read_text
 from hyperkron.cleaning.folder import FORMAT
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.models import TextEncoder
@@ -135,14 +135,8 @@ def _predictor(
     folder: Path, model: Callable[[], nn.Module] | None, encoder: str | None, device: str
 ) -> tuple[InputTransform, nn.Module]:
     """What makes inputs of new rows, and the network."""
-    file = folder / "inputs.json"
-    text = read_text(file)
-    if text is None:
-        raise HyperkronError(
-            f"run={str(folder)!r} has no inputs.json: it was made by an earlier version, or has not finished; finish "
-            f"it with `hyperkron resume {folder}`."
-        )
-    about = parse(text, file)
+    why = f"it was made by an earlier version, or has not finished; finish it with `hyperkron resume {folder}`"
+    about = read_object(folder / "inputs.json", f"run={str(folder)!r} has no inputs.json: {why}.")
     refuse_other_model({"model": about.text("model") or None}, model)
     try:
         with TensorFile(folder / "inputs.safetensors", about.raw["file"]) as stored:
@@ -198,10 +192,8 @@ def read_decisions(file: str | Path, run: str | Path) -> dict[int, str]:
         {3: 'dog'}
     """
     file, run = Path(file), Path(run)
-    text = read_text(file)
-    if text is None:
-        raise HyperkronError(f"decisions={str(file)!r} does not exist; save it in report.html of the run.")
-    content, remedy = parse(text, file), f"save it again in the report of {str(run)!r}"
+    content = read_object(file, f"decisions={str(file)!r} does not exist; save it in report.html of the run.")
+    remedy = f"save it again in the report of {str(run)!r}"
     if content.raw.get("format") != FORMAT:
         raise HyperkronError(f"decisions={str(file)!r} is not a file of decisions; {remedy}.")
     config = read_text(run / "config.json")
