@@ -19,8 +19,7 @@ from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, der
 from hyperkron.cleaning.config import ALTERNATIVES, OURS
 from hyperkron.cleaning.evidence import label_evidence, noise_matrix_from_trusted, of_label
 from hyperkron.cleaning.filters import agreeing, confident, neighbour_votes
-from hyperkron.cleaning.forests import evidence_forest, vectors
-from hyperkron.cleaning.method import Outcome, certainty
+from hyperkron.cleaning.method import Outcome, certainty, evidence_forest, vectors
 from hyperkron.cleaning.models import trees
 from hyperkron.cleaning.own import fit_estimator
 from hyperkron.cleaning.trainer import TrainingTargets, optimizer_for, predict, seeded, updates
@@ -252,7 +251,7 @@ class _Sama:
         self._work, self._noisy, self._trusted = work, work.labelled(work.noisy), work.trusted
         self._random = torch.Generator(work.device).manual_seed(work.config.seed)
         self._network = work.build().to(work.device).train()
-        self._optimizer = optimizer_for([self._network], work.short)
+        self._optimizer = optimizer_for(self._network, work.short)
         self._method = sama(self._optimizer)
 
     def weights(self) -> Tensor:

@@ -119,15 +119,14 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def optimizer_for(networks: Sequence[nn.Module], plan: TrainingPlan) -> torch.optim.AdamW:
+def optimizer_for(network: nn.Module, plan: TrainingPlan) -> torch.optim.AdamW:
     """AdamW with a low rate for pretrained layers (a submodule ``upper``) and the usual one for all others."""
+    upper = getattr(network, "upper", None)
+    fine = {id(p) for p in upper.parameters()} if isinstance(upper, nn.Module) else set()
     groups = []
-    for network in networks:
-        upper = getattr(network, "upper", None)
-        fine = {id(p) for p in upper.parameters()} if isinstance(upper, nn.Module) else set()
-        for low, rate in ((False, plan.rate), (True, plan.fine_rate)):
-            own = [p for p in network.parameters() if p.requires_grad and (id(p) in fine) is low]
-            groups += [{"params": own, "lr": rate}] if own else []
+    for low, rate in ((False, plan.rate), (True, plan.fine_rate)):
+        own = [p for p in network.parameters() if p.requires_grad and (id(p) in fine) is low]
+        groups += [{"params": own, "lr": rate}] if own else []
     return torch.optim.AdamW(groups, weight_decay=plan.decay)
 
 
@@ -173,21 +172,21 @@ class NetworkGroup(nn.Module, ABC):
         return [network.eval() for network in self._networks]
 
 
-class Separate(NetworkGroup):
-    """Networks of any kind, computed one after the other."""
+class Single(NetworkGroup):
+    """One network of any kind."""
 
-    def __init__(self, networks: Sequence[nn.Module], inputs: Inputs, all_targets: Sequence[TrainingTargets]) -> None:
-        super().__init__(networks)
-        self.networks, self._inputs, self._targets = nn.ModuleList(networks), inputs, list(all_targets)
+    def __init__(self, network: nn.Module, inputs: Inputs, targets: TrainingTargets) -> None:
+        super().__init__([network])
+        self.network, self._inputs, self._targets = network, inputs, targets
 
     def loss(self, parts: Sequence[Tensor]) -> Tensor:
-        told = zip(self._networks, self._targets, parts, strict=True)
-        found = [t.loss(network(*self._inputs.batch(t.rows[part])), part) for network, t, part in told]
-        self._losses[:] = [loss.detach() for loss in found]
-        return found[0] if len(found) == 1 else torch.stack(found).sum()
+        [part] = parts
+        loss = self._targets.loss(self.network(*self._inputs.batch(self._targets.rows[part])), part)
+        self._losses[:] = [loss.detach()]
+        return loss
 
     def optimizer(self, plan: TrainingPlan) -> torch.optim.AdamW:
-        return optimizer_for(self._networks, plan)
+        return optimizer_for(self.network, plan)
 
 
 def updates(optimizer: torch.optim.Optimizer, steps: int) -> Updates:
@@ -253,10 +252,10 @@ def train(
     """
     device, count = targets.rows.device, len(targets.rows)
     with seeded(seed, device):
-        networks = Separate([build().to(device).train()], inputs, [targets])
+        network = Single(build().to(device).train(), inputs, targets)
         stream = batches(count, plan.batch_for(count), None, device)
-        [network] = descend(networks, [stream], plan, plan.steps(count) if steps is None else steps, tick)
-    return network
+        [trained] = descend(network, [stream], plan, plan.steps(count) if steps is None else steps, tick)
+    return trained
 
 
 def device_of(model: nn.Module) -> torch.device:
