@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.cleaning.data import Labelled, read
-from hyperkron.cleaning.data.idx import mnist as read_mnist
+from hyperkron.cleaning.data.arrays import mnist as read_mnist
 from hyperkron.solution import HyperkronError
 
 

@@ -165,7 +165,7 @@ def test_a_full_disk_in_a_stage_says_how_to_go_on(tmp_path: Path, monkeypatch: p
     from hyperkron.cleaning.stages import Stages
 
     folder = RunFolder(tmp_path / "run", new=True)
-    stages = Stages(folder.stages)
+    stages = Stages(folder.path / "stages")
     monkeypatch.setattr(os, "fsync", _full)
     with pytest.raises(HyperkronError, match=r"8 bytes are needed; .* then continue with `hyperkron resume"):
         stages("x", lambda: {"a": torch.zeros(2)})

@@ -7,22 +7,22 @@ rows after the other to be judged on that fold.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from hyperkron import losses
-from hyperkron.algorithms import State
+from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, derivatives
 from hyperkron.cleaning.config import ALTERNATIVES, OURS
 from hyperkron.cleaning.evidence import label_evidence, noise_matrix_from_trusted, of_label
 from hyperkron.cleaning.filters import agreeing, confident, neighbour_votes
-from hyperkron.cleaning.forests import evidence_forest, vectors
-from hyperkron.cleaning.method import Outcome, certainty
+from hyperkron.cleaning.method import Outcome, certainty, evidence_forest, vectors
 from hyperkron.cleaning.models import trees
 from hyperkron.cleaning.own import fit_estimator
-from hyperkron.cleaning.trainer import Interleaved, TrainingTargets, optimizer_for, predict, seeded, updates
+from hyperkron.cleaning.trainer import TrainingTargets, optimizer_for, predict, seeded, updates
 from hyperkron.cleaning.work import Work
 from hyperkron.hyper import SampleWeights
 from hyperkron.hypergradient import sama
@@ -60,13 +60,7 @@ SAMA_STEPS, SAMA_ROWS, SAMA_RATE = 40, 2048, 0.05
 
 
 def available(names: tuple[str, ...], *, table: bool = True, vectors: bool = True) -> tuple[list[str], list[str]]:
-    """The alternatives that can be trained here, and messages about the others.
-
-    Args:
-        names: those that are wanted.
-        table: whether the inputs are rows of numbers, which trees are for.
-        vectors: whether the inputs have distances.
-    """
+    """The alternatives that can be trained here, on a ``table`` or on ``vectors``, and messages about the others."""
     messages, out = [], [*(() if table else TREES), *(() if vectors else ("neighbours",))]
     if names != ALTERNATIVES:  # somebody asked for them
         messages += [
@@ -86,13 +80,7 @@ def available(names: tuple[str, ...], *, table: bool = True, vectors: bool = Tru
 
 
 def targets_for(name: str, work: Work, outcome: Outcome) -> TrainingTargets:
-    """What a candidate learns from the rows of a view.
-
-    Args:
-        name: of the candidate.
-        work: the view; ``work.held_out`` is for nobody's eyes here.
-        outcome: of the method on the same view.
-    """
+    """What a candidate learns from the rows of a view; ``work.held_out`` is for nobody's eyes here."""
     if name not in (OURS, *ALTERNATIVES) or name in TREES:
         raise HyperkronError(
             f"name={name!r} is not a candidate with a network; choose from {', '.join((OURS, *ALTERNATIVES))}."
@@ -103,12 +91,8 @@ def targets_for(name: str, work: Work, outcome: Outcome) -> TrainingTargets:
     rows = {"noisy": noisy, "trusted": trusted}.get(name, torch.cat([noisy, trusted]))
     if name in ("noisy", "trusted", "pooled"):
         return TrainingTargets(rows, work.known(rows))
-    if name == "cleanlab":
-        rows = torch.cat([noisy[_kept_by_cleanlab(outcome.noisy_expert[noisy], work.given[noisy])], trusted])
-        return TrainingTargets(rows, work.known(rows))
-    if name == "neighbours":
-        votes = neighbour_votes(vectors(work, noisy), work.given[noisy], work.classes, seed=work.config.seed)
-        rows = torch.cat([noisy[agreeing(votes, work.given[noisy])], trusted])
+    if name in ("cleanlab", "neighbours"):
+        rows = _kept(name, work, outcome)
         return TrainingTargets(rows, work.known(rows))
     if name == "gold-loss":
         return _gold_loss(work, outcome)
@@ -121,47 +105,41 @@ def targets_for(name: str, work: Work, outcome: Outcome) -> TrainingTargets:
     return TrainingTargets(rows, work.known(rows), torch.cat([weight, torch.ones(len(trusted), device=work.device)]))
 
 
+def _kept(name: str, work: Work, outcome: Outcome) -> Tensor:
+    """The noisy rows that a filter keeps, and the trusted ones."""
+    noisy = work.labelled(work.noisy)
+    given = work.given[noisy]
+    if name == "cleanlab":
+        kept = _kept_by_cleanlab(outcome.noisy_expert[noisy], given)
+    elif name == "neighbours":
+        kept = agreeing(neighbour_votes(vectors(work, noisy), given, work.classes, seed=work.config.seed), given)
+    else:
+        assert outcome.noisy_forest is not None
+        kept = confident(outcome.noisy_forest[noisy], given)
+    return torch.cat([noisy[kept], work.trusted])
+
+
 def fitted(name: str, works: Sequence[Work], outcomes: Sequence[Outcome], stage: str) -> list[nn.Module]:
-    """A candidate's networks, one made from each view; anything whose forward gives logits of rows of inputs will do.
+    """A candidate's models, one made from each view; ``stage`` is what the progress calls it.
 
-    Args:
-        name: of the candidate.
-        works: the whole alone, or the views that judge.
-        outcomes: of the method on each of them.
-        stage: what the progress calls it.
+    Anything whose forward gives logits of rows of inputs will do.
     """
+    views = list(zip(works, outcomes, strict=True))
     if name in (*TREES, *ESTIMATORS):
-        return [_without_network(name, work, outcome, stage) for work, outcome in zip(works, outcomes, strict=True)]
-    if name == OURS and any(outcome.prefers_trees(work) for work, outcome in zip(works, outcomes, strict=True)):
-        return _networks_or_trees(works, outcomes, stage)
-    seen = works[:1] if name in BLIND else works
-    targets = [targets_for(name, work, outcome) for work, outcome in zip(seen, outcomes, strict=False)]
-    plans = [
-        outcome.paced(work, work.last) if name == OURS else work.last
-        for work, outcome in zip(seen, outcomes, strict=False)
-    ]
+        return [_without_network(name, work, outcome, stage) for work, outcome in views]
     found: dict[int, nn.Module] = {}
-    for plan in dict.fromkeys(plans):
-        mine = [i for i, own in enumerate(plans) if own == plan]
-        networks = works[0].fit([targets[i] for i in mine], plan, stage, seeds=[works[i].shift for i in mine])
-        found.update(zip(mine, networks, strict=True))
-    return [found[i % len(seen)] for i in range(len(works))]
-
-
-def _networks_or_trees(works: Sequence[Work], outcomes: Sequence[Outcome], stage: str) -> list[nn.Module]:
-    """Our models of views of which some prefer trees."""
-    pairs = list(zip(works, outcomes, strict=True))
-    others = [(work, outcome) for work, outcome in pairs if not outcome.prefers_trees(work)]
-    networks = iter(fitted(OURS, [w for w, _ in others], [o for _, o in others], stage) if others else [])
-    found: list[nn.Module] = []
-    for work, outcome in pairs:
-        if outcome.prefers_trees(work):
+    for i, (work, outcome) in enumerate(views):
+        if name == OURS and outcome.prefers_trees(work):
             q = outcome.final.posterior
-            weight = certainty(q, work.given[work.noisy])
-            found.append(evidence_forest(work, q, weight)[0].eval())
-        else:
-            found.append(next(networks))
-    return found
+            found[i] = evidence_forest(work, q, certainty(q, work.given[work.noisy]))[0].eval()
+    seen = [i for i in range(len(views)) if i not in found][: 1 if name in BLIND else None]
+    plans = {i: views[i][1].paced(works[i], works[i].last) if name == OURS else works[i].last for i in seen}
+    for plan in dict.fromkeys(plans.values()):
+        mine = [i for i in seen if plans[i] == plan]
+        targets = [targets_for(name, *views[i]) for i in mine]
+        networks = works[0].fit(targets, plan, stage, seeds=[works[i].shift for i in mine])
+        found.update(zip(mine, networks, strict=True))
+    return [found[i] if i in found else found[seen[0]] for i in range(len(views))]
 
 
 def _without_network(name: str, work: Work, outcome: Outcome, stage: str) -> nn.Module:
@@ -175,10 +153,7 @@ def _without_network(name: str, work: Work, outcome: Outcome, stage: str) -> nn.
             labels = torch.cat([q.argmax(1), work.given[work.trusted]])
             weight[: len(q)] = certainty(q, work.given[work.noisy])
         return fit_estimator(work.estimator, vectors(work, rows), labels, weight, work.classes).eval()
-    assert outcome.noisy_forest is not None
-    noisy = work.labelled(work.noisy)
-    kept = noisy[confident(outcome.noisy_forest[noisy], work.given[noisy])]
-    rows = torch.cat([kept, work.trusted])
+    rows = _kept(name, work, outcome)
     if name == "boosted":
         return trees.boosted(vectors(work, rows), work.given[rows], work.classes, seed=work.config.seed).eval()
     labels = one_hot(work.given[rows], work.classes).float()
@@ -249,14 +224,34 @@ SAMA_PROBLEM = BilevelProblem(
 )
 
 
+@dataclass(frozen=True)
+class Interleaved(Algorithm):
+    """``total`` steps of θ, with a step of λ after those that are ``due``: ``move``, which gives J_out before it."""
+
+    total: int = 1
+    due: range = range(0)
+    move: Callable[[State], float | None] = lambda state: None
+
+    @property
+    def steps(self) -> int:
+        """Steps of the algorithm."""
+        return len(self.due) + (self.total not in self.due)
+
+    def step(self, state: State, batches: BatchSources) -> StepReport:
+        """The steps of θ up to the next one of λ, and that one."""
+        ends, here = [0, *self.due, self.total], state.step
+        derivatives.descend(state, batches, ends[here + 1] - ends[here])
+        return state.finish(self.move(state) if here < len(self.due) else None, {})
+
+
 class _Sama:
-    """The training run that learns the weights of noisy rows."""
+    """The training run that learns the weights of noisy rows; private, because ``fit`` describes all it can see."""
 
     def __init__(self, work: Work) -> None:
         self._work, self._noisy, self._trusted = work, work.labelled(work.noisy), work.trusted
         self._random = torch.Generator(work.device).manual_seed(work.config.seed)
         self._network = work.build().to(work.device).train()
-        self._optimizer = optimizer_for([self._network], work.short)
+        self._optimizer = optimizer_for(self._network, work.short)
         self._method = sama(self._optimizer)
 
     def weights(self) -> Tensor:

@@ -123,9 +123,7 @@ def error_correlation(posterior: Tensor, shares: Tensor) -> float:
 
         r = (P(both wrong) − e²) / (e − e²) ,      e = P(one is wrong) ,      over all pairs of votes on one row
 
-    Args:
-        posterior: q (N, C).
-        shares: how many votes each class has on each row (N, C).
+    ``shares`` is how many votes each class has on each row (N, C).
     """
     count = shares.sum(1, keepdim=True)
     wrong = count - shares

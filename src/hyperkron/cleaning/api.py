@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from hyperkron.cleaning.config import CleanConfig, Progress
+from hyperkron.cleaning.config import CleanConfig, Progress, shown_progress
 from hyperkron.cleaning.data import ReadOptions, row_hashes
 from hyperkron.cleaning.folder import FORMAT, RunFolder, replacing
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.own import Own, own_paths
 from hyperkron.cleaning.prepare import refuse_early
-from hyperkron.cleaning.progress import shown_progress
 from hyperkron.cleaning.recorded import encoder_to_load, recorded_paths, refuse_other_model, refuse_other_settings
 from hyperkron.cleaning.result import CleanResult
 from hyperkron.cleaning.run import CleaningRun
@@ -74,23 +73,17 @@ def clean(
         >>> len(result.weights), result.chosen
         (160, 'hyperkron')
     """
-    shown = shown_progress(progress)
-    if out is not None and overwrite:
-        with replacing(Path(out), overwrite, shown.message):
-            again: dict[str, Any] = {"test": test, "out": out, "model": model, "config": config, "estimator": estimator}
-            again |= {"probabilities": probabilities, "embeddings": embeddings}
-            return clean(train, trusted, **again, progress=shown, command=command, on_result=on_result, **reading)
-    config = config or CleanConfig()
+    shown, config = shown_progress(progress), config or CleanConfig()
     sources = {"train": train, "trusted": trusted, "test": test, "reading": reading}
     plain, brought = None if out is None else plain_sources(sources), own_paths(probabilities, embeddings)
     plain = None if brought is None else plain
-    how = ReadOptions(charset=reading.get("charset") or ReadOptions.charset)
-    hashes = None if plain is None else row_hashes(plain["train"], how, "train")  # before reading: never of later ones
-    parts = read_parts(train, trusted, test, reading)
-    own = Own.of(parts, estimator=estimator, probabilities=probabilities, embeddings=embeddings)
-    refuse_early(own.parts, config, model)
-    folder = None if out is None else RunFolder(out, new=True)
-    if folder is not None:
+    with replacing(out, overwrite, shown.message):
+        how = ReadOptions(charset=reading.get("charset") or ReadOptions.charset)
+        hashes = None if plain is None else row_hashes(plain["train"], how, "train")  # before reading: never later ones
+        parts = read_parts(train, trusted, test, reading)
+        own = Own.of(parts, estimator=estimator, probabilities=probabilities, embeddings=embeddings)
+        refuse_early(own.parts, config, model)
+        folder = RunFolder(out, new=True)
         about = {
             "source": plain,
             "rows": None if hashes is None else folder.write_hashes(hashes),
@@ -100,10 +93,8 @@ def clean(
             "estimator": None if estimator is None else type(estimator).__name__,
         }
         folder.write_json("config.json", {"format": FORMAT, **about, "config": asdict(config), "data": own.data})
-    given = Given.of(train, parts[0])
-    return CleaningRun(
-        parts, own, config, folder, model, shown, command, given, config.encoder, on_result=on_result
-    ).result()
+        given = Given.of(train, parts[0])
+        return CleaningRun(parts, own, config, folder, model, shown, command, given, config.encoder, on_result).result()
 
 
 def resume(
@@ -139,7 +130,7 @@ def continued(
     on_result: Callable[[Path], None] | None = None,
 ) -> CleanResult:
     """As :func:`resume`; without ``writes`` a finished run is read again and its folder stays as it is."""
-    folder = RunFolder(out, new=False)
+    folder = RunFolder(out, new=False, writes=writes)
     kept = folder.read_config()
     source = kept["source"]
     if source is None:
@@ -158,4 +149,4 @@ def continued(
     config = CleanConfig(**{**kept["config"], "compare": tuple(kept["config"]["compare"])})
     given, encoder = Given.of(source["train"], parts[0]), encoder_to_load(kept, expected)
     shown, command = shown_progress(progress), kept["command"]
-    return CleaningRun(parts, own, config, folder, model, shown, command, given, encoder, writes, on_result).result()
+    return CleaningRun(parts, own, config, folder, model, shown, command, given, encoder, on_result).result()

@@ -66,9 +66,7 @@ def train_batched(
                 train(build, inputs, one, plan, seed=seed, steps=steps, tick=tick)
                 for one, seed in zip(all_targets, seeds, strict=True)
             ]
-    stack = Stack(networks, inputs)
-    stack.set_targets(all_targets)
-    return descend(stack, streams, plan, steps, tick)
+    return descend(Stack(networks, inputs, all_targets), streams, plan, steps, tick)
 
 
 def stackable(networks: Sequence[nn.Module], inputs: Inputs) -> bool:
@@ -115,7 +113,7 @@ class Stack(NetworkGroup):
     So a network can be asked, or differentiated, between any two steps; :meth:`finish` gives it weights of its own.
     """
 
-    def __init__(self, networks: Sequence[nn.Module], inputs: Inputs) -> None:
+    def __init__(self, networks: Sequence[nn.Module], inputs: Inputs, all_targets: Sequence[TrainingTargets]) -> None:
         super().__init__(networks)
         assert isinstance(inputs, Dense)
         self._values = inputs.values.flatten(1)
@@ -127,6 +125,7 @@ class Stack(NetworkGroup):
                 self._layers.append((weight, None if same[0].bias is None else self._block([n.bias for n in same])))
             elif not isinstance(same[0], nn.Flatten):
                 self._layers.append(same[0])
+        self._join_targets(all_targets)
 
     def _block(self, parameters: Sequence[Tensor], turned: bool = False) -> Tensor:
         block = torch.stack([p.detach().T if turned else p.detach() for p in parameters])
@@ -139,7 +138,7 @@ class Stack(NetworkGroup):
         fused = self._values.device.type in ("cpu", "cuda")
         return torch.optim.AdamW(self.blocks, lr=plan.rate, weight_decay=plan.decay, fused=fused)
 
-    def set_targets(self, all_targets: Sequence[TrainingTargets]) -> None:
+    def _join_targets(self, all_targets: Sequence[TrainingTargets]) -> None:
         self._rows = torch.cat([targets.rows for targets in all_targets])
         evidence = torch.cat([targets.evidence for targets in all_targets]).to(self._values)
         self._evidence = evidence - evidence.max(1, keepdim=True).values

@@ -162,13 +162,7 @@ class Noise:
 
 
 def noise_of(doubt: Tensor, views: Sequence[Tensor], cut: float) -> Noise:
-    """From the error probabilities of the whole, and of the views without a fold of the trusted rows.
-
-    Args:
-        doubt: of all noisy rows (N,); NaN for those without a label.
-        views: the same from each view, whose networks had other seeds.
-        cut: a row with more is a suspect.
-    """
+    """From the error probabilities (N,) of the whole and of the views; NaN without a label, a suspect above ``cut``."""
     rates = torch.stack([view.double().nanmean() for view in views])
     jackknife = (len(rates) - 1) / len(rates) * float((rates - rates.mean()).square().sum())
     reach, rate = Z * math.sqrt(jackknife + RATE_ERROR**2), float(doubt.double().nanmean())
@@ -192,12 +186,7 @@ def verdict(
 ) -> str:
     """Two or three sentences for a person: the model, how it compares, and the labels.
 
-    Args:
-        chosen: the name of the chosen candidate.
-        candidates: all of them.
-        noise: of the labels.
-        classes: how many there are.
-        test: right answers of the chosen one on the test rows, and how many those are.
+    ``test`` is how many answers of the chosen one on the test rows are right, and how many those rows are.
     """
     won = next(c for c in candidates if c.name == chosen)
     named = {OURS: "The cleaned model", "trusted": "Train on the trusted set alone: its model"}

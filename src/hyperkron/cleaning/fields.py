@@ -166,18 +166,21 @@ def read_text(file: Path) -> str | None:
         raise HyperkronError(f"{file} cannot be read as UTF-8 ({reason}); {REMEDY}.") from error
 
 
+def read_object(file: Path, missing: str) -> Fields:
+    """The JSON object of a file; an error that says what is ``missing`` where there is none."""
+    text = read_text(file)
+    if text is None:
+        raise HyperkronError(missing)
+    return parse(text, file)
+
+
 def read_result(folder: Path) -> Fields:
     """The content of result.json."""
     if not folder.is_dir():
         raise HyperkronError(f"run_folder={str(folder)!r} is not a folder; name one that `hyperkron clean` wrote.")
     file = folder / "result.json"
-    text = read_text(file)
-    if text is None:
-        raise HyperkronError(
-            f"run_folder={str(folder)!r} has no result.json: the run has not finished; "
-            f"continue it with `hyperkron resume {folder}`."
-        )
-    result = parse(text, file)
+    why = f"the run has not finished; continue it with `hyperkron resume {folder}`"
+    result = read_object(file, f"run_folder={str(folder)!r} has no result.json: {why}.")
     found = result.raw.get("format")
     if found != FORMAT or isinstance(found, bool):
         raise HyperkronError(

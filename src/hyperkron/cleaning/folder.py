@@ -14,15 +14,19 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning.data import Labelled, RowHashes
+from hyperkron.cleaning.recorded import digest
+from hyperkron.cleaning.stages import Stages
 from hyperkron.solution import HyperkronError
 from hyperkron.training.files import write_tensors
+from hyperkron.training.locks import FolderLock
 from hyperkron.training.writing import flush_folder, in_words, open_ordinary, read_plain, whole_file
 
 FORMAT = 1
@@ -80,12 +84,16 @@ class RunFolder:
     """The folder of one run.
 
     Args:
-        path: made if it does not exist.
+        path: made if it does not exist; None for a run that keeps nothing.
         new: True refuses a folder that holds a run; False continues that run.
+        writes: False leaves the folder as it is.
     """
 
-    def __init__(self, path: str | Path, *, new: bool) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path | None, *, new: bool, writes: bool = True) -> None:
+        self.kept, self.path = path is not None, Path(path or "")
+        self.writes = writes and self.kept
+        if not self.kept:
+            return
         if new and (self.path / "config.json").exists():
             raise HyperkronError(
                 f"out={str(path)!r} already holds a run; continue it with resume({str(path)!r}), replace it with "
@@ -103,10 +111,23 @@ class RunFolder:
                 "it one that you may write to."
             ) from error
 
-    @property
-    def stages(self) -> Path:
-        """Where finished stages are kept."""
-        return self.path / "stages"
+    def lock(self) -> AbstractContextManager[Any]:
+        """Nobody else may write into the folder meanwhile."""
+        return FolderLock(self.path) if self.kept else nullcontext()
+
+    def stages(self, device: torch.device) -> Stages:
+        """Finished stages, of all that the run began with."""
+        return Stages(self.path / "stages", digest(self.read_config()), device) if self.kept else Stages(None)
+
+    def record(self, name: str, found: Any, check: Callable[[Any], None]) -> None:
+        """Put into config.json what the run works with; what is there already is checked."""
+        if not self.kept:
+            return
+        before = self.read_config()
+        if name in before:
+            check(before[name])
+        else:
+            self.write_json("config.json", {**before, name: found})
 
     def read_config(self) -> dict[str, Any]:
         """The configuration the run began with."""
@@ -136,6 +157,8 @@ class RunFolder:
         return {"count": len(hashes), "sha256": hashes.sha256, "version": hashes.VERSION}
 
     def _put(self, name: str, data: bytes) -> None:
+        if not self.writes:
+            return
         with self._writing(name, len(data)), whole_file(self.path / name) as beside:
             beside.write_bytes(data)
 
@@ -146,6 +169,8 @@ class RunFolder:
 
     def log(self, event: str, **fields: Any) -> None:
         """Add one line to log.jsonl."""
+        if not self.writes:
+            return
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event, **fields}
         path = self.path / "log.jsonl"
         with (
@@ -161,7 +186,8 @@ class RunFolder:
         """The lines of log.jsonl about one kind of event; a torn or damaged line is passed over."""
         path = self.path / "log.jsonl"
         try:
-            lines = read_plain(path).decode("ascii", "replace").splitlines() if path.exists() else []
+            there = self.kept and path.exists()
+            lines = read_plain(path).decode("ascii", "replace").splitlines() if there else []
         except OSError as error:
             raise HyperkronError(
                 f"{path} cannot be read ({error.strerror or error}); remove it, which loses only the times of finished "
@@ -187,10 +213,13 @@ class RunFolder:
 
     def write_model(self, network: nn.Module) -> None:
         """model.safetensors: parameters and buffers by name."""
-        self._put_tensors("model.safetensors", network.state_dict())
+        if self.writes:
+            self._put_tensors("model.safetensors", network.state_dict())
 
     def write_inputs(self, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """inputs.json and inputs.safetensors: how new rows become inputs of the network."""
+        if not self.writes:
+            return
         record = self._put_tensors("inputs.safetensors", tensors)
         self.write_json("inputs.json", {"format": FORMAT, **about, "file": record, "tensors": sorted(tensors)})
 
@@ -201,6 +230,8 @@ class RunFolder:
 
         ``scores``: suggested, error_probability, weight, suspect, history (N, steps) of the rows that were used.
         """
+        if not self.writes:
+            return
         probability, weight, suspect = (scores[name].tolist() for name in ("error_probability", "weight", "suspect"))
         given = ["" if k < 0 else train.classes[k] for k in train.labels.tolist()]
         suggested = [train.classes[k] for k in scores["suggested"].tolist()]
@@ -293,9 +324,11 @@ def fingerprint(parts: list[Labelled]) -> str:
 
 
 @contextmanager
-def replacing(out: Path, overwrite: bool, say: Callable[[str], None]) -> Iterator[None]:
+def replacing(folder: str | Path | None, overwrite: bool, say: Callable[[str], None]) -> Iterator[None]:
     """The earlier run is put aside; it comes back if the new one does not begin, and goes when that has finished."""
-    if not overwrite or not any((out / name).exists() for name in ("config.json", "result.json")):
+    out = Path(folder or "")
+    there = any((out / name).exists() for name in ("config.json", "result.json"))
+    if folder is None or not overwrite or not there:
         yield
         return
     if out.is_symlink():

@@ -1,4 +1,4 @@
-"""``load``: the result of a finished run, from its folder."""
+"""A finished run, from its folder: its result, and what a person decided about its suspects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from hyperkron.cleaning.data import InputForm
-from hyperkron.cleaning.fields import REMEDY, Fields, parse, read_result, read_text
+from hyperkron.cleaning.fields import REMEDY, Fields, parse, read_object, read_result, read_text
+from hyperkron.cleaning.folder import FORMAT
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.models import TextEncoder
 from hyperkron.cleaning.models.trees import rebuilt
@@ -134,14 +135,8 @@ def _predictor(
     folder: Path, model: Callable[[], nn.Module] | None, encoder: str | None, device: str
 ) -> tuple[InputTransform, nn.Module]:
     """What makes inputs of new rows, and the network."""
-    file = folder / "inputs.json"
-    text = read_text(file)
-    if text is None:
-        raise HyperkronError(
-            f"run={str(folder)!r} has no inputs.json: it was made by an earlier version, or has not finished; finish "
-            f"it with `hyperkron resume {folder}`."
-        )
-    about = parse(text, file)
+    why = f"it was made by an earlier version, or has not finished; finish it with `hyperkron resume {folder}`"
+    about = read_object(folder / "inputs.json", f"run={str(folder)!r} has no inputs.json: {why}.")
     refuse_other_model({"model": about.text("model") or None}, model)
     try:
         with TensorFile(folder / "inputs.safetensors", about.raw["file"]) as stored:
@@ -174,3 +169,47 @@ def _stored_model(build: Callable[[], nn.Module], file: Path) -> nn.Module:
     except (OSError, SafetensorError, RuntimeError, HyperkronError) as error:
         reason = " ".join(str(error).split())[:200]
         raise HyperkronError(f"{file} is not the network of this run ({reason}); {REMEDY}.") from error
+
+
+KINDS = ("accept", "reject", "relabel")
+"""Take the suggested label, keep the given one, or take another."""
+
+
+def read_decisions(file: str | Path, run: str | Path) -> dict[int, str]:
+    """The label of every row that was decided, by the position of the row in the source.
+
+    Args:
+        file: as the report of the run saves it (decisions.json).
+        run: the run folder; decisions about other data are refused.
+
+    Example:
+        >>> import json, tempfile
+        >>> run = Path(tempfile.mkdtemp())
+        >>> _ = (run / "result.json").write_text('{"format": 1, "data": {"classes": ["cat", "dog"]}}')
+        >>> made = {"format": 1, "data": "", "decisions": [{"row": 3, "decision": "accept", "label": "dog"}]}
+        >>> _ = (run / "decisions.json").write_text(json.dumps(made))
+        >>> read_decisions(run / "decisions.json", run)
+        {3: 'dog'}
+    """
+    file, run = Path(file), Path(run)
+    content = read_object(file, f"decisions={str(file)!r} does not exist; save it in report.html of the run.")
+    remedy = f"save it again in the report of {str(run)!r}"
+    if content.raw.get("format") != FORMAT:
+        raise HyperkronError(f"decisions={str(file)!r} is not a file of decisions; {remedy}.")
+    config = read_text(run / "config.json")
+    digest = "" if config is None else parse(config, run / "config.json").raw.get("data") or ""
+    if content.text("data") != digest:
+        raise HyperkronError(
+            f"decisions={str(file)!r} are about other data (run {content.text('run')!r}) than the run in {str(run)!r}; "
+            f"{remedy}."
+        )
+    classes = read_result(run).child("data").texts("classes")
+    found: dict[int, str] = {}
+    for entry in content.children("decisions"):
+        row, label = entry.count("row"), entry.label("label")
+        if row is None or entry.text("decision") not in KINDS or label not in classes:
+            raise HyperkronError(
+                f"decisions={str(file)!r} holds {entry.raw!r:.120}, which is not a decision; {remedy}."
+            )
+        found[row] = label
+    return found

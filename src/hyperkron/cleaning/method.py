@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from hyperkron.cleaning.annotators import Votes, weigh_votes
 from hyperkron.cleaning.evidence import (
@@ -37,10 +38,10 @@ from hyperkron.cleaning.evidence import (
     overconfidence,
     stack,
 )
-from hyperkron.cleaning.forests import evidence_forest, noisy_forest
 from hyperkron.cleaning.label_noise import label_noise, under_frequencies
+from hyperkron.cleaning.models.trees import TreeEnsemble, forest
 from hyperkron.cleaning.stages import Tensors
-from hyperkron.cleaning.trainer import TrainingPlan, TrainingTargets, predict
+from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, predict
 from hyperkron.cleaning.work import Work, staged
 
 PRESETS = ((0.35, 1.0, 0.3), (0.35, 1.0, 0.03), (0.35, 1.0, 1.0))
@@ -53,6 +54,8 @@ CONFIDENCE_MARGIN = 0.2
 """Nats by which a network that is trained enough is surer of new rows than it is right; with less it is too gentle."""
 PRIOR_LOSS = 6.0
 """Nats added to the sum over the trusted rows, as if one more had been answered wrongly: few rows decide nothing."""
+FOREST = "forest expert"
+"""What the progress calls forests."""
 
 
 # --- experts ------------------------------------------------------------------------------------------------
@@ -138,6 +141,46 @@ def matrix_expert(works: Sequence[Work], noisy: Sequence[Tensor]) -> list[Tensor
     return [found["asked"] for found in staged(works, "matrix-expert", compute)]
 
 
+def vectors(work: Work, rows: Tensor) -> Tensor:
+    """The inputs of rows as trees take them (n, d)."""
+    assert isinstance(work.inputs, Dense)
+    return work.inputs.values[rows].flatten(1)
+
+
+def noisy_forest(work: Work) -> Tensor:
+    """What a forest of the noisy rows, with the labels as they are, says of all rows (rows, C), out of sample.
+
+    It looks at no trusted label, so all views share it.
+    """
+
+    def compute() -> Tensors:
+        work.tick(FOREST, 0)
+        noisy = work.labelled(work.noisy)
+        labels = one_hot(work.given[noisy], work.classes).float()
+        trees, answers = forest(vectors(work, noisy), labels, seed=work.config.seed)
+        asked = predict(trees, work.inputs, torch.arange(len(work.given), device=work.device))
+        asked[noisy] = answers
+        return {"asked": asked}
+
+    return work.stages("forest-expert", compute)["asked"]
+
+
+def evidence_forest(work: Work, posterior: Tensor, weight: Tensor) -> tuple[TreeEnsemble, Tensor]:
+    """A forest of the noisy rows with soft labels q and of the trusted rows, and what it says of all rows (rows, C).
+
+    Its answers for rows that it learnt from are out of bag: no label of the row itself has a part in them, though q of
+    other rows rests on all trusted labels of the view. ``weight`` is how much each noisy row counts (N,).
+    """
+    work.tick(FOREST, 0)
+    rows = torch.cat([work.noisy, work.trusted])
+    q = torch.cat([posterior, one_hot(work.given[work.trusted], work.classes).to(posterior)])
+    weight = torch.cat([weight, torch.ones(len(work.trusted), device=work.device)])
+    trees, answers = forest(vectors(work, rows), q, weight, seed=work.config.seed + work.shift)
+    asked = torch.zeros(len(work.given), work.classes, device=work.device)
+    asked[rows] = answers
+    return trees, asked
+
+
 # --- opinion, fold models, verdict ----------------------------------------------------------------------------
 
 
@@ -166,12 +209,9 @@ class Opinion:
 
 
 def opinion(work: Work, experts: Sequence[Tensor], said: Tensor) -> Opinion:
-    """Pool the experts on the trusted rows, and find T and the posterior of the noisy rows.
+    """Pool the experts, of whom the trusted one is the first, on the trusted rows; T and q of the noisy rows.
 
-    Args:
-        work: the view.
-        experts: opinions on the true class (rows, C), first that of the trusted expert.
-        said: what the noisy expert says of the given label (rows, C).
+    ``said`` is what the noisy expert says of the given label (rows, C).
     """
     labels, given = work.given[work.trusted], work.given[work.noisy]
     before = frequencies(labels, work.classes)
@@ -191,12 +231,7 @@ def evidence_targets(
 ) -> TrainingTargets:
     """What a network learns of these rows: (w L(e) + γ q(y) CE(y)) / (1 + γ), with w the certainty of q.
 
-    Args:
-        work: the view.
-        rows: numbers of rows; trusted ones are learnt as they are.
-        log_p: log p̄ of the noisy rows (N, C).
-        through: log L of the noisy rows, what their labels say (N, C).
-        scale: κ, β and γ.
+    ``log_p`` is log p̄ and ``through`` log L of the noisy rows (N, C); trusted rows are learnt as they are.
     """
     given, (kappa, beta, gamma) = work.given[work.noisy], scale
     posterior = (log_p + through).softmax(1)
@@ -332,8 +367,8 @@ def clean_labels(works: Sequence[Work]) -> list[Outcome]:
     halved = [a["halved"] for a in alone]
     learnt, grown = fold_models(works, firsts, halved), cleaned_forests(works, firsts)
     found = []
-    for work, told, said, first, own, forest in zip(works, experts, noisy, firsts, learnt, grown, strict=True):
-        final = opinion(work, [*told, own["asked"], *([] if forest is None else [forest])], said)
+    for work, told, said, first, own, cleaned in zip(works, experts, noisy, firsts, learnt, grown, strict=True):
+        final = opinion(work, [*told, own["asked"], *([] if cleaned is None else [cleaned])], said)
         networks = told[0], said, told[2], own["asked"]
-        found.append(Outcome(first, final, *networks, PRESETS[int(own["best"])], trees, forest))
+        found.append(Outcome(first, final, *networks, PRESETS[int(own["best"])], trees, cleaned))
     return found

@@ -53,16 +53,10 @@ class Own:
         probabilities: Any = None,
         estimator: Any = None,
     ) -> Own:
-        """Check what was brought, and find the rows of the parts in it.
+        """Check what was brought to ``clean``, and find the rows of the parts in it.
 
-        Args:
-            parts: training, trusted and, if given, test rows.
-            embeddings: vectors (rows, d): an array, or the path of a ``.npy`` file. The rows are all those of the
-                training source, then of the trusted one if that is another, then of the test source.
-            probabilities: (rows, C), one column for each class in the order of ``classes``, of training and trusted
-                rows in the same way: an array, or the path of a ``.npy`` or ``.csv`` file. A CSV file may begin with a
-                line that names the classes. Models that predicted a row must not have been trained on it.
-            estimator: a classifier with ``fit`` and ``predict``.
+        Its rows are all those of the training source, then of the trusted one if that is another, then of the test
+        source. A CSV file of probabilities may begin with a line that names the classes.
         """
         if estimator is not None:
             _check_estimator(estimator)

@@ -44,46 +44,40 @@ class States:
 
 
 @dataclass(frozen=True)
-class _Scale:
-    """Standardisation by the training rows: per number of an embedding, per channel of a picture, none for tables."""
-
-    mean: Tensor | float = 0.0
-    deviation: Tensor | float = 1.0
-
-    @classmethod
-    def of(cls, values: Tensor, kind: str) -> _Scale:
-        if kind == "table":  # already encoded
-            return cls()
-        dims = (0,) if kind == "text" else (0, 2, 3)
-        deviation = values.std(dims, keepdim=True).nan_to_num(1.0).clamp(min=1e-6)
-        return cls(values.mean(dims, keepdim=True), deviation)
-
-    def __call__(self, values: Tensor) -> Tensor:
-        return (values - self.mean) / self.deviation
-
-
-@dataclass(frozen=True)
 class InputTransform:
     """Makes inputs of rows that are given in the form of ``Labelled.inputs``; the same for training and for new rows.
 
     Attributes:
         form: of the rows.
-        scale: standardisation of what the network takes.
         vectors: makes vectors of texts.
         layers: how many of the encoder's last layers are trained.
+        mean, deviation: of the training rows, per number of an embedding or channel of a picture; tables need none.
     """
 
     form: InputForm
-    scale: _Scale
     vectors: TextEncoder | HashedNgrams | None = None
     layers: int = 0
+    mean: Tensor | float = 0.0
+    deviation: Tensor | float = 1.0
 
     def __call__(self, rows: Any, device: torch.device, progress: TokenProgress | None = None) -> Inputs:
         """The inputs of rows, on a device."""
         if self.layers:
             assert isinstance(self.vectors, TextEncoder)
             return States(self.vectors.prefix([str(text) for text in rows], self.layers, progress=progress), device)
-        return Dense(self.scale(self.raw(rows, device, progress)).to(device))
+        return self.scaled(self.raw(rows, device, progress), device)
+
+    def scaled(self, values: Tensor, device: torch.device) -> Dense:
+        """Standardised, on a device."""
+        return Dense(((values - self.mean) / self.deviation).to(device))
+
+    def fitted(self, values: Tensor) -> InputTransform:
+        """With the mean and deviation of the training rows."""
+        if self.form.kind == "table":  # already encoded
+            return self
+        dims = (0,) if self.form.kind == "text" else (0, 2, 3)
+        deviation = values.std(dims, keepdim=True).nan_to_num(1.0).clamp(min=1e-6)
+        return replace(self, mean=values.mean(dims, keepdim=True), deviation=deviation)
 
     def raw(
         self, rows: Any, device: torch.device, progress: TokenProgress | None = None, cache: Path | None = None
@@ -102,27 +96,19 @@ class InputTransform:
 
     def tensors(self) -> Tensors:
         """What was learnt from the training rows, as far as it is numbers."""
-        found = {"mean": torch.as_tensor(self.scale.mean), "deviation": torch.as_tensor(self.scale.deviation)}
+        found = {"mean": torch.as_tensor(self.mean), "deviation": torch.as_tensor(self.deviation)}
         return found | (self.vectors.tensors() if isinstance(self.vectors, HashedNgrams) else {})
 
     @classmethod
     def load(cls, form: InputForm, tensors: Tensors, encoder: TextEncoder | None, layers: int) -> InputTransform:
         """From :meth:`tensors`, and the encoder if there was one."""
         hashed = HashedNgrams.from_tensors(tensors) if "components" in tensors else None
-        return cls(form, _Scale(tensors["mean"], tensors["deviation"]), encoder or hashed, layers)
+        return cls(form, encoder or hashed, layers, tensors["mean"], tensors["deviation"])
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What training needs of the data.
-
-    Attributes:
-        inputs: of the training rows, then the trusted ones.
-        test: of the test rows, if there are some.
-        build: makes a fresh network.
-        shape: of one input.
-        transform: makes inputs of further rows.
-    """
+    """What training needs of the data: inputs of training and trusted rows, and of test rows; and what makes more."""
 
     inputs: Inputs
     test: Inputs | None
@@ -196,16 +182,16 @@ def prepare(
     vectors: TextEncoder | HashedNgrams | None = encoder
     if form.kind == "text" and encoder is None:
         vectors = HashedNgrams(list(rows[0]))
-    transform = InputTransform(form, _Scale(), vectors, config.layers)
+    transform = InputTransform(form, vectors, config.layers)
     if config.layers:
         inputs: Inputs = transform([*rows[0], *rows[1]], device, progress)
         test: Inputs | None = transform(rows[2], device, progress) if len(rows) > 2 else None
         return Prepared(inputs, test, network_builder(transform, (), classes), (), transform)
     values = [transform.raw(part, device, progress, cache) for part in rows]
-    transform, shape = replace(transform, scale=_Scale.of(values[0], form.kind)), tuple(values[0].shape[1:])
+    transform, shape = transform.fitted(values[0]), tuple(values[0].shape[1:])
     build = network_builder(transform, shape, classes, model)
-    inputs = Dense(transform.scale(torch.cat(values[:2])).to(device))
-    test = Dense(transform.scale(values[2]).to(device)) if len(values) > 2 else None
+    inputs = transform.scaled(torch.cat(values[:2]), device)
+    test = transform.scaled(values[2], device) if len(values) > 2 else None
     _refuse_misfit(build, inputs, classes, device)
     return Prepared(inputs, test, build, shape, transform)
 

@@ -30,12 +30,7 @@ _KNOWN = ("torch", "hyperkron", "transformers")
 
 
 def refuse_other_settings(kept: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Meet a setting that is not the one the run began with.
-
-    Args:
-        kept: the content of config.json.
-        expected: sources, columns and settings by the names that ``clean`` and ``CleanConfig`` have for them.
-    """
+    """Meet a setting, named as ``clean`` and ``CleanConfig`` do, that is not the one the run began with."""
     for name, value in expected.items():
         if name in _SOURCES:
             began, value = kept["source"][name], absolute(value)

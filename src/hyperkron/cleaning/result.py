@@ -276,14 +276,7 @@ def scores_summary(
 
 
 def per_class(parts: list[Labelled], suspect: Tensor, right: Tensor, test_right: Tensor | None) -> list[dict[str, Any]]:
-    """For every class its suspects, and how many held-out trusted rows and test rows the chosen model got right.
-
-    Args:
-        parts: training, trusted and, if given, test rows.
-        suspect: which of the training rows are suspects (N,); they count in the class that was given.
-        right: which of the trusted rows were answered rightly by models that had not seen them (M,).
-        test_right: the same for the test rows.
-    """
+    """For every class its suspects, and how many held-out trusted rows and test rows the chosen model got right."""
     counted = [(parts[0], suspect, "suspects"), (parts[1], right, "right")]
     if test_right is not None:
         counted += [(parts[2], torch.ones_like(test_right), "test_rows"), (parts[2], test_right, "test_right")]

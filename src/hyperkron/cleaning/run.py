@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from hyperkron.cleaning import recorded
 from hyperkron.cleaning.alternatives import DESCRIPTIONS, ESTIMATORS, TREES, available, delivered, judged, targets_for
 from hyperkron.cleaning.budget import steps_of, within
 from hyperkron.cleaning.choice import Judged, Noise, choose, different, first_verdict, judge, noise_of, verdict
-from hyperkron.cleaning.config import OURS, CleanConfig, Progress, SilentProgress
+from hyperkron.cleaning.config import OURS, CleanConfig, EmbeddingBar, Progress, SilentProgress, stage_in_words
 from hyperkron.cleaning.data import Labelled
 from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.given import Given
@@ -26,7 +26,6 @@ from hyperkron.cleaning.method import clean_labels, error_probability
 from hyperkron.cleaning.models import HASHED, EncoderUnavailable, TextEncoder, choose_encoder, load_encoder, trees
 from hyperkron.cleaning.own import EstimatorModel, Own
 from hyperkron.cleaning.prepare import Prepared, pick_device, prepare
-from hyperkron.cleaning.progress import EmbeddingBar, stage_in_words
 from hyperkron.cleaning.result import (
     SUSPECT_THRESHOLD,
     CleanResult,
@@ -37,11 +36,9 @@ from hyperkron.cleaning.result import (
     scores_summary,
 )
 from hyperkron.cleaning.sources import model_name
-from hyperkron.cleaning.stages import Stages
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict, train
 from hyperkron.cleaning.work import Work, folds
 from hyperkron.solution import HyperkronWarning
-from hyperkron.training.locks import FolderLock
 from hyperkron.training.signals import Interrupted, Signals
 
 KEPT_MODEL = (
@@ -59,16 +56,15 @@ class CleaningRun:
     parts: list[Labelled]
     own: Own
     config: CleanConfig
-    folder: RunFolder | None
+    folder: RunFolder
     model: Callable[[], nn.Module] | None
     progress: Progress
     command: str | None
     given: Given
     encoder: str | None = None
-    writes: bool = True
     on_result: Callable[[Path], None] | None = None
     messages: list[str] = field(default_factory=list, init=False)
-    seconds: dict[str, float] = field(default_factory=dict, init=False)
+    seconds: dict[str, float] = field(default_factory=dict, init=False)  # of each part of the run
     spent: dict[str, float] = field(default_factory=dict, init=False)  # on each candidate
     networks: dict[str, nn.Module] = field(default_factory=dict, init=False)
     table: list[Judged] = field(default_factory=list, init=False)  # the candidates judged so far
@@ -78,14 +74,14 @@ class CleaningRun:
 
     def __post_init__(self) -> None:
         self.device = pick_device(self.config.device)
-        self.signals = Signals(active=self.folder is not None)
+        self.signals = Signals(active=self.folder.kept)
 
     def result(self) -> CleanResult:
-        """Do everything that is not done yet; nobody else may write into the folder meanwhile."""
-        with nullcontext() if self.folder is None else FolderLock(self.folder.path), self.signals:
+        """Do everything that is not done yet."""
+        with self.folder.lock(), self.signals:
             try:
                 now = recorded.environment(self.device)
-                self._record("environment", now, lambda began: self._say(recorded.environment_notes(began, now)))
+                self.folder.record("environment", now, lambda began: self._say(recorded.environment_notes(began, now)))
                 self.prepared = self._prepare()
                 with self.prepared.threads(self.device):
                     return self._train()
@@ -95,17 +91,16 @@ class CleaningRun:
     def _train(self) -> CleanResult:
         work = self._make_work()
         total = steps_of(work, work.plan, self.names, self.prepared.test is not None)
-        finished = [] if self.folder is None else self.folder.logged("stage")
-        self.progress.start(max(1, total - sum(int(line["steps"]) for line in finished)))
+        finished = sum(int(line["steps"]) for line in self.folder.logged("stage"))
+        self.progress.start(max(1, total - finished))
         with self._timed("cleaning"):
             [outcome] = clean_labels([work])
             self.outcome, self.posterior = outcome, outcome.final.posterior
         with self._timed("network"):
             self.networks[OURS] = delivered(OURS, work, outcome)
         self._score_rows()
-        if self.folder is not None and self.writes:
-            self.folder.write_inputs(self._about_inputs(), self.prepared.transform.tensors())
-            self.folder.write_model(self.networks[OURS])
+        self.folder.write_inputs(self._about_inputs(), self.prepared.transform.tensors())
+        self.folder.write_model(self.networks[OURS])
         with self._timed("comparison"):
             self._write_first()
             views = work.views()
@@ -125,14 +120,14 @@ class CleaningRun:
                 if self.prepared.test is not None or name == chosen:
                     with self._timed(name, "candidate"):
                         self.networks[name] = delivered(name, work, outcome)
-        if self.folder is not None and isinstance(self.networks[chosen], EstimatorModel):
+        if self.folder.kept and isinstance(self.networks[chosen], EstimatorModel):
             self._say([KEPT_MODEL])
         return self._finish(chosen)
 
     def _prepare(self) -> Prepared:
         self.progress.message(f"{len(self.parts[0])} training rows, {len(self.parts[1])} trusted rows")
         self._say([message for part in self.parts for message in part.messages])
-        cache = None if self.folder is None else self.folder.path / "embeddings"
+        cache = self.folder.path / "embeddings" if self.folder.kept else None
         encoder = self._load_encoder() if self.own.parts[0].kind == "text" else None
         bar = EmbeddingBar(self.progress, self._check_signals)
         with self._timed("preparation"):
@@ -141,7 +136,7 @@ class CleaningRun:
             )
         bar.stop()
         network = recorded.network_identity(found.build, self.device)
-        self._record("network", network, lambda began: recorded.refuse_other_network(began, network))
+        self.folder.record("network", network, lambda began: recorded.refuse_other_network(began, network))
         return found
 
     def _load_encoder(self) -> TextEncoder | None:
@@ -151,27 +146,17 @@ class CleaningRun:
         try:
             encoder, notes = load_encoder(self.encoder, device=self.device, required=self.config.layers > 0)
         except EncoderUnavailable as error:
-            began = None if self.folder is None else recorded.recorded_encoder(self.folder.read_config())
+            began = recorded.recorded_encoder(self.folder.read_config()) if self.folder.kept else None
             if began is None:
                 raise
             raise EncoderUnavailable(f"The run began with the encoder {began['name']!r}. {error}") from error
         identity = recorded.encoder_identity(encoder)
-        self._record("encoder", identity, lambda began: recorded.refuse_other_encoder(began, identity))
+        self.folder.record("encoder", identity, lambda began: recorded.refuse_other_encoder(began, identity))
         self._say(list(notes))
         for note in notes if isinstance(self.progress, SilentProgress) else ():
             warnings.warn_explicit(note, HyperkronWarning, "hyperkron", 1)  # who made it does not matter to a user
         self.progress.message(f"Embedding {sum(map(len, self.parts))} texts with {identity['name']}")
         return encoder
-
-    def _record(self, name: str, found: Any, check: Callable[[Any], None]) -> None:
-        """Put into config.json what the run works with; what is there already is checked."""
-        if self.folder is None:
-            return
-        kept = self.folder.read_config()
-        if name in kept:
-            check(kept[name])
-        else:
-            self.folder.write_json("config.json", {**kept, name: found})
 
     def _make_work(self) -> Work:
         """What every stage needs; ``names`` are the alternatives."""
@@ -182,9 +167,6 @@ class CleaningRun:
         table, dense = self.own.parts[0].kind == "table", isinstance(self.prepared.inputs, Dense)
         self.names, notes = available(self.config.compare, table=table, vectors=dense)
         self.names += ESTIMATORS if self.own.estimator is not None else ()
-        stages = Stages(None)
-        if self.folder is not None:
-            stages = Stages(self.folder.stages, recorded.digest(self.folder.read_config()), self.device)
         self.work = Work(
             self.prepared.inputs,
             given,
@@ -195,7 +177,7 @@ class CleaningRun:
             self.prepared.build,
             plan,
             self.config,
-            stages,
+            self.folder.stages(self.device),
             self._tick,
             table and trees.installed(),
             self.model is None,
@@ -216,20 +198,19 @@ class CleaningRun:
 
     def _fit_budget(self, budget: float) -> list[str]:
         """Change plan and alternatives to fit; decided once, so that a resumed run follows the same plan."""
-        kept = next(self.folder.logged("plan"), None) if self.folder is not None else None
+        kept = next(self.folder.logged("plan"), None)
         if kept is None:
             left = max(1.0, budget - self.seconds.get("preparation", 0.0))
             plan, names, notes = within(self.work, self.names, self.prepared.test is not None, left)
             kept = {"epochs": plan.epochs, "least": plan.least, "compare": names, "messages": notes}
-            if self.folder is not None:
-                self.folder.log("plan", **kept)
+            self.folder.log("plan", **kept)
         self.work = replace(self.work, plan=replace(self.work.plan, epochs=kept["epochs"], least=kept["least"]))
         self.names = kept["compare"]
         return list(kept["messages"])
 
     def _tick(self, stage: str, steps: int) -> None:
         before, done = self.stage
-        if self.folder is not None and before and stage != before:  # that one is finished and on the disk
+        if before and stage != before:  # that one is finished and on the disk
             self.folder.log("stage", name=before, steps=done)
         self.stage = stage, steps + (done if stage == before else 0)
         self.progress.advance(steps, stage_in_words(stage))
@@ -244,16 +225,14 @@ class CleaningRun:
         """Add to ``seconds`` of a part of the run, or to what was ``spent`` on a candidate; the log keeps it."""
         times = self.seconds if event == "part" else self.spent
         if name not in times:  # what an interrupted run had already spent
-            before = [] if self.folder is None else self.folder.logged(event)
-            times[name] = sum(float(line["seconds"]) for line in before if line["name"] == name)
+            times[name] = sum(float(line["seconds"]) for line in self.folder.logged(event) if line["name"] == name)
         begin = time.perf_counter()
         try:
             yield
         finally:
             taken = time.perf_counter() - begin
             times[name] += taken
-            if self.folder is not None and self.writes:
-                self.folder.log(event, name=name, seconds=round(taken, 3))
+            self.folder.log(event, name=name, seconds=round(taken, 3))
 
     def _score_rows(self) -> None:
         """Write what is known of every training row: by the method on the whole, later by its mean with the views."""
@@ -265,14 +244,13 @@ class CleaningRun:
             "suggested": self.posterior.argmax(1).cpu(),
             "history": torch.cat([history(self.outcome, self.work).cpu(), 1 - probability[:, None]], 1),
         }
-        if self.folder is not None and self.writes:
-            self.folder.write_rows(self.parts[0], self.scores)
+        self.folder.write_rows(self.parts[0], self.scores)
 
     def _write_first(self) -> None:
         """result.json as far as it is known, before the alternatives and, now and then, between them."""
         due = not self.table or time.monotonic() - self.written >= SECONDS_BETWEEN_RESULTS
         due = due and 0 < len(self.names) >= len(self.table)  # not all are known
-        if self.folder is None or not self.writes or not due:
+        if not self.folder.writes or not due:
             return
         summary = self._summary(OURS)
         done = [c.name for c in self.table]
@@ -306,16 +284,15 @@ class CleaningRun:
 
     def _finish(self, chosen: str) -> CleanResult:
         summary, network = self._summary(chosen), self.networks[chosen]
-        if self.folder is not None and self.writes:
-            if not isinstance(network, EstimatorModel):
-                self.folder.write_model(network)
-            self.folder.write_json("result.json", summary)
+        if not isinstance(network, EstimatorModel):
+            self.folder.write_model(network)
+        self.folder.write_json("result.json", summary)
         return CleanResult.of(
             self.given,
             self.scores,
             summary,
             network,
-            folder=None if self.folder is None else self.folder.path,
+            folder=self.folder.path if self.folder.kept else None,
             transform=self.prepared.transform,
             learnt=lambda: self._learnt(chosen),
         )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +32,15 @@ def read_parts(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> 
             for k, v in reading.items()
             if v is not None and k not in ("trusted_column", "options", "id", "annotator", "annotators")
         }
-        parts.append(test if isinstance(test, Labelled) else _test_rows(test, parts[0], ours, _named_pair(train)))
+        if not isinstance(test, Labelled):
+            names = _named_pair(train) and _named_pair(test)
+            test = read(_source(test, names), like=parts[0], argument="test", **ours)
+        parts.append(test)
     if len(parts[1]) < 2:
         raise HyperkronError(
             f"trusted has {len(parts[1])} usable rows; at least 2 are needed, better 10 of each class."
         )
     return parts
-
-
-def _test_rows(test: Any, like: Labelled, reading: dict[str, Any], names: bool) -> Labelled:
-    """Test rows, with the argument called by its name in what is said about it."""
-
-    def named(text: str) -> str:
-        return re.sub(r"^source(?=[:= ])", "test", text)
-
-    try:
-        found = read(_source(test, names and _named_pair(test)), like=like, **reading)
-    except HyperkronError as error:
-        raise HyperkronError(named(str(error))) from error
-    return replace(found, messages=tuple(named(message) for message in found.messages))
 
 
 def _named_pair(given: Any) -> bool:

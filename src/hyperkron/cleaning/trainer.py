@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron import losses
-from hyperkron.algorithms import Algorithm, BatchSources, InnerOnly, Source, State, StepReport, Updates, derivatives
+from hyperkron.algorithms import InnerOnly, Source, Updates
 from hyperkron.cleaning.evidence import likelihood
 from hyperkron.losses import Loss
 from hyperkron.problem import BilevelProblem
@@ -119,15 +119,14 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def optimizer_for(networks: Sequence[nn.Module], plan: TrainingPlan) -> torch.optim.AdamW:
+def optimizer_for(network: nn.Module, plan: TrainingPlan) -> torch.optim.AdamW:
     """AdamW with a low rate for pretrained layers (a submodule ``upper``) and the usual one for all others."""
+    upper = getattr(network, "upper", None)
+    fine = {id(p) for p in upper.parameters()} if isinstance(upper, nn.Module) else set()
     groups = []
-    for network in networks:
-        upper = getattr(network, "upper", None)
-        fine = {id(p) for p in upper.parameters()} if isinstance(upper, nn.Module) else set()
-        for low, rate in ((False, plan.rate), (True, plan.fine_rate)):
-            own = [p for p in network.parameters() if p.requires_grad and (id(p) in fine) is low]
-            groups += [{"params": own, "lr": rate}] if own else []
+    for low, rate in ((False, plan.rate), (True, plan.fine_rate)):
+        own = [p for p in network.parameters() if p.requires_grad and (id(p) in fine) is low]
+        groups += [{"params": own, "lr": rate}] if own else []
     return torch.optim.AdamW(groups, weight_decay=plan.decay)
 
 
@@ -154,10 +153,6 @@ class NetworkGroup(nn.Module, ABC):
         self._networks, self._losses = list(networks), [torch.zeros(())]
 
     @abstractmethod
-    def set_targets(self, all_targets: Sequence[TrainingTargets]) -> None:
-        """From now on each network learns from its targets."""
-
-    @abstractmethod
     def loss(self, parts: Sequence[Tensor]) -> Tensor:
         """J_in at these positions in the targets of each: the sum of their losses."""
 
@@ -177,51 +172,21 @@ class NetworkGroup(nn.Module, ABC):
         return [network.eval() for network in self._networks]
 
 
-class Separate(NetworkGroup):
-    """Networks of any kind, computed one after the other."""
+class Single(NetworkGroup):
+    """One network of any kind."""
 
-    def __init__(self, networks: Sequence[nn.Module], inputs: Inputs) -> None:
-        super().__init__(networks)
-        self.networks, self._inputs = nn.ModuleList(networks), inputs
-        self._targets: list[TrainingTargets] = []
-
-    def set_targets(self, all_targets: Sequence[TrainingTargets]) -> None:
-        self._targets = list(all_targets)
+    def __init__(self, network: nn.Module, inputs: Inputs, targets: TrainingTargets) -> None:
+        super().__init__([network])
+        self.network, self._inputs, self._targets = network, inputs, targets
 
     def loss(self, parts: Sequence[Tensor]) -> Tensor:
-        told = zip(self._networks, self._targets, parts, strict=True)
-        found = [t.loss(network(*self._inputs.batch(t.rows[part])), part) for network, t, part in told]
-        self._losses[:] = [loss.detach() for loss in found]
-        return found[0] if len(found) == 1 else torch.stack(found).sum()
+        [part] = parts
+        loss = self._targets.loss(self.network(*self._inputs.batch(self._targets.rows[part])), part)
+        self._losses[:] = [loss.detach()]
+        return loss
 
     def optimizer(self, plan: TrainingPlan) -> torch.optim.AdamW:
-        return optimizer_for(self._networks, plan)
-
-
-@dataclass(frozen=True)
-class Interleaved(Algorithm):
-    """Steps of θ, with a step of λ along the way: in each step of the algorithm those of θ up to the next one of λ.
-
-    Args:
-        total: steps of θ.
-        due: after which of them λ moves.
-        move: a step of λ; gives J_out before it, or None where λ stayed.
-    """
-
-    total: int = 1
-    due: range = range(0)
-    move: Callable[[State], float | None] = lambda state: None
-
-    @property
-    def steps(self) -> int:
-        """Steps of the algorithm."""
-        return len(self.due) + (self.total not in self.due)
-
-    def step(self, state: State, batches: BatchSources) -> StepReport:
-        """The steps of θ up to the next one of λ, and that one."""
-        ends, here = [0, *self.due, self.total], state.step
-        derivatives.descend(state, batches, ends[here + 1] - ends[here])
-        return state.finish(self.move(state) if here < len(self.due) else None, {})
+        return optimizer_for(self.network, plan)
 
 
 def updates(optimizer: torch.optim.Optimizer, steps: int) -> Updates:
@@ -256,24 +221,17 @@ def descend(
     plan: TrainingPlan,
     steps: int,
     tick: Tick | None = None,
-    hyper: nn.Module | None = None,
-    algorithm: Interleaved | None = None,
-    **options: Any,
 ) -> list[nn.Module]:
-    """Train the networks on positions in their targets, which the streams give, and λ as the algorithm says.
-
-    ``options`` are further arguments of ``fit``.
-    """
+    """Train the networks on positions in their targets, which the streams give."""
     fit(
         BilevelProblem(group_loss),
         networks,
-        hyper,
-        algorithm or InnerOnly(steps, report_every=2),  # so never: ``finish`` refuses a loss that is not finite
+        None,
+        InnerOnly(steps, report_every=2),  # so never: ``finish`` refuses a loss that is not finite
         Positions(streams, tick),
-        steps=1 if algorithm is None else algorithm.steps,
+        steps=1,
         inner_optimizer=updates(networks.optimizer(plan), steps),
         seed=None,
-        **options,
     )
     return networks.finish(plan, steps)
 
@@ -294,11 +252,10 @@ def train(
     """
     device, count = targets.rows.device, len(targets.rows)
     with seeded(seed, device):
-        networks = Separate([build().to(device).train()], inputs)
-        networks.set_targets([targets])
+        network = Single(build().to(device).train(), inputs, targets)
         stream = batches(count, plan.batch_for(count), None, device)
-        [network] = descend(networks, [stream], plan, plan.steps(count) if steps is None else steps, tick)
-    return network
+        [trained] = descend(network, [stream], plan, plan.steps(count) if steps is None else steps, tick)
+    return trained
 
 
 def device_of(model: nn.Module) -> torch.device:

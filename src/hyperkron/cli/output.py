@@ -159,8 +159,7 @@ class Lines:
 
 def progress(quiet: bool) -> Any:
     """The progress that fits: none where it is to be quiet, a bar on a terminal, lines elsewhere."""
-    from hyperkron.cleaning.config import SilentProgress
-    from hyperkron.cleaning.progress import BarProgress
+    from hyperkron.cleaning.config import BarProgress, SilentProgress
 
     if quiet:
         return SilentProgress()

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hyperkron.cleaning.data import ReadOptions, RowHashes, export_rows, read_pair, row_hashes
-from hyperkron.cleaning.decisions import read_decisions
-from hyperkron.cleaning.fields import Fields, parse, read_text
+from hyperkron.cleaning.fields import Fields, read_object
 from hyperkron.cleaning.folder import HASHES
-from hyperkron.cleaning.loading import CsvRow, finished_rows, load
+from hyperkron.cleaning.loading import CsvRow, finished_rows, load, read_decisions
 from hyperkron.cleaning.report import write_explanation, write_report
 from hyperkron.cli.cleaning import READING, load_model, showing
 from hyperkron.cli.options import as_options
@@ -117,15 +116,13 @@ def _check_rows(folder: Path, train: str, record: Fields, how: ReadOptions) -> s
 
 def _config(folder: Path) -> Fields:
     """The configuration of a run, which says where its training rows came from."""
-    file = folder / "config.json"
-    text = read_text(file)
-    if text is None:
-        raise HyperkronError(f"run={str(folder)!r} holds no run (no config.json); name one of `hyperkron clean`.")
-    config = parse(text, file)
+    missing = f"run={str(folder)!r} holds no run (no config.json); name one of `hyperkron clean`."
+    config = read_object(folder / "config.json", missing)
     if not config.child("source").text("train"):
         raise HyperkronError(
-            f"{file} does not say which file the training rows came from; data that was given in Python is exported "
-            "with hyperkron.cleaning.data.export_rows, or by taking the rows that rows.csv does not call suspect."
+            f"{config.file} does not say which file the training rows came from; data that was given in Python is "
+            "exported with hyperkron.cleaning.data.export_rows, or by taking the rows that rows.csv does not call "
+            "suspect."
         )
     return config
 

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from hyperkron.cleaning.data import ReadOptions, export_rows, limits, read
-from hyperkron.cleaning.data.csv_files import refuse_repeated
 from hyperkron.cleaning.data.roles import _require
+from hyperkron.cleaning.data.spreadsheets import refuse_repeated
 from hyperkron.cleaning.data.values import Cells, as_number, gaps, is_missing, numbers
 from hyperkron.solution import HyperkronError
 

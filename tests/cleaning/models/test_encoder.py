@@ -16,7 +16,7 @@ from hyperkron.cleaning.data import InputForm
 from hyperkron.cleaning.data.labelled import Roles
 from hyperkron.cleaning.models import EncoderUnavailable, HashedNgrams, TextEncoder, choose_encoder, load_encoder
 from hyperkron.cleaning.models.encoder import HUB_ENCODER
-from hyperkron.cleaning.prepare import InputTransform, _Scale
+from hyperkron.cleaning.prepare import InputTransform
 from hyperkron.curvature import KFAC
 from hyperkron.solution import HyperkronError, HyperkronWarning, NonFiniteError
 
@@ -215,7 +215,7 @@ def test_kept_embeddings_are_used_and_follow_texts_and_weights(
     monkeypatch.setattr(TextEncoder.embed, "__kwdefaults__", TextEncoder.embed.__kwdefaults__ | {"max_length": 32})
 
     def vectors(encoder: TextEncoder, texts: list[list[str]] = halves) -> Tensor:
-        transform = InputTransform(InputForm("text", Roles()), _Scale(), encoder)
+        transform = InputTransform(InputForm("text", Roles()), encoder)
         return torch.cat([transform.raw(part, torch.device("cpu"), cache=cache) for part in texts])
 
     first = vectors(encoder)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from browsing import SUSPECTS, Opened, open_page
-from hyperkron.cleaning.decisions import read_decisions
+from hyperkron.cleaning.loading import read_decisions
 from hyperkron.cleaning.report import write_report
 from run_folder import CLASSES, write_run_folder
 

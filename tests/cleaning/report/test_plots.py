@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hyperkron.cleaning.report import matrix, plots, wording, write_report
-from hyperkron.cleaning.report.folder import Candidate
+from hyperkron.cleaning.report import plots, wording, write_report
+from hyperkron.cleaning.report.folder import Candidate, read_run
 from run_folder import write_run_folder
 
 # --- the plots ---------------------------------------------------------------------------------------------
@@ -30,20 +30,27 @@ def test_ticks(low: float, high: float, about: int, expected: list[float]) -> No
     assert plots.ticks(low, high, about) == pytest.approx(expected)
 
 
-def test_dots_stand_where_the_numbers_say() -> None:
-    def candidate(accuracy: float, low: float, high: float) -> Candidate:
-        return Candidate("a", "", accuracy, low, high, None, None, False, None)
-
-    drawn = plots.dot_plot([candidate(0.75, 0.7, 0.8), candidate(0.8, 0.8, 0.8)])
-    assert plots.accuracy_range([candidate(0.75, 0.7, 0.8)]) == pytest.approx((0.7, 0.8))
-    assert re.findall(r'cx="([\d.]+)%"', drawn) == ["50", "98"]  # 2 % are left free at both ends
-    assert 'x1="2%" x2="98%" y1="30" y2="30" class="interval"' in drawn
+def test_dots_stand_where_the_numbers_say(tmp_path: Path) -> None:
+    limits = [{"accuracy": 0.75, "low": 0.7, "high": 0.8}, {"accuracy": 0.8, "low": 0.8, "high": 0.8}]
+    folder = write_run_folder(tmp_path, candidates=[{"name": name, **x} for name, x in zip("ba", limits, strict=True)])
+    assert plots.accuracy_range(read_run(folder).candidates[:1]) == pytest.approx((0.7, 0.8))
+    drawn = write_report(folder).read_text("utf-8")
+    assert re.findall(r'cx="([\d.]+)%"', drawn) == ["98", "50"]  # 2 % are left free at both ends; the best first
+    assert 'x1="2%" x2="98%" y1="76" y2="76" class="interval"' in drawn
     assert ">75.0 % (70.0 – 80.0 %)</text>" in drawn
 
 
 def test_the_histogram_counts_every_row() -> None:
     assert plots.bin_counts([0.0, 0.5, 1.0], [-1.0, 0.0, 0.49, 0.5, 1.0, 7.0, float("nan")]) == [3, 3]
-    drawn = plots.histogram([0.0, 0.5, 1.0], [4, 1], [0, 3])
+    bars = plots.histogram([0.0, 0.5, 1.0], [4, 1], [0, 3]).bars
+    assert [h for bar in bars for h in (bar.tall, bar.tall_top)] == pytest.approx([170, 0, 42.5, 127.5])
+
+
+def test_the_histogram_is_drawn_as_high_as_its_counts(tmp_path: Path) -> None:
+    lines = [f"{i},a,b,0.1,{0.1 if i < 4 else 0.9},{'true' if i > 4 else 'false'}\n" for i in range(8)]
+    folder = write_run_folder(tmp_path, weights={"edges": [0, 0.5, 1], "counts": [4, 4]})
+    (folder / "rows.csv").write_text(f"row,given,suggested,error_probability,weight,suspect\n{''.join(lines)}", "utf-8")
+    drawn = write_report(folder).read_text("utf-8")
     heights = [float(h) for h in re.findall(r'height="([\d.]+)" class="bar', drawn)]
     assert heights == pytest.approx([170, 0, 42.5, 127.5])
     assert "weight 0.5 to 1: 4 rows, 3 of them suspects" in drawn
@@ -63,8 +70,9 @@ def test_a_histogram_without_edges_makes_its_own(tmp_path: Path) -> None:
     assert "weight 1.9 to 2: 1 rows" in text and "weight 0 to 0.1: 1 rows, 1 of them" in text
 
 
-def test_plots_are_escaped() -> None:
-    assert plots.svg("g", "<b>", title='"<') == '<g title="&quot;&lt;">&lt;b&gt;</g>'
+def test_plots_are_escaped(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path, candidates=[{"name": "<b>", "accuracy": 0.5}])
+    assert 'class="name"><title>&lt;b&gt;</title>&lt;b&gt;' in write_report(folder).read_text("utf-8")
 
 
 def test_sparklines_share_one_scale_and_are_thinned() -> None:
@@ -78,7 +86,7 @@ def test_the_noise_matrix_keeps_the_noisiest_classes_and_sums_the_rest() -> None
     rows = [[0.5 if i == j else 0.5 / (n - 1) for j in range(n)] for i in range(n)]
     rows[3] = [float(j == 3) for j in range(n)]
     rows[7] = [0.9 if j == 7 else 0.1 if j == 3 else 0.0 for j in range(n)]
-    table = matrix.noise_table([str(i) for i in range(n)], rows)
+    table = plots.noise_table([str(i) for i in range(n)], rows)
     assert table.left_out == 2 and table.classes == [str(i) for i in range(n) if i not in (3, 7)]
     first = table.lines[0]
     assert len(first) == 21 and (first[0].text, first[0].shade) == ("50", "right")
@@ -87,7 +95,7 @@ def test_the_noise_matrix_keeps_the_noisiest_classes_and_sums_the_rest() -> None
 
 
 def test_a_matrix_without_noise_has_no_shade() -> None:
-    table = matrix.noise_table(["a", "b"], [[1.0, 0.0], [0.0, 1.0]])
+    table = plots.noise_table(["a", "b"], [[1.0, 0.0], [0.0, 1.0]])
     assert [[c.shade for c in line] for line in table.lines] == [["right", "heat0"], ["heat0", "right"]]
 
 

@@ -1,8 +1,8 @@
 """Readers of datasets: ``read_pair`` for training and trusted rows, ``read`` for one source, ``export_rows`` back."""
 
+from hyperkron.cleaning.data.arrays import MNIST, mnist, read_idx
 from hyperkron.cleaning.data.encoding import TableEncoding
 from hyperkron.cleaning.data.export import export_rows
-from hyperkron.cleaning.data.idx import MNIST, mnist, read_idx
 from hyperkron.cleaning.data.labelled import Labelled
 from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.new_rows import InputForm, NewRows

@@ -9,8 +9,19 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias, get_args
 
 from hyperkron.cleaning.data.files import listing, np, several
-from hyperkron.cleaning.data.number_forms import NumberForm, detect_form, form_note, read_numbers
-from hyperkron.cleaning.data.values import LARGEST, Array, Columns, Values, category, extremes, numbers
+from hyperkron.cleaning.data.values import (
+    LARGEST,
+    Array,
+    Columns,
+    NumberForm,
+    Values,
+    category,
+    detect_form,
+    extremes,
+    form_note,
+    numbers,
+    read_numbers,
+)
 from hyperkron.solution import HyperkronError
 
 FORMAT = 1

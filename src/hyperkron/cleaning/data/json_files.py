@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hyperkron.cleaning.data.csv_files import lines
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Frame, Place
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, charset_of, read_bounded, read_text
+from hyperkron.cleaning.data.spreadsheets import lines
 from hyperkron.solution import HyperkronError
 
 Record = tuple[dict[str, Any], str]

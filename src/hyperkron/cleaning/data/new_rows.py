@@ -15,10 +15,9 @@ from hyperkron.cleaning.data.files import listing, nearest, np, several
 from hyperkron.cleaning.data.images import SUFFIXES, load_images
 from hyperkron.cleaning.data.labelled import Frame, Kind, Labelled, Raw, Roles
 from hyperkron.cleaning.data.limits import ReadOptions
-from hyperkron.cleaning.data.number_forms import read_numbers
 from hyperkron.cleaning.data.roles import infer_input, text_cells
 from hyperkron.cleaning.data.sources import in_memory, locate
-from hyperkron.cleaning.data.values import Array, Columns, cells
+from hyperkron.cleaning.data.values import Array, Columns, cells, read_numbers
 from hyperkron.solution import HyperkronError
 
 

@@ -64,6 +64,7 @@ def read(
     like: Labelled | None = None,
     charset: str | None = None,
     options: ReadOptions | None = None,
+    argument: str = "source",
 ) -> Labelled:
     """The rows of one source.
 
@@ -74,6 +75,7 @@ def read(
         like: rows whose class list, encoding and image size are to be used, such as the training rows for a test set.
         charset: of CSV and JSON files, in place of that of ``options``.
         options: how to read.
+        argument: what messages call the source.
 
     Example:
         >>> rows = read({"x": [[0.0, 1.0], [2.0, 3.0]], "y": ["a", "b"]})
@@ -82,7 +84,7 @@ def read(
     """
     options, asked = _options(options, charset), Roles(text, label, image, features)
     if like is None:
-        raw, _ = _load(source, "source", asked, options, part=part)
+        raw, _ = _load(source, argument, asked, options, part=part)
         classes = checks.class_list(raw)
         encoding, notes = _encoding(raw, options)
         notes += checks.duplicate_notes(raw, checks.keys(raw, checks.numeric_columns(raw)))
@@ -90,7 +92,7 @@ def read(
     if like.encoding is not None and not asked.given("text", "image", "features") and not without_columns(source):
         asked = replace(asked, features=[column.name for column in like.encoding.columns])
     shape = None if like.kind != "image" or isinstance(like.inputs, list) else tuple(like.inputs.shape[1:])
-    raw, _ = _load(source, "source", asked, options, shape, part=part)
+    raw, _ = _load(source, argument, asked, options, shape, part=part)
     checks.refuse_other_kind(raw, like.kind, shape, like.source)
     return checks.labelled(checks.known_only(raw, like.classes), like.classes, like.encoding)
 

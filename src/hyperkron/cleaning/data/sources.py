@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from hyperkron.cleaning.data import arrays, csv_files, excel, hub, image_folders, json_files, parquet, wrench
+from hyperkron.cleaning.data import arrays, arrow, image_folders, json_files, spreadsheets, wrench
 from hyperkron.cleaning.data.files import existing, listing, np
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Frame, Place, Raw
@@ -39,11 +39,11 @@ def _pictures(read: Callable[[Place], Raw]) -> Form:
     return Form(read, write)
 
 
-_CSV = Form(csv_files.read_csv, csv_files.write_csv)
+_CSV = Form(spreadsheets.read_csv, spreadsheets.write_csv)
 _JSON = Form(json_files.read_json_rows, json_files.write_json)
-_EXCEL = Form(excel.read_excel, excel.write_excel)
-_PARQUET = Form(parquet.read_parquet, parquet.write_parquet)
-_HUB = Form(hub.read_hub, hub.write_hub)
+_EXCEL = Form(spreadsheets.read_excel, spreadsheets.write_excel)
+_PARQUET = Form(arrow.read_parquet, arrow.write_parquet)
+_HUB = Form(arrow.read_hub, arrow.write_hub)
 _NPZ = Form(arrays.read_npz_rows, arrays.write_npz)
 _WRENCH = Form(wrench.read_wrench, wrench.write_wrench)
 _FOLDER = Form(image_folders.read_class_folder, image_folders.write_class_folder, image_folders.folder_hashes)
@@ -119,7 +119,7 @@ def locate(
 ) -> tuple[Form, Place]:
     """The form of a source (a path, ``folder:part`` or ``hf:NAME:SPLIT``) and where it lies."""
     text = os.fspath(source)
-    if text.startswith(hub.PREFIX):
+    if text.startswith(arrow.PREFIX):
         text = text if part is None else f"{text}:{part}"
         return _HUB, Place(argument, text, Path(text), None, options, **more)
     path, named = (Path(text), None) if isinstance(source, Path) else split_source(text)
@@ -133,7 +133,7 @@ def locate(
 
 def own_trusted(train: Any) -> str | None:
     """The part of a folder that holds its trusted rows, if it has one."""
-    if not isinstance(train, (str, os.PathLike)) or os.fspath(train).startswith(hub.PREFIX):
+    if not isinstance(train, (str, os.PathLike)) or os.fspath(train).startswith(arrow.PREFIX):
         return None
     path, part = split_source(os.fspath(train))
     if part not in (None, "train") or not existing(path, "train").is_dir():
@@ -162,7 +162,7 @@ def in_memory(source: Any, argument: str) -> Raw | Frame:
             f"dataset[{next(iter(source))!r}]."
         )
     if hasattr(source, "column_names") and hasattr(source, "with_format"):
-        return hub.dataset_frame(source, argument)
+        return arrow.dataset_frame(source, argument)
     if not isinstance(source, Mapping) and not hasattr(source, "iloc"):
         raise HyperkronError(
             f"{argument} is a {type(source).__name__}; it must be a path, a dictionary of arrays or columns, or a "

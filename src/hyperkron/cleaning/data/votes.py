@@ -91,11 +91,7 @@ def from_columns(frame: Frame, names: Sequence[str]) -> Ballot:
 
 
 def gathered(frame: Frame, roles: Roles) -> tuple[Frame, Ballot, Array, Array, list[str]]:
-    """One line per row of a table with one line per row and annotator.
-
-    Returns:
-        The first line of every row, the votes, the positions of those lines and of the other ones, and messages.
-    """
+    """The first line of every row where each annotator has a line, votes, positions of those and other lines, notes."""
     if not roles.id:
         raise HyperkronError(
             f"annotator={roles.annotator!r}: {frame.name} has one line per row and annotator, so name the column that "

@@ -140,7 +140,7 @@ def forest(x: Tensor, q: Tensor, weight: Tensor | None = None, *, seed: int = 0)
     return found.to(q.device), answers
 
 
-def boosted(x: Tensor, labels: Tensor, classes: int, weight: Tensor | None = None, *, seed: int = 0) -> TreeEnsemble:
+def boosted(x: Tensor, labels: Tensor, classes: int, *, seed: int = 0) -> TreeEnsemble:
     """Gradient-boosted trees of labels (N,).
 
     References:
@@ -149,8 +149,7 @@ def boosted(x: Tensor, labels: Tensor, classes: int, weight: Tensor | None = Non
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     model = HistGradientBoostingClassifier(max_iter=ROUNDS, max_leaf_nodes=15, early_stopping=False, random_state=seed)
-    told = None if weight is None else weight.double().cpu().numpy()
-    model.fit(*_arrays(x, labels), sample_weight=told)
+    model.fit(*_arrays(x, labels))
     found = as_tensors(model, classes)
     assert found is not None
     return found.to(x.device)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from hyperkron.cleaning.choice import FEW_PER_CLASS, STABLE
+from hyperkron.cleaning.data.files import need
 from hyperkron.cleaning.explain import Explanation
-from hyperkron.cleaning.fields import Fields
 from hyperkron.cleaning.recorded import installed_version
 from hyperkron.cleaning.report import plots, wording
 from hyperkron.cleaning.report.folder import RunContents, Suspect, read_run
-from hyperkron.cleaning.report.matrix import noise_table
-from hyperkron.cleaning.report.templates import filled
 from hyperkron.solution import HyperkronError
 from hyperkron.training.writing import in_words, remove_stale, whole_file
 
@@ -29,6 +30,40 @@ MAX_EXAMPLES = 2**25
 """Characters of all texts, pictures and features on the page; further suspects are listed without theirs."""
 _CHIPS = 6
 _BINS = 20
+
+
+def filled(template: str, script: str | None = None, data: str = "", **context: Any) -> str:
+    """The text of a page; what is put into the template is escaped.
+
+    ``script`` is the file of its only script, whose hash a Content-Security-Policy names, and ``data`` JSON for it.
+    """
+    jinja, plain = need("jinja2", "report"), need("markupsafe", "report").Markup
+    environment = jinja.Environment(
+        autoescape=True,
+        undefined=jinja.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=jinja.FunctionLoader(_package_text),
+    )
+    words = ("percent", "count", "duration", "memory", "value", "moment")
+    environment.filters.update({name: getattr(wording, name) for name in words})
+    environment.filters.update({name: getattr(plots, name) for name in ("plain", "number", "shorten")})
+    code, style = "" if script is None else _package_text(script), _package_text("report.css")
+    allowed = "'none'" if script is None else _source(code)
+    policy = f"default-src 'none'; img-src data:; style-src {_source(style)}; script-src {allowed}; "
+    policy += "base-uri 'none'; form-action 'none'"
+    given = {"policy": policy, "script": plain(code), "style": plain(style), "data": plain(data)}
+    page: str = environment.get_template(template).render(**given, **context)
+    return page
+
+
+def _package_text(name: str) -> str:
+    return files(__package__).joinpath(name).read_text("utf-8")
+
+
+def _source(text: str) -> str:
+    """How a Content-Security-Policy names an inline script or style."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def write_report(run_folder: str | Path) -> Path:
@@ -145,59 +180,28 @@ def _suspect(rank: int, s: Suspect, top: float) -> dict[str, Any]:
 
 
 def _context(run: RunContents) -> dict[str, Any]:
-    result = run.result
-    data = result.child("data")
+    """What must be computed; the template takes everything else from ``run`` itself."""
     candidates = sorted(run.candidates, key=lambda c: (c.accuracy is None, -(c.accuracy or 0.0)))
-    seconds = result.child("seconds")
+    givens, suggestions = _labels(run)
     return {
+        "run": run,
         "name": run.folder.resolve().name,
-        "created": wording.moment(result.text("created")),
-        "hyperkron": result.text("hyperkron"),
-        "verdict": result.text("verdict"),
-        "heading": wording.heading(run),
-        "unfinished": result.texts("unfinished"),
-        "few": wording.few_trusted(run),
-        "interval": wording.interval,
-        "of_rows": wording.of_rows,
-        "difference": wording.difference,
-        "reason": wording.reason(run),
-        "chosen": run.chosen,
-        "winner": next((c for c in candidates if c.chosen), None),
-        "noise_rate": {name: result.child("noise").number(name) for name in ("rate", "low", "high")},
-        "train_rows": data.count("train_rows"),
-        "trusted_rows": data.count("trusted_rows"),
-        "kind": data.text("kind"),
+        "wording": wording,
         "candidates": candidates,
-        "tested": any(c.test_accuracy is not None for c in candidates),
-        "tested_on": wording.tested_on(run),
-        "timed": any(c.seconds is not None for c in candidates),
-        "untimed": any(c.seconds is None for c in candidates),
-        "comparison": wording.comparison(candidates),
-        "dot_plot": plots.dot_plot(candidates) if candidates else None,
-        "suspects": len(run.suspects),
+        "winner": next((c for c in candidates if c.chosen), None),
+        "axis": plots.accuracy_axis(candidates),
         "suspect_count": wording.suspect_count(run),
-        "cut": result.child("suspects").number("cut"),
-        "stable": result.child("suspects").number("stable"),
         "least_stable": STABLE,
-        "givens": _labels(run)[0],
-        "suggestions": _labels(run)[1],
+        "givens": givens,
+        "suggestions": suggestions,
         "corrections": _corrections(run),
-        "histogram": _histogram(run),
-        "split": run.rows is not None,
-        "noise": noise_table(run.classes, run.matrix) if run.matrix else None,
-        "sources": _sources(run),
-        "reliability": [x for x in (s.number("right") for s in result.children("sources")) if x is not None],
-        "unlabelled": result.count("unlabelled"),
-        "classes": len(run.classes),
-        "costs": {name: seconds.number(name) for name in ("total", "cleaning", "plain", "comparison")},
-        "memory_mb": result.number("peak_memory_mb"),
-        "hardware": result.text("hardware"),
-        "messages": [*data.texts("messages"), *run.notes],
-        "per_class": _per_class(run),
-        "class_titles": _class_titles(run),
+        "bars": _histogram(run),
+        "noise": plots.noise_table(run.classes, run.matrix) if run.matrix else None,
+        "sources": run.result.children("sources"),
+        "reliability": [x for x in (s.number("right") for s in run.result.children("sources")) if x is not None],
+        "per_class": {fields.label("name"): fields for fields in run.result.children("per_class")},
+        "few_per_class": FEW_PER_CLASS,
         "config": [pair for pair in wording.settings(run.config) if pair[0] not in ("format", "command")],
-        "versions": [(key, wording.value(value)) for key, value in result.child("versions").raw.items()],
-        "command": result.text("command"),
     }
 
 
@@ -210,7 +214,7 @@ def _corrections(run: RunContents) -> list[tuple[str, str, int]]:
     return [(given, suggested, n) for (given, suggested), n in ranked[:_CHIPS]]
 
 
-def _histogram(run: RunContents) -> plots.Svg | None:
+def _histogram(run: RunContents) -> plots.Histogram | None:
     """Of rows.csv where it is there, split into suspects and others; else of the counts in result.json."""
     weights = run.result.child("weights")
     edges = [x for x in weights.numbers("edges") if x is not None]
@@ -227,46 +231,3 @@ def _histogram(run: RunContents) -> plots.Svg | None:
         edges = [top * i / _BINS for i in range(_BINS + 1)]
     kept, suspect = ([row.weight for row in run.rows if row.suspect is which] for which in (False, True))
     return plots.histogram(edges, plots.bin_counts(edges, kept), plots.bin_counts(edges, suspect))
-
-
-def _sources(run: RunContents) -> list[tuple[str, list[str]]]:
-    """Every annotator or labelling function with the cells of its line: votes, share right, interval, mistake."""
-
-    def mistake(source: Fields) -> str:
-        if not source.text("said"):
-            return "none"
-        return f"says {source.label('said')}, is {source.label('meant')} ({source.number('mistakes'):.0f} ×)"
-
-    def line(source: Fields) -> list[str]:
-        votes, right, low, high = (source.number(key) for key in ("votes", "right", "low", "high"))
-        between = wording.interval(low, high) if votes else wording.UNKNOWN
-        return [wording.count(votes), wording.percent(right), between, mistake(source)]
-
-    return [(source.label("name"), line(source)) for source in run.result.children("sources")]
-
-
-def _per_class(run: RunContents) -> list[tuple[str, list[str]]]:
-    """Every class with the cells of its line."""
-    data = run.result.child("data")
-    train, trusted = data.numbers("train_per_class"), data.numbers("trusted_per_class")
-    found = {fields.label("name"): fields for fields in run.result.children("per_class")}
-
-    def line(i: int, name: str) -> list[str]:
-        rows = [counts[i] if i < len(counts) else None for counts in (train, trusted)]
-        fields = found.get(name)
-        if fields is None:
-            return [wording.count(n) for n in rows]
-        suspects, right, tests, tested = (fields.count(key) for key in ("suspects", "right", "test_rows", "test_right"))
-        known = wording.share(right, rows[1]) + (", too few to tell" if (rows[1] or 0) < FEW_PER_CLASS else "")
-        cells = [wording.count(rows[0]), wording.count(suspects), known]
-        return cells if tests is None else [*cells, wording.share(tested, tests)]
-
-    return [(name, line(i, name)) for i, name in enumerate(run.classes)] if train or trusted else []
-
-
-def _class_titles(run: RunContents) -> list[str]:
-    found = run.result.children("per_class")
-    if not found:
-        return ["Training rows", "Trusted rows"]
-    titles = ["Training rows", "Suspects", "Trusted rows right when held out"]
-    return titles if found[0].count("test_rows") is None else [*titles, "Test rows right"]

@@ -1,15 +1,11 @@
-"""Plots as SVG, drawn by hand: no script, no style attribute, every text escaped.
-
-Horizontal positions are percentages and vertical ones pixels, so that a plot fills whatever width it is given while its
-texts keep their size. Colours come from the classes in report.css.
-"""
+"""Where the marks of the plots stand, which plots.html.j2 draws; and the noise matrix with shades."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from html import escape
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from hyperkron.cleaning.report.folder import Candidate
 
@@ -17,38 +13,22 @@ SPARK_POINTS = 60
 """Points of a sparkline; longer histories are thinned out."""
 SPARK_SIZE = (96, 24)
 """Width and height of a sparkline."""
-
-Place = Callable[[float], str]
-
-
-class Svg(str):
-    """Markup whose texts are escaped already; jinja2 takes it as it is."""
-
-    __slots__ = ()
-
-    def __html__(self) -> str:
-        return str(self)
+MAX_CLASSES = 20
+"""Classes shown at most."""
+SHADES = 9
+"""Shades of a wrong label, from 0 (none) to this one; report.css has a class for each."""
+TOP, HEIGHT = 12, 170
+"""Pixels above the bars of a histogram, and of the highest one."""
 
 
-def svg(name: str, *children: str, **attributes: object) -> Svg:
-    """An element. Children that are not Svg are text and are escaped; ``a_b`` is the attribute ``a-b``.
+def plain(value: float) -> str:
+    """A number for an attribute: two decimals at most.
 
     Example:
-        >>> svg("text", "a < b", x="50%", text_anchor="end")
-        '<text x="50%" text-anchor="end">a &lt; b</text>'
+        >>> plain(0.5), plain(12.004), plain(7)
+        ('0.5', '12', '7')
     """
-    parts = [f' {key.rstrip("_").replace("_", "-")}="{escape(_plain(value))}"' for key, value in attributes.items()]
-    inside = "".join(child if isinstance(child, Svg) else escape(child) for child in children)
-    return Svg(f"<{name}{''.join(parts)}>{inside}</{name}>")
-
-
-def _plain(value: object) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
-
-
-def _at(x: float) -> str:
-    """A horizontal position as a percentage."""
-    return f"{_plain(100.0 * x)}%"
+    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -83,10 +63,6 @@ def _finite(values: Iterable[float | None]) -> list[float]:
     return [x for x in values if x is not None]
 
 
-def _title(text: str) -> Svg:
-    return svg("title", text)
-
-
 # --- accuracies --------------------------------------------------------------------------------------------
 
 
@@ -101,42 +77,30 @@ def accuracy_range(candidates: Sequence[Candidate]) -> tuple[float, float]:
     return (low, high) if high > low else (low, low + step)
 
 
-def dot_plot(candidates: Sequence[Candidate]) -> Svg:
-    """Accuracy of each candidate as a dot with its interval, and its test accuracy as an upright bar."""
-    low, high = accuracy_range(candidates)
-    row, inset = 46, 0.02
+class Axis(NamedTuple):
+    """A horizontal axis from ``low`` to ``high``, which stand at these shares of the width of a plot."""
 
-    def place(x: float) -> str:
-        return _at(inset + (1 - 2 * inset) * (x - low) / (high - low))
+    low: float
+    high: float
+    left: float
+    right: float
 
-    marks = [_candidate_row(c, i * row, place) for i, c in enumerate(candidates)]
-    bottom = row * len(candidates)
-    for x in ticks(low, high):
-        marks.append(svg("line", x1=place(x), x2=place(x), y1=bottom - 2, y2=bottom + 4, class_="axis"))
-        marks.append(svg("text", f"{100 * x:.4g} %", x=place(x), y=bottom + 19, class_="tick", text_anchor="middle"))
-    label = "Accuracy of each candidate with its interval; the table below has the same numbers"
-    return svg("svg", *marks, class_="plot", width="100%", height=bottom + 26, role="img", aria_label=label)
+    def share(self, x: float) -> float:
+        """Where x stands, as a share of the width."""
+        return self.left + (self.right - self.left) * (x - self.low) / (self.high - self.low)
+
+    def at(self, x: float) -> str:
+        """The same as a percentage."""
+        return f"{plain(100.0 * self.share(x))}%"
+
+    def ticks(self) -> list[float]:
+        """Round numbers along it."""
+        return ticks(self.low, self.high)
 
 
-def _candidate_row(candidate: Candidate, top: int, place: Place) -> Svg:
-    c, y = candidate, top + 30
-    name = shorten(c.name, 44) + (" ✓" if c.chosen else "")
-    value = "–" if c.accuracy is None else f"{100 * c.accuracy:.1f} %"
-    between = "" if c.low is None or c.high is None else f" ({100 * c.low:.1f} – {100 * c.high:.1f} %)"
-    marks = [
-        svg("text", _title(c.name), name, x="0", y=top + 16, class_="name"),
-        svg("text", value + between, x="100%", y=top + 16, class_="value", text_anchor="end"),
-        svg("line", x1="0", x2="100%", y1=y, y2=y, class_="track"),
-    ]
-    if c.low is not None and c.high is not None:
-        marks.append(svg("line", x1=place(c.low), x2=place(c.high), y1=y, y2=y, class_="interval"))
-    if c.test_accuracy is not None:
-        at = place(c.test_accuracy)
-        tip = _title(f"test accuracy {100 * c.test_accuracy:.1f} %")
-        marks.append(svg("line", tip, x1=at, x2=at, y1=y - 8, y2=y + 8, class_="test"))
-    if c.accuracy is not None:
-        marks.append(svg("circle", _title(f"accuracy {value}"), cx=place(c.accuracy), cy=y, r=6, class_="dot"))
-    return svg("g", *marks, class_="candidate chosen" if c.chosen else "candidate")
+def accuracy_axis(candidates: Sequence[Candidate]) -> Axis:
+    """The axis of the dot plot."""
+    return Axis(*accuracy_range(candidates), 0.02, 0.98)
 
 
 # --- weights -----------------------------------------------------------------------------------------------
@@ -156,41 +120,39 @@ def bin_counts(edges: Sequence[float], values: Iterable[float]) -> list[int]:
     return counts
 
 
-def histogram(edges: Sequence[float], kept: Sequence[int], suspect: Sequence[int] | None) -> Svg:
-    """Numbers of rows by weight, the suspects on top of the others."""
-    above = suspect or [0] * len(kept)
-    left, right, height, top = 0.09, 0.99, 170, 12
+class Bar(NamedTuple):
+    """Numbers of rows with weights from ``low`` to ``high``, and the two parts of the bar: percentages and pixels."""
+
+    low: float
+    high: float
+    kept: int
+    suspect: int
+    x: str
+    width: str
+    tall: float
+    tall_top: float
+
+
+class Histogram(NamedTuple):
+    """Numbers of rows by weight, the suspects (if they are ``split`` off) on top; levels are numbers with heights."""
+
+    axis: Axis
+    bars: list[Bar]
+    levels: list[tuple[float, float]]
+    split: bool
+
+
+def histogram(edges: Sequence[float], kept: Sequence[int], suspect: Sequence[int] | None) -> Histogram:
+    """The bars of numbers of rows by weight."""
+    above, axis = suspect or [0] * len(kept), Axis(edges[0], edges[-1], 0.09, 0.99)
     most = max(1, *(a + b for a, b in zip(kept, above, strict=True)))
-    span = edges[-1] - edges[0]
-
-    def place(x: float) -> float:
-        return left + (right - left) * (x - edges[0]) / span
-
-    marks = [_level(top + height * (1 - y / most), f"{y:,.0f}", left, right) for y in ticks(0, most, 4) if y == int(y)]
-    for i, (below, on_top) in enumerate(zip(kept, above, strict=True)):
-        x, width = place(edges[i]), place(edges[i + 1]) - place(edges[i])
-        tall, tall_top = height * below / most, height * on_top / most
-        tip = f"weight {number(edges[i])} to {number(edges[i + 1])}: {below + on_top:,} rows"
-        tip += f", {on_top:,} of them suspects" if suspect else ""
-        place_x, place_width = _at(x + 0.04 * width), _at(0.92 * width)
-        bars = [svg("rect", x=place_x, width=place_width, y=top + height - tall, height=tall, class_="bar kept")]
-        y = top + height - tall - tall_top
-        bars.append(svg("rect", x=place_x, width=place_width, y=y, height=tall_top, class_="bar suspect"))
-        marks.append(svg("g", _title(tip), *bars))
-    for tick in ticks(edges[0], edges[-1]):
-        at = _at(place(tick))
-        marks.append(svg("text", number(tick), x=at, y=top + height + 18, class_="tick", text_anchor="middle"))
-    marks.append(
-        svg("text", "weight", x=_at((left + right) / 2), y=top + height + 38, class_="tick", text_anchor="middle")
-    )
-    label = "Numbers of training rows by weight"
-    return svg("svg", *marks, class_="plot", width="100%", height=top + height + 44, role="img", aria_label=label)
-
-
-def _level(y: float, text: str, left: float, right: float) -> Svg:
-    """A horizontal line with its number at the left."""
-    line = svg("line", x1=_at(left), x2=_at(right), y1=y, y2=y, class_="level")
-    return svg("g", line, svg("text", text, x=_at(left - 0.015), y=y + 4, class_="tick", text_anchor="end"))
+    bars = []
+    for low, high, below, on_top in zip(edges, edges[1:], kept, above, strict=False):
+        wide = axis.share(high) - axis.share(low)
+        x, width = (f"{plain(100.0 * share)}%" for share in (axis.share(low) + 0.04 * wide, 0.92 * wide))
+        bars.append(Bar(low, high, below, on_top, x, width, HEIGHT * below / most, HEIGHT * on_top / most))
+    levels = [(y, TOP + HEIGHT * (1 - y / most)) for y in ticks(0, most, 4) if y == int(y)]
+    return Histogram(axis, bars, levels, suspect is not None)
 
 
 # --- histories --------------------------------------------------------------------------------------------
@@ -208,14 +170,61 @@ def thin(values: list[float], most: int) -> list[float]:
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
-def _points(points: Iterable[tuple[float, float]]) -> str:
-    return " ".join(f"{_plain(x)},{_plain(y)}" for x, y in points)
-
-
 def sparkline(history: Sequence[float | None], top: float) -> str:
     """The points of a polyline that shows a history of weights on the scale from 0 to ``top``."""
     values = thin(_finite(history), SPARK_POINTS)
     width, height = SPARK_SIZE
     wide = (width - 6) / max(1, len(values) - 1)
     tall = (height - 6) / (top if top > 0 else 1.0)
-    return _points((3 + i * wide, height - 3 - tall * min(max(y, 0.0), top)) for i, y in enumerate(values))
+    points = ((3 + i * wide, height - 3 - tall * min(max(y, 0.0), top)) for i, y in enumerate(values))
+    return " ".join(f"{plain(x)},{plain(y)}" for x, y in points)
+
+
+# --- the noise matrix --------------------------------------------------------------------------------------
+
+
+class Cell(NamedTuple):
+    """A number of the table, as a percentage, with the class that gives its shade and what it says in words."""
+
+    text: str
+    shade: str
+    tip: str
+
+
+class NoiseTable(NamedTuple):
+    """The heat map: one line per true class, one column per given label, and ``rest`` if there are more classes."""
+
+    classes: list[str]
+    lines: list[list[Cell]]
+    left_out: int
+
+
+def noise_table(classes: Sequence[str], matrix: Sequence[Sequence[float]]) -> NoiseTable:
+    """The classes with most noise (at most 20), and the probabilities among them.
+
+    The noise of a class i is 1 − P(given i | true i). What goes to classes that are not shown stands in a last column.
+
+    Example:
+        >>> table = noise_table(["cat", "dog"], [[0.9, 0.1], [0.4, 0.6]])
+        >>> [[cell.text for cell in line] for line in table.lines]
+        [['90', '10'], ['40', '60']]
+    """
+    by_noise = sorted(range(len(classes)), key=lambda i: matrix[i][i])
+    shown = sorted(by_noise[:MAX_CLASSES])
+    hidden = set(by_noise[MAX_CLASSES:])
+    rest = [sum(matrix[i][j] for j in hidden) for i in shown]
+    most = max([matrix[i][j] for i in shown for j in shown if i != j] + (rest if hidden else []), default=0.0)
+    lines = []
+    for i, other in zip(shown, rest, strict=True):
+        line = [_cell(matrix[i][j], i == j, most, f"true {classes[i]}, given {classes[j]}") for j in shown]
+        if hidden:
+            line.append(_cell(other, False, most, f"true {classes[i]}, given a class that is not shown"))
+        lines.append(line)
+    return NoiseTable([classes[i] for i in shown], lines, len(hidden))
+
+
+def _cell(p: float, right: bool, most: float, words: str) -> Cell:
+    percent = 100 * p
+    text = "0" if percent < 0.05 else f"{percent:.1f}" if percent < 9.95 else f"{percent:.0f}"
+    shade = "right" if right else f"heat{min(SHADES, round(SHADES * p / most)) if most > 0 else 0}"
+    return Cell(text, shade, f"{words}: {percent:.1f} %")
