@@ -42,7 +42,7 @@ TIMES = records.RESULTS / "paper" / "resnet-length-times.jsonl"
 OWN, PRINTED = "each its own", "as printed"
 ARMS = (OWN, PRINTED)
 RELATIVE = (0.03, 0.1, 0.3)
-BEYOND = (0.001, 0.003, 0.01, *RELATIVE, 1.0, 3.0, 10.0)
+BEYOND = (0.003, 0.01, *RELATIVE, 1.0, 3.0)
 """Where relative step sizes may go on."""
 ABSOLUTE = (0.1, 1.0, 10.0, 100.0, 500.0, 1000.0)
 PRINTED_NAMES = ("AID-KFAC", "AID-CG-3", "AID-identity")

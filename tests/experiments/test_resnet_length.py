@@ -47,17 +47,17 @@ def test_step_sizes_go_on_until_the_best_lies_inside() -> None:
     def loss(task: Task) -> float:
         if "absolute" in task.setting:
             return 9.0
-        far = abs(torch.tensor(task.setting["outer"]).log10().item() - 0.5)  # 3 is best
+        far = abs(torch.tensor(task.setting["outer"]).log10().item())  # 1 is best
         return 1 + far + abs(task.setting["damping"] - 0.1)
 
     contest, order = played(["AID-KFAC"], loss)
     rates = [task.setting["outer"] for task in contest.rates("AID-KFAC", OWN)]
-    assert rates == [0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
-    best = {"outer": 3.0, "damping": 0.1, "inner": resnet_length.INNER}
+    assert rates == [0.03, 0.1, 0.3, 1.0, 3.0]
+    best = {"outer": 1.0, "damping": 0.1, "inner": resnet_length.INNER}
     assert contest.winner("AID-KFAC", OWN) == best
     own = [task for task in order if "outer" in task.setting]
-    assert [task.steps for task in own] == [2] * 8 + [20] * 3  # 6 step sizes, 2 dampings, 3 seeds
-    assert [task.seed for task in own[8:]] == [0, 1, 2] and all(task.setting == best for task in own[8:])
+    assert [task.steps for task in own] == [2] * 7 + [20] * 3  # 5 step sizes, 2 dampings, 3 seeds
+    assert [task.seed for task in own[7:]] == [0, 1, 2] and all(task.setting == best for task in own[7:])
     printed = {task.setting["absolute"] for task in order if "absolute" in task.setting}
     assert printed == set(resnet_length.ABSOLUTE)
 
@@ -230,5 +230,5 @@ def test_cosines_along_a_run() -> None:
     split, size = small()
     setting = {"outer": 0.1, "damping": 1e6, "inner": 0.01}
     (found,) = resnet_cosines.along(setting, split, size, (2,), batches=1, iterations=3)
-    named = [name for name in resnet_cosines.SOLVERS if name != "Neumann-10"]  # its step is too long for that
-    assert found["step"] == 2 and all(found[name] == pytest.approx(1.0, abs=1e-4) for name in named)
+    assert found["step"] == 2 and found["residual"] < 1e-4
+    assert all(found[name] == pytest.approx(1.0, abs=2e-3) for name in resnet_cosines.SOLVERS)
