@@ -29,6 +29,7 @@ import torch
 from experiments import records
 from experiments.paper import cleaning, datasets, references, resnet_runs
 from experiments.paper.cleaning import Split
+from experiments.paper.recipe import Judgement, Verdict
 from experiments.paper.resnet_runs import TAUS, Size
 from experiments.paper.tuning import Setting
 from experiments.pieces import Lines
@@ -272,6 +273,14 @@ def times(device: str, names: Sequence[str], lines: Lines, size: Size = TIMED) -
         setting = {"outer": 0.1, "inner": INNER, **{own: first for own, (first, _) in OTHERS.items()}}
         found = resnet_runs.step_times(name, setting, split, size, 10)
         print(lines.append({"method": name, **found}), flush=True)
+
+
+def judgement(place: str, runs: Path = RESULT, timed: Path = TIMES) -> Judgement | None:
+    """What the recorded runs say of ``Figure 2``, ``Figure 1, top`` or ``Table 2``; ``None`` where there is no verdict."""
+    from experiments.paper.resnet_length_page import milliseconds, verdicts
+
+    found = verdicts(Contest(Lines(runs).rows), milliseconds(Lines(timed).rows))[place]
+    return None if found.verdict is Verdict.REFUSED else found
 
 
 def _parser() -> argparse.ArgumentParser:

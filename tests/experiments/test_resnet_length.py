@@ -31,14 +31,16 @@ def row(task: Task, loss: float, *, never: float = 0.0, failed: bool = False) ->
     return {**named, **weights, "failed": failed, "best": best, "last": best, "curve": curve}
 
 
-def played(names: list[str], loss: Callable[[Task], float], **more: Any) -> tuple[Contest, list[Task]]:
+def played(
+    names: list[str], loss: Callable[[Task], float], plan: Plan = PLAN, **more: Any
+) -> tuple[Contest, list[Task]]:
     """A contest in which everything was run, and in which order."""
     rows: list[dict[str, Any]] = []
     order: list[Task] = []
-    while todo := [task for _, task in Contest(rows, PLAN, names).missing()]:
+    while todo := [task for _, task in Contest(rows, plan, names).missing()]:
         order += todo
         rows += [row(task, loss(task), **more) for task in todo]
-    return Contest(rows, PLAN, names), order
+    return Contest(rows, plan, names), order
 
 
 def test_step_sizes_go_on_until_the_best_lies_inside() -> None:
@@ -102,14 +104,14 @@ def test_a_diverged_run_is_the_worst() -> None:
     assert resnet_length.loss_of(row(task, 0.1, failed=True)) == float("inf")
 
 
-def judged(level: dict[str, float], **more: Any) -> Contest:
+def judged(level: dict[str, float], plan: Plan = PLAN, **more: Any) -> Contest:
     """A contest whose methods have these losses, with a little noise by seed."""
     names = list(level)
 
     def loss(task: Task) -> float:
         return level[task.name] + 0.01 * task.seed * (1 + 0.1 * len(task.name) % 7)
 
-    return played(names, loss, **more)[0]
+    return played(names, loss, plan, **more)[0]
 
 
 PAIRED = {"AID-KFAC": 1.2, "AID-CG-3": 1.5, "AmIGO": 1.5, "MRBO": 1.6, "MRBO-KFAC": 1.4, "trusted only": 1.1}
@@ -159,6 +161,16 @@ def test_the_verdict_on_table_2() -> None:
     assert judge(contest, {**times, "AID-EKFAC-τ10": 6.0}).verdict is Verdict.TREND
     assert judge(judged({"AID-KFAC": 1.2, **dict.fromkeys(names, 1.2)}), times).verdict is Verdict.FAILED
     assert judge(judged({"AID-KFAC": 1.2}), times).verdict is Verdict.REFUSED
+
+
+def test_a_judgement_is_given_where_the_records_decide(tmp_path: Path) -> None:
+    runs, timed = Lines(tmp_path / "runs.jsonl"), Lines(tmp_path / "times.jsonl")
+    assert resnet_length.judgement("Figure 2", runs.path, timed.path) is None
+    for found in judged(PAIRED, resnet_length.LENGTH).done.values():
+        runs.append(found)
+    judge = resnet_length.judgement("Figure 2", runs.path, timed.path)
+    assert judge is not None and judge.verdict is Verdict.TREND  # no times are known
+    assert resnet_length.judgement("Table 2", runs.path, timed.path) is None
 
 
 def test_the_tables_and_the_figure(tmp_path: Path) -> None:
