@@ -276,7 +276,7 @@ def times(device: str, names: Sequence[str], lines: Lines, size: Size = TIMED) -
 
 
 def judgement(place: str, runs: Path = RESULT, timed: Path = TIMES) -> Judgement | None:
-    """What the recorded runs say of ``Figure 2``, ``Figure 1, top`` or ``Table 2``; ``None`` where there is no verdict."""
+    """The verdict of the recorded runs on ``Figure 2``, ``Figure 1, top`` or ``Table 2``; ``None`` without one."""
     from experiments.paper.resnet_length_page import milliseconds, verdicts
 
     found = verdicts(Contest(Lines(runs).rows), milliseconds(Lines(timed).rows))[place]
