@@ -4,14 +4,13 @@ At some outer steps of a run of AID-KFAC (the winner of :mod:`experiments.paper.
 the hypergradient at the same point on the same batches. Exact is (GGN + 2α + δ)⁻¹ by a long preconditioned CG with the
 run's own damping δ. Recorded is the cosine of the angle between λ's hypergradient and the exact one.
 
-    python -m experiments.paper.resnet_cosines --device cuda      # after resnet_length; about a minute
+    python -m experiments.paper.resnet_cosines --device cuda      # after resnet_length; writes every value at once
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +29,27 @@ from hyperkron.training import Evaluate, Run
 
 COSINES = records.RESULTS / "paper" / "resnet-length-cosines.jsonl"
 STEPS = (1, 10, 30, 100, 300)
+"""Outer steps at which it is measured."""
 SOLVERS: dict[str, Callable[[float], Hypergradient]] = {
-    "KFAC": lambda damping: kfac(damping),
-    "EKFAC": lambda damping: ekfac(damping),
     "identity": lambda damping: identity(),
+    "KFAC": lambda damping: kfac(damping),
     "CG-3": lambda damping: cg(3, damping),
     "GGN-CG-3": lambda damping: cg(3, curvature=GGN(damping)),
     "GGN-CG-10": lambda damping: cg(10, curvature=GGN(damping)),
     "Neumann-10": lambda damping: neumann(10, damping, step=0.03),
+    "EKFAC": lambda damping: ekfac(damping),
 }
 
 
-def measure(run: Run, damping: float, batches: int, iterations: int) -> dict[str, Any]:
-    """Mean cosine of every solver over some pairs of batches, and the largest relative residual of the exact one."""
+def cosines(run: Run, damping: float, iterations: int) -> Iterator[tuple[str, float]]:
+    """The relative residual of the exact solution, then the cosine of every solver, on one pair of batches."""
     state = run.state
-    found: dict[str, list[float]] = {name: [] for name in SOLVERS}
-    left = []
-    for _ in range(batches):
-        at = state.problem, state.model, state.hyper, run.batches.inner(), run.batches.outer()
-        exact = pcg(iterations, damping, tolerance=1e-4).compute(*at)
-        left.append(float(exact.stats["residual"]))
-        truth = _flat(exact.grads)
-        for name, make in SOLVERS.items():
-            found[name].append(float(torch.cosine_similarity(_flat(make(damping).compute(*at).grads), truth, dim=0)))
-    return {**{name: statistics.fmean(values) for name, values in found.items()}, "residual": max(left)}
+    at = state.problem, state.model, state.hyper, run.batches.inner(), run.batches.outer()
+    exact = pcg(iterations, damping, tolerance=1e-3).compute(*at)
+    truth = _flat(exact.grads)
+    yield "residual", float(exact.stats["residual"])
+    for name, make in SOLVERS.items():
+        yield name, float(torch.cosine_similarity(_flat(make(damping).compute(*at).grads), truth, dim=0))
 
 
 def _flat(grads: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -64,16 +60,19 @@ def along(
     setting: Setting,
     split: Split,
     size: Size,
+    keep: Callable[[dict[str, Any]], object],
     steps: Collection[int] = STEPS,
     *,
-    batches: int = 2,
-    iterations: int = 100,
-) -> list[dict[str, Any]]:
-    """The cosines at ``steps`` of a run of AID-KFAC with seed 0."""
-    seen = Evaluate(lambda run: measure(run, setting["damping"], batches, iterations), at=steps)
-    made = resnet_runs.prepare("AID-KFAC", setting, split, 0, size, (seen,))
+    iterations: int = 50,
+) -> None:
+    """Measure at ``steps`` of a run of AID-KFAC with seed 0; each result is kept as soon as it comes."""
+
+    def look(run: Run) -> None:
+        for name, value in cosines(run, setting["damping"], iterations):
+            keep({"step": run.state.step, "damping": setting["damping"], "name": name, "value": value})
+
+    made = resnet_runs.prepare("AID-KFAC", setting, split, 0, size, (Evaluate(look, at=steps),))
     made.advance(max(steps))
-    return [{"step": row["step"], "damping": setting["damping"], **row} for row in seen.rows]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -92,8 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     size = Size()
     split = cleaning.noisy_split(datasets.cifar10(options.data), size.counts, 0).to(options.device)
     lines = Lines(options.out)
-    for row in along(setting, split, size):
-        print(lines.append(records.rounded(records.plain(row), 4)), flush=True)
+    along(setting, split, size, lambda row: print(lines.append(records.rounded(row, 4)), flush=True))
 
 
 if __name__ == "__main__":

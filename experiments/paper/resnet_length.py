@@ -19,9 +19,10 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,8 @@ RESULT = records.RESULTS / "paper" / "resnet-length.jsonl"
 TIMED = Size((10_000, 1_000, 1_000))
 """What times are measured with; they do not depend on the number of rows."""
 SMOKE = Size((20, 10, 10), 10, 2, 2)
+SHARING = 1.5
+"""How much more work six processes get done on one H200 than one process, measured."""
 TIMES = records.RESULTS / "paper" / "resnet-length-times.jsonl"
 OWN, PRINTED = "each its own", "as printed"
 ARMS = (OWN, PRINTED)
@@ -123,12 +126,20 @@ class Contest:
         rows: finished runs.
         plan: how much is run.
         names: of the methods, most important first.
+        alone: milliseconds of a step of each method, where they are known.
     """
 
-    def __init__(self, rows: Sequence[dict[str, Any]], plan: Plan = LENGTH, names: Sequence[str] = NAMES) -> None:
-        self.plan, self.names = plan, names
-        whole = [row for row in rows if row["failed"] or row["steps"] == row["wanted"]]
-        self.done = {key(task_of(row)): row for row in whole}
+    def __init__(
+        self,
+        rows: Sequence[dict[str, Any]],
+        plan: Plan = LENGTH,
+        names: Sequence[str] = NAMES,
+        alone: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        self.plan, self.names, self.alone = plan, names, alone
+        whole = {key(task_of(row)): row["failed"] or row["steps"] == row["wanted"] for row in rows}
+        self.done = {key(task_of(row)): row for row in rows if row["failed"] or row["steps"] == row["wanted"]}
+        self.cut_short = [row for row in rows if not whole[key(task_of(row))] and row["wanted"] == plan.steps]
 
     def _short(self, name: str, setting: Setting) -> Task:
         return Task(name, setting, 0, self.plan.first)
@@ -179,10 +190,9 @@ class Contest:
         """The long runs of the winner, one for each seed that is done."""
         return [self.done[key(task)] for task in self.finals(name, arm) if key(task) in self.done]
 
-    def expected(self, task: Task) -> float:
-        """Seconds that a run will take, from its method's other runs; 0 where nothing is known."""
-        seen = [row["step_ms"] / 1e3 for row in self.done.values() if row["method"] == task.name]
-        return max(seen, default=0.0) * task.steps
+    def expected(self, task: Task, workers: int) -> float:
+        """Seconds that a run will take beside others, from the time of a step alone; 0 where that is not known."""
+        return self.alone.get(task.name, 0.0) / 1e3 * task.steps * max(1.0, workers / SHARING)
 
     def missing(self) -> Iterator[tuple[list[Any], Task]]:
         """The runs that can begin now, most important first.
@@ -308,9 +318,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     options = _parser().parse_args(arguments)
     lines = Lines(options.out or (TIMES if options.times else RESULT))
+    alone = {row["method"]: row["median"] for row in Lines(TIMES).rows}
 
     def contest() -> Contest:
-        return Contest(lines.rows, _plan(options), options.methods)
+        return Contest(lines.rows, _plan(options), options.methods, alone)
 
     if options.times:
         times(options.device, options.methods, lines)
@@ -327,7 +338,7 @@ def _run_all(options: argparse.Namespace, lines: Lines, contest: Callable[[], Co
 
     def ready() -> Iterator[tuple[list[Any], Task]]:
         now, left = contest(), options.deadline - time.time()
-        return ((name, task) for name, task in now.missing() if now.expected(task) < left)
+        return ((name, task) for name, task in now.missing() if now.expected(task, options.workers) < left)
 
     def keep(name: list[Any], row: dict[str, Any], seconds: float, busy: float) -> None:
         lines.append({**row, "workers": options.workers})

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from experiments import records
 from experiments.paper import cleaning, references, resnet_cosines, resnet_length, resnet_length_page, resnet_runs
 from experiments.paper.recipe import Verdict
 from experiments.paper.resnet_length import OWN, PRINTED, Contest, Plan, Task, key
@@ -21,12 +22,12 @@ PLAN = Plan(steps=20, seeds=3)
 FAST = {"AID-KFAC": 1.0, "MRBO-KFAC": 1.0}
 
 
-def row(task: Task, loss: float, *, never: float = 0.0, failed: bool = False) -> dict[str, Any]:
-    """A finished run."""
-    best = {"second_loss": loss, "test_loss": loss, "test_error": 0.5, "step": 10}
+def row(task: Task, loss: float, *, at: int = 900, failed: bool = False) -> dict[str, Any]:
+    """A finished run whose held-out loss was lowest ``at`` a step."""
+    best = {"second_loss": loss, "test_loss": loss, "test_error": 0.5, "step": at}
     named = {"method": task.name, "setting": task.setting, "seed": task.seed, "wanted": task.steps}
     named |= {"steps": task.steps, "seconds": 2.0, "step_ms": 100.0}
-    weights = {"never": never, "f1": 0.8, "visits": 12.0, "mean_right": 0.7, "mean_wrong": 0.3}
+    weights = {"f1": 0.8, "visits": 12.0, "mean_right": 0.7, "mean_wrong": 0.3}
     curve = {"step": [0, 20], "test_loss": [2.3, loss], "test_error": [0.9, 0.5]}
     return {**named, **weights, "failed": failed, "best": best, "last": best, "curve": curve}
 
@@ -89,14 +90,16 @@ def test_the_other_seeds_of_reference_lines_come_last() -> None:
 
 def test_a_run_that_was_cut_short_does_not_count() -> None:
     task = Task("AID-KFAC", {"outer": 0.1}, 0, 20)
-    assert not Contest([row(task, 1.0) | {"steps": 19}], PLAN).done
+    cut = Contest([row(task, 1.0) | {"steps": 19}], PLAN)
+    assert not cut.done and len(cut.cut_short) == 1
+    assert not Contest([row(task, 1.0) | {"steps": 19}, row(task, 1.0)], PLAN).cut_short
     assert Contest([row(task, 1.0, failed=True) | {"steps": 19}], PLAN).done
 
 
 def test_a_run_that_would_end_too_late_is_known() -> None:
-    task = Task("AID-KFAC", {"outer": 0.1}, 0, 2)
-    contest = Contest([row(task, 1.0)], PLAN)
-    assert contest.expected(task._replace(steps=20)) == 2.0 and contest.expected(Task("MRBO", {}, 0, 20)) == 0.0
+    task, contest = Task("AID-KFAC", {"outer": 0.1}, 0, 1000), Contest([], alone={"AID-KFAC": 60.0})
+    assert contest.expected(task, 1) == 60.0 and contest.expected(task, 6) == 240.0
+    assert contest.expected(task._replace(name="MRBO"), 6) == 0.0
 
 
 def test_a_diverged_run_is_the_worst() -> None:
@@ -136,8 +139,9 @@ def test_the_verdict_on_figure_2(change: dict[str, float], times: dict[str, floa
 def test_no_verdict_without_two_pairs_or_with_unvisited_weights() -> None:
     few = {name: PAIRED[name] for name in ("AID-KFAC", "AID-CG-3", "MRBO")}
     assert resnet_length_page.verdict(judged(few), FAST).verdict is Verdict.REFUSED
-    unseen = resnet_length_page.verdict(judged(PAIRED, never=0.3), FAST | SLOW)
-    assert unseen.verdict is Verdict.REFUSED and "not visited" in unseen.because
+    early = resnet_length_page.verdict(judged(PAIRED, at=80), FAST | SLOW)  # a batch is 1/80 of the rows
+    assert early.verdict is Verdict.REFUSED and "had not been updated" in early.because
+    assert resnet_length_page.visits(row(Task("MRBO", {}, 0, 20), 1.0, at=82)).mean == 1.0
 
 
 def test_the_verdict_on_figure_1() -> None:
@@ -180,7 +184,25 @@ def test_the_tables_and_the_figure(tmp_path: Path) -> None:
     assert resnet_length_page.tables(Contest([], PLAN), []) == ""
     pytest.importorskip("matplotlib")
     drawn = resnet_length_page.figure(contest, [{"method": "AID-KFAC", "median": 51.0}], tmp_path / "x.svg")
-    assert "seconds alone" in drawn.read_text("utf-8")
+    assert "seconds, alone" in drawn.read_text("utf-8")
+
+
+def test_the_page_has_the_recorded_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    resnet_length.main(["--table"])
+    assert capsys.readouterr().out.strip() in (records.PAGES / "resnet-length.md").read_text("utf-8")
+
+
+def test_what_the_page_says_of_the_runs() -> None:
+    """All have their lowest held-out loss early, when many weights have not been updated, and end at a higher one."""
+    contest = Contest(Lines(resnet_length.RESULT).rows)
+    rows = [x for name in ("AID-KFAC", "AID-identity") for x in contest.results(name)]
+    assert len(rows) == 6 and all(40 <= x["best"]["step"] <= 80 and x["visits"] > 12 for x in rows)
+    assert all(resnet_length_page.visits(x).never > 0.35 for x in rows)
+    late = [
+        e for x in rows for step, e in zip(x["curve"]["step"], x["curve"]["test_error"], strict=True) if step >= 200
+    ]
+    assert min(late) > 0.53 and 0.56 < sum(late) / len(late) < 0.58
+    assert resnet_length.judgement("Figure 2") is None
 
 
 def test_batches_of_a_pass_have_every_row_once() -> None:
@@ -241,6 +263,9 @@ def test_cosines_along_a_run() -> None:
     """With a damping that outweighs all curvature every solver has the exact direction."""
     split, size = small()
     setting = {"outer": 0.1, "damping": 1e6, "inner": 0.01}
-    (found,) = resnet_cosines.along(setting, split, size, (2,), batches=1, iterations=3)
-    assert found["step"] == 2 and found["residual"] < 1e-4
-    assert all(found[name] == pytest.approx(1.0, abs=2e-3) for name in resnet_cosines.SOLVERS)
+    rows: list[dict[str, Any]] = []
+    resnet_cosines.along(setting, split, size, rows.append, (2,), iterations=3)
+    found = {x["name"]: x["value"] for x in rows}
+    assert {x["step"] for x in rows} == {2} and found.pop("residual") < 1e-3
+    assert list(found) == list(resnet_cosines.SOLVERS)
+    assert all(value == pytest.approx(1.0, abs=2e-3) for value in found.values())
