@@ -2,11 +2,11 @@
 
 Trials have a tenth of the steps, seed 0, and are judged by the lowest loss on held-out rows. Every method is tried at
 three step sizes of λ, and at the middle one with two other dampings (or what it has in place of a damping). The best
-trial is run for all steps with seeds 0, 1 and 2. θ's step size is 0.05 for all and is not tuned. In the arm ``each its
+trial is run for all steps with seeds 0, 1 and 2. θ's step size is the same for all (``--inner``). In the arm ``each its
 own`` step sizes of λ are relative and go on beyond an edge of the grid while the edge is best; ``as printed`` has the
 printed values.
 
-    python -m experiments.paper.resnet_length --device cuda --workers 12 --limit-minutes 9   # continues an earlier run
+    python -m experiments.paper.resnet_length --device cuda --workers 6 --limit-minutes 9    # continues an earlier run
     python -m experiments.paper.resnet_length --times --device cuda                          # ms a step, each alone
     python -m experiments.paper.resnet_length --table                                        # the recorded runs
     python -m experiments.paper.resnet_length --figure
@@ -51,8 +51,6 @@ BEYOND = (0.003, 0.01, *RELATIVE, 1.0, 3.0)
 ABSOLUTE = (0.1, 1.0, 10.0, 100.0, 500.0, 1000.0)
 PRINTED_NAMES = ("AID-KFAC", "AID-CG-3", "AID-identity")
 """Methods of the arm ``as printed``."""
-INNER = 0.05
-"""θ's step size."""
 OTHERS: dict[str, tuple[float, tuple[float, ...]]] = {
     "damping": (0.1, (0.01, 1.0)),
     "step": (0.03, (0.01, 0.1)),
@@ -88,11 +86,12 @@ class Task(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How much is run."""
+    """How much is run, and with which step size of θ."""
 
     steps: int = 1000
     seeds: int = 3
     short: float = 0.1
+    inner: float = 0.05
 
     @property
     def first(self) -> int:
@@ -137,9 +136,10 @@ class Contest:
         alone: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.plan, self.names, self.alone = plan, names, alone
-        whole = {key(task_of(row)): row["failed"] or row["steps"] == row["wanted"] for row in rows}
         self.done = {key(task_of(row)): row for row in rows if row["failed"] or row["steps"] == row["wanted"]}
-        self.cut_short = [row for row in rows if not whole[key(task_of(row))] and row["wanted"] == plan.steps]
+        inner = [plan.inner * factor for factor in (1.0, *WITHOUT_MOMENTUM)]
+        long = [row for row in rows if row["wanted"] == plan.steps and row["setting"]["inner"] in inner]
+        self.cut_short = [row for row in long if key(task_of(row)) not in self.done]
 
     def _short(self, name: str, setting: Setting) -> Task:
         return Task(name, setting, 0, self.plan.first)
@@ -150,13 +150,18 @@ class Contest:
             return None
         return sorted(tasks, key=lambda task: loss_of(self.done[key(task)]))
 
+    def first(self, name: str) -> Setting:
+        """What a method's settings are while its step size of λ is tried."""
+        own = USES.get(name)
+        return ({} if own is None else {own: OTHERS[own][0]}) | {"inner": self.plan.inner}
+
     def rates(self, name: str, arm: str) -> list[Task]:
         """Trials at the step sizes of λ; in the arm of its own also beyond an edge that is best."""
         if arm == PRINTED:
-            return [self._short(name, {"absolute": rate, **first(name)}) for rate in ABSOLUTE]
+            return [self._short(name, {"absolute": rate, **self.first(name)}) for rate in ABSOLUTE]
         tried = list(RELATIVE)
         while True:
-            tasks = [self._short(name, {"outer": rate, **first(name)}) for rate in tried]
+            tasks = [self._short(name, {"outer": rate, **self.first(name)}) for rate in tried]
             order = self._best(tasks)
             more = None if order is None else beyond(order[0].setting["outer"], tried)
             if more is None:
@@ -171,13 +176,13 @@ class Contest:
         middle = {"outer": RELATIVE[1]} if arm == OWN else {"absolute": ABSOLUTE[2]}
         changed = [{own: value} for value in OTHERS[own][1]] if own else []
         if name in resnet_runs.NO_MOMENTUM:
-            changed += [{"inner": factor * INNER} for factor in WITHOUT_MOMENTUM]
-        return self.rates(name, arm) + [self._short(name, {**middle, **first(name), **x}) for x in changed]
+            changed += [{"inner": factor * self.plan.inner} for factor in WITHOUT_MOMENTUM]
+        return self.rates(name, arm) + [self._short(name, {**middle, **self.first(name), **x}) for x in changed]
 
     def winner(self, name: str, arm: str) -> Setting | None:
         """The setting of the best trial, once all are done; of AID-KFAC's, where table 2 shares them."""
         if name in references.KINDS:
-            return {"inner": INNER}
+            return {"inner": self.plan.inner}
         order = self._best(self.trials("AID-KFAC" if name in SHARED else name, arm))
         return None if order is None else order[0].setting
 
@@ -214,17 +219,6 @@ class Contest:
             if key(task) not in seen:
                 seen.add(key(task))
                 yield list(task), task
-
-
-def first(name: str) -> Setting:
-    """What a method's settings are while its step size of λ is tried.
-
-    Example:
-        >>> first("AID-KFAC")
-        {'damping': 0.1, 'inner': 0.05}
-    """
-    own = USES.get(name)
-    return ({} if own is None else {own: OTHERS[own][0]}) | {"inner": INNER}
 
 
 def beyond(best: float, tried: Sequence[float]) -> float | None:
@@ -280,7 +274,7 @@ def times(device: str, names: Sequence[str], lines: Lines, size: Size = TIMED) -
     split = cleaning.noisy_split(data, size.counts, 0).to(device)
     known = {row["method"] for row in lines.rows}
     for name in (name for name in names if name not in known):
-        setting = {"outer": 0.1, "inner": INNER, **{own: first for own, (first, _) in OTHERS.items()}}
+        setting = {"outer": 0.1, "inner": LENGTH.inner, **{own: first for own, (first, _) in OTHERS.items()}}
         found = resnet_runs.step_times(name, setting, split, size, 10)
         print(lines.append({"method": name, **found}), flush=True)
 

@@ -56,7 +56,7 @@ def test_step_sizes_go_on_until_the_best_lies_inside() -> None:
     contest, order = played(["AID-KFAC"], loss)
     rates = [task.setting["outer"] for task in contest.rates("AID-KFAC", OWN)]
     assert rates == [0.03, 0.1, 0.3, 1.0, 3.0]
-    best = {"outer": 1.0, "damping": 0.1, "inner": resnet_length.INNER}
+    best = {"outer": 1.0, "damping": 0.1, "inner": PLAN.inner}
     assert contest.winner("AID-KFAC", OWN) == best
     own = [task for task in order if "outer" in task.setting]
     assert [task.steps for task in own] == [2] * 7 + [20] * 3  # 5 step sizes, 2 dampings, 3 seeds
@@ -83,13 +83,13 @@ def test_a_long_run_waits_for_the_trials_of_more_important_methods() -> None:
 
 def test_the_other_seeds_of_reference_lines_come_last() -> None:
     order = [task for _, task in Contest([], PLAN, ["trusted + noisy", "AID-identity"]).missing()]
-    assert order[0] == Task("trusted + noisy", {"inner": resnet_length.INNER}, 0, 20)
+    assert order[0] == Task("trusted + noisy", {"inner": PLAN.inner}, 0, 20)
     own = [task for task in order if "absolute" not in task.setting]
     assert [(task.name, task.seed) for task in own[-2:]] == [("trusted + noisy", 1), ("trusted + noisy", 2)]
 
 
 def test_a_run_that_was_cut_short_does_not_count() -> None:
-    task = Task("AID-KFAC", {"outer": 0.1}, 0, 20)
+    task = Task("AID-KFAC", {"outer": 0.1, "inner": PLAN.inner}, 0, 20)
     cut = Contest([row(task, 1.0) | {"steps": 19}], PLAN)
     assert not cut.done and len(cut.cut_short) == 1
     assert not Contest([row(task, 1.0) | {"steps": 19}, row(task, 1.0)], PLAN).cut_short
