@@ -80,10 +80,11 @@ def noisy_split(
     if sum(counts) > len(images):
         raise HyperkronError(f"counts={counts!r} add up to {sum(counts)}, but there are {len(images)} examples.")
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(images), generator=generator)[: sum(counts)].split(list(counts))
+    place = images.device
+    order = torch.randperm(len(images), generator=generator)[: sum(counts)].to(place).split(list(counts))
     given = labels[order[0]].clone()
     again = torch.rand(len(given), generator=generator) < noise
-    given[again] = torch.randint(10, (int(again.sum()),), generator=generator)
+    given[again.to(place)] = torch.randint(10, (int(again.sum()),), generator=generator).to(place)
     train = images[order[0]]
     over = tuple(range(train.ndim)) if scaling == "one" else (0,) if train.ndim == 2 else (0, 2, 3)
     mean, deviation = train.mean(over, keepdim=True), train.std(over, keepdim=True)

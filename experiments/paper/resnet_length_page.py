@@ -1,0 +1,283 @@
+"""ResNet-18 at the paper's length: what the recorded runs say, as tables, verdicts and a figure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.paper import plots, references
+from experiments.paper.compare import clearly_below
+from experiments.paper.recipe import Judgement, Verdict, by_cases
+from experiments.paper.resnet_length import ABSOLUTE, ARMS, BEYOND, OWN, PRINTED, SHARED, Contest, key
+from experiments.paper.resnet_runs import Size
+from experiments.paper.tuning import Difference, shown
+from experiments.paper.visits import MOST, Visits
+from experiments.trial import MEASURED
+
+PAIRS = (("AID-CG-3", "AID-KFAC"), ("AmIGO", "AID-KFAC"), ("MRBO", "MRBO-KFAC"))
+"""Without and with KFAC; AmIGO with KFAC is AID with KFAC."""
+SOLVERS = ("AID-CG-3", "AID-CG-10", "AID-GGN-CG-3", "AID-GGN-CG-10", "AID-Neumann-10")
+"""What figure 1 compares with KFAC inside AID."""
+SEEDS = 3
+Rows = list[dict[str, Any]]
+Times = Mapping[str, float]
+
+
+def losses(rows: Rows) -> list[float | None]:
+    """Test losses where the held-out loss is lowest; none of a run that failed."""
+    return [None if row["failed"] else row["best"]["test_loss"] for row in rows]
+
+
+def judged(contest: Contest) -> dict[str, Rows]:
+    """The long runs of every method that has all seeds."""
+    found = {name: contest.results(name) for name in (*contest.names, *SHARED)}
+    return {name: rows for name, rows in found.items() if len(rows) >= SEEDS}
+
+
+def visits(row: Mapping[str, Any]) -> Visits:
+    """How often weights had been updated at the look that counts."""
+    size = Size()
+    return Visits(row["method"], row["best"]["step"] - MEASURED, size.batch, size.counts[0])
+
+
+def refused(found: Mapping[str, Rows], names: Sequence[str]) -> list[str]:
+    """Methods of which a run had left more than a fifth of the weights as they were at the look that counts."""
+    return [name for name in names if any(visits(row).never > MOST for row in found[name] if not row["failed"])]
+
+
+def _unvisited(names: Sequence[str]) -> str:
+    who = ", ".join(dict.fromkeys(names))
+    return f"With {who} more than {MOST:.0%} of the weights had not been updated at the look that counts."
+
+
+def milliseconds(times: Rows) -> dict[str, float]:
+    """Of an outer step, each method alone on the device."""
+    return {row["method"]: row["median"] for row in times}
+
+
+def _faster(times: Times, one: str, other: str) -> bool:
+    """Whether a step of the first takes less time; a time that is not known does not."""
+    return one in times and other in times and times[one] < times[other]
+
+
+def verdict(contest: Contest, times: Times) -> Judgement:
+    """Figure 2, at 1000 outer steps. KFAC lowers a method's test loss where the 95 % interval of the difference over
+    three seeds is below zero; the loss is that at the look with the lowest held-out loss. Reproduced: it lowers those
+    of AID, AmIGO and MRBO, the lowest mean of all bilevel methods is one with KFAC, and a step with KFAC takes less
+    time than one without. In trend: it lowers more than half of them. Not reproduced: otherwise; a pair that was not
+    run counts as not lowered. No verdict with fewer than two pairs, or where more than 20 % of the weights had not been
+    updated at the look that counts (at first this was asked of the end of a run; changed after the first runs).
+    """
+    found = judged(contest)
+    pairs = [pair for pair in PAIRS if all(name in found for name in pair)]
+    if len(pairs) < 2:
+        return Judgement(Verdict.REFUSED, f"{len(pairs)} of 3 pairs have {SEEDS} seeds.")
+    if short := refused(found, [name for pair in pairs for name in pair]):
+        return Judgement(Verdict.REFUSED, _unvisited(short))
+    clear = [pair for pair in pairs if clearly_below(losses(found[pair[1]]), losses(found[pair[0]]))]
+    mean = {name: _mean(losses(rows)) for name, rows in found.items() if name not in references.KINDS}
+    first = min(mean, key=lambda name: mean[name])
+    faster = all(_faster(times, kfac, plain) for plain, kfac in pairs)
+    said = [f"{plain} → {kfac} {Difference.of(losses(found[plain]), losses(found[kfac])):.3f}" for plain, kfac in pairs]
+    text = f"Change of the test loss by KFAC: {'; '.join(said)}. Lowest of all: {first} ({mean[first]:.3f})."
+    return by_cases([pair in clear for pair in PAIRS], text, also="KFAC" in first and faster)
+
+
+def verdict_solvers(contest: Contest, times: Times) -> Judgement:
+    """Figure 1, top, at 1000 outer steps. Reproduced: KFAC's test loss is clearly below (95 % interval over three
+    seeds) that of AID with CG-3, CG-10, GGN-CG-3, GGN-CG-10 and Neumann-10, and its step takes less time than theirs.
+    In trend: clearly below more than half of them. Not reproduced: otherwise; one that was not run counts as not below.
+    No verdict with fewer than three of the five, or where more than 20 % of the weights had not been updated, as above.
+    """
+    found = judged(contest)
+    ran = [name for name in SOLVERS if name in found]
+    if "AID-KFAC" not in found or len(ran) < 3:
+        return Judgement(Verdict.REFUSED, f"{len(ran)} of {len(SOLVERS)} solvers have {SEEDS} seeds.")
+    if short := refused(found, ["AID-KFAC", *ran]):
+        return Judgement(Verdict.REFUSED, _unvisited(short))
+    ours = losses(found["AID-KFAC"])
+    clear = [name for name in ran if clearly_below(ours, losses(found[name]))]
+    faster = all(_faster(times, "AID-KFAC", name) for name in ran)
+    said = [f"{name} {Difference.of(losses(found[name]), ours):.3f}" for name in ran]
+    return by_cases(
+        [name in clear for name in SOLVERS], f"KFAC's test loss less that of each: {'; '.join(said)}.", also=faster
+    )
+
+
+def verdict_amortized(contest: Contest, times: Times) -> Judgement:
+    """Table 2, at 1000 outer steps. The table says two things. EKFAC has a lower loss than KFAC at each interval τ, and
+    a longer interval saves time. Reproduced: EKFAC is clearly below (95 % interval over three seeds) at 1, 5, 10 and
+    50, and with both methods a step at τ = 10 takes less time than at τ = 1. In trend: clearly below at more than
+    half. Not reproduced: otherwise. No verdict with fewer than three of the four intervals, or where more than 20 % of
+    the weights had not been updated, as above.
+    """
+    found = judged(contest)
+    pairs = {tau: (f"AID-EKFAC-τ{tau}", "AID-KFAC" if tau == 1 else f"AID-KFAC-τ{tau}") for tau in (1, 5, 10, 50)}
+    ran = {tau: pair for tau, pair in pairs.items() if all(name in found for name in pair)}
+    if len(ran) < 3:
+        return Judgement(Verdict.REFUSED, f"{len(ran)} of {len(pairs)} intervals have {SEEDS} seeds.")
+    if short := refused(found, [name for pair in ran.values() for name in pair]):
+        return Judgement(Verdict.REFUSED, _unvisited(short))
+    clear = [tau for tau, (a, b) in ran.items() if clearly_below(losses(found[a]), losses(found[b]))]
+    saved = _faster(times, "AID-KFAC-τ10", "AID-KFAC") and _faster(times, "AID-EKFAC-τ10", "AID-EKFAC-τ1")
+    said = [f"τ={tau} {Difference.of(losses(found[b]), losses(found[a])):.3f}" for tau, (a, b) in ran.items()]
+    return by_cases([tau in clear for tau in pairs], f"EKFAC's test loss less KFAC's: {'; '.join(said)}.", also=saved)
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    numbers = [x for x in values if x is not None]
+    return statistics.fmean(numbers) if len(numbers) == len(values) and numbers else float("inf")
+
+
+def tables(contest: Contest, times: Rows) -> str:
+    """The verdicts and, for each arm, the results of all winners; then differences, lines cut short, and trials."""
+    known = milliseconds(times)
+    if not contest.done:
+        return ""
+    parts = [f"{place}: **{x.verdict.value}**. {x.because}" for place, x in verdicts(contest, known).items()]
+    parts += ["\n".join(rows) for arm in ARMS if (rows := _arm(contest, arm, known))]
+    return "\n\n".join([*parts, *gaps(contest), *_cut_short(contest), _rates(contest)])
+
+
+def gaps(contest: Contest) -> list[str]:
+    """KFAC's test loss less that of each other method with all seeds, seed by seed."""
+    found = judged(contest)
+    ours = found.pop("AID-KFAC", [])
+    lines = [
+        f"KFAC's test loss less that of {name}: {Difference.of(losses(rows), losses(ours)):.3f} at the look that "
+        f"counts, {Difference.of(_halves(rows), _halves(ours)):.3f} in the second half."
+        for name, rows in found.items()
+        if ours and not any(row["failed"] for row in [*ours, *rows])
+    ]
+    return ["\n".join(lines)] if lines else []
+
+
+def _halves(rows: Rows) -> list[float]:
+    return [second_half(row, "test_loss") for row in rows]
+
+
+def _cut_short(contest: Contest) -> list[str]:
+    """What long runs had found when the time was up; they do not count."""
+    told = [
+        f"{row['method']} (seed {row['seed']}) {row['best']['test_loss']:.3f} and "
+        f"{100 * row['best']['test_error']:.1f} % at step {row['best']['step']} of {row['steps']}"
+        for row in contest.cut_short
+    ]
+    return ["Cut short by the end of the time; lowest held-out loss so far: " + "; ".join(told) + "."] if told else []
+
+
+def verdicts(contest: Contest, times: Times) -> dict[str, Judgement]:
+    """By place in the paper."""
+    return {
+        "Figure 2": verdict(contest, times),
+        "Figure 1, top": verdict_solvers(contest, times),
+        "Table 2": verdict_amortized(contest, times),
+    }
+
+
+COLUMNS = (
+    *("test loss", "error in %", "at step", "visits then", "not updated then", "lowest test loss"),
+    *("loss, second half", "error in %, second half", "weights right / wrong", "F1", "visits", "ms a step", "seeds"),
+    "setting",
+)
+
+
+def second_half(row: Mapping[str, Any], name: str) -> float:
+    """The mean of a figure over the looks in the second half of a run."""
+    pairs = zip(row["curve"]["step"], row["curve"][name], strict=True)
+    return statistics.fmean(value for step, value in pairs if step >= row["wanted"] / 2)
+
+
+def _arm(contest: Contest, arm: str, times: Times) -> list[str]:
+    names = [name for name in (*contest.names, *SHARED) if contest.results(name, arm)]
+    if not names or (arm == PRINTED and not any("absolute" in x["setting"] for x in contest.done.values())):
+        return []
+    cells = {name: _line(contest, name, arm, times) for name in names}
+    order = sorted(names, key=lambda name: _mean(losses(contest.results(name, arm))))
+    head = [f"| {arm} | " + " | ".join(COLUMNS) + " |", "| --- " * (1 + len(COLUMNS)) + "|"]
+    return head + [f"| {name} | {' | '.join(cells[name])} |" for name in order]
+
+
+def _line(contest: Contest, name: str, arm: str, times: Times) -> list[str]:
+    rows = contest.results(name, arm)
+    fine = [row for row in rows if not row["failed"]]
+    if not fine:
+        return ["diverged", *["–"] * (len(COLUMNS) - 2), _setting(rows[0]["setting"], name, arm, contest)]
+    middle = [visits(row) for row in fine]
+    mean = {x: statistics.fmean(row.get(x, 0.0) for row in fine) for x in ("f1", "mean_right", "mean_wrong", "visits")}
+    weights = [f"{mean['mean_right']:.2f} / {mean['mean_wrong']:.2f}", f"{mean['f1']:.2f}", f"{mean['visits']:.1f}"]
+    seen = [f"{statistics.fmean(x.mean for x in middle):.1f}", f"{statistics.fmean(x.never for x in middle):.0%}"]
+    learned = "f1" in fine[0]
+    return [
+        shown([row["best"]["test_loss"] for row in fine]),
+        shown([100 * row["best"]["test_error"] for row in fine], 1),
+        f"{statistics.median(row['best']['step'] for row in fine):.0f}",
+        *(seen if learned else ["–"] * 2),
+        shown([min(x for x in row["curve"]["test_loss"] if x is not None) for row in fine]),
+        shown([second_half(row, "test_loss") for row in fine], 2),
+        shown([100 * second_half(row, "test_error") for row in fine], 1),
+        *(weights if learned else ["–"] * 3),
+        f"{times[name]:.0f}" if name in times else "–",
+        f"{len(fine)}" + (f" ({len(rows) - len(fine)} diverged)" if len(fine) < len(rows) else ""),
+        _setting(rows[0]["setting"], name, arm, contest),
+    ]
+
+
+def _setting(setting: Mapping[str, float], name: str, arm: str, contest: Contest) -> str:
+    text = ", ".join(f"{'λ' if x in ('outer', 'absolute') else x} {value:g}" for x, value in setting.items())
+    if name in references.KINDS or name in SHARED:
+        return text
+    which = "outer" if arm == OWN else "absolute"
+    tried = [task.setting[which] for task in contest.rates(name, arm)]
+    return text + (" (edge)" if setting[which] in (min(tried), max(tried)) else "")
+
+
+def _rates(contest: Contest) -> str:
+    """The lowest held-out loss of the trials by the step size of λ."""
+    parts = []
+    for arm, grid, which in ((OWN, BEYOND, "outer"), (PRINTED, ABSOLUTE, "absolute")):
+        lines = []
+        for name in (name for name in contest.names if name not in references.KINDS):
+            done = {x.setting[which]: contest.done[key(x)] for x in contest.rates(name, arm) if key(x) in contest.done}
+            if done:
+                cells = [_loss(done[rate]) if rate in done else "–" for rate in grid]
+                lines.append(f"| {name} | {' | '.join(cells)} |")
+        if lines:
+            head = f"| held-out loss of trials, {arm}, by step size of λ | {' | '.join(f'{x:g}' for x in grid)} |"
+            parts.append("\n".join([head, "| --- " * (1 + len(grid)) + "|", *lines]))
+    return "\n\n".join(parts)
+
+
+def _loss(row: Mapping[str, Any]) -> str:
+    return "diverged" if row["failed"] else f"{row['best']['second_loss']:.3f}"
+
+
+def figure(contest: Contest, times: Rows, path: Path) -> Path:
+    """Test loss of seed 0 by outer step and by seconds (step × time of a step alone), and test error by step.
+
+    Reference lines are curves, too, also those that were cut short.
+    """
+    known = milliseconds(times)
+    rows = {name: found[0] for name in contest.names if (found := contest.results(name))}
+    rows = {row["method"]: row for row in contest.cut_short if row["seed"] == 0} | rows
+    curves = {name: rows[name]["curve"] for name in contest.names if name in rows}
+
+    def line(name: str, figure: str, unit: float = 1.0) -> tuple[list[float], list[float]]:
+        pairs = zip(curves[name]["step"], plots.numbers(curves[name][figure]), strict=True)
+        xs, ys = zip(*((unit * step, y) for step, y in pairs if step > 0), strict=True)
+        return list(xs), list(ys)
+
+    def fill(axes: Any) -> None:
+        timed = [name for name in curves if name in known and name not in references.KINDS]
+        every = {name: line(name, "test_loss") for name in curves}
+        plots.curves(axes[0], every, "outer steps", "test loss", log_x=True)
+        spent = {name: line(name, "test_loss", known[name] / 1e3) for name in timed}
+        plots.curves(axes[1], spent, "seconds, alone on the device", "test loss", log_x=True)
+        error = {name: line(name, "test_error") for name in curves}
+        plots.curves(axes[2], error, "outer steps", "test error", log_x=True)
+        for axis in axes[:2]:
+            axis.set_ylim(1.1, 2.7)
+
+    return plots.draw(path, 3, fill, height=3.6)

@@ -1,0 +1,271 @@
+"""ResNet-18 at the paper's length: which runs follow from which, every verdict, and that a run works."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments import records
+from experiments.paper import cleaning, references, resnet_cosines, resnet_length, resnet_length_page, resnet_runs
+from experiments.paper.recipe import Verdict
+from experiments.paper.resnet_length import OWN, PRINTED, Contest, Plan, Task, key
+from experiments.paper.resnet_runs import Shuffled, Size
+from experiments.pieces import Lines
+from hyperkron.solution import HyperkronError
+
+PLAN = Plan(steps=20, seeds=3)
+FAST = {"AID-KFAC": 1.0, "MRBO-KFAC": 1.0}
+
+
+def row(task: Task, loss: float, *, at: int = 900, failed: bool = False) -> dict[str, Any]:
+    """A finished run whose held-out loss was lowest ``at`` a step."""
+    best = {"second_loss": loss, "test_loss": loss, "test_error": 0.5, "step": at}
+    named = {"method": task.name, "setting": task.setting, "seed": task.seed, "wanted": task.steps}
+    named |= {"steps": task.steps, "seconds": 2.0, "step_ms": 100.0}
+    weights = {"f1": 0.8, "visits": 12.0, "mean_right": 0.7, "mean_wrong": 0.3}
+    curve = {"step": [0, 20], "test_loss": [2.3, loss], "test_error": [0.9, 0.5]}
+    return {**named, **weights, "failed": failed, "best": best, "last": best, "curve": curve}
+
+
+def played(
+    names: list[str], loss: Callable[[Task], float], plan: Plan = PLAN, **more: Any
+) -> tuple[Contest, list[Task]]:
+    """A contest in which everything was run, and in which order."""
+    rows: list[dict[str, Any]] = []
+    order: list[Task] = []
+    while todo := [task for _, task in Contest(rows, plan, names).missing()]:
+        order += todo
+        rows += [row(task, loss(task), **more) for task in todo]
+    return Contest(rows, plan, names), order
+
+
+def test_step_sizes_go_on_until_the_best_lies_inside() -> None:
+    """λ's step sizes and the damping; further step sizes beyond an edge; then all seeds of the best."""
+
+    def loss(task: Task) -> float:
+        if "absolute" in task.setting:
+            return 9.0
+        far = abs(torch.tensor(task.setting["outer"]).log10().item())  # 1 is best
+        return 1 + far + abs(task.setting["damping"] - 0.1)
+
+    contest, order = played(["AID-KFAC"], loss)
+    rates = [task.setting["outer"] for task in contest.rates("AID-KFAC", OWN)]
+    assert rates == [0.03, 0.1, 0.3, 1.0, 3.0]
+    best = {"outer": 1.0, "damping": 0.1, "inner": PLAN.inner}
+    assert contest.winner("AID-KFAC", OWN) == best
+    own = [task for task in order if "outer" in task.setting]
+    assert [task.steps for task in own] == [2] * 7 + [20] * 3  # 5 step sizes, 2 dampings, 3 seeds
+    assert [task.seed for task in own[7:]] == [0, 1, 2] and all(task.setting == best for task in own[7:])
+    printed = {task.setting["absolute"] for task in order if "absolute" in task.setting}
+    assert printed == set(resnet_length.ABSOLUTE)
+
+
+def test_the_best_damping_is_kept() -> None:
+    def loss(task: Task) -> float:
+        return abs(task.setting.get("outer", 50.0) - 0.1) + abs(task.setting["damping"] - 1.0)
+
+    assert played(["MRBO-KFAC"], loss)[0].winner("MRBO-KFAC", OWN) == {"outer": 0.1, "damping": 1.0, "inner": 0.05}
+
+
+def test_a_long_run_waits_for_the_trials_of_more_important_methods() -> None:
+    names = ["AID-KFAC", "AID-identity"]
+    trials = Contest([], PLAN, names).trials("AID-identity", OWN)
+    begun = [task for _, task in Contest([row(task, 1.0) for task in trials], PLAN, names).missing()]
+    assert {(task.name, task.steps) for task in begun if "outer" in task.setting} == {("AID-KFAC", 2)} | {
+        ("AID-identity", 2)
+    }
+
+
+def test_the_other_seeds_of_reference_lines_come_last() -> None:
+    order = [task for _, task in Contest([], PLAN, ["trusted + noisy", "AID-identity"]).missing()]
+    assert order[0] == Task("trusted + noisy", {"inner": PLAN.inner}, 0, 20)
+    own = [task for task in order if "absolute" not in task.setting]
+    assert [(task.name, task.seed) for task in own[-2:]] == [("trusted + noisy", 1), ("trusted + noisy", 2)]
+
+
+def test_a_run_that_was_cut_short_does_not_count() -> None:
+    task = Task("AID-KFAC", {"outer": 0.1, "inner": PLAN.inner}, 0, 20)
+    cut = Contest([row(task, 1.0) | {"steps": 19}], PLAN)
+    assert not cut.done and len(cut.cut_short) == 1
+    assert not Contest([row(task, 1.0) | {"steps": 19}, row(task, 1.0)], PLAN).cut_short
+    assert Contest([row(task, 1.0, failed=True) | {"steps": 19}], PLAN).done
+
+
+def test_a_run_that_would_end_too_late_is_known() -> None:
+    task, contest = Task("AID-KFAC", {"outer": 0.1}, 0, 1000), Contest([], alone={"AID-KFAC": 60.0})
+    assert contest.expected(task, 1) == 60.0 and contest.expected(task, 6) == 240.0
+    assert contest.expected(task._replace(name="MRBO"), 6) == 0.0
+
+
+def test_a_diverged_run_is_the_worst() -> None:
+    task = Task("MRBO", {"outer": 0.1}, 0, 2)
+    assert resnet_length.loss_of(row(task, 0.1, failed=True)) == float("inf")
+
+
+def judged(level: dict[str, float], plan: Plan = PLAN, **more: Any) -> Contest:
+    """A contest whose methods have these losses, with a little noise by seed."""
+    names = list(level)
+
+    def loss(task: Task) -> float:
+        return level[task.name] + 0.01 * task.seed * (1 + 0.1 * len(task.name) % 7)
+
+    return played(names, loss, plan, **more)[0]
+
+
+PAIRED = {"AID-KFAC": 1.2, "AID-CG-3": 1.5, "AmIGO": 1.5, "MRBO": 1.6, "MRBO-KFAC": 1.4, "trusted only": 1.1}
+SLOW = {"AID-CG-3": 2.0, "AmIGO": 2.0, "MRBO": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "times", "expected"),
+    [
+        ({}, SLOW, Verdict.REPRODUCED),
+        ({}, {**SLOW, "MRBO": 0.5}, Verdict.TREND),
+        ({"MRBO-KFAC": 1.7}, SLOW, Verdict.TREND),
+        ({"BSG-1": 1.0}, SLOW, Verdict.TREND),
+        ({"AID-KFAC": 1.6}, SLOW, Verdict.FAILED),
+    ],
+)
+def test_the_verdict_on_figure_2(change: dict[str, float], times: dict[str, float], expected: Verdict) -> None:
+    found = resnet_length_page.verdict(judged(PAIRED | change), {**FAST, **times})
+    assert found.verdict is expected and "AID-CG-3 → AID-KFAC" in found.because
+
+
+def test_no_verdict_without_two_pairs_or_with_unvisited_weights() -> None:
+    few = {name: PAIRED[name] for name in ("AID-KFAC", "AID-CG-3", "MRBO")}
+    assert resnet_length_page.verdict(judged(few), FAST).verdict is Verdict.REFUSED
+    early = resnet_length_page.verdict(judged(PAIRED, at=80), FAST | SLOW)  # a batch is 1/80 of the rows
+    assert early.verdict is Verdict.REFUSED and "had not been updated" in early.because
+    assert resnet_length_page.visits(row(Task("MRBO", {}, 0, 20), 1.0, at=82)).mean == 1.0
+
+
+def test_the_verdict_on_figure_1() -> None:
+    level = {"AID-KFAC": 1.2, **dict.fromkeys(resnet_length_page.SOLVERS, 1.5)}
+    level.pop("AID-CG-10")
+    times = FAST | dict.fromkeys(level, 2.0) | {"AID-KFAC": 1.0}
+    judge = resnet_length_page.verdict_solvers
+    assert judge(judged(level), times).verdict is Verdict.TREND  # one of five was not run
+    assert judge(judged({**level, "AID-GGN-CG-3": 1.1, "AID-CG-3": 1.0}), times).verdict is Verdict.FAILED
+    assert judge(judged({"AID-KFAC": 1.2, "AID-CG-3": 1.5}), times).verdict is Verdict.REFUSED
+
+
+def test_the_verdict_on_table_2() -> None:
+    """Its lines take the setting of AID-KFAC."""
+    names = {name: 1.2 - 0.1 * ("EKFAC" in name) for name in resnet_length.SHARED}
+    contest = judged({"AID-KFAC": 1.2, **names})
+    assert contest.winner("AID-EKFAC-τ5", OWN) == contest.winner("AID-KFAC", OWN)
+    times = {"AID-KFAC": 3.0, "AID-KFAC-τ10": 1.0, "AID-EKFAC-τ1": 5.0, "AID-EKFAC-τ10": 2.0}
+    judge = resnet_length_page.verdict_amortized
+    assert judge(contest, times).verdict is Verdict.REPRODUCED
+    assert judge(contest, {**times, "AID-EKFAC-τ10": 6.0}).verdict is Verdict.TREND
+    assert judge(judged({"AID-KFAC": 1.2, **dict.fromkeys(names, 1.2)}), times).verdict is Verdict.FAILED
+    assert judge(judged({"AID-KFAC": 1.2}), times).verdict is Verdict.REFUSED
+
+
+def test_a_judgement_is_given_where_the_records_decide(tmp_path: Path) -> None:
+    runs, timed = Lines(tmp_path / "runs.jsonl"), Lines(tmp_path / "times.jsonl")
+    assert resnet_length.judgement("Figure 2", runs.path, timed.path) is None
+    for found in judged(PAIRED, resnet_length.LENGTH).done.values():
+        runs.append(found)
+    judge = resnet_length.judgement("Figure 2", runs.path, timed.path)
+    assert judge is not None and judge.verdict is Verdict.TREND  # no times are known
+    assert resnet_length.judgement("Table 2", runs.path, timed.path) is None
+
+
+def test_the_tables_and_the_figure(tmp_path: Path) -> None:
+    contest = judged(PAIRED)
+    text = resnet_length_page.tables(contest, [{"method": "AID-KFAC", "median": 51.0}])
+    assert "Figure 2: **" in text and "| AID-KFAC | 1.2" in text and "| 51 |" in text and PRINTED in text
+    assert resnet_length_page.tables(Contest([], PLAN), []) == ""
+    pytest.importorskip("matplotlib")
+    drawn = resnet_length_page.figure(contest, [{"method": "AID-KFAC", "median": 51.0}], tmp_path / "x.svg")
+    assert "seconds, alone" in drawn.read_text("utf-8")
+
+
+def test_the_page_has_the_recorded_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    resnet_length.main(["--table"])
+    assert capsys.readouterr().out.strip() in (records.PAGES / "resnet-length.md").read_text("utf-8")
+
+
+def test_what_the_page_says_of_the_runs() -> None:
+    """All have their lowest held-out loss early, when many weights have not been updated, and end at a higher one."""
+    contest = Contest(Lines(resnet_length.RESULT).rows)
+    rows = [x for name in ("AID-KFAC", "AID-identity") for x in contest.results(name)]
+    assert len(rows) == 6 and all(40 <= x["best"]["step"] <= 80 and x["visits"] > 12 for x in rows)
+    assert all(resnet_length_page.visits(x).never > 0.35 for x in rows)
+    late = [
+        e for x in rows for step, e in zip(x["curve"]["step"], x["curve"]["test_error"], strict=True) if step >= 200
+    ]
+    assert min(late) > 0.53 and 0.56 < sum(late) / len(late) < 0.58
+    assert resnet_length.judgement("Figure 2") is None
+
+
+def test_batches_of_a_pass_have_every_row_once() -> None:
+    source = Shuffled((torch.arange(12),), 4, seed=0)
+    passes = [torch.cat([source.next()[0] for _ in range(3)]) for _ in range(2)]
+    assert all(sorted(x.tolist()) == list(range(12)) for x in passes) and not passes[0].equal(passes[1])
+    with pytest.raises(HyperkronError, match="does not divide"):
+        Shuffled((torch.arange(10),), 4, seed=0)
+
+
+def small() -> tuple[Any, Size]:
+    size = resnet_length.SMOKE
+    return cleaning.noisy_split(cleaning.made_up((3, 32, 32), 40, 10), size.counts, 0), size
+
+
+@pytest.mark.parametrize("name", ["AID-KFAC", "trusted + noisy"])
+def test_a_run(name: str) -> None:
+    split, size = small()
+    setting = {"outer": 0.1, "damping": 0.1, "inner": 0.1}
+    found = json.loads(json.dumps(resnet_length.run(Task(name, setting, 0, 3), split, size, Plan(steps=3))))
+    assert key(resnet_length.task_of(found)) == key(Task(name, setting, 0, 3)) and not found["failed"]
+    assert found["curve"]["step"] == [0, 1, 2, 3] and "test_loss" in found["best"]
+    assert ("visits" in found) == (name == "AID-KFAC")
+    if "visits" in found:  # the third step alone updates weights: of its batch, and by momentum of those before
+        assert found["visits"] == 0.5 and found["never"] == pytest.approx(0.15)
+        assert 0.02 < found["moved"] < 0.2 and found["rate"] > 1e-3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*resnet_runs.METHODS, *references.KINDS])
+def test_every_method_runs(name: str) -> None:
+    split, size = small()
+    setting = {"outer": 0.1, "inner": 0.05, **{own: first for own, (first, _) in resnet_length.OTHERS.items()}}
+    assert not resnet_runs.run(name, setting, split, 0, 3, size, test=False)["failed"]
+
+
+@pytest.mark.long
+def test_times_are_measured_once(tmp_path: Path) -> None:
+    lines = Lines(tmp_path / "times.jsonl")
+    for _ in range(2):
+        resnet_length.times("cpu", ["AID-identity"], lines, Size((20, 10, 10), 10, 2))
+    assert [x["method"] for x in lines.rows] == ["AID-identity"] and lines.rows[0]["median"] > 0
+
+
+@pytest.mark.long
+def test_the_command_runs_what_is_missing(tmp_path: Path) -> None:
+    out = tmp_path / "runs.jsonl"
+    arguments = ["--smoke", "--methods", "AID-identity", "--steps", "2", "--seeds", "1", "--out", str(out)]
+    for _ in range(2):  # the second finds nothing to do
+        resnet_length.main(arguments)
+        rows = Lines(out).rows
+        assert not list(Contest(rows, Plan(steps=2, seeds=1), ["AID-identity"]).missing())
+    assert len({key(resnet_length.task_of(x)) for x in rows}) == len(rows) > 8
+
+
+@pytest.mark.long
+def test_cosines_along_a_run() -> None:
+    """With a damping that outweighs all curvature every solver has the exact direction."""
+    split, size = small()
+    setting = {"outer": 0.1, "damping": 1e6, "inner": 0.01}
+    rows: list[dict[str, Any]] = []
+    resnet_cosines.along(setting, split, size, rows.append, (2,), iterations=3)
+    found = {x["name"]: x["value"] for x in rows}
+    assert {x["step"] for x in rows} == {2} and found.pop("residual") < 1e-3
+    assert list(found) == list(resnet_cosines.SOLVERS)
+    assert all(value == pytest.approx(1.0, abs=2e-3) for value in found.values())
