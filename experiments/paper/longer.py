@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from experiments.paper import encoder_length
+from experiments.paper import encoder_length, resnet_length
 from experiments.paper.recipe import Judgement
 from experiments.pieces import Lines
 
@@ -18,4 +18,7 @@ class Longer(NamedTuple):
 
 def longer() -> dict[str, Longer]:
     """By the name of the recipe."""
-    return {"encoder": Longer(encoder_length.judgement(Lines(encoder_length.RESULT).rows), "encoder-length.md")}
+    found = {"encoder": Longer(encoder_length.judgement(Lines(encoder_length.RESULT).rows), "encoder-length.md")}
+    for name, place in (("resnet-cifar", "Figure 2"), ("trade-off", "Figure 1, top")):
+        found[name] = Longer(resnet_length.judgement(place), "resnet-length.md")
+    return found

@@ -30,7 +30,7 @@ import torch
 from experiments import records
 from experiments.paper import cleaning, datasets, references, resnet_runs
 from experiments.paper.cleaning import Split
-from experiments.paper.recipe import Judgement, Verdict
+from experiments.paper.recipe import Judgement
 from experiments.paper.resnet_runs import TAUS, Size
 from experiments.paper.tuning import Setting
 from experiments.pieces import Lines
@@ -279,12 +279,11 @@ def times(device: str, names: Sequence[str], lines: Lines, size: Size = TIMED) -
         print(lines.append({"method": name, **found}), flush=True)
 
 
-def judgement(place: str, runs: Path = RESULT, timed: Path = TIMES) -> Judgement | None:
-    """The verdict of the recorded runs on ``Figure 2``, ``Figure 1, top`` or ``Table 2``; ``None`` without one."""
+def judgement(place: str, runs: Path = RESULT, timed: Path = TIMES) -> Judgement:
+    """The verdict of the recorded runs on ``Figure 2``, ``Figure 1, top`` or ``Table 2``."""
     from experiments.paper.resnet_length_page import milliseconds, verdicts
 
-    found = verdicts(Contest(Lines(runs).rows), milliseconds(Lines(timed).rows))[place]
-    return None if found.verdict is Verdict.REFUSED else found
+    return verdicts(Contest(Lines(runs).rows), milliseconds(Lines(timed).rows))[place]
 
 
 def _parser() -> argparse.ArgumentParser:

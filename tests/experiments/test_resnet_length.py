@@ -169,12 +169,12 @@ def test_the_verdict_on_table_2() -> None:
 
 def test_a_judgement_is_given_where_the_records_decide(tmp_path: Path) -> None:
     runs, timed = Lines(tmp_path / "runs.jsonl"), Lines(tmp_path / "times.jsonl")
-    assert resnet_length.judgement("Figure 2", runs.path, timed.path) is None
+    assert resnet_length.judgement("Figure 2", runs.path, timed.path).verdict is Verdict.REFUSED
     for found in judged(PAIRED, resnet_length.LENGTH).done.values():
         runs.append(found)
     judge = resnet_length.judgement("Figure 2", runs.path, timed.path)
     assert judge is not None and judge.verdict is Verdict.TREND  # no times are known
-    assert resnet_length.judgement("Table 2", runs.path, timed.path) is None
+    assert resnet_length.judgement("Table 2", runs.path, timed.path).verdict is Verdict.REFUSED
 
 
 def test_the_tables_and_the_figure(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_what_the_page_says_of_the_runs() -> None:
         e for x in rows for step, e in zip(x["curve"]["step"], x["curve"]["test_error"], strict=True) if step >= 200
     ]
     assert min(late) > 0.53 and 0.56 < sum(late) / len(late) < 0.58
-    assert resnet_length.judgement("Figure 2") is None
+    assert resnet_length.judgement("Figure 2").verdict is Verdict.REFUSED
 
 
 def test_batches_of_a_pass_have_every_row_once() -> None:
