@@ -9,7 +9,8 @@ matrices until the pieces are small,
 so that nearly all work is in batched matrix products: n³/2 operations, and half the memory of an explicit inverse. The
 small triangles are kept inverted, and a solve is a sequence of products too. Building runs in full float32 whatever the
 global setting (:mod:`~hyperkron.kernels.split_products`), for every piece feeds those below it; solves follow the
-setting.
+setting. No entry of L is larger than the root of the largest entry of M, so large matrices are scaled once
+(:class:`Scaled`) and their pieces never.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hyperkron.kernels.split_products import full_precision, gram_product, product, splits, subtract_product
+from hyperkron.kernels.split_products import (
+    bounded,
+    full_precision,
+    gram_product,
+    product,
+    splits,
+    subtract_gram,
+    subtract_product,
+)
 
 T = TypeVar("T")
 
@@ -34,6 +43,9 @@ LEAF = 256
 LARGE_LEAF = 1152
 """The same where launches are what costs (not in a CUDA graph): at most ``FEW`` matrices of at most twice this size."""
 FEW = 8
+
+LARGEST = 7
+"""Matrices are scaled so that no entry of L is larger than 2 to this power."""
 
 WIDE = {"cpu": 128}
 """Gram matrices at least so wide are computed by blocks, by device type; on a GPU it gains nothing."""
@@ -153,11 +165,19 @@ class Halves(ABC):
     @abstractmethod
     def upper(self, v: Tensor) -> Tensor: ...
 
-    def inverse_triangle(self) -> Tensor:
-        """L⁻¹ as a matrix (L, n, n)."""
+    def put_inverse_triangle(self, out: Tensor, times: Tensor) -> None:
+        """c L⁻¹ as matrices (L, n, n), with ``times`` the c of each, (L, 1, 1)."""
         leaf = self._corner()
         found = leaf.new_zeros(leaf.shape[0], self.size, self.size)
         self._put_inverse(found)
+        torch.mul(found, times, out=out)
+
+    def contraction(self, x: Tensor, times: Tensor) -> Tensor:
+        """c L⁻¹ X in full precision, for ``times`` the c of each matrix, (L, 1, 1); no entry of it reaches 2¹⁵."""
+        given = x * times
+        found = torch.empty_like(given)
+        with full_precision():
+            self.forward(given, found)
         return found
 
     @abstractmethod
@@ -248,6 +268,54 @@ class Node(Halves):
         return torch.cat([top, self.tail.upper(v[:, k:])], dim=1)
 
 
+@dataclass(frozen=True)
+class Scaled(Halves):
+    """L by s L (``scaled``), which is no larger than two to the power :data:`LARGEST`, and s, a power of two, (L,)."""
+
+    scaled: Halves
+    scale: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.scaled.size
+
+    @property
+    def _times(self) -> Tensor:
+        return self.scale[:, None, None]
+
+    def forward(self, v: Tensor, out: Tensor) -> None:
+        self.scaled.forward(v.mul_(self._times), out)
+
+    def backward(self, v: Tensor, out: Tensor) -> None:
+        self.scaled.backward(v.mul_(self._times), out)
+
+    def solve(self, v: Tensor, own: bool = False) -> Tensor:
+        return self.scaled.solve(v.mul_(self._times**2) if own else v * self._times**2, own=True)
+
+    def lower(self, v: Tensor) -> Tensor:
+        return self.scaled.lower(v) / self._times
+
+    def upper(self, v: Tensor) -> Tensor:
+        return self.scaled.upper(v) / self._times
+
+    def put_inverse_triangle(self, out: Tensor, times: Tensor) -> None:
+        self.scaled.put_inverse_triangle(out, times * self._times)
+
+    def contraction(self, x: Tensor, times: Tensor) -> Tensor:
+        given = x * (times * self._times)
+        found = torch.empty_like(given)
+        with full_precision(), bounded():
+            self.scaled.forward(given, found)
+        return found
+
+    def _corner(self) -> Tensor:
+        return self.scaled._corner()
+
+    def _put_inverse(self, out: Tensor) -> None:
+        self.scaled._put_inverse(out)
+        out.mul_(self._times)
+
+
 Factorization = Cholesky | Halves
 
 
@@ -257,6 +325,8 @@ def load_factorization(state: dict[str, Any]) -> Any:
         return Cholesky(state["factor"])
     if "inverse" in state:
         return Leaf(state["inverse"])
+    if "scale" in state:
+        return Scaled(load_factorization(state["scaled"]), state["scale"])
     return Node(load_factorization(state["head"]), state["c"], load_factorization(state["tail"]))
 
 
@@ -273,7 +343,17 @@ def factorize(matrices: Tensor, lean: bool = False, own: bool = False) -> tuple[
     with full_precision():
         few_and_small = matrices.shape[0] <= FEW and matrices.shape[1] <= 2 * LARGE_LEAF
         leaf = LARGE_LEAF if few_and_small and not (recorded or lean) else LEAF
-        return _halved(matrices if own else matrices.clone(), leaf)
+        given = matrices if own else matrices.clone()
+        return _scaled(given, leaf) if splits(matrices.shape[1] // 2, like=matrices) else _halved(given, leaf)
+
+
+def _scaled(m: Tensor, leaf: int) -> tuple[Halves, Tensor]:
+    """The factorisation of M, which is used up, with its entries in the range of float16."""
+    largest = m.diagonal(dim1=1, dim2=2).amax(-1).clamp(1e-25, 1e25)
+    scale = torch.ldexp(torch.ones_like(largest), LARGEST - torch.frexp(largest.sqrt())[1])
+    with bounded():
+        found, info = _halved(m.mul_(scale.square()[:, None, None]), leaf)
+    return Scaled(found, scale), info
 
 
 def _halved(m: Tensor, leaf: int) -> tuple[Halves, Tensor]:
@@ -287,9 +367,8 @@ def _halved(m: Tensor, leaf: int) -> tuple[Halves, Tensor]:
     head, info_head = _halved(m[:, :k, :k], leaf)
     found = m.new_empty(m.shape[0], k, n - k)
     head.forward(m[:, :k, k:], found)
-    c = found.mT
-    tail, info_tail = _halved(subtract_product(m[:, k:, k:], c, found), leaf)
-    return Node(head, c, tail), info_head + info_tail
+    tail, info_tail = _halved(subtract_gram(m[:, k:, k:], found), leaf)
+    return Node(head, found.mT, tail), info_head + info_tail
 
 
 def in_blocks(rows: Tensor) -> bool:

@@ -6,7 +6,8 @@ x₁ + x₂ to 22 bits, and
     x y  =  x₁ y₁ + x₁ y₂ + x₂ y₁  +  O(2⁻²²) ,
 
 three products that together take a fraction of the time of one in float32. They are used where float32 products may
-run in TF32 (``torch.set_float32_matmul_precision("high")``) but must not, inside :func:`full_precision`.
+run in TF32 (``torch.set_float32_matmul_precision("high")``) but must not, inside :func:`full_precision`. Scaling takes
+more time than the products; inside :func:`bounded`, where all numbers are in the range already, there is none.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ TOP = 14
 
 _split_allowed = [False]
 """Whether products in full precision may be split: where TF32 is allowed elsewhere."""
+_bounded = [False]
+"""Whether all numbers are in the range of float16 as they are."""
 
 
 @contextmanager
@@ -51,6 +54,17 @@ def full_precision() -> Iterator[None]:
             torch.backends.cudnn.allow_tf32 = True
 
 
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Products are of numbers below 2¹⁵, of which those below 2⁻¹² do not matter: they are split without scaling."""
+    before = _bounded[0]
+    try:
+        _bounded[0] = True
+        yield
+    finally:
+        _bounded[0] = before
+
+
 def splits(*sizes: int, like: Tensor) -> bool:
     """Whether a product of matrices of these sizes is split."""
     return like.is_cuda and like.dtype == torch.float32 and _split_allowed[0] and min(sizes) >= LEAST
@@ -71,7 +85,26 @@ def subtract_product(v: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if not splits(*a.shape[1:], b.shape[2], like=a):
         return v.baddbmm_(a, b, alpha=-1)
     for some in _pieces(a, b):
-        v[some].sub_(_split_product(a[some], b[some]))
+        if _bounded[0]:
+            _subtract_half_product(v[some], _thrice(a[some], -1, 2), _thrice(b[some], -2, 1))
+        else:
+            v[some].sub_(_split_product(a[some], b[some]))
+    return v
+
+
+def subtract_gram(v: Tensor, x: Tensor) -> Tensor:
+    """v − xᵀ x, in the memory of v."""
+    if not (_bounded[0] and splits(*x.shape[1:], like=x)):
+        return subtract_product(v, x.mT, x)
+    k = x.shape[1]
+    for some in _pieces(x):
+        pieces = torch.empty(*x[some].shape[:1], 4 * k, x.shape[2], dtype=torch.float16, device=x.device)
+        high, again, low, last = pieces.split(k, 1)  # the first three times the last three
+        high.copy_(x[some])
+        again.copy_(high)
+        last.copy_(high)
+        torch.sub(x[some], high, out=low)
+        _subtract_half_product(v[some], pieces[:, : 3 * k].mT, pieces[:, k:])
     return v
 
 
@@ -99,6 +132,28 @@ def _split_product(a: Tensor, b: Tensor) -> Tensor:
     (a1, a2), a_unit = _halves(a)
     (b1, b2), b_unit = _halves(b)
     return half_product(_joined([a1, a1, a2], -1), _joined([b1, b2, b1], -2)).mul_(a_unit * b_unit)
+
+
+def _thrice(x: Tensor, dim: int, low: int) -> Tensor:
+    """[x₁ x₁ x₂] (``low`` 2) or [x₁ x₂ x₁] (1), side by side (dim −1) or one below the other (−2), in x's layout."""
+    if x.stride(-1) != 1:
+        return _thrice(x.mT, -3 - dim, low).mT
+    shape = list(x.shape)
+    shape[dim] *= 3
+    found = torch.empty(shape, dtype=torch.float16, device=x.device)
+    parts = found.split(x.shape[dim], dim)
+    parts[0].copy_(x)
+    parts[3 - low].copy_(parts[0])
+    torch.sub(x, parts[0], out=parts[low])
+    return found
+
+
+def _subtract_half_product(v: Tensor, a: Tensor, b: Tensor) -> None:
+    """v − a b of float16 matrices, summed in float32, in the memory of v."""
+    if v.is_cuda:
+        torch.baddbmm(v, a, b, alpha=-1, out_dtype=torch.float32, out=v)
+    else:
+        v.sub_(torch.bmm(a.float(), b.float()))
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

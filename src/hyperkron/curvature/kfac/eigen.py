@@ -225,7 +225,7 @@ def _decomposed(factor: Factor, thin: bool) -> tuple[Tensor, Tensor, bool]:
     """
     if not isinstance(factor, LowRank):
         return _eigh(factor)
-    q, t = torch.linalg.qr(factor.rows.mT, mode="reduced" if thin else "complete")
+    q, t = torch.linalg.qr(factor.wide.mT, mode="reduced" if thin else "complete")
     rank = min(t.shape[-2:])
     t = t[..., :rank, :]
     values, vectors, direct = _eigh(t @ t.mT)

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyperkron.kernels.linalg import Halves
-from hyperkron.kernels.split_products import PIECE, full_precision, half_product
+from hyperkron.kernels.split_products import PIECE, half_product
 
 TOP = 2.0**15
 """The largest norm of a matrix in float16 that contractions are applied to."""
@@ -87,7 +87,7 @@ class HalfPrimal(HalfInverse):
         n, scale = system.size, UNIT * shift.sqrt()[:, None, None]
         found = torch.empty(len(shift), n, n, device=shift.device, dtype=torch.float16)
         for some in _stretches(len(shift), n * n):
-            torch.mul(system.part(some.start, some.stop).inverse_triangle(), scale[some], out=found[some])
+            system.part(some.start, some.stop).put_inverse_triangle(found[some], scale[some])
         # entries beyond the bound belong to the ones that a system may be enlarged by, where V is zero
         return cls(shift, found.clamp_(max=2 * UNIT))
 
@@ -123,18 +123,16 @@ class HalfDual(HalfInverse):
     kind: ClassVar[str] = "dual"
 
     @classmethod
-    def of(cls, rows: Tensor, system: Halves, shift: Tensor) -> HalfDual:
-        """From the rows X (L, R, n) and the factorisation of XXᵀ + δI, which may be larger than R."""
+    def of(cls, rows: Tensor, shares: Tensor, system: Halves, shift: Tensor) -> HalfDual:
+        """Of c XᵀX + δI, from X (L, R, n), c (L,) and the factorisation of c XXᵀ + δI, which may be larger than R."""
         count, r, n = rows.shape
         found = torch.empty(count, 2 * r, n, device=rows.device, dtype=torch.float16)
+        times = UNIT * shares.sqrt()[:, None, None]
         for some in _stretches(count, r * n):
-            given = F.pad(rows[some], (0, 0, 0, system.size - r)) if system.size > r else rows[some].clone()
-            made = torch.empty_like(given)
-            with full_precision():
-                system.part(some.start, some.stop).forward(given, made)
-            made = made[:, :r].mul_(UNIT)
+            given = F.pad(rows[some], (0, 0, 0, system.size - r)) if system.size > r else rows[some]
+            made = system.part(some.start, some.stop).contraction(given, times[some])[:, :r]
             found[some, :r] = made
-            found[some, r:] = made.sub_(found[some, :r])
+            torch.sub(made, found[some, :r], out=found[some, r:])
         return cls(shift, found)
 
     @property

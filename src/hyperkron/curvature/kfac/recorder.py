@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from hyperkron import trees
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.diagonals import Diagonals
-from hyperkron.curvature.kfac.factors import Factor, add_to, few_rows, scaled
+from hyperkron.curvature.kfac.factors import HALF, Factor, add_to, few_rows, scaled
 from hyperkron.curvature.kfac.grams import (
-    HALF,
     WIDE_OUTPUT,
     bordered,
     corrected,
