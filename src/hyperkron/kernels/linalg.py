@@ -166,14 +166,14 @@ class Halves(ABC):
     def upper(self, v: Tensor) -> Tensor: ...
 
     def put_inverse_triangle(self, out: Tensor, times: Tensor) -> None:
-        """c L⁻¹ as matrices (L, n, n), with ``times`` the c of each, (L, 1, 1)."""
+        """c L⁻¹ as matrices (L, n, n), with ``times`` the c of each, (L, 1, 1); products follow the setting."""
         leaf = self._corner()
         found = leaf.new_zeros(leaf.shape[0], self.size, self.size)
         self._put_inverse(found)
         torch.mul(found, times, out=out)
 
-    def contraction(self, x: Tensor, times: Tensor) -> Tensor:
-        """c L⁻¹ X in full precision, for ``times`` the c of each matrix, (L, 1, 1); no entry of it reaches 2¹⁵."""
+    def contraction(self, x: Tensor, times: float) -> Tensor:
+        """c L⁻¹ X in full precision, of which no entry reaches 2¹⁵."""
         given = x * times
         found = torch.empty_like(given)
         with full_precision():
@@ -301,7 +301,7 @@ class Scaled(Halves):
     def put_inverse_triangle(self, out: Tensor, times: Tensor) -> None:
         self.scaled.put_inverse_triangle(out, times * self._times)
 
-    def contraction(self, x: Tensor, times: Tensor) -> Tensor:
+    def contraction(self, x: Tensor, times: float) -> Tensor:
         given = x * (times * self._times)
         found = torch.empty_like(given)
         with full_precision(), bounded():

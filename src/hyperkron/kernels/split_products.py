@@ -86,7 +86,7 @@ def subtract_product(v: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return v.baddbmm_(a, b, alpha=-1)
     for some in _pieces(a, b):
         if _bounded[0]:
-            _subtract_half_product(v[some], _thrice(a[some], -1, 2), _thrice(b[some], -2, 1))
+            add_half_product(v[some], _thrice(a[some], -1, 2), _thrice(b[some], -2, 1), alpha=-1.0)
         else:
             v[some].sub_(_split_product(a[some], b[some]))
     return v
@@ -104,7 +104,7 @@ def subtract_gram(v: Tensor, x: Tensor) -> Tensor:
         again.copy_(high)
         last.copy_(high)
         torch.sub(x[some], high, out=low)
-        _subtract_half_product(v[some], pieces[:, : 3 * k].mT, pieces[:, k:])
+        add_half_product(v[some], pieces[:, : 3 * k].mT, pieces[:, k:], alpha=-1.0)
     return v
 
 
@@ -148,12 +148,12 @@ def _thrice(x: Tensor, dim: int, low: int) -> Tensor:
     return found
 
 
-def _subtract_half_product(v: Tensor, a: Tensor, b: Tensor) -> None:
-    """v − a b of float16 matrices, summed in float32, in the memory of v."""
+def add_half_product(v: Tensor, a: Tensor, b: Tensor, alpha: float, beta: float = 1.0) -> None:
+    """v ← β v + α a b for float16 a and b and float32 v."""
     if v.is_cuda:
-        torch.baddbmm(v, a, b, alpha=-1, out_dtype=torch.float32, out=v)
+        torch.baddbmm(v, a, b, alpha=alpha, beta=beta, out_dtype=torch.float32, out=v)
     else:
-        v.sub_(torch.bmm(a.float(), b.float()))
+        v.baddbmm_(a.float(), b.float(), alpha=alpha, beta=beta)
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

@@ -13,10 +13,15 @@ import hyperkron as hk
 import oracles
 from hyperkron.curvature.kfac import factors, grams, half_inverses, inverse, kfac
 from hyperkron.curvature.kfac.factors import LowRank, System, inverses_of, load_factor_inverse, scaled
-from hyperkron.curvature.kfac.half_inverses import HalfDual, HalfInverse, HalfPrimal, solve_both_sides
+from hyperkron.curvature.kfac.half_inverses import HalfDual, HalfInverse, HalfPrimal, HalfRows, solve_both_sides
 from hyperkron.kernels import linalg, split_products
 
 DOUBLE = torch.float64
+KINDS = pytest.mark.parametrize(
+    ("count", "dtype"),
+    [(180, torch.float32), (40, torch.float32), (40, torch.bfloat16), (40, torch.float16)],
+    ids=["primal", "dual", "rows in bfloat16", "rows in float16"],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -53,22 +58,27 @@ def factorised(system: Tensor, leaf: int) -> tuple[linalg.Halves, Tensor]:
     return (linalg._scaled if linalg.splits(len(system), like=system) else linalg._halved)(system, leaf)
 
 
-def halved(stack: list[Tensor], delta: float) -> tuple[HalfInverse, list[Tensor]]:
-    """The inverse of the factors of these rows, and M + δI of each in float64."""
-    x = torch.stack([r / len(r) ** 0.5 for r in stack])
+def halved(stack: list[Tensor], delta: float, dtype: torch.dtype = torch.float32) -> tuple[HalfInverse, list[Tensor]]:
+    """The inverse of the factors of these rows, given in ``dtype``, and M + δI of each in float64."""
+    given = [r.to(dtype)[None] for r in stack]
+    x = torch.cat([r.double() / r.shape[1] ** 0.5 for r in given])
     shift, few = torch.full((len(x),), delta), x.shape[1] < x.shape[2]
     system = (x @ x.mT if few else x.mT @ x) + delta * torch.eye(min(x.shape[1:]), dtype=DOUBLE)
-    made = System(factorised(system.float(), 16)[0], shift, [LowRank(r.float()[None]) for r in x] if few else [])
+    low = [scaled(LowRank(r), 1 / r.shape[1]) for r in given]
+    made = System(factorised(system.float(), 16)[0], shift, low if few else [])  # type: ignore[arg-type]
     found = inverses_of(made, made, half=True)[0]
-    assert isinstance(found, HalfDual if few else HalfPrimal)
+    by_rows = HalfDual if dtype == torch.float32 else HalfRows
+    assert isinstance(found, by_rows if few else HalfPrimal)
     return found, [m.mT @ m + delta * torch.eye(m.shape[1], dtype=DOUBLE) for m in x]
 
 
 @pytest.mark.usefixtures("_split")
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
-@pytest.mark.parametrize("count", [100, 20], ids=["primal", "dual"])
-def test_they_invert_to_the_bits_of_float16_whatever_the_size_of_v(count: int, scale: float) -> None:
-    found, damped = halved([rows(count, 48, s) for s in range(4)], 0.05)
+@KINDS
+def test_they_invert_to_the_bits_of_float16_whatever_the_size_of_v(
+    count: int, dtype: torch.dtype, scale: float
+) -> None:
+    found, damped = halved([rows(count // 2, 48, s) for s in range(4)], 0.05, dtype)
     v = scale * torch.randn(4, 48, 30, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
     wanted = torch.linalg.solve(torch.stack(damped), v)
     for made in (found, load_factor_inverse(found.state_dict())):
@@ -90,12 +100,12 @@ def test_zero_stays_zero_and_what_is_not_finite_is_seen() -> None:
 
 @pytest.mark.usefixtures("_split")
 @pytest.mark.parametrize("kind", ["plain", "mean", "channel"])
-@pytest.mark.parametrize("count", [180, 40], ids=["primal", "dual"])
-def test_a_hypergradient_loses_no_more_than_by_bfloat16(count: int, kind: str) -> None:
+@KINDS
+def test_a_hypergradient_loses_no_more_than_by_bfloat16(count: int, dtype: torch.dtype, kind: str) -> None:
     """Of c' = ⟨g, V a⟩ by example, where V is rounded to bfloat16 today, with the damping of factors' mean size."""
     xa, xb = rows(count, 96, 1, kind), rows(count, 64, 2, kind)
     deltas = [float(x.square().mean()) for x in (xa, xb)]
-    (a, (full_a,)), (b, (full_b,)) = (halved([x], delta) for x, delta in zip((xa, xb), deltas, strict=True))
+    (a, (full_a,)), (b, (full_b,)) = (halved([x], delta, dtype) for x, delta in zip((xa, xb), deltas, strict=True))
     v = rows(50, 64, 3, kind).mT @ rows(50, 96, 4, kind)
     wanted = torch.linalg.solve(full_b, torch.linalg.solve(full_a, v.mT).mT)
     inputs, gradients = xa[:40], rows(40, 64, 5, kind)

@@ -22,6 +22,7 @@ from hyperkron.curvature.kfac.half_inverses import (
     HalfDual,
     HalfInverse,
     HalfPrimal,
+    HalfRows,
     load_half_inverse,
     solve_both_sides,
 )
@@ -197,12 +198,14 @@ class System:
         assert isinstance(self.factorization, Halves)
         if not self.rows:
             return HalfPrimal.of(self.factorization, self.shift)
-        share = self.rows[0].share
+        rows, share = torch.cat([x.rows for x in self.rows]), self.rows[0].share
+        if not self.rows[0].in_half:
+            return HalfDual.of(rows, self.factorization, self.shift)
         if isinstance(share, float) and all(isinstance(x.share, float) and x.share == share for x in self.rows):
             shares = torch.full_like(self.shift, share)  # one launch
         else:
             shares = torch.cat([self.shift.new_ones(len(x.rows)) * x.share for x in self.rows])
-        return HalfDual.of(torch.cat([x.rows for x in self.rows]), shares, self.factorization, self.shift)
+        return HalfRows.of(rows, shares, self.factorization, self.shift)
 
     @property
     def suits_half(self) -> bool:

@@ -110,7 +110,8 @@ def masked_gram(
     """
     chunks = list(block.layer.inputs(x, "expand"))
     ones = mask.to(dtype).reshape(1, -1, 1)
-    y = (chunks[0] if len(chunks) == 1 else torch.cat(chunks, 1)).to(dtype) * ones
+    y = chunks[0] if len(chunks) == 1 else torch.cat(chunks, 1)
+    y = y * ones.to(y.dtype) if sharing == "expand" and _stays_half(y, dtype) else y.to(dtype) * ones
     if sharing == "reduce":
         y, count = (t.unflatten(1, (len(x), -1)).sum(2) for t in (y, ones))
         y, ones = y / count.clamp_min(1), count.clamp_max(1)

@@ -124,7 +124,7 @@ def factored_inverses(
         for members in by_shape:
             last = first + len(members)
             places = [(first + skip, last + skip) for skip in (0, len(names))]
-            a, b = inverses_of(*(systems.system(*place, shifts) for place in places), half)
+            a, b = inverses_of(systems.system(*places[0], shifts), systems.system(*places[1], shifts), half)
             classes.append(ShapeClass(tuple(members), tuple(systems.groups[first:last]), a, b))
             first = last
         return FactoredInverses(tuple(classes)), status, good

@@ -59,7 +59,7 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, token: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
         ctx.receive = receive
-        return torch.ops.aten._unsafe_view(output, output.shape)
+        return torch.ops.aten._unsafe_view.default(output, output.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
