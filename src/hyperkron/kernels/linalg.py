@@ -16,27 +16,22 @@ setting. No entry of L is larger than the root of the largest entry of M, so lar
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from hyperkron.kernels.split_products import (
     bounded,
     full_precision,
     gram_product,
     product,
+    put_half_product,
     splits,
     subtract_gram,
     subtract_product,
 )
-
-T = TypeVar("T")
 
 LEAF = 256
 """Matrices of this size are inverted by the library's batched Cholesky, where operations are what costs."""
@@ -49,50 +44,6 @@ LARGEST = 7
 
 WIDE = {"cpu": 128}
 """Gram matrices at least so wide are computed by blocks, by device type; on a GPU it gains nothing."""
-
-
-WORKERS = 8
-"""This many pieces of work for a GPU that wait for it in between are under way at once."""
-
-
-@lru_cache
-def _loaded(device: torch.device) -> None:
-    """The library of decompositions, which torch loads when it is first called, and not from two threads at once."""
-    torch.linalg.cholesky_ex(torch.ones(1, 1, device=device))
-
-
-@lru_cache
-def stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """The same few streams for everything that runs beside the main one."""
-    return torch.cuda.Stream(device)
-
-
-def side_by_side(jobs: Sequence[Callable[[], T]], device: torch.device) -> list[T]:
-    """What ``jobs`` return, each tensors or containers of them; on a GPU several run at once.
-
-    The library's eigendecomposition is a chain of small kernels with the host in between, which leaves most of the chip
-    idle. They must not change global settings.
-    """
-    if device.type != "cuda" or len(jobs) < 2:
-        return [job() for job in jobs]
-    _loaded(device)
-    here, count = torch.cuda.current_stream(device), min(WORKERS, len(jobs))
-    branches = [stream(device, i) for i in range(count)]
-    for branch in branches:
-        branch.wait_stream(here)
-
-    def work(number: int) -> T:
-        with torch.no_grad(), torch.cuda.stream(branches[number % count]):
-            return jobs[number]()
-
-    with ThreadPoolExecutor(count) as workers:
-        found = list(workers.map(work, range(len(jobs))))
-    for branch in branches:
-        here.wait_stream(branch)
-    for x in pytree.tree_leaves(found):
-        if isinstance(x, Tensor) and x.is_cuda:
-            x.record_stream(here)
-    return found
 
 
 def tf32_products(device: torch.device) -> bool:
@@ -172,6 +123,10 @@ class Halves(ABC):
         self._put_inverse(found)
         torch.mul(found, times, out=out)
 
+    @abstractmethod
+    def put_half_inverse(self, out: Tensor, root: Tensor, unit: float) -> None:
+        """u r L⁻¹ in float16, by products in float16, for the ``root`` r of the least eigenvalue of M, (L, 1, 1)."""
+
     def contraction(self, x: Tensor, times: float) -> Tensor:
         """c L⁻¹ X in full precision, of which no entry reaches 2¹⁵."""
         given = x * times
@@ -220,6 +175,10 @@ class Leaf(Halves):
     def _put_inverse(self, out: Tensor) -> None:
         out.copy_(self.inverse)
 
+    def put_half_inverse(self, out: Tensor, root: Tensor, unit: float) -> None:
+        # what is larger belongs to the ones that a system may be enlarged by, whose eigenvalue may be less than r²
+        torch.mul(self.inverse, unit * root, out=out).clamp_(max=2 * unit)
+
     def lower(self, v: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.inverse, v, upper=False)
 
@@ -257,6 +216,17 @@ class Node(Halves):
         self.head._put_inverse(out[:, :k, :k])
         self.tail._put_inverse(out[:, k:, k:])
         subtract_product(out[:, k:, :k], out[:, k:, k:], product(self.c, out[:, :k, :k]))
+
+    def put_half_inverse(self, out: Tensor, root: Tensor, unit: float) -> None:
+        k = self.c.shape[2]
+        head, tail = out[:, :k, :k], out[:, k:, k:]
+        self.head.put_half_inverse(head, root, unit)
+        self.tail.put_half_inverse(tail, root, unit)
+        out[:, :k, k:] = 0.0
+        c = torch.mul(self.c, 1 / root, out=torch.empty_like(self.c, dtype=out.dtype))
+        between = torch.empty_like(out[:, k:, :k], memory_format=torch.contiguous_format)
+        put_half_product(between, c, head, 1 / unit)  # C (r K⁻¹) / r, whose rows are no longer than those of L / r
+        put_half_product(out[:, k:, :k], tail, between, -1.0)
 
     def lower(self, v: Tensor) -> Tensor:
         k = self.c.shape[2]
@@ -300,6 +270,9 @@ class Scaled(Halves):
 
     def put_inverse_triangle(self, out: Tensor, times: Tensor) -> None:
         self.scaled.put_inverse_triangle(out, times * self._times)
+
+    def put_half_inverse(self, out: Tensor, root: Tensor, unit: float) -> None:
+        self.scaled.put_half_inverse(out, root * self._times, unit)
 
     def contraction(self, x: Tensor, times: float) -> Tensor:
         given = x * (times * self._times)

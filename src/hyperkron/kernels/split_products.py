@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,3 +181,25 @@ def half_product(a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(a[0], b[0], out_dtype=torch.float32)[None]
     found: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
     return found
+
+
+@contextmanager
+def float32_sums() -> Iterator[None]:
+    """Products of float16 are summed in float32 throughout."""
+    settings: Any = torch.backends.cuda.matmul
+    before = settings.allow_fp16_reduced_precision_reduction
+    parts = getattr(settings, "allow_fp16_reduced_precision_reduction_split_k", None)  # a second setting, in torch 2.10
+    try:
+        settings.allow_fp16_reduced_precision_reduction = False
+        yield
+    finally:
+        settings.allow_fp16_reduced_precision_reduction = before if parts is None else (before, parts)
+
+
+def put_half_product(out: Tensor, a: Tensor, b: Tensor, alpha: float, beta: float = 0.0) -> None:
+    """out ← β out + α a b in float16, rounded once."""
+    if out.is_cuda:
+        out.baddbmm_(a, b, beta=beta, alpha=alpha)
+    else:
+        found = torch.bmm(a.float(), b.float()) * alpha
+        out.copy_(found + beta * out if beta else found)

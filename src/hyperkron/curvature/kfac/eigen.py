@@ -25,8 +25,8 @@ from torch import Tensor
 
 from hyperkron.curvature.kfac.factors import Factor, Factors, LowRank, Matrices, dense, stored
 from hyperkron.evaluation.point import Point
-from hyperkron.kernels.linalg import side_by_side
 from hyperkron.kernels.split_products import full_precision
+from hyperkron.kernels.streams import side_by_side
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
 
 DOUBLED = {"cuda": (33, 512)}

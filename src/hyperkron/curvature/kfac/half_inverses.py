@@ -9,17 +9,16 @@ what was scaled into the range once stays there:
                    = I − Xᵀ Tᵀ T X / δ ,    T = √δ L⁻¹                (:class:`HalfRows`)
 
 The right-hand side V is rounded once, which is as if b had been. Tᵀ T is never a difference, so T, made by products
-in TF32, needs no more bits. I − WᵀW is a difference, small along the rows, so W and W V are kept as sums of two float16
-numbers, of 22 bits. Rows X that were in half precision have all their bits in one number: they are applied in place of
-W, which need not be made, and T, and what it is applied to, are the sums. The error in ⟨g, V a⟩ is then below that of
-rounding the answer to bfloat16, as models in bfloat16 do with it.
+in float16, needs no more bits. I − WᵀW is a difference, small along the rows, so W and W V are kept as sums of two
+float16 numbers, of 22 bits. Rows X that were in half precision have all their bits in one number: they are applied in
+place of W, which need not be made, and T, and what it is applied to, are the sums. The error in ⟨g, V a⟩ is then below
+that of rounding the answer to bfloat16, as models in bfloat16 do with it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,7 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyperkron.kernels.linalg import Halves
-from hyperkron.kernels.split_products import PIECE, add_half_product, full_precision, half_product
+from hyperkron.kernels.split_products import (
+    PIECE,
+    add_half_product,
+    float32_sums,
+    full_precision,
+    half_product,
+    put_half_product,
+)
 
 TOP = 2.0**15
 """The largest norm of a matrix in float16 that contractions are applied to."""
@@ -88,12 +94,10 @@ class HalfPrimal(HalfInverse):
     @classmethod
     def of(cls, system: Halves, shift: Tensor) -> HalfPrimal:
         """From the factorisation of M + δI."""
-        n, scale = system.size, UNIT * shift.sqrt()[:, None, None]
-        found = torch.empty(len(shift), n, n, device=shift.device, dtype=torch.float16)
-        for some in _stretches(len(shift), n * n):
-            system.part(some.start, some.stop).put_inverse_triangle(found[some], scale[some])
-        # entries beyond the bound belong to the ones that a system may be enlarged by, where V is zero
-        found.diagonal(dim1=1, dim2=2).clamp_(max=2 * UNIT)
+        found = torch.empty(len(shift), system.size, system.size, device=shift.device, dtype=torch.float16)
+        for some in _stretches(len(shift), system.size**2):
+            with float32_sums():
+                system.part(some.start, some.stop).put_half_inverse(found[some], shift[some, None, None].sqrt(), UNIT)
         return cls(shift, found)
 
     @property
@@ -102,11 +106,11 @@ class HalfPrimal(HalfInverse):
 
     def contract(self, v: Tensor) -> None:
         n, t, half = self.size, self.triangle, torch.empty_like(v)
-        with _float32_sums():
+        with float32_sums():
             for begin, end in _stripes(n):
-                _put_product(half[:, begin:end], t[:, begin:end, :end], v[:, :end], 1 / UNIT)
+                put_half_product(half[:, begin:end], t[:, begin:end, :end], v[:, :end], 1 / UNIT)
             for begin, end in _stripes(n):
-                _put_product(v[:, begin:end], t[:, begin:, begin:end].mT, half[:, begin:], 1 / UNIT)
+                put_half_product(v[:, begin:end], t[:, begin:, begin:end].mT, half[:, begin:], 1 / UNIT)
 
     def times(self, v: Tensor) -> Tensor:
         t = self.triangle.float() / UNIT
@@ -143,13 +147,13 @@ class HalfDual(HalfInverse):
 
     def contract(self, v: Tensor) -> None:
         r = self.pair.shape[1] // 2
-        with _float32_sums():
+        with float32_sums():
             both = half_product(self.pair, v)
             along = both[:, :r].add_(both[:, r:]).mul_(1 / UNIT)
             high = along.half()
             low = along.sub_(high).half()
-            _put_product(v, self.pair.mT, torch.cat([high, high], 1), -1 / UNIT, beta=1.0)
-            _put_product(v, self.pair[:, :r].mT, low, -1 / UNIT, beta=1.0)
+            put_half_product(v, self.pair.mT, torch.cat([high, high], 1), -1 / UNIT, beta=1.0)
+            put_half_product(v, self.pair[:, :r].mT, low, -1 / UNIT, beta=1.0)
 
     def times(self, v: Tensor) -> Tensor:
         high, low = self.pair.double().chunk(2, 1)
@@ -198,9 +202,9 @@ class HalfRows(HalfInverse):
         y = self._times_triangle(self._times_triangle(y, False), True).mul_(self.gain[:, None, None])
         high = y.half()
         low = y.sub_(high).half()
-        with _float32_sums():
-            _put_product(v, self.rows.mT, high, -GAIN, beta=1.0)
-            _put_product(v, self.rows.mT, low, -GAIN, beta=1.0)
+        with float32_sums():
+            put_half_product(v, self.rows.mT, high, -GAIN, beta=1.0)
+            put_half_product(v, self.rows.mT, low, -GAIN, beta=1.0)
 
     def _times_triangle(self, y: Tensor, transposed: bool) -> Tensor:
         """T Y or Tᵀ Y; Y is used up."""
@@ -262,25 +266,3 @@ def _stretches(count: int, numbers: int) -> Iterator[slice]:
     step = max(1, PIECE // numbers)
     for begin in range(0, count, step):
         yield slice(begin, min(begin + step, count))
-
-
-@contextmanager
-def _float32_sums() -> Iterator[None]:
-    """Products of float16 are summed in float32 throughout."""
-    settings: Any = torch.backends.cuda.matmul
-    before = settings.allow_fp16_reduced_precision_reduction
-    parts = getattr(settings, "allow_fp16_reduced_precision_reduction_split_k", None)  # a second setting, in torch 2.10
-    try:
-        settings.allow_fp16_reduced_precision_reduction = False
-        yield
-    finally:
-        settings.allow_fp16_reduced_precision_reduction = before if parts is None else (before, parts)
-
-
-def _put_product(out: Tensor, a: Tensor, b: Tensor, alpha: float, beta: float = 0.0) -> None:
-    """out ← β out + α a b in float16, rounded once."""
-    if out.is_cuda:
-        out.baddbmm_(a, b, beta=beta, alpha=alpha)
-    else:
-        found = torch.bmm(a.float(), b.float()) * alpha
-        out.copy_(found + beta * out if beta else found)

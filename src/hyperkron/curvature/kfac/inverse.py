@@ -34,8 +34,9 @@ from hyperkron.curvature.kfac.factors import (
     stored,
 )
 from hyperkron.kernels.execution import Execution, Pending
-from hyperkron.kernels.linalg import Cholesky, Factorization, factorize, stream
+from hyperkron.kernels.linalg import Cholesky, Factorization, factorize
 from hyperkron.kernels.split_products import full_precision
+from hyperkron.kernels.streams import stream
 from hyperkron.solution import FactorizationError, Status
 
 SplitFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
