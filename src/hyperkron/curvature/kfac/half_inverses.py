@@ -95,9 +95,8 @@ class HalfPrimal(HalfInverse):
     def of(cls, system: Halves, shift: Tensor) -> HalfPrimal:
         """From the factorisation of M + δI."""
         found = torch.empty(len(shift), system.size, system.size, device=shift.device, dtype=torch.float16)
-        for some in _stretches(len(shift), system.size**2):
-            with float32_sums():
-                system.part(some.start, some.stop).put_half_inverse(found[some], shift[some, None, None].sqrt(), UNIT)
+        with float32_sums():
+            system.put_half_inverse(found, shift.sqrt()[:, None, None], UNIT)
         return cls(shift, found)
 
     @property
@@ -183,7 +182,7 @@ class HalfRows(HalfInverse):
         norm = torch.linalg.vector_norm(rows, 2, (1, 2), dtype=torch.float32)
         p = torch.ldexp(torch.ones_like(norm), NORM - torch.frexp(norm)[1])
         pair = [torch.empty(count, r, r, device=rows.device, dtype=torch.float16) for _ in range(2)]
-        for some in _stretches(count, system.size**2):
+        for some in _stretches(count, system.size**2 // 2):  # many small launches
             made = torch.empty(some.stop - some.start, *[system.size] * 2, device=rows.device)
             with full_precision():
                 system.part(some.start, some.stop).put_inverse_triangle(made, UNIT * shift[some, None, None].sqrt())
