@@ -181,16 +181,16 @@ class HalfRows(HalfInverse):
         count, r, _ = rows.shape
         norm = torch.linalg.vector_norm(rows, 2, (1, 2), dtype=torch.float32)
         p = torch.ldexp(torch.ones_like(norm), NORM - torch.frexp(norm)[1])
-        pair = [torch.empty(count, r, r, device=rows.device, dtype=torch.float16) for _ in range(2)]
+        high, low = (torch.empty(count, r, r, device=rows.device, dtype=torch.float16) for _ in range(2))
         for some in _stretches(count, system.size**2 // 2):  # many small launches
             made = torch.empty(some.stop - some.start, *[system.size] * 2, device=rows.device)
             with full_precision():
                 system.part(some.start, some.stop).put_inverse_triangle(made, UNIT * shift[some, None, None].sqrt())
-            pair[0][some] = made[:, :r, :r]
-            torch.sub(made[:, :r, :r], pair[0][some], out=pair[1][some])
+            high[some] = made[:, :r, :r]
+            torch.sub(made[:, :r, :r], high[some], out=low[some])
         scaled = torch.mul(rows, p[:, None, None], out=torch.empty_like(rows, dtype=torch.float16))
         gain = shares.double() / shift / p / p * (2.0**NORM / GAIN)
-        return cls(shift, scaled, *pair, gain.float())
+        return cls(shift, scaled, high, low, gain.float())
 
     @property
     def size(self) -> int:
@@ -224,7 +224,9 @@ class HalfRows(HalfInverse):
         return shift * (v + self.gain[:, None, None] * (GAIN / 2.0**NORM) * (rows.mT @ (rows @ v)))
 
     def part(self, begin: int, end: int) -> HalfRows:
-        return HalfRows(*(x[begin:end] for x in vars(self).values()))
+        return HalfRows(
+            self.shift[begin:end], self.rows[begin:end], self.high[begin:end], self.low[begin:end], self.gain[begin:end]
+        )
 
 
 def load_half_inverse(state: dict[str, Any]) -> HalfInverse:
