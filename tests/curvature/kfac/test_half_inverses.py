@@ -228,3 +228,25 @@ def test_a_callable_split_or_no_damping_keeps_float32(monkeypatch: pytest.Monkey
         method = hk.Implicit(curvature, hk.solvers.Direct())
         method.compute(problem(True), Net(), hk.SampleWeights(40), batch, batch)
     assert seen == [True, False]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("n", "r", "kind"), [(776, 0, HalfPrimal), (2048, 0, HalfPrimal), (2048, 640, HalfRows)])
+def test_on_a_gpu_the_same(n: int, r: int, kind: type[HalfInverse]) -> None:
+    x = torch.randn(9, r or 2 * n, n, device="cuda").div_((r or 2 * n) ** 0.5).bfloat16()
+    x[:, :, 7] *= 30
+    low = [LowRank(y[None], 0.5) for y in x] if r else []
+    exact = x.double().mT @ x.double() * (0.5 if r else 1.0) + 0.05 * torch.eye(n, dtype=DOUBLE, device="cuda")
+    system = torch.cat([y.kernel() for y in low]) if r else (x.double().mT @ x.double()).float()
+    system.diagonal(dim1=1, dim2=2).add_(0.05)
+    v = torch.randn(9, n, 64, dtype=DOUBLE, device="cuda")
+    wanted, before = torch.linalg.solve(exact, v), torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        made, info = linalg.factorize(system)
+        found = System(made, torch.full((9,), 0.05, device="cuda"), low).half_inverse()
+        error = (found.solve(v.float()).double() - wanted).norm() / wanted.norm()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert isinstance(made, linalg.Scaled) and not info.any() and isinstance(found, kind)
+    assert error < 2.0**-10
