@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from bench_outer_iteration import Method, one_period, ours
@@ -26,6 +27,7 @@ from launches import Clock
 from workloads import LANGUAGE, Workload, inner, outer
 
 import hyperkron as hk
+from hyperkron.curvature.kfac import kfac
 
 METHODS = [
     Method("SAMA", ours(lambda w: hk.sama(w.optimizer))),
@@ -104,7 +106,10 @@ def stages(work: Workload, method: Method, device: str) -> dict[str, Any]:
 
 
 def exactness(work: Workload, device: str, build: Callable[[], hk.Implicit]) -> dict[str, Any]:
-    """The cosine of the hypergradient under autocast to that in float32, from the same draws; and the way it took."""
+    """The cosine of the hypergradient under autocast to that in float32, from the same draws; and the way it took.
+
+    It depends on how long the model has been trained: compare it with that of solves in float32 in the same run.
+    """
     half, full = work.problem, hk.BilevelProblem(inner, outer)
     batch, outside = work.batches[0], work.outer_batch
     found = {}
@@ -155,6 +160,8 @@ def rows_of(name: str, args: argparse.Namespace, keep: Callable[[dict[str, Any]]
     if args.cosine and (args.small or name in ("llama07", "llama01")):
         for label, build in {"identity": hk.identity, "KFAC": lambda: hk.kfac(keep_previous=False)}.items():
             keep({"workload": work.name, "method": label, **exactness(work, args.device, build)})
+        with patch.object(kfac, "tf32_products", lambda device: False):
+            keep({"workload": work.name, "method": "KFAC, solves in float32", **exactness(work, args.device, build)})
 
 
 def main() -> None:

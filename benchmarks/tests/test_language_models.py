@@ -24,5 +24,5 @@ def test_a_line_for_every_method_and_the_cosine_in_bfloat16() -> None:
     assert all(row["ratio"] > 1 and row["memory_over_sama"] > 0 for row in timed)
     assert {"outer gradient", "solve", "cross term"} <= {s for row in rows for s in row.get("stages_ms", ())}
     exact = [row for row in rows if "cosine" in row]
-    assert len(exact) == 2
+    assert len(exact) == 3
     assert all(row["cross"] == "adjoint" and row["cosine"] > 0.99 for row in exact)

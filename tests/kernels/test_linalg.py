@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from hyperkron.kernels import linalg, split_products
+from hyperkron.kernels.linalg import Halves
 
 SIZES = [1, 5, 63, 64, 65, 129, 200, 321]
 
@@ -54,11 +54,46 @@ def test_float32_error_is_that_of_a_library_solve(n: int, damping: float) -> Non
     assert ours < 4 * (library - truth).norm() / truth.norm() + 1e-7
 
 
-def test_info_names_the_matrix_that_is_not_positive_definite() -> None:
-    matrices = spd(4, 150)
-    matrices[2] -= 5 * torch.eye(150, dtype=torch.float64)
-    _, info = linalg._halved(matrices.clone(), leaf=48)
-    assert (info != 0).tolist() == [False, False, True, False]
+@pytest.mark.parametrize("how", [linalg._halved, linalg._scaled])
+def test_info_names_the_matrix_that_is_not_positive_definite(how: Callable[..., tuple[Halves, Tensor]]) -> None:
+    for shift in (-5.0, -100.0):
+        matrices = spd(4, 150)
+        matrices[2] += shift * torch.eye(150, dtype=torch.float64)
+        _, info = how(matrices.clone(), leaf=48)
+        assert (info != 0).tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e-4, 1.0, 1e12])
+def test_scaled_matrices_have_a_small_triangle_and_the_same_answers(size: float) -> None:
+    matrices = size * spd(3, 200) * torch.tensor([1.0, 1e-3, 1e3], dtype=torch.float64)[:, None, None]
+    v = torch.randn(3, 200, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    made, info = linalg._scaled(matrices.clone(), leaf=48)
+    assert isinstance(made, linalg.Scaled) and not info.any() and made.size == 200
+    assert torch.equal(made.scale.log2().round().exp2(), made.scale)  # multiplying by it rounds nothing
+    triangle = made.scaled.lower(torch.eye(200, dtype=torch.float64).repeat(3, 1, 1)).abs().flatten(1).amax(1)
+    assert (triangle <= 2**linalg.LARGEST).all() and (triangle > 2**linalg.LARGEST / 4).all()
+    plain, _ = linalg._halved(matrices.clone(), leaf=48)
+    before = v.clone()
+    for found in (made, linalg.load_factorization(made.state_dict())):
+        torch.testing.assert_close(found.solve(v), plain.solve(v), rtol=1e-9, atol=0)
+        torch.testing.assert_close(found.times(v), plain.times(v), rtol=1e-9, atol=1e-12 * size)
+        assert torch.equal(v, before)
+    assert torch.equal(made.part(1, 3).solve(v[1:3]), made.solve(v)[1:3])
+    mine = v.clone()
+    assert made.solve(mine, own=True) is mine and torch.equal(mine, made.solve(v))
+    for name in ("forward", "backward"):
+        halves = [torch.empty_like(v), torch.empty_like(v)]
+        for one, out in zip((made, plain), halves, strict=True):
+            getattr(one, name)(v.clone(), out)
+        torch.testing.assert_close(*halves, rtol=1e-9, atol=0)
+    times = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)[:, None, None]
+    triangles = [torch.empty(3, 200, 200, dtype=torch.float64) for _ in range(2)]
+    for one, out in zip((made, plain), triangles, strict=True):
+        one.put_inverse_triangle(out, times)
+    torch.testing.assert_close(*triangles, rtol=1e-9, atol=1e-14 / size**0.5)
+    rows = matrices[:, :, :7]
+    torch.testing.assert_close(made.contraction(rows, 4.0), plain.contraction(rows, 4.0), rtol=1e-9, atol=1e-20)
+    assert torch.equal(rows, matrices[:, :, :7])
 
 
 def test_part_and_state_dict_keep_the_answer() -> None:
@@ -105,33 +140,3 @@ def test_on_a_gpu_the_same(count: int, n: int) -> None:
     truth = torch.linalg.solve(matrices, v)
     assert (made.solve(v.float()).double() - truth).norm() / truth.norm() < 1e-4
     assert (made.solve(v.float().mT.contiguous().mT).double() - truth).norm() / truth.norm() < 1e-4
-
-
-GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
-
-
-@pytest.mark.parametrize("device", ["cpu", GPU])
-def test_work_side_by_side_gives_what_it_gives_one_by_one(device: str) -> None:
-    matrices = [spd(1, n).to(device, torch.float32) for n in (5, 64, 200, 7, 129, 33, 65, 80, 90, 100, 110)]
-    jobs = [lambda m=m: (torch.linalg.eigh(m), m.shape[-1]) for m in matrices]
-    for _ in range(3):  # memory of earlier results is used again
-        found = linalg.side_by_side(jobs, torch.device(device))
-        for ((values, vectors), size), matrix in zip(found, matrices, strict=True):
-            assert size == matrix.shape[-1]
-            torch.testing.assert_close(vectors * values[:, None] @ vectors.mT, matrix, rtol=1e-4, atol=1e-4)
-
-
-def test_an_error_in_work_side_by_side_is_raised() -> None:
-    with pytest.raises(torch.linalg.LinAlgError):
-        linalg.side_by_side([lambda: torch.linalg.cholesky(-torch.eye(2))] * 2, torch.device("cpu"))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_first_decompositions_of_a_process_may_be_side_by_side() -> None:
-    """torch loads their library at the first call, and fails where two threads are the first."""
-    script = (
-        "import torch; from hyperkron.kernels import linalg; m = torch.eye(40, device='cuda');"
-        "linalg.side_by_side([lambda: torch.linalg.eigh(m)] * 8, m.device); print('done')"
-    )
-    for _ in range(3):
-        assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "done\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -47,6 +49,24 @@ def test_products_keep_nearly_all_digits_of_float32(scale: float, spread: float)
 
 
 @pytest.mark.usefixtures("_split")
+@pytest.mark.parametrize("largest", [2.0**7, 2.0**14])
+def test_bounded_products_are_split_as_they_are(largest: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the digits of float32, relative to the largest numbers; nothing is scaled."""
+    a, b = matrices(5, 30, 40, spread=2.0), matrices(5, 40, 20)
+    a, b = ((largest * x / x.abs().max()).float() for x in (a, b))
+    monkeypatch.setattr(split_products, "_halves", None)
+    size = 2.0**-22 * 40**0.5 * float(a.abs().max() * b.abs().max())
+    with split_products.bounded():
+        for v, x, y in ((torch.zeros(5, 30, 20), a, b), (torch.zeros(5, 20, 30), b.mT, a.mT)):
+            assert split_products.subtract_product(v, x, y) is v
+            assert (v.double() + x.double() @ y.double()).abs().max() < size
+        v = torch.zeros(5, 50, 45)[:, 5:45, 5:45]  # a part of a larger matrix
+        assert split_products.subtract_gram(v, a) is v
+        assert (v.double() + a.double().mT @ a.double()).abs().max() < size
+    assert not split_products._bounded[0]
+
+
+@pytest.mark.usefixtures("_split")
 def test_half_precision_alone_would_not_do() -> None:
     a, b = matrices(2, 30, 40).float(), matrices(2, 40, 20).float()
     assert error(a.half().float() @ b.half().float(), a, b) > 2.0**-13
@@ -63,12 +83,15 @@ def test_zeros_and_numbers_that_are_not_finite() -> None:
 
 
 @pytest.mark.usefixtures("_split")
-def test_factorisations_and_solves_made_of_them_are_those_of_float32() -> None:
+@pytest.mark.parametrize("factorised", [linalg._halved, linalg._scaled])
+def test_factorisations_and_solves_made_of_them_are_those_of_float32(
+    factorised: Callable[..., tuple[linalg.Halves, Tensor]],
+) -> None:
     """By Woodbury's identity, whose answer is a small difference of large numbers: half of the digits is not enough."""
     x, v = matrices(3, 60, 160) / 160**0.5, matrices(3, 160, 20)
     shift = torch.full((3,), 1e-3, dtype=torch.float64)
     exact = x.mT @ x + 1e-3 * torch.eye(160, dtype=torch.float64)
-    kernel, info = linalg._halved((x @ x.mT + 1e-3 * torch.eye(60, dtype=torch.float64)).float(), leaf=16)
+    kernel, info = factorised((x @ x.mT + 1e-3 * torch.eye(60, dtype=torch.float64)).float(), leaf=16)
     assert not info.any()
     found = Dual(x.float(), Primal(kernel), shift.float()).solve(v.float()).double()
     wanted = torch.linalg.solve(exact, v)

@@ -103,7 +103,7 @@ class _LayerTap(torch.autograd.Function):
     ) -> Tensor:
         ctx.receive = receive
         ctx.save_for_backward(x)
-        return torch.ops.aten._unsafe_view(output, output.shape)
+        return torch.ops.aten._unsafe_view.default(output, output.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:

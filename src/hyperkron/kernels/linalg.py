@@ -9,25 +9,29 @@ matrices until the pieces are small,
 so that nearly all work is in batched matrix products: n³/2 operations, and half the memory of an explicit inverse. The
 small triangles are kept inverted, and a solve is a sequence of products too. Building runs in full float32 whatever the
 global setting (:mod:`~hyperkron.kernels.split_products`), for every piece feeds those below it; solves follow the
-setting.
+setting. No entry of L is larger than the root of the largest entry of M, so large matrices are scaled once
+(:class:`Scaled`) and their pieces never.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from hyperkron.kernels.split_products import full_precision, gram_product, product, splits, subtract_product
-
-T = TypeVar("T")
+from hyperkron.kernels.split_products import (
+    bounded,
+    full_precision,
+    gram_product,
+    product,
+    put_half_product,
+    splits,
+    subtract_gram,
+    subtract_product,
+)
 
 LEAF = 256
 """Matrices of this size are inverted by the library's batched Cholesky, where operations are what costs."""
@@ -35,52 +39,11 @@ LARGE_LEAF = 1152
 """The same where launches are what costs (not in a CUDA graph): at most ``FEW`` matrices of at most twice this size."""
 FEW = 8
 
+LARGEST = 7
+"""Matrices are scaled so that no entry of L is larger than 2 to this power."""
+
 WIDE = {"cpu": 128}
 """Gram matrices at least so wide are computed by blocks, by device type; on a GPU it gains nothing."""
-
-
-WORKERS = 8
-"""This many pieces of work for a GPU that wait for it in between are under way at once."""
-
-
-@lru_cache
-def _loaded(device: torch.device) -> None:
-    """The library of decompositions, which torch loads when it is first called, and not from two threads at once."""
-    torch.linalg.cholesky_ex(torch.ones(1, 1, device=device))
-
-
-@lru_cache
-def stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """The same few streams for everything that runs beside the main one."""
-    return torch.cuda.Stream(device)
-
-
-def side_by_side(jobs: Sequence[Callable[[], T]], device: torch.device) -> list[T]:
-    """What ``jobs`` return, each tensors or containers of them; on a GPU several run at once.
-
-    The library's eigendecomposition is a chain of small kernels with the host in between, which leaves most of the chip
-    idle. They must not change global settings.
-    """
-    if device.type != "cuda" or len(jobs) < 2:
-        return [job() for job in jobs]
-    _loaded(device)
-    here, count = torch.cuda.current_stream(device), min(WORKERS, len(jobs))
-    branches = [stream(device, i) for i in range(count)]
-    for branch in branches:
-        branch.wait_stream(here)
-
-    def work(number: int) -> T:
-        with torch.no_grad(), torch.cuda.stream(branches[number % count]):
-            return jobs[number]()
-
-    with ThreadPoolExecutor(count) as workers:
-        found = list(workers.map(work, range(len(jobs))))
-    for branch in branches:
-        here.wait_stream(branch)
-    for x in pytree.tree_leaves(found):
-        if isinstance(x, Tensor) and x.is_cuda:
-            x.record_stream(here)
-    return found
 
 
 def tf32_products(device: torch.device) -> bool:
@@ -153,11 +116,23 @@ class Halves(ABC):
     @abstractmethod
     def upper(self, v: Tensor) -> Tensor: ...
 
-    def inverse_triangle(self) -> Tensor:
-        """L⁻¹ as a matrix (L, n, n)."""
+    def put_inverse_triangle(self, out: Tensor, times: Tensor) -> None:
+        """c L⁻¹ as matrices (L, n, n), with ``times`` the c of each, (L, 1, 1); products follow the setting."""
         leaf = self._corner()
         found = leaf.new_zeros(leaf.shape[0], self.size, self.size)
         self._put_inverse(found)
+        torch.mul(found, times, out=out)
+
+    @abstractmethod
+    def put_half_inverse(self, out: Tensor, root: Tensor, unit: float) -> None:
+        """u r L⁻¹ in float16, by products in float16, for the ``root`` r of the least eigenvalue of M, (L, 1, 1)."""
+
+    def contraction(self, x: Tensor, times: float) -> Tensor:
+        """c L⁻¹ X in full precision, of which no entry reaches 2¹⁵."""
+        given = x * times
+        found = torch.empty_like(given)
+        with full_precision():
+            self.forward(given, found)
         return found
 
     @abstractmethod
@@ -200,6 +175,10 @@ class Leaf(Halves):
     def _put_inverse(self, out: Tensor) -> None:
         out.copy_(self.inverse)
 
+    def put_half_inverse(self, out: Tensor, root: Tensor, unit: float) -> None:
+        # what is larger belongs to the ones that a system may be enlarged by, whose eigenvalue may be less than r²
+        torch.mul(self.inverse, unit * root, out=out).clamp_(max=2 * unit)
+
     def lower(self, v: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.inverse, v, upper=False)
 
@@ -238,6 +217,17 @@ class Node(Halves):
         self.tail._put_inverse(out[:, k:, k:])
         subtract_product(out[:, k:, :k], out[:, k:, k:], product(self.c, out[:, :k, :k]))
 
+    def put_half_inverse(self, out: Tensor, root: Tensor, unit: float) -> None:
+        k = self.c.shape[2]
+        head, tail = out[:, :k, :k], out[:, k:, k:]
+        self.head.put_half_inverse(head, root, unit)
+        self.tail.put_half_inverse(tail, root, unit)
+        out[:, :k, k:] = 0.0
+        c = torch.mul(self.c, 1 / root, out=torch.empty_like(self.c, dtype=out.dtype))
+        between = torch.empty_like(out[:, k:, :k], memory_format=torch.contiguous_format)
+        put_half_product(between, c, head, 1 / unit)  # C (r K⁻¹) / r, whose rows are no longer than those of L / r
+        put_half_product(out[:, k:, :k], tail, between, -1.0)
+
     def lower(self, v: Tensor) -> Tensor:
         k = self.c.shape[2]
         return torch.cat([self.head.lower(v[:, :k]), torch.baddbmm(self.tail.lower(v[:, k:]), self.c, v[:, :k])], dim=1)
@@ -246,6 +236,57 @@ class Node(Halves):
         k = self.c.shape[2]
         top = torch.baddbmm(self.head.upper(v[:, :k]), self.c.mT, v[:, k:])
         return torch.cat([top, self.tail.upper(v[:, k:])], dim=1)
+
+
+@dataclass(frozen=True)
+class Scaled(Halves):
+    """L by s L (``scaled``), which is no larger than two to the power :data:`LARGEST`, and s, a power of two, (L,)."""
+
+    scaled: Halves
+    scale: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.scaled.size
+
+    @property
+    def _times(self) -> Tensor:
+        return self.scale[:, None, None]
+
+    def forward(self, v: Tensor, out: Tensor) -> None:
+        self.scaled.forward(v.mul_(self._times), out)
+
+    def backward(self, v: Tensor, out: Tensor) -> None:
+        self.scaled.backward(v.mul_(self._times), out)
+
+    def solve(self, v: Tensor, own: bool = False) -> Tensor:
+        return self.scaled.solve(v.mul_(self._times**2) if own else v * self._times**2, own=True)
+
+    def lower(self, v: Tensor) -> Tensor:
+        return self.scaled.lower(v) / self._times
+
+    def upper(self, v: Tensor) -> Tensor:
+        return self.scaled.upper(v) / self._times
+
+    def put_inverse_triangle(self, out: Tensor, times: Tensor) -> None:
+        self.scaled.put_inverse_triangle(out, times * self._times)
+
+    def put_half_inverse(self, out: Tensor, root: Tensor, unit: float) -> None:
+        self.scaled.put_half_inverse(out, root * self._times, unit)
+
+    def contraction(self, x: Tensor, times: float) -> Tensor:
+        given = x * (times * self._times)
+        found = torch.empty_like(given)
+        with full_precision(), bounded():
+            self.scaled.forward(given, found)
+        return found
+
+    def _corner(self) -> Tensor:
+        return self.scaled._corner()
+
+    def _put_inverse(self, out: Tensor) -> None:
+        self.scaled._put_inverse(out)
+        out.mul_(self._times)
 
 
 Factorization = Cholesky | Halves
@@ -257,6 +298,8 @@ def load_factorization(state: dict[str, Any]) -> Any:
         return Cholesky(state["factor"])
     if "inverse" in state:
         return Leaf(state["inverse"])
+    if "scale" in state:
+        return Scaled(load_factorization(state["scaled"]), state["scale"])
     return Node(load_factorization(state["head"]), state["c"], load_factorization(state["tail"]))
 
 
@@ -273,7 +316,17 @@ def factorize(matrices: Tensor, lean: bool = False, own: bool = False) -> tuple[
     with full_precision():
         few_and_small = matrices.shape[0] <= FEW and matrices.shape[1] <= 2 * LARGE_LEAF
         leaf = LARGE_LEAF if few_and_small and not (recorded or lean) else LEAF
-        return _halved(matrices if own else matrices.clone(), leaf)
+        given = matrices if own else matrices.clone()
+        return _scaled(given, leaf) if splits(matrices.shape[1] // 2, like=matrices) else _halved(given, leaf)
+
+
+def _scaled(m: Tensor, leaf: int) -> tuple[Halves, Tensor]:
+    """The factorisation of M, which is used up, with its entries in the range of float16."""
+    largest = m.diagonal(dim1=1, dim2=2).amax(-1).clamp(1e-25, 1e25)
+    scale = torch.ldexp(torch.ones_like(largest), LARGEST - torch.frexp(largest.sqrt())[1])
+    with bounded():
+        found, info = _halved(m.mul_(scale.square()[:, None, None]), leaf)
+    return Scaled(found, scale), info
 
 
 def _halved(m: Tensor, leaf: int) -> tuple[Halves, Tensor]:
@@ -287,9 +340,8 @@ def _halved(m: Tensor, leaf: int) -> tuple[Halves, Tensor]:
     head, info_head = _halved(m[:, :k, :k], leaf)
     found = m.new_empty(m.shape[0], k, n - k)
     head.forward(m[:, :k, k:], found)
-    c = found.mT
-    tail, info_tail = _halved(subtract_product(m[:, k:, k:], c, found), leaf)
-    return Node(head, c, tail), info_head + info_tail
+    tail, info_tail = _halved(subtract_gram(m[:, k:, k:], found), leaf)
+    return Node(head, found.mT, tail), info_head + info_tail
 
 
 def in_blocks(rows: Tensor) -> bool:

@@ -6,13 +6,15 @@ x₁ + x₂ to 22 bits, and
     x y  =  x₁ y₁ + x₁ y₂ + x₂ y₁  +  O(2⁻²²) ,
 
 three products that together take a fraction of the time of one in float32. They are used where float32 products may
-run in TF32 (``torch.set_float32_matmul_precision("high")``) but must not, inside :func:`full_precision`.
+run in TF32 (``torch.set_float32_matmul_precision("high")``) but must not, inside :func:`full_precision`. Scaling takes
+more time than the products; inside :func:`bounded`, where all numbers are in the range already, there is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,8 @@ TOP = 14
 
 _split_allowed = [False]
 """Whether products in full precision may be split: where TF32 is allowed elsewhere."""
+_bounded = [False]
+"""Whether all numbers are in the range of float16 as they are."""
 
 
 @contextmanager
@@ -51,6 +55,17 @@ def full_precision() -> Iterator[None]:
             torch.backends.cudnn.allow_tf32 = True
 
 
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Products are of numbers below 2¹⁵, of which those below 2⁻¹² do not matter: they are split without scaling."""
+    before = _bounded[0]
+    try:
+        _bounded[0] = True
+        yield
+    finally:
+        _bounded[0] = before
+
+
 def splits(*sizes: int, like: Tensor) -> bool:
     """Whether a product of matrices of these sizes is split."""
     return like.is_cuda and like.dtype == torch.float32 and _split_allowed[0] and min(sizes) >= LEAST
@@ -71,7 +86,26 @@ def subtract_product(v: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if not splits(*a.shape[1:], b.shape[2], like=a):
         return v.baddbmm_(a, b, alpha=-1)
     for some in _pieces(a, b):
-        v[some].sub_(_split_product(a[some], b[some]))
+        if _bounded[0]:
+            add_half_product(v[some], _thrice(a[some], -1, 2), _thrice(b[some], -2, 1), alpha=-1.0)
+        else:
+            v[some].sub_(_split_product(a[some], b[some]))
+    return v
+
+
+def subtract_gram(v: Tensor, x: Tensor) -> Tensor:
+    """v − xᵀ x, in the memory of v."""
+    if not (_bounded[0] and splits(*x.shape[1:], like=x)):
+        return subtract_product(v, x.mT, x)
+    k = x.shape[1]
+    for some in _pieces(x):
+        pieces = torch.empty(*x[some].shape[:1], 4 * k, x.shape[2], dtype=torch.float16, device=x.device)
+        high, again, low, last = pieces.split(k, 1)  # the first three times the last three
+        high.copy_(x[some])
+        again.copy_(high)
+        last.copy_(high)
+        torch.sub(x[some], high, out=low)
+        add_half_product(v[some], pieces[:, : 3 * k].mT, pieces[:, k:], alpha=-1.0)
     return v
 
 
@@ -101,6 +135,28 @@ def _split_product(a: Tensor, b: Tensor) -> Tensor:
     return half_product(_joined([a1, a1, a2], -1), _joined([b1, b2, b1], -2)).mul_(a_unit * b_unit)
 
 
+def _thrice(x: Tensor, dim: int, low: int) -> Tensor:
+    """[x₁ x₁ x₂] (``low`` 2) or [x₁ x₂ x₁] (1), side by side (dim −1) or one below the other (−2), in x's layout."""
+    if x.stride(-1) != 1:
+        return _thrice(x.mT, -3 - dim, low).mT
+    shape = list(x.shape)
+    shape[dim] *= 3
+    found = torch.empty(shape, dtype=torch.float16, device=x.device)
+    parts = found.split(x.shape[dim], dim)
+    parts[0].copy_(x)
+    parts[3 - low].copy_(parts[0])
+    torch.sub(x, parts[0], out=parts[low])
+    return found
+
+
+def add_half_product(v: Tensor, a: Tensor, b: Tensor, alpha: float, beta: float = 1.0) -> None:
+    """v ← β v + α a b for float16 a and b and float32 v."""
+    if v.is_cuda:
+        torch.baddbmm(v, a, b, alpha=alpha, beta=beta, out_dtype=torch.float32, out=v)
+    else:
+        v.baddbmm_(a.float(), b.float(), alpha=alpha, beta=beta)
+
+
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
     """Matrices side by side (dim −1) or one below the other (−2), in the layout that they have."""
     if not parts[0].is_contiguous() and parts[0].mT.is_contiguous():
@@ -125,3 +181,25 @@ def half_product(a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(a[0], b[0], out_dtype=torch.float32)[None]
     found: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
     return found
+
+
+@contextmanager
+def float32_sums() -> Iterator[None]:
+    """Products of float16 are summed in float32 throughout."""
+    settings: Any = torch.backends.cuda.matmul
+    before = settings.allow_fp16_reduced_precision_reduction
+    parts = getattr(settings, "allow_fp16_reduced_precision_reduction_split_k", None)  # a second setting, in torch 2.10
+    try:
+        settings.allow_fp16_reduced_precision_reduction = False
+        yield
+    finally:
+        settings.allow_fp16_reduced_precision_reduction = before if parts is None else (before, parts)
+
+
+def put_half_product(out: Tensor, a: Tensor, b: Tensor, alpha: float, beta: float = 0.0) -> None:
+    """out ← β out + α a b in float16, rounded once."""
+    if out.is_cuda:
+        out.baddbmm_(a, b, beta=beta, alpha=alpha)
+    else:
+        found = torch.bmm(a.float(), b.float()) * alpha
+        out.copy_(found + beta * out if beta else found)

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from hyperkron.curvature.kfac.factors import Factor, Factors, LowRank, Matrices, dense, stored
 from hyperkron.evaluation.point import Point
-from hyperkron.kernels.linalg import side_by_side
 from hyperkron.kernels.split_products import full_precision
+from hyperkron.kernels.streams import side_by_side
 from hyperkron.solution import FactorizationError, NonFiniteError, Status
 
 DOUBLED = {"cuda": (33, 512)}
@@ -225,7 +225,7 @@ def _decomposed(factor: Factor, thin: bool) -> tuple[Tensor, Tensor, bool]:
     """
     if not isinstance(factor, LowRank):
         return _eigh(factor)
-    q, t = torch.linalg.qr(factor.rows.mT, mode="reduced" if thin else "complete")
+    q, t = torch.linalg.qr(factor.wide.mT, mode="reduced" if thin else "complete")
     rank = min(t.shape[-2:])
     t = t[..., :rank, :]
     values, vectors, direct = _eigh(t @ t.mT)

@@ -22,11 +22,14 @@ from hyperkron.curvature.kfac.half_inverses import (
     HalfDual,
     HalfInverse,
     HalfPrimal,
+    HalfRows,
     load_half_inverse,
     solve_both_sides,
 )
-from hyperkron.kernels.linalg import Factorization, Halves, load_factorization
-from hyperkron.kernels.split_products import LEAST, full_precision, product, subtract_product
+from hyperkron.kernels.linalg import Factorization, Halves, gram, load_factorization
+from hyperkron.kernels.split_products import LEAST, full_precision, half_product, product, subtract_product
+
+HALF = (torch.float16, torch.bfloat16)
 
 DUAL_RATIO = 0.5
 """Rows are kept where there are at most this many for each dimension."""
@@ -34,9 +37,23 @@ DUAL_RATIO = 0.5
 
 @dataclass(frozen=True)
 class LowRank:
-    """M = XᵀX by its rows X, (groups, R, d)."""
+    """M = c XᵀX by its rows X, (groups, R, d), and c; rows in half precision stay so, for their products are exact."""
 
     rows: Tensor
+    share: float | Tensor = 1.0
+
+    @property
+    def in_half(self) -> bool:
+        return self.rows.dtype in HALF
+
+    @property
+    def wide(self) -> Tensor:
+        """√c X in full precision."""
+        return self.rows.float() * self.share**0.5 if self.in_half else self.rows
+
+    def kernel(self) -> Tensor:
+        """c XXᵀ."""
+        return half_product(self.rows, self.rows.mT).mul_(self.share) if self.in_half else gram(self.rows.mT)
 
 
 Factor = Tensor | LowRank
@@ -55,7 +72,7 @@ def few_rows(rows: int, d: int) -> bool:
 
 def dense(factor: Factor) -> Tensor:
     """The factor as a matrix (groups, d, d)."""
-    return factor.rows.mT @ factor.rows if isinstance(factor, LowRank) else factor
+    return factor.wide.mT @ factor.wide if isinstance(factor, LowRank) else factor
 
 
 def stored(factor: Factor) -> Tensor:
@@ -70,15 +87,17 @@ def dimension(factor: Factor) -> int:
 
 def scaled(factor: Factor, c: float | Tensor) -> Factor:
     """c·M for c ≥ 0."""
-    return LowRank(factor.rows * c**0.5) if isinstance(factor, LowRank) else factor * c
+    if not isinstance(factor, LowRank):
+        return factor * c
+    return LowRank(factor.rows, factor.share * c) if factor.in_half else LowRank(factor.rows * c**0.5)
 
 
 def added(a: Factor, b: Factor) -> Factor:
     """M + N, as rows where the rows stay few."""
-    if isinstance(a, LowRank) and isinstance(b, LowRank):
-        rows = torch.cat([a.rows, b.rows], dim=1)
-        if few_rows(rows.shape[1], rows.shape[2]):
-            return LowRank(rows)
+    if not (isinstance(a, LowRank) and isinstance(b, LowRank)):
+        return dense(a) + dense(b)
+    if few_rows(a.rows.shape[1] + b.rows.shape[1], a.rows.shape[2]):
+        return LowRank(torch.cat([a.wide, b.wide], dim=1))
     return dense(a) + dense(b)
 
 
@@ -161,24 +180,48 @@ class Dual:
 FactorInverse = Primal | Dual | HalfInverse
 
 
-def in_half(sides: list[FactorInverse], shifts: list[Tensor]) -> list[FactorInverse]:
-    """Both inverses of a block for solves in float16, where that is of use for both; ``shifts`` are δ_A and δ_B."""
-    if not all(_suits_half(x) for x in sides):
-        return sides
-    made: list[FactorInverse] = []
-    for x, shift in zip(sides, shifts, strict=True):
-        if isinstance(x, Dual):
-            made.append(HalfDual.of(x.rows, x.kernel.system, shift))  # type: ignore[arg-type]
+@dataclass
+class System:
+    """A stack of factors that were factorised: M + δI, or XXᵀ + δI where the factors are given by ``rows``."""
+
+    factorization: Factorization
+    shift: Tensor
+    rows: list[LowRank]
+
+    def inverse(self) -> FactorInverse:
+        """For solves in float32."""
+        primal = Primal(self.factorization)
+        return Dual(torch.cat([x.wide for x in self.rows]), primal, self.shift) if self.rows else primal
+
+    def half_inverse(self) -> FactorInverse:
+        """For solves in float16."""
+        assert isinstance(self.factorization, Halves)
+        if not self.rows:
+            return HalfPrimal.of(self.factorization, self.shift)
+        rows, share = torch.cat([x.rows for x in self.rows]), self.rows[0].share
+        if not self.rows[0].in_half:
+            return HalfDual.of(rows, self.factorization, self.shift)
+        if isinstance(share, float) and all(isinstance(x.share, float) and x.share == share for x in self.rows):
+            shares = torch.full_like(self.shift, share)  # one launch
         else:
-            made.append(HalfPrimal.of(x.system, shift))  # type: ignore[union-attr, arg-type]
-    return made
+            shares = torch.cat([self.shift.new_ones(len(x.rows)) * x.share for x in self.rows])
+        return HalfRows.of(rows, shares, self.factorization, self.shift)
+
+    @property
+    def suits_half(self) -> bool:
+        """Whether it is large, and factorised by halves."""
+        if not isinstance(self.factorization, Halves):
+            return False
+        if self.rows:
+            return self.rows[0].rows.shape[1] >= LEAST_ROWS and self.rows[0].rows.shape[2] >= LEAST
+        return self.factorization.size >= LEAST
 
 
-def _suits_half(x: FactorInverse) -> bool:
-    """Whether it is large, and factorised by halves."""
-    if isinstance(x, Dual):
-        return x.rows.shape[1] >= LEAST_ROWS and x.size >= LEAST and isinstance(x.kernel.system, Halves)
-    return isinstance(x, Primal) and x.size >= LEAST and isinstance(x.system, Halves)
+def inverses_of(a: System, b: System, half: bool) -> tuple[FactorInverse, FactorInverse]:
+    """The inverses of both factors of blocks; for solves in float16 where ``half`` allows them and they suit both."""
+    if half and a.suits_half and b.suits_half:
+        return a.half_inverse(), b.half_inverse()
+    return a.inverse(), b.inverse()
 
 
 def load_factor_inverse(state: dict[str, Any]) -> FactorInverse:

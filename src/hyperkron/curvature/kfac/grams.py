@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyperkron.curvature.kfac.coverage import Block
-from hyperkron.curvature.kfac.factors import Factor, LowRank, few_rows
+from hyperkron.curvature.kfac.factors import HALF, Factor, LowRank, few_rows
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.kernels.linalg import gram, in_blocks, tf32_products
 
-HALF = (torch.float16, torch.bfloat16)
 TOP = 2.0**14
 """The largest scaled number: whatever is within 2⁻²⁸ of it keeps all its bits, the rest does not show in the sum."""
 PAYS = 2**34
@@ -90,8 +89,8 @@ def summed(
         sums = None if sums is None else sums * scale
     layer = None if block is None else block.layer
     if waiting:
-        wide = [rows.to(dtype) for rows in waiting]
-        waiting = wide if layer is None else [layer.ordered(rows) for rows in wide]
+        kept = [rows if _stays_half(rows, dtype) else rows.to(dtype) for rows in waiting]
+        waiting = kept if layer is None else [layer.ordered(rows) for rows in kept]
         ones = [torch.cat([r, r.new_ones(*r.shape[:2], 1)], dim=-1) if biased else r for r in waiting]
         return LowRank(torch.cat(ones, dim=1)), count
     if layer is not None and total is not None:
@@ -111,7 +110,8 @@ def masked_gram(
     """
     chunks = list(block.layer.inputs(x, "expand"))
     ones = mask.to(dtype).reshape(1, -1, 1)
-    y = (chunks[0] if len(chunks) == 1 else torch.cat(chunks, 1)).to(dtype) * ones
+    y = chunks[0] if len(chunks) == 1 else torch.cat(chunks, 1)
+    y = y * ones.to(y.dtype) if sharing == "expand" and _stays_half(y, dtype) else y.to(dtype) * ones
     if sharing == "reduce":
         y, count = (t.unflatten(1, (len(x), -1)).sum(2) for t in (y, ones))
         y, ones = y / count.clamp_min(1), count.clamp_max(1)
@@ -126,7 +126,7 @@ def masked_gram(
 
 def _plus_gram(total: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """total + rowsᵀ rows, group by group, in the memory of ``total``; rows in half precision are multiplied as such."""
-    if rows.dtype in HALF and rows.is_cuda and dtype == torch.float32:
+    if _stays_half(rows, dtype):
         return _plus_half_gram(total, rows)
     rows = rows.to(dtype)
     if total is None:
@@ -139,8 +139,13 @@ def _plus_gram(total: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor
     return total
 
 
+def _stays_half(rows: Tensor, dtype: torch.dtype) -> bool:
+    """Whether rows are multiplied in half precision and their sums are float32: only CUDA devices have that."""
+    return rows.dtype in HALF and rows.is_cuda and dtype == torch.float32
+
+
 def _plus_half_gram(total: Tensor | None, rows: Tensor) -> Tensor:
-    """The same by products of half precision whose sums are float32; only CUDA devices have them."""
+    """The same by products of half precision whose sums are float32."""
     if rows.shape[0] > 1:
         found: Tensor = torch.bmm(rows.mT, rows, out_dtype=torch.float32)
         return found if total is None else total.add_(found)

@@ -6,18 +6,19 @@ what was scaled into the range once stays there:
 
     δ (M + δI)⁻¹   = Tᵀ T ,        T = √δ L⁻¹ ,   L Lᵀ = M + δI        (:class:`HalfPrimal`)
     δ (XᵀX + δI)⁻¹ = I − Wᵀ W ,    W = L⁻¹ X ,    L Lᵀ = XXᵀ + δI      (:class:`HalfDual`)
+                   = I − Xᵀ Tᵀ T X / δ ,    T = √δ L⁻¹                (:class:`HalfRows`)
 
 The right-hand side V is rounded once, which is as if b had been. Tᵀ T is never a difference, so T, made by products
-in TF32, needs no more bits. I − WᵀW is a difference, small along the rows, so W and W V are kept as sums of two float16
-numbers, of 22 bits. The error in ⟨g, V a⟩ is then below that of rounding the answer to bfloat16, as models in bfloat16
-do with it.
+in float16, needs no more bits. I − WᵀW is a difference, small along the rows, so W and W V are kept as sums of two
+float16 numbers, of 22 bits. Rows X that were in half precision have all their bits in one number: they are applied in
+place of W, which need not be made, and T, and what it is applied to, are the sums. The error in ⟨g, V a⟩ is then below
+that of rounding the answer to bfloat16, as models in bfloat16 do with it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,7 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyperkron.kernels.linalg import Halves
-from hyperkron.kernels.split_products import PIECE, full_precision, half_product
+from hyperkron.kernels.split_products import (
+    PIECE,
+    add_half_product,
+    float32_sums,
+    full_precision,
+    half_product,
+    put_half_product,
+)
 
 TOP = 2.0**15
 """The largest norm of a matrix in float16 that contractions are applied to."""
@@ -34,6 +42,8 @@ UNIT = 2.0**12
 """Contractions are kept this many times as large, so that their small entries have all their bits."""
 STRIPES, NARROWEST = 4, 512
 """A triangle is multiplied in this many stripes, which leave out most of its zeros, or fewer where they get narrow."""
+NORM, GAIN = 10, 2.0**4
+"""Rows are scaled to a norm of at most 2 to the power NORM, and what they are applied to last by 1/GAIN."""
 LEAST_ROWS = 64
 """Fewer rows than this are multiplied in float32: they take no time."""
 
@@ -84,12 +94,10 @@ class HalfPrimal(HalfInverse):
     @classmethod
     def of(cls, system: Halves, shift: Tensor) -> HalfPrimal:
         """From the factorisation of M + δI."""
-        n, scale = system.size, UNIT * shift.sqrt()[:, None, None]
-        found = torch.empty(len(shift), n, n, device=shift.device, dtype=torch.float16)
-        for some in _stretches(len(shift), n * n):
-            torch.mul(system.part(some.start, some.stop).inverse_triangle(), scale[some], out=found[some])
-        # entries beyond the bound belong to the ones that a system may be enlarged by, where V is zero
-        return cls(shift, found.clamp_(max=2 * UNIT))
+        found = torch.empty(len(shift), system.size, system.size, device=shift.device, dtype=torch.float16)
+        with float32_sums():
+            system.put_half_inverse(found, shift.sqrt()[:, None, None], UNIT)
+        return cls(shift, found)
 
     @property
     def size(self) -> int:
@@ -97,13 +105,11 @@ class HalfPrimal(HalfInverse):
 
     def contract(self, v: Tensor) -> None:
         n, t, half = self.size, self.triangle, torch.empty_like(v)
-        step = max(NARROWEST, -(-n // (64 * STRIPES)) * 64)
-        stripes = [(begin, min(begin + step, n)) for begin in range(0, n, step)]
-        with _float32_sums():
-            for begin, end in stripes:
-                _put_product(half[:, begin:end], t[:, begin:end, :end], v[:, :end], 1 / UNIT)
-            for begin, end in stripes:
-                _put_product(v[:, begin:end], t[:, begin:, begin:end].mT, half[:, begin:], 1 / UNIT)
+        with float32_sums():
+            for begin, end in _stripes(n):
+                put_half_product(half[:, begin:end], t[:, begin:end, :end], v[:, :end], 1 / UNIT)
+            for begin, end in _stripes(n):
+                put_half_product(v[:, begin:end], t[:, begin:, begin:end].mT, half[:, begin:], 1 / UNIT)
 
     def times(self, v: Tensor) -> Tensor:
         t = self.triangle.float() / UNIT
@@ -128,13 +134,10 @@ class HalfDual(HalfInverse):
         count, r, n = rows.shape
         found = torch.empty(count, 2 * r, n, device=rows.device, dtype=torch.float16)
         for some in _stretches(count, r * n):
-            given = F.pad(rows[some], (0, 0, 0, system.size - r)) if system.size > r else rows[some].clone()
-            made = torch.empty_like(given)
-            with full_precision():
-                system.part(some.start, some.stop).forward(given, made)
-            made = made[:, :r].mul_(UNIT)
+            given = F.pad(rows[some], (0, 0, 0, system.size - r)) if system.size > r else rows[some]
+            made = system.part(some.start, some.stop).contraction(given, UNIT)[:, :r]
             found[some, :r] = made
-            found[some, r:] = made.sub_(found[some, :r])
+            torch.sub(made, found[some, :r], out=found[some, r:])
         return cls(shift, found)
 
     @property
@@ -143,13 +146,13 @@ class HalfDual(HalfInverse):
 
     def contract(self, v: Tensor) -> None:
         r = self.pair.shape[1] // 2
-        with _float32_sums():
+        with float32_sums():
             both = half_product(self.pair, v)
             along = both[:, :r].add_(both[:, r:]).mul_(1 / UNIT)
             high = along.half()
             low = along.sub_(high).half()
-            _put_product(v, self.pair.mT, torch.cat([high, high], 1), -1 / UNIT, beta=1.0)
-            _put_product(v, self.pair[:, :r].mT, low, -1 / UNIT, beta=1.0)
+            put_half_product(v, self.pair.mT, torch.cat([high, high], 1), -1 / UNIT, beta=1.0)
+            put_half_product(v, self.pair[:, :r].mT, low, -1 / UNIT, beta=1.0)
 
     def times(self, v: Tensor) -> Tensor:
         high, low = self.pair.double().chunk(2, 1)
@@ -162,9 +165,79 @@ class HalfDual(HalfInverse):
         return HalfDual(self.shift[begin:end], self.pair[begin:end])
 
 
+@dataclass(frozen=True)
+class HalfRows(HalfInverse):
+    """By rows p X (L, R, n) with p a power of two, T as two numbers T₁ and T₂ (L, R, R), and a gain (L,)."""
+
+    rows: Tensor
+    high: Tensor
+    low: Tensor
+    gain: Tensor
+    kind: ClassVar[str] = "dual"
+
+    @classmethod
+    def of(cls, rows: Tensor, shares: Tensor, system: Halves, shift: Tensor) -> HalfRows:
+        """Of c XᵀX + δI, from X in half precision, c (L,) and the factorisation of c XXᵀ + δI."""
+        count, r, _ = rows.shape
+        norm = torch.linalg.vector_norm(rows, 2, (1, 2), dtype=torch.float32)
+        p = torch.ldexp(torch.ones_like(norm), NORM - torch.frexp(norm)[1])
+        high, low = (torch.empty(count, r, r, device=rows.device, dtype=torch.float16) for _ in range(2))
+        for some in _stretches(count, system.size**2 // 2):  # many small launches
+            made = torch.empty(some.stop - some.start, *[system.size] * 2, device=rows.device)
+            with full_precision():
+                system.part(some.start, some.stop).put_inverse_triangle(made, UNIT * shift[some, None, None].sqrt())
+            high[some] = made[:, :r, :r]
+            torch.sub(made[:, :r, :r], high[some], out=low[some])
+        scaled = torch.mul(rows, p[:, None, None], out=torch.empty_like(rows, dtype=torch.float16))
+        gain = shares.double() / shift / p / p * (2.0**NORM / GAIN)
+        return cls(shift, scaled, high, low, gain.float())
+
+    @property
+    def size(self) -> int:
+        return self.rows.shape[-1]
+
+    def contract(self, v: Tensor) -> None:
+        y = half_product(self.rows, v).mul_(2.0**-NORM)  # whose norm is that of v at most
+        y = self._times_triangle(self._times_triangle(y, False), True).mul_(self.gain[:, None, None])
+        high = y.half()
+        low = y.sub_(high).half()
+        with float32_sums():
+            put_half_product(v, self.rows.mT, high, -GAIN, beta=1.0)
+            put_half_product(v, self.rows.mT, low, -GAIN, beta=1.0)
+
+    def _times_triangle(self, y: Tensor, transposed: bool) -> Tensor:
+        """T Y or Tᵀ Y; Y is used up."""
+        found, high = torch.empty_like(y), y.half()
+        low = y.sub_(high).half()
+        for begin, end in _stripes(self.high.shape[-1]):
+            reads = slice(begin, None) if transposed else slice(end)
+            first, second = (
+                t[:, reads, begin:end].mT if transposed else t[:, begin:end, reads] for t in (self.high, self.low)
+            )
+            add_half_product(found[:, begin:end], first, high[:, reads], 1 / UNIT, beta=0.0)
+            add_half_product(found[:, begin:end], first, low[:, reads], 1 / UNIT)
+            add_half_product(found[:, begin:end], second, high[:, reads], 1 / UNIT)
+        return found
+
+    def times(self, v: Tensor) -> Tensor:
+        shift, rows = self.shift[:, None, None], self.rows.float()
+        return shift * (v + self.gain[:, None, None] * (GAIN / 2.0**NORM) * (rows.mT @ (rows @ v)))
+
+    def part(self, begin: int, end: int) -> HalfRows:
+        return HalfRows(
+            self.shift[begin:end], self.rows[begin:end], self.high[begin:end], self.low[begin:end], self.gain[begin:end]
+        )
+
+
 def load_half_inverse(state: dict[str, Any]) -> HalfInverse:
     """The inverse whose :meth:`state_dict` this is."""
-    return (HalfPrimal if "triangle" in state else HalfDual)(**state)
+    return (HalfPrimal if "triangle" in state else HalfDual if "pair" in state else HalfRows)(**state)
+
+
+def _stripes(n: int) -> list[tuple[int, int]]:
+    """The stripes of a triangle."""
+    step = max(NARROWEST, -(-n // (64 * STRIPES)) * 64)
+    return [(begin, min(begin + step, n)) for begin in range(0, n, step)]
 
 
 def solve_both_sides(b: HalfInverse, a: HalfInverse, parts: list[Tensor]) -> Tensor:
@@ -194,25 +267,3 @@ def _stretches(count: int, numbers: int) -> Iterator[slice]:
     step = max(1, PIECE // numbers)
     for begin in range(0, count, step):
         yield slice(begin, min(begin + step, count))
-
-
-@contextmanager
-def _float32_sums() -> Iterator[None]:
-    """Products of float16 are summed in float32 throughout."""
-    settings: Any = torch.backends.cuda.matmul
-    before = settings.allow_fp16_reduced_precision_reduction
-    parts = getattr(settings, "allow_fp16_reduced_precision_reduction_split_k", None)  # a second setting, in torch 2.10
-    try:
-        settings.allow_fp16_reduced_precision_reduction = False
-        yield
-    finally:
-        settings.allow_fp16_reduced_precision_reduction = before if parts is None else (before, parts)
-
-
-def _put_product(out: Tensor, a: Tensor, b: Tensor, alpha: float, beta: float = 0.0) -> None:
-    """out ← β out + α a b in float16, rounded once."""
-    if out.is_cuda:
-        out.baddbmm_(a, b, beta=beta, alpha=alpha)
-    else:
-        found = torch.bmm(a.float(), b.float()) * alpha
-        out.copy_(found + beta * out if beta else found)

@@ -20,23 +20,23 @@ from torch import Tensor
 
 from hyperkron.curvature.kfac.eigen import EigenBlock, EigenInverses
 from hyperkron.curvature.kfac.factors import (
-    Dual,
     Factor,
     FactoredInverses,
-    FactorInverse,
     Factors,
     LowRank,
     Primal,
     ShapeClass,
+    System,
     dense,
     dimension,
-    in_half,
+    inverses_of,
     load_factored,
     stored,
 )
 from hyperkron.kernels.execution import Execution, Pending
-from hyperkron.kernels.linalg import Cholesky, Factorization, factorize, gram, stream
+from hyperkron.kernels.linalg import Cholesky, Factorization, factorize
 from hyperkron.kernels.split_products import full_precision
+from hyperkron.kernels.streams import stream
 from hyperkron.solution import FactorizationError, Status
 
 SplitFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -125,8 +125,7 @@ def factored_inverses(
         for members in by_shape:
             last = first + len(members)
             places = [(first + skip, last + skip) for skip in (0, len(names))]
-            sides = [systems.inverse(*place, shifts) for place in places]
-            a, b = in_half(sides, [systems.shift(*place, shifts) for place in places]) if half else sides
+            a, b = inverses_of(systems.system(*places[0], shifts), systems.system(*places[1], shifts), half)
             classes.append(ShapeClass(tuple(members), tuple(systems.groups[first:last]), a, b))
             first = last
         return FactoredInverses(tuple(classes)), status, good
@@ -138,7 +137,7 @@ def _by_shape(factors: Factors) -> list[list[str]]:
     """The blocks that are solved together."""
     found: dict[tuple[object, ...], list[str]] = {}
     for name, pair in factors.items():
-        key = tuple((isinstance(f, LowRank), *stored(f).shape[1:]) for f in pair)
+        key = tuple((isinstance(f, LowRank), stored(f).dtype, *stored(f).shape[1:]) for f in pair)
         found.setdefault((*key, name) if any(_alone(f) for f in pair) else key, []).append(name)
     return list(found.values())
 
@@ -154,9 +153,9 @@ class _Systems:
     def __init__(self, factors: list[Factor], keep: bool, lean: bool) -> None:
         self.count, self.keep, self.lean = len(factors) // 2, keep, lean
         self.factors = factors  # until the shifts are known; then only the rows of those that are kept as rows
-        self.rows = [f.rows if isinstance(f, LowRank) else None for f in factors]
+        self.rows = [f if isinstance(f, LowRank) else None for f in factors]
         with full_precision():
-            matrices = [gram(f.rows.mT) if isinstance(f, LowRank) else f for f in factors]
+            matrices = [f.kernel() if isinstance(f, LowRank) else f for f in factors]
         self.groups = [m.shape[0] for m in matrices]
         alone = [_alone(m) for m in matrices]
         together = {m.shape[-1] for m, single in zip(matrices, alone, strict=True) if not single}
@@ -292,27 +291,17 @@ class _Systems:
                 mine.copy_(more)  # the dual form uses δ once more
         return Status.MORE_DAMPING, True
 
-    def inverse(self, first: int, last: int, shifts: Tensor) -> FactorInverse:
-        """The inverse of factors ``first`` to ``last``, neighbours in one stack."""
+    def system(self, first: int, last: int, shifts: Tensor) -> System:
+        """That of factors ``first`` to ``last``, neighbours in one stack."""
         stack = self.stack_of[first]
         start = self.begin[self.members[stack][0]]
-        begin, end = self._stretch(first, last)
+        begin, end = self.begin[first], self.begin[last - 1] + self.groups[last - 1]
         whole = self.made[stack]
         complete = begin == start and self.members[stack][-1] == last - 1
         system = whole if complete else whole.part(begin - start, end - start)
         rows = [r for r in self.rows[first:last] if r is not None]
         self.rows[first:last] = [None] * (last - first)
-        primal = Primal(system)
-        return Dual(torch.cat(rows), primal, shifts[begin:end]) if rows else primal
-
-    def shift(self, first: int, last: int, shifts: Tensor) -> Tensor:
-        """The δ of these factors."""
-        begin, end = self._stretch(first, last)
-        return shifts[begin:end]
-
-    def _stretch(self, first: int, last: int) -> tuple[int, int]:
-        """Where their groups are when all stacks are put one after the other."""
-        return self.begin[first], self.begin[last - 1] + self.groups[last - 1]
+        return System(system, shifts[begin:end], rows)
 
 
 def _common_sizes(sizes: set[int], multiple: int = 1, beyond: int = 0) -> dict[int, int]:

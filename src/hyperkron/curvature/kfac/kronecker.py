@@ -313,7 +313,11 @@ def finite(measured: Measured, block: str | None = None) -> Tensor:
     factors += measured.diagonal.values() if block is None else []
     if not factors:
         return torch.ones((), dtype=torch.bool)
-    return torch.stack(torch._foreach_norm([stored(f) for f in factors], float("inf"))).isfinite().all()
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}  # one launch for each
+    for factor in factors:
+        by_dtype.setdefault(stored(factor).dtype, []).append(stored(factor))
+    norms = [torch.stack(torch._foreach_norm(given, float("inf"))) for given in by_dtype.values()]
+    return torch.stack([x.isfinite().all() for x in norms]).all() if len(norms) > 1 else norms[0].isfinite().all()
 
 
 def _refuse(coverage: Coverage) -> None:

@@ -50,7 +50,7 @@ def scaled_factor(factor: Factor, scale: Tensor | None) -> Factor:
     """E⁻¹AE⁻¹; A itself where there is no E."""
     if scale is None:
         return factor
-    return LowRank(factor.rows / scale) if isinstance(factor, LowRank) else factor / scale / scale.mT
+    return LowRank(factor.wide / scale) if isinstance(factor, LowRank) else factor / scale / scale.mT
 
 
 def _even(values: list[Tensor | float]) -> bool:

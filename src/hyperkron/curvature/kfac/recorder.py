@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from hyperkron import trees
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.diagonals import Diagonals
-from hyperkron.curvature.kfac.factors import Factor, add_to, few_rows, scaled
+from hyperkron.curvature.kfac.factors import HALF, Factor, add_to, few_rows, scaled
 from hyperkron.curvature.kfac.grams import (
-    HALF,
     WIDE_OUTPUT,
     bordered,
     corrected,
@@ -60,7 +59,7 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, token: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
         ctx.receive = receive
-        return torch.ops.aten._unsafe_view(output, output.shape)
+        return torch.ops.aten._unsafe_view.default(output, output.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
