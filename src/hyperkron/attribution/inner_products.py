@@ -245,7 +245,7 @@ class _BlockCall(_LayerCall):
             yield from self.block.layer.positions(x, g)
 
     def _of_examples(self, numbers: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The gradients of single examples in the weight and in the bias, at most so many numbers at a time."""
+        """The gradients of single examples in the weight and in the bias, at most ``numbers`` numbers at a time."""
         width = sum(self.params[name].numel() for name in self.block.names)
         return self.block.layer.gradients_of_examples(*self._wide(), max(1, numbers // width))
 

@@ -177,11 +177,11 @@ class Task:
         with tqdm(total=len(spans), disable=not progress, unit="query", dynamic_ncols=True) as bar:
             for i in range(0, len(spans), TOGETHER):
                 part = spans[i : i + TOGETHER]
-                found = None if batched is None else self._together(batched, i, i + len(part))
+                found = None if batched is None else self._batched_gradients(batched, i, i + len(part))
                 yield trees.stacked([self._mean_gradient(point, *s) for s in part]) if found is None else found
                 bar.update(len(part))
 
-    def _together(self, batched: LayerProducts, start: int, stop: int) -> Tree | None:
+    def _batched_gradients(self, batched: LayerProducts, start: int, stop: int) -> Tree | None:
         """The gradients of these queries in one pass; ``None`` where they are not those of each alone."""
         try:
             found = batched.gradients(self.queries.batch(start, stop), stop - start)
@@ -199,7 +199,7 @@ class Task:
         layers = _layers(point, "outer", alike=True) if count > 1 else None
         if layers is None or point.evaluate("outer", self.queries.batch(0, 1)).opaque:
             return None
-        found = self._together(layers, 0, count)
+        found = self._batched_gradients(layers, 0, count)
         if found is None:
             return None
         first = next(trees.unstacked(found))
