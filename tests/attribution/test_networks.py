@@ -129,3 +129,38 @@ def test_layers_over_flattened_tokens_go_the_other_way():
     method = hk.kfac(1e-2, fisher="type-2")
     found = hk.attribute(loss, Flat(), (x, y), (x[:3], y[:3]), method=method)
     assert found.stats["way"] == "forward"
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+def test_queries_with_masked_tokens_are_scored_as_if_alone():
+    torch.manual_seed(0)
+    model, x, y = Tagger().double(), torch.randn(12, 4, 5, dtype=torch.float64), torch.randint(0, 3, (12, 4))
+    queries = x[:3], y[:3].clone()
+    queries[1][1, 2:] = -100  # not of the first, so that it shows only in the batch
+    method = hk.kfac(1e-2, fisher="type-2")
+    found = hk.attribute(loss, model, (x, y), queries, method=method).scores
+    for q in range(3):
+        alone = hk.attribute(loss, model, (x, y), [part[q : q + 1] for part in queries], method=method).scores
+        torch.testing.assert_close(found[q : q + 1], alone, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_all_queries_go_through_one_pass_whether_or_not_the_loss_says_that_none_is_masked(told, monkeypatch):
+    monkeypatch.setattr("hyperkron.losses.classification.answers_at_once", lambda _: told)  # on a GPU it does not say
+    model, train, _ = made()
+    queries, passes = tuple(part[:20] for part in train), []
+
+    def counted(model, batch):
+        passes.append(len(batch[0]))
+        return loss(model, batch)
+
+    hk.attribute(loss, model, train, queries, query_loss=counted)
+    assert passes.count(20) == 2 and len(passes) <= 4  # once to see that it can be done, with two of a single query

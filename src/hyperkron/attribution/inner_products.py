@@ -33,8 +33,8 @@ from hyperkron.trees import Tree
 
 CHUNK = 2**26
 """Numbers held at once as gradients of single examples."""
-PIECE = 2**23
-"""The same where they are used up at once."""
+PIECE = {"cpu": 2**23, "cuda": 2**26}
+"""The same where they are used up at once, by device type."""
 ROUNDINGS, HALF_ROUNDINGS = 1e3, 2.0
 """By how many roundings gradients may differ from autograd's; in half precision, as under autocast, these are large."""
 FEW = 2
@@ -76,9 +76,10 @@ class LayerProducts(Products):
 
     name = "layers"
 
-    def __init__(self, point: Point, level: Level = "inner") -> None:
+    def __init__(self, point: Point, level: Level = "inner", alike: bool = False) -> None:
+        """With ``alike`` a loss that is not a mean over all examples of a batch, for some are masked, is refused."""
         super().__init__(point)
-        self.level, self.plan = level, plan(point.model, "diagonal")
+        self.level, self.alike, self.plan = level, alike, plan(point.model, "diagonal")
         self._compared, self._vectors = False, _Vectors({})
         for name, module in point.model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
@@ -115,7 +116,10 @@ class LayerProducts(Products):
 
     def _reached(self, batch: Any, count: int, retain_graph: bool = False) -> tuple[list[_LayerCall], Tensor]:
         with self._watched() as calls:
-            value = without_penalties(self.point.evaluate(self.level, batch))
+            loss = self.point.evaluate(self.level, batch)
+            value = without_penalties(loss)
+        if self.alike and not all(term.valid is None or bool(term.valid.all()) for term in loss.terms):
+            raise UnsuitableError("the loss leaves out rows of the batch; use way='forward'.")
         reached: list[_LayerCall] = []
         if calls and value.requires_grad:
             edges = [call.edge for call in calls]
@@ -229,20 +233,27 @@ class _BlockCall(_LayerCall):
     def __init__(self, block: Block, params: Tree) -> None:
         self.block, self.params = block, params
 
-    def _positions(self, width: int, numbers: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _wide(self) -> tuple[Tensor, Tensor]:
+        """The input and the output gradient, as wide as parameters are; under autocast they are not."""
+        dtype = self.params[self.block.names[0]].dtype
+        return self.x.to(dtype), self.g.to(dtype)
+
+    def _positions(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs (n, groups, S, d_in), in the layer's own order of columns, and output gradients (n, groups, S, d_out)
-        of chunks of examples, each of which makes ``width`` of at most ``numbers`` numbers."""
-        size = max(1, numbers // max(width, 1))
-        for x, g in zip(self.x.split(size), self.g.split(size), strict=True):
+        of at most ``size`` examples at a time."""
+        for x, g in zip(*(t.split(size) for t in self._wide()), strict=True):
             yield from self.block.layer.positions(x, g)
 
+    def _of_examples(self, numbers: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The gradients of single examples in the weight and in the bias, at most ``numbers`` numbers at a time."""
+        width = sum(self.params[name].numel() for name in self.block.names)
+        return self.block.layer.gradients_of_examples(*self._wide(), max(1, numbers // width))
+
     def gradients(self) -> Iterator[Tree]:
-        dtype = self.params[self.block.names[0]].dtype  # under autocast inputs and gradients have others
-        for a, b in self._positions(self._width, CHUNK):
-            a, b = a.to(dtype), b.to(dtype)
-            parts = [] if self.block.weight is None else [self.block.layer.ordered(b.mT @ a)]
+        for weight, bias in self._of_examples(CHUNK):
+            parts = [] if self.block.weight is None else [self.block.layer.ordered(weight)]
             if self.block.bias is not None:
-                parts.append(b.sum(-2)[..., None])
+                parts.append(bias[..., None])
             found: Tree = vmap(partial(self.block.part, like=self.params))(torch.cat(parts, -1))
             yield found
 
@@ -254,23 +265,26 @@ class _BlockCall(_LayerCall):
         queries, pieces = len(v), []
         if queries <= FEW and weight is not None and (found := self._without_rows(vectors.tree, bias)) is not None:
             return found
-        few = len(self.x) > 0 and queries * (self.g[0].numel() // layer.d_out) <= layer.d_in
-        for a, b in self._positions(queries * self.g[:1].numel() if few else self._width, PIECE):
-            a, b, piece = a.to(v.dtype), b.to(v.dtype), v.new_zeros(queries, len(a))
-            if weight is not None and few:
-                piece += torch.einsum("ngsqo,ngso->qn", torch.einsum("ngsi,qgoi->ngsqo", a, weight), b)
-            elif weight is not None:
-                piece += weight.flatten(1) @ (b.mT @ a).flatten(1).T
-            if bias is not None:
-                piece += bias.flatten(1) @ b.sum(-2).flatten(1).T
-            pieces.append(piece)
+        numbers = PIECE.get(v.device.type, PIECE["cuda"])
+        if len(self.x) > 0 and queries * (self.g[0].numel() // layer.d_out) <= layer.d_in:
+            for a, b in self._positions(max(1, numbers // (queries * self.g[:1].numel()))):
+                piece = v.new_zeros(queries, len(a))
+                if weight is not None:
+                    piece += torch.einsum("ngsqo,ngso->qn", torch.einsum("ngsi,qgoi->ngsqo", a, weight), b)
+                pieces.append(piece if bias is None else piece + bias.flatten(1) @ b.sum(-2).flatten(1).T)
+            return torch.cat(pieces, dim=1)
+        for gradient, sums in self._of_examples(numbers):
+            piece = v.new_zeros(queries, len(sums))
+            if weight is not None:
+                piece += weight.flatten(1) @ gradient.flatten(1).T
+            pieces.append(piece if bias is None else piece + bias.flatten(1) @ sums.flatten(1).T)
         return torch.cat(pieces, dim=1)
 
     def _without_rows(self, vectors: Tree, bias: Tensor | None) -> Tensor | None:
         """Σ_s g_sᵀ V_q a_s as g times the output of the layer with V_q for its weight, where the layer can do that."""
         assert self.block.weight is not None
         weights, pieces = vectors[self.block.weight], []
-        size = max(1, PIECE // max(1, self.g[:1].numel()))
+        size = max(1, PIECE.get(self.g.device.type, PIECE["cuda"]) // max(1, self.g[:1].numel()))
         for x, g in zip(self.x.split(size), self.g.split(size), strict=True):
             x, g = x.to(weights.dtype), g.to(weights.dtype)
             outputs = [self.block.layer.outputs(x, weight) for weight in weights]
@@ -281,10 +295,6 @@ class _BlockCall(_LayerCall):
                 piece += bias.flatten(1) @ g.flatten(2).sum(2).T
             pieces.append(piece)
         return torch.cat(pieces, dim=1)
-
-    @property
-    def _width(self) -> int:
-        return sum(self.params[name].numel() for name in self.block.names)
 
 
 class _ModuleCall(_LayerCall):

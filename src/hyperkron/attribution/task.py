@@ -177,12 +177,17 @@ class Task:
         with tqdm(total=len(spans), disable=not progress, unit="query", dynamic_ncols=True) as bar:
             for i in range(0, len(spans), TOGETHER):
                 part = spans[i : i + TOGETHER]
-                if batched is None:
-                    yield trees.stacked([self._mean_gradient(point, *span) for span in part])
-                else:
-                    batch = self.queries.batch(i, i + len(part))
-                    yield trees.scale(batched.gradients(batch, len(part)), float(len(part)))
+                found = None if batched is None else self._batched_gradients(batched, i, i + len(part))
+                yield trees.stacked([self._mean_gradient(point, *s) for s in part]) if found is None else found
                 bar.update(len(part))
+
+    def _batched_gradients(self, batched: LayerProducts, start: int, stop: int) -> Tree | None:
+        """The gradients of these queries in one pass; ``None`` where they are not those of each alone."""
+        try:
+            found = batched.gradients(self.queries.batch(start, stop), stop - start)
+        except UnsuitableError:
+            return None
+        return trees.scale(found, float(stop - start))
 
     def _batched(self, point: Point) -> LayerProducts | None:
         """The way to the gradients of many queries in one pass; ``None`` where they would not be those of each alone.
@@ -191,17 +196,13 @@ class Task:
         among others is a share of the one it has alone.
         """
         count = min(TOGETHER, len(self.queries))
-        layers = _layers(point, "outer") if count > 1 else None
-        if layers is None:
+        layers = _layers(point, "outer", alike=True) if count > 1 else None
+        if layers is None or point.evaluate("outer", self.queries.batch(0, 1)).opaque:
             return None
-        loss = point.evaluate("outer", self.queries.batch(0, 1))
-        if loss.opaque or any(term.valid is not None for term in loss.terms):
+        found = self._batched_gradients(layers, 0, count)
+        if found is None:
             return None
-        try:
-            found = layers.gradients(self.queries.batch(0, count), count)
-        except UnsuitableError:
-            return None
-        first = next(trees.unstacked(trees.scale(found, float(count))))
+        first = next(trees.unstacked(found))
         alone = self._gradient(point, "outer", self.queries.batch(0, 1))
         error = trees.norm(trees.add(first, alone, alpha=-1.0))
         return layers if error <= 1e3 * torch.finfo(point.dtype).eps * trees.norm(alone) else None
@@ -275,9 +276,9 @@ class Task:
         return [layers, forward] if several and not layers.plan.rest else [forward, layers]
 
 
-def _layers(point: Point, level: Level = "inner") -> LayerProducts | None:
+def _layers(point: Point, level: Level = "inner", alike: bool = False) -> LayerProducts | None:
     try:
-        return LayerProducts(point, level)
+        return LayerProducts(point, level, alike)
     except UnsuitableError:
         return None
 

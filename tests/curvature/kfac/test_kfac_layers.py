@@ -15,7 +15,7 @@ from cases import DOUBLE, Mean, make, mlp, random_weights
 from hyperkron.curvature.kfac import recorder
 from hyperkron.curvature.kfac.factors import dense as as_matrix
 from hyperkron.curvature.kfac.grams import summed
-from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS
+from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS, kronecker_layer
 from storages import Storages
 
 Build = Callable[[], nn.Module]
@@ -273,3 +273,20 @@ def test_scaled_identity_has_the_right_trace_on_average(name: str, fisher: str) 
         draws = torch.stack([case.measured(fisher, seed=s).diagonal[parameter] for s in range(200)])
         spread = float(draws.std()) / len(draws) ** 0.5
         assert abs(float(draws.mean()) - float(exact.trace()) / p.numel()) < 4.5 * spread + 1e-12
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name.startswith("conv2d")])
+@pytest.mark.parametrize("most", [1, 5])
+def test_gradients_of_examples_are_those_of_patches(name: str, most: int) -> None:
+    build, shape = LAYERS[name]
+    torch.manual_seed(0)
+    module = build().double()[0]  # type: ignore[index]
+    layer, x = kronecker_layer(module), torch.randn(5, *shape, dtype=DOUBLE)
+    assert layer is not None
+    g = torch.randn_like(module(x))
+    weight, bias = (torch.cat(parts) for parts in zip(*layer.gradients_of_examples(x, g, most), strict=True))
+    a, b = (torch.cat(parts) for parts in zip(*layer.positions(x, g), strict=True))
+    torch.testing.assert_close(weight, b.mT @ a)
+    torch.testing.assert_close(bias, b.sum(-2))
+    alone = next(iter(layer.gradients_of_examples(x[0], g[0], most)))[0]
+    torch.testing.assert_close(alone, weight[:1])

@@ -175,15 +175,15 @@ def corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> T
     d = block.layer.d_in if block.weight is not None else 0
     columns = block.layer.reordered(q_a[:, :d]) if d else None
     together = max(1, GRADIENTS.get(x.device.type, 2**24) // total.numel())
-    for inputs, gradients in block.layer.positions(x, g):
-        if columns is not None and inputs.shape[2] > block.layer.d_out:
-            wide, tall = inputs.to(q_a.dtype), gradients.to(q_a.dtype)
-            for a, b in zip(wide.split(together), tall.split(together), strict=True):
-                turned = _within(b.mT @ a, columns)
-                if block.bias is not None:
-                    turned += b.sum(2)[..., None] * q_a[:, -1:]
-                total += _sum_of_squares(q_b.mT @ turned)
-            continue
+    layer = block.layer
+    if columns is not None and g.numel() > layer.examples(x) * layer.groups * layer.d_out**2:
+        for gradients, sums in layer.gradients_of_examples(x.to(q_a.dtype), g.to(q_a.dtype), together):
+            turned = _within(gradients, columns)
+            if block.bias is not None:
+                turned += sums[..., None] * q_a[:, -1:]
+            total += _sum_of_squares(q_b.mT @ turned)
+        return total
+    for inputs, gradients in layer.positions(x, g):
         a = inputs.new_zeros(*inputs.shape[:-1], 1, dtype=q_a.dtype) if columns is None else _within(inputs, columns)
         if block.bias is not None:
             a = a + q_a[:, -1:]

@@ -30,6 +30,8 @@ WeightSharing = Literal["expand", "reduce"]
 
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**24}
 """Patches are materialised at most this many numbers at a time, by device type."""
+CACHED_ELEMENTS = 2**19
+"""The same on a CPU where they are used up at once, while they are in its cache."""
 WIDEST = torch.complex128
 """The dtype of sixteen bytes in which several numbers are copied as one."""
 UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
@@ -97,6 +99,17 @@ class Layer(ABC):
         """Chunks of examples: inputs (n, groups, S, d_in), ordered as in :meth:`inputs`, with the output gradients
         (n, groups, S, d_out)."""
 
+    def examples(self, x: Tensor) -> int:
+        """How many examples an input has."""
+        return len(x)
+
+    def gradients_of_examples(self, x: Tensor, g: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Chunks of at most ``most`` examples: their gradients Σ_s g_s a_sᵀ (n, groups, d_out, d_in), columns ordered
+        as in :meth:`inputs`, and Σ_s g_s (n, groups, d_out)."""
+        for inputs, gradients in self.positions(x, g):
+            for a, b in zip(inputs.split(most), gradients.split(most), strict=True):
+                yield b.mT @ a, b.sum(-2)
+
     def to_matrix(self, weight: Tensor) -> Tensor:
         """The weight as (groups, d_out, d_in)."""
         return weight.reshape(self.groups, self.d_out, self.d_in)
@@ -128,8 +141,11 @@ class LinearLayer(Layer):
             g = g.flatten(1, -2).sum(1)
         yield g.reshape(1, -1, g.shape[-1])
 
+    def examples(self, x: Tensor) -> int:
+        return len(x) if x.dim() > 1 else 1
+
     def positions(self, x: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        count = x.shape[0] if x.dim() > 1 else 1
+        count = self.examples(x)
         yield x.reshape(count, 1, -1, x.shape[-1]), g.reshape(count, 1, -1, g.shape[-1])
 
 
@@ -162,14 +178,7 @@ class ConvLayer(Layer):
         Channels last, so that copying the view reads and writes runs of channels; the few entries of a kernel would be
         read one by one.
         """
-        m = self.module
-        pad = list(m._reversed_padding_repeated_twice)
-        if any(pad) and m.padding_mode != "zeros":
-            x = F.pad(x, pad, mode=m.padding_mode)
-        x = x.movedim(1, -1)
-        if any(pad) and m.padding_mode == "zeros":
-            x = F.pad(x, [0, 0, *pad])  # copies into the new order at once
-        x = x.contiguous()
+        m, x = self.module, self._padded(x)
         kernel, stride, dilation = m.kernel_size, m.stride, m.dilation
         spatial = x.shape[1:-1]
         out = [(s - d * (k - 1) - 1) // t + 1 for s, k, t, d in zip(spatial, kernel, stride, dilation, strict=True)]
@@ -179,6 +188,17 @@ class ConvLayer(Layer):
         channels = x.shape[-1] // m.groups
         size = (x.shape[0], *out, m.groups, *kernel, channels)
         return x.as_strided(size, (x.stride(0), *across, channels, *inside, 1))
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """The input with its padding, channels last: (N, *spatial, C)."""
+        m = self.module
+        pad = list(m._reversed_padding_repeated_twice)
+        if any(pad) and m.padding_mode != "zeros":
+            x = F.pad(x, pad, mode=m.padding_mode)
+        x = x.movedim(1, -1)
+        if any(pad) and m.padding_mode == "zeros":
+            x = F.pad(x, [0, 0, *pad])  # copies into the new order at once
+        return x.contiguous()
 
     def ordered(self, rows: Tensor) -> Tensor:
         """Reorder the last dimension from (*kernel, C/groups), the order of patches, to that of the weight."""
@@ -193,6 +213,9 @@ class ConvLayer(Layer):
 
     def reordered(self, basis: Tensor) -> Tensor:
         return basis if self.taps == 1 else basis.unflatten(1, (-1, self.taps)).transpose(1, 2).flatten(1, 2)
+
+    def examples(self, x: Tensor) -> int:
+        return len(self._batched(x))
 
     def _batched(self, x: Tensor) -> Tensor:
         """A single example as a batch of one."""
@@ -247,6 +270,29 @@ class ConvLayer(Layer):
         for part, gradient in zip(x.split(step), g.split(step), strict=True):
             rows = self._rows(self.patches(part))
             yield rows.view(self.groups, len(part), -1, self.d_in).transpose(0, 1), gradient
+
+    def gradients_of_examples(self, x: Tensor, g: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """On a CPU from rows of pixels, a product for each row of the kernel, in place of patches.
+
+        A row of the kernel meets kw neighbouring pixels. With these side by side, (N, height, W_out, kw·C), what it
+        meets at all positions is a slice of the image, which need not be copied for every row of the kernel.
+        """
+        m, x, g = self.module, self._batched(x), self._batched(g)
+        if x.device.type != "cpu" or not isinstance(m, nn.Conv2d) or m.groups > 1 or m.stride[0] > 1:
+            yield from super().gradients_of_examples(x, g, most)
+            return
+        (kh, kw), channels, (high, wide) = m.kernel_size, x.shape[1], g.shape[2:]
+        step = CACHED_ELEMENTS // (x.shape[2:].numel() * kw * channels + g.shape[1:].numel())
+        step = max(1, min(step, most))
+        for part, gradient in zip(x.split(step), g.split(step), strict=True):
+            padded = self._padded(part)
+            n, height, (images, lines, pixels, _) = len(part), padded.shape[1], padded.stride()
+            size = (n, height, wide, kw, channels)
+            side_by_side = padded.as_strided(size, (images, lines, m.stride[1] * pixels, m.dilation[1] * pixels, 1))
+            rows = side_by_side.reshape(n, height, wide, kw * channels)
+            b = gradient.movedim(1, -1).reshape(n, high * wide, self.d_out)
+            taps = [rows[:, i * m.dilation[0] : i * m.dilation[0] + high].flatten(1, 2) for i in range(kh)]
+            yield torch.cat([b.mT @ a for a in taps], -1)[:, None], b.sum(1)[:, None]
 
     def _examples_per_chunk(self, x: Tensor) -> int:
         per_example = x.shape[1:].numel() * (self.d_in * self.groups // x.shape[1])
