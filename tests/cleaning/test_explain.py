@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,38 @@ def test_rows_near_a_query_speak_for_it_and_nothing_is_changed(folder: Path) -> 
         assert sorted(query.helpful, key=lambda x: -x.score) == query.helpful and len(query.helpful) <= 3
     trusted = {x.row for query in found.queries for x in query.helpful if x.trusted}
     assert trusted and max(trusted) < 24
+
+
+def test_a_query_needs_no_label(folder: Path, tmp_path: Path) -> None:
+    lines = (folder / "test.csv").read_text().splitlines()
+    place = lines[0].split(",").index("label")
+    bare = tmp_path / "bare.csv"
+    bare.write_text("\n".join(",".join(c for i, c in enumerate(x.split(",")) if i != place) for x in lines))
+    found, labelled = explain(folder / "run", bare, count=3), explain(folder / "run", folder / "test.csv", count=3)
+    assert torch.equal(found.attribution.scores, labelled.attribution.scores)
+    assert [replace(query, label=None) for query in labelled.queries] == found.queries
+    assert any("without their labels" in message and "'label'" in message for message in found.messages)
+    page = write_explanation(found, tmp_path / "page.html").read_text("utf-8")
+    assert "labelled <bdi>" not in page and "None" not in page
+    other = tmp_path / "other.csv"
+    other.write_text("a,b\n1,2\n")
+    with pytest.raises(HyperkronError, match="need the columns of the training rows"):
+        explain(folder / "run", other)
+
+
+def test_a_run_with_annotators_is_explained(tmp_path: Path) -> None:
+    data = blobs(rows=60)
+    write_csv(tmp_path / "trusted.csv", data.trusted)
+    write_csv(tmp_path / "train.csv", data.train)
+    lines = [line.split(",") for line in (tmp_path / "train.csv").read_text().splitlines()]
+    place = lines[0].index("label")
+    twice = [[*line[:place], *line[place + 1 :], *([line[place]] * 2)] for line in lines]
+    twice[0][-2:] = ["ann", "bob"]
+    (tmp_path / "train.csv").write_text("\n".join(map(",".join, twice)))
+    options: dict[str, Any] = {"annotators": ["ann", "bob"], "out": tmp_path / "run"}
+    clean(tmp_path / "train.csv", tmp_path / "trusted.csv", config=CleanConfig(compare=()), **options)
+    found = explain(tmp_path / "run", tmp_path / "trusted.csv", count=1)
+    assert len(found.queries) == len(data.trusted[1]) and not found.messages
 
 
 def test_a_page_shows_everything_and_runs_nothing(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from hyperkron import losses
 from hyperkron.attribution import Attribution, attribute
 from hyperkron.cleaning.api import continued
 from hyperkron.cleaning.config import Progress
-from hyperkron.cleaning.data import read
+from hyperkron.cleaning.data import InputForm, Labelled, ReadOptions, read
 from hyperkron.cleaning.fields import read_result
 from hyperkron.cleaning.folder import RunFolder, shown
 from hyperkron.cleaning.own import EstimatorModel
@@ -52,10 +52,13 @@ class Witness:
 
 @dataclass(frozen=True)
 class Explained:
-    """A query, what the network predicts for it, and the training rows behind that, the strongest first."""
+    """A query, what the network predicts for it, and the training rows behind that, the strongest first.
+
+    ``label`` is None where the queries have none.
+    """
 
     row: int
-    label: str
+    label: str | None
     prediction: str
     probability: float
     shown: dict[str, Any]
@@ -92,7 +95,7 @@ def explain(
 
     Args:
         out: the folder of a finished run that was made from files.
-        queries: rows with the columns of the training rows, the label among them.
+        queries: rows with the columns of the training rows; a label is shown beside the prediction, but not needed.
         count: rows for and rows against each prediction. Default: 5.
         method: how A⁻¹ is applied; the default is that of ``attribute``.
         model: the same function as for ``clean``, if the run used one.
@@ -112,16 +115,8 @@ def explain(
         )
     assert result.learnt is not None and result.transform is not None
     learnt, network = result.learnt(), result.model
-    source = RunFolder(out, new=False).read_config()["source"]
-    reading = {
-        name: x for name, x in source["reading"].items() if x is not None and name not in ("trusted_column", "id")
-    }
-    try:
-        rows = read(queries, like=learnt.parts[0], **reading)
-    except HyperkronError as error:
-        raise HyperkronError(
-            f"{error} Rows to explain need the columns of the training rows, the label too."
-        ) from error
+    reading = RunFolder(out, new=False).read_config()["source"]["reading"]
+    rows = _read(queries, learnt.parts[0], result.transform.form, reading)
     messages = list(rows.messages)
     if not any(True for _ in network.parameters()):
         network = learnt.network()
@@ -129,17 +124,44 @@ def explain(
             "The model of this run is a tree ensemble, which has no gradients: a network was trained on the cleaned "
             "labels and is explained in its place. Its predictions may differ from those of the trees."
         )
-    if len(rows) > MAX_QUERIES:
-        messages.append(f"The first {MAX_QUERIES} of {len(rows)} queries are explained.")
+    if len(rows.rows) > MAX_QUERIES:
+        messages.append(f"The first {MAX_QUERIES} of {len(rows.rows)} queries are explained.")
     device = next(network.parameters()).device
     asked = result.transform(rows.inputs[:MAX_QUERIES], device)
     found, predicted = _scores(network, learnt, asked, method)
     explained = []
     for q, (probability, best) in enumerate(zip(*predicted.max(1), strict=True)):
         sides = [_witnesses(side(q, count), learnt) for side in (found.helpful, found.harmful)]
-        label, said = rows.classes[int(rows.labels[q])], rows.classes[int(best)]
-        explained.append(Explained(int(rows.rows[q]), label, said, float(probability), shown(rows, q), *sides))
-    return Explanation(out.resolve().name, rows.kind, explained, messages, found)
+        said, content = result.classes[int(best)], shown(learnt.parts[0], rows.inputs[q])
+        explained.append(Explained(int(rows.rows[q]), rows.labels[q], said, float(probability), content, *sides))
+    return Explanation(out.resolve().name, learnt.parts[0].kind, explained, messages, found)
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """Queries as they were read; ``labels`` are None where there are none."""
+
+    inputs: Any
+    rows: Any
+    labels: Sequence[str | None]
+    messages: Sequence[str]
+
+
+def _read(queries: Any, train: Labelled, form: InputForm, reading: Mapping[str, Any]) -> _Queries:
+    """Queries with their labels, or without them where they have none that can be read."""
+    named = {name: reading.get(name) for name in ("text", "label", "image", "features", "charset")}
+    try:
+        found = read(queries, like=train, **{**named, "label": named["label"] or train.roles.label})
+    except HyperkronError as problem:
+        options = ReadOptions(charset=named["charset"] or ReadOptions.charset)
+        try:
+            bare = form.read(queries, options=options)
+        except HyperkronError:
+            raise HyperkronError(f"{problem} Rows to explain need the columns of the training rows.") from problem
+        told = f"The queries are explained without their labels, which could not be read: {problem}"
+        return _Queries(bare.inputs, bare.rows, [None] * len(bare.rows), [*bare.messages, told])
+    labels = [found.classes[int(label)] for label in found.labels]
+    return _Queries(found.inputs, found.rows, labels, found.messages)
 
 
 def _scores(network: nn.Module, learnt: Learnt, asked: Inputs, method: Implicit | None) -> tuple[Attribution, Tensor]:
@@ -168,5 +190,5 @@ def _witnesses(pairs: list[tuple[int, float]], learnt: Learnt) -> list[Witness]:
         part, i = (train, i) if i < len(train) else (trusted, i - len(train))
         label, learnt_as = int(part.labels[i]), int(learnt.targets.evidence[position].argmax())
         names = part.classes[label], part.classes[learnt_as]
-        found.append(Witness(int(part.rows[i]), *names, part is trusted, score, shown(part, i)))
+        found.append(Witness(int(part.rows[i]), *names, part is trusted, score, shown(part, part.inputs[i])))
     return found

@@ -258,7 +258,7 @@ class RunFolder:
                     "error_probability": round(probability[i], 6),
                     "weight": round(weight[i], 6),
                     "weights": [round(w, 4) for w in scores["history"][i].tolist()],
-                    **shown(train, i),
+                    **shown(train, train.inputs[i]),
                 }
             )
         self._put("suspects.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode("ascii"))
@@ -274,16 +274,16 @@ def _sound(line: dict[str, Any], event: str) -> bool:
     return all(0 <= x < 1e12 for x in numbers) and all(isinstance(x, str) for x in names)
 
 
-def shown(train: Labelled, i: int) -> dict[str, Any]:
-    """What a person sees of a row: its text, its picture, or its features."""
+def shown(train: Labelled, inputs: Any) -> dict[str, Any]:
+    """What a person sees of a row with these inputs, in the form of ``train``: its text, picture, or features."""
     found: dict[str, Any] = {"text": None, "image": None, "features": None}
     if train.kind == "text":
-        found["text"] = str(train.inputs[i])
+        found["text"] = str(inputs)
     elif train.kind == "image":
-        found["image"] = _picture(train.inputs[i])
+        found["image"] = _picture(inputs)
     else:
         names = train.encoding.names if train.encoding is not None else ()
-        values = [float(v) for v in train.inputs[i]]
+        values = [float(v) for v in inputs]
         found["features"] = {
             str(name): (None if value != value else round(value, 6))
             for name, value in list(zip(names, values, strict=False))[:12]

@@ -175,7 +175,7 @@ PREDICT = (
 ATTRIBUTE = (
     RUN,
     Option(
-        "--query", "text", "rows to explain, with the columns of the training rows and a label", "PATH", required=True
+        "--query", "text", "rows to explain, with the columns of the training rows; a label is not needed", "PATH", required=True
     ),
     Option("--count", "whole", "training rows for, and against, each prediction", "N", 5),
     MODEL,
