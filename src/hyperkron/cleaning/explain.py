@@ -149,9 +149,9 @@ class _Queries:
 
 def _read(queries: Any, train: Labelled, form: InputForm, reading: Mapping[str, Any]) -> _Queries:
     """Queries with their labels, or without them where they have none that can be read."""
-    named = {name: reading.get(name) for name in ("text", "label", "image", "features", "charset")}
+    named: dict[str, Any] = {name: reading.get(name) for name in ("text", "image", "features", "charset")}
     try:
-        found = read(queries, like=train, **{**named, "label": named["label"] or train.roles.label})
+        found = read(queries, like=train, label=reading.get("label") or train.roles.label, **named)
     except HyperkronError as problem:
         options = ReadOptions(charset=named["charset"] or ReadOptions.charset)
         try:

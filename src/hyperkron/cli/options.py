@@ -175,7 +175,11 @@ PREDICT = (
 ATTRIBUTE = (
     RUN,
     Option(
-        "--query", "text", "rows to explain, with the columns of the training rows; a label is not needed", "PATH", required=True
+        "--query",
+        "text",
+        "rows to explain, with the columns of the training rows (label: not needed)",
+        "PATH",
+        required=True,
     ),
     Option("--count", "whole", "training rows for, and against, each prediction", "N", 5),
     MODEL,
