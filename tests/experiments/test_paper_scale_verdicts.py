@@ -261,8 +261,9 @@ def test_the_encoder_answer_says_what_it_does_not_show() -> None:
 def test_the_page_shows_the_answer_below_the_verdict(tmp_path: Path) -> None:
     recipe = encoder_cleaning.RECIPES[0]
     section = page.section(recipe, _result(_encoder(62.0)), tmp_path)
-    shown = page.markdown([section])
+    shown = page.record(section)
     assert shown.index("- SAMA or KFAC?") < shown.index("WRENCH's rows") and "<li>SAMA or KFAC?" in page.html([section])
+    assert "- SAMA or KFAC?" in page.markdown([section])
     assert not page.section(recipe, None, tmp_path).answer
 
 
