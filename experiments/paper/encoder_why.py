@@ -2,7 +2,8 @@
 
 Steps are counted in the recorded runs of :mod:`experiments.paper.encoder_length`. Cosines are measured here, along a
 run of KFAC with the printed set-up: at several outer steps every method computes the hypergradient at the same point on
-the same batches, and so does CG on the damped Gauss–Newton matrix, preconditioned by KFAC, until it has converged.
+the same batches, and so does CG on the damped Gauss–Newton matrix, preconditioned by KFAC, until it has converged (its
+relative residual is recorded).
 
     python -m experiments.paper.encoder_why --data data     # the cosines, about ten minutes on two cores
     python -m experiments.paper.encoder_why --figures       # both figures from what is recorded
@@ -57,6 +58,7 @@ def cosines(source: Source, dataset: str, case: TextCase, seed: int, looks: Sequ
     trial = TextTrial(case, split, model, text_methods(TextRates())["KFAC"], setting, seed, case.steps)
     cosine: dict[str, list[float]] = {}
     norm: dict[str, list[float]] = {}
+    residuals: list[Any] = []
     for step in looks:
         trial.advance(step)
         inner = Shuffled(split.train, ROWS, seed + step + 1)()
@@ -66,12 +68,21 @@ def cosines(source: Source, dataset: str, case: TextCase, seed: int, looks: Sequ
             result = method.compute(case.problem(), model, trial.weights, inner, outer)
             return torch.cat([x.flatten() for x in result.grads.values()])
 
-        wanted = flat(pcg(100, DAMPING, tolerance=1e-3))
+        solved = pcg(100, DAMPING, tolerance=1e-3).compute(case.problem(), model, trial.weights, inner, outer)
+        wanted = torch.cat([x.flatten() for x in solved.grads.values()])
+        residuals.append(solved.stats.get("residual"))
         for name, method in compared(trial.run.state.inner.optimizer, seed).items():
             given = flat(method)
             cosine.setdefault(name, []).append(float(torch.cosine_similarity(given, wanted, 0)))
             norm.setdefault(name, []).append(float(given.norm() / wanted.norm()))
-    return {"dataset": dataset, "seed": seed, "looks": list(looks), "cosines": cosine, "norms": norm}
+    return {
+        "dataset": dataset,
+        "seed": seed,
+        "looks": list(looks),
+        "cosines": cosine,
+        "norms": norm,
+        "residuals": residuals,
+    }
 
 
 def steps_needed(rows: list[dict[str, Any]], dataset: str) -> dict[str, list[float]]:

@@ -64,6 +64,8 @@ def test_the_verdict_follows_its_rule() -> None:
     assert verdict(good, good, bad) == verdict(good, behind, good) == "reproduced in trend"
     assert verdict(good, bad, bad) == "not reproduced"
     few = [row for row in runs({"a": good}) if row["seed"] < 2]
+    alone = [row for row in runs({"a": good}) if row["seed"] < 1 or row["method"] != "CG-3"]
+    assert encoder_length.judgement(alone).verdict.value == "no verdict"
     assert encoder_length.judgement(few).verdict.value == encoder_length.judgement([]).verdict.value == "no verdict"
     assert "a +9.9 ± 0.2 with the printed grid" in encoder_length.judgement(runs({"a": good})).because
 

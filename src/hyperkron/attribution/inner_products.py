@@ -24,6 +24,7 @@ from torch.func import functional_call, vjp, vmap
 from hyperkron import trees
 from hyperkron.cross.ways import NoForwardModeError, along, forward_mode
 from hyperkron.curvature.kfac.coverage import Block, plan
+from hyperkron.curvature.kfac.layers import widened
 from hyperkron.evaluation.differentiation import gradient_tree
 from hyperkron.evaluation.point import Level, Point
 from hyperkron.kernels.split_products import full_precision
@@ -236,13 +237,13 @@ class _BlockCall(_LayerCall):
     def _wide(self) -> tuple[Tensor, Tensor]:
         """The input and the output gradient, as wide as parameters are; under autocast they are not."""
         dtype = self.params[self.block.names[0]].dtype
-        return self.x.to(dtype), self.g.to(dtype)
+        return widened(self.x, dtype), self.g.to(dtype)
 
     def _positions(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs (n, groups, S, d_in), in the layer's own order of columns, and output gradients (n, groups, S, d_out)
         of at most ``size`` examples at a time."""
         for x, g in zip(*(t.split(size) for t in self._wide()), strict=True):
-            yield from self.block.layer.positions(x, g)
+            yield from ((a.to(b.dtype), b) for a, b in self.block.layer.positions(x, g))
 
     def _of_examples(self, numbers: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The gradients of single examples in the weight and in the bias, at most ``numbers`` numbers at a time."""
@@ -267,7 +268,7 @@ class _BlockCall(_LayerCall):
             return found
         numbers = PIECE.get(v.device.type, PIECE["cuda"])
         if len(self.x) > 0 and queries * (self.g[0].numel() // layer.d_out) <= layer.d_in:
-            for a, b in self._positions(max(1, numbers // (queries * self.g[:1].numel()))):
+            for a, b in self._positions(max(1, numbers // max(1, queries * self.g[:1].numel()))):
                 piece = v.new_zeros(queries, len(a))
                 if weight is not None:
                     piece += torch.einsum("ngsqo,ngso->qn", torch.einsum("ngsi,qgoi->ngsqo", a, weight), b)
@@ -286,7 +287,7 @@ class _BlockCall(_LayerCall):
         weights, pieces = vectors[self.block.weight], []
         size = max(1, PIECE.get(self.g.device.type, PIECE["cuda"]) // max(1, self.g[:1].numel()))
         for x, g in zip(self.x.split(size), self.g.split(size), strict=True):
-            x, g = x.to(weights.dtype), g.to(weights.dtype)
+            x, g = widened(x, weights.dtype), g.to(weights.dtype)
             outputs = [self.block.layer.outputs(x, weight) for weight in weights]
             if any(z is None for z in outputs):
                 return None

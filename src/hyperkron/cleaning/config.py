@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,8 +59,11 @@ class CleanConfig:
             value = getattr(self, name)
             if value is not None:
                 check_whole(name, value, low)
+                object.__setattr__(self, name, int(value))  # plain values, as a run records them
         if self.budget is not None:
             check_positive("budget", self.budget, "give seconds, or None for no limit", finite=False)
+            object.__setattr__(self, "budget", None if math.isinf(self.budget) else float(self.budget))
+        object.__setattr__(self, "device", str(self.device))
 
 
 class Progress(Protocol):

@@ -149,7 +149,8 @@ class RunFolder:
 
     def write_json(self, name: str, content: Any) -> None:
         """Put a JSON file in place as a whole."""
-        self._put(name, json.dumps(content, indent=2, allow_nan=False).encode("ascii"))
+        if self.writes:
+            self._put(name, json.dumps(content, indent=2, allow_nan=False).encode("ascii"))
 
     def write_hashes(self, hashes: RowHashes) -> dict[str, Any]:
         """Put ``HASHES`` in place; what config.json says of it."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hyperkron as hk
-from hyperkron.curvature.kfac import grams
+from hyperkron.curvature.kfac import grams, inverse
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.factors import dense
@@ -123,3 +126,14 @@ def test_factors_have_the_accuracy_of_tf32(device: str, low_rank: bool, monkeypa
         for name in mine:
             true = dense(its[name])  # two factors rounded by 2⁻¹¹ each: at most 9.8e-4
             assert (dense(mine[name]).double() - true).norm() <= 1e-3 * true.norm(), name
+
+
+def test_a_border_is_as_large_as_its_matrix() -> None:
+    """Else a small matrix would be scaled by its border, and lose its bits where numbers are kept in float16."""
+    stack = torch.zeros(3, 5, 5)
+    stack[:2, :3, :3] = 1e-12 * torch.eye(3) * torch.tensor([1.0, 2.0])[:, None, None]
+    stack[2] = torch.eye(5)
+    systems: Any = SimpleNamespace(extra={0: 2, 1: 0}, begin={0: 0, 1: 2}, groups={0: 2, 1: 1})
+    inverse._Systems._border(systems, stack, [0, 1])
+    wanted = torch.eye(5) * torch.tensor([1e-12, 2e-12, 1.0])[:, None, None]
+    torch.testing.assert_close(stack, wanted, rtol=0, atol=0)

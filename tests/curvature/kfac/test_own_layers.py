@@ -18,6 +18,7 @@ from hyperkron.curvature.kfac import recorder
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.factors import dense
+from hyperkron.curvature.kfac.layers import widened
 
 
 @pytest.mark.parametrize("module", [Quadratics, nn.Linear])
@@ -110,3 +111,57 @@ def test_tokens_without_a_loss_are_left_out_of_a_layer_of_ones_own(sharing: Any)
     means = [row[kept].mean(0) for row, kept in zip(rows, seen, strict=True)]
     counted = torch.stack(means) if sharing == "reduce" else rows[seen]
     assert oracles.relative(dense(found.a["Quadratics"])[0], counted.T @ counted / len(counted)) < 1e-12
+
+
+class Lookup(nn.Module):
+    """z = W one_hot(i), whose input is whole numbers."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, count, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.weight.T[rows]
+
+
+class LookupLayer(hk.curvature.Layer):
+    """The same for KFAC."""
+
+    def __init__(self, module: Lookup) -> None:
+        self.groups, (self.d_out, self.d_in) = 1, module.weight.shape
+
+    def inputs(self, x: Tensor, sharing: str) -> Iterator[Tensor]:
+        yield nn.functional.one_hot(x.reshape(-1), self.d_in).float()[None]
+
+    def gradients(self, g: Tensor, sharing: str) -> Iterator[Tensor]:
+        yield g.reshape(1, -1, self.d_out)
+
+    def positions(self, x: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        yield nn.functional.one_hot(x, self.d_in).float()[:, None], g[:, None]
+
+
+def test_a_layer_may_look_up_whole_numbers() -> None:
+    """The gradients of its examples are those of a linear layer on the one-hot rows."""
+    module = Lookup(7, 2)
+    x, g = torch.randint(0, 7, (3, 5)), torch.randn(3, 5, 2, dtype=torch.float64)
+    (found,) = LookupLayer(module).gradients_of_examples(widened(x, g.dtype), g, 3)
+    wanted = torch.einsum("nso,nsi->noi", g, nn.functional.one_hot(x, 7).double())
+    torch.testing.assert_close(found[0][:, 0], wanted)
+    torch.testing.assert_close(found[1][:, 0], g.sum(1))
+    model, given = nn.Sequential(module, Pooled(), nn.Linear(2, 3)), [as_lookup]
+    batch = x, torch.tensor([0, 1, 2]), torch.arange(3)
+    problem = hk.BilevelProblem(
+        lambda model, weights, b: hk.losses.cross_entropy(model(b[0]), b[1], weight=weights(b[2])),
+        lambda model, weights, b: hk.losses.cross_entropy(model(b[0]), b[1]),
+    )
+    method = hk.Implicit(hk.curvature.EKFAC(0.1, layers=given), hk.solvers.Direct())
+    assert method.compute(problem, model, hk.SampleWeights(3), batch, batch).grads["weight"].isfinite().all()
+
+
+class Pooled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def as_lookup(module: nn.Module) -> LookupLayer | None:
+    return LookupLayer(module) if isinstance(module, Lookup) else None

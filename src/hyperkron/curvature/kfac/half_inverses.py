@@ -13,6 +13,9 @@ in float16, needs no more bits. I − WᵀW is a difference, small along the row
 float16 numbers, of 22 bits. Rows X that were in half precision have all their bits in one number: they are applied in
 place of W, which need not be made, and T, and what it is applied to, are the sums. The error in ⟨g, V a⟩ is then below
 that of rounding the answer to bfloat16, as models in bfloat16 do with it.
+
+The largest entry of M, or of XXᵀ, may be 4e9 times δ; beyond that numbers leave the range of float16, and the answer is
+not finite, which the hypergradient's check of its result reports.
 """
 
 from __future__ import annotations

@@ -184,11 +184,12 @@ class _Systems:
                 position += self.groups[i]
 
     def _border(self, stack: Tensor, members: list[int]) -> None:
-        """Ones on the diagonal of the borders."""
+        """A matrix's largest number on the diagonal of its border, so that the border does not decide its scale."""
         for i in members:
             if self.extra[i]:
                 first = self.begin[i] - self.begin[members[0]]
-                stack.diagonal(dim1=-2, dim2=-1)[first : first + self.groups[i], -self.extra[i] :] = 1.0
+                diagonal = stack.diagonal(dim1=-2, dim2=-1)[first : first + self.groups[i]]
+                diagonal[:, -self.extra[i] :] = diagonal[:, : -self.extra[i]].amax(-1, keepdim=True)
 
     def shifts(self, damping: list[Tensor | float], split: Split) -> Tensor:
         """δ_A and δ_B of every group, in the order of the stacks."""

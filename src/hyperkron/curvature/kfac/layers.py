@@ -38,6 +38,11 @@ UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
 """The linear layer whose weights ``nn.MultiheadAttention`` uses without ever calling it."""
 
 
+def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """An input in ``dtype``; whole numbers, which a layer may look up, stay so."""
+    return x.to(dtype) if x.is_floating_point() else x
+
+
 class Layer(ABC):
     """A kind of module that KFAC covers: z = W a [+ b], with a made of the module's input alone.
 
@@ -108,7 +113,7 @@ class Layer(ABC):
         as in :meth:`inputs`, and Σ_s g_s (n, groups, d_out)."""
         for inputs, gradients in self.positions(x, g):
             for a, b in zip(inputs.split(most), gradients.split(most), strict=True):
-                yield b.mT @ a, b.sum(-2)
+                yield b.mT @ a.to(b.dtype), b.sum(-2)
 
     def to_matrix(self, weight: Tensor) -> Tensor:
         """The weight as (groups, d_out, d_in)."""

@@ -1,0 +1,29 @@
+"""Settings become plain values, which every run can record."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from blobs import blobs, quicken
+from hyperkron.cleaning import CleanConfig, clean
+
+
+def test_settings_are_plain_values() -> None:
+    config = CleanConfig(seed=np.int64(3), epochs=np.int32(2), budget=np.float32(1.5), device=torch.device("cpu"))  # type: ignore[arg-type]
+    found = json.loads(json.dumps(asdict(config)))
+    assert (found["seed"], found["epochs"], found["budget"], found["device"]) == (3, 2, 1.5, "cpu")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_no_limit_may_be_said_by_infinity(kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch)
+    data, config = blobs(rows=60), CleanConfig(compare=(), budget=float("inf"))
+    assert config.budget is None
+    result = clean(data.train, data.trusted, config=config, out=tmp_path / "run" if kept else None)
+    assert (tmp_path / "run" / "config.json").exists() is kept and result.chosen == "hyperkron"
