@@ -33,6 +33,7 @@ def test_steps_to_half_of_the_gain() -> None:
     assert math.isnan(found["SAMA"][place(1.0)]) and all(math.isnan(x) for x in found["CG-3"])
 
 
+@pytest.mark.long
 def test_cosines_along_a_run() -> None:
     """Three iterations of preconditioned CG are closer to the converged hypergradient than the identity is."""
     pytest.importorskip("transformers")
@@ -45,6 +46,7 @@ def test_cosines_along_a_run() -> None:
     assert min(row["cosines"]["PCG-3"]) > max(row["cosines"]["identity"])
 
 
+@pytest.mark.long
 def test_the_figures_show_every_dataset(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     measured = Lines(encoder_why.RESULT).rows
@@ -54,3 +56,10 @@ def test_the_figures_show_every_dataset(tmp_path: Path) -> None:
     assert all(f">{name}</text>" in steps for name in ("trec", "youtube", "semeval"))
     assert all(f">{row['dataset']}</text>" in cosines for row in measured)
     assert all((records.PAGES / "figures" / "paper" / path.name).exists() for path in made)
+
+
+def test_the_page_has_the_recorded_cosines() -> None:
+    page = (records.PAGES / "encoder-length.md").read_text("utf-8")
+    for row in Lines(encoder_why.RESULT).rows:
+        for name, values in row["cosines"].items():
+            assert f"| {name} | {', '.join(f'{x:.2f}'.replace('-', '−') for x in values)} |" in page
