@@ -5,7 +5,7 @@ run of KFAC with the printed set-up: at several outer steps every method compute
 the same batches, and so does CG on the damped Gauss–Newton matrix, preconditioned by KFAC, until it has converged (its
 relative residual is recorded).
 
-    python -m experiments.paper.encoder_why --data data     # the cosines, about ten minutes on two cores
+    python -m experiments.paper.encoder_why --data data     # the cosines of TREC, eight processor-minutes
     python -m experiments.paper.encoder_why --figures       # both figures from what is recorded
 """
 

@@ -107,3 +107,15 @@ def test_what_the_page_says_of_trec() -> None:
     assert min(end["KFAC", rate] for rate in encoder_length.RATES) > 0.71
     assert max(end["SAMA", rate] for rate in (0.01, 0.1, 1.0)) < 0.58 < 0.77 < end["SAMA", 1000.0]
     assert all(row["visits"] > 10 for row in rows)
+
+
+def test_what_the_page_says_of_weights_at_their_bounds() -> None:
+    """Seed 0 of all datasets: the shares of weights that end at 0 or 1."""
+    rows = [row for row in Lines(encoder_length.RESULT).rows if row["seed"] == 0]
+
+    def share(name: str, low: float, high: float) -> tuple[int, int]:
+        found = [x["zero"] + x["one"] for x in rows if x["method"] == name and low <= x["rate"] <= high]
+        return round(100 * min(found)), round(100 * max(found))
+
+    assert share("KFAC", 0.01, 1e4) == (68, 100)
+    assert (share("SAMA", 0.01, 1), share("SAMA", 10, 100), share("SAMA", 1e3, 1e4)) == ((0, 6), (12, 52), (57, 87))

@@ -24,7 +24,7 @@ from torch.func import functional_call, vjp, vmap
 from hyperkron import trees
 from hyperkron.cross.ways import NoForwardModeError, along, forward_mode
 from hyperkron.curvature.kfac.coverage import Block, plan
-from hyperkron.curvature.kfac.layers import widened
+from hyperkron.curvature.kfac.layers import cast_floating
 from hyperkron.evaluation.differentiation import gradient_tree
 from hyperkron.evaluation.point import Level, Point
 from hyperkron.kernels.split_products import full_precision
@@ -237,7 +237,7 @@ class _BlockCall(_LayerCall):
     def _wide(self) -> tuple[Tensor, Tensor]:
         """The input and the output gradient, as wide as parameters are; under autocast they are not."""
         dtype = self.params[self.block.names[0]].dtype
-        return widened(self.x, dtype), self.g.to(dtype)
+        return cast_floating(self.x, dtype), self.g.to(dtype)
 
     def _positions(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs (n, groups, S, d_in), in the layer's own order of columns, and output gradients (n, groups, S, d_out)
@@ -287,7 +287,7 @@ class _BlockCall(_LayerCall):
         weights, pieces = vectors[self.block.weight], []
         size = max(1, PIECE.get(self.g.device.type, PIECE["cuda"]) // max(1, self.g[:1].numel()))
         for x, g in zip(self.x.split(size), self.g.split(size), strict=True):
-            x, g = widened(x, weights.dtype), g.to(weights.dtype)
+            x, g = cast_floating(x, weights.dtype), g.to(weights.dtype)
             outputs = [self.block.layer.outputs(x, weight) for weight in weights]
             if any(z is None for z in outputs):
                 return None

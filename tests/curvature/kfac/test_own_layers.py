@@ -18,7 +18,7 @@ from hyperkron.curvature.kfac import recorder
 from hyperkron.curvature.kfac.capture import measure
 from hyperkron.curvature.kfac.coverage import plan
 from hyperkron.curvature.kfac.factors import dense
-from hyperkron.curvature.kfac.layers import widened
+from hyperkron.curvature.kfac.layers import cast_floating
 
 
 @pytest.mark.parametrize("module", [Quadratics, nn.Linear])
@@ -144,7 +144,7 @@ def test_a_layer_may_look_up_whole_numbers() -> None:
     """The gradients of its examples are those of a linear layer on the one-hot rows."""
     module = Lookup(7, 2)
     x, g = torch.randint(0, 7, (3, 5)), torch.randn(3, 5, 2, dtype=torch.float64)
-    (found,) = LookupLayer(module).gradients_of_examples(widened(x, g.dtype), g, 3)
+    (found,) = LookupLayer(module).gradients_of_examples(cast_floating(x, g.dtype), g, 3)
     wanted = torch.einsum("nso,nsi->noi", g, nn.functional.one_hot(x, 7).double())
     torch.testing.assert_close(found[0][:, 0], wanted)
     torch.testing.assert_close(found[1][:, 0], g.sum(1))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hyperkron.curvature.kfac.coverage import Block
 from hyperkron.curvature.kfac.factors import HALF, Factor, LowRank, few_rows
-from hyperkron.curvature.kfac.layers import WeightSharing, widened
+from hyperkron.curvature.kfac.layers import WeightSharing, cast_floating
 from hyperkron.kernels.linalg import gram, in_blocks, tf32_products
 
 TOP = 2.0**14
@@ -177,7 +177,7 @@ def corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> T
     together = max(1, GRADIENTS.get(x.device.type, 2**24) // total.numel())
     layer = block.layer
     if columns is not None and g.numel() > layer.examples(x) * layer.groups * layer.d_out**2:
-        for gradients, sums in layer.gradients_of_examples(widened(x, q_a.dtype), g.to(q_a.dtype), together):
+        for gradients, sums in layer.gradients_of_examples(cast_floating(x, q_a.dtype), g.to(q_a.dtype), together):
             turned = _within(gradients, columns)
             if block.bias is not None:
                 turned += sums[..., None] * q_a[:, -1:]

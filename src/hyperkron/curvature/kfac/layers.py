@@ -38,7 +38,7 @@ UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
 """The linear layer whose weights ``nn.MultiheadAttention`` uses without ever calling it."""
 
 
-def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_floating(x: Tensor, dtype: torch.dtype) -> Tensor:
     """An input in ``dtype``; whole numbers, which a layer may look up, stay so."""
     return x.to(dtype) if x.is_floating_point() else x
 
