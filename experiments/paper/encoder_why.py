@@ -25,6 +25,7 @@ from experiments.paper import encoder_length, plots
 from experiments.paper.encoder_cleaning import Source
 from experiments.paper.encoder_length import METHODS, RATES
 from experiments.paper.encoder_settings import Part
+from experiments.paper.exactness import exact, nearness
 from experiments.paper.text_cleaning import Shuffled, TextCase, TextRates, TextTrial, text_methods
 from experiments.pieces import Lines
 from hyperkron.hypergradient import Hypergradient, cg, identity, kfac, pcg, sama
@@ -58,23 +59,17 @@ def cosines(source: Source, dataset: str, case: TextCase, seed: int, looks: Sequ
     trial = TextTrial(case, split, model, text_methods(TextRates())["KFAC"], setting, seed, case.steps)
     cosine: dict[str, list[float]] = {}
     norm: dict[str, list[float]] = {}
-    residuals: list[Any] = []
+    residuals: list[float] = []
     for step in looks:
         trial.advance(step)
         inner = Shuffled(split.train, ROWS, seed + step + 1)()
         outer = Shuffled(split.trusted, ROWS, seed + step + 2)()
-
-        def flat(method: Hypergradient, inner: Any = inner, outer: Any = outer) -> torch.Tensor:
-            result = method.compute(case.problem(), model, trial.weights, inner, outer)
-            return torch.cat([x.flatten() for x in result.grads.values()])
-
-        solved = pcg(100, DAMPING, tolerance=1e-3).compute(case.problem(), model, trial.weights, inner, outer)
-        wanted = torch.cat([x.flatten() for x in solved.grads.values()])
-        residuals.append(solved.stats.get("residual"))
-        for name, method in compared(trial.run.state.inner.optimizer, seed).items():
-            given = flat(method)
-            cosine.setdefault(name, []).append(float(torch.cosine_similarity(given, wanted, 0)))
-            norm.setdefault(name, []).append(float(given.norm() / wanted.norm()))
+        at = case.problem(), model, trial.weights, inner, outer
+        truth, residual = exact(at, DAMPING, 100)
+        residuals.append(residual)
+        for found in nearness(at, truth, compared(trial.run.state.inner.optimizer, seed)):
+            cosine.setdefault(found.name, []).append(found.cosine)
+            norm.setdefault(found.name, []).append(found.norm)
     return {
         "dataset": dataset,
         "seed": seed,

@@ -19,12 +19,13 @@ import torch
 from experiments import records
 from experiments.paper import cleaning, datasets, resnet_runs
 from experiments.paper.cleaning import Split
+from experiments.paper.exactness import exact, nearness
 from experiments.paper.resnet_length import OWN, RESULT, Contest
 from experiments.paper.resnet_runs import Size
 from experiments.paper.tuning import Setting
 from experiments.pieces import Lines
 from hyperkron.curvature import GGN
-from hyperkron.hypergradient import Hypergradient, cg, ekfac, identity, kfac, neumann, pcg
+from hyperkron.hypergradient import Hypergradient, cg, ekfac, identity, kfac, neumann
 from hyperkron.training import Evaluate, Run
 
 COSINES = records.RESULTS / "paper" / "resnet-length-cosines.jsonl"
@@ -45,15 +46,10 @@ def cosines(run: Run, damping: float, iterations: int) -> Iterator[tuple[str, fl
     """The relative residual of the exact solution, then the cosine of every solver, on one pair of batches."""
     state = run.state
     at = state.problem, state.model, state.hyper, run.batches.inner(), run.batches.outer()
-    exact = pcg(iterations, damping, tolerance=1e-3).compute(*at)
-    truth = _flat(exact.grads)
-    yield "residual", float(exact.stats["residual"])
-    for name, make in SOLVERS.items():
-        yield name, float(torch.cosine_similarity(_flat(make(damping).compute(*at).grads), truth, dim=0))
-
-
-def _flat(grads: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([x.flatten() for x in grads.values()]).double()
+    truth, residual = exact(at, damping, iterations)
+    yield "residual", residual
+    solvers = {name: make(damping) for name, make in SOLVERS.items()}
+    yield from ((found.name, found.cosine) for found in nearness(at, truth, solvers))
 
 
 def along(
