@@ -88,6 +88,12 @@ class InnerLoop:
         """Whether a CUDA graph has been recorded."""
         return self._recorded is not None
 
+    @property
+    def step_recorded(self) -> bool:
+        """Whether the optimizer's step is part of what is replayed now."""
+        step = None if self._recorded is None else self._recorded.step
+        return step is not None and step.recorded
+
     def replace_problem(self, problem: BilevelProblem) -> None:
         """Minimise the inner objective of another problem from now on."""
         self.problem, self._recorded = problem, None
