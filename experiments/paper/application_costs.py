@@ -35,8 +35,10 @@ from hyperkron.solution import HyperkronError
 from hyperkron.training import Run
 
 Runs = dict[str, Run]
-WARM, STEPS, BLOCKS = 8, 10, 5
-"""Outer iterations before the clock counts, those of a block, and blocks of every method."""
+WARM, BLOCKS = 6, 5
+"""Outer iterations before the clock counts, and blocks of every method."""
+BLOCK_SECONDS, LONGEST_BLOCK = 0.2, 20
+"""What a block takes, about, and its most iterations; the fewest are two."""
 PATIENCE = 120.0
 """Seconds that a process waits for the others."""
 
@@ -138,15 +140,24 @@ def busy(run: Run, steps: int, top: int = 12) -> dict[str, Any]:
     }
 
 
-def measured(task: str, runs: Runs, *, steps: int = STEPS, blocks: int = BLOCKS) -> Iterator[dict[str, Any]]:
+def milliseconds(run: Run, steps: int) -> float:
+    """Of one of the next ``steps`` outer iterations, on average."""
+    before = run.seconds
+    run.advance(steps, seconds=math.inf)
+    return 1000 * (run.seconds - before) / steps
+
+
+def measured(task: str, runs: Runs, *, blocks: int = BLOCKS) -> Iterator[dict[str, Any]]:
     """A line for each method; the methods take turns."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     with _precise(task):
+        steps = {
+            name: min(LONGEST_BLOCK, max(2, round(1000 * BLOCK_SECONDS / milliseconds(run, 1))))
+            for name, run in runs.items()
+        }
         for _ in range(blocks):
             for name, run in runs.items():
-                before = run.seconds
-                run.advance(steps, seconds=math.inf)
-                found[name].append(1000 * (run.seconds - before) / steps)
+                found[name].append(milliseconds(run, steps[name]))
         for name, run in runs.items():
             if run.failure is not None:
                 raise run.failure
@@ -156,10 +167,11 @@ def measured(task: str, runs: Runs, *, steps: int = STEPS, blocks: int = BLOCKS)
                 "method": name,
                 "ms": statistics.median(found[name]),
                 "blocks": found[name],
+                "steps": steps[name],
                 "relative": statistics.median(found[name]) / statistics.median(found[TASKS[task][0]]),
                 "recorded": loop.recorded,
                 "step_recorded": loop.step_recorded,
-                **(busy(run, 3) if loop.device.type == "cuda" else {}),
+                **(busy(run, 2) if loop.device.type == "cuda" and "CG" not in name else {}),
             }
 
 

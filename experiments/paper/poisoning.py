@@ -30,7 +30,8 @@ from hyperkron.solution import HyperkronError
 
 REFERENCES = ("clean", "label flip")
 NOISE = "error-max noise"
-FIRST = ("TGDA-CG", "TGDA-KFAC-EMP", "BOME")
+DECISIVE = ("TGDA-CG", "TGDA-KFAC-EMP")
+FIRST = (*DECISIVE, "BOME")
 BESIDE = ("TGDA-KFAC", "TGDA-EKFAC")
 DEFENDED = ("label flip", NOISE, "TGDA-CG", "TGDA-KFAC-EMP")
 """The poisoned sets that the defence is measured on, for the first seed; of TGDA those of its own step sizes."""
@@ -245,10 +246,11 @@ def summary(found: Found, model: str) -> dict[str, Any]:
 
 
 def parts_for(models: Sequence[str], seeds: int | None = None) -> tuple[Part, ...]:
-    """The decisive methods of every model first, then the further curvatures."""
-    decisive = (("reference", REFERENCES), ("own", (NOISE,)), ("own", FIRST), ("printed", FIRST))
+    """The decisive methods of every model first, then the printed step sizes, then the further curvatures."""
+    decisive = (("reference", REFERENCES), ("own", DECISIVE), ("own", (*FIRST[2:], NOISE)))
     first = [Part(model, arm, methods, seeds) for model in models for arm, methods in decisive]
-    return (*first, *(Part(model, arm, BESIDE, seeds) for model in models for arm in ("own", "printed")))
+    printed = [Part(model, "printed", FIRST, seeds) for model in models]
+    return (*first, *printed, *(Part(model, arm, BESIDE, seeds) for model in models for arm in ("own", "printed")))
 
 
 LR = Case("mnist", "linear", (42_000, 13_000, 5_000), cleaned=10_000)
