@@ -9,14 +9,12 @@ runs themselves may share a device.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +28,7 @@ from experiments.paper.long_tail_training import METHODS, Case, Training
 from experiments.paper.recipe import LISTED, Job, Recipe
 from experiments.paper.tuning import at_edge
 from experiments.pieces import OutOfTime
-from experiments.workers import share
+from experiments.workers import share, stopped_at
 
 Arm = Literal["own", "printed"]
 
@@ -268,27 +266,8 @@ def fill(job: Job, recipe: Recipe, count: int) -> None:
 
         saved = Path(os.environ.get("HYPERKRON_CHECKPOINTS") or job.cells.path.parent / "long-tail-checkpoints")
         make = partial(_worker, settings, str(job.device), folder, saved)
-        with suppress(OutOfTime), _stopped_at(job.deadline):
+        with suppress(OutOfTime), stopped_at(job.deadline):
             share(count, make, ready, keep, late=lambda: job.late)
-
-
-@contextmanager
-def _stopped_at(deadline: float) -> Iterator[None]:
-    """:class:`OutOfTime` inside the block when the deadline comes."""
-
-    def stop(number: int, frame: object) -> None:
-        raise OutOfTime("the time limit was reached; run the same command again to continue.")
-
-    if math.isinf(deadline):
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(0.01, deadline - time.monotonic()))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _worker(settings: Settings, device: str, folder: Path | None, saved: Path) -> Callable[[Task], dict[str, Any]]:

@@ -76,13 +76,13 @@ def prepare(
     algorithm = InnerOnly(case.inner_steps) if name == FOLLOWER else ALGORITHMS[name](case, setting["damping"], seed)
     count = sum(p.numel() for p in lead.parameters())
     rate = trial.TINY if relative else setting["outer"]
-    clean_rows, origin = Shuffled(split.train, case.batch, seed), Shuffled(split.origin, case.added, seed + 1)
+    rows = base.Both(Shuffled(split.train, case.batch, seed), Shuffled(split.origin, case.added, seed + 1))
     return fit(
         base.problem(case.share),
         follower,
         lead,
         algorithm,
-        lambda: (*clean_rows(), *origin()),
+        rows,
         Shuffled(split.validation, case.batch, seed + 2),
         steps=0,
         inner_optimizer=torch.optim.SGD(follower.parameters(), lr=setting["inner"]),

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,19 +31,14 @@ from experiments.paper.unlearnable_attack import (
     PRINTED_RATE,
     UNTRAINED,
     Arm,
-    Case,
-    Data,
-    Victim,
     attack,
-    judge,
     prices,
-    seeded,
-    victim_accuracy,
 )
 from experiments.paper.unlearnable_networks import SampleNoise, UNet
 from experiments.paper.unlearnable_page import LARGE, SMALL
+from experiments.paper.unlearnable_victims import Case, Data, Victim, judge, seeded, victim_accuracy
 from experiments.pieces import OutOfTime
-from experiments.workers import share
+from experiments.workers import share, stopped_at
 
 BILEVEL = ("AID-KFAC", "AID-CG", "BOME", "stocBiO")
 BESIDE = ("AID-KFAC-mc", "AID-EKFAC")
@@ -172,10 +168,13 @@ class Work:
     def attack(self, row: Row) -> tuple[nn.Module, dict[str, Any]]:
         """Train the attacker of a row and keep it."""
         rate = chosen_rate(self.job, row)
-        noise, found = attack(self.case, self.data, row.method, row.arm, rate, row.radius / 255, row.seed)
         path = self.path(row)
         path.parent.mkdir(parents=True, exist_ok=True)
+        saved = path.with_suffix("")  # what is not finished continues from here
+        setting = row.method, row.arm, rate, row.radius / 255, row.seed
+        noise, found = attack(self.case, self.data, *setting, folder=saved)
         save_file({name: x.contiguous() for name, x in noise.state_dict().items()}, path)
+        shutil.rmtree(saved, ignore_errors=True)
         return noise, {**found, "rate": rate, "picture": page.encoded(noise, self.data.train[0])}
 
     def path(self, row: Row) -> Path:
@@ -282,26 +281,22 @@ def gathered(job: Job) -> dict[str, Any]:
 
 
 def fill(job: Job, recipe: Recipe, count: int) -> None:
-    """Measure the prices here, then carry out what is missing in ``count`` processes."""
+    """Measure the prices here, then carry out what is missing in ``count`` processes.
+
+    An attack that is not finished at the deadline continues from its last save.
+    """
     try:
         priced(job, lambda: Work(job))
     except OutOfTime:
         return
-    longest = [0.0]
 
     def keep(key: list[Any], value: dict[str, Any], seconds: float, busy: float) -> None:
-        longest[0] = max(longest[0], seconds)
         job.say(f"{' '.join(map(str, key))}: {seconds:.1f} s, {_short(value)}")
         job.cells.put(key, value, seconds, busy)
 
     make = partial(_worker, recipe.name, job.scale, len(job.seeds), str(job.device), job.cells.path.parent, job.data)
-    share(
-        count,
-        make,
-        lambda: ((piece.key, piece) for piece in ready(job)),
-        keep,
-        late=lambda: time.monotonic() + longest[0] > job.deadline,
-    )
+    with suppress(OutOfTime), stopped_at(job.deadline):
+        share(count, make, lambda: ((piece.key, piece) for piece in ready(job)), keep, late=lambda: job.late)
 
 
 def _short(value: dict[str, Any]) -> str:
