@@ -8,13 +8,17 @@ The problem is in :mod:`experiments.paper.poisoning_problem`, the methods are in
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from experiments.paper import datasets
+from experiments.paper import datasets, side_by_side
 from experiments.paper import poisoning_attacks as attacks
 from experiments.paper import poisoning_problem as base
 from experiments.paper.datasets import Images
@@ -23,9 +27,10 @@ from experiments.paper.poisoning_attacks import ALGORITHMS, FOLLOWER, Poison
 from experiments.paper.poisoning_page import NOTE, tables, verdict
 from experiments.paper.poisoning_problem import Case, Split, Starts
 from experiments.paper.recipe import LISTED, Job, Recipe, Scale
-from experiments.paper.side_by_side import fill
 from experiments.paper.tuning import Grid, Setting
+from experiments.pieces import OutOfTime
 from experiments.trial import tensor_cores
+from experiments.workers import stopped_at
 from hyperkron.solution import HyperkronError
 
 REFERENCES = ("clean", "label flip")
@@ -120,6 +125,12 @@ def precision(case: Case) -> AbstractContextManager[None]:
     return nullcontext() if case.network == "linear" else tensor_cores()
 
 
+def saved(job: Job, key: list[Any]) -> Path:
+    """Where an attack that is not finished is saved."""
+    name = hashlib.sha256(json.dumps([job.cells.mark, key]).encode()).hexdigest()[:16]
+    return job.cells.path.parent / "poisoning-checkpoints" / name
+
+
 def entry(job: Job, source: Source, part: Part, name: str) -> Entry:
     """A method of a part; its score is the accuracy on held-out rows, which it is to lower."""
     settings: Settings = job.settings
@@ -129,7 +140,11 @@ def entry(job: Job, source: Source, part: Part, name: str) -> Entry:
     def poison(setting: Setting, seed: int, share: float) -> Poison | None:
         split = source.split(model, seed)
         if name in ALGORITHMS:
-            return attacks.bilevel(case, split, starts, name, setting, seed, relative=own, part=share)
+            folder = saved(job, [part.stage, name, setting, seed]) if share == 1 else None
+            found = attacks.bilevel(case, split, starts, name, setting, seed, relative=own, part=share, folder=folder)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            return found
         if name == NOISE:
             return attacks.error_maximising(case, split, starts, setting["bound"], seed)
         return attacks.flipped(split) if name == "label flip" else None
@@ -243,6 +258,12 @@ def summary(found: Found, model: str) -> dict[str, Any]:
                 if "defence" in run:
                     made["defence"][name] = run["defence"]
     return made
+
+
+def fill(job: Job, recipe: Recipe, count: int) -> None:
+    """Carry out what is missing in ``count`` processes; what is not finished at the deadline continues next time."""
+    with suppress(OutOfTime), stopped_at(job.deadline):
+        side_by_side.fill(job, recipe, count)
 
 
 def parts_for(models: Sequence[str], seeds: int | None = None) -> tuple[Part, ...]:
