@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from experiments.paper import costs
 from experiments.paper.long_tail_data import LongTail, Part, decoded, keep_decoded, long_tailed, moved
 from experiments.paper.long_tail_page import NOTE, answer, plot, tables, verdict
 from experiments.paper.long_tail_training import METHODS, Case, Training
@@ -200,7 +201,8 @@ def work(job: Job) -> dict[str, Any]:
     if not (found or tried):
         raise OutOfTime("the time limit was reached before the first run was done; run the same command again.")
     known = {name: cell for name in METHODS if (cell := job.cells.get(["price", name])) is not None}
-    return {"found": found, "trials": tried, "prices": known, "cut_short": cut_short}
+    own = costs.alone(job.scale, "long-tail")
+    return {"found": found, "trials": tried, "prices": known, "alone": own, "cut_short": cut_short}
 
 
 def _tried(job: Job) -> dict[str, dict[str, Any]]:

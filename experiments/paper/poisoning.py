@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.paper import datasets, side_by_side
+from experiments.paper import costs, datasets, side_by_side
 from experiments.paper import poisoning_attacks as attacks
 from experiments.paper import poisoning_problem as base
 from experiments.paper.datasets import Images
@@ -234,6 +234,7 @@ def work(job: Job) -> dict[str, Any]:
     return {
         "models": {model: summary(found, model) for model in job.settings.cases},
         "prices": price,
+        "alone": costs.alone(job.scale, *(f"poisoning {model}" for model in job.settings.cases)),
         "cut_short": found.cut_short or any(model not in price for model in job.settings.cases),
     }
 

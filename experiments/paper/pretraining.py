@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from experiments.paper import costs
 from experiments.paper.pretraining_page import NOTE, answer, tables, verdict
 from experiments.paper.pretraining_trial import BILEVEL, METHODS, Case, Source, Trial
 from experiments.paper.recipe import LISTED, Job, Recipe, Scale
@@ -196,7 +197,13 @@ def work(job: Job) -> dict[str, Any]:
     found = {dataset: of for dataset, of in found.items() if of}
     if not found:
         raise OutOfTime("the time limit was reached before the first run was done; run the same command again.")
-    return {"prices": prices, "tasks": found, "steps": job.settings.case.steps, "cut_short": bool(_missing(job))}
+    return {
+        "prices": prices,
+        "alone": costs.alone(job.scale, "pretraining"),
+        "tasks": found,
+        "steps": job.settings.case.steps,
+        "cut_short": bool(_missing(job)),
+    }
 
 
 def _run_from(source: Callable[[], Source], case: Case, task: Task) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from experiments.paper import datasets
+from experiments.paper import costs, datasets
 from experiments.paper import unlearnable_page as page
 from experiments.paper.recipe import LISTED, Job, Recipe, Scale
 from experiments.paper.unlearnable_attack import (
@@ -277,7 +277,9 @@ def gathered(job: Job) -> dict[str, Any]:
             line["held_out"] = judged["held_out"]
     times = job.cells.get(["prices"])
     missing = any(job.cells.get(Piece("victim", row).key) is None for row in rows)
-    return {"lines": found, "tried": tried, "seconds": times or {}, "cut_short": missing or times is None}
+    own = costs.alone(job.scale, "unlearnable")
+    cut_short = missing or not (times or own)
+    return {"lines": found, "tried": tried, "seconds": times or {}, "alone": own, "cut_short": cut_short}
 
 
 def fill(job: Job, recipe: Recipe, count: int) -> None:
