@@ -228,7 +228,18 @@ def summary(job: Job, dataset: str) -> dict[str, Any]:
         if any(runs.values()):
             found[name] = {arm: figures for arm, figures in runs.items() if figures}
     edges = (min(settings.inner), max(settings.inner))
-    return {"inner": best.inner, "edge": len(settings.inner) > 1 and best.inner in edges, "methods": found}
+    edge = len(settings.inner) > 1 and best.inner in edges
+    return {"inner": best.inner, "edge": edge, "methods": found, "tried": _tried(job, dataset, best.inner)}
+
+
+def _tried(job: Job, dataset: str, inner: float) -> dict[str, dict[str, Any]]:
+    """By method and step size of λ: dev F1 of the first seed, and the mean weight at the end."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in (name for name in MAIN if name in BILEVEL):
+        for task in own_trials(job, dataset, name, inner):
+            if (cell := job.cells.get(list(task))) is not None and cell["dev"] is not None:
+                found.setdefault(name, {})[f"{task.outer:g}"] = [cell["dev"], cell["weights"]["mean"]]
+    return found
 
 
 def _runs(job: Job, task: Task) -> dict[str, Any]:

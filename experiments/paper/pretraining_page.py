@@ -143,6 +143,21 @@ def _learned(arm: dict[str, Any] | None) -> str:
     return f"{arm['outer']:g}{' (edge)' if arm['edge'] else ''}: {_score(arm)}, moved {moved(arm) or 0:.3f}"
 
 
+def _trials(tasks: dict[str, dict[str, Any]]) -> list[Table]:
+    """A table for each task with more than one trial of a method."""
+    made = []
+    for dataset, task in tasks.items():
+        tried = {name: of for name, of in task.get("tried", {}).items() if len(of) > 1}
+        rates = sorted({rate for of in tried.values() for rate in of}, key=float)
+        rows = [
+            [rate, *(f"{of[rate][0]:.1f}, {of[rate][1]:.2f}" if rate in of else "–" for of in tried.values())]
+            for rate in rates
+        ]
+        title = f"{TASKS.get(dataset, dataset)}, first seed, trials of λ's step size: dev F1, mean weight at the end"
+        made += [Table(title, ["step size", *tried], rows)] if rows else []
+    return made
+
+
 def tables(result: Result | None) -> list[Table]:
     """The printed F1 beside ours; λ's two arms; what an iteration costs."""
     if result is None:
@@ -174,6 +189,7 @@ def tables(result: Result | None) -> list[Table]:
             "Test F1 in %, printed / ours (verdict on the gain over the Baseline)", ["method", *heads], [*scores, rates]
         ),
         Table("Printed step size of λ / own: test F1, change of the weights", ["method", *heads], arms),
+        *_trials(tasks),
         *costs.tables(result),
         Table(f"An iteration: ten steps of θ and one of λ{costs.EARLIER}", ["method", "ms", "times SAMA's"], earlier),
     ]
