@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ class Baked:
     def __init__(self, function: Callable[[], Any], *, generators: Any = (), pool: Any = None) -> None:
         type(self).made += 1
         self.function, self.optimizer = function, function.__self__  # type: ignore[attr-defined]
-        self.state = self.optimizer.state
+        self.state = defaultdict(dict, {p: dict(of) for p, of in self.optimizer.state.items()})
         self.settings = [self._plain(group) for group in self.optimizer.param_groups]
 
     @staticmethod
@@ -95,8 +96,15 @@ def load(optimizer: torch.optim.Optimizer, t: int) -> None:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
+def clear(optimizer: torch.optim.Optimizer, t: int) -> None:
+    if t == 2 * AT_REST:
+        optimizer.state.clear()
+
+
 @pytest.mark.parametrize(
-    ("change", "recordings"), [(nothing, 1), (drop, 2), (every_step, 0), (load, 2)], ids=lambda x: str(x)[:20]
+    ("change", "recordings"),
+    [(nothing, 1), (drop, 2), (every_step, 0), (load, 2), (clear, 2)],
+    ids=lambda x: str(x)[:20],
 )
 def test_steps_are_those_of_the_optimizer(device: str, change: Any, recordings: int) -> None:
     expected, _ = trajectory(device, momentum, change, recorded=False)

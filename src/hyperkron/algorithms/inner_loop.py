@@ -194,8 +194,8 @@ class _Recorded:
 class RecordedStep:
     """An optimizer's step: as usual at first, recorded once the settings of the optimizer are at rest, then replayed.
 
-    When they change (a schedule, a state that is loaded) it steps as usual again until they are at rest. The gradients
-    must lie in the same memory at every call. An optimizer whose step computes on the CPU is never recorded.
+    When they change (a schedule, a state that is loaded or cleared) it steps as usual again until they are at rest. The
+    gradients must lie in the same memory at every call. An optimizer whose step computes on the CPU is never recorded.
 
     Args:
         optimizer: of ``torch.optim``.
@@ -207,7 +207,8 @@ class RecordedStep:
         self._may = _recordable(optimizer)
         self._recording: Recording[Any] | None = None
         self._settings: list[Any] = []
-        self._memory: Any = None
+        self._first = optimizer.param_groups[0]["params"][0]
+        self._memory: list[Any] = []
         self._rested = 0
 
     @property
@@ -238,8 +239,11 @@ class RecordedStep:
             for name, value in group.items()
             if name != "params"
         ]
-        same = settings == self._settings and self.optimizer.state is self._memory
-        self._settings, self._memory = settings, self.optimizer.state  # loading a state replaces this dictionary
+        # loading a state replaces the dictionary of all, forgetting one (``state.clear()``) the tensors of the first
+        memory = [self.optimizer.state, *self.optimizer.state.get(self._first, {}).values()]
+        kept = len(memory) == len(self._memory) and all(x is y for x, y in zip(memory, self._memory, strict=True))
+        same = kept and settings == self._settings
+        self._settings, self._memory = settings, memory
         return not same
 
     def _record(self) -> None:
