@@ -29,7 +29,7 @@ from hyperkron.losses import Loss
 from hyperkron.problem import BilevelProblem
 from hyperkron.training import Box, Checkpoint, Evaluate, Run, fit
 
-Arm = Literal["printed", "own"]
+Arm = Literal["printed", "own", "long"]
 
 
 def least_likely(output: Tensor, target: Tensor) -> Loss:
@@ -124,8 +124,8 @@ def start(
     """A run of a method, after ``steps``; its λ is ``run.state.hyper``.
 
     Args:
-        arm: ``printed``: λ moves by SGD at ``rate``; ``own``: by Adam, whose steps do not depend on the scale of the
-            hypergradient.
+        arm: ``printed``: λ moves by SGD at ``rate``; ``own`` and ``long``: by Adam, whose steps do not depend on the
+            scale of the hypergradient.
         folder: where the run has been saved and continues from.
     """
     model, noise = classifier(case, data, seed), first_noise(case, data, method, radius, seed)

@@ -165,10 +165,19 @@ def tables(result: Result | None) -> list[Table]:
         rows.append(row)
     return [
         Table(f"Clean test accuracy in %, ε = {LARGE}/255 (lower: better protected)", columns, rows),
+        *_longer(result, names),
         _smaller(result, names),
         _tried(result),
         *costs.tables(result),
     ]
+
+
+def _longer(result: Result, names: Sequence[str]) -> list[Table]:
+    """Attacks of the printed length, where there are any."""
+    rows = [[name, *(_accuracy(result, LARGE, name, "long", victim) for victim in VICTIMS)] for name in names]
+    found = [row for row in rows if set(row[1:]) != {"–"}]
+    title = f"The same after attacks of the printed length (4900 steps at small scale), ε = {LARGE}/255"
+    return [Table(title, ["method", *VICTIMS], found)] if found else []
 
 
 def _seconds(result: Result) -> dict[str, float]:

@@ -269,6 +269,17 @@ def test_an_attacker_is_read_from_its_file_and_made_again_where_that_is_gone(tmp
     assert oracles.relative(made.state_dict(), noise.state_dict()) == 0
 
 
+def test_a_long_attack_has_the_step_size_of_the_short_one(tmp_path: Path) -> None:
+    row = Row(25, "AID-CG", "long", "CNN")
+    one = job(tmp_path, rows=(row,), rates=(0.1, 1e-3))
+    for piece, score in zip(list(unlearnable.ready(one)), (60.0, 30.0), strict=True):
+        one.cells.put(piece.key, {"held_out": score}, 1.0)
+    found = unlearnable.Work(one).attack(row)[1]
+    assert (found["rate"], found["steps"]) == (1e-3, round(unlearnable.LONG * one.settings.case.steps))
+    small = unlearnable.SETTINGS["small"].case
+    assert round(unlearnable.LONG * small.steps) == 4900
+
+
 @pytest.mark.long
 def test_processes_share_the_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
