@@ -19,7 +19,10 @@ STEPS = 4 * AT_REST
 
 
 class Baked:
-    """In place of a CUDA graph: the step with the settings and the memory of the time when it was recorded."""
+    """In place of a CUDA graph: the step with the settings and the memory of the time when it was recorded.
+
+    Tensors on the CPU are among those settings, as a recording does not read them again.
+    """
 
     made = 0
 
@@ -27,11 +30,16 @@ class Baked:
         type(self).made += 1
         self.function, self.optimizer = function, function.__self__  # type: ignore[attr-defined]
         self.state = defaultdict(dict, {p: dict(of) for p, of in self.optimizer.state.items()})
-        self.settings = [self._plain(group) for group in self.optimizer.param_groups]
+        groups = [self._plain(group) for group in self.optimizer.param_groups]
+        self.settings = [{name: self._baked(value) for name, value in group.items()} for group in groups]
 
     @staticmethod
     def _plain(group: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in group.items() if name != "params"}
+
+    @staticmethod
+    def _baked(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) and not value.is_cuda else value
 
     def replay(self) -> None:
         state, groups = self.optimizer.state, self.optimizer.param_groups
@@ -123,19 +131,40 @@ def test_a_step_that_counts_on_the_cpu_is_not_recorded(device: str) -> None:
     assert not any(flags)
 
 
-def test_a_step_size_in_a_tensor_is_read_by_the_recorded_step(device: str) -> None:
-    def fused(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=torch.tensor(0.01, device=device), momentum=0.9, fused=True)
+def fill(optimizer: torch.optim.Optimizer, t: int) -> None:
+    optimizer.param_groups[0]["lr"].fill_(0.01 / (t // (2 * AT_REST) + 1))
 
-    def fill(optimizer: torch.optim.Optimizer, t: int) -> None:
-        optimizer.param_groups[0]["lr"].fill_(0.01 / (t + 1))
 
-    expected, _ = trajectory(device, fused, fill, recorded=False)
-    found, flags = trajectory(device, fused, fill, recorded=True)
+def test_a_step_size_in_a_tensor_on_the_cpu_is_a_setting(device: str) -> None:
+    def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=torch.tensor(0.01), momentum=0.9, foreach=False)
+
+    expected, _ = trajectory(device, sgd, fill, recorded=False)
+    found, flags = trajectory(device, sgd, fill, recorded=True)
     torch.testing.assert_close(found, expected)
-    assert flags[-1]
-    if device == "cpu":
-        assert Baked.made == 1
+    assert flags[-1] and not flags[2 * AT_REST]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_step_size_in_a_tensor_on_the_gpu_is_read_by_the_recorded_step() -> None:
+    def fused(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=torch.tensor(0.01, device="cuda"), momentum=0.9, fused=True)
+
+    expected, _ = trajectory("cuda", fused, fill, recorded=False)
+    found, flags = trajectory("cuda", fused, fill, recorded=True)
+    torch.testing.assert_close(found, expected)
+    assert flags[-1] and flags[2 * AT_REST]
+
+
+def test_a_hook_that_comes_later_is_called(device: str) -> None:
+    called = []
+
+    def hook(optimizer: torch.optim.Optimizer, t: int) -> None:
+        if t == 2 * AT_REST:
+            optimizer.register_step_post_hook(lambda *_: called.append(1))
+
+    trajectory(device, momentum, hook, recorded=True)
+    assert len(called) == STEPS - 2 * AT_REST
 
 
 def test_an_optimizer_with_hooks_steps_as_usual(device: str) -> None:

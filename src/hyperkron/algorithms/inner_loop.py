@@ -204,7 +204,7 @@ class RecordedStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: Any = None) -> None:
         self.optimizer, self.pool = optimizer, pool
-        self._may = _recordable(optimizer)
+        self._may = True
         self._recording: Recording[Any] | None = None
         self._settings: list[Any] = []
         self._first = optimizer.param_groups[0]["params"][0]
@@ -218,7 +218,7 @@ class RecordedStep:
 
     def __call__(self) -> None:
         """One step."""
-        if not self._may:
+        if not (self._may and _recordable(self.optimizer)):  # hooks may have come since
             self.optimizer.step()
             return
         if self._changed():
@@ -232,15 +232,13 @@ class RecordedStep:
             self._recording.replay()
 
     def _changed(self) -> bool:
-        """Whether settings are others than at the last call; tensors among them are read by the recorded step."""
-        settings = [
-            id(value) if isinstance(value, Tensor) else value
-            for group in self.optimizer.param_groups
-            for name, value in group.items()
-            if name != "params"
-        ]
+        """Whether settings are others than at the last call; tensors on the GPU are read anew by the recorded step."""
+        values = [v for group in self.optimizer.param_groups for name, v in group.items() if name != "params"]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        settings = [value.tolist() if isinstance(value, Tensor) and not value.is_cuda else value for value in values]
+        settings = [value for value in settings if not isinstance(value, Tensor)]
         # loading a state replaces the dictionary of all, forgetting one (``state.clear()``) the tensors of the first
-        memory = [self.optimizer.state, *self.optimizer.state.get(self._first, {}).values()]
+        memory = [self.optimizer.state, *self.optimizer.state.get(self._first, {}).values(), *tensors]
         kept = len(memory) == len(self._memory) and all(x is y for x, y in zip(memory, self._memory, strict=True))
         same = kept and settings == self._settings
         self._settings, self._memory = settings, memory
