@@ -112,7 +112,14 @@ def averages(rows: int = ROWS) -> list[Line]:
     grid, betas = _printed("AID-KFAC", "damping"), tuple({"ema": beta} for beta in DECAYS)
     cases = [(_of_all(batch, rows), damping) for batch in AVERAGED for damping in DAMPINGS]
     return [
-        Line("averages", _titled(batch, rows, damping), "AID-KFAC", grid, batch | {"damping": damping, "decay": 0.0}, betas)
+        Line(
+            "averages",
+            _titled(batch, rows, damping),
+            "AID-KFAC",
+            grid,
+            batch | {"damping": damping, "decay": 0.0},
+            betas,
+        )
         for batch, damping in cases
     ]
 
@@ -159,7 +166,9 @@ class Contest:
         lines: most important first.
     """
 
-    def __init__(self, rows: Sequence[dict[str, Any]], plan: Plan = LENGTH, lines: Sequence[Line] | None = None) -> None:
+    def __init__(
+        self, rows: Sequence[dict[str, Any]], plan: Plan = LENGTH, lines: Sequence[Line] | None = None
+    ) -> None:
         self.plan = plan
         self.lines = [line for study in STUDIES.values() for line in study(ROWS)] if lines is None else list(lines)
         self.done = {key(task_of(row)): row for row in rows}
@@ -230,8 +239,10 @@ def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:
 
     def carry_out(task: Task) -> dict[str, Any]:
         task = Task(*task)
+        precision = "highest" if "decay" in task.setting else options.precision
+        torch.set_float32_matmul_precision(precision)  # dampings down to 1e-10 ask for all digits
         try:
-            return linear_runs.run(task, split(task.seed))
+            return linear_runs.run(task, split(task.seed)) | {"precision": precision}
         except (RuntimeError, HyperkronError) as error:
             if "CUDA error" in str(error) or isinstance(error, torch.OutOfMemoryError):
                 raise  # the process cannot go on
@@ -240,7 +251,15 @@ def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:
     return carry_out
 
 
-FIRST: Setting = {"inner": 0.01, "outer": 1.0, "momentum": 0.9, "damping": 1.0, "step": 0.01, "eta": 0.1, "epsilon": 0.1}
+FIRST: Setting = {
+    "inner": 0.01,
+    "outer": 1.0,
+    "momentum": 0.9,
+    "damping": 1.0,
+    "step": 0.01,
+    "eta": 0.1,
+    "epsilon": 0.1,
+}
 """The setting that times are measured with; they do not depend on it."""
 
 
@@ -270,7 +289,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=None, help="file of the runs; finished ones are not repeated")
     parser.add_argument("--data", type=Path, default=None, help="folder with mnist/")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", default="high", choices=("highest", "high"), help="high: TF32 products (default)")
+    parser.add_argument(
+        "--precision", default="high", choices=("highest", "high"), help="high: TF32 products (default)"
+    )
     parser.add_argument("--smoke", action="store_true", help="made-up rows: does everything run?")
     parser.add_argument("--rows", type=int, default=ROWS, help="noisy rows; default: 50 000")
     parser.add_argument("--studies", nargs="+", default=list(STUDIES), choices=STUDIES)
@@ -312,7 +333,7 @@ def _run_all(options: argparse.Namespace, lines: Lines, contest: Callable[[], Co
         return ((name, task) for name, task in contest().missing() if pace.get(task.name, 0.0) * task.steps < left)
 
     def keep(name: list[Any], row: dict[str, Any], seconds: float, busy: float) -> None:
-        lines.append({**row, "seconds": round(seconds, 2), "workers": options.workers, "precision": options.precision})
+        lines.append({**row, "seconds": round(seconds, 2), "workers": options.workers})
         pace[row["method"]] = max(pace.get(row["method"], 0.0), seconds / row["wanted"] if row["wanted"] >= 1000 else 0)
         print(f"{row['method']} {row['setting']} {row['wanted']}: {loss_of(row):.4f}, {seconds:.1f} s", flush=True)
 

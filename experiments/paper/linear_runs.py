@@ -82,7 +82,12 @@ def _named(task: Task) -> dict[str, Any]:
 
 def broken(task: Task, error: Exception) -> dict[str, Any]:
     """The record of a run that ended in an error other than a divergence; it counts as the worst."""
-    return {**_named(task), "failed": True, "error": f"{type(error).__name__}: {error!s:.300}", "best": {"second_loss": None}}
+    return {
+        **_named(task),
+        "failed": True,
+        "error": f"{type(error).__name__}: {error!s:.300}",
+        "best": {"second_loss": None},
+    }
 
 
 def looks(task: Task, split: Split, unit: int = 1) -> trial.Looks:

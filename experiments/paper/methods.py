@@ -106,7 +106,9 @@ def methods(
     for count in (1, 3, 5, 10, 20):
         found += [
             aid(f"AID-CG-{count}", damped, lambda x, seed, k=count: cg(k, x["damping"], graph=graph)),  # type: ignore[misc]
-            aid(f"AID-GGN-CG-{count}", damped, lambda x, seed, k=count: cg(k, curvature=GGN(x["damping"]), graph=graph)),  # type: ignore[misc]
+            aid(
+                f"AID-GGN-CG-{count}", damped, lambda x, seed, k=count: cg(k, curvature=GGN(x["damping"]), graph=graph)
+            ),  # type: ignore[misc]
             aid(f"AID-Neumann-{count}", stepped, lambda x, seed, k=count: neumann(k, step=x["step"], graph=graph)),  # type: ignore[misc]
             aid(
                 f"AID-GGN-Neumann-{count}",
