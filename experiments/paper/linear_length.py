@@ -52,8 +52,8 @@ NAMES = (
     *("AID-KFAC", "AID-CG-3", "AID-identity", "AmIGO", "MRBO-KFAC", "MRBO", *references.KINDS),
     *("AID-Neumann-10", "BOME", "BSG-1", "AID-EKFAC"),
 )
-"""Most important first. With a batch of all rows AmIGO with KFAC is AID with KFAC, because a direct solve leaves nothing
-to amortise, and stocBiO is AID with Neumann-10.
+"""Most important first. With a batch of all rows stocBiO is AID with Neumann-10; AmIGO with KFAC is AID with KFAC,
+because a direct solve leaves nothing to amortise.
 """
 BATCHES = (128, 1000, 5000, 10_000, ROWS)
 DAMPINGS = (1e-3, 1e-5, 1e-10)

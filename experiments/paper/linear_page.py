@@ -267,7 +267,8 @@ def figures(contest: Contest, folder: Path) -> list[Path]:
                 if not row["failed"] and name not in references.KINDS
             }
             drawn = {name: (c["step"][1:], plots.numbers(c["test_loss"][1:])) for name, c in curves.items()}
-            level = {x: row["best"]["test_loss"] for x, row in shown_rows.items() if x in references.KINDS}
+            plain = [name for name in shown_rows if name in references.KINDS]
+            level = {name: shown_rows[name]["best"]["test_loss"] for name in plain}
             plots.curves(axis, drawn, f"outer steps, {arm}", "test loss", log_x=True, level=level)
             axis.set_ylim(0.28, 0.6)
 

@@ -107,8 +107,10 @@ def methods(
         found += [
             aid(f"AID-CG-{count}", damped, lambda x, seed, k=count: cg(k, x["damping"], graph=graph)),  # type: ignore[misc]
             aid(
-                f"AID-GGN-CG-{count}", damped, lambda x, seed, k=count: cg(k, curvature=GGN(x["damping"]), graph=graph)
-            ),  # type: ignore[misc]
+                f"AID-GGN-CG-{count}",
+                damped,
+                lambda x, seed, k=count: cg(k, curvature=GGN(x["damping"]), graph=graph),  # type: ignore[misc]
+            ),
             aid(f"AID-Neumann-{count}", stepped, lambda x, seed, k=count: neumann(k, step=x["step"], graph=graph)),  # type: ignore[misc]
             aid(
                 f"AID-GGN-Neumann-{count}",
