@@ -96,6 +96,8 @@ class RelativeStep(Callback):
         norms: of the hypergradients that were measured.
     """
 
+    remembers = ("norms",)
+
     def __init__(self, wanted: float, touched: int, rate: float | None = None) -> None:
         self.wanted, self.touched, self.rate = wanted, touched, rate
         self.norms: list[float] = []

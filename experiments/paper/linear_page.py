@@ -268,7 +268,7 @@ def figures(contest: Contest, folder: Path) -> list[Path]:
             }
             drawn = {name: (c["step"][1:], plots.numbers(c["test_loss"][1:])) for name, c in curves.items()}
             plain = [name for name in shown_rows if name in references.KINDS]
-            level = {name: shown_rows[name]["best"]["test_loss"] for name in plain}
+            level: dict[str, float] = {str(name): shown_rows[name]["best"]["test_loss"] for name in plain}
             plots.curves(axis, drawn, f"outer steps, {arm}", "test loss", log_x=True, level=level)
             axis.set_ylim(0.28, 0.6)
 

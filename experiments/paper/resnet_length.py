@@ -15,6 +15,7 @@ printed values.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -31,7 +32,7 @@ from experiments import records
 from experiments.paper import cleaning, datasets, references, resnet_runs
 from experiments.paper.cleaning import Split
 from experiments.paper.recipe import Judgement
-from experiments.paper.resnet_runs import TAUS, Size
+from experiments.paper.resnet_runs import TAUS, Saved, Size
 from experiments.paper.tuning import Setting
 from experiments.pieces import Lines
 from experiments.workers import share
@@ -42,6 +43,10 @@ TIMED = Size((10_000, 1_000, 1_000))
 SMOKE = Size((20, 10, 10), 10, 2, 2)
 SHARING = 1.5
 """How much more work six processes get done on one H200 than one process, measured."""
+SAVED_EVERY = 30.0
+"""Seconds between two checkpoints of a long run; a cut-off loses no more."""
+UNKNOWN = 1000.0
+"""Milliseconds of a step whose time has not been measured, for the distance of checkpoints."""
 TIMES = records.RESULTS / "paper" / "resnet-length-times.jsonl"
 OWN, PRINTED = "each its own", "as printed"
 ARMS = (OWN, PRINTED)
@@ -234,10 +239,23 @@ def beyond(best: float, tried: Sequence[float]) -> float | None:
     return BEYOND[place - 1] if best == min(tried) and place > 0 else None
 
 
-def run(task: Task, split: Split, size: Size, plan: Plan, deadline: float = math.inf) -> dict[str, Any]:
-    """A recorded run; one that the deadline cuts short is recorded, too, but does not count."""
+def saved(task: Task, folder: Path | None, step_seconds: float) -> Saved | None:
+    """Where and how often a run is saved: every :data:`SAVED_EVERY` seconds or so, if a step takes ``step_seconds``."""
+    if folder is None:
+        return None
+    name = hashlib.sha256(key(task).encode()).hexdigest()[:16]
+    return Saved(folder / name, max(1, round(SAVED_EVERY / max(step_seconds, 1e-3))))
+
+
+def run(
+    task: Task, split: Split, size: Size, plan: Plan, deadline: float = math.inf, kept: Saved | None = None
+) -> dict[str, Any]:
+    """A recorded run; one that the deadline cuts short is recorded, too, but does not count.
+
+    A long run goes on from the checkpoint of ``kept``, if there is one.
+    """
     test = task.steps == plan.steps
-    options = {"test": test, "deadline": deadline}
+    options = {"test": test, "deadline": deadline, "saved": kept if test else None}
     found = resnet_runs.run(task.name, task.setting, split, task.seed, task.steps, size, **options)  # type: ignore[arg-type]
     if not test:
         del found["curve"]
@@ -258,7 +276,9 @@ def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:
         if task.seed not in made:
             made.clear()
             made[task.seed] = cleaning.noisy_split(data, size.counts, task.seed)
-        return run(task, made[task.seed], size, _plan(options), options.deadline)
+        pace = options.alone.get(task.name, UNKNOWN) / 1e3 * max(1.0, options.workers / SHARING)
+        kept = saved(task, options.checkpoints, pace)
+        return run(task, made[task.seed], size, _plan(options), options.deadline, kept)
 
     return carry_out
 
@@ -293,6 +313,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--times", action="store_true", help="measure an outer step of each method alone")
     parser.add_argument("--out", type=Path, default=None, help="file of the runs; finished ones are not repeated")
     parser.add_argument("--data", type=Path, default=None, help="folder with cifar10/")
+    parser.add_argument("--checkpoints", type=Path, default=Path("runs/resnet-length"), help="folder of cut-off runs")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--methods", nargs="+", default=list(NAMES), choices=[*NAMES, *SHARED])
     parser.add_argument("--smoke", action="store_true", help="made-up images and a tiny network: does everything run?")
@@ -311,7 +332,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     options = _parser().parse_args(arguments)
     lines = Lines(options.out or (TIMES if options.times else RESULT))
-    alone = {row["method"]: row["median"] for row in Lines(TIMES).rows}
+    alone = options.alone = {row["method"]: row["median"] for row in Lines(TIMES).rows}
 
     def contest() -> Contest:
         return Contest(lines.rows, _plan(options), options.methods, alone)

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import gc
 import math
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +33,7 @@ from hyperkron.curvature import GGN
 from hyperkron.hyper import SampleWeights
 from hyperkron.hypergradient import Hypergradient, cg, ekfac, gradient_descent, identity, kfac, neumann
 from hyperkron.solution import HyperkronError
-from hyperkron.training import Box, Callback, Run, fit
+from hyperkron.training import Box, Callback, Checkpoint, Run, fit
 
 INNER_STEPS = 10
 DECAY = 5e-4
@@ -125,6 +127,15 @@ class Shuffled(Source):
         rows = self.left.pop()
         return tuple(x[rows] for x in self.tensors)
 
+    def state_dict(self) -> dict[str, Any]:
+        left = torch.cat(self.left).cpu() if self.left else torch.zeros(0, dtype=torch.long)
+        return {"generator": self.generator.get_state(), "left": left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        left = state["left"].to(self.tensors[0].device)
+        self.left = list(left.split(self.batch)) if len(left) else []
+
 
 def network(seed: int, width: int = 64) -> nn.Module:
     """ResNet-18 with the 7×7 stem and the initial weights of ``seed``."""
@@ -133,15 +144,23 @@ def network(seed: int, width: int = 64) -> nn.Module:
         return resnet18(stem="7x7", width=width)
 
 
-def prepare(name: str, setting: Setting, split: Split, seed: int, size: Size, callbacks: tuple[Any, ...] = ()) -> Run:
-    """A run of a method or reference line that has taken no step yet.
+def prepare(
+    name: str,
+    setting: Setting,
+    split: Split,
+    seed: int,
+    size: Size,
+    callbacks: tuple[Callback, ...] = (),
+    folder: Path | None = None,
+) -> Run:
+    """A run of a method or reference line that has taken no step yet, or is at its last checkpoint in ``folder``.
 
     ``outer`` of the setting is relative: by how much the weights of a batch move in the first step that counts, as a
     root mean square (:class:`experiments.trial.RelativeStep`); ``absolute`` in its place is the step size itself.
     """
     model = network(seed, size.width).to(split.device)
     if name in references.KINDS:
-        return _reference(name, setting, split, seed, size, model, callbacks)
+        return _reference(name, setting, split, seed, size, model, callbacks, folder)
     x, y = split.train
     weights = SampleWeights(len(x)).to(split.device)
     falling = name.startswith("MRBO")  # has its own rates, which fall
@@ -163,11 +182,19 @@ def prepare(name: str, setting: Setting, split: Split, seed: int, size: Size, ca
         callbacks=[trial.RelativeStep(setting.get("outer", 0.0), size.batch, setting.get("absolute")), *callbacks],
         record_failure=True,
         seed=None,
+        resume=folder,
     )
 
 
 def _reference(
-    name: Any, setting: Setting, split: Split, seed: int, size: Size, model: nn.Module, callbacks: tuple[Any, ...]
+    name: Any,
+    setting: Setting,
+    split: Split,
+    seed: int,
+    size: Size,
+    model: nn.Module,
+    callbacks: tuple[Callback, ...],
+    folder: Path | None,
 ) -> Run:
     """Plain training on the rows of a reference line, ten steps at a time, with the decay of the inner problem."""
     x, y = references.rows_of(split, name)
@@ -186,6 +213,7 @@ def _reference(
         callbacks=list(callbacks),
         record_failure=True,
         seed=None,
+        resume=folder,
     )
 
 
@@ -208,6 +236,13 @@ class Until(Callback):
             run.stop("the time is up")
 
 
+class Saved(NamedTuple):
+    """Where the checkpoints of a run go, and how often, in outer steps."""
+
+    folder: Path
+    every: int
+
+
 def run(
     name: str,
     setting: Setting,
@@ -218,13 +253,23 @@ def run(
     *,
     test: bool,
     deadline: float = math.inf,
+    saved: Saved | None = None,
 ) -> dict[str, Any]:
-    """One run of ``steps`` outer steps, or fewer at a ``deadline``: its curve, and what became of the weights."""
+    """One run of ``steps`` outer steps, or fewer at a ``deadline``: its curve, and what became of the weights.
+
+    With ``saved`` it continues where an earlier one was cut off, and leaves no checkpoint when it is done.
+    """
     seen = looks(split, size, steps, test)
-    made = prepare(name, setting, split, seed, size, (seen, Until(deadline)))
+    watching: tuple[Callback, ...] = (seen, Until(deadline))
+    folder = None if saved is None else saved.folder
+    if saved is not None:
+        watching += (Checkpoint(saved.folder, saved.every, keep=1),)
+    made = prepare(name, setting, split, seed, size, watching, folder)
     begin = time.perf_counter()
-    made.advance(steps, seconds=math.inf)
+    made.advance(max(0, steps - made.state.step), seconds=math.inf)
     rows = seen.of(made)
+    if folder is not None and (made.failure is not None or made.state.step >= steps):
+        shutil.rmtree(folder, ignore_errors=True)
     spent = time.perf_counter() - begin
     found = {
         "failed": made.failure is not None,

@@ -231,6 +231,48 @@ def test_a_run(name: str) -> None:
         assert 0.02 < found["moved"] < 0.2 and found["rate"] > 1e-3
 
 
+class Killed(Exception):
+    """In place of the end of a process."""
+
+
+@pytest.mark.parametrize("name", ["trusted + noisy", pytest.param("AID-KFAC", marks=pytest.mark.long)])
+def test_a_run_that_was_killed_goes_on_bit_for_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in its fourth step, it continues from the third, in the middle of a pass over the rows."""
+    split, size = small()
+    task = Task(name, {"outer": 0.1, "damping": 0.1, "inner": 0.1}, 0, 6)
+    plan, kept = Plan(steps=6), resnet_length.saved(task, tmp_path, resnet_length.SAVED_EVERY / 3)
+    assert kept is not None and kept.every == 3
+    whole = resnet_length.run(task, split, size, plan)
+
+    def kill(self: resnet_runs.Until, run: Any, report: Any) -> None:
+        if run.state.step == 4:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resnet_runs.Until, "on_step", kill)
+        with pytest.raises(Killed):
+            resnet_length.run(task, split, size, plan, kept=kept)
+    assert [x.name for x in kept.folder.glob("step-*")] == ["step-00000003"]
+    begun: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(resnet_runs.Until, "on_start", lambda self, run: begun.append(run.state.step))
+        again = resnet_length.run(task, split, size, plan, kept=kept)
+    assert begun == [3] and not kept.folder.exists()
+    timed = {"seconds", "step_ms"}
+    assert {x: y for x, y in whole["curve"].items() if x not in timed} == {
+        x: y for x, y in again["curve"].items() if x not in timed
+    }
+    assert all(whole[x] == again[x] for x in whole.keys() - {"curve", "best", "last"} - timed)
+
+
+def test_a_run_that_the_deadline_cuts_short_goes_on(tmp_path: Path) -> None:
+    split, size = small()
+    task, plan = Task("AID-identity", {"outer": 0.1, "inner": 0.1}, 0, 3), Plan(steps=3)
+    kept = resnet_length.saved(task, tmp_path, 1e9)
+    cut = resnet_length.run(task, split, size, plan, deadline=0.0, kept=kept)
+    assert cut["steps"] == 1 and resnet_length.run(task, split, size, plan, kept=kept)["steps"] == 3
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*resnet_runs.METHODS, *references.KINDS])
 def test_every_method_runs(name: str) -> None:
