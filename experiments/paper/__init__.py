@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from experiments import records
-from experiments.paper import page, places
+from experiments.paper import budget, page, places
 from experiments.paper.longer import longer as longer_runs
 from experiments.paper.recipe import Judgement, Recipe, Result, Scale, Table, Verdict
 from experiments.pieces import OutOfTime
@@ -184,8 +184,11 @@ def report(folder: str | Path = RESULTS, out: str | Path = PAGES) -> list[Path]:
     if strangers:
         raise HyperkronError(f"folder={str(folder)!r} holds results of unknown recipes: {', '.join(strangers)}.")
     figures, longer = Path(out) / "figures" / "paper", longer_runs()
+    shown = {name: page.best(found.get(name)) for name in known}
+    missing = budget.missing({name: result for name, result in shown.items() if result is not None})
     sections = [
-        page.section(recipe, page.best(found.get(name)), figures, longer.get(name)) for name, recipe in known.items()
+        page.section(recipe, shown[name], figures, longer.get(name), missing.get(name))
+        for name, recipe in known.items()
     ]
     sections += places.missing([recipe.place for recipe in known.values()])
     return page.write(sorted(sections, key=lambda x: places.order(x.place)), out)

@@ -16,7 +16,7 @@ from experiments.paper import amortization, batch_size, moving_average, plots, r
 from experiments.paper.linear_length import ARMS, BATCHES, DECAYS, ROWS, TAUS, TIMES, Contest, Line
 from experiments.paper.recipe import Judgement, Result, Verdict
 from experiments.paper.tuning import Difference, at_edge, shown
-from experiments.paper.visits import Visits, refusal
+from experiments.paper.visits import Visits, unvisited
 from experiments.pieces import Lines
 
 SEEDS = 3
@@ -130,7 +130,7 @@ def judgement(study: str, contest: Contest, times: Rows) -> Judgement:
     figures = STUDIES[study].figures(contest, lines, times)
     result = Result(STUDIES[study].recipe, "paper", tuple(range(1, contest.plan.seeds + 1)), figures)
     found = STUDIES[study].verdict(result)
-    if refused := refusal(seen):
+    if refused := unvisited(seen):
         return Judgement(Verdict.REFUSED, f"{refused} What was measured: {found.because}")
     return Judgement(found.verdict, f"{contest.plan.steps} outer steps, {SEEDS} seeds. {found.because}")
 
