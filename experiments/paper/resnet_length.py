@@ -226,6 +226,19 @@ class Contest:
                 yield list(task), task
 
 
+SLOWER = (0.01, 0.001)
+"""Smaller step sizes of θ, from the printed grid."""
+SLOWER_NAMES = ("AID-KFAC", "AID-identity", "trusted + noisy", "AID-CG-3")
+
+
+def slower(contest: Contest, inners: Sequence[float] = SLOWER) -> Iterator[Task]:
+    """The winners with smaller step sizes of θ, for all steps with seed 0; most important first."""
+    for inner in inners:
+        for name in SLOWER_NAMES:
+            if (won := contest.winner(name, OWN)) is not None:
+                yield Task(name, {**won, "inner": inner}, 0, contest.plan.steps)
+
+
 def beyond(best: float, tried: Sequence[float]) -> float | None:
     """The next step size beyond an edge that is best; ``None`` where the best lies inside or there is no further one.
 
@@ -316,6 +329,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--checkpoints", type=Path, default=Path("runs/resnet-length"), help="folder of cut-off runs")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--methods", nargs="+", default=list(NAMES), choices=[*NAMES, *SHARED])
+    parser.add_argument("--slower", nargs="*", type=float, help="only the winners with these step sizes of θ, one seed")
     parser.add_argument("--smoke", action="store_true", help="made-up images and a tiny network: does everything run?")
     for name, value in Plan()._asdict().items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
@@ -352,7 +366,11 @@ def _run_all(options: argparse.Namespace, lines: Lines, contest: Callable[[], Co
 
     def ready() -> Iterator[tuple[list[Any], Task]]:
         now, left = contest(), options.deadline - time.time()
-        return ((name, task) for name, task in now.missing() if now.expected(task, options.workers) < left)
+        if options.slower is None:
+            wanted = [task for _, task in now.missing()]
+        else:
+            wanted = [task for task in slower(now, options.slower or SLOWER) if key(task) not in now.done]
+        return ((list(task), task) for task in wanted if now.expected(task, options.workers) < left)
 
     def keep(name: list[Any], row: dict[str, Any], seconds: float, busy: float) -> None:
         lines.append({**row, "workers": options.workers})

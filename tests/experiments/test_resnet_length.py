@@ -107,6 +107,18 @@ def test_a_diverged_run_is_the_worst() -> None:
     assert resnet_length.loss_of(row(task, 0.1, failed=True)) == float("inf")
 
 
+def test_smaller_step_sizes_of_theta_take_the_winners() -> None:
+    contest, _ = played(["AID-KFAC", "AID-identity"], lambda task: 1 + task.setting.get("outer", 9.0))
+    tasks = list(resnet_length.slower(contest, [0.01]))
+    assert [task.name for task in tasks] == ["AID-KFAC", "AID-identity", "trusted + noisy"]  # CG-3 has no winner
+    assert all(task.setting["inner"] == 0.01 and task.steps == 20 and task.seed == 0 for task in tasks)
+    assert tasks[0].setting == contest.winner("AID-KFAC", OWN) | {"inner": 0.01}
+    more = Contest([*contest.done.values(), *(row(task, 1.5) for task in tasks)], PLAN, contest.names)
+    text = resnet_length_page.tables(more, [])
+    assert "| 0.05 | AID-identity | 1.030 |" in text and "| 0.01 | AID-identity | 1.500 |" in text
+    assert "| 0.01 |" not in resnet_length_page.tables(contest, []).split("held-out loss of trials")[0]
+
+
 def judged(level: dict[str, float], plan: Plan = PLAN, **more: Any) -> Contest:
     """A contest whose methods have these losses, with a little noise by seed."""
     names = list(level)
