@@ -123,8 +123,9 @@ def _spent(recipe: Recipe, result: Result | None) -> str:
     found = budget.spent(result, recipe.name)
     if found is None:
         return "–"
-    shared = result is not None and "gpu" in result.hardware and recipe.stages is not None
-    return ("≤ " if shared and "--workers" not in result.command else "") + budget.rounded(found)
+    shared = recipe.stages is not None and result is not None and "gpu" in result.hardware
+    unknown = shared and result is not None and "--workers" not in result.command
+    return ("≤ " if unknown else "") + budget.rounded(found)
 
 
 def _updates(found: Sequence[Visits]) -> list[Table]:

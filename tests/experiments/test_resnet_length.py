@@ -115,7 +115,7 @@ def test_smaller_step_sizes_of_theta_take_the_winners() -> None:
     assert tasks[0].setting == contest.winner("AID-KFAC", OWN) | {"inner": 0.01}
     more = Contest([*contest.done.values(), *(row(task, 1.5) for task in tasks)], PLAN, contest.names)
     text = resnet_length_page.tables(more, [])
-    assert "| 0.05 | AID-identity | 1.030 |" in text and "| 0.01 | AID-identity | 1.500 |" in text
+    assert "| 0.05 | AID-identity | 1.003 |" in text and "| 0.01 | AID-identity | 1.500 |" in text
     assert "| 0.01 |" not in resnet_length_page.tables(contest, []).split("held-out loss of trials")[0]
 
 
