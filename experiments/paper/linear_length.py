@@ -55,6 +55,7 @@ NAMES = (
 """Most important first. With a batch of all rows stocBiO is AID with Neumann-10; AmIGO with KFAC is AID with KFAC,
 because a direct solve leaves nothing to amortise.
 """
+COMPARED = ("AID-KFAC", "AID-CG-3", "AmIGO", "MRBO-KFAC", "MRBO")
 BATCHES = (128, 1000, 5000, 10_000, ROWS)
 DAMPINGS = (1e-3, 1e-5, 1e-10)
 DECAYS = (0.0, 0.3, 0.5, 0.9)
@@ -71,6 +72,7 @@ class Line(NamedTuple):
         study, title: unique together.
         fixed: joins every setting of the grid; a grid's own value wins.
         variants: each joins the winner in runs of its own.
+        rank: lines of a lower one come first.
     """
 
     study: str
@@ -79,6 +81,7 @@ class Line(NamedTuple):
     grid: Grid
     fixed: Mapping[str, float] = MappingProxyType({})
     variants: tuple[Mapping[str, float], ...] = (MappingProxyType({}),)
+    rank: int = 0
 
 
 class Plan(NamedTuple):
@@ -100,7 +103,16 @@ def figure_5(rows: int = ROWS) -> list[Line]:
     """Every method in both arms."""
     plain: dict[str, Grid] = dict.fromkeys(references.KINDS, PLAIN)
     grids = {arm: {x.name: x.grid for x in methods(rates).values()} | plain for arm, rates in ARMS.items()}
-    return [Line("figure 5", f"{name}, {arm}", name, grids[arm][name]) for name in NAMES for arm in ARMS]
+    return [
+        Line("figure 5", f"{name}, {arm}", name, grids[arm][name], rank=_rank(name, arm))
+        for arm in ARMS
+        for name in NAMES
+    ]
+
+
+def _rank(name: str, arm: str) -> int:
+    """What the rule on figure 5 compares comes first, then the other studies, the other methods, and the other arm."""
+    return 5 if arm != "as printed" else 0 if name in COMPARED else 4
 
 
 def _printed(name: str, *leave_out: str) -> Grid:
@@ -119,6 +131,7 @@ def averages(rows: int = ROWS) -> list[Line]:
             grid,
             batch | {"damping": damping, "decay": 0.0},
             betas,
+            rank=1,
         )
         for batch, damping in cases
     ]
@@ -127,7 +140,7 @@ def averages(rows: int = ROWS) -> list[Line]:
 def batches(rows: int = ROWS) -> list[Line]:
     """Figures 3 and 7."""
     return [
-        Line("batches", f"{name}, batch {batch}", name, _printed(name), _of_all(batch, rows))
+        Line("batches", f"{name}, batch {batch}", name, _printed(name), _of_all(batch, rows), rank=2)
         for batch in BATCHES
         for name in ("AID-KFAC", "AID-CG-3")
     ]
@@ -136,7 +149,7 @@ def batches(rows: int = ROWS) -> list[Line]:
 def intervals(rows: int = ROWS) -> list[Line]:
     """Table 2 with the linear model."""
     every, fixed = tuple({"refresh": float(tau)} for tau in TAUS), _of_all(TAU_BATCH, rows) | {"refresh": 5.0}
-    return [Line("intervals", name, name, _printed(name), fixed, every) for name in ("AID-KFAC", "AID-EKFAC")]
+    return [Line("intervals", name, name, _printed(name), fixed, every, 3) for name in ("AID-KFAC", "AID-EKFAC")]
 
 
 def _of_all(batch: int, rows: int) -> dict[str, float]:
@@ -208,10 +221,13 @@ class Contest:
         return [self.done[key(task)] for task in self.finals(line, [variant]) if key(task) in self.done]
 
     def missing(self) -> Iterator[tuple[list[Any], Task]]:
-        """The runs that can begin now, those that complete a line first."""
+        """The runs that can begin now, by rank, and of a rank those that complete a line first."""
         seen = set(self.done)
-        for stage in (self.finals, self.kept, self.trials):
-            for task in (task for line in self.lines for task in stage(line)):
+        for rank in sorted({line.rank for line in self.lines}):
+            lines = [line for line in self.lines if line.rank == rank]
+            for task in (
+                task for stage in (self.finals, self.kept, self.trials) for line in lines for task in stage(line)
+            ):
                 if key(task) not in seen:
                     seen.add(key(task))
                     yield list(task), task
@@ -296,6 +312,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=ROWS, help="noisy rows; default: 50 000")
     parser.add_argument("--studies", nargs="+", default=list(STUDIES), choices=STUDIES)
     parser.add_argument("--methods", nargs="+", default=None, choices=NAMES, help="only lines of these; default: all")
+    parser.add_argument("--batches", nargs="+", type=int, default=None, help="only lines with these batch sizes")
     for name, value in Plan()._asdict().items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
     parser.add_argument("--workers", type=int, default=1, help="runs that share the device; default: 1")
@@ -303,16 +320,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _plan(options: argparse.Namespace) -> Plan:
+    return Plan(*(getattr(options, name) for name in Plan._fields))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run what is not recorded yet, or show what is."""
     options = _parser().parse_args(arguments)
     lines = [line for study in options.studies for line in STUDIES[study](options.rows)]
     chosen = [line for line in lines if options.methods is None or line.method in options.methods]
-    plan = Plan(*(getattr(options, name) for name in Plan._fields))
+    if options.batches is not None:
+        chosen = [line for line in chosen if line.fixed.get("batch", options.rows) in options.batches]
     kept = Lines(options.out or (TIMES if options.times else RESULT))
 
     def contest() -> Contest:
-        return Contest(kept.rows, plan, chosen)
+        return Contest(kept.rows, _plan(options), chosen)
 
     if options.times:
         _times(options, kept)
@@ -326,7 +348,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run_all(options: argparse.Namespace, lines: Lines, contest: Callable[[], Contest]) -> None:
     deadline = time.monotonic() + 60 * options.limit_minutes
-    pace: dict[str, float] = {}  # seconds of a step, by method, in this session
+    pace: dict[str, float] = {}  # seconds of a step in the last long run of a method
 
     def ready() -> Iterator[tuple[list[Any], Task]]:
         left = deadline - time.monotonic()
@@ -334,13 +356,14 @@ def _run_all(options: argparse.Namespace, lines: Lines, contest: Callable[[], Co
 
     def keep(name: list[Any], row: dict[str, Any], seconds: float, busy: float) -> None:
         lines.append({**row, "seconds": round(seconds, 2), "workers": options.workers})
-        pace[row["method"]] = max(pace.get(row["method"], 0.0), seconds / row["wanted"] if row["wanted"] >= 1000 else 0)
+        if row["wanted"] == _plan(options).steps:
+            pace[row["method"]] = seconds / row["wanted"]
         print(f"{row['method']} {row['setting']} {row['wanted']}: {loss_of(row):.4f}, {seconds:.1f} s", flush=True)
 
     print(f"{len(contest().done)} runs are recorded.", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     late = lambda: time.monotonic() > deadline  # noqa: E731
-    share(options.workers, partial(_worker, options), ready, keep, late=late, near=lambda task: task.seed)
+    share(options.workers, partial(_worker, options), ready, keep, late=late)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def _line(task: Task, split: Split) -> Found:
     case, budget = Case(batch=len(split.clean) + len(split.validation[1])), Budget(math.inf, task.steps)
     options = {"looks": looks(task, split, 10), "graph": True}
     rows = references.train(case, split, task.name, task.setting, budget, task.seed, task.test, **options)  # type: ignore[arg-type]
-    return rows, torch.full((), 0.5), not math.isfinite(rows[-1]["second_loss"])
+    return rows, torch.full((), 0.5, device=split.device), not math.isfinite(rows[-1]["second_loss"])
 
 
 def _method(task: Task, split: Split) -> Found:
