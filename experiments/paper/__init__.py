@@ -31,8 +31,6 @@ from pathlib import Path
 import torch
 
 from experiments import records
-from experiments.paper import budget, page, places
-from experiments.paper.longer import longer as longer_runs
 from experiments.paper.recipe import Judgement, Recipe, Result, Scale, Table, Verdict
 from experiments.pieces import OutOfTime
 from hyperkron.solution import HyperkronError
@@ -179,6 +177,9 @@ def report(folder: str | Path = RESULTS, out: str | Path = PAGES) -> list[Path]:
         folder: holds ``NAME-SCALE.json``; of each recipe the result at the largest scale is shown.
         out: where the page goes; its figures go to ``out/figures/paper``.
     """
+    from experiments.paper import budget, page, places
+    from experiments.paper.longer import longer as longer_runs
+
     found, known = page.results([folder]), recipes()
     strangers = sorted(set(found) - set(known))
     if strangers:
