@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from experiments import records
 from experiments.paper import cleaning, linear_length, linear_page, linear_runs
 from experiments.paper.cleaning import Case, Split
 from experiments.paper.linear_length import NAMES, ROWS, STUDIES, Contest, Line, Plan
@@ -67,6 +68,20 @@ def test_the_full_batch_of_the_study_of_batches_is_a_line_of_figure_5() -> None:
     one, other = LINES["batches", "AID-CG-3, batch 50000"], LINES["figure 5", "AID-CG-3, as printed"]
     assert contest.trials(one) == contest.trials(other)
     assert len({key(task) for _, task in contest.missing()}) == len(list(contest.missing()))
+
+
+def test_what_the_verdicts_need_comes_first() -> None:
+    """Final runs of the printed pairs before the trials of other studies, and those before the other arm."""
+    plan = Plan(tried=1, kept=1)
+    near, far = LINES["figure 5", "MRBO, as printed"], LINES["figure 5", "MRBO, each its own"]
+    between = LINES["averages", "batch 1000, damping 0.001"]
+    tuned = finished([near, far], lambda task: 0.5, plan).done.values()
+    rows = [x for x in tuned if not x["test"]]
+    order = [task for _, task in Contest(rows, plan, [far, between, near]).missing()]
+    assert [(task.name, task.test) for task in order] == [("MRBO", True)] * 3 + [("AID-KFAC", False)] + [
+        ("MRBO", True)
+    ] * 3
+    assert all(task.setting == Contest(rows, plan, [near]).winner(near) for task in order[:3])
 
 
 def test_a_diverged_run_is_the_worst() -> None:
@@ -175,6 +190,11 @@ def test_intervals_need_times() -> None:
     ]
     assert judged("intervals", below, times) is Verdict.REPRODUCED
     assert judged("intervals", below) is Verdict.FAILED
+
+
+def test_the_page_has_the_recorded_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    linear_length.main(["--table"])
+    assert capsys.readouterr().out.strip() in (records.PAGES / "linear-length.md").read_text("utf-8")
 
 
 def test_tables_of_all_studies() -> None:
