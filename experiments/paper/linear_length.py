@@ -32,7 +32,7 @@ import torch
 from experiments import records
 from experiments.paper import cleaning, datasets, linear_runs, references
 from experiments.paper.cleaning import Split
-from experiments.paper.linear_runs import Task, key, loss_of, task_of
+from experiments.paper.linear_runs import Task, key, loss_of, order_of, task_of
 from experiments.paper.methods import Rates, methods
 from experiments.paper.tuning import Grid, Setting, settings_of
 from experiments.pieces import Lines
@@ -197,7 +197,7 @@ class Contest:
         tried = self.trials(line)
         if any(key(task) not in self.done for task in tried):
             return []
-        best = sorted(tried, key=lambda task: loss_of(self.done[key(task)]))[: self.plan.kept]
+        best = sorted(tried, key=lambda task: order_of(self.done[key(task)]))[: self.plan.kept]
         return [task._replace(steps=self.plan.steps) for task in best]
 
     def winner(self, line: Line) -> Setting | None:

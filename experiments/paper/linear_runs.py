@@ -59,6 +59,12 @@ def loss_of(row: dict[str, Any]) -> float:
     return math.inf if found is None else float(found)
 
 
+def order_of(row: dict[str, Any]) -> tuple[float, float]:
+    """By what trials are ranked: where none is better than the model they began with, by the loss at their end."""
+    last = row.get("last_loss")
+    return loss_of(row), math.inf if last is None else float(last)
+
+
 def run(task: Task, split: Split) -> dict[str, Any]:
     """One run; its curve, and how well its weights find the right labels."""
     rows, weights, failed = _line(task, split) if task.name in references.KINDS else _method(task, split)
@@ -66,6 +72,7 @@ def run(task: Task, split: Split) -> dict[str, Any]:
         **_named(task),
         "failed": failed,
         "best": min(rows, key=lambda row: row["second_loss"]),
+        "last_loss": rows[-1]["second_loss"],
         "f1": cleaning.f1(weights.expand(len(split.clean)), split.clean),
         "moved": float((weights - 0.5).abs().mean()),
         **({"curve": {name: [float(f"{row[name]:.5g}") for row in rows] for name in rows[0]}} if task.test else {}),

@@ -87,6 +87,8 @@ def test_what_the_verdicts_need_comes_first() -> None:
 def test_a_diverged_run_is_the_worst() -> None:
     assert linear_runs.loss_of({"best": {"second_loss": None}}) == math.inf
     task = Task("AID-KFAC", {}, 0, 10, False)
+    ends = [row(task, 0.9) | {"last_loss": last} for last in (1.2, 1.1, None)]
+    assert sorted(ends, key=linear_runs.order_of)[0]["last_loss"] == 1.1
     broken = json.loads(json.dumps(linear_runs.broken(task, RuntimeError("no"))))
     assert linear_runs.loss_of(broken) == math.inf and key(linear_runs.task_of(broken)) == key(task)
 
