@@ -74,7 +74,7 @@ def test_what_the_verdicts_need_comes_first() -> None:
     """Final runs of the printed pairs before the trials of other studies, and those before the other arm."""
     plan = Plan(tried=1, kept=1)
     near, far = LINES["figure 5", "MRBO, as printed"], LINES["figure 5", "MRBO, each its own"]
-    between = LINES["averages", "batch 1000, damping 0.001"]
+    between = LINES["batches", "AID-KFAC, batch 1000"]
     tuned = finished([near, far], lambda task: 0.5, plan).done.values()
     rows = [x for x in tuned if not x["test"]]
     order = [task for _, task in Contest(rows, plan, [far, between, near]).missing()]
