@@ -355,7 +355,7 @@ def _run_all(options: argparse.Namespace, lines: Lines, contest: Callable[[], Co
         return ((name, task) for name, task in contest().missing() if pace.get(task.name, 0.0) * task.steps < left)
 
     def keep(name: list[Any], row: dict[str, Any], seconds: float, busy: float) -> None:
-        lines.append({**row, "seconds": round(seconds, 2), "workers": options.workers})
+        lines.append({**row, "seconds": round(seconds, 2), "workers": options.workers, "device": options.device})
         if row["wanted"] == _plan(options).steps:
             pace[row["method"]] = seconds / row["wanted"]
         print(f"{row['method']} {row['setting']} {row['wanted']}: {loss_of(row):.4f}, {seconds:.1f} s", flush=True)
