@@ -110,20 +110,29 @@ def _steps_left(contest: resnet_length.Contest, name: str) -> int:
 
 
 def _linear() -> dict[str, Missing]:
-    contest, times = linear_length.Contest(Lines(linear_length.RESULT).rows), Lines(linear_length.TIMES).rows
-    usual = statistics.median(row["ms"] for row in times) if times else 5.0
+    contest = linear_length.Contest(Lines(linear_length.RESULT).rows)
     found = {}
     for name, study in linear_page.STUDIES.items():
         total, runs = 0.0, 0
         for line, variant in linear_page.needed(contest, name):
-            ms = linear_page.milliseconds(line.method, line.fixed, times) or usual
             tasks = contest.trials(line) if variant == line.variants[0] else []
             tried = sum(x.steps for x in tasks if key(x) not in contest.done)
             kept = contest.plan.kept * STEPS if tasks and contest.winner(line) is None else 0
             finals = max(0, SEEDS - len(contest.results(line, variant))) * STEPS
-            total, runs = total + ms * (tried + kept + finals) / 6e4, runs + finals // STEPS
+            total, runs = total + _pace(contest, line) * (tried + kept + finals) / 6e4, runs + finals // STEPS
         found[study.recipe] = Missing(total, f"{runs} runs of {STEPS} outer steps, and the trials before them")
     return found
+
+
+def _pace(contest: linear_length.Contest, line: linear_length.Line) -> float:
+    """GPU milliseconds of a step with the method and batch of a line: the median of all final runs recorded."""
+    batch = line.fixed.get("batch")
+    own = [x for x in contest.done.values() if x["test"] and x["method"] == line.method]
+    return linear_page.milliseconds([x for x in own if x["setting"].get("batch") == batch]) or UNKNOWN
+
+
+UNKNOWN = 5.0
+"""Of a step that was never timed."""
 
 
 def _cnn(result: Result) -> Missing:

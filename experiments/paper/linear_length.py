@@ -10,7 +10,6 @@ the test part looked at. Studies share their runs and one file of records.
     intervals   table 2 with the linear model: KFAC and EKFAC by refresh interval; tuned at an interval of 5
 
     python -m experiments.paper.linear_length --device cuda --workers 14 --limit-minutes 9   # continues an earlier run
-    python -m experiments.paper.linear_length --times --device cuda                          # ms a step, each alone
     python -m experiments.paper.linear_length --table                                        # the recorded runs
 """
 
@@ -40,7 +39,6 @@ from experiments.workers import share
 from hyperkron.solution import HyperkronError
 
 RESULT = records.RESULTS / "paper" / "linear-length.jsonl"
-TIMES = records.RESULTS / "paper" / "linear-length-times.jsonl"
 ROWS = 50_000
 PRINTED = Rates(momentum=(0.9,), step=(0.003, 0.01, 0.03, 0.1, 0.3))
 """The printed grid; the steps of Neumann and AmIGO are not printed."""
@@ -267,42 +265,11 @@ def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:
     return carry_out
 
 
-FIRST: Setting = {
-    "inner": 0.01,
-    "outer": 1.0,
-    "momentum": 0.9,
-    "damping": 1.0,
-    "step": 0.01,
-    "eta": 0.1,
-    "epsilon": 0.1,
-}
-"""The setting that times are measured with; they do not depend on it."""
-
-
-def timed(rows: int = ROWS) -> list[tuple[str, dict[str, float]]]:
-    """What times are measured of: every method of figure 5, and what the studies compare by time."""
-    found: list[tuple[str, dict[str, float]]] = [(name, {}) for name in NAMES if name not in references.KINDS]
-    found += [(name, _of_all(size, rows)) for size in BATCHES if size != ROWS for name in ("AID-KFAC", "AID-CG-3")]
-    of = _of_all(TAU_BATCH, rows)
-    return found + [(name, {**of, "refresh": float(tau)}) for tau in TAUS for name in ("AID-KFAC", "AID-EKFAC")]
-
-
-def _times(options: argparse.Namespace, lines: Lines) -> None:
-    """Write down the milliseconds of an outer step, each method alone on the device."""
-    split = _splits(options)(0)
-    for name, case in timed(options.rows):
-        if options.methods is None or name in options.methods:
-            found = linear_runs.step_ms(name, {**FIRST, **case}, split)
-            row = {"method": name, "case": case, "ms": found, "precision": options.precision}
-            print(lines.append(row), flush=True)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="print the tables of the recorded runs")
     parser.add_argument("--figure", action="store_true", help="draw the figures of the recorded runs")
-    parser.add_argument("--times", action="store_true", help="measure an outer step of each method alone")
-    parser.add_argument("--out", type=Path, default=None, help="file of the runs; finished ones are not repeated")
+    parser.add_argument("--out", type=Path, default=RESULT, help="file of the runs; finished ones are not repeated")
     parser.add_argument("--data", type=Path, default=None, help="folder with mnist/")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
@@ -331,14 +298,12 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = [line for line in lines if options.methods is None or line.method in options.methods]
     if options.batches is not None:
         chosen = [line for line in chosen if line.fixed.get("batch", options.rows) in options.batches]
-    kept = Lines(options.out or (TIMES if options.times else RESULT))
+    kept = Lines(options.out)
 
     def contest() -> Contest:
         return Contest(kept.rows, _plan(options), chosen)
 
-    if options.times:
-        _times(options, kept)
-    elif options.table or options.figure:
+    if options.table or options.figure:
         from experiments.paper import linear_page as page
 
         print(page.tables(contest()) if options.table else page.figures(contest(), records.PAGES / "figures" / "paper"))

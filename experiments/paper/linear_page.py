@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.paper import amortization, batch_size, moving_average, plots, references, simple_models
-from experiments.paper.linear_length import ARMS, BATCHES, DECAYS, ROWS, TAUS, TIMES, Contest, Line
+from experiments.paper.linear_length import ARMS, BATCHES, DECAYS, ROWS, TAUS, Contest, Line
 from experiments.paper.recipe import Judgement, Result, Verdict
 from experiments.paper.tuning import Difference, at_edge, shown
 from experiments.paper.visits import Visits, unvisited
-from experiments.pieces import Lines
 
 SEEDS = 3
 Rows = list[dict[str, Any]]
 
 
-def summary(rows: Rows, ms: float | None = None) -> dict[str, Any]:
+def summary(rows: Rows) -> dict[str, Any]:
     """The figures of a line's seeds, as :func:`experiments.paper.compare.summary` has them."""
-    fine = [row for row in rows if not row["failed"]]
+    fine, ms = [row for row in rows if not row["failed"]], milliseconds(rows)
     return {
         "test_loss": [None if row["failed"] else row["best"]["test_loss"] for row in rows],
         "test_error": [None if row["failed"] else row["best"]["test_error"] for row in rows],
@@ -41,9 +40,9 @@ def _lowest(row: Mapping[str, Any]) -> float | None:
     return min(numbers) if numbers and not row["failed"] else None
 
 
-def milliseconds(method: str, case: Mapping[str, float], times: Rows) -> float | None:
-    """Of an outer step, alone on the device."""
-    found = [row["ms"] for row in times if row["method"] == method and row["case"] == dict(case)]
+def milliseconds(rows: Rows) -> float | None:
+    """Of the device for an outer step of these runs: their time divided by the number of runs that shared it."""
+    found = [1e3 * row["seconds"] / row["wanted"] / row["workers"] for row in rows if "workers" in row]
     return statistics.median(found) if found else None
 
 
@@ -52,14 +51,12 @@ class Study(NamedTuple):
 
     recipe: str
     verdict: Callable[[Result], Judgement]
-    figures: Callable[[Contest, list[Line], Rows], dict[str, Any]]
+    figures: Callable[[Contest, list[Line]], dict[str, Any]]
 
 
-def _figure_5(contest: Contest, lines: list[Line], times: Rows, arm: str = "as printed") -> dict[str, Any]:
+def _figure_5(contest: Contest, lines: list[Line], arm: str = "as printed") -> dict[str, Any]:
     found = {
-        line.method: summary(rows, milliseconds(line.method, {}, times))
-        for line in lines
-        if line.title.endswith(arm) and (rows := contest.results(line))
+        line.method: summary(rows) for line in lines if line.title.endswith(arm) and (rows := contest.results(line))
     }
     plain = {name: found.pop(name) for name in references.KINDS if name in found}
     if "AID-KFAC" in found:  # a direct solve leaves nothing to amortise
@@ -67,7 +64,7 @@ def _figure_5(contest: Contest, lines: list[Line], times: Rows, arm: str = "as p
     return {"found": found, "references": plain}
 
 
-def _averages(contest: Contest, lines: list[Line], times: Rows) -> dict[str, Any]:
+def _averages(contest: Contest, lines: list[Line]) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     for line in lines:
         batch, damping = f"{line.fixed.get('batch', ROWS):.0f}", f"{line.fixed['damping']:g}"
@@ -76,22 +73,21 @@ def _averages(contest: Contest, lines: list[Line], times: Rows) -> dict[str, Any
     return {"found": found}
 
 
-def _batches(contest: Contest, lines: list[Line], times: Rows) -> dict[str, Any]:
+def _batches(contest: Contest, lines: list[Line]) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     for line in lines:
         batch = f"{line.fixed.get('batch', ROWS):.0f}"
         if rows := contest.results(line):
-            found.setdefault(batch, {})[line.method] = summary(rows, milliseconds(line.method, line.fixed, times))
+            found.setdefault(batch, {})[line.method] = summary(rows)
     return {"batches": list(BATCHES), "found": found}
 
 
-def _intervals(contest: Contest, lines: list[Line], times: Rows) -> dict[str, Any]:
+def _intervals(contest: Contest, lines: list[Line]) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {str(tau): {} for tau in TAUS}
     for line in lines:
         for tau in TAUS:
-            case = {**line.fixed, "refresh": float(tau)}
             if rows := contest.results(line, {"refresh": float(tau)}):
-                found[str(tau)][line.method] = summary(rows, milliseconds(line.method, case, times))
+                found[str(tau)][line.method] = summary(rows)
     return {"intervals": list(TAUS), "found": found}
 
 
@@ -117,7 +113,7 @@ def visits(row: Mapping[str, Any], title: str) -> Visits:
     return Visits(title, row["best"]["step"], int(row["setting"].get("batch", ROWS)), ROWS)
 
 
-def judgement(study: str, contest: Contest, times: Rows) -> Judgement:
+def judgement(study: str, contest: Contest) -> Judgement:
     """The verdict of the recorded runs; none where something that the rule compares is missing."""
     wanted = needed(contest, study)
     done = [(line, variant, contest.results(line, variant)) for line, variant in wanted]
@@ -127,7 +123,7 @@ def judgement(study: str, contest: Contest, times: Rows) -> Judgement:
         return Judgement(Verdict.REFUSED, text)
     seen = [visits(row, line.title) for line, _, rows in done for row in rows if not row["failed"]]
     lines = [line for line in contest.lines if line.study == study]
-    figures = STUDIES[study].figures(contest, lines, times)
+    figures = STUDIES[study].figures(contest, lines)
     result = Result(STUDIES[study].recipe, "paper", tuple(range(1, contest.plan.seeds + 1)), figures)
     found = STUDIES[study].verdict(result)
     if refused := unvisited(seen):
@@ -135,14 +131,13 @@ def judgement(study: str, contest: Contest, times: Rows) -> Judgement:
     return Judgement(found.verdict, f"{contest.plan.steps} outer steps, {SEEDS} seeds. {found.because}")
 
 
-def tables(contest: Contest, times: Rows | None = None) -> str:
+def tables(contest: Contest) -> str:
     """Verdicts and tables of all studies in the contest."""
-    times = Lines(TIMES).rows if times is None else times
     shows = {"figure 5": _methods, "averages": _betas, "batches": _sizes, "intervals": _taus}
     parts = []
     for study in dict.fromkeys(line.study for line in contest.lines):
-        found = judgement(study, contest, times)
-        parts += [f"{study}: **{found.verdict.value}**. {found.because}", *shows[study](contest, times)]
+        found = judgement(study, contest)
+        parts += [f"{study}: **{found.verdict.value}**. {found.because}", *shows[study](contest)]
     return "\n\n".join(parts)
 
 
@@ -161,16 +156,26 @@ def _setting(line: Line, setting: Mapping[str, float]) -> str:
     return ", ".join(f"{x} {setting[x]:g}" for x in grid) + (f" (edge: {', '.join(edge)})" if edge else "")
 
 
-def _methods(contest: Contest, times: Rows) -> list[str]:
+def _methods(contest: Contest) -> list[str]:
     """Figure 5: test loss and error where the held-out loss is lowest, for both arms."""
     parts = []
     for arm in ARMS:
         lines = [line for line in contest.lines if line.study == "figure 5" and line.title.endswith(arm)]
         ran = [(line, rows) for line in lines if (rows := contest.results(line))]
-        head = [arm, "test loss", "error in %", "lowest test loss", "at step", "F1", "ms a step", "seeds", "setting"]
+        head = [
+            arm,
+            "test loss",
+            "error in %",
+            "lowest test loss",
+            "at step",
+            "F1",
+            "GPU ms a step",
+            "seeds",
+            "setting",
+        ]
         ran.sort(key=lambda pair: _mean(pair[1]))
         if ran:
-            parts.append(_grid(head, [[line.method, *_cells(line, rows, times)] for line, rows in ran]))
+            parts.append(_grid(head, [[line.method, *_cells(line, rows)] for line, rows in ran]))
         if absent := [line.method for line in lines if line.method not in [done.method for done, _ in ran]]:
             parts.append(f"Not run, {arm}: {', '.join(absent)}.")
         parts += _gaps(contest, lines)
@@ -182,12 +187,12 @@ def _mean(rows: Rows) -> float:
     return statistics.fmean(found) if len(found) == len(rows) else float("inf")
 
 
-def _cells(line: Line, rows: Rows, times: Rows) -> list[str]:
+def _cells(line: Line, rows: Rows) -> list[str]:
     fine = [row for row in rows if not row["failed"]]
     if not fine:
         return ["diverged", *["–"] * 6, _setting(line, rows[0]["setting"])]
     learned = line.method not in references.KINDS
-    ms, unit = milliseconds(line.method, line.fixed, times), 1 if learned else 10
+    ms, unit = milliseconds(rows), 1 if learned else 10
     return [
         shown(_numbers(rows, "test_loss")),
         shown(_numbers(rows, "test_error", 100), 1),
@@ -212,7 +217,7 @@ def _gaps(contest: Contest, lines: list[Line]) -> list[str]:
     return [f"Test loss of AID-KFAC less that of: {'; '.join(told)}."] if told else []
 
 
-def _betas(contest: Contest, times: Rows) -> list[str]:
+def _betas(contest: Contest) -> list[str]:
     """Figure 6: test loss by batch, damping and decay."""
     rows = []
     for line in (line for line in contest.lines if line.study == "averages"):
@@ -229,28 +234,38 @@ def _seeds(of: Sequence[Rows]) -> str:
     return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
-def _sizes(contest: Contest, times: Rows) -> list[str]:
+def _sizes(contest: Contest) -> list[str]:
     """Figures 3 and 7."""
     rows = []
     for line in (line for line in contest.lines if line.study == "batches"):
         if found := contest.results(line):
             seen = [visits(row, "") for row in found if not row["failed"]]
             never = f"{max(x.never for x in seen):.0%}" if seen else "–"
-            rows.append([line.title, *_cells(line, found, times), never])
-    head = ["batches", "test loss", "error in %", "lowest test loss", "at step", "F1", "ms a step", "seeds", "setting"]
+            rows.append([line.title, *_cells(line, found), never])
+    head = [
+        "batches",
+        "test loss",
+        "error in %",
+        "lowest test loss",
+        "at step",
+        "F1",
+        "GPU ms a step",
+        "seeds",
+        "setting",
+    ]
     return [_grid([*head, "weights not updated then"], rows)] if rows else []
 
 
-def _taus(contest: Contest, times: Rows) -> list[str]:
+def _taus(contest: Contest) -> list[str]:
     """Table 2 with the linear model."""
     lines, rows = [line for line in contest.lines if line.study == "intervals"], []
     for tau in TAUS:
         of = [contest.results(line, {"refresh": float(tau)}) for line in lines]
-        ms = [milliseconds(line.method, {**line.fixed, "refresh": float(tau)}, times) for line in lines]
+        ms = [milliseconds(x) for x in of]
         if any(of):
             cells = [shown(_numbers(x, "test_loss")) if x else "–" for x in of]
             rows.append([f"{tau}", *cells, *("–" if x is None else f"{x:.1f}" for x in ms), _seeds(of)])
-    head = ["τ", *(f"{x.method}, test loss" for x in lines), *(f"{x.method}, ms a step" for x in lines), "seeds"]
+    head = ["τ", *(f"{x.method}, test loss" for x in lines), *(f"{x.method}, GPU ms a step" for x in lines), "seeds"]
     return [_grid(head, rows)] if rows else []
 
 

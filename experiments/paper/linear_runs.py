@@ -21,7 +21,6 @@ from experiments.paper import cleaning, references
 from experiments.paper.cleaning import Budget, Case, Split
 from experiments.paper.methods import Rates, methods
 from experiments.paper.tuning import Setting
-from hyperkron.solution import HyperkronError
 from hyperkron.training import Callback, Run
 
 DECAY = 1e-3
@@ -130,14 +129,3 @@ def prepare(name: str, asked: Setting, split: Split, seed: int, callbacks: Seque
     setting = {name: value for name, value in asked.items() if name not in STUDIED}
     setting["outer_momentum"] = setting.get("momentum", 0.0)
     return cleaning.prepare(case, split, every[name], setting, seed, callbacks, graph=True)
-
-
-def step_ms(name: str, asked: Setting, split: Split, steps: int = 50, warm: int = 6) -> float:
-    """Milliseconds of an outer step after the first ones, which record graphs."""
-    made = prepare(name, asked, split, 0)
-    made.advance(warm)
-    begin = made.seconds
-    made.advance(steps, seconds=math.inf)
-    if made.failure is not None:
-        raise HyperkronError(f"{name} failed: {made.failure}")
-    return round(1e3 * (made.seconds - begin) / steps, 3)

@@ -21,7 +21,7 @@ def longer() -> dict[str, Longer]:
     found = {"encoder": Longer(encoder_length.judgement(Lines(encoder_length.RESULT).rows), "encoder-length.md")}
     for name, place in (("resnet-cifar", "Figure 2"), ("trade-off", "Figure 1, top"), ("ekfac-resnet", "Table 2")):
         found[name] = Longer(resnet_length.judgement(place), "resnet-length.md")
-    contest, times = linear_length.Contest(Lines(linear_length.RESULT).rows), Lines(linear_length.TIMES).rows
+    contest = linear_length.Contest(Lines(linear_length.RESULT).rows)
     for study, x in linear_page.STUDIES.items():
-        found[x.recipe] = Longer(linear_page.judgement(study, contest, times), "linear-length.md")
+        found[x.recipe] = Longer(linear_page.judgement(study, contest), "linear-length.md")
     return found

@@ -143,9 +143,8 @@ def study(name: str) -> list[Line]:
     return [line for (of, _), line in LINES.items() if of == name]
 
 
-def judged(name: str, loss: Callable[[Task], float], times: list[dict[str, Any]] | None = None) -> Verdict:
-    contest = finished(study(name), loss, Plan(tried=1, kept=1))
-    return linear_page.judgement(name, contest, times or []).verdict
+def judged(name: str, loss: Callable[[Task], float]) -> Verdict:
+    return linear_page.judgement(name, finished(study(name), loss, Plan(tried=1, kept=1))).verdict
 
 
 def noisy(task: Task, loss: float) -> float:
@@ -158,7 +157,7 @@ def test_figure_5_is_judged_by_its_pairs() -> None:
     assert judged("figure 5", lambda task: noisy(task, 0.3)) is Verdict.FAILED
     rows = [x for x in study("figure 5") if x.method != "MRBO"]
     contest = finished(rows, better, Plan(tried=1, kept=1))
-    assert linear_page.judgement("figure 5", Contest(list(contest.done.values())), []).verdict is Verdict.REFUSED
+    assert linear_page.judgement("figure 5", Contest(list(contest.done.values()))).verdict is Verdict.REFUSED
 
 
 def test_averages_help_where_factors_are_noisy() -> None:
@@ -180,18 +179,22 @@ def test_batches_are_refused_where_weights_are_unvisited() -> None:
     contest = finished(study("batches"), loss, Plan(tried=1, kept=1))
     for found in contest.done.values():
         found["best"]["step"] = 100
-    assert linear_page.judgement("batches", contest, []).verdict is Verdict.REFUSED
+    assert linear_page.judgement("batches", contest).verdict is Verdict.REFUSED
 
 
-def test_intervals_need_times() -> None:
-    below = lambda task: noisy(task, 0.3 + 1e-3 * task.setting["refresh"] + 0.1 * ("EKFAC" not in task.name))  # noqa: E731
-    times = [
-        {"method": name, "case": {"batch": 1000.0, "refresh": float(tau)}, "ms": (2 if "E" in name[4:] else 1) / tau}
-        for name in ("AID-KFAC", "AID-EKFAC")
-        for tau in linear_length.TAUS
-    ]
-    assert judged("intervals", below, times) is Verdict.REPRODUCED
-    assert judged("intervals", below) is Verdict.FAILED
+@pytest.mark.parametrize(("longest", "expected"), [(0.5, Verdict.REPRODUCED), (1.5, Verdict.FAILED)])
+def test_intervals_must_save_time(longest: float, expected: Verdict) -> None:
+    """Seconds of a run are shared by the runs beside it; those at the longest interval must be fewer."""
+
+    def loss(task: Task) -> float:
+        return noisy(task, 0.3 + 1e-3 * task.setting["refresh"] + 0.1 * (task.name == "AID-KFAC"))
+
+    contest = finished(study("intervals"), loss, Plan(tried=1, kept=1))
+    for found in contest.done.values():
+        slow = longest if found["setting"]["refresh"] == 50 else 1.0
+        found |= {"workers": 10, "seconds": 20.0 * slow * (1 + (found["method"] == "AID-EKFAC"))}
+    assert linear_page.judgement("intervals", contest).verdict is expected
+    assert linear_page.milliseconds(contest.results(study("intervals")[0], {"refresh": 1.0})) == 2.0
 
 
 def test_the_page_has_the_recorded_tables(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +204,7 @@ def test_the_page_has_the_recorded_tables(capsys: pytest.CaptureFixture[str]) ->
 
 def test_tables_of_all_studies() -> None:
     contest = finished(list(LINES.values()), lambda task: noisy(task, 0.3), Plan(tried=1, kept=1))
-    text = linear_page.tables(contest, [])
+    text = linear_page.tables(contest)
     assert "Not run" not in text and all(f"| {name} |" in text for name in NAMES)
     assert text.count("β = ") == 4 and "| AID-CG-3, batch 128 |" in text and "| 50 |" in text
     assert "(edge: " in text and "nan" not in text
