@@ -207,7 +207,7 @@ def _overview(sections: Sequence[Section]) -> list[tuple[str, ...]]:
 
 def _needs(x: Section) -> str:
     if x.missing is None:
-        return "–"
+        return "on its page" if x.judgement.verdict is Verdict.REFUSED else "–"
     return f"about {budget.rounded(x.missing.minutes)}" + ("" if x.missing.unit == "GPU-minutes" else " (CPU)")
 
 

@@ -13,10 +13,12 @@ import torch
 from experiments import records
 from experiments.paper import cleaning, linear_length, linear_page, linear_runs
 from experiments.paper.cleaning import Case, Split
-from experiments.paper.linear_length import NAMES, ROWS, STUDIES, Contest, Line, Plan
+from experiments.paper.linear_length import BATCHES, NAMES, ROWS, STUDIES, Contest, Line, Plan
 from experiments.paper.linear_runs import Task, key
 from experiments.paper.methods import Rates, methods
 from experiments.paper.recipe import Verdict
+from experiments.paper.tuning import Difference
+from experiments.pieces import Lines
 
 LINES = {(line.study, line.title): line for study in STUDIES.values() for line in study(ROWS)}
 
@@ -200,6 +202,31 @@ def test_intervals_must_save_time(longest: float, expected: Verdict) -> None:
 def test_the_page_has_the_recorded_tables(capsys: pytest.CaptureFixture[str]) -> None:
     linear_length.main(["--table"])
     assert capsys.readouterr().out.strip() in (records.PAGES / "linear-length.md").read_text("utf-8")
+
+
+def test_what_the_page_says_of_the_runs() -> None:
+    """KFAC's test loss less that of others, seed by seed."""
+    contest = Contest(Lines(linear_length.RESULT).rows)
+    text = (records.PAGES / "linear-length.md").read_text("utf-8").replace("\n", " ")
+
+    def less(study: str, one: str, other: str) -> Difference:
+        pair = [linear_page.summary(contest.results(LINES[study, title]))["test_loss"] for title in (other, one)]
+        found = Difference.of(*pair)
+        assert found is not None and found.seeds == 3
+        return found
+
+    for name, said in (("CG-3", "+0.003 ± 0.004"), ("identity", "+0.003 ± 0.004")):
+        assert f"{less('figure 5', 'AID-KFAC, as printed', f'AID-{name}, as printed'):.3f}".startswith(said)
+    assert f"{less('figure 5', 'AID-KFAC, as printed', 'AmIGO, as printed'):.3f}".startswith("+0.005 ± 0.005")
+    mrbo = less("figure 5", "MRBO-KFAC, as printed", "MRBO, as printed")
+    assert f"{mrbo:.3f}".startswith("-0.077 ± 0.007") and "0.077 ± 0.007" in text
+    gaps = {batch: less("batches", f"AID-KFAC, batch {batch}", f"AID-CG-3, batch {batch}") for batch in BATCHES}
+    assert [batch for batch, gap in gaps.items() if gap.sign] == [128, 5000] and all(x.mean > 0 for x in gaps.values())
+    assert f"{gaps[128]:.3f}".startswith("+0.033 ± 0.005") and f"{gaps[5000]:.3f}".startswith("+0.006 ± 0.002")
+    held = [contest.kept(LINES["figure 5", f"{name}, each its own"]) for name in ("MRBO", "MRBO-KFAC")]
+    lowest = [min(linear_runs.loss_of(contest.done[key(task)]) for task in tasks) for tasks in held]
+    assert [f"{x:.3f}" for x in lowest] == ["0.339", "0.345"]
+    assert linear_page.judgement("averages", contest).verdict is Verdict.REFUSED
 
 
 def test_tables_of_all_studies() -> None:
