@@ -15,7 +15,6 @@ printed values.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -32,9 +31,10 @@ from experiments import records
 from experiments.paper import cleaning, datasets, references, resnet_runs
 from experiments.paper.cleaning import Split
 from experiments.paper.recipe import Judgement
-from experiments.paper.resnet_runs import TAUS, Saved, Size
+from experiments.paper.resnet_runs import TAUS, Size
 from experiments.paper.tuning import Setting
 from experiments.pieces import Lines
+from experiments.trial import Saved
 from experiments.workers import share
 
 RESULT = records.RESULTS / "paper" / "resnet-length.jsonl"
@@ -254,10 +254,7 @@ def beyond(best: float, tried: Sequence[float]) -> float | None:
 
 def saved(task: Task, folder: Path | None, step_seconds: float) -> Saved | None:
     """Where and how often a run is saved: every :data:`SAVED_EVERY` seconds or so, if a step takes ``step_seconds``."""
-    if folder is None:
-        return None
-    name = hashlib.sha256(key(task).encode()).hexdigest()[:16]
-    return Saved(folder / name, max(1, round(SAVED_EVERY / max(step_seconds, 1e-3))))
+    return Saved.of(key(task), folder, round(SAVED_EVERY / max(step_seconds, 1e-3)))
 
 
 def run(

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import gc
 import math
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +31,7 @@ from hyperkron.curvature import GGN
 from hyperkron.hyper import SampleWeights
 from hyperkron.hypergradient import Hypergradient, cg, ekfac, gradient_descent, identity, kfac, neumann
 from hyperkron.solution import HyperkronError
-from hyperkron.training import Box, Callback, Checkpoint, Run, fit
+from hyperkron.training import Box, Callback, Run, fit
 
 INNER_STEPS = 10
 DECAY = 5e-4
@@ -151,16 +149,15 @@ def prepare(
     seed: int,
     size: Size,
     callbacks: tuple[Callback, ...] = (),
-    folder: Path | None = None,
 ) -> Run:
-    """A run of a method or reference line that has taken no step yet, or is at its last checkpoint in ``folder``.
+    """A run of a method or reference line that has taken no step yet.
 
     ``outer`` of the setting is relative: by how much the weights of a batch move in the first step that counts, as a
     root mean square (:class:`experiments.trial.RelativeStep`); ``absolute`` in its place is the step size itself.
     """
     model = network(seed, size.width).to(split.device)
     if name in references.KINDS:
-        return _reference(name, setting, split, seed, size, model, callbacks, folder)
+        return _reference(name, setting, split, seed, size, model, callbacks)
     x, y = split.train
     weights = SampleWeights(len(x)).to(split.device)
     falling = name.startswith("MRBO")  # has its own rates, which fall
@@ -182,7 +179,6 @@ def prepare(
         callbacks=[trial.RelativeStep(setting.get("outer", 0.0), size.batch, setting.get("absolute")), *callbacks],
         record_failure=True,
         seed=None,
-        resume=folder,
     )
 
 
@@ -194,7 +190,6 @@ def _reference(
     size: Size,
     model: nn.Module,
     callbacks: tuple[Callback, ...],
-    folder: Path | None,
 ) -> Run:
     """Plain training on the rows of a reference line, ten steps at a time, with the decay of the inner problem."""
     x, y = references.rows_of(split, name)
@@ -213,7 +208,6 @@ def _reference(
         callbacks=list(callbacks),
         record_failure=True,
         seed=None,
-        resume=folder,
     )
 
 
@@ -236,13 +230,6 @@ class Until(Callback):
             run.stop("the time is up")
 
 
-class Saved(NamedTuple):
-    """Where the checkpoints of a run go, and how often, in outer steps."""
-
-    folder: Path
-    every: int
-
-
 def run(
     name: str,
     setting: Setting,
@@ -253,23 +240,21 @@ def run(
     *,
     test: bool,
     deadline: float = math.inf,
-    saved: Saved | None = None,
+    saved: trial.Saved | None = None,
 ) -> dict[str, Any]:
     """One run of ``steps`` outer steps, or fewer at a ``deadline``: its curve, and what became of the weights.
 
     With ``saved`` it continues where an earlier one was cut off, and leaves no checkpoint when it is done.
     """
     seen = looks(split, size, steps, test)
-    watching: tuple[Callback, ...] = (seen, Until(deadline))
-    folder = None if saved is None else saved.folder
+    made = prepare(name, setting, split, seed, size, (seen, Until(deadline)))
     if saved is not None:
-        watching += (Checkpoint(saved.folder, saved.every, keep=1),)
-    made = prepare(name, setting, split, seed, size, watching, folder)
+        saved.begin(made)
     begin = time.perf_counter()
     made.advance(max(0, steps - made.state.step), seconds=math.inf)
     rows = seen.of(made)
-    if folder is not None and (made.failure is not None or made.state.step >= steps):
-        shutil.rmtree(folder, ignore_errors=True)
+    if saved is not None and (made.failure is not None or made.state.step >= steps):
+        saved.end()
     spent = time.perf_counter() - begin
     found = {
         "failed": made.failure is not None,
