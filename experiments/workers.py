@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from experiments.pieces import OutOfTime
 from hyperkron.solution import HyperkronError
 
 if TYPE_CHECKING:
@@ -72,6 +75,27 @@ def share(
         for worker in workers:
             if worker.pid is not None:
                 worker.kill()
+
+
+@contextmanager
+def stopped_at(deadline: float) -> Iterator[None]:
+    """:class:`OutOfTime` inside the block when the deadline (of ``time.monotonic``) comes, also while tasks are carried
+    out; those that save themselves continue next time.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        raise OutOfTime("the time limit was reached; run the same command again to continue.")
+
+    if math.isinf(deadline):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(0.01, deadline - time.monotonic()))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def nearest(places: list[Any], last: Any) -> int:

@@ -9,14 +9,12 @@ runs themselves may share a device.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,13 +22,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from experiments.paper import costs
 from experiments.paper.long_tail_data import LongTail, Part, decoded, keep_decoded, long_tailed, moved
 from experiments.paper.long_tail_page import NOTE, answer, plot, tables, verdict
 from experiments.paper.long_tail_training import METHODS, Case, Training
 from experiments.paper.recipe import LISTED, Job, Recipe
 from experiments.paper.tuning import at_edge
 from experiments.pieces import OutOfTime
-from experiments.workers import share
+from experiments.workers import share, stopped_at
 
 Arm = Literal["own", "printed"]
 
@@ -202,7 +201,8 @@ def work(job: Job) -> dict[str, Any]:
     if not (found or tried):
         raise OutOfTime("the time limit was reached before the first run was done; run the same command again.")
     known = {name: cell for name in METHODS if (cell := job.cells.get(["price", name])) is not None}
-    return {"found": found, "trials": tried, "prices": known, "cut_short": cut_short}
+    own = costs.alone(job.scale, "long-tail")
+    return {"found": found, "trials": tried, "prices": known, "alone": own, "cut_short": cut_short}
 
 
 def _tried(job: Job) -> dict[str, dict[str, Any]]:
@@ -268,27 +268,8 @@ def fill(job: Job, recipe: Recipe, count: int) -> None:
 
         saved = Path(os.environ.get("HYPERKRON_CHECKPOINTS") or job.cells.path.parent / "long-tail-checkpoints")
         make = partial(_worker, settings, str(job.device), folder, saved)
-        with suppress(OutOfTime), _stopped_at(job.deadline):
+        with suppress(OutOfTime), stopped_at(job.deadline):
             share(count, make, ready, keep, late=lambda: job.late)
-
-
-@contextmanager
-def _stopped_at(deadline: float) -> Iterator[None]:
-    """:class:`OutOfTime` inside the block when the deadline comes."""
-
-    def stop(number: int, frame: object) -> None:
-        raise OutOfTime("the time limit was reached; run the same command again to continue.")
-
-    if math.isinf(deadline):
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(0.01, deadline - time.monotonic()))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _worker(settings: Settings, device: str, folder: Path | None, saved: Path) -> Callable[[Task], dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.paper import datasets
-from hyperkron.batches import Source
+from experiments.paper.epochs import Epochs
 from hyperkron.cleaning.data import read
 from hyperkron.solution import HyperkronError
 from hyperkron.validation import check_whole
@@ -91,7 +91,7 @@ def long_tailed(
     return LongTail(parts["train"], parts["meta"], parts["held_out"], part(*test), found)
 
 
-class Augmented(Source):
+class Augmented(Epochs):
     """Epoch after epoch of images, shuffled, shifted by up to ``shift`` pixels (mirrored edges) and flipped.
 
     An epoch is made at once on the images' device. What does not fill a batch is left out of the epoch.
@@ -109,34 +109,17 @@ class Augmented(Source):
         self.images, self.labels = F.pad(part[0], (shift,) * 4, "reflect"), part[1]
         self.batch, self.shift, self.flip = min(batch, len(part[1])), shift, flip
         self.side = part[0].shape[-1]
-        self.generator = torch.Generator().manual_seed(seed)
-        self._left: list[Part] = []
-        self._start = self.generator.get_state()
+        super().__init__(torch.Generator().manual_seed(seed))
 
     def __len__(self) -> int:
         """Batches of an epoch."""
         return len(self.labels) // self.batch
 
-    def next(self) -> Part:
-        """The next batch."""
-        if not self._left:
-            self._start = self.generator.get_state()
-            images, labels = self._epoch()
-            cuts = [slice(i * self.batch, (i + 1) * self.batch) for i in reversed(range(len(self)))]
-            self._left = [(images[cut], labels[cut]) for cut in cuts]
-        return self._left.pop()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The random state before this epoch (or the next, where it is over), and how many batches are left."""
-        return {"start": self._start if self._left else self.generator.get_state(), "left": len(self._left)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the batches that would have followed."""
-        self.generator.set_state(state["start"])
-        self._left = []
-        if state["left"]:
-            self.next()
-            del self._left[state["left"] :]
+    def epoch(self) -> Iterator[Part]:
+        """All batches of an epoch."""
+        images, labels = self._epoch()
+        cuts = (slice(i * self.batch, (i + 1) * self.batch) for i in range(len(self)))
+        return ((images[cut], labels[cut]) for cut in cuts)
 
     def _epoch(self) -> Part:
         count, device, random = len(self.labels), self.images.device, self.generator

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.paper import plots
+from experiments.paper import costs, plots
 from experiments.paper.long_tail_training import LOSSES, METHODS
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Judgement, Result, Table, Verdict, by_cases
@@ -158,7 +158,8 @@ def _costs(result: Result) -> list[Table]:
         for name, x in price.items()
     ]
     columns = ["method", "steps of θ", "ms per outer iteration", "relative to SAMA"]
-    return [Table("Time of an outer iteration, IF 100, one method after the other", columns, lines)]
+    title = f"Time of an outer iteration, IF 100, one method after the other{costs.EARLIER}"
+    return [*costs.tables(result), Table(title, columns, lines)]
 
 
 def verdict(result: Result) -> Judgement:
@@ -210,9 +211,9 @@ def answer(result: Result) -> list[str]:
         if len(mean) > 1:
             best = sorted(mean, key=lambda name: -mean[name])
             text.append(f"IF {imbalance}, own numbers: " + ", ".join(f"{name} {mean[name]:.1f}" for name in best) + ".")
-    price = result.figures["prices"]
-    if SAMA in price and KFAC in price:
-        ratio = price[KFAC]["seconds"] / price[SAMA]["seconds"]
+    price, own = result.figures["prices"], costs.of(result, "long-tail")
+    if own or (SAMA in price and KFAC in price):
+        ratio = own[KFAC]["relative"] if own else price[KFAC]["seconds"] / price[SAMA]["seconds"]
         text.append(f"An outer iteration with KFAC-emp takes {ratio:.2f} times SAMA's time.")
     return text
 

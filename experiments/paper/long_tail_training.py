@@ -244,6 +244,10 @@ class Training:
             problem, self.model, self.net, algorithm, self.batches, self.meta, outer_optimizer=outer, **common
         )
 
+    def prepare(self) -> Run:
+        """A run that has taken no step yet."""
+        return self._fit(0)
+
     def price(self, timed: int, warm: int = 4) -> dict[str, Any]:
         """Seconds of an outer iteration (``inner_steps`` steps of θ and one of λ), the device waited for; and whether
         θ's steps were replayed as a CUDA graph.

@@ -8,13 +8,17 @@ The problem is in :mod:`experiments.paper.poisoning_problem`, the methods are in
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from experiments.paper import datasets
+from experiments.paper import costs, datasets, side_by_side
 from experiments.paper import poisoning_attacks as attacks
 from experiments.paper import poisoning_problem as base
 from experiments.paper.datasets import Images
@@ -23,14 +27,16 @@ from experiments.paper.poisoning_attacks import ALGORITHMS, FOLLOWER, Poison
 from experiments.paper.poisoning_page import NOTE, tables, verdict
 from experiments.paper.poisoning_problem import Case, Split, Starts
 from experiments.paper.recipe import LISTED, Job, Recipe, Scale
-from experiments.paper.side_by_side import fill
 from experiments.paper.tuning import Grid, Setting
+from experiments.pieces import OutOfTime
 from experiments.trial import tensor_cores
+from experiments.workers import stopped_at
 from hyperkron.solution import HyperkronError
 
 REFERENCES = ("clean", "label flip")
 NOISE = "error-max noise"
-FIRST = ("TGDA-CG", "TGDA-KFAC-EMP", "BOME")
+DECISIVE = ("TGDA-CG", "TGDA-KFAC-EMP")
+FIRST = (*DECISIVE, "BOME")
 BESIDE = ("TGDA-KFAC", "TGDA-EKFAC")
 DEFENDED = ("label flip", NOISE, "TGDA-CG", "TGDA-KFAC-EMP")
 """The poisoned sets that the defence is measured on, for the first seed; of TGDA those of its own step sizes."""
@@ -119,6 +125,12 @@ def precision(case: Case) -> AbstractContextManager[None]:
     return nullcontext() if case.network == "linear" else tensor_cores()
 
 
+def saved(job: Job, key: list[Any]) -> Path:
+    """Where an attack that is not finished is saved."""
+    name = hashlib.sha256(json.dumps([job.cells.mark, key]).encode()).hexdigest()[:16]
+    return job.cells.path.parent / "poisoning-checkpoints" / name
+
+
 def entry(job: Job, source: Source, part: Part, name: str) -> Entry:
     """A method of a part; its score is the accuracy on held-out rows, which it is to lower."""
     settings: Settings = job.settings
@@ -128,7 +140,11 @@ def entry(job: Job, source: Source, part: Part, name: str) -> Entry:
     def poison(setting: Setting, seed: int, share: float) -> Poison | None:
         split = source.split(model, seed)
         if name in ALGORITHMS:
-            return attacks.bilevel(case, split, starts, name, setting, seed, relative=own, part=share)
+            folder = saved(job, [part.stage, name, setting, seed]) if share == 1 else None
+            found = attacks.bilevel(case, split, starts, name, setting, seed, relative=own, part=share, folder=folder)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            return found
         if name == NOISE:
             return attacks.error_maximising(case, split, starts, setting["bound"], seed)
         return attacks.flipped(split) if name == "label flip" else None
@@ -218,6 +234,7 @@ def work(job: Job) -> dict[str, Any]:
     return {
         "models": {model: summary(found, model) for model in job.settings.cases},
         "prices": price,
+        "alone": costs.alone(job.scale, *(f"poisoning {model}" for model in job.settings.cases)),
         "cut_short": found.cut_short or any(model not in price for model in job.settings.cases),
     }
 
@@ -244,11 +261,18 @@ def summary(found: Found, model: str) -> dict[str, Any]:
     return made
 
 
+def fill(job: Job, recipe: Recipe, count: int) -> None:
+    """Carry out what is missing in ``count`` processes; what is not finished at the deadline continues next time."""
+    with suppress(OutOfTime), stopped_at(job.deadline):
+        side_by_side.fill(job, recipe, count)
+
+
 def parts_for(models: Sequence[str], seeds: int | None = None) -> tuple[Part, ...]:
-    """The decisive methods of every model first, then the further curvatures."""
-    decisive = (("reference", REFERENCES), ("own", (NOISE,)), ("own", FIRST), ("printed", FIRST))
+    """The decisive methods of every model first, then the printed step sizes, then the further curvatures."""
+    decisive = (("reference", REFERENCES), ("own", DECISIVE), ("own", (*FIRST[2:], NOISE)))
     first = [Part(model, arm, methods, seeds) for model in models for arm, methods in decisive]
-    return (*first, *(Part(model, arm, BESIDE, seeds) for model in models for arm in ("own", "printed")))
+    printed = [Part(model, "printed", FIRST, seeds) for model in models]
+    return (*first, *printed, *(Part(model, arm, BESIDE, seeds) for model in models for arm in ("own", "printed")))
 
 
 LR = Case("mnist", "linear", (42_000, 13_000, 5_000), cleaned=10_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from hyperkron.algorithms.base import Algorithm
 from hyperkron.cleaning import CleanConfig, clean
 from hyperkron.hypergradient import Hypergradient, cg, ekfac, kfac
 from hyperkron.solution import Status
-from hyperkron.training import Run, fit
+from hyperkron.training import Callback, Checkpoint, Run, fit
 
 WARM = 4
 """Steps before the time of a step is taken; the first ones record CUDA graphs."""
 CG_ITERATIONS = 16
+SAVES = 40
+"""How often an attack is saved on its way."""
 
 Made = Callable[[Case, float, int], Algorithm]
 
@@ -63,31 +66,37 @@ def prepare(
     seed: int,
     *,
     relative: bool,
+    folder: Path | None = None,
     **options: Any,
 ) -> Run:
-    """A run of a bilevel method that has taken no step yet.
+    """A run of a bilevel method that has taken no step yet, or those of the last time.
 
     Args:
         starts: leader and follower of a seed.
         setting: ``inner``, ``outer`` and ``damping``.
         relative: ``outer`` is the root mean square by which the first step moves λ, not SGD's step size.
+        folder: the run is saved here from time to time and continues from there.
     """
     lead, follower = starts(seed)
     algorithm = InnerOnly(case.inner_steps) if name == FOLLOWER else ALGORITHMS[name](case, setting["damping"], seed)
     count = sum(p.numel() for p in lead.parameters())
     rate = trial.TINY if relative else setting["outer"]
-    clean_rows, origin = Shuffled(split.train, case.batch, seed), Shuffled(split.origin, case.added, seed + 1)
+    callbacks: list[Callback] = [trial.RelativeStep(setting["outer"], count)] if relative else []
+    if folder is not None:
+        callbacks.append(Checkpoint(folder, every=max(1, case.steps // SAVES), keep=1))
+    rows = base.Both(Shuffled(split.train, case.batch, seed), Shuffled(split.origin, case.added, seed + 1))
     return fit(
         base.problem(case.share),
         follower,
         lead,
         algorithm,
-        lambda: (*clean_rows(), *origin()),
+        rows,
         Shuffled(split.validation, case.batch, seed + 2),
         steps=0,
+        resume=folder,
         inner_optimizer=torch.optim.SGD(follower.parameters(), lr=setting["inner"]),
         outer_optimizer=torch.optim.SGD(lead.parameters(), lr=rate),
-        callbacks=[trial.RelativeStep(setting["outer"], count)] if relative else [],
+        callbacks=callbacks,
         graph=True,
         record_failure=True,
         seed=None,
@@ -96,17 +105,28 @@ def prepare(
 
 
 def bilevel(
-    case: Case, split: Split, starts: Starts, name: str, setting: Setting, seed: int, *, relative: bool, part: float = 1
+    case: Case,
+    split: Split,
+    starts: Starts,
+    name: str,
+    setting: Setting,
+    seed: int,
+    *,
+    relative: bool,
+    part: float = 1,
+    folder: Path | None = None,
 ) -> Poison:
     """Rows of a leader trained by a bilevel method for ``part`` of the case's steps.
 
-    A run that fails on the way has made no rows: the copies that the leader began with are added.
+    A run that fails on the way has made no rows: the copies that the leader began with are added. ``folder`` as in
+    :func:`prepare`.
     """
-    run = prepare(case, split, starts, name, setting, seed, relative=relative)
+    run = prepare(case, split, starts, name, setting, seed, relative=relative, folder=folder)
     before, _ = starts(seed)
-    error = ""
+    error, steps = "", max(trial.MEASURED + 1, math.ceil(part * case.steps))
     try:
-        run.advance(max(trial.MEASURED + 1, math.ceil(part * case.steps)))
+        if run.state.step < steps:
+            run.advance(steps - run.state.step)
     except RuntimeError as found:  # of the device; other runs go on
         error = f"{found!s:.200}"
     after = run.state.hyper

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from experiments.paper import costs
 from experiments.paper.compare import known, mean
 from experiments.paper.poisoning_attacks import FOLLOWER
 from experiments.paper.printed import printed
@@ -179,9 +180,9 @@ def _prices(result: Result) -> list[Table]:
     ]
     title = (
         "Milliseconds of a step of λ with its steps of θ; in brackets as a multiple of CG's, and the same of the "
-        "hypergradient alone; measured one after the other"
+        f"hypergradient alone; measured one after the other{costs.EARLIER}"
     )
-    return [Table(title, ["model", FOLLOWER, *names], rows)] if rows else []
+    return [*costs.tables(result), Table(title, ["model", FOLLOWER, *names], rows)] if rows else []
 
 
 def _price(of: dict[str, float | None], name: str) -> str:

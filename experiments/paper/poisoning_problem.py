@@ -13,7 +13,7 @@ Reference: Lu, Kamath & Yu, "Indiscriminate data poisoning attacks on neural net
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +24,9 @@ from torch import Tensor, nn
 
 from experiments import trial
 from experiments.paper import datasets
+from experiments.paper.epochs import Epochs
 from hyperkron import losses
+from hyperkron.batches import Source
 from hyperkron.cleaning.models import mlp
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError
@@ -134,28 +136,45 @@ def split_of(case: Case, data: datasets.Images, seed: int, device: torch.device 
     return Split(parts[0], parts[1], parts[2], test, origin)
 
 
-class Shuffled:
+class Shuffled(Epochs):
     """Full batches of a part for ever, each epoch in a new order and without the few rows that do not fill a batch.
 
     The rows are put in order once an epoch, so that a batch is a view of them.
     """
 
     def __init__(self, part: Part, size: int, seed: int) -> None:
+        super().__init__(torch.Generator().manual_seed(seed))
         self.part, self.size = part, min(size, len(part[0]))
-        self.generator = torch.Generator().manual_seed(seed)
-        self.left: list[Part] = []
 
-    def __call__(self) -> Part:
-        """Inputs and labels."""
-        if not self.left:
-            order = torch.randperm(len(self.part[0]), generator=self.generator).to(self.part[0].device)
-            x, y = (z[order[: self.size * (len(order) // self.size)]].split(self.size) for z in self.part)
-            self.left = list(zip(x, y, strict=True))
-        return self.left.pop()
+    def epoch(self) -> Iterable[Part]:
+        """Inputs and labels of its batches."""
+        order = torch.randperm(len(self.part[0]), generator=self.generator).to(self.part[0].device)
+        x, y = (z[order[: self.size * (len(order) // self.size)]].split(self.size) for z in self.part)
+        return reversed([*zip(x, y, strict=True)])
 
     def epochs(self, count: int) -> int:
         """The batches of this many epochs."""
         return count * (len(self.part[0]) // self.size)
+
+
+class Both(Source):
+    """Inner batches: (clean x, clean y, x to poison, its y)."""
+
+    def __init__(self, clean: Shuffled, origin: Shuffled) -> None:
+        self.parts = {"clean": clean, "origin": origin}
+
+    def next(self) -> tuple[Tensor, ...]:
+        """The next batches of both."""
+        return tuple(x for part in self.parts.values() for x in part.next())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where both stand."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the batches that would have followed."""
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
 
 
 # --- networks -----------------------------------------------------------------------------------------------

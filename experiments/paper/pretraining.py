@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from experiments.paper import costs
 from experiments.paper.pretraining_page import NOTE, answer, tables, verdict
 from experiments.paper.pretraining_trial import BILEVEL, METHODS, Case, Source, Trial
 from experiments.paper.recipe import LISTED, Job, Recipe, Scale
@@ -30,6 +31,8 @@ PRINTED = 1e-5
 MAIN = ("Baseline", "TARTAN-MT", "SAMA", "KFAC-EMP")
 MORE = ("KFAC-mc", "EKFAC", "KFAC-EMP, one weight")
 REFERENCES = ("TARTAN-MT, all rows", "Baseline, files as they are")
+CAUSES = ("TARTAN-MT, longer head", "TARTAN-MT, weight 0.1")
+"""Whether masked-language modelling hurts because its head starts fresh, or because it counts too much."""
 
 
 @dataclass(frozen=True)
@@ -110,17 +113,19 @@ def _planned(job: Job, group: Sequence[str], names: Sequence[str]) -> Iterator[T
         yield from (trials := rate_trials(job, dataset))
         if (best := chosen(job, trials)) is not None:
             rates[dataset] = best.inner
-    for seed in job.seeds:
-        for dataset, inner in rates.items():
-            for name in names:
-                plain = name not in BILEVEL
-                if plain or not METHODS[name].scalar:
-                    yield Task(dataset, name, inner, None if plain else PRINTED, seed)
+
+    def plain(wanted: Sequence[str]) -> Iterator[Task]:
+        for seed in job.seeds:
+            for dataset, inner in rates.items():
+                yield from (Task(dataset, x, inner, PRINTED if x in BILEVEL else None, seed) for x in wanted)
+
+    yield from plain([name for name in names if name not in CAUSES and not METHODS[name].scalar])
     for dataset, inner in rates.items():
         for name in (name for name in names if name in BILEVEL):
             yield from (trials := own_trials(job, dataset, name, inner))
             if (best := chosen(job, trials)) is not None:
                 yield from (best._replace(seed=seed) for seed in job.seeds)
+    yield from plain([name for name in names if name in CAUSES])
 
 
 def _missing(job: Job) -> list[Task]:
@@ -181,7 +186,8 @@ class _Once:
 def work(job: Job) -> dict[str, Any]:
     """Prices, then every run in order, and what they found."""
     source = _Once(job)
-    prices = _prices(job, source, [name for names in job.settings.methods for name in names if name not in REFERENCES])
+    unpriced = (*REFERENCES, *CAUSES)
+    prices = _prices(job, source, [name for names in job.settings.methods for name in names if name not in unpriced])
     try:
         while left := _missing(job):
             job.cell(list(left[0]), partial(_run_from, source, job.settings.case, left[0]))
@@ -191,7 +197,13 @@ def work(job: Job) -> dict[str, Any]:
     found = {dataset: of for dataset, of in found.items() if of}
     if not found:
         raise OutOfTime("the time limit was reached before the first run was done; run the same command again.")
-    return {"prices": prices, "tasks": found, "steps": job.settings.case.steps, "cut_short": bool(_missing(job))}
+    return {
+        "prices": prices,
+        "alone": costs.alone(job.scale, "pretraining"),
+        "tasks": found,
+        "steps": job.settings.case.steps,
+        "cut_short": bool(_missing(job)),
+    }
 
 
 def _run_from(source: Callable[[], Source], case: Case, task: Task) -> dict[str, Any]:
@@ -216,7 +228,18 @@ def summary(job: Job, dataset: str) -> dict[str, Any]:
         if any(runs.values()):
             found[name] = {arm: figures for arm, figures in runs.items() if figures}
     edges = (min(settings.inner), max(settings.inner))
-    return {"inner": best.inner, "edge": len(settings.inner) > 1 and best.inner in edges, "methods": found}
+    edge = len(settings.inner) > 1 and best.inner in edges
+    return {"inner": best.inner, "edge": edge, "methods": found, "tried": _tried(job, dataset, best.inner)}
+
+
+def _tried(job: Job, dataset: str, inner: float) -> dict[str, dict[str, Any]]:
+    """By method and step size of λ: dev F1 of the first seed, and the mean weight at the end."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in (name for name in MAIN if name in BILEVEL):
+        for task in own_trials(job, dataset, name, inner):
+            if (cell := job.cells.get(list(task))) is not None and cell["dev"] is not None:
+                found.setdefault(name, {})[f"{task.outer:g}"] = [cell["dev"], cell["weights"]["mean"]]
+    return found
 
 
 def _runs(job: Job, task: Task) -> dict[str, Any]:
@@ -237,7 +260,7 @@ def _runs(job: Job, task: Task) -> dict[str, Any]:
 def fill(job: Job, recipe: Recipe, count: int) -> None:
     """Prices of the main methods, with the device to themselves; then the runs, in ``count`` processes."""
     source = _Once(job)
-    _prices(job, source, job.settings.methods[0])
+    _prices(job, source, MAIN)
     source.made = None
 
     def keep(key: list[Any], value: dict[str, Any], seconds: float, busy: float) -> None:
@@ -266,7 +289,7 @@ SETTINGS: dict[Scale, Settings] = {
         MADE_UP,
         {MADE_UP: 16},
         ((MADE_UP,),),
-        (MAIN, (*MORE, *REFERENCES)),
+        (MAIN, (*MORE, *REFERENCES, *CAUSES)),
         Case(batch=8, inner_steps=2, steps=2, looks=2, head_steps=4),
         inner=(1e-3,),
         outer=(PRINTED, 1e-2),
@@ -277,7 +300,7 @@ SETTINGS: dict[Scale, Settings] = {
         "minilm",
         LENGTHS,
         GROUPS,
-        (MAIN, MORE, REFERENCES),
+        ((*MAIN, *CAUSES), MORE, REFERENCES),
         Case(),
         inner=(2e-5, 6e-5, 2e-4, 6e-4),
         outer=(PRINTED, 1e-4, 1e-3, 1e-2),

@@ -100,11 +100,11 @@ def _takes_additive(encoder: Any) -> bool:
 
 
 class AuxiliaryWeight(nn.Module):
-    """One weight for the whole auxiliary loss: w = 2 sigmoid(λ), 1 at first."""
+    """One weight for the whole auxiliary loss: w = 2 sigmoid(λ), with the value ``first`` in (0, 2) at first."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: float = 1.0) -> None:
         super().__init__()
-        self.logit = nn.Parameter(torch.zeros(1))
+        self.logit = nn.Parameter(torch.full((1,), first / 2).logit())
 
     def forward(self, per_example: Tensor) -> Tensor:
         """The weights (N,) of examples with these losses (N,)."""

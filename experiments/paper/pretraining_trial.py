@@ -47,6 +47,8 @@ class Method:
         scalar: one weight for the whole auxiliary loss in place of the weight network.
         all_rows: θ is also trained on the rows that others hold out for J_out.
         leaky: the files as they are, with test texts in training.
+        head: how many times longer than usual the fresh head for tokens is trained beforehand.
+        weight: of the auxiliary loss in plain training.
     """
 
     hypergradient: Callable[[torch.optim.Optimizer, int], Hypergradient] | None = None
@@ -54,6 +56,8 @@ class Method:
     scalar: bool = False
     all_rows: bool = False
     leaky: bool = False
+    head: int = 1
+    weight: float = 1.0
 
 
 def _empirical(optimizer: torch.optim.Optimizer, seed: int) -> Hypergradient:
@@ -70,6 +74,8 @@ METHODS: dict[str, Method] = {
     "KFAC-EMP, one weight": Method(_empirical, scalar=True),
     "TARTAN-MT, all rows": Method(all_rows=True),
     "Baseline, files as they are": Method(auxiliary=False, leaky=True),
+    "TARTAN-MT, longer head": Method(head=10),
+    "TARTAN-MT, weight 0.1": Method(weight=0.1),
 }
 """EKFAC's Fisher is the empirical one: its basis for the 30 000 rows of the word embeddings is then thin. As its
 eigendecompositions cost as much as all else together, it is renewed at every tenth step of λ."""
@@ -138,10 +144,11 @@ class Source:
                     layer.weight.copy_(torch.randn(layer.weight.shape) * 0.02)
                     layer.bias.zero_()
         if method.auxiliary and case.head_steps:
-            key = (dataset, method.leaky, case.head_steps)
+            steps = method.head * case.head_steps
+            key = (dataset, method.leaky, steps)
             if key not in self._heads:  # one for all seeds, as a pretrained one would be
                 corpus = self.split(dataset, 0, method.leaky).auxiliary
-                self._heads[key] = _warm_head(made, corpus, self.tokenizer, case)
+                self._heads[key] = _warm_head(made, corpus, self.tokenizer, case, steps)
             with torch.no_grad():
                 for p, value in zip(made.token_head(), self._heads[key], strict=True):
                     p.copy_(value)
@@ -171,8 +178,8 @@ def _read(transformers: Any, where: Path) -> tuple[Any, Any]:
     return encoder, transformers.AutoTokenizer.from_pretrained(where, local_files_only=True)
 
 
-def _warm_head(model: TwoHeads, corpus: Tokens, tokenizer: Any, case: Case) -> list[Tensor]:
-    """The head for tokens after some steps with everything else frozen, from initial weights of its own."""
+def _warm_head(model: TwoHeads, corpus: Tokens, tokenizer: Any, case: Case, steps: int) -> list[Tensor]:
+    """The head for tokens after ``steps`` with everything else frozen, from initial weights of its own."""
     head = model.token_head()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -182,7 +189,7 @@ def _warm_head(model: TwoHeads, corpus: Tokens, tokenizer: Any, case: Case) -> l
         p.requires_grad_(True)
     optimizer = torch.optim.AdamW(head, lr=1e-3, weight_decay=0.0)
     batches = Masked(corpus, tokenizer, 4 * case.batch, 2000)
-    train(model, token_objective, batches, optimizer, case.head_steps, graph=case.graph)
+    train(model, token_objective, batches, optimizer, steps, graph=case.graph)
     model.requires_grad_(True)
     return [p.detach().clone() for p in head]
 
@@ -222,7 +229,8 @@ class Trial:
         self.name, self.case, self.micro = name, case, dataset == "chemprot"
         self.split, self.tokenizer = source.split(dataset, seed, method.leaky), source.tokenizer
         self.model = source.model(dataset, method, seed, case)
-        self.weights = (AuxiliaryWeight() if method.scalar else weight_network(seed=seed)).to(source.device)
+        one = method.scalar or method.weight != 1
+        self.weights = (AuxiliaryWeight(method.weight) if one else weight_network(seed=seed)).to(source.device)
         rows = _together(self.split) if method.all_rows else self.split.train
         batches: Any = Labelled(rows, case.batch, seed)
         if method.auxiliary:
@@ -250,7 +258,7 @@ class Trial:
         self.run = fit(
             PROBLEM,
             self.model,
-            self.weights,  # plain training leaves it as it is: every weight is 1
+            self.weights,  # plain training leaves it as it is: all weights are equal
             algorithm,
             batches,
             steps=0,
@@ -273,6 +281,7 @@ class Trial:
     def train(self) -> dict[str, Any]:
         """The whole run: dev at every look, test once, at the parameters that were best on dev, and λ's changes."""
         self.run.callbacks.append(self.looks)
+        before = self._token_loss()
         self.run.advance(self.case.steps)
         rows = self.looks.rows
         figures: dict[str, Any] = {
@@ -280,6 +289,7 @@ class Trial:
             "dev_curve": [round(float(row["dev"]), 3) for row in rows],  # type: ignore[arg-type]
             "recorded": self.run.state.loop.recorded,
             "weights": None if self.name not in BILEVEL else self._weights(),
+            "token_loss": [before, self._token_loss()],
         }
         if not self._kept:
             return {**figures, "dev": None, "test": None}
@@ -291,11 +301,20 @@ class Trial:
         return {**figures, "dev": self._best[0], "dev_loss": -self._best[1], "test": test}
 
     @torch.no_grad()
-    def _weights(self) -> dict[str, Any]:
-        """The learned weights of 256 auxiliary texts, how far they are from 1 where they began, and the curve w(ℓ)."""
+    def _per_text(self) -> Tensor:
+        """The mean loss of the masked tokens of 256 auxiliary texts."""
         ids, mask, positions, targets = Masked(self.split.auxiliary, self.tokenizer, 256, 7)()
         parts = zip(ids.split(32), mask.split(32), positions.split(32), targets.split(32), strict=True)
-        per_text = torch.cat([token_losses(self.model(i, m, p)[1], t) for i, m, p, t in parts])
+        return torch.cat([token_losses(self.model(i, m, p)[1], t) for i, m, p, t in parts])
+
+    def _token_loss(self) -> float | None:
+        """The mean of that, where masked tokens are trained on."""
+        return float(self._per_text().mean()) if METHODS[self.name].auxiliary else None
+
+    @torch.no_grad()
+    def _weights(self) -> dict[str, Any]:
+        """The learned weights of 256 auxiliary texts, how far they are from 1 where they began, and the curve w(ℓ)."""
+        per_text = self._per_text()
         found = self.weights(per_text)
         curve = self.weights(torch.tensor(LOSSES, device=found.device))
         return {

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
+import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from experiments.paper import datasets
+from experiments.paper import costs, datasets
 from experiments.paper import unlearnable_page as page
 from experiments.paper.recipe import LISTED, Job, Recipe, Scale
 from experiments.paper.unlearnable_attack import (
@@ -30,28 +31,28 @@ from experiments.paper.unlearnable_attack import (
     PRINTED_RATE,
     UNTRAINED,
     Arm,
-    Case,
-    Data,
-    Victim,
     attack,
-    judge,
     prices,
-    seeded,
-    victim_accuracy,
 )
 from experiments.paper.unlearnable_networks import SampleNoise, UNet
 from experiments.paper.unlearnable_page import LARGE, SMALL
+from experiments.paper.unlearnable_victims import Case, Data, Victim, judge, seeded, victim_accuracy
 from experiments.pieces import OutOfTime
-from experiments.workers import share
+from experiments.workers import share, stopped_at
 
 BILEVEL = ("AID-KFAC", "AID-CG", "BOME", "stocBiO")
 BESIDE = ("AID-KFAC-mc", "AID-EKFAC")
 PRICED = (*METHODS,)
+LONG = 4.9
+"""How many times longer than the case's an attack of the arm ``long`` is: at small scale 4900 steps, as printed."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table for one victim: ε in 1/255 (0 without perturbations), the method, the arm and a seed."""
+    """A line of the table for one victim: ε in 1/255 (0 without perturbations), the method, the arm and a seed.
+
+    The arms ``own`` and ``long`` have one step size of λ.
+    """
 
     radius: int
     method: str
@@ -172,10 +173,14 @@ class Work:
     def attack(self, row: Row) -> tuple[nn.Module, dict[str, Any]]:
         """Train the attacker of a row and keep it."""
         rate = chosen_rate(self.job, row)
-        noise, found = attack(self.case, self.data, row.method, row.arm, rate, row.radius / 255, row.seed)
         path = self.path(row)
         path.parent.mkdir(parents=True, exist_ok=True)
+        saved = path.with_suffix("")  # what is not finished continues from here
+        setting = row.method, row.arm, rate, row.radius / 255, row.seed
+        case = replace(self.case, steps=round(LONG * self.case.steps)) if row.arm == "long" else self.case
+        noise, found = attack(case, self.data, *setting, folder=saved)
         save_file({name: x.contiguous() for name, x in noise.state_dict().items()}, path)
+        shutil.rmtree(saved, ignore_errors=True)
         return noise, {**found, "rate": rate, "picture": page.encoded(noise, self.data.train[0])}
 
     def path(self, row: Row) -> Path:
@@ -278,30 +283,28 @@ def gathered(job: Job) -> dict[str, Any]:
             line["held_out"] = judged["held_out"]
     times = job.cells.get(["prices"])
     missing = any(job.cells.get(Piece("victim", row).key) is None for row in rows)
-    return {"lines": found, "tried": tried, "seconds": times or {}, "cut_short": missing or times is None}
+    own = costs.alone(job.scale, "unlearnable")
+    cut_short = missing or not (times or own)
+    return {"lines": found, "tried": tried, "seconds": times or {}, "alone": own, "cut_short": cut_short}
 
 
 def fill(job: Job, recipe: Recipe, count: int) -> None:
-    """Measure the prices here, then carry out what is missing in ``count`` processes."""
+    """Measure the prices here, then carry out what is missing in ``count`` processes.
+
+    An attack that is not finished at the deadline continues from its last save.
+    """
     try:
         priced(job, lambda: Work(job))
     except OutOfTime:
         return
-    longest = [0.0]
 
     def keep(key: list[Any], value: dict[str, Any], seconds: float, busy: float) -> None:
-        longest[0] = max(longest[0], seconds)
         job.say(f"{' '.join(map(str, key))}: {seconds:.1f} s, {_short(value)}")
         job.cells.put(key, value, seconds, busy)
 
     make = partial(_worker, recipe.name, job.scale, len(job.seeds), str(job.device), job.cells.path.parent, job.data)
-    share(
-        count,
-        make,
-        lambda: ((piece.key, piece) for piece in ready(job)),
-        keep,
-        late=lambda: time.monotonic() + longest[0] > job.deadline,
-    )
+    with suppress(OutOfTime), stopped_at(job.deadline):
+        share(count, make, lambda: ((piece.key, piece) for piece in ready(job)), keep, late=lambda: job.late)
 
 
 def _short(value: dict[str, Any]) -> str:
@@ -334,8 +337,11 @@ def _worker(
 MAIN = (ERROR_MINIMISING, *BILEVEL)
 ROWS = (
     *table(LARGE, (NO_NOISE, *MAIN), "own", "CNN"),
+    *table(LARGE, BILEVEL, "long", "CNN"),
+    *table(LARGE, (NO_NOISE, ERROR_MINIMISING), "own", "ResNet-18"),
+    *table(LARGE, BILEVEL, "long", "ResNet-18"),
     *table(LARGE, BILEVEL, "printed", "CNN"),
-    *table(LARGE, (NO_NOISE, *MAIN), "own", "ResNet-18"),
+    *table(LARGE, BILEVEL, "own", "ResNet-18"),
     *table(LARGE, (UNTRAINED,), "own", "CNN"),
     *table(SMALL, MAIN, "own", "CNN"),
     *table(LARGE, BESIDE, "own", "CNN"),
@@ -354,6 +360,7 @@ SETTINGS: dict[Scale, Settings] = {
         (
             *table(LARGE, (NO_NOISE, UNTRAINED, *MAIN, *BESIDE), "own", "CNN"),
             *table(LARGE, ("AID-KFAC", "BOME"), "printed", "CNN"),
+            *table(LARGE, ("AID-CG",), "long", "CNN"),
             *table(SMALL, ("AID-KFAC",), "own", "ResNet-18"),
         ),
         (1e-3,),

@@ -1,4 +1,4 @@
-"""Unlearnable examples: the bilevel problem, the methods, and the training of attackers and victims.
+"""Unlearnable examples: the bilevel problem, the methods, and the training of attackers.
 
     min_λ  mean max_{y' ≠ y} CE(θ*(λ); x, y')      subject to      θ*(λ) = argmin_θ mean CE(θ; clamp(x + g_λ(x)), y)
 
@@ -10,83 +10,26 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from experiments.paper.unlearnable_networks import SampleNoise, UNet, cnn, crop_and_flip, published
+from experiments.paper.unlearnable_networks import SampleNoise, UNet, published
+from experiments.paper.unlearnable_victims import Case, Data, Sampled, classifier, half_precision, judge, seeded
 from hyperkron import losses, trees
-from hyperkron.algorithms import AID, BOME, Algorithm, Examples, InnerOnly, StepReport, StocBiO, Updates, derivatives
+from hyperkron.algorithms import AID, BOME, Algorithm, Examples, StepReport, StocBiO, Updates, derivatives
 from hyperkron.algorithms.base import Count, State
 from hyperkron.batches import BatchSources
-from hyperkron.cleaning.models import resnet18
 from hyperkron.hypergradient import cg, ekfac, kfac
 from hyperkron.losses import Loss
 from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HyperkronError
-from hyperkron.training import Box, Evaluate, Run, fit
+from hyperkron.training import Box, Checkpoint, Evaluate, Run, fit
 
-Part = tuple[Tensor, Tensor]
-Arm = Literal["printed", "own"]
-Victim = Literal["CNN", "ResNet-18"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Sizes and lengths.
-
-    Attributes:
-        unet, width, hidden: channels of the generator's and the CNN's first layers, and the CNN's hidden units.
-        resnet: channels of ResNet-18's first stage.
-        batch: of both levels; BOME has half of it, as printed.
-        steps: of λ; of θ as many. BOME, whose step is that of ten others, makes a share of them.
-        rate: step size of θ (SGD with momentum 0.9; BOME without).
-        looks: how often a short run of a fresh CNN judges the attacker on held-out images; the best one is kept.
-        scratch: epochs of such a run.
-        epochs: of a victim's training, by victim.
-        rounds: passes of error-minimising noise over all images, each with ten steps of θ before it.
-        damping: of all hypergradients.
-        padding: of crops.
-        bome: BOME's share of the steps.
-    """
-
-    unet: int = 64
-    width: int = 64
-    hidden: int = 256
-    resnet: int = 64
-    batch: int = 512
-    steps: int = 4900
-    rate: float = 0.03
-    looks: int = 10
-    scratch: int = 5
-    epochs: tuple[int, int] = (100, 100)
-    victim_batch: int = 256
-    rounds: int = 20
-    damping: float = 1e-3
-    padding: int = 4
-    bome: float = 1.0
-
-
-@dataclass(frozen=True)
-class Data:
-    """Images in [0, 1] with labels: those to be published, held-out ones that judge attackers, and the test images."""
-
-    train: Part
-    held_out: Part
-    test: Part
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.train[0].device
-
-    @property
-    def size(self) -> int:
-        """Pixels along an edge."""
-        return int(self.train[0].shape[-1])
+Arm = Literal["printed", "own", "long"]
 
 
 def least_likely(output: Tensor, target: Tensor) -> Loss:
@@ -155,133 +98,57 @@ PRINTED_RATE = {"BOME": 0.1}
 NO_NOISE, UNTRAINED, ERROR_MINIMISING = "None", "Untrained generator", "EM"
 
 
-def sampled(part: Part, size: int, seed: int, padding: int = 0) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """A function that returns random batches: images, labels, and the numbers of the images; epoch after epoch.
-
-    Where ``padding`` is positive, the images of an epoch are shifted and mirrored, all at once.
-    """
-    x, y = part
-    generator = torch.Generator(x.device).manual_seed(seed)
-    size = min(size, len(x))
-
-    def batches() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        while True:
-            order = torch.randperm(len(x), device=x.device, generator=generator)[: len(x) // size * size]
-            if not padding:
-                yield from ((x[index], y[index], index) for index in order.split(size))
-                continue
-            images = crop_and_flip(x[order], padding, generator)
-            yield from zip(images.split(size), y[order].split(size), order.split(size), strict=True)
-
-    return batches().__next__
-
-
-def seeded(make: Callable[[], nn.Module], seed: int, device: torch.device) -> Any:
-    """A network with the initial weights of a seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make().to(device)
-
-
-def _half(device: torch.device) -> torch.dtype | None:
-    return torch.bfloat16 if device.type == "cuda" else None
-
-
-def train(network: nn.Module, part: Part, steps: int, *, batch: int, rate: float, padding: int, seed: int) -> None:
-    """Plain training in one cycle of the step size, with crops and mirror images where ``padding`` is positive."""
-    device = part[0].device
-    optimizer = torch.optim.SGD(network.parameters(), lr=rate, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1, cycle_momentum=False)
-    fit(
-        BilevelProblem(lambda m, _, b: losses.cross_entropy(m(b[0]), b[1])),
-        network,
-        None,
-        InnerOnly(report_every=steps),
-        sampled(part, batch, seed, padding),
-        steps=steps,
-        seed=None,
-        graph=True,
-        inner_optimizer=Updates(optimizer, cycle, autocast=_half(device)),
+def first_noise(case: Case, data: Data, method: str, radius: float, seed: int) -> nn.Module:
+    """λ as an attack begins: free noise for error-minimising noise, else a generator."""
+    shape = tuple(data.train[0].shape)
+    free = method == ERROR_MINIMISING
+    noise: nn.Module = seeded(
+        lambda: SampleNoise(shape[0], shape[1:], radius) if free else UNet(radius, case.unet), seed, data.device
     )
-
-
-@torch.no_grad()
-def accuracy(network: nn.Module, part: Part) -> float:
-    """The share of images in per cent whose class is found."""
-    network.eval()
-    hits = [network(x).argmax(1).eq(y).sum() for x, y in zip(part[0].split(2000), part[1].split(2000), strict=True)]
-    network.train()
-    return 100 * float(torch.stack(hits).sum()) / len(part[1])
-
-
-def classifier(case: Case, data: Data, seed: int, victim: Victim = "CNN") -> nn.Module:
-    """A fresh victim."""
-    makers: dict[str, Callable[[], nn.Module]] = {
-        "CNN": lambda: cnn(data.size, case.width, case.hidden),
-        "ResNet-18": lambda: resnet18(width=case.resnet),
-    }
-    if victim not in makers:
-        raise HyperkronError(f"victim={victim!r} is unknown; choose one of {', '.join(makers)}.")
-    network: nn.Module = seeded(makers[victim], seed, data.device)
-    return network
-
-
-def judge(case: Case, data: Data, noise: nn.Module | None, seed: int) -> float:
-    """Held-out accuracy in per cent of a CNN trained briefly on the published images: lower is a better attacker."""
-    network = classifier(case, data, seed)
-    part = published(noise, data.train[0]), data.train[1]
-    batch = min(case.batch, len(part[1]))
-    steps = case.scratch * max(1, len(part[1]) // batch)
-    train(network, part, steps, batch=batch, rate=2 * case.rate, padding=0, seed=seed)
-    return accuracy(network, data.held_out)
-
-
-def victim_accuracy(case: Case, data: Data, noise: nn.Module | None, victim: Victim, seed: int) -> dict[str, float]:
-    """A victim trained from scratch on the published images, with crops and mirror images: what it gets right."""
-    network = classifier(case, data, 1000 + seed, victim)
-    part = published(noise, data.train[0]), data.train[1]
-    batch = min(case.victim_batch, len(part[1]))
-    steps = case.epochs[victim != "CNN"] * max(1, len(part[1]) // batch)
-    rate = 1.5 * case.rate if victim == "CNN" else 0.1
-    train(network, part, steps, batch=batch, rate=rate, padding=case.padding, seed=seed)
-    return {"test": accuracy(network, data.test), "published": accuracy(network, part)}
+    return noise
 
 
 def start(
-    case: Case, data: Data, method: str, arm: Arm, rate: float, radius: float, seed: int, callbacks: Any = ()
+    case: Case,
+    data: Data,
+    method: str,
+    arm: Arm,
+    rate: float,
+    radius: float,
+    seed: int,
+    callbacks: Any = (),
+    *,
+    steps: int = 0,
+    folder: Path | None = None,
 ) -> Run:
-    """A run of a method, prepared but not begun; its λ is ``run.state.hyper``.
+    """A run of a method, after ``steps``; its λ is ``run.state.hyper``.
 
     Args:
-        arm: ``printed``: λ moves by SGD at ``rate``; ``own``: by Adam, whose steps do not depend on the scale of the
-            hypergradient.
+        arm: ``printed``: λ moves by SGD at ``rate``; ``own`` and ``long``: by Adam, whose steps do not depend on the
+            scale of the hypergradient.
+        folder: where the run has been saved and continues from.
     """
-    model = classifier(case, data, seed)
+    model, noise = classifier(case, data, seed), first_noise(case, data, method, radius, seed)
     size = case.batch // 2 if method == "BOME" else case.batch
     momentum = 0.0 if method == "BOME" else 0.9
     optimizer = torch.optim.SGD(model.parameters(), lr=case.rate, momentum=momentum)
-    updates = Updates(optimizer, autocast=_half(data.device))
-    shared = {"steps": 0, "seed": None, "graph": True, "record_failure": True, "callbacks": callbacks}
+    updates = Updates(optimizer, autocast=half_precision(data.device))
+    shared = {"steps": steps, "seed": None, "graph": True, "record_failure": True, "callbacks": callbacks}
+    shared |= {"inner_optimizer": updates, "resume": folder}
     if method == ERROR_MINIMISING:
         x, y = data.train
-        noise = seeded(lambda: SampleNoise(len(x), tuple(x.shape[1:]), radius), seed, data.device)
         passes = Examples(x, y, torch.arange(len(x), device=x.device), batch_size=4 * case.batch, seed=seed)
         algorithm: Algorithm = ErrorMinimising(pass_length=len(passes), outer_rate=radius / 5, seed=seed)
-        clip = Box(-radius, radius)
-        batches = sampled(data.train, case.batch, seed)
-        return fit(
-            PROBLEM, model, noise, algorithm, batches, passes, inner_optimizer=updates, projection=clip, **shared
-        )
-    noise = seeded(lambda: UNet(radius, case.unet), seed, data.device)
+        batches, clip = Sampled(data.train, case.batch, seed), Box(-radius, radius)
+        return fit(PROBLEM, model, noise, algorithm, batches, passes, projection=clip, **shared)
     kind: Any = torch.optim.SGD if arm == "printed" else torch.optim.Adam
     return fit(
         PROBLEM,
         model,
         noise,
         METHODS[method](case.damping, seed),
-        sampled(data.train, size, seed),
-        sampled(data.train, size, seed + 100),
-        inner_optimizer=updates,
+        Sampled(data.train, size, seed),
+        Sampled(data.train, size, seed + 100),
         outer_optimizer=kind(noise.parameters(), lr=rate),
         **shared,
     )
@@ -309,27 +176,55 @@ class Selection(Evaluate):
             self.best = found, run.state.step, kept
         return {"held_out": found}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was seen, and the best attacker."""
+        best = {} if self.best is None else dict(zip(("score", "step", "noise"), self.best, strict=True))
+        return {**super().state_dict(), "best": best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`."""
+        super().load_state_dict(state)
+        best = state["best"]
+        self.best = (best["score"], best["step"], best["noise"]) if best else None
+
+
+def length(case: Case, data: Data, method: str) -> int:
+    """Steps of a whole attack."""
+    if method == ERROR_MINIMISING:
+        return case.rounds * math.ceil(len(data.train[1]) / (4 * case.batch))
+    return case.steps
+
 
 def attack(
-    case: Case, data: Data, method: str, arm: Arm, rate: float, radius: float, seed: int, steps: int | None = None
+    case: Case,
+    data: Data,
+    method: str,
+    arm: Arm,
+    rate: float,
+    radius: float,
+    seed: int,
+    steps: int | None = None,
+    folder: Path | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Train an attacker: the perturbations that were best on held-out images, and what became of λ on the way.
 
     Where the run failed before it could be judged, λ is as it began.
 
     Args:
-        steps: of λ; ``None`` for those of the case, or of ``case.rounds`` for error-minimising noise.
+        steps: of λ; ``None`` for a whole attack. BOME makes its share of them.
+        folder: the run is saved here from time to time and continues from there.
     """
+    steps = length(case, data, method) if steps is None else steps
+    steps = max(1, round(steps * case.bome)) if method == "BOME" else steps
     selection = Selection(case, data, seed)
-    run = start(case, data, method, arm, rate, radius, seed, [selection])
-    noise = run.state.hyper
+    saving = [] if folder is None else [Checkpoint(folder, every=max(1, steps // SAVES), keep=1)]
+    noise = first_noise(case, data, method, radius, seed)
     part = data.train[0][:CHANGED]
     first = published(noise, part)
     begin = {name: x.detach().clone() for name, x in noise.state_dict().items()}
-    if method == ERROR_MINIMISING:
-        steps = case.rounds * int(getattr(run.algorithm, "pass_length", 1))
-    steps = case.steps if steps is None else steps
-    run.advance(max(1, round(steps * case.bome)) if method == "BOME" else steps)
+    callbacks = [selection, *saving]
+    run = start(case, data, method, arm, rate, radius, seed, callbacks, steps=steps, folder=folder)
+    noise = run.state.hyper
     directions = [float(x) for row in run.history.to_rows() if (x := row.get("direction")) is not None]
     noise.load_state_dict(begin if selection.best is None else selection.best[2])
     change = {name: p.detach() - begin[name] for name, p in run.state.hypers.items()}
@@ -350,6 +245,8 @@ def attack(
 
 CHANGED = 500
 """Images whose perturbations are compared before and after."""
+SAVES = 40
+"""How often an attack is saved on its way."""
 
 
 def prices(case: Case, data: Data, methods: Sequence[str], steps: int, blocks: int = 5) -> dict[str, float]:

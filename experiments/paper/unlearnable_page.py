@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.paper import plots
+from experiments.paper import costs, plots
 from experiments.paper.compare import clearly_below
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Judgement, Result, Table, Verdict, by_cases
@@ -121,7 +121,7 @@ def verdict(result: Result) -> Judgement:
 
 def answer(result: Result) -> list[str]:
     """What a reader is told first."""
-    cost = result.figures["seconds"]
+    cost = _seconds(result)
     said = []
     if cost.get("AID-KFAC") and cost.get("AID-CG"):
         said.append(
@@ -160,14 +160,30 @@ def tables(result: Result | None) -> list[Table]:
                 cell(result, name, victim),
                 _accuracy(result, LARGE, name, "printed", victim),
             ]
-        cost = result.figures["seconds"].get(name)
+        cost = _seconds(result).get(name)
         row += [_moved(result, LARGE, name), f"{1e3 * cost:.1f}" if cost else "–"]
         rows.append(row)
     return [
         Table(f"Clean test accuracy in %, ε = {LARGE}/255 (lower: better protected)", columns, rows),
+        *_longer(result, names),
         _smaller(result, names),
         _tried(result),
+        *costs.tables(result),
     ]
+
+
+def _longer(result: Result, names: Sequence[str]) -> list[Table]:
+    """Attacks of the printed length, where there are any."""
+    rows = [[name, *(_accuracy(result, LARGE, name, "long", victim) for victim in VICTIMS)] for name in names]
+    found = [row for row in rows if set(row[1:]) != {"–"}]
+    title = f"The same after attacks of the printed length (4900 steps at small scale), ε = {LARGE}/255"
+    return [Table(title, ["method", *VICTIMS], found)] if found else []
+
+
+def _seconds(result: Result) -> dict[str, float]:
+    """Of a step of λ with its step of θ, by method; with the GPU alone where that was measured."""
+    own = costs.of(result, "unlearnable")
+    return {**result.figures["seconds"], **{name: x["ms"] / 1000 for name, x in own.items()}}
 
 
 def _accuracy(result: Result, radius: int, name: str, arm: str, victim: str) -> str:

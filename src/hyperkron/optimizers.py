@@ -159,8 +159,11 @@ class LevelOptimizer:
             p.grad = direction[name].detach()
         self.update()
 
-    def update(self) -> None:
-        """Move against the gradients that are in ``.grad``; then project."""
+    def update(self, step: Callable[[], object] | None = None) -> None:
+        """Move against the gradients that are in ``.grad``; then project.
+
+        ``step`` is another way to take the optimizer's step, such as replaying a recording of it.
+        """
         if self.clip is not None:
             gradients = {name: p.grad for name, p in self.params.items() if p.grad is not None}
             ratio = self.clip / trees.norm(gradients).clamp(min=torch.finfo(torch.float32).tiny)
@@ -169,7 +172,7 @@ class LevelOptimizer:
         if self._plain:
             self._descend()
         elif self.scaler is None or not self.scaler.is_enabled():
-            self.optimizer.step()
+            (self.optimizer.step if step is None else step)()
         else:
             self._scaled_step(self.scaler)
         if self.each_update and self.scheduler is not None:

@@ -19,6 +19,7 @@ from blobs import Blobs, blobs, quicken
 from hyperkron.cleaning import CleanConfig, CleanResult, clean
 from hyperkron.cleaning.data import ReadOptions, read_pair
 from hyperkron.cleaning.models import HASHED
+from hyperkron.cleaning.sources import read_parts
 from hyperkron.solution import HyperkronError
 
 CONFIG = CleanConfig(epochs=1, compare=())
@@ -233,3 +234,14 @@ def test_images_that_cannot_be_read_leave_a_gap(tmp_path: Path) -> None:
     found = clean(tmp_path / "train.csv", tmp_path / "trusted.csv", image="file", config=CONFIG)
     assert np.flatnonzero(found.status == "unreadable image").tolist() == [0, 7, 33] and len(found.weights) == 40
     assert all(row % 9 == 4 for row in found.suspects.tolist()) and len(found.suspects) >= 3
+
+
+def test_test_rows_are_read_with_the_options_of_the_others(tmp_path: Path) -> None:
+    files = []
+    for name, count in (("train", 8), ("trusted", 4), ("test", 4)):
+        rows = "".join(f"{name} été {i},{'oui' if i % 2 else 'à peine'}\n" for i in range(count))
+        files.append(tmp_path / f"{name}.csv")
+        files[-1].write_bytes(f"text,label\n{rows}".encode("latin-1"))
+    parts = read_parts(*map(str, files), {"options": ReadOptions(charset="latin-1")})
+    assert [part.inputs[0] for part in parts] == ["train été 0", "trusted été 0", "test été 0"]
+    assert [len(part) for part in parts] == [8, 4, 4]

@@ -117,6 +117,19 @@ def test_batches_visit_every_row_once_an_epoch() -> None:
     assert odd.epochs(3) == 6 and all(len(set(odd()[1].tolist()) | set(odd()[1].tolist())) == 8 for _ in range(3))
 
 
+@pytest.mark.parametrize("done", [1, 2, 4])
+def test_an_interrupted_attack_continues_as_if_nothing_had_happened(done: int, split: Split, tmp_path: Path) -> None:
+    """Also while the unit of λ's step is being measured, which takes two steps."""
+    case = replace(CASE, steps=6)
+    starts = Starts(case, lambda seed: split)
+    how: Any = (case, split, starts, "TGDA-KFAC-EMP", {"inner": 0.1, "outer": 1e-3, "damping": 1e-3}, 1)
+    whole = poisoning_attacks.bilevel(*how, relative=True)
+    poisoning_attacks.prepare(*how, relative=True, folder=tmp_path).advance(done)
+    found = poisoning_attacks.bilevel(*how, relative=True, folder=tmp_path)
+    assert found.facts == whole.facts and found.facts["moved"] > 0
+    assert torch.equal(found.rows[0], whole.rows[0])
+
+
 def test_flipped_labels_are_all_wrong(split: Split) -> None:
     x, y = poisoning_attacks.flipped(split).rows
     assert torch.equal(x, split.origin[0]) and not bool((y == split.origin[1]).any())

@@ -261,7 +261,7 @@ def _job(folder: Path) -> Job:
 
 
 def _done(dev: float, test: float, moved: float | None = None) -> dict[str, Any]:
-    weights = None if moved is None else {"moved": moved}
+    weights = None if moved is None else {"moved": moved, "mean": 1 + moved}
     return {"dev": dev, "dev_loss": 1.0, "test": test, "failed": None, "weights": weights}
 
 
@@ -370,6 +370,9 @@ def test_the_page_has_the_recorded_numbers(capsys: pytest.CaptureFixture[str]) -
     for row in table.rows[:4]:
         cells = [row[0], *(row[table.columns.index(name)] for name in names)]
         assert f"| {' | '.join(cells)} |" in page
+    (trials,) = (x for x in pretraining_page.tables(result) if x.title.startswith("SciERC (macro), first seed"))
+    assert all(f"| {' | '.join(row)} |" in page for row in trials.rows) and len(trials.rows) == 4
+    assert all(f"{x['ms']:.1f} ms" in page for x in result.figures["alone"]["pretraining"].values())
     learned = [x for task in result.figures["tasks"].values() for x in task["methods"].values() if "printed" in x]
     assert len(learned) == 4 and all(w["moved"] < 0.015 for x in learned for w in x["printed"]["weights"])
 

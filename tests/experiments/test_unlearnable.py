@@ -15,11 +15,12 @@ from torch import Tensor, nn
 import hyperkron as hk
 import oracles
 from experiments import records
-from experiments.paper import unlearnable, unlearnable_attack, unlearnable_page
+from experiments.paper import unlearnable, unlearnable_attack, unlearnable_page, unlearnable_victims
 from experiments.paper.recipe import Job, Result, Verdict
 from experiments.paper.unlearnable import Row
-from experiments.paper.unlearnable_attack import PROBLEM, Case, Data, least_likely
+from experiments.paper.unlearnable_attack import PROBLEM, least_likely
 from experiments.paper.unlearnable_networks import SampleNoise, UNet, cnn, crop_and_flip, published
+from experiments.paper.unlearnable_victims import Case, Data
 from experiments.pieces import Cells
 from inline_workers import use_threads
 
@@ -161,7 +162,7 @@ def test_error_minimising_noise_lowers_the_training_loss_within_its_radius() -> 
 def test_batches_go_through_all_images_with_their_labels() -> None:
     x, y = torch.arange(12.0).reshape(12, 1, 1, 1).expand(12, 1, 4, 4).contiguous(), torch.arange(12)
     for padding in (0, 1):
-        draw = unlearnable_attack.sampled((x, y), 5, seed=0, padding=padding)
+        draw = unlearnable_victims.Sampled((x, y), 5, seed=0, padding=padding)
         for _ in range(2):
             found = [draw() for _ in range(2)]
             assert len(torch.cat([index for _, _, index in found]).unique()) == 10
@@ -193,6 +194,35 @@ def test_the_attacker_that_is_best_on_held_out_images_is_kept(monkeypatch: pytes
     assert found["curve"] == [[1, 50.0], [2, 20.0], [3, 40.0]]
     assert all(torch.equal(x, seen[1][name]) for name, x in noise.state_dict().items())
     assert found["moved"] > 0 and found["noise_moved"] > 0 and found["failure"] is None
+
+
+@pytest.mark.parametrize("method", ["AID-KFAC", "EM"])
+def test_an_interrupted_attack_continues_as_if_nothing_had_happened(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the best attacker so far is remembered: the first look, before the interruption, is the best one."""
+    looks: list[float] = []
+
+    def judge(case: Case, data: Data, noise: nn.Module, seed: int) -> float:
+        looks.append(20.0 + len(looks))
+        if interrupted and len(looks) == 2:
+            raise KeyboardInterrupt
+        return looks[-1]
+
+    def attack(folder: Path | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        noise, found = unlearnable_attack.attack(TINY, tiny(), method, "own", 1e-2, 25 / 255, seed=1, folder=folder)
+        return noise.state_dict(), found
+
+    monkeypatch.setattr(unlearnable_attack, "judge", judge)
+    interrupted = False
+    expected, whole = attack(None)
+    looks, interrupted = [], True
+    with pytest.raises(KeyboardInterrupt):
+        attack(tmp_path)
+    looks, interrupted = looks[:1], False
+    found, continued = attack(tmp_path)
+    assert continued == whole and whole["step"] < whole["steps"]
+    assert all(torch.equal(x, found[name]) for name, x in expected.items())
 
 
 def test_a_diverged_attack_is_recorded() -> None:
@@ -237,6 +267,17 @@ def test_an_attacker_is_read_from_its_file_and_made_again_where_that_is_gone(tmp
     made = work.noise(row)
     assert made is not None and work.path(row).exists()
     assert oracles.relative(made.state_dict(), noise.state_dict()) == 0
+
+
+def test_a_long_attack_has_the_step_size_of_the_short_one(tmp_path: Path) -> None:
+    row = Row(25, "AID-CG", "long", "CNN")
+    one = job(tmp_path, rows=(row,), rates=(0.1, 1e-3))
+    for piece, score in zip(list(unlearnable.ready(one)), (60.0, 30.0), strict=True):
+        one.cells.put(piece.key, {"held_out": score}, 1.0)
+    found = unlearnable.Work(one).attack(row)[1]
+    assert (found["rate"], found["steps"]) == (1e-3, round(unlearnable.LONG * one.settings.case.steps))
+    small = unlearnable.SETTINGS["small"].case
+    assert round(unlearnable.LONG * small.steps) == 4900
 
 
 @pytest.mark.long

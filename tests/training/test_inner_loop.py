@@ -64,6 +64,21 @@ def test_steps_are_those_of_the_optimizer(device: str, graph: bool) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_the_step_of_an_optimizer_at_rest_is_replayed_with_the_pass(device: str) -> None:
+    found = {}
+    for graph in (False, True):
+        problem, model, weights, batches = setting(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
+        loop = hk.InnerLoop(problem, model, weights, optimizer, graph=graph)
+        found[graph] = torch.tensor([float(loop.step(batch)) for batch in batches * 4])
+        assert loop.step_recorded == (graph and device == "cuda")
+        x, y, index = batches[0]
+        loop.step((x[:5], y[:5], index[:5]))  # another shape: pass and step take the ordinary way
+        found[graph] = torch.cat([found[graph], torch.tensor([float(loop.step(batch)) for batch in batches])])
+    torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_recorded_steps_draw_the_dropout_masks_of_ordinary_ones(device: str) -> None:
     found = {}
     for graph in (False, True):

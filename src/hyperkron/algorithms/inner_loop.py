@@ -1,7 +1,8 @@
 """θ's own steps between two hypergradients, as fast as the device allows.
 
 A small model on a large GPU waits for Python. An :class:`InnerLoop` records the forward and backward pass once as a
-CUDA graph and replays it, and can run it under autocast; the optimizer, any of ``torch.optim``, steps as usual.
+CUDA graph and replays it, and can run it under autocast. The step of the optimizer, any of ``torch.optim``, is recorded
+as well where that is safe; otherwise it steps as usual.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from hyperkron.solution import HyperkronError, warn_once
 
 WARM_UP = 3
 """Passes before recording, so that libraries have chosen their algorithms."""
+AT_REST = 3
+"""Steps of an optimizer whose settings have not changed before its step is recorded."""
 
 
 class InnerLoop:
@@ -35,7 +38,8 @@ class InnerLoop:
         graph: replay the forward and backward pass as a CUDA graph. It needs batches of one shape (others take the
             ordinary way) and an objective that never waits for the device; one that cannot be recorded takes the
             ordinary way with a warning. In TF32 and half precision its convolutions run channels last, which rounds
-            otherwise. Without a GPU it has no effect.
+            otherwise. While its step size stays the same, or is a tensor, the optimizer's step is replayed, too, if it
+            is SGD or was made with ``capturable=True``. Without a GPU it has no effect.
         autocast: run the objective in this dtype (``torch.bfloat16``) where torch considers it safe; θ stays float32.
 
     Example:
@@ -84,18 +88,27 @@ class InnerLoop:
         """Whether a CUDA graph has been recorded."""
         return self._recorded is not None
 
+    @property
+    def step_recorded(self) -> bool:
+        """Whether the optimizer's step is part of what is replayed now."""
+        step = None if self._recorded is None else self._recorded.step
+        return step is not None and step.recorded
+
     def replace_problem(self, problem: BilevelProblem) -> None:
         """Minimise the inner objective of another problem from now on."""
         self.problem, self._recorded = problem, None
 
     def step(self, batch: Any) -> Tensor:
         """One optimizer step on ``batch``; J_in before the step, detached and not waited for."""
-        loss = self._replay(batch) if self._wants_graph else self._pass(batch)
-        self.optimizer.update()
+        if not self._wants_graph:
+            loss, step = self._pass(batch), None
+        else:
+            loss, step = self._replay(batch)
+        self.optimizer.update(step)
         return loss
 
-    def _replay(self, batch: Any) -> Tensor:
-        """The pass as a recorded graph where the batch has its shape, else as usual."""
+    def _replay(self, batch: Any) -> tuple[Tensor, RecordedStep | None]:
+        """The pass as a recorded graph where the batch has its shape, else as usual; and the step that follows it."""
         if self._recorded is None:
             try:
                 self._recorded = _Recorded(self, batch)
@@ -105,8 +118,10 @@ class InnerLoop:
                 text = f"the inner steps could not be recorded as a CUDA graph ({error!s:.200}); they run eagerly."
                 warn_once(f"inner-graph {error!s:.60}", text)
                 self._wants_graph = False
-                return self._pass(batch)
-        return self._recorded.replay(batch) if self._recorded.batch.fits(batch) else self._pass(batch)
+                return self._pass(batch), None
+        if not self._recorded.batch.fits(batch):
+            return self._pass(batch), None
+        return self._recorded.replay(batch), self._recorded.step
 
     def _pass(self, batch: Any) -> Tensor:
         """Forward and backward: J_in, with its gradient in θ's ``.grad`` and none in λ's."""
@@ -165,6 +180,7 @@ class _Recorded:
                     buffer.copy_(value)  # warming up must leave no trace in running statistics
             torch.cuda.set_rng_state(random, loop.device)
         self.gradients = [(p, p.grad) for p in loop.params]
+        self.step = RecordedStep(loop.optimizer.optimizer, self.recording.pool) if loop.optimizer.clip is None else None
 
     def replay(self, batch: Any) -> Tensor:
         """The pass on ``batch``: J_in, with the gradients where the optimizer looks for them."""
@@ -173,3 +189,76 @@ class _Recorded:
         for p, gradient in self.gradients:
             p.grad = gradient
         return loss.clone()
+
+
+class RecordedStep:
+    """An optimizer's step: as usual at first, recorded once the settings of the optimizer are at rest, then replayed.
+
+    When they change (a schedule, a state that is loaded or cleared) it steps as usual again until they are at rest. The
+    gradients must lie in the same memory at every call. An optimizer whose step computes on the CPU is never recorded.
+
+    Args:
+        optimizer: of ``torch.optim``.
+        pool: memory of the recording that leaves the gradients.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pool: Any = None) -> None:
+        self.optimizer, self.pool = optimizer, pool
+        self._may = _recordable(optimizer)
+        self._recording: Recording[Any] | None = None
+        self._settings: list[Any] = []
+        self._first = optimizer.param_groups[0]["params"][0]
+        self._memory: list[Any] = []
+        self._rested = 0
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the next step is replayed if no setting changes."""
+        return self._recording is not None
+
+    def __call__(self) -> None:
+        """One step."""
+        if not self._may:
+            self.optimizer.step()
+            return
+        if self._changed():
+            self._recording, self._rested = None, 0
+        if self._recording is None and self._rested >= AT_REST:
+            self._record()
+        if self._recording is None:
+            self.optimizer.step()
+            self._rested += 1
+        else:
+            self._recording.replay()
+
+    def _changed(self) -> bool:
+        """Whether settings are others than at the last call; tensors among them are read by the recorded step."""
+        settings = [
+            id(value) if isinstance(value, Tensor) else value
+            for group in self.optimizer.param_groups
+            for name, value in group.items()
+            if name != "params"
+        ]
+        # loading a state replaces the dictionary of all, forgetting one (``state.clear()``) the tensors of the first
+        memory = [self.optimizer.state, *self.optimizer.state.get(self._first, {}).values()]
+        kept = len(memory) == len(self._memory) and all(x is y for x, y in zip(memory, self._memory, strict=True))
+        same = kept and settings == self._settings
+        self._settings, self._memory = settings, memory
+        return not same
+
+    def _record(self) -> None:
+        try:
+            self._recording = Recording(self.optimizer.step, pool=self.pool)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            text = f"the step of {type(self.optimizer).__name__} could not be recorded as a CUDA graph ({error!s:.200})"
+            warn_once(f"step-graph {error!s:.60}", f"{text}; it runs eagerly.")
+            self._may = False
+
+
+def _recordable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all that a step does is done on the GPU."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
+    return type(optimizer) is torch.optim.SGD or all(group.get("capturable") for group in optimizer.param_groups)

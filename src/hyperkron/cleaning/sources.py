@@ -30,7 +30,7 @@ def read_parts(train: Any, trusted: Any, test: Any, reading: dict[str, Any]) -> 
         ours = {
             k: v
             for k, v in reading.items()
-            if v is not None and k not in ("trusted_column", "options", "id", "annotator", "annotators")
+            if v is not None and k not in ("trusted_column", "id", "annotator", "annotators")
         }
         if not isinstance(test, Labelled):
             names = _named_pair(train) and _named_pair(test)

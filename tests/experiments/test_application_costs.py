@@ -1,0 +1,40 @@
+"""What an outer iteration of the four applications costs: toys of each task, on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from experiments import records
+from experiments.paper import application_costs as costs
+from experiments.paper.costs import alone as recorded
+from experiments.paper.poisoning_attacks import FOLLOWER
+
+
+@pytest.mark.parametrize(
+    "task", [*costs.TASKS][:1] + [pytest.param(x, marks=pytest.mark.long) for x in [*costs.TASKS][1:]]
+)
+def test_every_method_of_a_task_is_measured_in_turns(task: str) -> None:
+    runs = costs.warmed(task, "smoke", torch.device("cpu"), None, steps=1)
+    lines = list(costs.measured(task, runs, blocks=2))
+    assert [line["method"] for line in lines] == [*runs]
+    assert {line["method"]: line["relative"] for line in lines}[costs.TASKS[task][0]] == 1.0
+    assert all(len(line["blocks"]) == 2 and line["ms"] > 0 for line in lines)
+    assert [run.state.step for run in runs.values()] == [2 + 2 * line["steps"] for line in lines]
+
+
+def test_pages_have_the_recorded_costs() -> None:
+    pages = {
+        name: (records.PAGES / f"{name}.md").read_text("utf-8") for name in ("poisoning", "long-tail", "unlearnable")
+    }
+    found = recorded("small", *costs.TASKS)
+    for model in ("LR", "MLP", "CNN"):
+        theta, other, own = (found[f"poisoning {model}"][name]["ms"] for name in (FOLLOWER, "TGDA-CG", "TGDA-KFAC-EMP"))
+        ratios = f"{own / other:.2f} | {(own - theta) / (other - theta):.2f}"
+        assert f"| {model} | {theta:.1f} | {other:.1f} | {own:.1f} | {ratios} |" in pages["poisoning"]
+    for task in ("long-tail", "unlearnable"):
+        assert all(f"{x['ms']:.1f}" in pages[task] for x in found[task].values())
+    kfac = found["unlearnable"]["AID-KFAC"]["ms"]
+    for name in ("AID-CG", "AID-CG-16"):
+        assert f"{kfac / found['unlearnable'][name]['ms']:.2f}" in pages["unlearnable"]
+    assert f"{found['long-tail']['MWN + KFAC-emp']['relative']:.2f}" in pages["long-tail"]
