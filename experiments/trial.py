@@ -6,18 +6,21 @@ failed run an infinite loss.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hyperkron.algorithms import InnerOnly, StepReport, Updates
 from hyperkron.problem import BilevelProblem
-from hyperkron.training import Callback, Evaluate, Run, fit
+from hyperkron.training import Callback, Checkpoint, Evaluate, Run, fit
 
 MEASURED = 2
 """Steps that measure the unit of λ's relative step size."""
@@ -42,6 +45,30 @@ def tensor_cores() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+class Saved(NamedTuple):
+    """Where the checkpoints of a run go, and how often, in outer steps."""
+
+    folder: Path
+    every: int
+
+    @staticmethod
+    def of(key: str, folder: Path | None, every: int) -> Saved | None:
+        """For the run with this key, in a folder of its own; ``None`` where nothing is saved."""
+        if folder is None:
+            return None
+        return Saved(folder / hashlib.sha256(key.encode()).hexdigest()[:16], max(1, every))
+
+    def begin(self, run: Run) -> None:
+        """Save ``run`` from now on; if there is a checkpoint, it goes on from there."""
+        run.callbacks.append(Checkpoint(self.folder, self.every, keep=1))
+        if any(self.folder.glob("step-*")):
+            run.resume(self.folder)
+
+    def end(self) -> None:
+        """Delete the checkpoints of a run that is done."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Looks(Evaluate):

@@ -31,8 +31,6 @@ from pathlib import Path
 import torch
 
 from experiments import records
-from experiments.paper import page, places
-from experiments.paper.longer import longer as longer_runs
 from experiments.paper.recipe import Judgement, Recipe, Result, Scale, Table, Verdict
 from experiments.pieces import OutOfTime
 from hyperkron.solution import HyperkronError
@@ -179,13 +177,19 @@ def report(folder: str | Path = RESULTS, out: str | Path = PAGES) -> list[Path]:
         folder: holds ``NAME-SCALE.json``; of each recipe the result at the largest scale is shown.
         out: where the page goes; its figures go to ``out/figures/paper``.
     """
+    from experiments.paper import budget, page, places
+    from experiments.paper.longer import longer as longer_runs
+
     found, known = page.results([folder]), recipes()
     strangers = sorted(set(found) - set(known))
     if strangers:
         raise HyperkronError(f"folder={str(folder)!r} holds results of unknown recipes: {', '.join(strangers)}.")
     figures, longer = Path(out) / "figures" / "paper", longer_runs()
+    shown = {name: page.best(found.get(name)) for name in known}
+    missing = budget.missing({name: result for name, result in shown.items() if result is not None})
     sections = [
-        page.section(recipe, page.best(found.get(name)), figures, longer.get(name)) for name, recipe in known.items()
+        page.section(recipe, shown[name], figures, longer.get(name), missing.get(name))
+        for name, recipe in known.items()
     ]
     sections += places.missing([recipe.place for recipe in known.values()])
     return page.write(sorted(sections, key=lambda x: places.order(x.place)), out)

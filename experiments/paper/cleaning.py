@@ -141,11 +141,11 @@ class Budget:
         return Budget(self.seconds * part, max(1, math.ceil(self.steps * part)), max(2, math.ceil(self.looks * part)))
 
 
-def problem(decay: float) -> BilevelProblem:
-    """The two objectives."""
+def problem(decay: float, whole: Part | None = None) -> BilevelProblem:
+    """The two objectives; with ``whole`` an inner batch is the row numbers of this part, and nothing is copied."""
 
     def inner(model: nn.Module, weights: nn.Module, batch: Any) -> losses.Loss:
-        x, y, index = batch
+        x, y, index = batch if whole is None else (*whole, batch)
         fit = losses.cross_entropy(model(x), y, weight=weights(index))
         return fit + losses.l2(model, decay) if decay else fit
 
@@ -208,11 +208,13 @@ def prepare(
     callbacks: Sequence[Callback] = (),
     *,
     relative: bool = False,
+    graph: bool = False,
 ) -> Run:
     """A run of one method that has taken no step yet.
 
     Args:
         relative: whether ``outer`` of the setting is relative; see :mod:`experiments.paper.image_entries`.
+        graph: record θ's own steps as a CUDA graph; :func:`experiments.paper.methods.methods` has the same for methods.
     """
     x, y = split.train
     model, weights = start(case, split, seed), SampleWeights(len(x)).to(split.device)
@@ -221,12 +223,13 @@ def prepare(
     falling = method.name.startswith("MRBO")  # has its own rates, which fall
     sgd = None if falling else torch.optim.SGD(model.parameters(), setting["inner"], setting.get("momentum", 0.0))
     first = [trial.RelativeStep(setting["outer"], count)] if relative else []
+    index, whole = torch.arange(len(x), device=split.device), count == len(x)
     return fit(
-        problem(case.decay),
+        problem(case.decay, split.train if whole else None),
         model,
         weights,
         method.algorithm(absolute, seed),
-        Examples(x, y, torch.arange(len(x), device=split.device), batch_size=count, seed=seed),
+        index if whole else Examples(x, y, index, batch_size=count, seed=seed),
         Examples(*split.validation, batch_size=outer_count, seed=seed + 1),
         steps=0,
         inner_optimizer=sgd,
@@ -234,6 +237,7 @@ def prepare(
         if falling
         else torch.optim.SGD(weights.parameters(), absolute["outer"], setting.get("outer_momentum", 0.0)),
         projection=Box(0.0, 1.0),
+        graph=graph,
         callbacks=[*first, *callbacks],
         clock=trial.clock_of(split.device),
         record_failure=True,

@@ -12,6 +12,7 @@ ten inner steps, λ by SGD with momentum 0.9, weights within [0, 1], damping 1e-
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import time
@@ -32,6 +33,7 @@ from experiments.paper.recipe import Judgement, Verdict, by_cases
 from experiments.paper.text_cleaning import TextCase, TextRates, TextTrial, text_methods
 from experiments.paper.tuning import interval
 from experiments.pieces import Lines
+from experiments.trial import Saved
 from experiments.workers import share
 from hyperkron.hypergradient import Hypergradient, cg, kfac, sama
 
@@ -59,6 +61,8 @@ ERRORS: dict[str, Callable[[dict[str, Any]], float]] = {
 }
 """The test errors of a run that the tables give."""
 
+SAVED_EVERY = 100
+"""Outer steps between two checkpoints: about half a minute beside eleven other runs."""
 Task = tuple[str, str, float, int]
 """Dataset, method, step size of λ (0 for reference lines), seed."""
 
@@ -84,8 +88,11 @@ def winner(rows: list[dict[str, Any]], dataset: str, name: str, grid: tuple[floa
     return None if best is None else float(best["rate"])
 
 
-def run(source: Source, task: Task, case: TextCase) -> dict[str, Any]:
-    """One run of ``case.steps`` outer steps; its curve, and what became of the weights."""
+def run(source: Source, task: Task, case: TextCase, folder: Path | None = None) -> dict[str, Any]:
+    """One run of ``case.steps`` outer steps; its curve, and what became of the weights.
+
+    With a ``folder`` for checkpoints it continues where an earlier one was cut off.
+    """
     dataset, name, rate, seed = task
     split = source.split(Part(dataset, "one", ()), 1, seed)
     setting = {"inner": 1e-5, "rate": rate, "outer": 0.0, "damping": 1e-3, "alpha": 0.1}
@@ -95,7 +102,7 @@ def run(source: Source, task: Task, case: TextCase) -> dict[str, Any]:
     if name in METHODS:
         state = trial.run.state
         state.hypergradient = METHODS[name](state.inner.optimizer, seed)
-    trial.train(test=True)
+    trial.train(test=True, saved=Saved.of(json.dumps([task, case.steps]), folder, SAVED_EVERY))
     weights = trial.weights.weight.detach()
     return {
         "dataset": dataset,
@@ -118,7 +125,7 @@ def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:
     settings = SimpleNamespace(case=case)
     job = SimpleNamespace(data=options.data, device=torch.device(options.device), settings=settings)
     source = Source(job, options.encoder)  # type: ignore[arg-type]  # it needs these three of a job
-    return lambda task: run(source, task, case)
+    return lambda task: run(source, task, case, options.checkpoints)
 
 
 def key(row: dict[str, Any]) -> Task:
@@ -235,6 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--figure", action="store_true", help="draw the figure of the recorded runs")
     parser.add_argument("--out", type=Path, default=RESULT, help="file of the runs; finished ones are not repeated")
     parser.add_argument("--data", type=Path, default=None, help="folder of the datasets and encoders")
+    parser.add_argument("--checkpoints", type=Path, default=Path("runs/encoder-length"), help="folder of cut-off runs")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--encoder", default="minilm")
     parser.add_argument("--datasets", nargs="+", default=["trec", "youtube", "semeval"])

@@ -62,8 +62,8 @@ def cosines(source: Source, dataset: str, case: TextCase, seed: int, looks: Sequ
     residuals: list[float] = []
     for step in looks:
         trial.advance(step)
-        inner = Shuffled(split.train, ROWS, seed + step + 1)()
-        outer = Shuffled(split.trusted, ROWS, seed + step + 2)()
+        inner = Shuffled(split.train, ROWS, seed + step + 1).next()
+        outer = Shuffled(split.trusted, ROWS, seed + step + 2).next()
         at = case.problem(), model, trial.weights, inner, outer
         truth, residual = exact(at, DAMPING, 100)
         residuals.append(residual)

@@ -81,7 +81,7 @@ class Settings:
     datasets: tuple[str, ...]
     case: FrozenCase
     decays: tuple[float, ...] = (0.0, 1e-3)
-    stops: tuple[int, ...] = (200, 600)
+    stops: tuple[int, ...] = (200, 1000)
     methods: tuple[str, ...] = ("SAMA", "KFAC", "CG")
     outer: float = 0.1
     inner: float = 3e-3
@@ -231,12 +231,12 @@ def _values(runs: Sequence[dict[str, Any]], stop: int, key: str) -> list[float]:
 
 
 def verdict(result: Result) -> Judgement:
-    """Of all datasets, penalties and numbers of steps, by a fresh head that is trained with the final weights:
-    reproduced where KFAC is above SAMA by more than half a point in every case. In trend: in more than half of them.
-    Not reproduced: otherwise.
+    """Of all datasets and penalties, by a fresh head that is trained with the weights after the last step: reproduced
+    where KFAC is above SAMA by more than half a point in every case. In trend: in more than half of them. Not
+    reproduced: otherwise. (Weights after fewer steps counted as cases, too, while the runs had 600 steps.)
     """
-    cases, stops = result.figures["cases"], result.figures["stops"]
-    pairs = [(key, stop) for key in cases for stop in stops]
+    cases, last = result.figures["cases"], max(result.figures["stops"])
+    pairs = [(key, last) for key in cases]
 
     def gap(key: str, stop: int, what: str) -> float:
         return mean(_values(cases[key]["KFAC"], stop, what)) - mean(_values(cases[key]["SAMA"], stop, what))
@@ -252,9 +252,9 @@ def verdict(result: Result) -> Judgement:
 
 
 def weights(result: Result) -> list[Visits]:
-    """How often the weights were updated by every stop."""
+    """How often the weights were updated by the last stop."""
     case = result.settings.get("case")
-    pairs = [(key, stop) for key in result.figures["cases"] for stop in result.figures["stops"]]
+    pairs = [(key, max(result.figures["stops"])) for key in result.figures["cases"]]
     sizes = {key: ROWS.get(key.split("/")[0]) for key, _ in pairs}
     return [
         Visits(f"{_case(key)}, {stop} steps", stop - MEASURED, case["batch"], rows)

@@ -1,39 +1,45 @@
-"""The linear model on MNIST at the paper's length: all methods of figure 5, in two arms.
+"""The linear model on MNIST at the paper's length: figure 5, and the studies of batch sizes, averages and intervals.
 
-The printed set-up: 50 000 noisy rows in one batch, 5000 trusted ones, ten inner steps, 1000 outer steps, momentum 0.9
-on θ and λ, weights within [0, 1], pixels scaled by one mean and one deviation. In each arm every method is tried at the
-same number of settings for a tenth of the steps, the best of them are run for all steps, and the winner by the second
-validation loss is run with five further seeds. The arm ``as printed`` has the printed grid, ``each its own`` one that
-goes a thousand times further in the step size of λ and has more inner step sizes.
+Every line of a study is tried at up to 24 settings of its grid for a tenth of the steps, the two best are run for all
+steps, and the winner by the second validation loss is run with three further seeds in every variant of the study, with
+the test part looked at. Studies share their runs and one file of records.
 
-    python -m experiments.paper.linear_length --device cuda --workers 12 --limit-minutes 9   # continues an earlier run
+    figure 5    all methods, in the arms ``as printed`` (printed grid) and ``each its own`` (wider grid)
+    averages    figure 6: KFAC with moving averages, by batch and damping; tuned without averaging
+    batches     figures 3 and 7: KFAC and CG-3 by batch size, printed grid
+    intervals   table 2 with the linear model: KFAC and EKFAC by refresh interval; tuned at an interval of 5
+
+    python -m experiments.paper.linear_length --device cuda --workers 14 --limit-minutes 9   # continues an earlier run
     python -m experiments.paper.linear_length --table                                        # the recorded runs
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from experiments import records
-from experiments.paper import cleaning, datasets, references
-from experiments.paper.cleaning import Budget, Case, Split
+from experiments.paper import cleaning, datasets, linear_runs, references
+from experiments.paper.cleaning import Split
+from experiments.paper.linear_runs import Task, key, loss_of, order_of, task_of
 from experiments.paper.methods import Rates, methods
-from experiments.paper.tuning import Grid, Setting, at_edge, interval, settings_of
+from experiments.paper.tuning import Grid, Setting, settings_of
 from experiments.pieces import Lines
 from experiments.workers import share
+from hyperkron.solution import HyperkronError
 
 RESULT = records.RESULTS / "paper" / "linear-length.jsonl"
+ROWS = 50_000
 PRINTED = Rates(momentum=(0.9,), step=(0.003, 0.01, 0.03, 0.1, 0.3))
 """The printed grid; the steps of Neumann and AmIGO are not printed."""
 WIDE = replace(PRINTED, inner=(0.3, 0.1, 0.03, 0.01), outer=(1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6))
@@ -41,21 +47,39 @@ PLAIN = {"inner": (0.01, 0.03, 0.1, 0.3), "momentum": (0.9,)}
 """The grid of the reference lines."""
 ARMS = {"as printed": PRINTED, "each its own": WIDE}
 NAMES = (
-    *("AID-KFAC", "AID-CG-3", "AID-identity", "AID-Neumann-10", "AmIGO", "MRBO", "MRBO-KFAC", "AID-EKFAC"),
-    *("stocBiO", "BOME", "BSG-1"),
-    *references.KINDS,
+    *("AID-KFAC", "AID-CG-3", "AID-identity", "AmIGO", "MRBO-KFAC", "MRBO", *references.KINDS),
+    *("AID-Neumann-10", "BOME", "BSG-1", "AID-EKFAC"),
 )
-"""AmIGO with KFAC is AID with KFAC: a direct solve leaves nothing to amortise."""
+"""Most important first. With a batch of all rows stocBiO is AID with Neumann-10; AmIGO with KFAC is AID with KFAC,
+because a direct solve leaves nothing to amortise.
+"""
+COMPARED = ("AID-KFAC", "AID-CG-3", "AmIGO", "MRBO-KFAC", "MRBO")
+BATCHES = (128, 1000, 5000, 10_000, ROWS)
+DAMPINGS = (1e-3, 1e-5, 1e-10)
+DECAYS = (0.0, 0.3, 0.5, 0.9)
+AVERAGED = (1000, ROWS)
+"""The batches of figure 6."""
+TAUS = (1, 5, 10, 50)
+TAU_BATCH = 1000
 
 
-class Task(NamedTuple):
-    """A run: of a method with a setting, for so many outer steps, perhaps with the test part looked at."""
+class Line(NamedTuple):
+    """What is tuned and run: a method on a grid.
 
-    name: str
-    setting: Setting
-    seed: int
-    steps: int
-    test: bool
+    Attributes:
+        study, title: unique together.
+        fixed: joins every setting of the grid; a grid's own value wins.
+        variants: each joins the winner in runs of its own.
+        rank: lines of a lower one come first.
+    """
+
+    study: str
+    title: str
+    method: str
+    grid: Grid
+    fixed: Mapping[str, float] = MappingProxyType({})
+    variants: tuple[Mapping[str, float], ...] = (MappingProxyType({}),)
+    rank: int = 0
 
 
 class Plan(NamedTuple):
@@ -63,8 +87,8 @@ class Plan(NamedTuple):
 
     steps: int = 1000
     tried: int = 24
-    kept: int = 3
-    seeds: int = 5
+    kept: int = 2
+    seeds: int = 3
     short: float = 0.1
 
     @property
@@ -73,10 +97,75 @@ class Plan(NamedTuple):
         return max(1, round(self.short * self.steps))
 
 
-def loss_of(row: dict[str, Any]) -> float:
-    """What a run is judged by; a diverged one is the worst."""
-    found = row["best"]["second_loss"]
-    return math.inf if found is None else float(found)
+def figure_5(rows: int = ROWS) -> list[Line]:
+    """Every method in both arms."""
+    plain: dict[str, Grid] = dict.fromkeys(references.KINDS, PLAIN)
+    grids = {arm: {x.name: x.grid for x in methods(rates).values()} | plain for arm, rates in ARMS.items()}
+    return [
+        Line("figure 5", f"{name}, {arm}", name, grids[arm][name], rank=_rank(name, arm))
+        for arm in ARMS
+        for name in NAMES
+    ]
+
+
+def _rank(name: str, arm: str) -> int:
+    """What the rule on figure 5 compares comes first, then batches, intervals, other methods, and the other arm."""
+    return 4 if arm != "as printed" else 0 if name in COMPARED else 3
+
+
+def _printed(name: str, *leave_out: str) -> Grid:
+    return {x: values for x, values in methods(PRINTED)[name].grid.items() if x not in leave_out}
+
+
+def averages(rows: int = ROWS) -> list[Line]:
+    """Figure 6; without the penalty α, whose curvature would hide the dampings below it."""
+    grid, betas = _printed("AID-KFAC", "damping"), tuple({"ema": beta} for beta in DECAYS)
+    cases = [(_of_all(batch, rows), damping) for batch in AVERAGED for damping in DAMPINGS]
+    return [
+        Line(
+            "averages",
+            _titled(batch, rows, damping),
+            "AID-KFAC",
+            grid,
+            batch | {"damping": damping, "decay": 0.0},
+            betas,
+            rank=5,
+        )
+        for batch, damping in cases
+    ]
+
+
+def batches(rows: int = ROWS) -> list[Line]:
+    """Figures 3 and 7."""
+    return [
+        Line("batches", f"{name}, batch {batch}", name, _printed(name), _of_all(batch, rows), rank=1)
+        for batch in BATCHES
+        for name in ("AID-KFAC", "AID-CG-3")
+    ]
+
+
+def intervals(rows: int = ROWS) -> list[Line]:
+    """Table 2 with the linear model."""
+    every, fixed = tuple({"refresh": float(tau)} for tau in TAUS), _of_all(TAU_BATCH, rows) | {"refresh": 5.0}
+    return [Line("intervals", name, name, _printed(name), fixed, every, 2) for name in ("AID-KFAC", "AID-EKFAC")]
+
+
+def _of_all(batch: int, rows: int) -> dict[str, float]:
+    """The batch in a setting; none where it is all rows, and at most a fifth of fewer rows."""
+    return {} if batch == ROWS else {"batch": float(min(batch, max(1, rows // 5)))}
+
+
+def _titled(batch: Mapping[str, float], rows: int, damping: float) -> str:
+    return f"batch {batch.get('batch', rows):.0f}, damping {damping:g}"
+
+
+STUDIES: dict[str, Callable[[int], list[Line]]] = {
+    "figure 5": figure_5,
+    "averages": averages,
+    "batches": batches,
+    "intervals": intervals,
+}
+LENGTH = Plan()
 
 
 class Contest:
@@ -85,176 +174,161 @@ class Contest:
     Args:
         rows: finished runs.
         plan: how much is run.
-        names: of the methods, most important first.
+        lines: most important first.
     """
 
-    def __init__(self, rows: Sequence[dict[str, Any]], plan: Plan, names: Sequence[str] = NAMES) -> None:
-        self.plan, self.names = plan, names
-        self.done = {key(_task(row)): row for row in rows}
-        lines: dict[str, Grid] = dict.fromkeys(references.KINDS, PLAIN)
-        self.grids = {arm: {x.name: x.grid for x in methods(rates).values()} | lines for arm, rates in ARMS.items()}
+    def __init__(
+        self, rows: Sequence[dict[str, Any]], plan: Plan = LENGTH, lines: Sequence[Line] | None = None
+    ) -> None:
+        self.plan = plan
+        self.lines = [line for study in STUDIES.values() for line in study(ROWS)] if lines is None else list(lines)
+        self.done = {key(task_of(row)): row for row in rows}
 
-    def trials(self, name: str, arm: str) -> list[Task]:
-        """The short runs of a method, at random places of its grid."""
-        grid = self.grids[arm][name]
-        count = min(self.plan.tried, math.prod(map(len, grid.values())))
-        return [Task(name, setting, 0, self.plan.first, False) for setting in settings_of(grid, count)]
+    def trials(self, line: Line) -> list[Task]:
+        """The short runs of a line, at random places of its grid."""
+        count = min(self.plan.tried, math.prod(map(len, line.grid.values())))
+        tried = settings_of(line.grid, count)
+        return [Task(line.method, {**line.fixed, **setting}, 0, self.plan.first, False) for setting in tried]
 
-    def kept(self, name: str, arm: str) -> list[Task]:
-        """The best trials of an arm, for all steps; none before all trials are done."""
-        tried = self.trials(name, arm)
+    def kept(self, line: Line) -> list[Task]:
+        """The best trials, for all steps; none before all trials are done."""
+        tried = self.trials(line)
         if any(key(task) not in self.done for task in tried):
             return []
-        best = sorted(tried, key=lambda task: loss_of(self.done[key(task)]))[: self.plan.kept]
+        best = sorted(tried, key=lambda task: order_of(self.done[key(task)]))[: self.plan.kept]
         return [task._replace(steps=self.plan.steps) for task in best]
 
-    def winner(self, name: str, arm: str) -> Setting | None:
+    def winner(self, line: Line) -> Setting | None:
         """The setting with the lowest second validation loss after all steps, once that is known."""
-        kept = self.kept(name, arm)
+        kept = self.kept(line)
         if not kept or any(key(task) not in self.done for task in kept):
             return None
         return min(kept, key=lambda task: loss_of(self.done[key(task)])).setting
 
-    def finals(self, name: str, arm: str) -> list[Task]:
-        """The runs of the winner; none before it is known."""
-        won = self.winner(name, arm)
+    def finals(self, line: Line, variants: Sequence[Mapping[str, float]] | None = None) -> list[Task]:
+        """The runs of the winner, seed by seed; none before it is known."""
+        won = self.winner(line)
+        if won is None:
+            return []
+        settings = [{**won, **variant} for variant in (line.variants if variants is None else variants)]
         seeds = range(1, self.plan.seeds + 1)
-        return [] if won is None else [Task(name, won, seed, self.plan.steps, True) for seed in seeds]
+        return [Task(line.method, x, seed, self.plan.steps, True) for seed in seeds for x in settings]
+
+    def results(self, line: Line, variant: Mapping[str, float] = MappingProxyType({})) -> list[dict[str, Any]]:
+        """The finished runs of the winner in a variant, seed by seed."""
+        return [self.done[key(task)] for task in self.finals(line, [variant]) if key(task) in self.done]
 
     def missing(self) -> Iterator[tuple[list[Any], Task]]:
-        """The runs that can begin now, those that complete a method first."""
+        """The runs that can begin now, by rank, and of a rank those that complete a line first."""
         seen = set(self.done)
-        for stage in (self.finals, self.kept, self.trials):
-            for task in (task for name in self.names for arm in ARMS for task in stage(name, arm)):
+        for rank in sorted({line.rank for line in self.lines}):
+            lines = [line for line in self.lines if line.rank == rank]
+            for task in (
+                task for stage in (self.finals, self.kept, self.trials) for line in lines for task in stage(line)
+            ):
                 if key(task) not in seen:
                     seen.add(key(task))
                     yield list(task), task
 
 
-def key(task: Task) -> str:
-    """A run by its name, setting, seed and length."""
-    return json.dumps(list(task))
+def _splits(options: argparse.Namespace) -> Callable[[int], Split]:
+    """The split of a seed, made once; all data are on the device."""
+    torch.set_float32_matmul_precision(options.precision)
+    read = cleaning.made_up((20,), options.rows + 200, 100) if options.smoke else datasets.mnist(options.data)
+    parts = [(x.to(options.device), y.to(options.device)) for x, y in (read.train, read.test)]
+    data, made = datasets.Images(*parts), dict[int, Split]()
+    counts = (options.rows, *((100, 100) if options.smoke else (5000, 5000)))
 
+    def split(seed: int) -> Split:
+        if seed not in made:
+            made[seed] = cleaning.noisy_split(data, counts, seed, scaling="one")
+        return made[seed]
 
-def _task(row: dict[str, Any]) -> Task:
-    return Task(row["method"], row["setting"], row["seed"], row["wanted"], row["test"])
-
-
-def run(task: Task, split: Split, batch: int) -> dict[str, Any]:
-    """One run; its curve, and how well its weights find the right labels."""
-    case, budget = Case(batch=batch), Budget(math.inf, task.steps, 25 if task.test else 5)
-    if task.name in references.KINDS:
-        rows = references.train(case, split, task.name, task.setting, budget, task.seed, task.test)
-        weights, failed = torch.full((), 0.5), not math.isfinite(rows[-1]["second_loss"])
-    else:
-        setting = {**task.setting, "outer_momentum": task.setting.get("momentum", 0.0)}
-        method = methods(WIDE)[task.name]
-        made, rows = cleaning.run(case, split, method, setting, budget, task.seed, test=task.test)
-        weights, failed = next(made.state.hyper.parameters()).detach(), made.failure is not None
-    return {
-        "method": task.name,
-        "setting": task.setting,
-        "seed": task.seed,
-        "wanted": task.steps,
-        "test": task.test,
-        "failed": failed,
-        "best": min(rows, key=lambda row: row["second_loss"]),
-        "f1": cleaning.f1(weights.expand(len(split.clean)), split.clean),
-        "moved": float((weights - 0.5).abs().mean()),
-        **({"curve": {name: [float(f"{row[name]:.5g}") for row in rows] for name in rows[0]}} if task.test else {}),
-    }
+    return split
 
 
 def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:
-    """What carries out a run; splits are made once in a process."""
-    data = datasets.mnist(options.data)
-    made: dict[int, Split] = {}
-    counts = (options.rows, 5000, 5000)
+    """What carries out a run."""
+    split = _splits(options)
 
     def carry_out(task: Task) -> dict[str, Any]:
         task = Task(*task)
-        if task.seed not in made:
-            made.clear()
-            made[task.seed] = cleaning.noisy_split(data, counts, task.seed, scaling="one").to(options.device)
-        return run(task, made[task.seed], options.rows)
+        precision = "highest" if "decay" in task.setting else options.precision
+        torch.set_float32_matmul_precision(precision)  # dampings down to 1e-10 ask for all digits
+        try:
+            return linear_runs.run(task, split(task.seed)) | {"precision": precision}
+        except (RuntimeError, HyperkronError) as error:
+            if "CUDA error" in str(error) or isinstance(error, torch.OutOfMemoryError):
+                raise  # the process cannot go on
+            return linear_runs.broken(task, error)
 
     return carry_out
 
 
-def table(contest: Contest) -> str:
-    """Test loss and error where the second validation loss is lowest, the lowest test loss, F1, and the winner."""
-    lines = []
-    for arm in ARMS:
-        lines += [
-            f"| {arm} | test loss | error in % | lowest test loss on the way | F1 | mean move of a weight | winner |",
-            "| --- " * 7 + "|",
-        ]
-        found = {name: _figures(contest, name, arm) for name in contest.names}
-        known = {name: x for name, x in found.items() if x}
-        lines += [f"| {name} | {' | '.join(known[name][1:])} |" for name in sorted(known, key=lambda n: known[n][0])]
-        absent = [name for name in contest.names if name not in known]
-        lines += ["", *([f"Not run: {', '.join(absent)}.", ""] if absent else [])]
-    return "\n".join(lines)
-
-
-def _figures(contest: Contest, name: str, arm: str) -> list[Any]:
-    rows = [contest.done[key(task)] for task in contest.finals(name, arm) if key(task) in contest.done]
-    if not rows or any(row["failed"] for row in rows):
-        return [math.inf, "diverged", "–", "–", "–", "–", "–"] if rows else []
-    setting = rows[0]["setting"]
-    grid = {x: values for x, values in contest.grids[arm][name].items() if x != "momentum"}
-    edge = at_edge(setting, grid)
-    shown = ", ".join(f"{x} {setting[x]:g}" for x in grid) + (f" (edge: {', '.join(edge)})" if edge else "")
-    columns = (
-        ("{:.3f} ± {:.3f}", [row["best"]["test_loss"] for row in rows]),
-        ("{:.1f} ± {:.1f}", [100 * row["best"]["test_error"] for row in rows]),
-        ("{:.3f} ± {:.3f}", [min(row["curve"]["test_loss"]) for row in rows]),
-        ("{:.3f} ± {:.3f}", [row["f1"] for row in rows]),
-        ("{:.2f} ± {:.2f}", [row["moved"] for row in rows]),
-    )
-    cells = [form.format(*interval(values)) for form, values in columns]
-    return [interval(columns[0][1])[0], *cells, shown]
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run what is not recorded yet, or print the table."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the table of the recorded runs")
+    parser.add_argument("--table", action="store_true", help="print the tables of the recorded runs")
+    parser.add_argument("--figure", action="store_true", help="draw the figures of the recorded runs")
     parser.add_argument("--out", type=Path, default=RESULT, help="file of the runs; finished ones are not repeated")
     parser.add_argument("--data", type=Path, default=None, help="folder with mnist/")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rows", type=int, default=50_000, help="noisy rows; default: 50 000")
-    parser.add_argument("--methods", nargs="+", default=list(NAMES), choices=NAMES)
+    parser.add_argument(
+        "--precision", default="high", choices=("highest", "high"), help="high: TF32 products (default)"
+    )
+    parser.add_argument("--smoke", action="store_true", help="made-up rows: does everything run?")
+    parser.add_argument("--rows", type=int, default=ROWS, help="noisy rows; default: 50 000")
+    parser.add_argument("--studies", nargs="+", default=list(STUDIES), choices=STUDIES)
+    parser.add_argument("--methods", nargs="+", default=None, choices=NAMES, help="only lines of these; default: all")
+    parser.add_argument("--batches", nargs="+", type=int, default=None, help="only lines with these batch sizes")
     for name, value in Plan()._asdict().items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
     parser.add_argument("--workers", type=int, default=1, help="runs that share the device; default: 1")
-    parser.add_argument("--limit-minutes", type=float, default=1e9, help="no run begins after this time")
-    options = parser.parse_args(arguments)
-    plan = Plan(*(getattr(options, name) for name in Plan._fields))
-    lines = Lines(options.out)
+    parser.add_argument("--limit-minutes", type=float, default=1e9, help="no run begins that would end after this time")
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    return Plan(*(getattr(options, name) for name in Plan._fields))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is not recorded yet, or show what is."""
+    options = _parser().parse_args(arguments)
+    lines = [line for study in options.studies for line in STUDIES[study](options.rows)]
+    chosen = [line for line in lines if options.methods is None or line.method in options.methods]
+    if options.batches is not None:
+        chosen = [line for line in chosen if line.fixed.get("batch", options.rows) in options.batches]
+    kept = Lines(options.out)
 
     def contest() -> Contest:
-        return Contest(lines.rows, plan, options.methods)
+        return Contest(kept.rows, _plan(options), chosen)
 
-    if options.table:
-        print(table(contest()))
-        return
+    if options.table or options.figure:
+        from experiments.paper import linear_page as page
+
+        print(page.tables(contest()) if options.table else page.figures(contest(), records.PAGES / "figures" / "paper"))
+    else:
+        _run_all(options, kept, contest)
+
+
+def _run_all(options: argparse.Namespace, lines: Lines, contest: Callable[[], Contest]) -> None:
+    deadline = time.monotonic() + 60 * options.limit_minutes
+    pace: dict[str, float] = {}  # seconds of a step in the last long run of a method
+
+    def ready() -> Iterator[tuple[list[Any], Task]]:
+        left = deadline - time.monotonic()
+        return ((name, task) for name, task in contest().missing() if pace.get(task.name, 0.0) * task.steps < left)
 
     def keep(name: list[Any], row: dict[str, Any], seconds: float, busy: float) -> None:
-        lines.append({**row, "seconds": round(seconds, 2)})
-        print(f"{row['method']} {row['setting']} {row['wanted']}: {loss_of(lines.rows[-1]):.4f}", flush=True)
+        lines.append({**row, "seconds": round(seconds, 2), "workers": options.workers, "device": options.device})
+        if row["wanted"] == _plan(options).steps:
+            pace[row["method"]] = seconds / row["wanted"]
+        print(f"{row['method']} {row['setting']} {row['wanted']}: {loss_of(row):.4f}, {seconds:.1f} s", flush=True)
 
+    print(f"{len(contest().done)} runs are recorded.", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    deadline = time.monotonic() + 60 * options.limit_minutes
     late = lambda: time.monotonic() > deadline  # noqa: E731
-    share(
-        options.workers,
-        partial(_worker, options),
-        lambda: contest().missing(),
-        keep,
-        late=late,
-        near=lambda task: task.seed,
-    )
+    share(options.workers, partial(_worker, options), ready, keep, late=late)
 
 
 if __name__ == "__main__":

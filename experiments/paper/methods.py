@@ -9,7 +9,7 @@ from experiments.paper.tuning import Grid, Setting
 from hyperkron.algorithms import AID, BOME, BSG1, MRBO, AmIGO, Rate, StocBiO, StochasticNeumann
 from hyperkron.algorithms.base import Algorithm
 from hyperkron.curvature import GGN
-from hyperkron.hypergradient import Hypergradient, cg, ekfac, identity, kfac, neumann
+from hyperkron.hypergradient import Hypergradient, cg, ekfac, gradient_descent, identity, kfac, neumann
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class Rates:
     own: tuple[float, ...] = (0.001, 0.01, 0.1, 1.0)
 
 
-def methods(rates: Rates, *, inner_steps: int = 10, refresh: int = 1, ema: float = 0.0) -> dict[str, Method]:
+def methods(
+    rates: Rates, *, inner_steps: int = 10, refresh: int = 1, ema: float = 0.0, graph: bool = False
+) -> dict[str, Method]:
     """Every method of the cleaning experiments, by name.
 
     Args:
@@ -51,20 +53,28 @@ def methods(rates: Rates, *, inner_steps: int = 10, refresh: int = 1, ema: float
         inner_steps: T, of the double-loop methods.
         refresh: how many outer steps a curvature of KFAC and EKFAC serves.
         ema: the decay of KFAC's moving averages.
+        graph: record hypergradients as CUDA graphs; AmIGO's ten steps of v then share a batch. MRBO, which has two
+            points, records none.
     """
     plain: Grid = {"inner": rates.inner, "outer": rates.outer}
     moving: Grid = {**plain, "momentum": rates.momentum}
     damped: Grid = {**moving, "damping": rates.damping}
     stepped: Grid = {**moving, "step": rates.step}
 
-    def kronecker(x: Setting, seed: int) -> Hypergradient:
-        return kfac(x["damping"], refresh_every=refresh, ema=ema, seed=seed)
+    def kronecker(x: Setting, seed: int, graph: bool = graph) -> Hypergradient:
+        return kfac(x["damping"], refresh_every=refresh, ema=ema, seed=seed, graph=graph)
 
     def empirical(x: Setting, seed: int) -> Hypergradient:
-        return kfac(x["damping"], fisher="empirical", refresh_every=refresh, ema=ema, seed=seed)
+        return kfac(x["damping"], fisher="empirical", refresh_every=refresh, ema=ema, seed=seed, graph=graph)
 
     def corrected(x: Setting, seed: int) -> Hypergradient:
-        return ekfac(x["damping"], refresh_every=refresh, ema=ema, seed=seed)
+        return ekfac(x["damping"], refresh_every=refresh, ema=ema, seed=seed, graph=graph)
+
+    def amortised(x: Setting, seed: int) -> Algorithm:
+        if not graph:
+            return AmIGO(inner_steps=inner_steps, linear_rate=x["step"], seed=seed)
+        v_loop = gradient_descent(10, step=x["step"], warm_start=True, graph=True)
+        return AmIGO(inner_steps=inner_steps, hypergradient=v_loop, seed=seed)
 
     def aid(name: str, grid: Grid, make: Callable[[Setting, int], Hypergradient]) -> Method:
         return Method(name, grid, lambda x, seed: AID(make(x, seed), inner_steps, seed=seed))
@@ -80,32 +90,32 @@ def methods(rates: Rates, *, inner_steps: int = 10, refresh: int = 1, ema: float
         aid("AID-KFAC", damped, kronecker),
         aid("AID-KFAC-EMP", damped, empirical),
         aid("AID-EKFAC", damped, corrected),
-        aid("AID-identity", moving, lambda x, seed: identity()),
-        Method(
-            "AmIGO",
-            stepped,
-            lambda x, seed: AmIGO(inner_steps=inner_steps, linear_rate=x["step"], seed=seed),
-        ),
+        aid("AID-identity", moving, lambda x, seed: identity(graph=graph)),
+        Method("AmIGO", stepped, amortised),
         Method(
             "AmIGO-KFAC",
             damped,
             lambda x, seed: AmIGO(inner_steps=inner_steps, hypergradient=kronecker(x, seed), seed=seed),
         ),
         mrbo("MRBO", {**plain, "step": rates.step}, lambda x, seed: StochasticNeumann(10, x["step"], seed=seed)),
-        mrbo("MRBO-KFAC", {**plain, "damping": rates.damping}, kronecker),
+        mrbo("MRBO-KFAC", {**plain, "damping": rates.damping}, lambda x, seed: kronecker(x, seed, graph=False)),
         Method("stocBiO", stepped, lambda x, seed: StocBiO(inner_steps=inner_steps, step_size=x["step"], seed=seed)),
         Method("BOME", {**plain, "eta": rates.own}, lambda x, seed: BOME(inner_steps, x["eta"], seed=seed)),
         Method("BSG-1", {**moving, "epsilon": rates.own}, lambda x, seed: BSG1(inner_steps, x["epsilon"], seed=seed)),
     ]
     for count in (1, 3, 5, 10, 20):
         found += [
-            aid(f"AID-CG-{count}", damped, lambda x, seed, k=count: cg(k, x["damping"])),  # type: ignore[misc]
-            aid(f"AID-GGN-CG-{count}", damped, lambda x, seed, k=count: cg(k, curvature=GGN(x["damping"]))),  # type: ignore[misc]
-            aid(f"AID-Neumann-{count}", stepped, lambda x, seed, k=count: neumann(k, step=x["step"])),  # type: ignore[misc]
+            aid(f"AID-CG-{count}", damped, lambda x, seed, k=count: cg(k, x["damping"], graph=graph)),  # type: ignore[misc]
+            aid(
+                f"AID-GGN-CG-{count}",
+                damped,
+                lambda x, seed, k=count: cg(k, curvature=GGN(x["damping"]), graph=graph),  # type: ignore[misc]
+            ),
+            aid(f"AID-Neumann-{count}", stepped, lambda x, seed, k=count: neumann(k, step=x["step"], graph=graph)),  # type: ignore[misc]
             aid(
                 f"AID-GGN-Neumann-{count}",
                 stepped,
-                lambda x, seed, k=count: neumann(k, step=x["step"], curvature=GGN(0.0)),  # type: ignore[misc]
+                lambda x, seed, k=count: neumann(k, step=x["step"], curvature=GGN(0.0), graph=graph),  # type: ignore[misc]
             ),
         ]
     return {method.name: method for method in found}

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from experiments.paper import budget
+from experiments.paper.budget import Missing
 from experiments.paper.longer import Longer
 from experiments.paper.recipe import SCALES, Judgement, Recipe, Result, Table, Verdict
 from experiments.paper.visits import Visits
@@ -24,7 +26,9 @@ INTRODUCTION = (
     "the same number of trials, on a second validation part; the test loss that counts is the one where the second "
     "validation loss is lowest. ± is half a 95 % interval over seeds. Where a result names the command "
     "`hyperkron paper`, it is `python -m experiments.paper` today. Where there are runs of the paper's own length, "
-    "their verdict counts, and the shorter runs are in the record."
+    "their verdict counts, and the shorter runs are in the record. Where weights of examples are learned, a verdict "
+    "needs runs of at least 1000 outer steps. GPU minutes are those of one NVIDIA H200: spent on all recorded runs of "
+    "the row, and missing for a verdict by the measured time of a step."
 )
 ROWS = 12
 """Rows of a table on the short page."""
@@ -41,6 +45,8 @@ class Section:
         shorter: of the recipe's own result, where the other counts.
         longer: the page of the runs of the paper's length.
         anchor: the recipe's name; its record is ``paper/NAME.md``.
+        spent: GPU minutes of all runs, as text.
+        missing: what a verdict still needs.
     """
 
     title: str
@@ -55,6 +61,8 @@ class Section:
     figures: Sequence[str] = ()
     anchor: str = ""
     answer: Sequence[str] = ()
+    spent: str = ""
+    missing: Missing | None = None
 
 
 def results(folders: Sequence[str | Path]) -> dict[str, dict[str, Result]]:
@@ -72,18 +80,30 @@ def best(of: Mapping[str, Result] | None) -> Result | None:
     return next((of[scale] for scale in reversed(SCALES) if scale in of), None) if of else None
 
 
-def section(recipe: Recipe, result: Result | None, figures: Path, longer: Longer | None = None) -> Section:
-    """The section of a recipe, with its figures drawn into ``figures``; ``longer``: what its long runs found."""
+def section(
+    recipe: Recipe,
+    result: Result | None,
+    figures: Path,
+    longer: Longer | None = None,
+    missing: Missing | None = None,
+) -> Section:
+    """The section of a recipe, with its figures drawn into ``figures``.
+
+    Args:
+        longer: what its long runs found.
+        missing: GPU minutes that a verdict needs; shown where there is none.
+    """
     shown = result if result is not None and result.scale in recipe.judged else None
     paths: list[Path] = []
     if shown is not None and recipe.plot is not None:
         figures.mkdir(parents=True, exist_ok=True)
         paths = recipe.plot(shown, figures)
     own = recipe.judge(result)
+    counts = own if longer is None else longer.judgement
     return Section(
         recipe.title,
         recipe.place,
-        own if longer is None else longer.judgement,
+        counts,
         shorter=None if longer is None else own,
         longer="" if longer is None else longer.page,
         rule=" ".join((recipe.verdict.__doc__ or "").split()),
@@ -93,7 +113,19 @@ def section(recipe: Recipe, result: Result | None, figures: Path, longer: Longer
         figures=[f"figures/paper/{path.name}" for path in paths],
         anchor=recipe.name,
         answer=recipe.answer(shown) if shown is not None and recipe.answer is not None else (),
+        spent=_spent(recipe, result),
+        missing=missing if counts.verdict is Verdict.REFUSED else None,
     )
+
+
+def _spent(recipe: Recipe, result: Result | None) -> str:
+    """GPU minutes; an upper bound where it is not recorded how many processes shared the device."""
+    found = budget.spent(result, recipe.name)
+    if found is None:
+        return "–"
+    shared = recipe.stages is not None and result is not None and "gpu" in result.hardware
+    unknown = shared and result is not None and "--workers" not in result.command
+    return ("≤ " if unknown else "") + budget.rounded(found)
 
 
 def _updates(found: Sequence[Visits]) -> list[Table]:
@@ -120,9 +152,9 @@ def _made(result: Result | None) -> str:
 
 def markdown(sections: Sequence[Section]) -> str:
     """The short page: a screen for each section, the rest behind a link."""
-    lines = [f"# {TITLE}", "", INTRODUCTION, "", *_grid(("where", "what", "verdict"), _overview(sections)), ""]
+    lines = [f"# {TITLE}", "", INTRODUCTION, "", *_grid(OVERVIEW, _overview(sections)), ""]
     for x in sections:
-        lines += [f"## {x.place}: {x.title}", "", _verdict(x.judgement), ""]
+        lines += [f"## {x.place}: {x.title}", "", _verdict(x), ""]
         if x.longer:
             lines += [f"[Table, figure and command]({x.longer}); {_link(x, 'the record of the shorter runs')}.", ""]
             continue
@@ -136,7 +168,7 @@ def markdown(sections: Sequence[Section]) -> str:
 
 def record(x: Section) -> str:
     """All that there is about one section."""
-    lines = [f"# {x.place}: {x.title}", "", _verdict(x.judgement), ""]
+    lines = [f"# {x.place}: {x.title}", "", _verdict(x), ""]
     if x.shorter is not None:
         told = f"These are runs of the paper's length ([{x.longer}](../{x.longer})). The shorter runs below"
         lines += [f"{told}: {x.shorter.verdict.value}. {x.shorter.because}", ""]
@@ -149,8 +181,9 @@ def record(x: Section) -> str:
     return "\n".join([*lines, "[All tables and figures](../paper.md)"]) + "\n"
 
 
-def _verdict(found: Judgement) -> str:
-    return f"**{_capital(found.verdict.value)}.** {found.because}"
+def _verdict(x: Section) -> str:
+    needs = "" if x.missing is None else f" {x.missing}"
+    return f"**{_capital(x.judgement.verdict.value)}.** {x.judgement.because}{needs}"
 
 
 def _link(x: Section, words: str) -> str:
@@ -165,8 +198,17 @@ def _first_table(tables: Sequence[Table]) -> list[str]:
     return [*lines, f"{more} more rows are in the record.", ""] if more > 0 else lines
 
 
-def _overview(sections: Sequence[Section]) -> list[tuple[str, str, str]]:
-    return [(x.place, x.title, x.judgement.verdict.value) for x in sections]
+OVERVIEW = ("where", "what", "verdict", "GPU minutes spent", "missing for a verdict")
+
+
+def _overview(sections: Sequence[Section]) -> list[tuple[str, ...]]:
+    return [(x.place, x.title, x.judgement.verdict.value, x.spent or "–", _needs(x)) for x in sections]
+
+
+def _needs(x: Section) -> str:
+    if x.missing is None:
+        return "on its page" if x.judgement.verdict is Verdict.REFUSED else "–"
+    return f"about {budget.rounded(x.missing.minutes)}" + ("" if x.missing.unit == "GPU-minutes" else " (CPU)")
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -189,7 +231,7 @@ def html(sections: Sequence[Section]) -> str:
     kinds = dict.fromkeys(Verdict, "none")
     kinds |= {Verdict.REPRODUCED: "yes", Verdict.TREND: "trend", Verdict.FAILED: "no"}
     return environment.from_string(template).render(
-        title=TITLE, introduction=INTRODUCTION, sections=sections, kinds=kinds, capital=_capital
+        title=TITLE, introduction=INTRODUCTION, sections=sections, kinds=kinds, capital=_capital, needs=_needs
     )
 
 

@@ -180,8 +180,8 @@ class Recipe:
         note: how ours differs from the paper, for the page.
         answer: what a reader who must decide is told first, in plain words and with the result's numbers.
         judged: scales whose results say something about the paper's claim.
-        weights: how often the weights of every run were updated, where weights are learned; a result in which too many
-            never were gets no verdict.
+        weights: how often the weights of every run were updated, where weights are learned; a result whose runs are
+            shorter than the paper's, or in which too many weights never were, gets no verdict.
         gpu: scales that need a GPU.
         seeds: how many by default at each scale.
         partial: ``work`` copes with the time limit itself: it is called once with all seeds, keeps its own order and

@@ -42,22 +42,36 @@ def rows_of(split: Split, kind: Kind) -> Part:
 
 
 def train(
-    case: Case, split: Split, kind: Kind, setting: Setting, budget: Budget, seed: int, test: bool
+    case: Case,
+    split: Split,
+    kind: Kind,
+    setting: Setting,
+    budget: Budget,
+    seed: int,
+    test: bool,
+    *,
+    looks: trial.Looks | None = None,
+    graph: bool = False,
 ) -> list[dict[str, Any]]:
-    """Plain SGD with the decay of the inner problem, looked at as the methods are."""
+    """Plain SGD with the decay of the inner problem, looked at as the methods are unless ``looks`` says otherwise.
+
+    A batch of all rows is not copied. ``graph`` is that of ``hk.fit``.
+    """
     x, y = rows_of(split, kind)
+    whole = case.batch >= len(x)
     model = cleaning.start(Case(case.network, case.batch, case.decay, 0, case.width), split, seed)
-    looks = cleaning.looks_at(split, budget, test)
+    looks = looks or cleaning.looks_at(split, budget, test)
     run = trial.train(
         model,
-        lambda m, i: losses.cross_entropy(m(x[i]), y[i]),
-        _shuffled(len(x), case.batch, seed, x.device),
+        lambda m, i: losses.cross_entropy(m(x), y) if whole else losses.cross_entropy(m(x[i]), y[i]),
+        torch.zeros(1, device=x.device) if whole else _shuffled(len(x), case.batch, seed, x.device),
         torch.optim.SGD(model.parameters(), setting["inner"], setting["momentum"], weight_decay=2 * case.decay),
         10 * budget.steps,  # an outer step holds ten inner ones
         seconds=budget.seconds,
         callbacks=[looks],
         clock=trial.clock_of(x.device),
         record_failure=True,
+        graph=graph,
     )
     return looks.of(run)
 

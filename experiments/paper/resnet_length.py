@@ -34,6 +34,7 @@ from experiments.paper.recipe import Judgement
 from experiments.paper.resnet_runs import TAUS, Size
 from experiments.paper.tuning import Setting
 from experiments.pieces import Lines
+from experiments.trial import Saved
 from experiments.workers import share
 
 RESULT = records.RESULTS / "paper" / "resnet-length.jsonl"
@@ -42,6 +43,10 @@ TIMED = Size((10_000, 1_000, 1_000))
 SMOKE = Size((20, 10, 10), 10, 2, 2)
 SHARING = 1.5
 """How much more work six processes get done on one H200 than one process, measured."""
+SAVED_EVERY = 30.0
+"""Seconds between two checkpoints of a long run; a cut-off loses no more."""
+UNKNOWN = 1000.0
+"""Milliseconds of a step whose time has not been measured, for the distance of checkpoints."""
 TIMES = records.RESULTS / "paper" / "resnet-length-times.jsonl"
 OWN, PRINTED = "each its own", "as printed"
 ARMS = (OWN, PRINTED)
@@ -221,6 +226,19 @@ class Contest:
                 yield list(task), task
 
 
+SLOWER = (0.01, 0.001)
+"""Smaller step sizes of θ, from the printed grid."""
+SLOWER_NAMES = ("AID-KFAC", "AID-identity", "trusted + noisy", "AID-CG-3")
+
+
+def slower(contest: Contest, inners: Sequence[float] = SLOWER) -> Iterator[Task]:
+    """The winners with smaller step sizes of θ, for all steps with seed 0; most important first."""
+    for inner in inners:
+        for name in SLOWER_NAMES:
+            if (won := contest.winner(name, OWN)) is not None:
+                yield Task(name, {**won, "inner": inner}, 0, contest.plan.steps)
+
+
 def beyond(best: float, tried: Sequence[float]) -> float | None:
     """The next step size beyond an edge that is best; ``None`` where the best lies inside or there is no further one.
 
@@ -234,10 +252,20 @@ def beyond(best: float, tried: Sequence[float]) -> float | None:
     return BEYOND[place - 1] if best == min(tried) and place > 0 else None
 
 
-def run(task: Task, split: Split, size: Size, plan: Plan, deadline: float = math.inf) -> dict[str, Any]:
-    """A recorded run; one that the deadline cuts short is recorded, too, but does not count."""
+def saved(task: Task, folder: Path | None, step_seconds: float) -> Saved | None:
+    """Where and how often a run is saved: every :data:`SAVED_EVERY` seconds or so, if a step takes ``step_seconds``."""
+    return Saved.of(key(task), folder, round(SAVED_EVERY / max(step_seconds, 1e-3)))
+
+
+def run(
+    task: Task, split: Split, size: Size, plan: Plan, deadline: float = math.inf, kept: Saved | None = None
+) -> dict[str, Any]:
+    """A recorded run; one that the deadline cuts short is recorded, too, but does not count.
+
+    A long run goes on from the checkpoint of ``kept``, if there is one.
+    """
     test = task.steps == plan.steps
-    options = {"test": test, "deadline": deadline}
+    options = {"test": test, "deadline": deadline, "saved": kept if test else None}
     found = resnet_runs.run(task.name, task.setting, split, task.seed, task.steps, size, **options)  # type: ignore[arg-type]
     if not test:
         del found["curve"]
@@ -258,7 +286,9 @@ def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:
         if task.seed not in made:
             made.clear()
             made[task.seed] = cleaning.noisy_split(data, size.counts, task.seed)
-        return run(task, made[task.seed], size, _plan(options), options.deadline)
+        pace = options.alone.get(task.name, UNKNOWN) / 1e3 * max(1.0, options.workers / SHARING)
+        kept = saved(task, options.checkpoints, pace)
+        return run(task, made[task.seed], size, _plan(options), options.deadline, kept)
 
     return carry_out
 
@@ -293,8 +323,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--times", action="store_true", help="measure an outer step of each method alone")
     parser.add_argument("--out", type=Path, default=None, help="file of the runs; finished ones are not repeated")
     parser.add_argument("--data", type=Path, default=None, help="folder with cifar10/")
+    parser.add_argument("--checkpoints", type=Path, default=Path("runs/resnet-length"), help="folder of cut-off runs")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--methods", nargs="+", default=list(NAMES), choices=[*NAMES, *SHARED])
+    parser.add_argument("--slower", nargs="*", type=float, help="only the winners with these step sizes of θ, one seed")
     parser.add_argument("--smoke", action="store_true", help="made-up images and a tiny network: does everything run?")
     for name, value in Plan()._asdict().items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
@@ -311,7 +343,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     options = _parser().parse_args(arguments)
     lines = Lines(options.out or (TIMES if options.times else RESULT))
-    alone = {row["method"]: row["median"] for row in Lines(TIMES).rows}
+    alone = options.alone = {row["method"]: row["median"] for row in Lines(TIMES).rows}
 
     def contest() -> Contest:
         return Contest(lines.rows, _plan(options), options.methods, alone)
@@ -331,7 +363,11 @@ def _run_all(options: argparse.Namespace, lines: Lines, contest: Callable[[], Co
 
     def ready() -> Iterator[tuple[list[Any], Task]]:
         now, left = contest(), options.deadline - time.time()
-        return ((name, task) for name, task in now.missing() if now.expected(task, options.workers) < left)
+        if options.slower is None:
+            wanted = [task for _, task in now.missing()]
+        else:
+            wanted = [task for task in slower(now, options.slower or SLOWER) if key(task) not in now.done]
+        return ((list(task), task) for task in wanted if now.expected(task, options.workers) < left)
 
     def keep(name: list[Any], row: dict[str, Any], seconds: float, busy: float) -> None:
         lines.append({**row, "workers": options.workers})

@@ -10,7 +10,18 @@ from typing import Any
 from experiments.paper import plots, references
 from experiments.paper.compare import clearly_below
 from experiments.paper.recipe import Judgement, Verdict, by_cases
-from experiments.paper.resnet_length import ABSOLUTE, ARMS, BEYOND, OWN, PRINTED, SHARED, Contest, key
+from experiments.paper.resnet_length import (
+    ABSOLUTE,
+    ARMS,
+    BEYOND,
+    OWN,
+    PRINTED,
+    SHARED,
+    SLOWER_NAMES,
+    Contest,
+    key,
+    slower,
+)
 from experiments.paper.resnet_runs import Size
 from experiments.paper.tuning import Difference, shown
 from experiments.paper.visits import MOST, Visits
@@ -138,7 +149,27 @@ def tables(contest: Contest, times: Rows) -> str:
         return ""
     parts = [f"{place}: **{x.verdict.value}**. {x.because}" for place, x in verdicts(contest, known).items()]
     parts += ["\n".join(rows) for arm in ARMS if (rows := _arm(contest, arm, known))]
-    return "\n\n".join([*parts, *gaps(contest), *_cut_short(contest), _rates(contest)])
+    return "\n\n".join([*parts, *gaps(contest), *_slower(contest), *_cut_short(contest), _rates(contest)])
+
+
+def _slower(contest: Contest) -> list[str]:
+    """The runs with smaller step sizes of θ, beside those of seed 0 with the usual one."""
+    rows = [contest.done.get(key(task)) for task in slower(contest)]
+    if not any(rows):
+        return []
+    usual = [contest.results(name)[0] for name in SLOWER_NAMES if contest.results(name)]
+    head = ["θ's step size", "method", "test loss", "error in %", "at step", "visits then", "not updated then"]
+    head += ["loss, second half", "error in %, second half", "weights right / wrong"]
+    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    for row in (row for row in [*usual, *rows] if row is not None and not row["failed"]):
+        seen, learned = visits(row), "f1" in row
+        then = [f"{seen.mean:.1f}", f"{seen.never:.0%}"] if learned else ["–", "–"]
+        cells = [f"{row['setting']['inner']:g}", row["method"], f"{row['best']['test_loss']:.3f}"]
+        cells += [f"{100 * row['best']['test_error']:.1f}", f"{row['best']['step']}", *then]
+        cells += [f"{second_half(row, 'test_loss'):.2f}", f"{100 * second_half(row, 'test_error'):.1f}"]
+        cells.append(f"{row['mean_right']:.2f} / {row['mean_wrong']:.2f}" if learned else "–")
+        lines.append("| " + " | ".join(cells) + " |")
+    return ["\n".join(lines)]
 
 
 def gaps(contest: Contest) -> list[str]:

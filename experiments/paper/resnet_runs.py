@@ -125,6 +125,15 @@ class Shuffled(Source):
         rows = self.left.pop()
         return tuple(x[rows] for x in self.tensors)
 
+    def state_dict(self) -> dict[str, Any]:
+        left = torch.cat(self.left).cpu() if self.left else torch.zeros(0, dtype=torch.long)
+        return {"generator": self.generator.get_state(), "left": left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        left = state["left"].to(self.tensors[0].device)
+        self.left = list(left.split(self.batch)) if len(left) else []
+
 
 def network(seed: int, width: int = 64) -> nn.Module:
     """ResNet-18 with the 7×7 stem and the initial weights of ``seed``."""
@@ -133,7 +142,14 @@ def network(seed: int, width: int = 64) -> nn.Module:
         return resnet18(stem="7x7", width=width)
 
 
-def prepare(name: str, setting: Setting, split: Split, seed: int, size: Size, callbacks: tuple[Any, ...] = ()) -> Run:
+def prepare(
+    name: str,
+    setting: Setting,
+    split: Split,
+    seed: int,
+    size: Size,
+    callbacks: tuple[Callback, ...] = (),
+) -> Run:
     """A run of a method or reference line that has taken no step yet.
 
     ``outer`` of the setting is relative: by how much the weights of a batch move in the first step that counts, as a
@@ -167,7 +183,13 @@ def prepare(name: str, setting: Setting, split: Split, seed: int, size: Size, ca
 
 
 def _reference(
-    name: Any, setting: Setting, split: Split, seed: int, size: Size, model: nn.Module, callbacks: tuple[Any, ...]
+    name: Any,
+    setting: Setting,
+    split: Split,
+    seed: int,
+    size: Size,
+    model: nn.Module,
+    callbacks: tuple[Callback, ...],
 ) -> Run:
     """Plain training on the rows of a reference line, ten steps at a time, with the decay of the inner problem."""
     x, y = references.rows_of(split, name)
@@ -218,13 +240,21 @@ def run(
     *,
     test: bool,
     deadline: float = math.inf,
+    saved: trial.Saved | None = None,
 ) -> dict[str, Any]:
-    """One run of ``steps`` outer steps, or fewer at a ``deadline``: its curve, and what became of the weights."""
+    """One run of ``steps`` outer steps, or fewer at a ``deadline``: its curve, and what became of the weights.
+
+    With ``saved`` it continues where an earlier one was cut off, and leaves no checkpoint when it is done.
+    """
     seen = looks(split, size, steps, test)
     made = prepare(name, setting, split, seed, size, (seen, Until(deadline)))
+    if saved is not None:
+        saved.begin(made)
     begin = time.perf_counter()
-    made.advance(steps, seconds=math.inf)
+    made.advance(max(0, steps - made.state.step), seconds=math.inf)
     rows = seen.of(made)
+    if saved is not None and (made.failure is not None or made.state.step >= steps):
+        saved.end()
     spent = time.perf_counter() - begin
     found = {
         "failed": made.failure is not None,

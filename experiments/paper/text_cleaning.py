@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from experiments.paper.references import KINDS
 from experiments.paper.texts import Rows, TextSplit, joined
 from experiments.paper.tuning import Grid, Setting
-from experiments.trial import TINY, Looks, RelativeStep, clock_of
+from experiments.trial import TINY, Looks, RelativeStep, Saved, clock_of
 from hyperkron import losses
 from hyperkron.algorithms import AID, SAMA, Algorithm, InnerOnly, Updates
+from hyperkron.batches import Source
 from hyperkron.hyper import SampleWeights
 from hyperkron.hypergradient import Hypergradient, cg, kfac, neumann
 from hyperkron.problem import BilevelProblem
@@ -117,7 +118,7 @@ class TextCase:
         )
 
 
-class Shuffled:
+class Shuffled(Source):
     """Batches of rows, each epoch in a new order; batches are full, what is left over joins the next epoch."""
 
     def __init__(self, rows: Rows, size: int, seed: int) -> None:
@@ -125,13 +126,20 @@ class Shuffled:
         self.generator = torch.Generator().manual_seed(seed)
         self.left = torch.empty(0, dtype=torch.long, device=rows.labels.device)
 
-    def __call__(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def next(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """States, mask, labels and row numbers."""
         if len(self.left) < self.size:
             order = torch.randperm(len(self.rows), generator=self.generator).to(self.left.device)
             self.left = torch.cat([self.left, order])
         chosen, self.left = self.left[: self.size], self.left[self.size :]
         return (*self.rows.batch(chosen), self.rows.labels[chosen], chosen)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state(), "left": self.left.cpu()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.left = state["left"].to(self.left.device)
 
 
 def loss_and_error(model: nn.Module, part: Rows, chunk: int = 500) -> tuple[float, float]:
@@ -219,12 +227,16 @@ class TextTrial:
         """Go on until ``steps`` outer steps are done."""
         self.run.advance(max(0, steps - self.run.state.step))
 
-    def train(self, test: bool) -> None:
-        """The whole run, looked at in equal distances and at its end."""
+    def train(self, test: bool, saved: Saved | None = None) -> None:
+        """The whole run, looked at in equal distances and at its end; with ``saved`` what is left of one cut off."""
         parts = {"second": self.split.second} | ({"test": self.split.test} if test else {})
         looks = Looks(parts, lambda model, part: loss_and_error(model, part), times=self.case.looks)
         self.run.callbacks.append(looks)
+        if saved is not None:
+            saved.begin(self.run)
         self.advance(self.steps)
+        if saved is not None:
+            saved.end()
         self.rows = [{key: value for key, value in row.items() if key != "seconds"} for row in looks.of(self.run)]
 
     def price(self, steps: int) -> float:

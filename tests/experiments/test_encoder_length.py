@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from experiments import records
-from experiments.paper import encoder_length
+from experiments.paper import encoder_length, text_cleaning
 from experiments.paper.encoder_cleaning import Source
 from experiments.paper.text_cleaning import TextCase
 from experiments.paper.texts import MADE_UP
@@ -83,6 +83,31 @@ def test_a_run_of_each_method() -> None:
         assert not near["failed"] and near["zero"] == near["one"] == 0.0
         assert far["zero"] + far["one"] > 0.5
         assert json.loads(json.dumps(far))["steps"] == 4
+
+
+def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in its fourth step, it continues from the third with the same batches, momentum and schedule."""
+    pytest.importorskip("transformers")
+    case = TextCase(batch=16, inner_steps=2, steps=5, looks=5, tokens=16)
+    job = SimpleNamespace(data=None, device=torch.device("cpu"), settings=SimpleNamespace(case=case))
+    source, task = Source(job, MADE_UP), (MADE_UP, "SAMA", 100.0, 0)  # type: ignore[arg-type]
+    monkeypatch.setattr(encoder_length, "SAVED_EVERY", 3)
+    whole = encoder_length.run(source, task, case)
+    measure, begun = text_cleaning.loss_and_error, list[int]()
+
+    def kill(model: Any, part: Any) -> Any:
+        begun.append(0)
+        if len(begun) > 6:  # two parts at each of three steps
+            raise KeyboardInterrupt
+        return measure(model, part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(text_cleaning, "loss_and_error", kill)
+        with pytest.raises(KeyboardInterrupt):
+            encoder_length.run(source, task, case, tmp_path)
+    assert [x.name for x in tmp_path.glob("*/step-*")] == ["step-00000003"]
+    again = encoder_length.run(source, task, case, tmp_path)
+    assert json.dumps(again) == json.dumps(whole) and not any(tmp_path.iterdir())
 
 
 def test_the_page_has_the_recorded_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -291,8 +291,8 @@ def test_a_smoke_run_is_not_judged_and_does_not_sound_like_a_failure() -> None:
 
 
 def test_weights_that_were_never_updated_leave_no_verdict(tmp_path: Path) -> None:
-    few, many = (Visits("AID-KFAC", updates, 100, 1000) for updates in (5, 50))
-    assert few.never == pytest.approx(0.9**5) and many.mean == 5.0
+    few, many = Visits("AID-KFAC", 1000, 100, 1_000_000), Visits("AID-KFAC", 998, 100, 1000)  # two steps only measure
+    assert few.never == pytest.approx(0.9999**1000) and many.mean == 99.8
     result = Result("counted", "small", (1,), {"sum": 1})
     judged = {x: replace(Counted().recipe, weights=lambda result, x=x: [many, x]).judge(result) for x in (few, many)}
     assert judged[many].verdict is Verdict.REPRODUCED
@@ -300,7 +300,19 @@ def test_weights_that_were_never_updated_leave_no_verdict(tmp_path: Path) -> Non
     assert judged[few].because.startswith("In 1 of 2 runs more than 20% of the weights were never updated; in AID-KFAC")
     assert judged[few].because.endswith("What was measured: It adds up.")
     section = page.section(replace(Counted().recipe, weights=lambda result: [few]), result, tmp_path)
-    assert section.tables[-1].rows == [["AID-KFAC", "5", "100", "1000", "0.5", "59%"]]
+    assert section.tables[-1].rows == [["AID-KFAC", "1000", "100", "1000000", "0.1", "90%"]]
+
+
+@pytest.mark.parametrize("verdict", [Verdict.REPRODUCED, Verdict.FAILED])
+def test_runs_shorter_than_the_paper_s_leave_no_verdict(verdict: Verdict) -> None:
+    """Whatever they found: one rule for all recipes that learn weights."""
+    whole, short = Visits("AID-KFAC", 998, 100, 100), Visits("AID-CG-3", 997, 100, 100)
+    recipe = replace(Counted().recipe, verdict=lambda result: Judgement(verdict, "So it is."))
+    result = Result("counted", "small", (1,), {"sum": 1})
+    assert replace(recipe, weights=lambda result: [whole]).judge(result).verdict is verdict
+    found = replace(recipe, weights=lambda result: [whole, short]).judge(result)
+    assert found.verdict is Verdict.REFUSED
+    assert found.because.startswith("Too short: λ was updated 997 to 998 times") and "So it is." in found.because
 
 
 def test_visits_are_read_off_a_result() -> None:

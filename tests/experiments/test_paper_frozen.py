@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +84,19 @@ def test_verdicts(kfac: tuple[float, float], expected: Verdict) -> None:
     assert frozen_head.verdict(_result(*kfac)).verdict is expected
 
 
-def test_most_cases_make_a_trend_and_the_verdict_says_what_was_found() -> None:
+def test_most_cases_make_a_trend_and_only_the_last_step_counts() -> None:
     result = _result(61.0, 62.0)
-    result.figures["stops"] = [10, 20, 30]
+    result.figures["cases"]["youtube/0"] = copy.deepcopy(result.figures["cases"]["trec/0"])
+    result.figures["stops"] = [10, 20]
     for runs in result.figures["cases"].values():
         for name in ("SAMA", "KFAC", SAME_RATE):
-            runs[name][0]["stops"] |= {"20": runs[name][0]["stops"]["10"], "30": dict(runs[name][0]["stops"]["10"])}
-    result.figures["cases"]["trec/0"]["KFAC"][0]["stops"]["30"]["again"] = 60.0
+            runs[name][0]["stops"]["20"] = dict(runs[name][0]["stops"]["10"])
+    result.figures["cases"]["trec/0"]["KFAC"][0]["stops"]["10"]["again"] = 10.0
+    assert frozen_head.verdict(result).verdict is Verdict.REPRODUCED
+    result.figures["cases"]["trec/0"]["KFAC"][0]["stops"]["20"]["again"] = 60.0
     found = frozen_head.verdict(result)
-    assert found.verdict is Verdict.TREND and "5 of 6 cases" in found.because
-    assert "trec without penalty, 10 steps +1.0" in found.because
+    assert found.verdict is Verdict.TREND and "2 of 3 cases" in found.because
+    assert "youtube without penalty, 20 steps +1.0" in found.because
 
 
 def test_the_answer_holds_the_figures_after_the_last_step() -> None:

@@ -107,6 +107,18 @@ def test_a_diverged_run_is_the_worst() -> None:
     assert resnet_length.loss_of(row(task, 0.1, failed=True)) == float("inf")
 
 
+def test_smaller_step_sizes_of_theta_take_the_winners() -> None:
+    contest, _ = played(["AID-KFAC", "AID-identity"], lambda task: 1 + task.setting.get("outer", 9.0))
+    tasks = list(resnet_length.slower(contest, [0.01]))
+    assert [task.name for task in tasks] == ["AID-KFAC", "AID-identity", "trusted + noisy"]  # CG-3 has no winner
+    assert all(task.setting["inner"] == 0.01 and task.steps == 20 and task.seed == 0 for task in tasks)
+    assert tasks[0].setting == contest.winner("AID-KFAC", OWN) | {"inner": 0.01}
+    more = Contest([*contest.done.values(), *(row(task, 1.5) for task in tasks)], PLAN, contest.names)
+    text = resnet_length_page.tables(more, [])
+    assert "| 0.05 | AID-identity | 1.003 |" in text and "| 0.01 | AID-identity | 1.500 |" in text
+    assert "| 0.01 |" not in resnet_length_page.tables(contest, []).split("held-out loss of trials")[0]
+
+
 def judged(level: dict[str, float], plan: Plan = PLAN, **more: Any) -> Contest:
     """A contest whose methods have these losses, with a little noise by seed."""
     names = list(level)
@@ -229,6 +241,48 @@ def test_a_run(name: str) -> None:
     if "visits" in found:  # the third step alone updates weights: of its batch, and by momentum of those before
         assert found["visits"] == 0.5 and found["never"] == pytest.approx(0.15)
         assert 0.02 < found["moved"] < 0.2 and found["rate"] > 1e-3
+
+
+class Killed(Exception):
+    """In place of the end of a process."""
+
+
+@pytest.mark.parametrize("name", ["trusted + noisy", pytest.param("AID-KFAC", marks=pytest.mark.long)])
+def test_a_run_that_was_killed_goes_on_bit_for_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in its fourth step, it continues from the third, in the middle of a pass over the rows."""
+    split, size = small()
+    task = Task(name, {"outer": 0.1, "damping": 0.1, "inner": 0.1}, 0, 6)
+    plan, kept = Plan(steps=6), resnet_length.saved(task, tmp_path, resnet_length.SAVED_EVERY / 3)
+    assert kept is not None and kept.every == 3
+    whole = resnet_length.run(task, split, size, plan)
+
+    def kill(self: resnet_runs.Until, run: Any, report: Any) -> None:
+        if run.state.step == 4:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resnet_runs.Until, "on_step", kill)
+        with pytest.raises(Killed):
+            resnet_length.run(task, split, size, plan, kept=kept)
+    assert [x.name for x in kept.folder.glob("step-*")] == ["step-00000003"]
+    begun: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(resnet_runs.Until, "on_start", lambda self, run: begun.append(run.state.step))
+        again = resnet_length.run(task, split, size, plan, kept=kept)
+    assert begun == [3] and not kept.folder.exists()
+    timed = {"seconds", "step_ms"}
+    assert {x: y for x, y in whole["curve"].items() if x not in timed} == {
+        x: y for x, y in again["curve"].items() if x not in timed
+    }
+    assert all(whole[x] == again[x] for x in whole.keys() - {"curve", "best", "last"} - timed)
+
+
+def test_a_run_that_the_deadline_cuts_short_goes_on(tmp_path: Path) -> None:
+    split, size = small()
+    task, plan = Task("AID-identity", {"outer": 0.1, "inner": 0.1}, 0, 3), Plan(steps=3)
+    kept = resnet_length.saved(task, tmp_path, 1e9)
+    cut = resnet_length.run(task, split, size, plan, deadline=0.0, kept=kept)
+    assert cut["steps"] == 1 and resnet_length.run(task, split, size, plan, kept=kept)["steps"] == 3
 
 
 @pytest.mark.long

@@ -1,0 +1,189 @@
+"""GPU minutes: what the recorded runs of a recipe have taken, and what is missing for a verdict of part one.
+
+What is missing is the measured time of an outer step × the steps of all runs that the rule needs and that are not
+recorded. Times are those of a method alone on one H200; runs that share the device take about as long together
+(ResNet-18: two thirds, :data:`experiments.paper.resnet_length.SHARING`).
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from experiments.paper import linear_length, linear_page, resnet_length, resnet_length_page
+from experiments.paper.linear_runs import key
+from experiments.paper.recipe import Result
+from experiments.pieces import Lines
+
+SEEDS, STEPS = 3, 1000
+SHORT = 100
+"""Outer steps of a trial."""
+TRIALS = 5
+"""Of a method of ResNet-18 or the CNN."""
+RATES = 7
+"""Step sizes of λ of an encoder's method, each run for all steps."""
+AS = {"AmIGO": "AID-Neumann-10", "stocBiO": "AID-Neumann-10", "BVFSM": "BOME"}
+"""Methods of ResNet-18 whose step was not timed, and others with as many products."""
+ENCODER_MINUTES = 38.0
+"""Of the encoder's runs at full length, 35 to 40 by the time of a run; their records have no times."""
+
+
+class Missing(NamedTuple):
+    """What a verdict still needs: GPU minutes, and what they are for."""
+
+    minutes: float
+    what: str
+    unit: str = "GPU-minutes"
+
+    def __str__(self) -> str:
+        return f"Missing for a verdict: about {rounded(self.minutes)} {self.unit} ({self.what})."
+
+
+def rounded(minutes: float) -> str:
+    """Two digits are all that such a figure has.
+
+    Example:
+        >>> rounded(0.42), rounded(3.26), rounded(147.2)
+        ('0.4', '3.3', '150')
+    """
+    return f"{minutes:.1f}" if minutes < 10 else f"{float(f'{minutes:.2g}'):.0f}"
+
+
+def minutes(steps_by_ms: Mapping[float, float]) -> float:
+    """The time of so many steps that take so many milliseconds each.
+
+    Example:
+        >>> minutes({60.0: 1000, 30.0: 2000})
+        2.0
+    """
+    return sum(ms * steps for ms, steps in steps_by_ms.items()) / 6e4
+
+
+def missing(results: Mapping[str, Result]) -> dict[str, Missing]:
+    """By the name of the recipe; ``results`` are those at small scale, whose times serve where no longer ones exist."""
+    found = {**_resnet(), **_linear()}
+    if "cnn-cifar" in results:
+        found["cnn-cifar"] = _cnn(results["cnn-cifar"])
+    if "encoder-base" in results:
+        found["encoder-base"] = _mpnet(results["encoder-base"])
+    if "encoder-frozen" in results:
+        frozen = results["encoder-frozen"]
+        last = max(frozen.figures["stops"])
+        if last < STEPS:
+            what = f"runs of {STEPS} outer steps in place of {last}"
+            found["encoder-frozen"] = Missing(frozen.seconds / 60 * STEPS / last, what, "minutes on one CPU thread")
+    return {name: x for name, x in found.items() if x.minutes > 0}
+
+
+def _resnet() -> dict[str, Missing]:
+    contest = resnet_length.Contest(Lines(resnet_length.RESULT).rows)
+    times = resnet_length_page.milliseconds(Lines(resnet_length.TIMES).rows)
+
+    def of(names: list[str]) -> float:
+        steps = {name: _steps_left(contest, name) for name in names}
+        return sum(times[AS.get(name, name)] * count for name, count in steps.items()) / 6e4 / resnet_length.SHARING
+
+    solvers, pairs = list(resnet_length_page.SOLVERS), [name for pair in resnet_length_page.PAIRS for name in pair]
+    others = ["BSG-1", "BOME", "stocBiO", "BVFSM"]
+    per_run = TRIALS * SHORT + SEEDS * STEPS
+    by_batch = sum(
+        times[name] * size / 500 for name in ("AID-KFAC", "AID-CG-3") for size in (256, 512, 1024, 2048, 5000)
+    )
+    tau = len(resnet_length.SHARED) * SEEDS * STEPS * times["AID-KFAC"] / 6e4 / resnet_length.SHARING
+    mrbo = of(["MRBO"])
+    return {
+        "resnet-cifar": Missing(of(list(dict.fromkeys(pairs + others))), f"{rounded(mrbo)} of them for MRBO alone"),
+        "trade-off": Missing(of(solvers), "CG, GGN-CG and Neumann-10 with three seeds"),
+        "batch-resnet": Missing(
+            by_batch * per_run / 6e4 / resnet_length.SHARING, "five batch sizes; times at 500 rows"
+        ),
+        "ekfac-resnet": Missing(tau, "at least: EKFAC's steps are counted as KFAC's"),
+    }
+
+
+def _steps_left(contest: resnet_length.Contest, name: str) -> int:
+    """Outer steps of the trials and long runs of a method that are not recorded."""
+    trials = [x for x in contest.trials(name, resnet_length.OWN) if resnet_length.key(x) not in contest.done]
+    return sum(x.steps for x in trials) + (SEEDS - len(contest.results(name))) * STEPS
+
+
+def _linear() -> dict[str, Missing]:
+    contest = linear_length.Contest(Lines(linear_length.RESULT).rows)
+    found = {}
+    for name, study in linear_page.STUDIES.items():
+        total, runs = 0.0, 0
+        for line, variant in linear_page.needed(contest, name):
+            tasks = contest.trials(line) if variant == line.variants[0] else []
+            tried = sum(x.steps for x in tasks if key(x) not in contest.done)
+            kept = contest.plan.kept * STEPS if tasks and contest.winner(line) is None else 0
+            finals = max(0, SEEDS - len(contest.results(line, variant))) * STEPS
+            total, runs = total + _pace(contest, line) * (tried + kept + finals) / 6e4, runs + finals // STEPS
+        found[study.recipe] = Missing(total, f"{runs} runs of {STEPS} outer steps, and the trials before them")
+    return found
+
+
+def _pace(contest: linear_length.Contest, line: linear_length.Line) -> float:
+    """GPU milliseconds of a step with the method and batch of a line: the median of all final runs recorded."""
+    batch = line.fixed.get("batch")
+    own = [x for x in contest.done.values() if x["test"] and x["method"] == line.method]
+    return linear_page.milliseconds([x for x in own if x["setting"].get("batch") == batch]) or UNKNOWN
+
+
+UNKNOWN = 5.0
+"""Of a step that was never timed."""
+
+
+def _cnn(result: Result) -> Missing:
+    """Ten inner steps in place of the five that were timed take at most twice as long."""
+    ms = [2e3 * statistics.fmean(x["step_seconds"]) for x in result.figures["found"].values()]
+    return Missing(minutes({sum(ms): TRIALS * SHORT + SEEDS * STEPS}), "nine methods, batch 256")
+
+
+def _mpnet(result: Result) -> Missing:
+    """SAMA, KFAC and CG on three sets; every step size with one seed, and two further seeds of the best."""
+    runs = 3 * (RATES + SEEDS - 1)
+    by_layers = {
+        layers: sum(prices[name]["seconds"] for name in ("SAMA", "KFAC", "CG")) * runs * STEPS / 60
+        for layers, prices in result.figures["prices"].items()
+    }
+    each = ", ".join(f"{rounded(x)} with {layers}" for layers, x in by_layers.items())
+    return Missing(sum(by_layers.values()), f"SAMA, KFAC and CG; by tuned layers {each}")
+
+
+def spent(result: Result | None, name: str) -> float | None:
+    """GPU minutes of all recorded runs of a recipe, also those of the paper's length; ``None`` where none was used."""
+    short = None if result is None or "gpu" not in result.hardware else result.seconds / 60 / _workers(result.command)
+    long = _long().get(name)
+    return None if short is None and long is None else (short or 0.0) + (long or 0.0)
+
+
+def _workers(command: str) -> int:
+    """Processes that shared the device."""
+    found = re.search(r"--workers (\d+)", command)
+    return int(found[1]) if found else 1
+
+
+def _long() -> dict[str, float]:
+    """Of the runs at the paper's length; those of ResNet-18 count for figure 2."""
+    resnet = sum(row["seconds"] / row["workers"] for row in Lines(resnet_length.RESULT).rows) / 60
+    found: dict[str, Any] = {"resnet-cifar": resnet, "encoder": ENCODER_MINUTES}
+    for row in (row for row in Lines(linear_length.RESULT).rows if row.get("device") != "cpu"):
+        recipe = linear_page.STUDIES[study_of(row)].recipe
+        found[recipe] = found.get(recipe, 0.0) + row["seconds"] / row.get("workers", FIRST_WORKERS) / 60
+    return found
+
+
+FIRST_WORKERS = 13
+"""Of the first runs of the linear model, which do not say."""
+
+
+def study_of(row: Mapping[str, Any]) -> str:
+    """The study that a run of the linear model was made for."""
+    setting = row["setting"]
+    if "decay" in setting:
+        return "averages"
+    if "refresh" in setting:
+        return "intervals"
+    return "batches" if "batch" in setting else "figure 5"

@@ -1,0 +1,290 @@
+"""The linear model at the paper's length: what the recorded runs say, as tables, verdicts and figures.
+
+The verdicts follow the rules of the recipes (``linear-mnist``, ``ema``, ``batch-linear``, ``ekfac-linear``), which are
+older than these runs. Figure 5 is judged by the arm ``as printed``. There is no verdict before every line that the rule
+compares has three seeds, nor where more than a fifth of the weights had not been updated at the look that counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.paper import amortization, batch_size, moving_average, plots, references, simple_models
+from experiments.paper.linear_length import ARMS, BATCHES, DECAYS, ROWS, TAUS, Contest, Line
+from experiments.paper.recipe import Judgement, Result, Verdict
+from experiments.paper.tuning import Difference, at_edge, shown
+from experiments.paper.visits import Visits, unvisited
+
+SEEDS = 3
+Rows = list[dict[str, Any]]
+
+
+def summary(rows: Rows) -> dict[str, Any]:
+    """The figures of a line's seeds, as :func:`experiments.paper.compare.summary` has them."""
+    fine, ms = [row for row in rows if not row["failed"]], milliseconds(rows)
+    return {
+        "test_loss": [None if row["failed"] else row["best"]["test_loss"] for row in rows],
+        "test_error": [None if row["failed"] else row["best"]["test_error"] for row in rows],
+        "lowest_test_loss": [_lowest(row) for row in rows],
+        "step_seconds": [None if ms is None else ms / 1e3],
+        "curve": fine[0]["curve"] if fine else None,
+        "setting": rows[0]["setting"],
+    }
+
+
+def _lowest(row: Mapping[str, Any]) -> float | None:
+    numbers = [x for x in row.get("curve", {}).get("test_loss", []) if x is not None]
+    return min(numbers) if numbers and not row["failed"] else None
+
+
+def milliseconds(rows: Rows) -> float | None:
+    """Of the device for an outer step of these runs: their time divided by the number of runs that shared it."""
+    found = [1e3 * row["seconds"] / row["wanted"] / row["workers"] for row in rows if "workers" in row]
+    return statistics.median(found) if found else None
+
+
+class Study(NamedTuple):
+    """A study: the recipe whose place it takes, the rule, and its figures from the finished runs."""
+
+    recipe: str
+    verdict: Callable[[Result], Judgement]
+    figures: Callable[[Contest, list[Line]], dict[str, Any]]
+
+
+def _figure_5(contest: Contest, lines: list[Line], arm: str = "as printed") -> dict[str, Any]:
+    found = {
+        line.method: summary(rows) for line in lines if line.title.endswith(arm) and (rows := contest.results(line))
+    }
+    plain = {name: found.pop(name) for name in references.KINDS if name in found}
+    if "AID-KFAC" in found:  # a direct solve leaves nothing to amortise
+        found["AmIGO-KFAC"] = found["AID-KFAC"]
+    return {"found": found, "references": plain}
+
+
+def _averages(contest: Contest, lines: list[Line]) -> dict[str, Any]:
+    found: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        batch, damping = f"{line.fixed.get('batch', ROWS):.0f}", f"{line.fixed['damping']:g}"
+        rows = {f"{beta:g}": contest.results(line, {"ema": beta}) for beta in DECAYS}
+        found.setdefault(batch, {})[damping] = {beta: summary(of) for beta, of in rows.items() if of}
+    return {"found": found}
+
+
+def _batches(contest: Contest, lines: list[Line]) -> dict[str, Any]:
+    found: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        batch = f"{line.fixed.get('batch', ROWS):.0f}"
+        if rows := contest.results(line):
+            found.setdefault(batch, {})[line.method] = summary(rows)
+    return {"batches": list(BATCHES), "found": found}
+
+
+def _intervals(contest: Contest, lines: list[Line]) -> dict[str, Any]:
+    found: dict[str, dict[str, Any]] = {str(tau): {} for tau in TAUS}
+    for line in lines:
+        for tau in TAUS:
+            if rows := contest.results(line, {"refresh": float(tau)}):
+                found[str(tau)][line.method] = summary(rows)
+    return {"intervals": list(TAUS), "found": found}
+
+
+STUDIES = {
+    "figure 5": Study("linear-mnist", simple_models.verdict, _figure_5),
+    "averages": Study("ema", moving_average.verdict, _averages),
+    "batches": Study("batch-linear", batch_size.verdict_linear, _batches),
+    "intervals": Study("ekfac-linear", amortization.verdict, _intervals),
+}
+
+
+def needed(contest: Contest, study: str) -> list[tuple[Line, Mapping[str, float]]]:
+    """The lines and variants that the rule of a study compares; of figure 5 the pairs, as printed."""
+    lines = [line for line in contest.lines if line.study == study]
+    if study == "figure 5":
+        names = {name for pair in simple_models.PAIRS for name in pair}
+        lines = [line for line in lines if line.method in names and line.title.endswith("as printed")]
+    return [(line, variant) for line in lines for variant in line.variants]
+
+
+def visits(row: Mapping[str, Any], title: str) -> Visits:
+    """How often weights had been updated at the look that counts."""
+    return Visits(title, row["best"]["step"], int(row["setting"].get("batch", ROWS)), ROWS)
+
+
+def judgement(study: str, contest: Contest) -> Judgement:
+    """The verdict of the recorded runs; none where something that the rule compares is missing."""
+    wanted = needed(contest, study)
+    done = [(line, variant, contest.results(line, variant)) for line, variant in wanted]
+    whole = [rows for _, _, rows in done if len(rows) >= SEEDS]
+    if not wanted or len(whole) < len(wanted):
+        text = f"{len(whole)} of {len(wanted)} runs of {contest.plan.steps} outer steps have {SEEDS} seeds."
+        return Judgement(Verdict.REFUSED, text)
+    seen = [visits(row, line.title) for line, _, rows in done for row in rows if not row["failed"]]
+    lines = [line for line in contest.lines if line.study == study]
+    figures = STUDIES[study].figures(contest, lines)
+    result = Result(STUDIES[study].recipe, "paper", tuple(range(1, contest.plan.seeds + 1)), figures)
+    found = STUDIES[study].verdict(result)
+    if refused := unvisited(seen):
+        return Judgement(Verdict.REFUSED, f"{refused} What was measured: {found.because}")
+    return Judgement(found.verdict, f"{contest.plan.steps} outer steps, {SEEDS} seeds. {found.because}")
+
+
+def tables(contest: Contest) -> str:
+    """Verdicts and tables of all studies in the contest."""
+    shows = {"figure 5": _methods, "averages": _betas, "batches": _sizes, "intervals": _taus}
+    parts = []
+    for study in dict.fromkeys(line.study for line in contest.lines):
+        found = judgement(study, contest)
+        parts += [f"{study}: **{found.verdict.value}**. {found.because}", *shows[study](contest)]
+    return "\n\n".join(parts)
+
+
+def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = [list(head), ["---"] * len(head), *map(list, rows)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
+
+
+def _numbers(rows: Rows, name: str, scale: float = 1.0) -> list[float]:
+    return [scale * row["best"][name] for row in rows if not row["failed"]]
+
+
+def _setting(line: Line, setting: Mapping[str, float]) -> str:
+    grid = {name: values for name, values in line.grid.items() if name != "momentum"}
+    edge = at_edge(dict(setting), grid)
+    return ", ".join(f"{x} {setting[x]:g}" for x in grid) + (f" (edge: {', '.join(edge)})" if edge else "")
+
+
+def _methods(contest: Contest) -> list[str]:
+    """Figure 5: test loss and error where the held-out loss is lowest, for both arms."""
+    parts = []
+    for arm in ARMS:
+        lines = [line for line in contest.lines if line.study == "figure 5" and line.title.endswith(arm)]
+        ran = [(line, rows) for line in lines if (rows := contest.results(line))]
+        head = [
+            arm,
+            "test loss",
+            "error in %",
+            "lowest test loss",
+            "at step",
+            "F1",
+            "GPU ms a step",
+            "seeds",
+            "setting",
+        ]
+        ran.sort(key=lambda pair: _mean(pair[1]))
+        if ran:
+            parts.append(_grid(head, [[line.method, *_cells(line, rows)] for line, rows in ran]))
+        if absent := [line.method for line in lines if line.method not in [done.method for done, _ in ran]]:
+            parts.append(f"Not run, {arm}: {', '.join(absent)}.")
+        parts += _gaps(contest, lines)
+    return parts
+
+
+def _mean(rows: Rows) -> float:
+    found = _numbers(rows, "test_loss")
+    return statistics.fmean(found) if len(found) == len(rows) else float("inf")
+
+
+def _cells(line: Line, rows: Rows) -> list[str]:
+    fine = [row for row in rows if not row["failed"]]
+    if not fine:
+        return ["diverged", *["–"] * 6, _setting(line, rows[0]["setting"])]
+    learned = line.method not in references.KINDS
+    ms, unit = milliseconds(rows), 1 if learned else 10
+    return [
+        shown(_numbers(rows, "test_loss")),
+        shown(_numbers(rows, "test_error", 100), 1),
+        shown([x for row in rows if (x := _lowest(row)) is not None]),
+        f"{statistics.median(row['best']['step'] for row in fine) / unit:.0f}",
+        f"{statistics.fmean(row['f1'] for row in fine):.3f}" if learned else "–",
+        "–" if ms is None else f"{ms:.1f}",
+        f"{len(fine)}" + (f" ({len(rows) - len(fine)} diverged)" if len(fine) < len(rows) else ""),
+        _setting(line, rows[0]["setting"]),
+    ]
+
+
+def _gaps(contest: Contest, lines: list[Line]) -> list[str]:
+    """KFAC's test loss less that of each other method, seed by seed."""
+    by = {line.method: contest.results(line) for line in lines}
+    ours = summary(by["AID-KFAC"])["test_loss"] if by.get("AID-KFAC") else []
+    told = [
+        f"{name} {found:.3f}"
+        for name, rows in by.items()
+        if name != "AID-KFAC" and rows and (found := Difference.of(summary(rows)["test_loss"], ours)) is not None
+    ]
+    return [f"Test loss of AID-KFAC less that of: {'; '.join(told)}."] if told else []
+
+
+def _betas(contest: Contest) -> list[str]:
+    """Figure 6: test loss by batch, damping and decay."""
+    rows = []
+    for line in (line for line in contest.lines if line.study == "averages"):
+        of = [contest.results(line, {"ema": beta}) for beta in DECAYS]
+        if any(of):
+            first = next(found for found in of if found)[0]["setting"]
+            steps = _setting(line, first)
+            rows.append([line.title, *(shown(_numbers(x, "test_loss")) if x else "–" for x in of), _seeds(of), steps])
+    return [_grid(["test loss", *(f"β = {beta:g}" for beta in DECAYS), "seeds", "setting"], rows)] if rows else []
+
+
+def _seeds(of: Sequence[Rows]) -> str:
+    counts = sorted({len(rows) for rows in of})
+    return f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def _sizes(contest: Contest) -> list[str]:
+    """Figures 3 and 7."""
+    rows = []
+    for line in (line for line in contest.lines if line.study == "batches"):
+        if found := contest.results(line):
+            seen = [visits(row, "") for row in found if not row["failed"]]
+            never = f"{max(x.never for x in seen):.0%}" if seen else "–"
+            rows.append([line.title, *_cells(line, found), never])
+    head = [
+        "batches",
+        "test loss",
+        "error in %",
+        "lowest test loss",
+        "at step",
+        "F1",
+        "GPU ms a step",
+        "seeds",
+        "setting",
+    ]
+    return [_grid([*head, "weights not updated then"], rows)] if rows else []
+
+
+def _taus(contest: Contest) -> list[str]:
+    """Table 2 with the linear model."""
+    lines, rows = [line for line in contest.lines if line.study == "intervals"], []
+    for tau in TAUS:
+        of = [contest.results(line, {"refresh": float(tau)}) for line in lines]
+        ms = [milliseconds(x) for x in of]
+        if any(of):
+            cells = [shown(_numbers(x, "test_loss")) if x else "–" for x in of]
+            rows.append([f"{tau}", *cells, *("–" if x is None else f"{x:.1f}" for x in ms), _seeds(of)])
+    head = ["τ", *(f"{x.method}, test loss" for x in lines), *(f"{x.method}, GPU ms a step" for x in lines), "seeds"]
+    return [_grid(head, rows)] if rows else []
+
+
+def figures(contest: Contest, folder: Path) -> list[Path]:
+    """Test loss by outer step, of the first seed, in both arms."""
+
+    def fill(axes: Any) -> None:
+        for axis, arm in zip(axes, ARMS, strict=True):
+            lines = [x for x in contest.lines if x.study == "figure 5" and x.title.endswith(arm)]
+            shown_rows = {x.method: contest.results(x)[0] for x in lines if contest.results(x)}
+            curves = {
+                name: row["curve"]
+                for name, row in shown_rows.items()
+                if not row["failed"] and name not in references.KINDS
+            }
+            drawn = {name: (c["step"][1:], plots.numbers(c["test_loss"][1:])) for name, c in curves.items()}
+            plain = [name for name in shown_rows if name in references.KINDS]
+            level: dict[str, float] = {str(name): shown_rows[name]["best"]["test_loss"] for name in plain}
+            plots.curves(axis, drawn, f"outer steps, {arm}", "test loss", log_x=True, level=level)
+            axis.set_ylim(0.28, 0.6)
+
+    return [plots.draw(folder / "linear-length.svg", len(ARMS), fill, height=4.0)]

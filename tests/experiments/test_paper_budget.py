@@ -1,0 +1,69 @@
+"""GPU minutes: what is missing for a verdict, and what was spent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import paper
+from experiments.paper import budget, linear_length, page, resnet_length, resnet_length_page
+from experiments.paper.longer import longer
+from experiments.paper.recipe import Result, Verdict
+from experiments.pieces import Lines
+
+SHOWN = {name: page.best(of) for name, of in page.results([paper.RESULTS]).items()}
+
+
+def test_minutes_are_steps_times_the_time_of_a_step() -> None:
+    assert budget.minutes({65.0: 3000, 80.0: 3000}) == pytest.approx(7.25)
+    assert str(budget.Missing(7.25, "two lines")) == "Missing for a verdict: about 7.2 GPU-minutes (two lines)."
+
+
+def test_a_method_without_runs_misses_its_trials_and_three_long_runs() -> None:
+    empty = resnet_length.Contest([])
+    assert budget._steps_left(empty, "AID-CG-10") == 5 * 100 + 3 * 1000
+    assert budget._steps_left(empty, "trusted only") == 3 * 1000
+    recorded = resnet_length.Contest(Lines(resnet_length.RESULT).rows)
+    assert budget._steps_left(recorded, "AID-KFAC") == 0
+
+
+def test_every_row_of_part_one_without_a_verdict_says_what_is_missing() -> None:
+    """Tables 3 to 6, part two of the paper, say it on their own pages."""
+    results = {name: x for name, x in SHOWN.items() if x is not None}
+    missing, long = budget.missing(results), longer()
+    part_two = {"long-tail", "pretraining", "poisoning", "unlearnable"}
+    for name, recipe in paper.recipes().items():
+        found = long[name].judgement if name in long else recipe.judge(results.get(name))
+        assert (found.verdict is not Verdict.REFUSED) or name in part_two or missing[name].minutes > 0, name
+
+
+def test_no_verdict_of_part_one_rests_on_short_runs() -> None:
+    long = longer()
+    for name, recipe in paper.recipes().items():
+        result = SHOWN.get(name)
+        if result is not None and name not in long and recipe.weights(result):
+            assert recipe.judge(result).verdict is Verdict.REFUSED, name
+
+
+def test_the_missing_minutes_of_figure_1_follow_from_the_recorded_times() -> None:
+    times = resnet_length_page.milliseconds(Lines(resnet_length.TIMES).rows)
+    contest = resnet_length.Contest(Lines(resnet_length.RESULT).rows)
+    by_hand = sum(times[x] * budget._steps_left(contest, x) for x in resnet_length_page.SOLVERS) / 6e4 / 1.5
+    assert budget.missing({})["trade-off"].minutes == pytest.approx(by_hand)
+
+
+def test_spent_minutes_are_shared_by_processes() -> None:
+    shared = Result("x", "small", (1,), {}, command="run x --workers 8", seconds=960.0, hardware={"gpu": "H200"})
+    assert budget.spent(shared, "x") == 2.0
+    assert budget.spent(Result("x", "small", (1,), {}, seconds=960.0), "x") is None
+    rows = [json.loads(line) for line in Path(resnet_length.RESULT).read_text("utf-8").splitlines()]
+    assert budget.spent(None, "resnet-cifar") == pytest.approx(sum(x["seconds"] / x["workers"] for x in rows) / 60)
+
+
+def test_runs_of_the_linear_model_belong_to_one_study() -> None:
+    for name, study in linear_length.STUDIES.items():
+        for line in study(linear_length.ROWS):
+            own = {"setting": {**line.fixed, **line.variants[0]}}
+            assert budget.study_of(own) == ("figure 5" if line.title.endswith("batch 50000") else name)
