@@ -53,6 +53,7 @@ class KroneckerState(CurvatureState):
         self.parameters: list[str] = []  # those that were trained when the inverse was made
         self.uncalled: list[str] = []  # those of layers that were not called at the last refresh
         self.coverage: Coverage | None = None
+        self.unmasked: bool | None = None  # whether all losses seen had a row for every token and masked none
         self.reached: tuple[str, ...] = ()  # the blocks of the inverse in use, of all processes
         self.owners: Owners | None = None  # of the blocks, where several processes share them
         self.part = ""  # which part of factors and inverses these are, in words; all of them: ""
