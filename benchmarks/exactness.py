@@ -28,7 +28,7 @@ from hyperkron.curvature.kfac import kfac, kronecker
 from hyperkron.losses import classification
 
 Found = tuple[dict[str, Tensor], dict[str, Tensor]]
-"""The hypergradient, and v on the CPU."""
+"""The hypergradient, and v."""
 
 
 class Labels:
@@ -90,10 +90,8 @@ def compared(work: Workload, batch: Any, device: str, thorough: bool) -> dict[st
                 stack.enter_context(context)
             result = build().compute(problem, work.model, work.hyper, batch, work.outer_batch)
         assert result.solution is not None
-        answer = dict(result.grads), {name: x.cpu() for name, x in result.solution.value.items()}
-        del result
         freed(device)
-        return answer
+        return dict(result.grads), result.solution.value
 
     def rows(exact: Found, **given: Found) -> dict[str, tuple[float, float]]:
         return {name: (cosine(x[0], exact[0]), cosine(x[1], exact[1])) for name, x in given.items()}
