@@ -106,10 +106,6 @@ class SharedMemory:
         """Bytes of tensors that lie there together."""
         return sum(-(-x.numel() * x.element_size() // cls.ALIGNED) * cls.ALIGNED for x in tensors)
 
-    def holds(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether they fit, together."""
-        return self.size_of(tensors) <= len(self._bytes)
-
     def views(self, like: Iterable[Tensor]) -> list[Tensor]:
         """Tensors of these shapes and dtypes that lie there together."""
         found, begin = list[Tensor](), 0
