@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -79,44 +81,51 @@ def factors_by(problem: hk.BilevelProblem) -> Iterator[None]:
         yield
 
 
-def compared(work: Workload, batch: Any, device: str, thorough: bool) -> dict[str, Any]:
-    """Cosines of the hypergradients on one batch to those in float32, by row."""
-    half, full, labels = work.problem, hk.BilevelProblem(inner, outer), Labels()
+class Comparison:
+    """Hypergradients of one workload by row; a row's method decides about its cross term on the first batch only."""
 
-    def found(problem: hk.BilevelProblem, build: Callable[[], hk.Implicit], *inside: Any) -> Found:
-        torch.set_float32_matmul_precision("highest" if problem is full else "high")
+    def __init__(self, work: Workload, device: str) -> None:
+        self.work, self.device = work, device
+        self.half, self.full = work.problem, hk.BilevelProblem(inner, outer)
+        self.methods: dict[tuple[str, bool], hk.Implicit] = {}
+
+    def found(self, row: str, problem: hk.BilevelProblem, batch: Any, *inside: Any, **options: Any) -> Found:
+        """The hypergradient of a row on a batch, ``inside`` of these contexts."""
+        make = hk.identity if row == "identity" else partial(hk.kfac, keep_previous=False)
+        method = self.methods.setdefault((row, problem is self.full), make(**options))
+        torch.set_float32_matmul_precision("highest" if problem is self.full else "high")
         with ExitStack() as stack:
             for context in inside:
                 stack.enter_context(context)
-            result = build().compute(problem, work.model, work.hyper, batch, work.outer_batch)
+            result = method.compute(problem, self.work.model, self.work.hyper, batch, self.work.outer_batch)
         assert result.solution is not None
-        freed(device)
+        freed(self.device)
         return dict(result.grads), result.solution.value
 
-    def rows(exact: Found, **given: Found) -> dict[str, tuple[float, float]]:
-        return {name: (cosine(x[0], exact[0]), cosine(x[1], exact[1])) for name, x in given.items()}
+    def compared(self, batch: Any, thorough: bool) -> dict[str, Any]:
+        """Cosines of the hypergradients on one batch, and of their v, to those in float32, by row."""
+        half, full, labels = self.half, self.full, Labels()
+        exact = self.found("KFAC", full, batch, labels.kept())
+        lines = {"KFAC": _cosines(self.found("KFAC", half, batch), exact)}
 
-    def of(**options: Any) -> Callable[[], hk.Implicit]:
-        return lambda: hk.kfac(keep_previous=False, **options)
+        def same_labels(what: str, problem: hk.BilevelProblem, *inside: Any) -> None:
+            row = f"KFAC, same labels{what}"
+            lines[row] = _cosines(self.found(row, problem, batch, labels.given(), *inside), exact)
 
-    lines = rows(found(full, hk.identity), identity=found(half, hk.identity))
-    empirical = of(fisher="empirical")
-    lines |= {"KFAC, empirical": rows(found(full, empirical), x=found(half, empirical))["x"]}
-    exact = found(full, of(), labels.kept())
-    again: dict[str, Found] = {
-        "KFAC": found(half, of()),
-        "KFAC, same labels": found(half, of(), labels.given()),
-    }
-    if thorough:
-        wide = patch.object(kfac, "tf32_products", lambda device: False)
-        again |= {
-            "KFAC, same labels, solves in float32": found(half, of(), labels.given(), wide),
-            "KFAC, same labels, factors in float32": found(half, of(), labels.given(), factors_by(full)),
-            "KFAC, same labels, only factors in bfloat16": found(full, of(), labels.given(), factors_by(half)),
-            "KFAC in float32, other draws": found(full, of(seed=1)),
-        }
-    lines |= rows(exact, **again)
-    return {"rows": lines, "changed": labels.changed, "exact": [float(f"{x:.4g}") for x in _numbers(exact)]}
+        same_labels("", half)
+        if thorough:
+            same_labels(", solves in float32", half, patch.object(kfac, "tf32_products", lambda device: False))
+            same_labels(", factors in float32", half, factors_by(full))
+            same_labels(", only factors in bfloat16", full, factors_by(half))
+            lines["KFAC in float32, other draws"] = _cosines(self.found("other draws", full, batch, seed=1), exact)
+            for row, options in {"identity": {}, "KFAC, empirical": {"fisher": "empirical"}}.items():
+                pair = [self.found(row, problem, batch, **options) for problem in (half, full)]
+                lines[row] = _cosines(*pair)
+        return {"rows": lines, "changed": labels.changed, "exact": [float(f"{x:.4g}") for x in _numbers(exact)]}
+
+
+def _cosines(found: Found, exact: Found) -> list[float]:
+    return [round(cosine(x, y), 5) for x, y in zip(found, exact, strict=True)]
 
 
 def _numbers(found: Found) -> list[float]:
@@ -131,11 +140,12 @@ def main() -> None:
     parser.add_argument("--workload", default="llama07", choices=list(LANGUAGE))
     parser.add_argument("--rounds", nargs="+", type=int, default=[10], help="of ten training steps, before comparing")
     parser.add_argument("--batches", type=int, default=8)
-    parser.add_argument("--thorough", type=int, default=3, help="batches that get all rows")
+    parser.add_argument("--thorough", type=int, default=2, help="batches that get all rows")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no other batch is begun after these")
     parser.add_argument("--out", help="file of JSON lines, which are appended")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    keep, done = line_writer(args.out), 0
+    keep, done, begun = line_writer(args.out), 0, time.monotonic()
     keep({"hardware": hardware(), "versions": versions(), "seed": 0})
     work = LANGUAGE[args.workload](args.device, args.small)
     for rounds in args.rounds:
@@ -143,13 +153,23 @@ def main() -> None:
             work.inner_steps()
             done += 1
         work.optimizer.zero_grad(set_to_none=True)
-        lines = [
-            compared(work, batch, args.device, i < args.thorough)
-            for i, batch in enumerate(work.batches[: args.batches])
-        ]
+        lines, comparison = list[dict[str, Any]](), Comparison(work, args.device)
+        for i, batch in enumerate(work.batches[: args.batches]):
+            if i and time.monotonic() - begun > args.seconds:
+                break
+            lines.append(comparison.compared(batch, i < args.thorough))
+            keep(
+                {
+                    "workload": work.name,
+                    "steps": 10 * done,
+                    "batch": i,
+                    "seconds": time.monotonic() - begun,
+                    **lines[-1],
+                }
+            )
         torch.set_float32_matmul_precision("high")
         for name in lines[0]["rows"]:
-            values = [line["rows"][name] for line in lines if name in line["rows"]]
+            values: list[list[float]] = [line["rows"][name] for line in lines if name in line["rows"]]
             cosines = sorted(round(x, 4) for x, _ in values)
             row = {"workload": work.name, "steps": 10 * done, "row": name, "median": statistics.median(cosines)}
             keep(

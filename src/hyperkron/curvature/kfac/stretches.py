@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from hyperkron.curvature.kfac.factors import FactoredInverses, Factors, LowRank, Matrices, stored
+from hyperkron.curvature.kfac.factors import FactoredInverses, Factors, LowRank, Matrices, dimension, stored
 
 STRETCH = 2**27
 """The systems of a stretch of blocks have about this many numbers: half a GiB in float32."""
@@ -83,9 +83,11 @@ class StretchedInverses:
         return self.kept().state_dict()
 
     def _stretches(self) -> Iterator[list[str]]:
-        """Blocks of one shape, as many as have :data:`STRETCH` numbers in their systems."""
+        """Blocks of one shape, as many as have :data:`STRETCH` numbers in their systems, or vectors."""
         for members in self._shapes:
-            numbers = sum(_system_size(factor) for factor in self._factors[members[0]])
+            a, b = self._factors[members[0]]
+            vectors = len(stored(a)) * dimension(a) * dimension(b)
+            numbers = max(_system_size(a) + _system_size(b), 2 * vectors)
             step = max(1, STRETCH // numbers)
             for begin in range(0, len(members), step):
                 yield members[begin : begin + step]
