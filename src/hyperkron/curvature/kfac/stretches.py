@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from hyperkron.curvature.kfac.factors import FactoredInverses, Factors, LowRank, Matrices, dimension, stored
+from hyperkron.curvature.kfac.factors import Factor, FactoredInverses, Factors, LowRank, Matrices, dimension, stored
 
-STRETCH = 2**27
-"""The systems of a stretch of blocks have about this many numbers: half a GiB in float32."""
+STRETCHES, LEAST = 16, 2**26
+"""About this many stretches, each of at least this many numbers: fewer matrices at a time do not fill a GPU."""
 
 Invert = Callable[[Factors], FactoredInverses]
 """Makes the inverses of some blocks from their factors."""
@@ -83,12 +83,11 @@ class StretchedInverses:
         return self.kept().state_dict()
 
     def _stretches(self) -> Iterator[list[str]]:
-        """Blocks of one shape, as many as have :data:`STRETCH` numbers in their systems, or vectors."""
-        for members in self._shapes:
-            a, b = self._factors[members[0]]
-            vectors = len(stored(a)) * dimension(a) * dimension(b)
-            numbers = max(_system_size(a) + _system_size(b), 2 * vectors)
-            step = max(1, STRETCH // numbers)
+        """Some blocks of one shape at a time."""
+        sizes = [_numbers(*self._factors[members[0]]) for members in self._shapes]
+        most = max(LEAST, sum(n * len(x) for n, x in zip(sizes, self._shapes, strict=True)) // STRETCHES)
+        for size, members in zip(sizes, self._shapes, strict=True):
+            step = max(1, most // size)
             for begin in range(0, len(members), step):
                 yield members[begin : begin + step]
 
@@ -96,6 +95,7 @@ class StretchedInverses:
         return self._invert({name: self._factors[name] for name in names})
 
 
-def _system_size(factor: Tensor | LowRank) -> int:
-    count, n = stored(factor).shape[:2]
-    return count * n * n
+def _numbers(a: Factor, b: Factor) -> int:
+    """What a block needs while it is inverted and solved: its two systems, or its vector twice."""
+    groups = len(stored(a))
+    return groups * max(stored(a).shape[1] ** 2 + stored(b).shape[1] ** 2, 2 * dimension(a) * dimension(b))
