@@ -21,7 +21,7 @@ from torch import Tensor
 from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.replay import MISFITS, WASTED, Request
-from hyperkron.kernels.graphs import GeneratorCopies, Recording, SharedMemory, StaticBatch
+from hyperkron.kernels.graphs import GeneratorCopies, Recording, SharedMemory, StaticBatch, peak_of, reserved
 from hyperkron.kernels.selection import LayoutError
 from hyperkron.solution import HyperkronError, warn_once
 
@@ -57,6 +57,7 @@ class RecordedPasses:
         self._new = False  # whether one of them has not been recorded
         self._batches: StaticBatch | None = None
         self._memory: SharedMemory | None = None
+        self._room: Recording[None] | None = None  # memory of the passes, in one piece
         self._wanted: Request | None = None
         self._key: object = None
         self._dropped = self._served = self._misfits = 0
@@ -86,7 +87,7 @@ class RecordedPasses:
 
     def _drop(self) -> None:
         self._dropped += bool(self._recorded)
-        self._recorded, self._known, self._batches, self._memory = {}, {}, None, None
+        self._recorded, self._known, self._batches, self._memory, self._room = {}, {}, None, None, None
         if self._dropped > WASTED and self._served < 2 * self._dropped:
             self._give_up("the objectives, or the memory of model and hyper, are others in every step")
 
@@ -112,7 +113,7 @@ class RecordedPasses:
         if point.drew_on_host:
             self._give_up("evaluations draw random numbers on the CPU, which would be the same ones in every step")
             return
-        self._recorded, self._memory = {}, None
+        self._recorded, self._memory, self._room = {}, None, None
         try:
             self._record_all()
         except LayoutError:
@@ -126,11 +127,11 @@ class RecordedPasses:
         if self._batches is None:
             self._batches = StaticBatch(self._wanted.batches[:3])
         known = sorted(self._known.values(), key=lambda one: one.brief is not None)
-        copies = [GeneratorCopies(self._device) for _ in known]
-        for one, own in zip(known, copies, strict=True):
-            self._try(one, own)
         sizes = [SharedMemory.size_of(tree.values()) for one in known for tree in (one.given, one.place)]
         self._memory = SharedMemory(max(sizes), self._device)
+        copies = [GeneratorCopies(self._device) for _ in known]
+        peak = max(self._try(one, own) for one, own in zip(known, copies, strict=True))
+        self._room = reserved(peak, self._device) if peak else None
         for one, own in zip(known, copies, strict=True):
             self._recorded[one.name] = self._record(one, own)
 
@@ -155,29 +156,38 @@ class RecordedPasses:
             plain=wanted.plain,
         )
 
-    def _try(self, one: Pass[Any], generator_copies: GeneratorCopies) -> None:
-        """Carry a pass out once.
+    def _tree(self, one: Pass[Any]) -> dict[str, Tensor]:
+        """The memory of a pass's vectors, or of its results."""
+        assert self._memory is not None
+        like = one.given or one.place
+        return dict(zip(like, self._memory.views(like.values()), strict=True))
+
+    def _try(self, one: Pass[Any], generator_copies: GeneratorCopies) -> int:
+        """Carry a pass out once: by how many bytes it raises the memory.
 
         Libraries try their algorithms out, and it is seen how many copies of a generator are needed.
         """
-        given = {name: torch.zeros_like(x, device=self._device) for name, x in one.given.items()}
         drawn = [(generator, generator.get_state()) for generator in one.generators]
-        with generator_copies.active(), self._place(generator_copies) as point:
-            one.work(point, given)
+
+        def work() -> None:
+            with generator_copies.active(), self._place(generator_copies) as point:
+                one.work(point, self._tree(one))
+
+        peak = peak_of(work, self._device)
         for generator, before in drawn:
             generator.set_state(before)
+        return peak
 
     def _record(self, one: Pass[Any], generator_copies: GeneratorCopies) -> _Recorded:
         """Record a pass; it is not carried out."""
-        assert self._memory is not None
-        like = one.given or one.place
-        tree = dict(zip(like, self._memory.views(like.values()), strict=True))
+        tree = self._tree(one)
         gc.collect()  # what lies in reference cycles would keep the memory of the passes recorded before
+        earlier = [x.recording for x in self._recorded.values()]
         with generator_copies.active(), self._place(generator_copies) as point:
             recording = Recording(
                 lambda: (one.work(point, tree), point.execution.handed_over()),
                 generators=[*one.generators, *generator_copies.copies],
-                pool=next((x.recording.pool for x in self._recorded.values()), None),
+                pool=next((x.pool for x in (self._room, *earlier) if x is not None), None),
             )
         found, _ = recording.outputs
         own = {id(x) for x in (*(one.brief(found) if one.brief else ()), *(tree.values() if one.place else ()))}
@@ -185,7 +195,7 @@ class RecordedPasses:
 
     def _give_up(self, reason: str) -> None:
         self._given_up, self._fitting = True, False
-        self._recorded, self._known, self._batches, self._memory = {}, {}, None, None
+        self._recorded, self._known, self._batches, self._memory, self._room = {}, {}, None, None, None
         text = "graph='passes' has no effect, because a pass cannot be recorded as a CUDA graph"
         warn_once("graph-passes", f"{text}: {reason}.")
 

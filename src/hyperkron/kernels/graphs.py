@@ -6,6 +6,7 @@ replay, and whatever else was read must still be where it was: :func:`places` te
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -86,6 +87,30 @@ class Recording(Generic[T]):
         """Carry it out."""
         self._graph.replay()
         return self.outputs
+
+
+def peak_of(function: Callable[[], object], device: torch.device) -> int:
+    """By how many bytes ``function()`` has raised the memory allocated on a GPU, at most; statistics begin anew."""
+    if device.type != "cuda":
+        function()
+        return 0
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    function()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def reserved(size: int, device: torch.device) -> Recording[None]:
+    """A recording of next to nothing, whose memory has this many bytes in one piece, for others to share.
+
+    Otherwise every tensor that finds no room gets a piece of its own, which serves only those that are no larger.
+    """
+
+    def use() -> None:
+        torch.empty(size, dtype=torch.uint8, device=device)[:1].zero_()
+
+    return Recording(use)
 
 
 class SharedMemory:

@@ -31,8 +31,8 @@ def test_stretches_of_blocks_are_solved_as_all_together(monkeypatch: pytest.Monk
 
     v = {name: torch.randn(1, *((3, 4) if name[0] == "s" else (5, 6)), generator=draw).double() for name in factors}
     whole = invert(dict(factors))
-    for most, expected in ((10**9, [5, 3]), (60, [2, 2, 1, 1, 1, 1])):
-        monkeypatch.setattr(stretches, "LEAST", most)
+    for count, expected in ((1, [8]), (3, [3, 3, 2]), (100, [1] * 8)):
+        monkeypatch.setattr(stretches, "STRETCHES", count)
         sizes.clear()
         made = StretchedInverses(factors, blocks_by_shape(factors), invert)
         torch.testing.assert_close(made.solve(v), whole.solve(v), rtol=1e-12, atol=1e-12)

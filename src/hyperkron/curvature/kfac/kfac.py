@@ -117,7 +117,7 @@ class KFAC(Kronecker):
         half = measured.in_half and tf32_products(point.device) and group.size == 1
         half = half and self.damping > 0 and not callable(self.split)
         options = {"lean": self.lean, "half": half}
-        if self.lean and queued and not keep and not point.recording and group.size == 1:
+        if self.lean and point.brief_passes and not keep and group.size == 1:  # recordings have taken memory
             return Pending(lambda: self._stretched(point, state, factors, damping, good, options))
         options |= {"keep": keep or not queued or group.size > 1, "own": own}
         begun = factored_inverses(factors, damping, self.split, good, point.execution, **options)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hyperkron.curvature.kfac.factors import Factor, FactoredInverses, Factors, LowRank, Matrices, dimension, stored
 
-STRETCHES, LEAST = 16, 2**26
-"""About this many stretches, each of at least this many numbers: fewer matrices at a time do not fill a GPU."""
+STRETCHES = 6
+"""Blocks are inverted in about this many stretches: a factorisation of few matrices takes as long as one of many."""
 
 Invert = Callable[[Factors], FactoredInverses]
 """Makes the inverses of some blocks from their factors."""
@@ -83,19 +83,23 @@ class StretchedInverses:
         return self.kept().state_dict()
 
     def _stretches(self) -> Iterator[list[str]]:
-        """Some blocks of one shape at a time."""
-        sizes = [_numbers(*self._factors[members[0]]) for members in self._shapes]
-        most = max(LEAST, sum(n * len(x) for n, x in zip(sizes, self._shapes, strict=True)) // STRETCHES)
-        for size, members in zip(sizes, self._shapes, strict=True):
-            step = max(1, most // size)
-            for begin in range(0, len(members), step):
-                yield members[begin : begin + step]
+        """Some blocks at a time, those of one shape together as far as possible."""
+        sizes = {name: _numbers(*self._factors[name]) for members in self._shapes for name in members}
+        most, some, size = sum(sizes.values()) / STRETCHES, list[str](), 0
+        for name, numbers in sizes.items():
+            if some and size + numbers / 2 > most:
+                yield some
+                some, size = [], 0
+            some.append(name)
+            size += numbers
+        if some:
+            yield some
 
     def _inverted(self, names: list[str]) -> FactoredInverses:
         return self._invert({name: self._factors[name] for name in names})
 
 
 def _numbers(a: Factor, b: Factor) -> int:
-    """What a block needs while it is inverted and solved: its two systems, or its vector twice."""
+    """What a block takes while it is inverted and solved, in numbers of a system."""
     groups = len(stored(a))
-    return groups * max(stored(a).shape[1] ** 2 + stored(b).shape[1] ** 2, 2 * dimension(a) * dimension(b))
+    return groups * (stored(a).shape[1] ** 2 + stored(b).shape[1] ** 2 + dimension(a) * dimension(b) // 2)
