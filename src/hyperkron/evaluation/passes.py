@@ -20,10 +20,8 @@ class Pass(Generic[T]):
 
     Attributes:
         name: which part it is.
-        work: the part, as a function of the point and of a tree: ``given``, or memory shaped as ``place`` (empty: the
-            part makes its own); it reads nothing from the device.
+        work: the part, as a function of the point and of ``given``; it reads nothing from the device.
         given: the vectors that it depends on, besides the point.
-        place: the shapes of results that are not needed any more when the vectors of a later pass are given.
         key: tells what else it depends on; a recording holds for one key.
         brief: those of its results that the caller is done with before the next pass begins.
         generators: what it draws from, besides the model's random numbers.
@@ -32,9 +30,8 @@ class Pass(Generic[T]):
     name: str
     work: Callable[[Any, Tree], T]
     given: Tree = field(default_factory=dict)
-    place: Tree = field(default_factory=dict)
     key: Callable[[], object] = lambda: None
-    brief: Callable[[T], Sequence[Tensor]] | None = None
+    brief: Callable[[T], Sequence[Tensor]] = lambda found: ()
     generators: Sequence[torch.Generator] = ()
 
 

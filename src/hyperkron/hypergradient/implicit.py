@@ -207,7 +207,8 @@ class Implicit(Hypergradient):
         """The formula at ``point``; on a GPU its numbers have been asked for, not waited for, but for the solver's."""
         state = self.state
         # the curvature first, so that the GPU factorises while more is asked of it; or b, so that no pass has inverses
-        first = _outer_gradients(point) if self.curvature.lean and not point.recording else None
+        early = self.curvature.lean and not point.recording and not point.brief_passes
+        first = _outer_gradients(point) if early else None
         operator = self.curvature.operator(point, state.curvature)
         value, b, direct = first or _outer_gradients(point)
         del first
@@ -307,44 +308,24 @@ class Implicit(Hypergradient):
 
 
 def _outer_gradients(point: Point) -> tuple[Tensor, Tree, Tree]:
-    """:func:`outer_gradients` as a pass, which may put b into memory that v is put into later."""
-    return point.run(Pass("outer gradient", outer_gradients, place=point.params))
+    """:func:`outer_gradients` as a pass; b is gone when the next one begins."""
+    return point.run(
+        Pass("outer gradient", lambda at, _: outer_gradients(at), brief=lambda found: list(found[1].values()))
+    )
 
 
-def outer_gradients(point: Point, place: Tree | None = None) -> tuple[Tensor, Tree, Tree]:
-    """(J_out, ∂_θ J_out, ∂_λ J_out) from one backward pass; absent dependences are zero.
-
-    Each entry of ∂_θ J_out goes to its ``place`` as soon as it is there, if places are given.
-    """
+def outer_gradients(point: Point) -> tuple[Tensor, Tree, Tree]:
+    """(J_out, ∂_θ J_out, ∂_λ J_out) from one backward pass; absent dependences are zero."""
     loss = point.outer()
     wanted = [*point.params.values(), *point.hypers.values()]
     if not loss.value.requires_grad:
         raise independent("outer")
-    with _put_into(place or {}, point.params):
-        found = torch.autograd.grad(loss.value, wanted, allow_unused=True)
+    found = torch.autograd.grad(loss.value, wanted, allow_unused=True)
     filled = trees.filled(wanted, found)
     count = len(point.params)
     if all(g is None for g in found[:count]):
         raise independent("outer")
     b = dict(zip(point.params, filled[:count], strict=True))
-    for name, g in zip(b, found, strict=False):
-        if place:
-            b[name] = place[name] if g is not None else place[name].zero_()
     direct = dict(zip(point.hypers, filled[count:], strict=True))
     point.finite("∂θ J_out", trees.norm(b), "look for overflow in the model or its loss")
     return loss.value.detach(), b, direct
-
-
-@contextmanager
-def _put_into(place: Tree, params: Tree) -> Iterator[None]:
-    """Inside, the gradients of parameters are written to their places, one by one as they are computed."""
-
-    def hook(there: Tensor) -> Callable[[Tensor], Tensor]:
-        return lambda gradient: there.copy_(gradient)
-
-    handles = [params[name].register_hook(hook(there)) for name, there in place.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

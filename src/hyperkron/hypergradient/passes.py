@@ -2,9 +2,9 @@
 
 A large model in eager PyTorch waits for Python in its passes: the outer gradient, the factors, the cross term. It does
 not in what lies between, factorisations and solves, which are few large kernels. So only the passes are recorded. They
-have one memory for what they compute on their way. The factors stay there until the next pass begins; b has memory
-outside, that v is put into later (:class:`SharedMemory`). A recording of a whole step
-(:mod:`hyperkron.hypergradient.replay`) also holds the inverses, and the memory of all stages.
+have one memory for what they compute on their way, and one for what they hand over (:class:`SharedMemory`): b, the
+factors and v are never needed at the same time. A recording of a whole step (:mod:`hyperkron.hypergradient.replay`)
+also holds the inverses, and the memory of all stages.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torch import Tensor
 from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.replay import MISFITS, WASTED, Request
-from hyperkron.kernels.graphs import GeneratorCopies, Recording, SharedMemory, StaticBatch, peak_of, reserved
+from hyperkron.kernels.graphs import GeneratorCopies, Recording, SharedMemory, StaticBatch
 from hyperkron.kernels.selection import LayoutError
 from hyperkron.solution import HyperkronError, warn_once
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recorded pass, its vectors, and the ids of those of its results that are not copied."""
+    """A recorded pass; its vectors, and those of its results that lie in the shared memory."""
 
     key: object
     given: dict[str, Tensor]
     recording: Recording[tuple[Any, list[Any]]]
-    own: set[int]
+    shared: set[int]
     generator_copies: GeneratorCopies
 
     def replay(self, point: Point, given: dict[str, Tensor]) -> Any:
-        """Its results; all that are not brief in memory of their own."""
+        """Its results; those outside the shared memory in memory of their own."""
         if given:
             torch._foreach_copy_(list(self.given.values()), [given[name] for name in self.given])
         point.rewind_random()
@@ -45,7 +45,7 @@ class _Recorded:
         found, checks = self.recording.replay()
         for value, error in checks:
             point.execution.check_finite(value, error)
-        return _mapped(found, lambda x: x if id(x) in self.own else x.clone())
+        return _mapped(found, lambda x: x if id(x) in self.shared else x.clone())
 
 
 class RecordedPasses:
@@ -53,11 +53,9 @@ class RecordedPasses:
 
     def __init__(self) -> None:
         self._recorded: dict[str, _Recorded] = {}
-        self._known: dict[str, Pass[Any]] = {}  # with shapes in place of vectors
-        self._new = False  # whether one of them has not been recorded
+        self._noted: dict[str, Pass[Any]] = {}  # with shapes in place of vectors
         self._batches: StaticBatch | None = None
         self._memory: SharedMemory | None = None
-        self._room: Recording[None] | None = None  # memory of the passes, in one piece
         self._wanted: Request | None = None
         self._key: object = None
         self._dropped = self._served = self._misfits = 0
@@ -65,7 +63,7 @@ class RecordedPasses:
 
     def step(self, wanted: Request) -> None:
         """A step begins: whether recordings hold for it."""
-        self._wanted, self._new = wanted, False
+        self._wanted, self._noted = wanted, {}
         if wanted.autocast is not None and torch.is_autocast_cache_enabled() and not self._given_up:
             self._give_up("autocast keeps casts of earlier weights; use torch.autocast(..., cache_enabled=False)")
         self._fitting = not self._given_up and wanted.problem.group.size == 1 and self._fits(wanted)
@@ -87,7 +85,7 @@ class RecordedPasses:
 
     def _drop(self) -> None:
         self._dropped += bool(self._recorded)
-        self._recorded, self._known, self._batches, self._memory, self._room = {}, {}, None, None, None
+        self._recorded, self._batches, self._memory = {}, None, None
         if self._dropped > WASTED and self._served < 2 * self._dropped:
             self._give_up("the objectives, or the memory of model and hyper, are others in every step")
 
@@ -102,38 +100,39 @@ class RecordedPasses:
         if recorded is not None and recorded.key == wanted.key() and _alike(recorded.given, wanted.given):
             self._served += 1
             return recorded.replay(point, wanted.given)
-        given, place = ({name: _shape(x) for name, x in tree.items()} for tree in (wanted.given, wanted.place))
-        self._known[wanted.name], self._new = dataclasses.replace(wanted, given=given, place=place), True
-        return wanted.work(point, wanted.given)
+        found = wanted.work(point, wanted.given)
+        shapes = {name: _shape(x) for name, x in wanted.given.items()}
+        self._noted[wanted.name] = dataclasses.replace(wanted, given=shapes)
+        return found
 
     def saw(self, point: Point) -> None:
-        """The step at ``point`` is over: record the passes, all of them if one is new."""
-        if not self._fitting or not self._new:
+        """The step at ``point`` is over: record the passes that were not."""
+        if not self._fitting or not self._noted:
             return
         if point.drew_on_host:
             self._give_up("evaluations draw random numbers on the CPU, which would be the same ones in every step")
             return
-        self._recorded, self._memory, self._room = {}, None, None
+        noted, self._noted = list(self._noted.values()), {}
         try:
-            self._record_all()
+            if self._batches is None:
+                assert self._wanted is not None
+                self._batches = StaticBatch(self._wanted.batches[:3])
+            copies = [GeneratorCopies(self._device) for _ in noted]
+            tried = [self._tried(*one) for one in zip(noted, copies, strict=True)]
+            self._make_room([*tried, *(list(one.given.values()) for one in noted)])
+            for one, own in zip(noted, copies, strict=True):
+                self._recorded[one.name] = self._record(one, own)
         except LayoutError:
             return  # it will not be changed again
         except (RuntimeError, HyperkronError) as failure:
             self._give_up(str(failure).splitlines()[0])
 
-    def _record_all(self) -> None:
-        """Those with brief results last: what is recorded before may use the memory of these on its way."""
-        assert self._wanted is not None
-        if self._batches is None:
-            self._batches = StaticBatch(self._wanted.batches[:3])
-        known = sorted(self._known.values(), key=lambda one: one.brief is not None)
-        sizes = [SharedMemory.size_of(tree.values()) for one in known for tree in (one.given, one.place)]
-        self._memory = SharedMemory(max(sizes), self._device)
-        copies = [GeneratorCopies(self._device) for _ in known]
-        peak = max(self._try(one, own) for one, own in zip(known, copies, strict=True))
-        self._room = reserved(peak, self._device) if peak else None
-        for one, own in zip(known, copies, strict=True):
-            self._recorded[one.name] = self._record(one, own)
+    def _make_room(self, shapes: list[list[Tensor]]) -> None:
+        """Memory for any of these; where that has to be larger than it was, all passes are recorded once more."""
+        if self._memory is not None and all(map(self._memory.holds, shapes)):
+            return
+        self._recorded, self._memory = {}, None
+        self._memory = SharedMemory(max(map(SharedMemory.size_of, shapes)), self._device)
 
     @property
     def _device(self) -> torch.device:
@@ -156,48 +155,49 @@ class RecordedPasses:
             plain=wanted.plain,
         )
 
-    def _tree(self, one: Pass[Any]) -> dict[str, Tensor]:
-        """The memory of a pass's vectors, or of its results."""
-        assert self._memory is not None
-        like = one.given or one.place
-        return dict(zip(like, self._memory.views(like.values()), strict=True))
-
-    def _try(self, one: Pass[Any], generator_copies: GeneratorCopies) -> int:
-        """Carry a pass out once: by how many bytes it raises the memory.
+    def _tried(self, one: Pass[Any], generator_copies: GeneratorCopies) -> list[Tensor]:
+        """The shapes of the brief results of a pass, from carrying it out once.
 
         Libraries try their algorithms out, and it is seen how many copies of a generator are needed.
         """
+        given = {name: torch.zeros_like(x, device=self._device) for name, x in one.given.items()}
         drawn = [(generator, generator.get_state()) for generator in one.generators]
-
-        def work() -> None:
-            with generator_copies.active(), self._place(generator_copies) as point:
-                one.work(point, self._tree(one))
-
-        peak = peak_of(work, self._device)
+        with generator_copies.active(), self._place(generator_copies) as point:
+            found = list(map(_shape, one.brief(one.work(point, given))))
         for generator, before in drawn:
             generator.set_state(before)
-        return peak
+        return found
 
     def _record(self, one: Pass[Any], generator_copies: GeneratorCopies) -> _Recorded:
         """Record a pass; it is not carried out."""
-        tree = self._tree(one)
+        memory, shared = self._memory, set[int]()
+        assert memory is not None
         gc.collect()  # what lies in reference cycles would keep the memory of the passes recorded before
-        earlier = [x.recording for x in self._recorded.values()]
+        given = dict(zip(one.given, memory.views(one.given.values()), strict=True))
         with generator_copies.active(), self._place(generator_copies) as point:
             recording = Recording(
-                lambda: (one.work(point, tree), point.execution.handed_over()),
+                lambda: (_handed_over(one, one.work(point, given), memory, shared), point.execution.handed_over()),
                 generators=[*one.generators, *generator_copies.copies],
-                pool=next((x.pool for x in (self._room, *earlier) if x is not None), None),
+                pool=next((x.recording.pool for x in self._recorded.values()), None),
             )
-        found, _ = recording.outputs
-        own = {id(x) for x in (*(one.brief(found) if one.brief else ()), *(tree.values() if one.place else ()))}
-        return _Recorded(one.key(), tree if one.given else {}, recording, own, generator_copies)
+        return _Recorded(one.key(), given, recording, shared, generator_copies)
 
     def _give_up(self, reason: str) -> None:
         self._given_up, self._fitting = True, False
-        self._recorded, self._known, self._batches, self._memory, self._room = {}, {}, None, None, None
+        self._recorded, self._batches, self._memory = {}, None, None
         text = "graph='passes' has no effect, because a pass cannot be recorded as a CUDA graph"
         warn_once("graph-passes", f"{text}: {reason}.")
+
+
+def _handed_over(one: Pass[Any], found: Any, memory: SharedMemory, shared: set[int]) -> Any:
+    """The results of a pass, with the brief ones in shared memory; ``shared`` gets the ids of these."""
+    brief = list(one.brief(found))
+    views = memory.views(brief)
+    if brief:
+        torch._foreach_copy_(views, [x.detach() for x in brief])
+    shared.update(map(id, views))
+    place = {id(x): view for x, view in zip(brief, views, strict=True)}
+    return _mapped(found, lambda x: place.get(id(x), x))
 
 
 def _shape(x: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ replay, and whatever else was read must still be where it was: :func:`places` te
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -89,30 +88,6 @@ class Recording(Generic[T]):
         return self.outputs
 
 
-def peak_of(function: Callable[[], object], device: torch.device) -> int:
-    """By how many bytes ``function()`` has raised the memory allocated on a GPU, at most; statistics begin anew."""
-    if device.type != "cuda":
-        function()
-        return 0
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    function()
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def reserved(size: int, device: torch.device) -> Recording[None]:
-    """A recording of next to nothing, whose memory has this many bytes in one piece, for others to share.
-
-    Otherwise every tensor that finds no room gets a piece of its own, which serves only those that are no larger.
-    """
-
-    def use() -> None:
-        torch.empty(size, dtype=torch.uint8, device=device)[:1].zero_()
-
-    return Recording(use)
-
-
 class SharedMemory:
     """Memory that the tensors of several recordings have in turns: what one has written holds until the next writes.
 
@@ -130,6 +105,10 @@ class SharedMemory:
     def size_of(cls, tensors: Iterable[Tensor]) -> int:
         """Bytes of tensors that lie there together."""
         return sum(-(-x.numel() * x.element_size() // cls.ALIGNED) * cls.ALIGNED for x in tensors)
+
+    def holds(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether they fit, together."""
+        return self.size_of(tensors) <= len(self._bytes)
 
     def views(self, like: Iterable[Tensor]) -> list[Tensor]:
         """Tensors of these shapes and dtypes that lie there together."""

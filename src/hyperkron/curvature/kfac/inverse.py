@@ -33,7 +33,6 @@ from hyperkron.curvature.kfac.factors import (
     load_factored,
     stored,
 )
-from hyperkron.curvature.kfac.stretches import StretchedInverses
 from hyperkron.kernels.execution import Execution, Pending
 from hyperkron.kernels.linalg import Cholesky, Factorization, factorize
 from hyperkron.kernels.split_products import full_precision
@@ -45,7 +44,7 @@ Split = Literal["pi", "plain", "exact"] | SplitFunction
 """How δ is shared between the factors; a callable takes (A, B, δ) and returns (δ_A, δ_B), one number per group."""
 
 
-BlockInverses = FactoredInverses | StretchedInverses | EigenInverses
+BlockInverses = FactoredInverses | EigenInverses
 
 
 def load_inverses(state: dict[str, Any]) -> BlockInverses:
@@ -110,7 +109,7 @@ def factored_inverses(
 
     Returns the inverses, how they were obtained, and the value of ``finite``; where it is false they are worthless.
     """
-    by_shape = blocks_by_shape(factors)
+    by_shape = _by_shape(factors)
     names = [name for members in by_shape for name in members]
     if not names:
         return Pending(lambda: (FactoredInverses(()), Status.DIRECT, bool(finite)))
@@ -134,7 +133,7 @@ def factored_inverses(
     return Pending(finish)
 
 
-def blocks_by_shape(factors: Factors) -> list[list[str]]:
+def _by_shape(factors: Factors) -> list[list[str]]:
     """The blocks that are solved together."""
     found: dict[tuple[object, ...], list[str]] = {}
     for name, pair in factors.items():

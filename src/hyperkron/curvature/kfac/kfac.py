@@ -12,13 +12,12 @@ from torch import Tensor
 
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.eigen import Bases, eigen_bases
-from hyperkron.curvature.kfac.factors import FactoredInverses, Factors
-from hyperkron.curvature.kfac.inverse import BlockInverses, FactorsNeeded, Split, blocks_by_shape, factored_inverses
+from hyperkron.curvature.kfac.factors import Factors
+from hyperkron.curvature.kfac.inverse import BlockInverses, Split, factored_inverses
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
 from hyperkron.curvature.kfac.measured import Measured
 from hyperkron.curvature.kfac.owners import agreed
 from hyperkron.curvature.kfac.state import KroneckerState
-from hyperkron.curvature.kfac.stretches import StretchedInverses
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.execution import Pending
 from hyperkron.kernels.linalg import tf32_products
@@ -116,10 +115,7 @@ class KFAC(Kronecker):
         # gradients in half precision have no more bits than float16
         half = measured.in_half and tf32_products(point.device) and group.size == 1
         half = half and self.damping > 0 and not callable(self.split)
-        options = {"lean": self.lean, "half": half}
-        if self.lean and point.brief_passes and not keep and group.size == 1:  # recordings have taken memory
-            return Pending(lambda: self._stretched(point, state, factors, damping, good, options))
-        options |= {"keep": keep or not queued or group.size > 1, "own": own}
+        options = {"keep": keep or not queued or group.size > 1, "own": own, "lean": self.lean, "half": half}
         begun = factored_inverses(factors, damping, self.split, good, point.execution, **options)
 
         def checked_factors() -> tuple[BlockInverses, Status]:
@@ -128,37 +124,6 @@ class KFAC(Kronecker):
             return inverses, status
 
         return Pending(lambda: agreed(group, checked_factors))
-
-    def _stretched(
-        self,
-        point: Point,
-        state: KroneckerState,
-        factors: Factors,
-        damping: dict[str, Tensor | float],
-        good: Tensor,
-        options: dict[str, bool],
-    ) -> tuple[BlockInverses, Status]:
-        """Inverses some blocks at a time; where no later call uses them, when they are applied."""
-        if not bool(good):
-            raise FactorsNeeded
-
-        def inverted(some: Factors) -> FactoredInverses:
-            own = {name: damping[name] for name in some}
-            for keep in (False, True):
-                begun = factored_inverses(some, own, self.split, good, point.execution, keep=keep, **options)
-                try:
-                    inverses, status, _ = begun.wait()
-                    break
-                except FactorsNeeded:  # once more, with other ways in store
-                    continue
-            if status is not Status.DIRECT:
-                state.status = status
-            return inverses
-
-        made = StretchedInverses(factors, blocks_by_shape(factors), inverted)
-        state.status = Status.DIRECT
-        inverses = made if self._serves_once else made.kept()
-        return inverses, state.status
 
     def _bases(self, point: Point, measured: Measured, factors: Factors) -> tuple[Bases, Status]:
         self._finite(point, measured, bool(finite(measured)))

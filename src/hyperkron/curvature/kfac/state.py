@@ -249,10 +249,7 @@ class KroneckerOperator(Invertible):
         self.blocks = {name: self._blocks[name] for name in self._state.reached}
         self.inverses, self.diagonal = self._state.inverses, self._state.diagonal
         self.scales = {name: e for name, e in self._state.scales.items() if name in self.blocks}
-
-    @property
-    def status(self) -> Status:  # type: ignore[override]
-        return self._state.status
+        self.status = self._state.status
 
     def release(self) -> None:
         if self._once:
