@@ -13,7 +13,6 @@ an outer iteration to either (their median over the lines so far). ``--peft`` ma
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import hardware, line_writer, seconds, versions
+from common import freed, hardware, line_writer, seconds, versions
 from torch import Tensor
 from workloads import DOMAINS, INNER_STEPS, SHAPES, TOY, Workload, _sequences, usual_bert
 
@@ -46,11 +45,15 @@ def _kfac(**options: Any) -> Callable[[Workload], hk.Implicit]:
     return lambda work: hk.kfac(**options)
 
 
+PASSES: dict[str, Any] = {"graph": "passes", "keep_previous": False}
 ROWS = {
     "bert-dropout": [
         Row("KFAC, graph", _kfac(graph=True)),
         Row("KFAC reduce, graph", _kfac(sharing="reduce", graph=True)),
         Row("KFAC, every 5, graph", _kfac(refresh_every=5, graph=True), period=5),
+        Row("KFAC, passes", _kfac(**PASSES)),
+        Row("KFAC reduce, passes", _kfac(sharing="reduce", **PASSES)),
+        Row("SAMA", lambda work: hk.sama(work.optimizer)),
         Row("KFAC", _kfac()),
     ],
     "lora": [
@@ -58,6 +61,8 @@ ROWS = {
         Row("KFAC of 128 tokens, graph", _kfac(graph=True), tokens=128),
         Row("KFAC reduce, graph", _kfac(sharing="reduce", graph=True)),
         Row("KFAC, every 5, graph", _kfac(refresh_every=5, graph=True), period=5),
+        Row("KFAC, passes", _kfac(**PASSES)),
+        Row("KFAC, every 5, passes", _kfac(refresh_every=5, **PASSES), period=5),
         Row("SAMA", lambda work: hk.sama(work.optimizer)),
         Row("KFAC of 128 tokens", _kfac(), tokens=128),
         Row("KFAC", _kfac(keep_previous=False)),
@@ -126,6 +131,7 @@ class Runner:
         for _ in range(row.period + 2):  # decisions, algorithms tried out, recordings
             self.ten("recorded")
             work.outer_step(hypergradient)
+        freed(self.device, workspaces=False)  # what only the first calls needed
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         for _ in range(repeats):
@@ -214,18 +220,11 @@ def main() -> None:
             except Exception as error:
                 line["error"] = f"{type(error).__name__}: {error}"[:300]
             keep({**line, "seconds": time.perf_counter() - started})
-            _freed(args.device)
+            freed(args.device)
         if args.checks:
             keep({"workload": work.name, **(hypergradients(work) if name == "lora" else masks(work))})
         del work, runner
-        _freed(args.device)
-
-
-def _freed(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
+        freed(args.device)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,12 @@ def ours(build: Callable[[Workload], hk.hypergradient.Hypergradient]) -> Callabl
     def make(work: Workload) -> Callable[[], object]:
         method = build(work)
         batch, outer = work.batches[0], work.outer_batch
-        return lambda: method.backward(work.problem, work.model, work.hyper, batch, outer)
+
+        def hypergradient() -> object:
+            return method.backward(work.problem, work.model, work.hyper, batch, outer)
+
+        hypergradient.method = method  # type: ignore[attr-defined]
+        return hypergradient
 
     return make
 

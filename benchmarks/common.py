@@ -37,6 +37,15 @@ def synchronize(device: str | torch.device = "cpu") -> None:
         torch.cuda.synchronize(device)
 
 
+def freed(device: str | torch.device = "cpu", *, workspaces: bool = True) -> None:
+    """Give back memory that nothing uses; ``workspaces`` of cuBLAS too, unless CUDA graphs that use them are alive."""
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        if workspaces:
+            torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
 def seconds(function: Callable[[], object], device: str | torch.device = "cpu") -> float:
     """How long one call takes, the device synchronised before and after."""
     synchronize(device)

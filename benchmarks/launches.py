@@ -31,7 +31,7 @@ from hyperkron import cross, trees
 from hyperkron.cleaning.models import resnet18
 from hyperkron.curvature.kfac import diagonals, factors, grams, inverse, kronecker, layers, recorder
 from hyperkron.evaluation import point, snapshot
-from hyperkron.hypergradient import implicit
+from hyperkron.hypergradient import implicit, passes
 from hyperkron.kernels import linalg, split_products
 from hyperkron.kernels.execution import Execution
 from hyperkron.losses import classification
@@ -60,6 +60,7 @@ STAGES: dict[str, list[Place]] = {
     "factorisation": [(hk.curvature.KFAC, "_invert"), (inverse._Systems, "outcome")],
     "solve": [(Direct, "solve")],
     "cross term": [(cross.Cross, "term")],
+    "recorded passes": [(passes._Recorded, "replay")],
 }
 REST = "rest"
 TIMED = 4

@@ -1,13 +1,13 @@
 """Several processes on this computer: the same numbers on 1 to 4, seconds of a step, and one of them killed.
 
-    python benchmarks/ranks.py [--kills 20 --steps 40] [--traffic-only]
+    python benchmarks/ranks.py [--kills 20 --steps 40] [--only torchrun]
     python benchmarks/ranks.py --nccl         # one process on a GPU; the record goes to benchmarks/results/nccl.json
 
 Processes are forked from this one, which never computes, and meet by gloo. Compared with one process are hypergradients
 by every method and runs of 50 steps: of models and λ that all processes hold alike, of models that ``fully_shard`` has
 divided, and of divided example weights. A kill is *survived* if the other process ends with a message within a minute,
-and the two that are started again end where an uninterrupted run does (float64: to 1e-10); once, torchrun starts them
-again. The record goes to benchmarks/results/ranks.json.
+and the two that are started again end where an uninterrupted run does (float64: to 1e-10); as often torchrun starts
+them again. The record goes to benchmarks/results/ranks.json.
 """
 
 from __future__ import annotations
@@ -146,23 +146,30 @@ def kills(count: int, steps: int, folder: Path) -> dict[str, Any]:
     return {"kills": count, "survived": survived, "longest_wait": max(waits)}
 
 
-def restarted(folder: Path) -> bool:
-    """Whether torchrun starts the example again when one of two processes is killed, and it ends as on one process."""
+def restarted(count: int, folder: Path) -> dict[str, Any]:
+    """How often of ``count`` times torchrun starts the example again when one of two processes is killed at random, and
+    it ends as on one process."""
     script = Path(__file__).parents[1] / "examples" / "data_parallel.py"
     here = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     here["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else they may look for each other where they were before
     options = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    together, alone = folder / "together", folder / "alone"
-    process = subprocess.Popen([sys.executable, *options, str(script), str(together)], env=here)
-    while not any(together.glob("step-*")):
-        assert process.poll() is None
-        time.sleep(0.05)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[1]), signal.SIGKILL)
-    assert process.wait(120) == 0
+    alone, moment, continued = folder / "alone", random.Random(0), 0
     subprocess.run([sys.executable, str(script), str(alone)], env=here, check=True)
-    ends = [checkpoint.newest(one).state["state"]["hyper"]["weight"] for one in (together, alone)]
-    return float((ends[0] - ends[1]).norm() / ends[1].norm()) < 1e-10
+    wanted = checkpoint.newest(alone).state["state"]["hyper"]["weight"]
+    for number in range(count):
+        together = folder / f"together-{number}"
+        process = subprocess.Popen([sys.executable, *options, str(script), str(together)], env=here)
+        while not any(together.glob("step-*")):
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(moment.uniform(0.0, 0.3))
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[moment.randrange(2)]), signal.SIGKILL)
+        ended = process.wait(120)
+        found = checkpoint.newest(together).state["state"]["hyper"]["weight"]
+        continued += ended == 0 and float((found - wanted).norm() / wanted.norm()) < 1e-10
+        print(f"torchrun, kill {number}: {continued} continued", flush=True)
+    return {"kills": count, "continued": continued}
 
 
 def errors_of(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -218,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--traffic-only", action="store_true", help="count bytes, and keep the rest of the record")
+    parser.add_argument("--only", choices=("traffic", "torchrun"), help="one part, and keep the rest of the record")
     parser.add_argument("--nccl", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -227,12 +234,14 @@ def main() -> None:
     record: dict[str, Any] = {"seed": 0, "errors": {}, "seconds": {}}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        record["traffic"] = {size: traffic(size, folder) for size in (2, 4)}
-        if options.traffic_only:
+        if options.only != "torchrun":
+            record["traffic"] = {size: traffic(size, folder) for size in (2, 4)}
+        if options.only != "traffic":
+            record["torchrun"] = restarted(options.kills, folder)
+        if options.only:
             kept = json.loads((RESULTS / "ranks.json").read_text("utf-8"))
-            (RESULTS / "ranks.json").write_text(
-                json.dumps(kept | {"traffic": record["traffic"]}, indent=2) + "\n", "utf-8"
-            )
+            new = {options.only: record[options.only]}
+            (RESULTS / "ranks.json").write_text(json.dumps(kept | new, indent=2) + "\n", "utf-8")
             return
         one = results(1, grid, folder)
         for size in (2, 3, 4):
@@ -248,7 +257,6 @@ def main() -> None:
             record["errors"][f"{size} run"] = max(float((ends[name] - x).abs().max()) for name, x in whole.items())
             print(f"{size} processes, 50 steps: {record['errors'][f'{size} run']:.1e}", flush=True)
         record["divided"] = compared_divided(folder)
-        record["restarted"] = restarted(folder)
         for size in (1, 2, 4):
             record["seconds"][size] = float(results(size, seconds, folder)["seconds"])
             print(f"{size} processes: {1e3 * record['seconds'][size]:.1f} ms a step", flush=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,9 @@ class Workload:
     def __post_init__(self) -> None:
         self.outer_optimizer = torch.optim.SGD(self.hyper.parameters(), lr=1e-3, momentum=0.9)
 
-    @property
+    @cached_property
     def problem(self) -> hk.BilevelProblem:
-        """Weighted cross-entropy inside, plain cross-entropy outside."""
+        """Weighted cross-entropy inside, plain cross-entropy outside; always the same, as recordings need it."""
         if not self.autocast:
             return hk.BilevelProblem(inner, outer)
         device = self.batches[0][1].device.type

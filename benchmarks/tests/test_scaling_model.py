@@ -11,7 +11,7 @@ from common import RESULTS
 import parallel_runs
 
 TRAFFIC = json.loads((RESULTS / "ranks.json").read_text("utf-8")).get("traffic", {})
-"""By number of ranks; empty, and then not compared, until `benchmarks/ranks.py --traffic-only` has recorded it."""
+"""By number of ranks; empty, and then not compared, until `benchmarks/ranks.py --only traffic` has recorded it."""
 CASES = {
     "identity": ("identity", "reverse", 1),
     "kfac mc": ("KFAC", "reverse", 2),

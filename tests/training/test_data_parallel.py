@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -186,6 +187,16 @@ def test_a_model_of_fully_shard_gives_the_same_hypergradient_and_run(tensors: di
         assert error < 1e-10, f"{name} differs by {error:.1e}"
     for name, x in _alone("soba", 2).items():
         assert float((tensors[f"θ trained {name}"] - x).abs().max()) < 1e-10, name
+
+
+def test_a_model_that_fully_shard_has_given_to_one_process_is_the_model_itself(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        found, wanted = (sharded_runs.named(None, ["kfac", "ekfac"], mode, torch.float64) for mode in ("f", ""))
+    finally:
+        dist.destroy_process_group()
+    for name, x in wanted.items():
+        assert float((found[name] - x).norm() / x.norm()) < 1e-10, name
 
 
 def test_example_weights_divided_among_processes_are_those_of_one(tensors: dict[str, Tensor], four: Path) -> None:

@@ -23,6 +23,7 @@ from hyperkron.cross.weighting import ChangedError, Weighted
 from hyperkron.curvature.base import Operator
 from hyperkron.curvature.matrix_free import lowered
 from hyperkron.evaluation.differentiation import UndifferentiableError, in_half_precision
+from hyperkron.evaluation.passes import Pass
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.linalg import tf32_products
 from hyperkron.losses import Loss
@@ -137,7 +138,7 @@ class Cross:
         state.inner, state.calls = inner, state.calls + 1
         if decided:
             try:
-                return _computed(point, v, state.way).cross
+                return _by_pass(point, v, state.way)
             except ChangedError:
                 if point.recording:
                     raise
@@ -322,6 +323,11 @@ class Cross:
             wide = narrow
         assert best is not None
         return best
+
+
+def _by_pass(point: Point, v: Tree, way: Way) -> Tree:
+    """X(v) by a way that was decided on."""
+    return point.run(Pass("cross term", lambda at, given: _computed(at, given, way).cross, v, key=lambda: way))
 
 
 def _computed(point: Point, v: Tree, way: Way) -> Weighted:

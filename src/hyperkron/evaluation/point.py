@@ -12,7 +12,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from hyperkron.evaluation import sharded
 from hyperkron.evaluation.inputs import culprits, differentiable_batch, tensors_of
+from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.snapshot import Snapshot, reseed
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.execution import Execution
@@ -32,6 +33,7 @@ from hyperkron.solution import HyperkronError, NonFiniteError
 from hyperkron.trees import Tree
 
 Level = Literal["inner", "outer"]
+T = TypeVar("T")
 
 
 class Point:
@@ -49,6 +51,7 @@ class Point:
         generator_copies: where a recording gets the random numbers of a GPU from.
         plain: the objectives are evaluated without autocast, wherever it is enabled.
         variables: θ and λ, for a caller that has asked for them before; else they are read from the modules.
+        passes: what carries out its passes, by recordings of them; ``None``: they are carried out as they come.
 
     Attributes:
         autocast: under which the objectives are evaluated, where the caller has it enabled.
@@ -69,6 +72,7 @@ class Point:
         generator_copies: GeneratorCopies | None = None,
         plain: bool = False,
         variables: tuple[Tree, Tree] | None = None,
+        passes: Passes | None = None,
     ) -> None:
         if not isinstance(problem, BilevelProblem):
             raise HyperkronError(f"problem is a {type(problem).__name__}; pass hyperkron.BilevelProblem(inner, outer).")
@@ -85,7 +89,7 @@ class Point:
         self.autocast: torch.autocast | None = None
         self._stack = ExitStack()
         self._snapshot: Snapshot | None = None
-        self._away, self._generator_copies = False, generator_copies
+        self._away, self._generator_copies, self._passes = False, generator_copies, passes
 
     def __enter__(self) -> Point:
         self._snapshot = Snapshot(self.model, self.hyper, self.device, self._generator_copies)
@@ -209,6 +213,21 @@ class Point:
     def recording(self) -> bool:
         """Whether what happens here is recorded as a CUDA graph."""
         return self.execution.recorded
+
+    def run(self, wanted: Pass[T]) -> T:
+        """The results of a pass."""
+        found: T = wanted.work(self, wanted.given) if self._passes is None else self._passes(self, wanted)
+        return found
+
+    @property
+    def brief_passes(self) -> bool:
+        """Whether some results of a pass (:attr:`Pass.brief`) are gone when the next one begins."""
+        return self._passes is not None
+
+    def rewind_random(self) -> None:
+        """The random states that every evaluation begins with, for a recorded one."""
+        assert self._snapshot is not None, "a Point is used inside its with block"
+        self._snapshot.rewind_random()
 
     @property
     def roundoff(self) -> float:

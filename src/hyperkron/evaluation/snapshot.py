@@ -50,7 +50,7 @@ class Snapshot:
     def rewind(self) -> None:
         """Random states, modes and the values of buffers as they were: what an evaluation begins with."""
         if self._evaluated:
-            self._rewind_random()
+            self.rewind_random()
             self._rewind_modes()
         self._evaluated = True
         if self.generator_copies is not None:
@@ -69,7 +69,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """The whole promise, kept when the with block ends."""
-        self._rewind_random()
+        self.rewind_random()
         self._rewind_modes()
         for module, own, unsaved in self.buffers:
             if own or module._buffers:
@@ -87,7 +87,8 @@ class Snapshot:
             if module.training != mode:
                 module.training = mode
 
-    def _rewind_random(self) -> None:
+    def rewind_random(self) -> None:
+        """Random states as they were."""
         if self.cuda is not None and not self.drew_on_host:
             same = torch.equal(torch.get_rng_state(), self.cpu) and random.getstate() == self.random
             self.drew_on_host = not same

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from hyperkron import trees
 from hyperkron.cross import RECHECK, Cross, CrossState, Mode
 from hyperkron.curvature import Curvature, CurvatureState, Invertible, Operator
+from hyperkron.evaluation.passes import Pass
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.hypergradient.base import Hypergradient
+from hyperkron.hypergradient.passes import RecordedPasses
 from hyperkron.hypergradient.precision import too_coarse
 from hyperkron.hypergradient.replay import Answer, Replays, Request
 from hyperkron.kernels import graphs
@@ -26,6 +28,9 @@ from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, NonFiniteError, Solution, Status
 from hyperkron.solvers import Solver
 from hyperkron.trees import Tree
+
+Graph = bool | Literal["passes"]
+"""What is recorded as a CUDA graph: the whole step, only the passes through the model, or nothing."""
 
 
 @dataclass
@@ -52,7 +57,8 @@ class Implicit(Hypergradient):
         warm_start: start each solve from the previous solution. Default: False.
         cross: how to compute ∂²_λθ J_in · v: ``auto`` (default), ``reverse``, ``forward`` or ``difference``.
         radius: radius of the finite difference; ``None`` chooses it by dtype.
-        graph: on a GPU, record a step as a CUDA graph and replay it; on a CPU it has no effect. Default: False.
+        graph: on a GPU, record a step (``True``), or only its passes through the model (``"passes"``), as CUDA graphs
+            and replay them; on a CPU it has no effect. Default: False.
 
     When to use ``graph=True``: for small models, where a step waits for Python. It needs batches of one shape on the
     device, and objectives that never wait for the device and draw no random numbers on the CPU. Dropout draws one mask
@@ -67,6 +73,11 @@ class Implicit(Hypergradient):
     A recorded solve that ends early has the usual value and status, but runs the products of all iterations. Python
     numbers used by the objectives keep the values they had when recorded. A graph does not share its memory with other
     work, and if a factorisation fails there is no previous inverse to use.
+
+    When to use ``graph="passes"``: for large models, whose passes wait for Python, while factorisations and solves do
+    not. It needs less memory than a whole step, works with every curvature and solver, and a factorisation that fails
+    is dealt with as usual. b and the cross term are recorded, and KFAC's pass for its factors; products with a Hessian
+    are not.
 
     Example:
         >>> import hyperkron as hk
@@ -85,12 +96,14 @@ class Implicit(Hypergradient):
         warm_start: bool = False,
         cross: Mode = "auto",
         radius: float | None = None,
-        graph: bool = False,
+        graph: Graph = False,
     ) -> None:
         self.curvature, self.solver, self.preconditioner = curvature, solver, preconditioner
         self.warm_start, self.graph = warm_start, graph
         self._check_slots()
-        if graph:
+        if graph not in (False, True, "passes"):
+            raise HyperkronError(f"graph={graph!r} is unknown; use True, 'passes' or False.")
+        if graph is True:
             self._check_graph()
         self.cross = Cross(cross, radius)
         self._forget()
@@ -131,7 +144,10 @@ class Implicit(Hypergradient):
 
     def _forget(self) -> None:
         self.state = self._empty()
-        self._replays = Replays()
+        self._forget_recordings()
+
+    def _forget_recordings(self) -> None:
+        self._replays: Replays | RecordedPasses = RecordedPasses() if self.graph == "passes" else Replays()
 
     def fresh(self) -> Implicit:
         """The same configuration, whatever it holds, with an empty state and without recordings."""
@@ -167,13 +183,13 @@ class Implicit(Hypergradient):
             self.state.plain = self.state.plain or too_coarse(place)
         given = getattr(problem, "autocast", None)  # what is not a problem will be refused by name
         plain = self.state.plain if given is None else not given
-        recorded = self.graph and graphs.available(next(model.parameters()).device)
+        recorded = bool(self.graph) and graphs.available(next(model.parameters()).device)
         if recorded:
             batches, memory = (inner_batch, outer_batch, curvature_batch, start), self.state.curvature
             states = memory, self.state.cross, self.curvature.due(memory), plain
             answer = self._replays.step(Request(self._answer, problem, model, hyper, batches, self.curvature, *states))
         if answer is None:
-            with place(plain=plain) as point:
+            with place(plain=plain, passes=self._replays.passes if recorded else None) as point:
                 answer = self._answer(point, start)
             if recorded:
                 self._replays.saw(point)
@@ -191,13 +207,16 @@ class Implicit(Hypergradient):
         """The formula at ``point``; on a GPU its numbers have been asked for, not waited for, but for the solver's."""
         state = self.state
         # the curvature first, so that the GPU factorises while more is asked of it; or b, so that no pass has inverses
-        first = outer_gradients(point) if self.curvature.lean and not point.recording else None
+        early = self.curvature.lean and not point.recording and not point.brief_passes
+        first = _outer_gradients(point) if early else None
         operator = self.curvature.operator(point, state.curvature)
-        value, b, direct = first or outer_gradients(point)
+        value, b, direct = first or _outer_gradients(point)
         del first
         if point.dtype == torch.float16:  # whose range is too narrow for v: the cross term takes it in float32
             b = trees.widened(b)
         v, solution = self._solve(point, operator, b, start)
+        if point.brief_passes:  # b is, and v may be b itself
+            v = {name: x.clone() if x.data_ptr() == b[name].data_ptr() else x for name, x in v.items()}
         del b
         if not point.recording:
             operator.release()
@@ -285,7 +304,14 @@ class Implicit(Hypergradient):
             loaded.cross = CrossState()
         loaded.start, loaded.calls, loaded.plain = state["start"], state["calls"], state.get("plain", False)
         self.state = loaded
-        self._replays = Replays()  # they draw from the generator, and write the inverses, of the state that was
+        self._forget_recordings()  # they draw from the generator, and write the inverses, of the state that was
+
+
+def _outer_gradients(point: Point) -> tuple[Tensor, Tree, Tree]:
+    """:func:`outer_gradients` as a pass; b is gone when the next one begins."""
+    return point.run(
+        Pass("outer gradient", lambda at, _: outer_gradients(at), brief=lambda found: list(found[1].values()))
+    )
 
 
 def outer_gradients(point: Point) -> tuple[Tensor, Tree, Tree]:

@@ -9,7 +9,7 @@ from hyperkron.curvature import EKFAC, GGN, KFAC, AdamDiagonal, Curvature, Hessi
 from hyperkron.curvature import Identity as IdentityCurvature
 from hyperkron.curvature.kfac.inverse import Split
 from hyperkron.curvature.kfac.layers import WeightSharing
-from hyperkron.hypergradient.implicit import Implicit
+from hyperkron.hypergradient.implicit import Graph, Implicit
 from hyperkron.losses import Fisher
 from hyperkron.solution import HyperkronError
 from hyperkron.solvers import CG, Direct, GradientDescent, Neumann
@@ -26,7 +26,7 @@ def kfac(
     ema: float = 0.0,
     cross: Mode = "auto",
     seed: int = 0,
-    graph: bool = False,
+    graph: Graph = False,
     keep_previous: bool = True,
 ) -> Implicit:
     """The KFAC hypergradient: v = (B ⊗ A + damping)⁻¹ ∂_θ J_out, layer by layer, without iterations.
@@ -80,7 +80,7 @@ def ekfac(
     cross: Mode = "auto",
     seed: int = 0,
     keep_previous: bool = True,
-    graph: bool = False,
+    graph: Graph = False,
 ) -> Implicit:
     """The EKFAC hypergradient: KFAC's eigenbasis with corrected eigenvalues.
 
@@ -115,7 +115,7 @@ def cg(
     tolerance: float = 0.0,
     warm_start: bool = False,
     cross: Mode = "auto",
-    graph: bool = False,
+    graph: Graph = False,
 ) -> Implicit:
     """AID-CG: a few conjugate-gradient iterations on (H + damping·I) v = ∂_θ J_out.
 
@@ -170,7 +170,7 @@ def neumann(
     step: float | None = None,
     curvature: Curvature | None = None,
     cross: Mode = "auto",
-    graph: bool = False,
+    graph: Graph = False,
 ) -> Implicit:
     """AID-Neumann: v = η Σ_{k=0}^{K} (I − ηH)^k ∂_θ J_out.
 
@@ -195,7 +195,7 @@ def gradient_descent(
     preconditioner: Curvature | None = None,
     warm_start: bool = True,
     cross: Mode = "auto",
-    graph: bool = False,
+    graph: Graph = False,
 ) -> Implicit:
     """AmIGO's linear solve: gradient steps v ← v − ηM⁻¹(Hv − ∂_θ J_out) from the previous solution.
 
@@ -223,7 +223,7 @@ def gradient_descent(
     )
 
 
-def identity(scale: float = 1.0, *, cross: Mode = "auto", graph: bool = False) -> Implicit:
+def identity(scale: float = 1.0, *, cross: Mode = "auto", graph: Graph = False) -> Implicit:
     """The hypergradient without curvature: v = scale·∂_θ J_out (as in DARTS, H = I).
 
     Args:
@@ -235,7 +235,7 @@ def identity(scale: float = 1.0, *, cross: Mode = "auto", graph: bool = False) -
     return Implicit(IdentityCurvature(scale), Direct(), cross=cross, graph=graph)
 
 
-def sama(optimizer: torch.optim.Optimizer | None = None, *, alpha: float = 0.1, graph: bool = False) -> Implicit:
+def sama(optimizer: torch.optim.Optimizer | None = None, *, alpha: float = 0.1, graph: Graph = False) -> Implicit:
     """The SAMA hypergradient: A is replaced by the inner optimizer's scaling; the cross term is a finite difference.
 
         v = lr·D ⊙ ∂_θ J_out ,    ε = alpha/‖v‖

@@ -72,12 +72,15 @@ class Request(NamedTuple):
         """What the curvature draws random numbers from."""
         return self.curvature.generators(next(self.model.parameters()).device)
 
-    def key(self) -> object:
-        """What must not change between a recording and its replay, but for batches."""
+    def surroundings(self) -> object:
+        """What must not change between the recording of a pass and its replay, but for batches."""
         modes = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, self.autocast)
-        constants = self.method.constants(self.curvature)
         objectives = self.problem.inner, self.problem.outer, self.plain
-        return objectives, places(self.model, self.hyper), modes, constants
+        return objectives, places(self.model, self.hyper), modes
+
+    def key(self) -> object:
+        """The same for that of a whole step."""
+        return self.surroundings(), self.method.constants(self.curvature)
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,10 @@ class Replays:
         self._made = self._served = self._misfits = self._refused = 0
         self._given_up = False
         self._possible = False  # after an ordinary step
+
+    @property
+    def passes(self) -> None:
+        """An ordinary step is carried out as it comes."""
 
     def saw(self, point: Point) -> None:
         """An ordinary step was done at ``point``: whether the next one can be recorded."""

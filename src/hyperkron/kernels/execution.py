@@ -88,6 +88,11 @@ class Execution:
         """Let go of the checks that are not read yet, where a later evaluation makes the same ones."""
         self._finite = []
 
+    def handed_over(self) -> list[tuple[Tensor, Callable[[str], Exception]]]:
+        """The checks not read yet, for the step that a recorded part belongs to; every replay has new values."""
+        checks, self._finite = self._finite, []
+        return checks
+
     def read_flags(self, flags: Tensor) -> list[Any]:
         """The entries of a vector that are zero if all is well; a recording assumes that they are."""
         if not self.recorded:

@@ -88,6 +88,38 @@ class Recording(Generic[T]):
         return self.outputs
 
 
+class SharedMemory:
+    """Memory that the tensors of several recordings have in turns: what one has written holds until the next writes.
+
+    Args:
+        size: in bytes; :meth:`size_of` tells how many a list of tensors needs.
+        device: the GPU.
+    """
+
+    ALIGNED = 256
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._bytes = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    @classmethod
+    def size_of(cls, tensors: Iterable[Tensor]) -> int:
+        """Bytes of tensors that lie there together."""
+        return sum(-(-x.numel() * x.element_size() // cls.ALIGNED) * cls.ALIGNED for x in tensors)
+
+    def holds(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether they fit, together."""
+        return self.size_of(tensors) <= len(self._bytes)
+
+    def views(self, like: Iterable[Tensor]) -> list[Tensor]:
+        """Tensors of these shapes and dtypes that lie there together."""
+        found, begin = list[Tensor](), 0
+        for x in like:
+            length = x.numel() * x.element_size()
+            found.append(self._bytes[begin : begin + length].view(x.dtype).view(x.shape))
+            begin += self.size_of([x])
+        return found
+
+
 class GeneratorCopies:
     """Lets several parts of a recording draw the same random numbers, as the evaluations at one point do.
 

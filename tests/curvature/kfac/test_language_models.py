@@ -102,10 +102,13 @@ def test_layers_of_one_input_share_its_sum_where_no_token_is_masked(monkeypatch:
     assert found.a[f"{first}mlp.gate_proj"] is found.a[f"{first}mlp.up_proj"] is not q
     assert apart(found, wanted) < 1e-6
     saw = Recorder.saw
-    monkeypatch.setattr(Recorder, "saw", lambda self, loss, readable: saw(self, loss, False))  # as in a recording
-    recorded = measured(Language())
-    assert recorded.a[f"{first}self_attn.q_proj"] is not recorded.a[f"{first}self_attn.k_proj"]
-    assert apart(recorded, wanted) < 1e-6  # also tokens without a gradient, such as queries of the first, count
+    for granted in (False, True):  # as in a recording, which reads nothing, or takes for granted that none is masked
+        monkeypatch.setattr(
+            Recorder, "saw", lambda self, loss, readable, unmasked, granted=granted: saw(self, loss, False, granted)
+        )
+        recorded = measured(Language())
+        assert (recorded.a[f"{first}self_attn.q_proj"] is recorded.a[f"{first}self_attn.k_proj"]) is granted
+        assert apart(recorded, wanted) < 1e-6  # also tokens without a gradient, such as queries of the first, count
 
 
 @pytest.mark.parametrize("samples", [1, 3])

@@ -43,6 +43,7 @@ def measure(
     wide: bool = False,
     damping: float | None = None,
     owners: Owners | None = None,
+    unmasked: bool = False,
 ) -> Measured:
     """Run J_in on the curvature batch and collect the factors, or, given a ``basis``, EKFAC's corrected spectrum.
 
@@ -51,7 +52,8 @@ def measure(
     ``checked``, because that waits for the device, factors are nan. Parameters outside blocks are left alone where
     ``diagonal`` is false. ``wide`` asks for the factors over all positions as well, ``damping`` for
     :attr:`Measured.scales`. Of a batch that is divided among processes each of the ``owners`` gets the factors, or
-    spectra, of its blocks.
+    spectra, of its blocks. A recording cannot read whether the loss masks tokens: with ``unmasked`` it takes for
+    granted that it masks none, and factors are nan where it does.
     """
     like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
     parts, whole = point.problem.parts(point.curvature_batch), _Merged()
@@ -59,7 +61,7 @@ def measure(
         recorder = Recorder(plan, sharing, basis, like, low_rank, diagonal, wide, owners)
         with recorder.attached():
             loss = point.inner(part)
-            recorder.saw(loss, readable=not point.recording)
+            recorder.saw(loss, readable=not point.recording, unmasked=unmasked)
         if owners is not None:
             _check_alike(recorder, owners.group)
             if loss.terms:

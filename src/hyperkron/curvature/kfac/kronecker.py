@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, get_args
 
@@ -21,10 +21,12 @@ from hyperkron.curvature.kfac.measured import Basis, Measured
 from hyperkron.curvature.kfac.owners import agreed
 from hyperkron.curvature.kfac.penalty import mean_damping, scaled_factor
 from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState, own_diagonal
+from hyperkron.evaluation.passes import Pass
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.kernels.execution import Pending
 from hyperkron.losses import Fisher
 from hyperkron.solution import CoverageError, FactorizationError, HyperkronError, NonFiniteError, Status
+from hyperkron.trees import Tree
 from hyperkron.validation import check_interval, check_one_of, check_whole
 
 MAX_FAILURES = 3
@@ -87,7 +89,8 @@ class Kronecker(Curvature):
             state.coverage = made.coverage(state.uncalled)
             return KroneckerOperator(made.blocks, state, self.damping)
         refresh = self._refresh(point, state, made)
-        if point.execution.queued:  # let what follows be queued before waiting for the factorisation
+        # let what follows be queued before waiting for the factorisation, unless that overwrites the factors
+        if point.execution.queued and not point.brief_passes:
             return KroneckerOperator(made.blocks, state, self.damping, refresh, self._serves_once)
         refresh.wait()
         return KroneckerOperator(made.blocks, state, self.damping, None, self._serves_once)
@@ -95,6 +98,10 @@ class Kronecker(Curvature):
     def due(self, state: CurvatureState) -> bool:
         assert isinstance(state, KroneckerState)
         return state.inverses is None or state.age + 1 >= self.refresh_every
+
+    def constants(self, state: CurvatureState) -> Hashable | None:
+        assert isinstance(state, KroneckerState)
+        return (state.unmasked,)
 
     @property
     def records_refreshes(self) -> bool:
@@ -169,21 +176,36 @@ class Kronecker(Curvature):
         checked: bool = True,
         diagonal: bool = True,
     ) -> Measured:
-        return measure(
-            point,
-            made,
-            fisher=self.fisher,
-            samples=self.samples,
-            sharing=self.sharing,
-            generator=state.random(point.device),
-            basis=basis,
-            low_rank=self._low_rank and state.owners is None,  # sums over ranks are matrices
-            checked=checked,
-            diagonal=diagonal,
-            wide=basis is None and self._wide,
-            damping=self.damping,
-            owners=state.owners,
-        )
+        generator = state.random(point.device)
+
+        def work(at: Point, _: Tree) -> Measured:
+            found = measure(
+                at,
+                made,
+                fisher=self.fisher,
+                samples=self.samples,
+                sharing=self.sharing,
+                generator=generator,
+                basis=basis,
+                low_rank=self._low_rank and state.owners is None,  # sums over ranks are matrices
+                checked=checked,
+                diagonal=diagonal,
+                wide=basis is None and self._wide,
+                damping=self.damping,
+                owners=state.owners,
+                unmasked=bool(state.unmasked),
+            )
+            if not at.recording and basis is None:
+                state.unmasked = found.unmasked and state.unmasked is not False
+            return found
+
+        if checked:  # that waits for the device
+            return work(point, {})
+
+        def key() -> object:
+            return id(made), diagonal, state.unmasked
+
+        return point.run(Pass("factors", work, key=key, brief=Measured.large, generators=[generator]))
 
     @property
     def deferred(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hyperkron.curvature.kfac.factors import Factor
+from hyperkron.curvature.kfac.factors import Factor, stored
 
 
 @dataclass
@@ -26,6 +26,13 @@ class Measured:
     rows: dict[str, int | Tensor] = field(default_factory=dict)  # over how many the mean in A runs, by block
     uncalled: list[str] = field(default_factory=list)  # parameters of layers that were never called as modules
     in_half: bool = False  # whether gradients at layers were in half precision
+    unmasked: bool = False  # whether the loss has a row for every token and was seen to mask none
+
+    def large(self) -> list[Tensor]:
+        """The tensors of factors and diagonals, each once."""
+        sides = (self.a, self.b, *self.wide)
+        found = [*(stored(factor) for side in sides for factor in side.values()), *self.diagonal.values()]
+        return list({id(x): x for x in found}.values())
 
     def release(self) -> None:
         """Forget the factors, to free their memory; what else was found stays."""

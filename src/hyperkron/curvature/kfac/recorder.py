@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hyperkron import trees
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.diagonals import Diagonals
-from hyperkron.curvature.kfac.factors import HALF, Factor, add_to, few_rows, scaled
+from hyperkron.curvature.kfac.factors import HALF, Factor, add_to, few_rows, scaled, stored
 from hyperkron.curvature.kfac.grams import (
     WIDE_OUTPUT,
     bordered,
@@ -111,6 +111,7 @@ class Recorder:
         self._grams: dict[tuple[Any, ...], tuple[Factor, int]] = {}
         self._alive: list[Tensor] = []
         self._unmasked: Tensor | None = None  # whether the loss masks no token at all, perhaps not read
+        self._doubted: Tensor | None = None  # the same where that was taken for granted
         self.calls: dict[str, int] = {}  # of every block
         self._last = False  # whether this backward pass is the last one
         self.shares_sums = True  # whether an A that its owner has got is not sent again; the same on all ranks
@@ -183,12 +184,13 @@ class Recorder:
             self._on_input(call)
         return call
 
-    def saw(self, loss: Loss, readable: bool = True) -> None:
+    def saw(self, loss: Loss, readable: bool = True, unmasked: bool = False) -> None:
         """The forward pass is over. Where the loss has a row for every token, some of them masked, A counts those that
         a gradient reaches, which is known only after the backward passes.
 
         On a GPU a loss does not say that none is masked; where that may be read, which waits for the forward pass, the
-        layers that read one tensor share its sum.
+        layers that read one tensor share its sum. Where it may not be read, and is taken for granted (``unmasked``),
+        factors are nan if it is not so.
         """
         masks = [term.valid for term in loss.terms if term.valid is not None]
         counts = {mask.numel() for mask in masks}
@@ -196,7 +198,9 @@ class Recorder:
         concerned = [call for call in calls if call.masked and call.rows in counts]
         if concerned:
             self._unmasked = torch.stack([mask.all() for mask in masks]).all()
-            if readable and bool(self._unmasked):
+            self.measured.unmasked = bool(self._unmasked) if readable else unmasked
+            self._doubted = None if readable or not unmasked else self._unmasked
+            if self.measured.unmasked:
                 for call in concerned:  # these wait all the same: autograd keeps their inputs, and A is larger
                     call.masked = False
         for call in calls:
@@ -249,6 +253,8 @@ class Recorder:
     def _finish(self) -> None:
         """Sums of a aᵀ become means; blocks that no gradient reached are left out."""
         found = self.measured
+        if self._doubted is not None and found.b:
+            stored(next(iter(found.b.values()))).mul_(torch.where(self._doubted, 1.0, torch.nan))
         by_input: dict[int, list[_Call]] = {}
         for call in self.waiting:
             by_input.setdefault(id(call.x), []).append(call)

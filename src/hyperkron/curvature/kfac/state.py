@@ -53,6 +53,7 @@ class KroneckerState(CurvatureState):
         self.parameters: list[str] = []  # those that were trained when the inverse was made
         self.uncalled: list[str] = []  # those of layers that were not called at the last refresh
         self.coverage: Coverage | None = None
+        self.unmasked: bool | None = None  # whether all losses seen had a row for every token and masked none
         self.reached: tuple[str, ...] = ()  # the blocks of the inverse in use, of all processes
         self.owners: Owners | None = None  # of the blocks, where several processes share them
         self.part = ""  # which part of factors and inverses these are, in words; all of them: ""
@@ -334,8 +335,8 @@ class KroneckerOperator(Invertible):
             matrices |= {name: by(matrices[name], e) for name, e in scales.items()}
             return {n: x for name, matrix in matrices.items() for n, x in blocks[name].part(matrix, mine).items()}
 
-        found = on_own(v) if owners is None else owners.applied(list(self.blocks), v, on_own)
-        v = trees.widened({name: local(x) if is_sharded(x) else x for name, x in v.items()})
+        v = trees.widened({name: local(x) if is_sharded(x) else x for name, x in v.items()})  # of one process: all rows
+        found = on_own(v) if owners is None else owners.applied(list(self.blocks), given, on_own)
         own = own_rows_of(self.diagonal, given)
         shaped = {n: d for n, d in own.items() if d.shape == v[n].shape and d.device == v[n].device}
         numbers = {n: d for n, d in own.items() if n not in shaped}

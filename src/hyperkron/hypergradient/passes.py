@@ -1,0 +1,226 @@
+"""The passes of a hypergradient through the model, each recorded as a CUDA graph, and all else in the ordinary way.
+
+A large model in eager PyTorch waits for Python in its passes: the outer gradient, the factors, the cross term. It does
+not in what lies between, factorisations and solves, which are few large kernels. So only the passes are recorded. They
+have one memory for what they compute on their way, and one for what they hand over (:class:`SharedMemory`): b, the
+factors and v are never needed at the same time. A recording of a whole step (:mod:`hyperkron.hypergradient.replay`)
+also holds the inverses, and the memory of all stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyperkron.evaluation.passes import Pass, Passes
+from hyperkron.evaluation.point import Point
+from hyperkron.hypergradient.replay import MISFITS, WASTED, Request
+from hyperkron.kernels.graphs import GeneratorCopies, Recording, SharedMemory, StaticBatch
+from hyperkron.kernels.selection import LayoutError
+from hyperkron.solution import HyperkronError, warn_once
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A recorded pass; its vectors, and those of its results that lie in the shared memory."""
+
+    key: object
+    given: dict[str, Tensor]
+    recording: Recording[tuple[Any, list[Any]]]
+    shared: set[int]
+    generator_copies: GeneratorCopies
+
+    def replay(self, point: Point, given: dict[str, Tensor]) -> Any:
+        """Its results; those outside the shared memory in memory of their own."""
+        if given:
+            torch._foreach_copy_(list(self.given.values()), [given[name] for name in self.given])
+        point.rewind_random()
+        self.generator_copies.before_replay()
+        found, checks = self.recording.replay()
+        for value, error in checks:
+            point.execution.check_finite(value, error)
+        return _mapped(found, lambda x: x if id(x) in self.shared else x.clone())
+
+
+class RecordedPasses:
+    """The recorded passes of one hypergradient, made after the step that first needed them."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[str, _Recorded] = {}
+        self._noted: dict[str, Pass[Any]] = {}  # with shapes in place of vectors
+        self._batches: StaticBatch | None = None
+        self._memory: SharedMemory | None = None
+        self._wanted: Request | None = None
+        self._key: object = None
+        self._dropped = self._served = self._misfits = 0
+        self._given_up = self._fitting = False
+
+    def step(self, wanted: Request) -> None:
+        """A step begins: whether recordings hold for it."""
+        self._wanted, self._noted = wanted, {}
+        if wanted.autocast is not None and torch.is_autocast_cache_enabled() and not self._given_up:
+            self._give_up("autocast keeps casts of earlier weights; use torch.autocast(..., cache_enabled=False)")
+        self._fitting = not self._given_up and wanted.problem.group.size == 1 and self._fits(wanted)
+        if self._fitting and self._batches is not None:
+            self._batches.fill(wanted.batches[:3])
+
+    def _fits(self, wanted: Request) -> bool:
+        key = wanted.surroundings()
+        if key != self._key:
+            self._key = key
+            self._drop()
+        if self._batches is None or self._batches.fits(wanted.batches[:3]):
+            self._misfits = 0
+            return True
+        self._misfits += 1
+        if self._misfits >= MISFITS:
+            self._drop()
+        return False
+
+    def _drop(self) -> None:
+        self._dropped += bool(self._recorded)
+        self._recorded, self._batches, self._memory = {}, None, None
+        if self._dropped > WASTED and self._served < 2 * self._dropped:
+            self._give_up("the objectives, or the memory of model and hyper, are others in every step")
+
+    @property
+    def passes(self) -> Passes | None:
+        """What carries out the passes of this step."""
+        return self._run if self._fitting else None
+
+    def _run(self, point: Point, wanted: Pass[Any]) -> Any:
+        """A pass by its recording, or else in the ordinary way, to be recorded after the step."""
+        recorded = self._recorded.get(wanted.name)
+        if recorded is not None and recorded.key == wanted.key() and _alike(recorded.given, wanted.given):
+            self._served += 1
+            return recorded.replay(point, wanted.given)
+        found = wanted.work(point, wanted.given)
+        shapes = {name: _shape(x) for name, x in wanted.given.items()}
+        self._noted[wanted.name] = dataclasses.replace(wanted, given=shapes)
+        return found
+
+    def saw(self, point: Point) -> None:
+        """The step at ``point`` is over: record the passes that were not."""
+        if not self._fitting or not self._noted:
+            return
+        if point.drew_on_host:
+            self._give_up("evaluations draw random numbers on the CPU, which would be the same ones in every step")
+            return
+        noted, self._noted = list(self._noted.values()), {}
+        try:
+            if self._batches is None:
+                assert self._wanted is not None
+                self._batches = StaticBatch(self._wanted.batches[:3])
+            copies = [GeneratorCopies(self._device) for _ in noted]
+            tried = [self._tried(*one) for one in zip(noted, copies, strict=True)]
+            self._make_room([*tried, *(list(one.given.values()) for one in noted)])
+            for one, own in zip(noted, copies, strict=True):
+                self._recorded[one.name] = self._record(one, own)
+        except LayoutError:
+            return  # it will not be changed again
+        except (RuntimeError, HyperkronError) as failure:
+            self._give_up(str(failure).splitlines()[0])
+
+    def _make_room(self, shapes: list[list[Tensor]]) -> None:
+        """Memory for any of these; where that has to be larger than it was, all passes are recorded once more."""
+        if self._memory is not None and all(map(self._memory.holds, shapes)):
+            return
+        self._recorded, self._memory = {}, None
+        self._memory = SharedMemory(max(map(SharedMemory.size_of, shapes)), self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        assert self._wanted is not None
+        return next(self._wanted.model.parameters()).device
+
+    def _place(self, generator_copies: GeneratorCopies) -> Point:
+        """Where passes are recorded."""
+        assert self._wanted is not None and self._batches is not None
+        wanted, (inner, outer, other) = self._wanted, self._batches.value
+        return Point(
+            wanted.problem,
+            wanted.model,
+            wanted.hyper,
+            inner,
+            outer,
+            curvature_batch=other,
+            recording=True,
+            generator_copies=generator_copies,
+            plain=wanted.plain,
+        )
+
+    def _tried(self, one: Pass[Any], generator_copies: GeneratorCopies) -> list[Tensor]:
+        """The shapes of the brief results of a pass, from carrying it out once.
+
+        Libraries try their algorithms out, and it is seen how many copies of a generator are needed.
+        """
+        given = {name: torch.zeros_like(x, device=self._device) for name, x in one.given.items()}
+        drawn = [(generator, generator.get_state()) for generator in one.generators]
+        with generator_copies.active(), self._place(generator_copies) as point:
+            found = list(map(_shape, one.brief(one.work(point, given))))
+        for generator, before in drawn:
+            generator.set_state(before)
+        return found
+
+    def _record(self, one: Pass[Any], generator_copies: GeneratorCopies) -> _Recorded:
+        """Record a pass; it is not carried out."""
+        memory, shared = self._memory, set[int]()
+        assert memory is not None
+        gc.collect()  # what lies in reference cycles would keep the memory of the passes recorded before
+        given = dict(zip(one.given, memory.views(one.given.values()), strict=True))
+        with generator_copies.active(), self._place(generator_copies) as point:
+            recording = Recording(
+                lambda: (_handed_over(one, one.work(point, given), memory, shared), point.execution.handed_over()),
+                generators=[*one.generators, *generator_copies.copies],
+                pool=next((x.recording.pool for x in self._recorded.values()), None),
+            )
+        return _Recorded(one.key(), given, recording, shared, generator_copies)
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up, self._fitting = True, False
+        self._recorded, self._batches, self._memory = {}, None, None
+        text = "graph='passes' has no effect, because a pass cannot be recorded as a CUDA graph"
+        warn_once("graph-passes", f"{text}: {reason}.")
+
+
+def _handed_over(one: Pass[Any], found: Any, memory: SharedMemory, shared: set[int]) -> Any:
+    """The results of a pass, with the brief ones in shared memory; ``shared`` gets the ids of these."""
+    brief = list(one.brief(found))
+    views = memory.views(brief)
+    if brief:
+        torch._foreach_copy_(views, [x.detach() for x in brief])
+    shared.update(map(id, views))
+    place = {id(x): view for x, view in zip(brief, views, strict=True)}
+    return _mapped(found, lambda x: place.get(id(x), x))
+
+
+def _shape(x: Tensor) -> Tensor:
+    """A tensor of this shape and dtype without memory."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _alike(mine: dict[str, Tensor], its: dict[str, Tensor]) -> bool:
+    """Whether two trees have the same names, shapes and dtypes."""
+    return mine.keys() == its.keys() and all(
+        x.shape == its[name].shape and x.dtype == its[name].dtype for name, x in mine.items()
+    )
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with all tensors in it, in dictionaries, tuples, lists and dataclasses, replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: _mapped(x, function) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(x, function) for x in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: _mapped(getattr(value, f.name), function) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **parts)
+    return value

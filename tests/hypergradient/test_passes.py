@@ -1,0 +1,198 @@
+"""Hypergradients whose passes are recorded are those of the ordinary way; without a GPU a stand-in writes into the same
+memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyperkron as hk
+import replaying
+from hyperkron import solution
+from hyperkron.hypergradient import passes
+from hyperkron.kernels import graphs
+from hyperkron.kernels.execution import Execution
+from hyperkron.losses import classification
+from replaying import PROBLEM, Batch, batch, close, network, outer, trained
+
+
+class Again:
+    """In place of a CUDA graph: the function is called again, and its results are written over the first ones."""
+
+    made = 0
+
+    def __init__(self, function: Callable[[], Any], *, generators: Any = (), pool: Any = None) -> None:
+        type(self).made += 1
+        held = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        self.function, self.point, self.pool = function, held["point"].cell_contents, None
+        before = [(g, g.get_state()) for g in generators]
+        self.outputs = function()
+        for generator, state in before:
+            generator.set_state(state)
+
+    def replay(self) -> Any:
+        with self.point:
+            new = self.function()
+        with torch.no_grad():
+            for mine, its in zip(_tensors(self.outputs), _tensors(new), strict=True):
+                mine.copy_(its)
+        return self.outputs
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    passes._mapped(value, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
+    return found
+
+
+@pytest.fixture(params=["cpu", replaying.GPU])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    solution._warned.clear()
+    Again.made = 0
+    if request.param == "cpu":
+        monkeypatch.setattr(graphs, "available", lambda device: True)
+        monkeypatch.setattr(passes, "Recording", Again)
+        monkeypatch.setattr(passes, "GeneratorCopies", replaying.Rewinds)
+        monkeypatch.setattr(Execution, "queued", True)
+    else:
+        real = passes.Recording
+
+        def counted(*args: Any, **options: Any) -> Any:
+            Again.made += 1
+            return real(*args, **options)
+
+        monkeypatch.setattr(passes, "Recording", counted)
+    return str(request.param)
+
+
+METHODS: dict[str, tuple[Callable[..., hk.Implicit], int]] = {
+    "kfac": (lambda **o: hk.kfac(1e-2, **o), 3),
+    "kfac, lean": (lambda **o: hk.kfac(1e-2, keep_previous=False, **o), 3),
+    "kfac, every 3": (lambda **o: hk.kfac(1e-2, refresh_every=3, **o), 3),
+    "kfac, reduce": (lambda **o: hk.kfac(1e-2, sharing="reduce", **o), 3),
+    "kfac, exact": (lambda **o: hk.kfac(1e-2, split="exact", **o), 2),
+    "kfac, average": (lambda **o: hk.kfac(1e-2, ema=0.5, **o), 2),
+    "ekfac": (lambda **o: hk.ekfac(1e-2, basis_every=2, **o), 2),
+    "identity": (lambda **o: hk.identity(**o), 2),
+    "cg": (lambda **o: hk.cg(3, 0.1, **o), 1),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_answers_are_those_of_the_ordinary_way(device: str, name: str) -> None:
+    build, recordings = METHODS[name]
+    expected = trained(build(), device)
+    method = build(graph="passes")
+    close(trained(method, device), expected)
+    assert Again.made == recordings
+    assert isinstance(method._replays, passes.RecordedPasses) and method._replays._served >= 6
+
+
+def test_dropout_masks_are_those_of_ordinary_steps(device: str) -> None:
+    build = METHODS["kfac"][0]
+    expected = trained(build(), device, dropout=0.5)
+    close(trained(build(graph="passes"), device, dropout=0.5), expected)
+
+
+def test_results_keep_their_values(device: str) -> None:
+    found = trained(METHODS["identity"][0](graph="passes"), device)
+    for name in ("grads", "solution"):
+        values = [r.grads if name == "grads" else r.solution.value for r in found]
+        assert len({round(float(next(iter(v.values())).norm()), 9) for v in values}) == len(found)
+
+
+def test_batches_of_another_shape_take_the_ordinary_way_and_are_recorded_later(device: str) -> None:
+    def size(i: int) -> int:
+        return 5 if i == 3 else 8 if i < 6 else 6
+
+    build = METHODS["kfac"][0]
+    expected = trained(build(), device, steps=14, size=size)
+    close(trained(build(graph="passes"), device, steps=14, size=size), expected)
+    assert Again.made == 6
+
+
+def test_what_is_not_finite_is_named_and_the_next_step_is_right(device: str) -> None:
+    method, plain = METHODS["kfac"][0](graph="passes"), METHODS["kfac"][0]()
+    model, weights = network(device), hk.SampleWeights(40).to(device)
+    for one in (method, plain):
+        for i in range(3):
+            one.compute(PROBLEM, model, weights, batch(i, device), batch(50, device))
+    bad = batch(3, device)
+    bad[0][0] = float("nan")
+    with pytest.raises(hk.NonFiniteError, match=r"inner_batch\[0\] holds 36 nan"):
+        method.compute(PROBLEM, model, weights, bad, batch(50, device))
+    assert all(x.isfinite().all() for x in method.compute(PROBLEM, model, weights, *pair(4, device)).grads.values())
+
+
+def pair(i: int, device: str) -> tuple[Batch, Batch]:
+    return batch(i, device), batch(50 + i, device)
+
+
+class Tokens(nn.Module):
+    """Layers of which two read one tensor, with a loss at every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.tanh()
+        return self.head(self.one(y) * self.two(y))
+
+
+def of_tokens(model: nn.Module, weights: nn.Module, b: Batch) -> hk.losses.Loss:
+    return hk.losses.cross_entropy(model(b[0]), b[1], weight=weights(b[2]))
+
+
+@pytest.mark.parametrize("graph", [True, "passes"])
+def test_tokens_that_are_masked_all_of_a_sudden_are_left_out(
+    device: str, graph: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings.simplefilter("error", solution.HyperkronWarning)
+    monkeypatch.setattr(classification, "answers_at_once", lambda x: False)  # as on a GPU
+    if graph is True and device == "cpu":
+        monkeypatch.setattr(replaying.replay, "Recording", replaying.Rerun)
+        monkeypatch.setattr(replaying.replay, "GeneratorCopies", replaying.Rewinds)
+    problem = hk.BilevelProblem(of_tokens, lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[1]))
+    found = []
+    for options in ({}, {"graph": graph}):
+        torch.manual_seed(0)
+        model, weights = Tokens().to(device), hk.SampleWeights(8).to(device)
+        method = replaying.made(fisher="empirical", **options)
+        answers = []
+        for i in range(7):
+            draw = torch.Generator().manual_seed(i)
+            x, y = torch.randn(8, 5, 6, generator=draw), torch.randint(3, (8, 5), generator=draw)
+            if i in (3, 5):
+                y[:, 3:] = -100
+            given = x.to(device), y.to(device), torch.arange(8).to(device)
+            answers.append(method.compute(problem, model, weights, given, given).grads["weight"])
+            state = method.state.curvature
+            assert isinstance(state, hk.curvature.KroneckerState)
+            assert state.unmasked is (i < 3)  # what is not so once is not taken for granted again
+        found.append(answers)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_pass_that_cannot_be_recorded_is_said_once(device: str) -> None:
+    def loud(model: nn.Module, weights: nn.Module, b: Batch) -> hk.losses.Loss:
+        torch.rand(())  # on the CPU
+        return outer(model, weights, b)
+
+    method = hk.kfac(1e-2, graph="passes")
+    model, weights = network(device), hk.SampleWeights(40).to(device)
+    problem = hk.BilevelProblem(replaying.inner, loud)
+    if device == "cuda":
+        with pytest.warns(UserWarning, match="graph='passes' has no effect"):
+            method.compute(problem, model, weights, *pair(0, device))
+    assert method.compute(problem, model, weights, *pair(1, device)).status is hk.Status.DIRECT
+
+
+def test_an_unknown_graph_is_refused() -> None:
+    with pytest.raises(hk.HyperkronError, match="graph='steps' is unknown"):
+        hk.kfac(graph="steps")  # type: ignore[arg-type]
