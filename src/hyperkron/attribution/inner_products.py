@@ -36,6 +36,8 @@ CHUNK = 2**26
 """Numbers held at once as gradients of single examples."""
 PIECE = {"cpu": 2**23, "cuda": 2**26}
 """The same where they are used up at once, by device type."""
+OUTPUTS = {"cpu": 2**20}
+"""The same for outputs of layers, which on a CPU are used up while they are in its cache."""
 ROUNDINGS, HALF_ROUNDINGS = 1e3, 2.0
 """By how many roundings gradients may differ from autograd's; in half precision, as under autocast, these are large."""
 FEW = 2
@@ -194,7 +196,7 @@ class _Vectors:
             layer, weight, bias = block.layer, None, None
             if block.weight is not None:
                 matrices = vmap(layer.to_matrix)(self.tree[block.weight])
-                weight = layer.reordered(matrices.flatten(0, 1).mT).mT.unflatten(0, matrices.shape[:2])
+                weight = layer.reordered(matrices.flatten(0, 1).mT).mT.unflatten(0, matrices.shape[:2]).contiguous()
             if block.bias is not None:
                 bias = self.tree[block.bias].unflatten(1, (layer.groups, layer.d_out))
             self._parts[block.name] = weight, bias
@@ -264,7 +266,7 @@ class _BlockCall(_LayerCall):
         layer, (weight, bias) = self.block.layer, vectors.of(self.block)
         v = vectors.tree[self.block.names[0]]
         queries, pieces = len(v), []
-        if queries <= FEW and weight is not None and (found := self._without_rows(vectors.tree, bias)) is not None:
+        if queries <= FEW and weight is not None and (found := self._without_rows(vectors.tree)) is not None:
             return found
         numbers = PIECE.get(v.device.type, PIECE["cuda"])
         if len(self.x) > 0 and queries * (self.g[0].numel() // layer.d_out) <= layer.d_in:
@@ -281,20 +283,22 @@ class _BlockCall(_LayerCall):
             pieces.append(piece if bias is None else piece + bias.flatten(1) @ sums.flatten(1).T)
         return torch.cat(pieces, dim=1)
 
-    def _without_rows(self, vectors: Tree, bias: Tensor | None) -> Tensor | None:
-        """Σ_s g_sᵀ V_q a_s as g times the output of the layer with V_q for its weight, where the layer can do that."""
+    def _without_rows(self, vectors: Tree) -> Tensor | None:
+        """Σ_s g_sᵀ (V_q a_s + v_q) as g times the output of the layer with V_q and v_q for weight and bias, where the
+        layer can do that."""
         assert self.block.weight is not None
         weights, pieces = vectors[self.block.weight], []
-        size = max(1, PIECE.get(self.g.device.type, PIECE["cuda"]) // max(1, self.g[:1].numel()))
+        biases = [None] * len(weights) if self.block.bias is None else list(vectors[self.block.bias])
+        size = max(1, OUTPUTS.get(self.g.device.type, PIECE["cuda"]) // max(1, self.g[:1].numel()))
         for x, g in zip(self.x.split(size), self.g.split(size), strict=True):
             x, g = cast_floating(x, weights.dtype), g.to(weights.dtype)
-            outputs = [self.block.layer.outputs(x, weight) for weight in weights]
-            if any(z is None for z in outputs):
-                return None
-            piece = torch.stack([(z * g).flatten(1).sum(1) for z in outputs if z is not None])
-            if bias is not None:
-                piece += bias.flatten(1) @ g.flatten(2).sum(2).T
-            pieces.append(piece)
+            sums = []
+            for weight, bias in zip(weights, biases, strict=True):
+                outputs = self.block.layer.outputs(x, weight, bias)
+                if outputs is None:
+                    return None
+                sums.append(outputs.mul_(g).sum(tuple(range(1, g.dim()))))
+            pieces.append(torch.stack(sums))
         return torch.cat(pieces, dim=1)
 
 

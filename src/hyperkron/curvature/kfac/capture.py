@@ -17,6 +17,7 @@ from hyperkron.collectives import Group
 from hyperkron.curvature.base import l2_curvature, warn_opaque
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.factors import add_to, scaled, stored
+from hyperkron.curvature.kfac.kept import KeptGradients
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.measured import Basis, Measured
 from hyperkron.curvature.kfac.owners import Owners
@@ -43,6 +44,7 @@ def measure(
     wide: bool = False,
     damping: float | None = None,
     owners: Owners | None = None,
+    keep: bool = False,
 ) -> Measured:
     """Run J_in on the curvature batch and collect the factors, or, given a ``basis``, EKFAC's corrected spectrum.
 
@@ -51,12 +53,14 @@ def measure(
     ``checked``, because that waits for the device, factors are nan. Parameters outside blocks are left alone where
     ``diagonal`` is false. ``wide`` asks for the factors over all positions as well, ``damping`` for
     :attr:`Measured.scales`. Of a batch that is divided among processes each of the ``owners`` gets the factors, or
-    spectra, of its blocks.
+    spectra, of its blocks. ``keep`` asks for :attr:`Measured.kept`, with drawn vectors of its own, of a batch in parts.
     """
     like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
     parts, whole = point.problem.parts(point.curvature_batch), _Merged()
+    kept = KeptGradients(len(parts)) if keep and len(parts) > 1 else None
     for part in parts:
-        recorder = Recorder(plan, sharing, basis, like, low_rank, diagonal, wide, owners)
+        keeps = kept is not None and kept.fits
+        recorder = Recorder(plan, sharing, basis, like, low_rank, diagonal, wide, owners, keeps)
         with recorder.attached():
             loss = point.inner(part)
             recorder.saw(loss, readable=not point.recording)
@@ -75,9 +79,15 @@ def measure(
         found = recorder.backward(point.params, vectors, None if fisher in DRAWN else generator, place)
         if len(parts) == 1:
             return found if owners is None else over_ranks(found, plan, owners.group)
-        whole.add(found, rows(loss.terms, recorder.batch_size))  # counting rows waits for the device
+        counts = rows(loss.terms, recorder.batch_size)  # counting rows waits for the device
+        whole.add(found, counts)
+        if kept is not None and keeps:
+            vectors = _vectors(loss, size, fisher, samples, generator, checked)
+            kept.add(recorder.gradients(vectors), counts[0])
         del loss, vectors, found, recorder
-    return whole.finish()
+    found = whole.finish()
+    found.kept = kept
+    return found
 
 
 def _warn_without_batch(lengths: dict[str, int], examples: int) -> None:

@@ -183,7 +183,12 @@ class Kronecker(Curvature):
             wide=basis is None and self._wide,
             damping=self.damping,
             owners=state.owners,
+            keep=basis is None and state.owners is None and self._keeps(point),
         )
+
+    def _keeps(self, point: Point) -> bool:
+        """Whether gradients of single examples are kept while factors are measured."""
+        return False
 
     @property
     def deferred(self) -> bool:

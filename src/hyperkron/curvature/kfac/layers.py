@@ -90,9 +90,9 @@ class Layer(ABC):
         it cannot be computed without the rows."""
         return None
 
-    def outputs(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        """The module's output for ``x`` with another ``weight`` and no bias, its channels in the second dimension;
-        ``None`` if that is no cheaper than with rows."""
+    def outputs(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The module's output for ``x`` with another ``weight`` and ``bias``, a new tensor with its channels in the
+        second dimension; ``None`` if that is no cheaper than with rows."""
         return None
 
     @abstractmethod
@@ -256,8 +256,8 @@ class ConvLayer(Layer):
         kernel, dilation = (m.kernel_size[0], m.kernel_size[1]), (m.dilation[0], m.dilation[1])
         return patch_gram(x, kernel, dilation, ((top, bottom), (left, right)))[None]
 
-    def outputs(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        found: Tensor = self.module._conv_forward(x, weight, None)
+    def outputs(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        found: Tensor = self.module._conv_forward(x, weight, bias)
         return found
 
     def gradients(self, g: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
@@ -294,7 +294,7 @@ class ConvLayer(Layer):
             n, height, (images, lines, pixels, _) = len(part), padded.shape[1], padded.stride()
             size = (n, height, wide, kw, channels)
             side_by_side = padded.as_strided(size, (images, lines, m.stride[1] * pixels, m.dilation[1] * pixels, 1))
-            rows = side_by_side.reshape(n, height, wide, kw * channels)
+            rows = side_by_side.reshape(n, height, wide, kw * channels).contiguous()  # reshape alone may be a view
             b = gradient.movedim(1, -1).reshape(n, high * wide, self.d_out)
             taps = [rows[:, i * m.dilation[0] : i * m.dilation[0] + high].flatten(1, 2) for i in range(kh)]
             yield torch.cat([b.mT @ a for a in taps], -1)[:, None], b.sum(1)[:, None]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from hyperkron.curvature.kfac.factors import Factor
+from hyperkron.curvature.kfac.kept import KeptGradients
 
 
 @dataclass
@@ -26,6 +27,9 @@ class Measured:
     rows: dict[str, int | Tensor] = field(default_factory=dict)  # over how many the mean in A runs, by block
     uncalled: list[str] = field(default_factory=list)  # parameters of layers that were never called as modules
     in_half: bool = False  # whether gradients at layers were in half precision
+
+    kept: KeptGradients | None = None
+    """What the spectrum can be made of without another pass over the batch, where that was asked for."""
 
     def release(self) -> None:
         """Forget the factors, to free their memory; what else was found stays."""

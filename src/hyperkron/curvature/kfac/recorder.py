@@ -29,6 +29,7 @@ from hyperkron.curvature.kfac.grams import (
     pooled,
     summed,
 )
+from hyperkron.curvature.kfac.kept import LayerGradients
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.measured import Basis, Measured
 from hyperkron.curvature.kfac.owners import Owners
@@ -79,6 +80,8 @@ class _Call:
     reached: Tensor | None = None
     version: int = 0
     """Of x."""
+    input: Tensor | None = None
+    """x once more, where gradients are kept."""
 
 
 class Recorder:
@@ -94,7 +97,11 @@ class Recorder:
         diagonal: bool,
         wide: bool,
         owners: Owners | None = None,
+        keeps: bool = False,
     ) -> None:
+        """With ``keeps`` inputs are held until the graph is gone, for :meth:`gradients`."""
+        self.keeps = keeps
+        self._kept: list[LayerGradients] | None = None  # what gradients become while they are asked for
         self.plan, self.basis, self.low_rank, self.diagonal, self.owners = plan, basis, low_rank, diagonal, owners
         self.like, self.dtype = like, like.dtype  # of factors
         self.token = torch.zeros((), requires_grad=True)
@@ -147,6 +154,7 @@ class Recorder:
         self.lengths[block.name] = len(x) if x.dim() else 1
         self.calls[block.name] = self.calls.get(block.name, 0) + 1
         call = self._begun(block, x, output)
+        call.input = x.detach() if self.keeps else None
         return _Tap.apply(output, self.token, partial(self._on_gradient, call))
 
     def _on_diagonal(
@@ -159,8 +167,9 @@ class Recorder:
         self.lengths[next(iter(names.values()))] = len(x) if x.dim() else 1
 
         def receive(g: Tensor) -> None:
-            with _plainly(g):
-                self._diagonals.add(module, names, x, g)
+            if self._kept is None:
+                with _plainly(g):
+                    self._diagonals.add(module, names, x, g)
 
         return _Tap.apply(output, self.token, receive)
 
@@ -236,7 +245,9 @@ class Recorder:
                 coin = toss(shape) if place is None else place.of(toss, shape)
                 vector = vector * (2 * coin - 1).to(vector.dtype)
             self._last = last
-            gradients = torch.autograd.grad(output, inputs, vector, retain_graph=not last, allow_unused=True)
+            gradients = torch.autograd.grad(
+                output, inputs, vector, retain_graph=self.keeps or not last, allow_unused=True
+            )
             with _plainly(vector):
                 self._diagonals.flush()
             for name, gradient in zip(names, gradients[1:], strict=True):
@@ -244,6 +255,15 @@ class Recorder:
                     wide = {name: gradient.to(self.dtype)}  # perhaps divided among processes
                     add_to(found.diagonal, name, trees.dot(wide, wide) / gradient.numel())
         self._finish()
+        return found
+
+    def gradients(self, vectors: Iterable[tuple[Tensor, Tensor]]) -> list[LayerGradients]:
+        """Backpropagate other vectors, after :meth:`backward`: the gradients of single examples."""
+        found: list[LayerGradients] = []
+        self._kept = found
+        for output, vector, last in _with_last(vectors):
+            torch.autograd.grad(output, self.token, vector, retain_graph=not last, allow_unused=True)
+        self._kept = None
         return found
 
     def _finish(self) -> None:
@@ -398,6 +418,11 @@ class Recorder:
     def _on_gradient(self, call: _Call, g: Tensor) -> None:
         """B's share of a call, or that of EKFAC's S."""
         block, found, layer = call.block, self.measured, call.block.layer
+        if self._kept is not None:
+            assert call.input is not None
+            with _plainly(g):
+                self._kept.append(LayerGradients.of(block, call.input, g, self.dtype))
+            return
         found.in_half = found.in_half or g.dtype in HALF
         with _plainly(g):
             if call.masked:
