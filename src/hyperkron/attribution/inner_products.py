@@ -24,6 +24,7 @@ from torch.func import functional_call, vjp, vmap
 from hyperkron import trees
 from hyperkron.cross.ways import NoForwardModeError, along, forward_mode
 from hyperkron.curvature.kfac.coverage import Block, plan
+from hyperkron.curvature.kfac.kept import KeptGradients, LayerGradients
 from hyperkron.curvature.kfac.layers import cast_floating
 from hyperkron.evaluation.differentiation import gradient_tree
 from hyperkron.evaluation.point import Level, Point
@@ -182,6 +183,21 @@ class LayerProducts(Products):
                 handle.remove()
 
 
+class KeptProducts(KeptGradients):
+    """The same from gradients that were kept when the curvature was measured: no pass over the data is needed."""
+
+    def vectors(self, loss: Loss) -> list[tuple[Tensor, Tensor]]:
+        value = without_penalties(loss)
+        return [(value, torch.ones_like(value))]
+
+    def products(self, vectors: Tree, params: Tree) -> Iterator[Tensor]:
+        """⟨V_q, ∂_θ c_n⟩ of a part after the other."""
+        apart = _Vectors(vectors)
+        for _, part in self.parts:
+            calls = [_BlockCall(one.block, params, one) for one in part]
+            yield torch.stack([call.scores(apart) for call in calls]).sum(0)
+
+
 class _Vectors:
     """The vectors V_q, stacked, as layers need them: taken apart once for all batches."""
 
@@ -233,8 +249,11 @@ class _LayerCall(ABC):
 class _BlockCall(_LayerCall):
     """A layer that KFAC covers: W has the gradient Σ_s g_s a_sᵀ, and b has Σ_s g_s."""
 
-    def __init__(self, block: Block, params: Tree) -> None:
+    def __init__(self, block: Block, params: Tree, kept: LayerGradients | None = None) -> None:
         self.block, self.params = block, params
+        self.made = kept.pair if kept is not None and kept.whole else None  # the gradients of examples
+        if kept is not None:
+            self.x, self.g = kept.pair
 
     def _wide(self) -> tuple[Tensor, Tensor]:
         """The input and the output gradient, as wide as parameters are; under autocast they are not."""
@@ -266,6 +285,8 @@ class _BlockCall(_LayerCall):
         layer, (weight, bias) = self.block.layer, vectors.of(self.block)
         v = vectors.tree[self.block.names[0]]
         queries, pieces = len(v), []
+        if self.made is not None:
+            return _times_gradients(weight, bias, *self.made)
         if queries <= FEW and weight is not None and (found := self._without_rows(vectors.tree)) is not None:
             return found
         numbers = PIECE.get(v.device.type, PIECE["cuda"])
@@ -276,12 +297,7 @@ class _BlockCall(_LayerCall):
                     piece += torch.einsum("ngsqo,ngso->qn", torch.einsum("ngsi,qgoi->ngsqo", a, weight), b)
                 pieces.append(piece if bias is None else piece + bias.flatten(1) @ b.sum(-2).flatten(1).T)
             return torch.cat(pieces, dim=1)
-        for gradient, sums in self._of_examples(numbers):
-            piece = v.new_zeros(queries, len(sums))
-            if weight is not None:
-                piece += weight.flatten(1) @ gradient.flatten(1).T
-            pieces.append(piece if bias is None else piece + bias.flatten(1) @ sums.flatten(1).T)
-        return torch.cat(pieces, dim=1)
+        return torch.cat([_times_gradients(weight, bias, *made) for made in self._of_examples(numbers)], dim=1)
 
     def _without_rows(self, vectors: Tree) -> Tensor | None:
         """Σ_s g_sᵀ (V_q a_s + v_q) as g times the output of the layer with V_q and v_q for weight and bias, where the
@@ -300,6 +316,12 @@ class _BlockCall(_LayerCall):
                 sums.append(outputs.mul_(g).sum(tuple(range(1, g.dim()))))
             pieces.append(torch.stack(sums))
         return torch.cat(pieces, dim=1)
+
+
+def _times_gradients(weight: Tensor | None, bias: Tensor | None, gradients: Tensor, sums: Tensor) -> Tensor:
+    """Vectors times the gradients of single examples in the weight, and times those in the bias."""
+    pairs = [(v, x) for v, x in ((weight, gradients), (bias, sums)) if v is not None]
+    return torch.stack([v.flatten(1) @ x.flatten(1).to(v.dtype).T for v, x in pairs]).sum(0)
 
 
 class _ModuleCall(_LayerCall):

@@ -18,6 +18,7 @@ from hyperkron.attribution.inner_products import (
     CHUNK,
     FEW,
     ForwardProducts,
+    KeptProducts,
     LayerProducts,
     Products,
     UnsuitableError,
@@ -103,13 +104,16 @@ class Task:
                 told = Program({**self.given, "aggregate": aggregate, "way": way}, [self.model]).lines()
                 store = stack.enter_context(Store(folder, (count, total), told))
             vectors, stats = (None, {}) if store is None else (store.vectors(self.params), store.stats)
+            ways = self.ways(point, way, count)
+            point.kept = self._keeping(ways[0]) if store is None else None
             if vectors is None:
                 vectors, stats = self._vectors(point, aggregate, progress)
                 if store is not None:
                     store.keep(vectors, stats)
-            ways = self.ways(point, way, count)
             if store is None:
-                scores = torch.cat([piece for _, piece in self.pieces(ways, vectors, 0, progress)], 1)
+                kept = self._kept_pieces(point.kept, ways, vectors)
+                pieces = self.pieces(ways, vectors, 0, progress) if kept is None else kept
+                scores = torch.cat([piece for _, piece in pieces], 1)
             else:
                 for start, piece in self.pieces(ways, vectors, store.done, progress):
                     point.settle()
@@ -127,6 +131,32 @@ class Task:
         for start, stop in tqdm(spans, disable=not progress, unit="batch", desc="scores", dynamic_ncols=True):
             batch, size = self.train.rows.batch(start, stop), stop - start
             yield start, _products(ways, batch, vectors, size) * (size / len(self.train.rows))
+
+    def _keeping(self, way: Products) -> KeptProducts | None:
+        """Where gradients of the training examples may be kept while A is measured on them; on a CPU, which has more
+        memory than a GPU and is slower."""
+        cpu = way.point.device.type == "cpu"
+        if not cpu or not isinstance(way, LayerProducts) or self.curvature.rows is not self.train.rows:
+            return None
+        return KeptProducts(len(self.curvature))
+
+    def _kept_pieces(
+        self, kept: KeptProducts | None, ways: list[Products], vectors: Tree
+    ) -> Iterator[tuple[int, Tensor]] | None:
+        """:meth:`pieces` from gradients that were kept; ``None`` where they are not complete, or the way by layers does
+        not suit the model, which the first batch shows."""
+        if kept is None or not kept.complete:
+            return None
+        covered = {name for one in kept.parts[0][1] for name in one.block.names}
+        if any(bool(v.any()) for name, v in vectors.items() if name not in covered):
+            return None
+        start, stop = self.train.spans[0]
+        _products(ways, self.train.rows.batch(start, stop), vectors, stop - start)
+        if not isinstance(ways[0], LayerProducts):
+            return None
+        sizes = [(start, (stop - start) / len(self.train.rows)) for start, stop in self.curvature.spans]
+        found = kept.products(vectors, self.params)
+        return ((start, piece * share) for (start, share), piece in zip(sizes, found, strict=True))
 
     def self_influence(self, progress: bool) -> Tensor:
         found: list[Tensor] = []

@@ -53,14 +53,16 @@ def measure(
     ``checked``, because that waits for the device, factors are nan. Parameters outside blocks are left alone where
     ``diagonal`` is false. ``wide`` asks for the factors over all positions as well, ``damping`` for
     :attr:`Measured.scales`. Of a batch that is divided among processes each of the ``owners`` gets the factors, or
-    spectra, of its blocks. ``keep`` asks for :attr:`Measured.kept`, with drawn vectors of its own, of a batch in parts.
+    spectra, of its blocks. Of a batch in parts ``keep`` asks for :attr:`Measured.kept`, with drawn vectors of its
+    own; the first pass also keeps what the point wants.
     """
     like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
     parts, whole = point.problem.parts(point.curvature_batch), _Merged()
     kept = KeptGradients(len(parts)) if keep and len(parts) > 1 else None
+    wanted = _wanted(point, len(parts)) if basis is None and owners is None else None
     for part in parts:
-        keeps = kept is not None and kept.fits
-        recorder = Recorder(plan, sharing, basis, like, low_rank, diagonal, wide, owners, keeps)
+        keeps = [one for one in (kept, wanted) if one is not None and one.fits]
+        recorder = Recorder(plan, sharing, basis, like, low_rank, diagonal, wide, owners, bool(keeps))
         with recorder.attached():
             loss = point.inner(part)
             recorder.saw(loss, readable=not point.recording)
@@ -81,13 +83,19 @@ def measure(
             return found if owners is None else over_ranks(found, plan, owners.group)
         counts = rows(loss.terms, recorder.batch_size)  # counting rows waits for the device
         whole.add(found, counts)
-        if kept is not None and keeps:
-            vectors = _vectors(loss, size, fisher, samples, generator, checked)
-            kept.add(recorder.gradients(vectors), counts[0])
+        for one in keeps:
+            vectors = one.vectors(loss) or _vectors(loss, size, fisher, samples, generator, checked)
+            one.add(recorder.gradients(vectors, retain=one is not keeps[-1]), counts[0])
         del loss, vectors, found, recorder
     found = whole.finish()
     found.kept = kept
     return found
+
+
+def _wanted(point: Point, parts: int) -> KeptGradients | None:
+    """Where the point wants gradients kept, before the first of them."""
+    wanted: KeptGradients | None = point.kept
+    return wanted if parts > 1 and wanted is not None and wanted.left == parts else None
 
 
 def _warn_without_batch(lengths: dict[str, int], examples: int) -> None:

@@ -18,6 +18,7 @@ from hyperkron.curvature.kfac.coverage import Block
 from hyperkron.curvature.kfac.factors import Matrices, add_to
 from hyperkron.curvature.kfac.grams import GRADIENTS, by_gradients, corrected, corrected_by_gradients
 from hyperkron.curvature.kfac.layers import cast_floating
+from hyperkron.losses import Loss
 
 MOST = 2**26
 """The most numbers that are kept."""
@@ -66,17 +67,21 @@ class KeptGradients:
 
     def __init__(self, parts: int) -> None:
         self.left, self._count = parts, parts
-        self._parts: list[tuple[float, list[LayerGradients]]] = []
+        self.parts: list[tuple[float, list[LayerGradients]]] = []
         self.fits = True
+
+    def vectors(self, loss: Loss) -> list[tuple[Tensor, Tensor]]:
+        """Which are backpropagated; none stands for those that the curvature is measured with."""
+        return []
 
     def add(self, gradients: Iterable[LayerGradients], rows: float) -> None:
         """One more part; ``rows`` is its weight in the mean over all."""
         found = list(gradients)
-        self._parts.append((rows, found))
+        self.parts.append((rows, found))
         self.left -= 1
         self.fits = sum(one.numbers for one in found) * self._count <= MOST
         if not self.fits:
-            self._parts.clear()
+            self.parts.clear()
 
     @property
     def complete(self) -> bool:
@@ -86,9 +91,9 @@ class KeptGradients:
         """EKFAC's S of the blocks in ``basis``, as :attr:`Measured.corrected` has it."""
         sums: dict[str, Any] = {}
         bases = {n: (q_a if n not in scales else q_a / scales[n].mT, q_b) for n, (q_a, q_b) in basis.items()}
-        for rows, part in self._parts:
+        for rows, part in self.parts:
             for one in part:
                 if one.block.name in bases:
                     add_to(sums, one.block.name, one.corrected(*bases[one.block.name]) * rows)
-        total = sum(rows for rows, _ in self._parts)
+        total = sum(rows for rows, _ in self.parts)
         return {name: x / total for name, x in sums.items()}

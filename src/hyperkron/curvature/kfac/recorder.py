@@ -7,8 +7,8 @@ the batch is divided among processes, contributions go to the owner of the layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,39 +33,10 @@ from hyperkron.curvature.kfac.kept import LayerGradients
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.measured import Basis, Measured
 from hyperkron.curvature.kfac.owners import Owners
+from hyperkron.curvature.kfac.taps import Tap, plainly
 from hyperkron.losses import BatchPlace, Loss
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
-
-
-def _plainly(x: Tensor) -> AbstractContextManager[object]:
-    """Without graph, and without the autocast a model may run under: factors are summed in their own precision."""
-    kind = x.device.type
-    return _without_autocast(kind) if torch.is_autocast_enabled(kind) else torch.no_grad()  # asking is cheaper
-
-
-@contextmanager
-def _without_autocast(kind: str) -> Iterator[None]:
-    with torch.no_grad(), torch.autocast(kind, enabled=False):
-        yield
-
-
-class _Tap(torch.autograd.Function):
-    """The identity on a layer's output; hands the gradient that passes through to ``receive``.
-
-    What it returns shares the output's memory without being a view of it, so that a model may go on in place, as
-    ``ReLU(inplace=True)`` does; none of the layers concerned needs its output in the backward pass.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, token: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
-        ctx.receive = receive
-        return torch.ops.aten._unsafe_view.default(output, output.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.receive(gradient)
-        return gradient, None, None
 
 
 @dataclass(eq=False)
@@ -155,7 +126,7 @@ class Recorder:
         self.calls[block.name] = self.calls.get(block.name, 0) + 1
         call = self._begun(block, x, output)
         call.input = x.detach() if self.keeps else None
-        return _Tap.apply(output, self.token, partial(self._on_gradient, call))
+        return Tap.apply(output, self.token, partial(self._on_gradient, call))
 
     def _on_diagonal(
         self, names: dict[str, str], module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
@@ -168,10 +139,10 @@ class Recorder:
 
         def receive(g: Tensor) -> None:
             if self._kept is None:
-                with _plainly(g):
+                with plainly(g):
                     self._diagonals.add(module, names, x, g)
 
-        return _Tap.apply(output, self.token, receive)
+        return Tap.apply(output, self.token, receive)
 
     def _begun(self, block: Block, x: Tensor, output: Tensor) -> _Call:
         """A call whose input is summed now, or, where A is larger than it and autograd keeps it, when the backward pass
@@ -248,7 +219,7 @@ class Recorder:
             gradients = torch.autograd.grad(
                 output, inputs, vector, retain_graph=self.keeps or not last, allow_unused=True
             )
-            with _plainly(vector):
+            with plainly(vector):
                 self._diagonals.flush()
             for name, gradient in zip(names, gradients[1:], strict=True):
                 if gradient is not None:
@@ -257,12 +228,13 @@ class Recorder:
         self._finish()
         return found
 
-    def gradients(self, vectors: Iterable[tuple[Tensor, Tensor]]) -> list[LayerGradients]:
-        """Backpropagate other vectors, after :meth:`backward`: the gradients of single examples."""
+    def gradients(self, vectors: Iterable[tuple[Tensor, Tensor]], retain: bool) -> list[LayerGradients]:
+        """Backpropagate other vectors, after :meth:`backward`: the gradients of single examples. Unless the graph is
+        to be ``retained`` for more of them, it is gone then."""
         found: list[LayerGradients] = []
         self._kept = found
         for output, vector, last in _with_last(vectors):
-            torch.autograd.grad(output, self.token, vector, retain_graph=not last, allow_unused=True)
+            torch.autograd.grad(output, self.token, vector, retain_graph=retain or not last, allow_unused=True)
         self._kept = None
         return found
 
@@ -360,7 +332,7 @@ class Recorder:
                 f"the input of {block.name} was changed in place after the layer was called, before its factors were "
                 "sent to another process; use an operation that is not in place (x = x + y for x += y)."
             )
-        with _plainly(x):
+        with plainly(x):
             for sums, _, sharing in self._factors:
                 count: int | Tensor
                 if call.masked:
@@ -420,11 +392,11 @@ class Recorder:
         block, found, layer = call.block, self.measured, call.block.layer
         if self._kept is not None:
             assert call.input is not None
-            with _plainly(g):
+            with plainly(g):
                 self._kept.append(LayerGradients.of(block, call.input, g, self.dtype))
             return
         found.in_half = found.in_half or g.dtype in HALF
-        with _plainly(g):
+        with plainly(g):
             if call.masked:
                 reached = (g != 0).any(-1)
                 call.reached = reached if call.reached is None else call.reached | reached
