@@ -203,11 +203,13 @@ class Task:
         """∂_θ f_q of every query, or of their mean, several stacked at a time."""
         count = len(self.queries)
         spans = [(0, count)] if aggregate else [(q, q + 1) for q in range(count)]
-        batched = None if aggregate else self._batched(point)
+        batched, first = (None, None) if aggregate else self._batched(point)
         with tqdm(total=len(spans), disable=not progress, unit="query", dynamic_ncols=True) as bar:
             for i in range(0, len(spans), TOGETHER):
                 part = spans[i : i + TOGETHER]
-                found = None if batched is None else self._batched_gradients(batched, i, i + len(part))
+                found, first = first, None  # those of the first queries are known already
+                if found is None and batched is not None:
+                    found = self._batched_gradients(batched, i, i + len(part))
                 yield trees.stacked([self._mean_gradient(point, *s) for s in part]) if found is None else found
                 bar.update(len(part))
 
@@ -219,8 +221,9 @@ class Task:
             return None
         return trees.scale(found, float(stop - start))
 
-    def _batched(self, point: Point) -> LayerProducts | None:
-        """The way to the gradients of many queries in one pass; ``None`` where they would not be those of each alone.
+    def _batched(self, point: Point) -> tuple[LayerProducts, Tree] | tuple[None, None]:
+        """The way to the gradients of many queries in one pass, and those of the first of them; ``None`` where they
+        would not be those of each alone.
 
         They are if the loss is a mean over queries that are all counted alike, which the first shows: its gradient
         among others is a share of the one it has alone.
@@ -228,14 +231,15 @@ class Task:
         count = min(TOGETHER, len(self.queries))
         layers = _layers(point, "outer", alike=True) if count > 1 else None
         if layers is None or point.evaluate("outer", self.queries.batch(0, 1)).opaque:
-            return None
+            return None, None
         found = self._batched_gradients(layers, 0, count)
         if found is None:
-            return None
+            return None, None
         first = next(trees.unstacked(found))
         alone = self._gradient(point, "outer", self.queries.batch(0, 1))
         error = trees.norm(trees.add(first, alone, alpha=-1.0))
-        return layers if error <= 1e3 * torch.finfo(point.dtype).eps * trees.norm(alone) else None
+        alike = error <= 1e3 * torch.finfo(point.dtype).eps * trees.norm(alone)
+        return (layers, found) if alike else (None, None)
 
     def _mean_gradient(self, point: Point, start: int, stop: int) -> Tree:
         """∂_θ of the mean loss of some queries, batch by batch."""

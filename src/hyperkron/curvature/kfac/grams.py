@@ -166,6 +166,14 @@ def bordered(total: Tensor | None, sums: Tensor, count: int) -> Tensor:
     return joint
 
 
+def added_images(x: Tensor) -> Tensor:
+    """The sum of images (N, C, …) as one of them, by a product, which a CPU does several times as fast as the sum."""
+    last = not x.is_contiguous()
+    images = (x.movedim(1, -1) if last else x).flatten(1)
+    total = (images.new_ones(1, len(images)) @ images).view(1, *(x[:1].movedim(1, -1) if last else x[:1]).shape[1:])
+    return total.movedim(-1, 1) if last else total
+
+
 def corrected(block: Block, x: Tensor, g: Tensor, q_a: Tensor, q_b: Tensor) -> Tensor:
     """Σ_n (Q_Bᵀ G_n Q_A)² with G_n = Σ_positions g [x, 1]ᵀ, the gradient of one example.
 

@@ -22,6 +22,7 @@ from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import HALF, Factor, add_to, few_rows, scaled
 from hyperkron.curvature.kfac.grams import (
     WIDE_OUTPUT,
+    added_images,
     bordered,
     corrected,
     masked_gram,
@@ -375,7 +376,7 @@ class Recorder:
         total = layer.input_gram(x.to(self.dtype))
         if total is None or block.bias is None:
             return None if total is None else (total, rows)
-        whole = layer.inputs(x.to(self.dtype).sum(0, keepdim=True), "expand")  # a row is linear in the image
+        whole = layer.inputs(added_images(x.to(self.dtype)), "expand")  # a row is linear in the image
         sums = torch.stack([part.sum(1) for part in whole]).sum(0)
         return bordered(total, layer.ordered(sums), rows), rows
 
