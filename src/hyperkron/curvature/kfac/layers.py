@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperkron.curvature.kfac.correlation import patch_gram
+from hyperkron.curvature.kfac.correlation import patch_gram, side_by_side_gram
 from hyperkron.solution import HyperkronError
 
 WeightSharing = Literal["expand", "reduce"]
@@ -34,6 +34,8 @@ CACHED_ELEMENTS = 2**19
 """The same on a CPU where they are used up at once, while they are in its cache."""
 FEW_CHANNELS = 4
 """Up to this many channels products with kw·C columns are narrower than what a CPU multiplies at once."""
+NARROW = 8
+"""Up to this many channels the correlations of an image are computed with a row of the kernel side by side."""
 WIDEST = torch.complex128
 """The dtype of sixteen bytes in which several numbers are copied as one."""
 UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
@@ -256,7 +258,8 @@ class ConvLayer(Layer):
             return None
         left, right, top, bottom = m._reversed_padding_repeated_twice
         kernel, dilation = (m.kernel_size[0], m.kernel_size[1]), (m.dilation[0], m.dilation[1])
-        return patch_gram(x, kernel, dilation, ((top, bottom), (left, right)))[None]
+        made = side_by_side_gram if m.in_channels <= NARROW else patch_gram
+        return made(x, kernel, dilation, ((top, bottom), (left, right)))[None]
 
     def outputs(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         found: Tensor = self.module._conv_forward(x, weight, bias)
