@@ -133,10 +133,8 @@ class Task:
             yield start, _products(ways, batch, vectors, size) * (size / len(self.train.rows))
 
     def _keeping(self, way: Products) -> KeptProducts | None:
-        """Where gradients of the training examples may be kept while A is measured on them; on a CPU, which has more
-        memory than a GPU and is slower."""
-        cpu = way.point.device.type == "cpu"
-        if not cpu or not isinstance(way, LayerProducts) or self.curvature.rows is not self.train.rows:
+        """Where gradients of the training examples may be kept while A is measured on them."""
+        if not way.point.keeps or not isinstance(way, LayerProducts) or self.curvature.rows is not self.train.rows:
             return None
         return KeptProducts(len(self.curvature))
 
@@ -266,6 +264,7 @@ class Task:
         try:
             with Point(problem, self.model, self.hyper, None, None, curvature_batch=self.curvature) as point:
                 self._lay_out(point)
+                point.keeps = point.device.type == "cpu"  # which has more memory than a GPU, and is slower
                 yield point
         finally:
             for module, mode in modes.items():

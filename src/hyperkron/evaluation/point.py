@@ -54,7 +54,8 @@ class Point:
         autocast: under which the objectives are evaluated, where the caller has it enabled.
         met_autocast: whether a ``plain`` evaluation would have run under autocast.
         execution: eager or recorded, with what has not been read yet.
-        kept: where a curvature that is measured in parts leaves gradients of their examples, if a caller wants them.
+        keeps: whether a curvature that is measured in parts may keep gradients of single examples, to save passes.
+        kept: where it leaves those of the loss, if a caller wants them.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Point:
         self.params, self.hypers = variables or (trainable(model, "model"), trainable(hyper, "hyper"))
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
+        self.keeps = False
         self.kept: Any = None
         self.execution = Execution(self.device, recorded=recording)
         self.plain, self.met_autocast = plain or problem.autocast is False, False

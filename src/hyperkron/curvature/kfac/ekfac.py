@@ -157,8 +157,8 @@ class EKFAC(Kronecker):
         return Pending.ready((self._eigen_inverses(point, made, measured, found), status))
 
     def _keeps(self, point: Point) -> bool:
-        """On a CPU, where memory is the larger one; exact vectors are as many as classes."""
-        return point.device.type == "cpu" and self.fisher in DRAWN
+        """Not of exact vectors, which are as many as classes."""
+        return point.keeps and self.fisher in DRAWN
 
     def _bases(self, point: Point, measured: Measured, factors: Factors) -> tuple[Bases, Status]:
         self._finite(point, measured, bool(finite(measured)))

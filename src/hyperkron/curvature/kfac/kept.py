@@ -1,8 +1,8 @@
 """Gradients of single examples at every layer, kept from one pass over the data, so that the next needs none.
 
-EKFAC measures its spectrum in the eigenbasis of factors that are known only after a pass over all data. On a CPU the
-gradients that it is made of are kept from that pass, where they are few enough: a backward pass more, and no second
-forward pass.
+EKFAC measures its spectrum in the eigenbasis of factors that are known only after a pass over all data. Where the point
+allows it, the gradients that it is made of are kept from that pass, if they are few enough: a backward pass more, and
+no second forward pass.
 """
 
 from __future__ import annotations
