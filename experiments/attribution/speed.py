@@ -24,7 +24,7 @@ from experiments.attribution.peers import kronfluence, loss
 from experiments.attribution.settings import SETTINGS, Setting
 from experiments.pieces import Cells
 
-RUNS = 2
+RUNS = 3
 
 
 def ours(setting: Setting, aggregate: bool, batch_size: int, share: int = 1) -> Callable[[torch.nn.Module], Any]:

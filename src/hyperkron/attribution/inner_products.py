@@ -24,6 +24,7 @@ from torch.func import functional_call, vjp, vmap
 from hyperkron import trees
 from hyperkron.cross.ways import NoForwardModeError, along, forward_mode
 from hyperkron.curvature.kfac.coverage import Block, plan
+from hyperkron.curvature.kfac.kept import KeptGradients, LayerGradients
 from hyperkron.curvature.kfac.layers import cast_floating
 from hyperkron.evaluation.differentiation import gradient_tree
 from hyperkron.evaluation.point import Level, Point
@@ -36,6 +37,8 @@ CHUNK = 2**26
 """Numbers held at once as gradients of single examples."""
 PIECE = {"cpu": 2**23, "cuda": 2**26}
 """The same where they are used up at once, by device type."""
+OUTPUTS = {"cpu": 2**20}
+"""The same for outputs of layers, which on a CPU are used up while they are in its cache."""
 ROUNDINGS, HALF_ROUNDINGS = 1e3, 2.0
 """By how many roundings gradients may differ from autograd's; in half precision, as under autocast, these are large."""
 FEW = 2
@@ -180,6 +183,21 @@ class LayerProducts(Products):
                 handle.remove()
 
 
+class KeptProducts(KeptGradients):
+    """The same from gradients that were kept when the curvature was measured: no pass over the data is needed."""
+
+    def vectors(self, loss: Loss) -> list[tuple[Tensor, Tensor]]:
+        value = without_penalties(loss)
+        return [(value, torch.ones_like(value))]
+
+    def products(self, vectors: Tree, params: Tree) -> Iterator[Tensor]:
+        """⟨V_q, ∂_θ c_n⟩ of a part after the other."""
+        apart = _Vectors(vectors)
+        for _, part in self.parts:
+            calls = [_BlockCall(one.block, params, one) for one in part]
+            yield torch.stack([call.scores(apart) for call in calls]).sum(0)
+
+
 class _Vectors:
     """The vectors V_q, stacked, as layers need them: taken apart once for all batches."""
 
@@ -194,7 +212,7 @@ class _Vectors:
             layer, weight, bias = block.layer, None, None
             if block.weight is not None:
                 matrices = vmap(layer.to_matrix)(self.tree[block.weight])
-                weight = layer.reordered(matrices.flatten(0, 1).mT).mT.unflatten(0, matrices.shape[:2])
+                weight = layer.reordered(matrices.flatten(0, 1).mT).mT.unflatten(0, matrices.shape[:2]).contiguous()
             if block.bias is not None:
                 bias = self.tree[block.bias].unflatten(1, (layer.groups, layer.d_out))
             self._parts[block.name] = weight, bias
@@ -231,8 +249,11 @@ class _LayerCall(ABC):
 class _BlockCall(_LayerCall):
     """A layer that KFAC covers: W has the gradient Σ_s g_s a_sᵀ, and b has Σ_s g_s."""
 
-    def __init__(self, block: Block, params: Tree) -> None:
+    def __init__(self, block: Block, params: Tree, kept: LayerGradients | None = None) -> None:
         self.block, self.params = block, params
+        self.made = kept.pair if kept is not None and kept.whole else None  # the gradients of examples
+        if kept is not None:
+            self.x, self.g = kept.pair
 
     def _wide(self) -> tuple[Tensor, Tensor]:
         """The input and the output gradient, as wide as parameters are; under autocast they are not."""
@@ -264,7 +285,9 @@ class _BlockCall(_LayerCall):
         layer, (weight, bias) = self.block.layer, vectors.of(self.block)
         v = vectors.tree[self.block.names[0]]
         queries, pieces = len(v), []
-        if queries <= FEW and weight is not None and (found := self._without_rows(vectors.tree, bias)) is not None:
+        if self.made is not None:
+            return _times_gradients(weight, bias, *self.made)
+        if queries <= FEW and weight is not None and (found := self._without_rows(vectors.tree)) is not None:
             return found
         numbers = PIECE.get(v.device.type, PIECE["cuda"])
         if len(self.x) > 0 and queries * (self.g[0].numel() // layer.d_out) <= layer.d_in:
@@ -274,28 +297,31 @@ class _BlockCall(_LayerCall):
                     piece += torch.einsum("ngsqo,ngso->qn", torch.einsum("ngsi,qgoi->ngsqo", a, weight), b)
                 pieces.append(piece if bias is None else piece + bias.flatten(1) @ b.sum(-2).flatten(1).T)
             return torch.cat(pieces, dim=1)
-        for gradient, sums in self._of_examples(numbers):
-            piece = v.new_zeros(queries, len(sums))
-            if weight is not None:
-                piece += weight.flatten(1) @ gradient.flatten(1).T
-            pieces.append(piece if bias is None else piece + bias.flatten(1) @ sums.flatten(1).T)
-        return torch.cat(pieces, dim=1)
+        return torch.cat([_times_gradients(weight, bias, *made) for made in self._of_examples(numbers)], dim=1)
 
-    def _without_rows(self, vectors: Tree, bias: Tensor | None) -> Tensor | None:
-        """Σ_s g_sᵀ V_q a_s as g times the output of the layer with V_q for its weight, where the layer can do that."""
+    def _without_rows(self, vectors: Tree) -> Tensor | None:
+        """Σ_s g_sᵀ (V_q a_s + v_q) as g times the output of the layer with V_q and v_q for weight and bias, where the
+        layer can do that."""
         assert self.block.weight is not None
         weights, pieces = vectors[self.block.weight], []
-        size = max(1, PIECE.get(self.g.device.type, PIECE["cuda"]) // max(1, self.g[:1].numel()))
+        biases = [None] * len(weights) if self.block.bias is None else list(vectors[self.block.bias])
+        size = max(1, OUTPUTS.get(self.g.device.type, PIECE["cuda"]) // max(1, self.g[:1].numel()))
         for x, g in zip(self.x.split(size), self.g.split(size), strict=True):
             x, g = cast_floating(x, weights.dtype), g.to(weights.dtype)
-            outputs = [self.block.layer.outputs(x, weight) for weight in weights]
-            if any(z is None for z in outputs):
-                return None
-            piece = torch.stack([(z * g).flatten(1).sum(1) for z in outputs if z is not None])
-            if bias is not None:
-                piece += bias.flatten(1) @ g.flatten(2).sum(2).T
-            pieces.append(piece)
+            sums = []
+            for weight, bias in zip(weights, biases, strict=True):
+                outputs = self.block.layer.outputs(x, weight, bias)
+                if outputs is None:
+                    return None
+                sums.append(outputs.mul_(g).sum(tuple(range(1, g.dim()))))
+            pieces.append(torch.stack(sums))
         return torch.cat(pieces, dim=1)
+
+
+def _times_gradients(weight: Tensor | None, bias: Tensor | None, gradients: Tensor, sums: Tensor) -> Tensor:
+    """Vectors times the gradients of single examples in the weight, and times those in the bias."""
+    pairs = [(v, x) for v, x in ((weight, gradients), (bias, sums)) if v is not None]
+    return torch.stack([v.flatten(1) @ x.flatten(1).to(v.dtype).T for v, x in pairs]).sum(0)
 
 
 class _ModuleCall(_LayerCall):

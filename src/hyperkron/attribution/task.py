@@ -18,6 +18,7 @@ from hyperkron.attribution.inner_products import (
     CHUNK,
     FEW,
     ForwardProducts,
+    KeptProducts,
     LayerProducts,
     Products,
     UnsuitableError,
@@ -103,13 +104,16 @@ class Task:
                 told = Program({**self.given, "aggregate": aggregate, "way": way}, [self.model]).lines()
                 store = stack.enter_context(Store(folder, (count, total), told))
             vectors, stats = (None, {}) if store is None else (store.vectors(self.params), store.stats)
+            ways = self.ways(point, way, count)
+            point.kept = self._keeping(ways[0]) if store is None else None
             if vectors is None:
                 vectors, stats = self._vectors(point, aggregate, progress)
                 if store is not None:
                     store.keep(vectors, stats)
-            ways = self.ways(point, way, count)
             if store is None:
-                scores = torch.cat([piece for _, piece in self.pieces(ways, vectors, 0, progress)], 1)
+                kept = self._kept_pieces(point.kept, ways, vectors)
+                pieces = self.pieces(ways, vectors, 0, progress) if kept is None else kept
+                scores = torch.cat([piece for _, piece in pieces], 1)
             else:
                 for start, piece in self.pieces(ways, vectors, store.done, progress):
                     point.settle()
@@ -127,6 +131,30 @@ class Task:
         for start, stop in tqdm(spans, disable=not progress, unit="batch", desc="scores", dynamic_ncols=True):
             batch, size = self.train.rows.batch(start, stop), stop - start
             yield start, _products(ways, batch, vectors, size) * (size / len(self.train.rows))
+
+    def _keeping(self, way: Products) -> KeptProducts | None:
+        """Where gradients of the training examples may be kept while A is measured on them."""
+        if not way.point.keeps or not isinstance(way, LayerProducts) or self.curvature.rows is not self.train.rows:
+            return None
+        return KeptProducts(len(self.curvature))
+
+    def _kept_pieces(
+        self, kept: KeptProducts | None, ways: list[Products], vectors: Tree
+    ) -> Iterator[tuple[int, Tensor]] | None:
+        """:meth:`pieces` from gradients that were kept; ``None`` where they are not complete, or the way by layers does
+        not suit the model, which the first batch shows."""
+        if kept is None or not kept.complete:
+            return None
+        covered = {name for one in kept.parts[0][1] for name in one.block.names}
+        if any(bool(v.any()) for name, v in vectors.items() if name not in covered):
+            return None
+        start, stop = self.train.spans[0]
+        _products(ways, self.train.rows.batch(start, stop), vectors, stop - start)
+        if not isinstance(ways[0], LayerProducts):
+            return None
+        sizes = [(start, (stop - start) / len(self.train.rows)) for start, stop in self.curvature.spans]
+        found = kept.products(vectors, self.params)
+        return ((start, piece * share) for (start, share), piece in zip(sizes, found, strict=True))
 
     def self_influence(self, progress: bool) -> Tensor:
         found: list[Tensor] = []
@@ -173,11 +201,13 @@ class Task:
         """∂_θ f_q of every query, or of their mean, several stacked at a time."""
         count = len(self.queries)
         spans = [(0, count)] if aggregate else [(q, q + 1) for q in range(count)]
-        batched = None if aggregate else self._batched(point)
+        batched, first = (None, None) if aggregate else self._batched(point)
         with tqdm(total=len(spans), disable=not progress, unit="query", dynamic_ncols=True) as bar:
             for i in range(0, len(spans), TOGETHER):
                 part = spans[i : i + TOGETHER]
-                found = None if batched is None else self._batched_gradients(batched, i, i + len(part))
+                found, first = first, None  # those of the first queries are known already
+                if found is None and batched is not None:
+                    found = self._batched_gradients(batched, i, i + len(part))
                 yield trees.stacked([self._mean_gradient(point, *s) for s in part]) if found is None else found
                 bar.update(len(part))
 
@@ -189,8 +219,9 @@ class Task:
             return None
         return trees.scale(found, float(stop - start))
 
-    def _batched(self, point: Point) -> LayerProducts | None:
-        """The way to the gradients of many queries in one pass; ``None`` where they would not be those of each alone.
+    def _batched(self, point: Point) -> tuple[LayerProducts, Tree] | tuple[None, None]:
+        """The way to the gradients of many queries in one pass, and those of the first of them; ``None`` where they
+        would not be those of each alone.
 
         They are if the loss is a mean over queries that are all counted alike, which the first shows: its gradient
         among others is a share of the one it has alone.
@@ -198,14 +229,15 @@ class Task:
         count = min(TOGETHER, len(self.queries))
         layers = _layers(point, "outer", alike=True) if count > 1 else None
         if layers is None or point.evaluate("outer", self.queries.batch(0, 1)).opaque:
-            return None
+            return None, None
         found = self._batched_gradients(layers, 0, count)
         if found is None:
-            return None
+            return None, None
         first = next(trees.unstacked(found))
         alone = self._gradient(point, "outer", self.queries.batch(0, 1))
         error = trees.norm(trees.add(first, alone, alpha=-1.0))
-        return layers if error <= 1e3 * torch.finfo(point.dtype).eps * trees.norm(alone) else None
+        alike = error <= 1e3 * torch.finfo(point.dtype).eps * trees.norm(alone)
+        return (layers, found) if alike else (None, None)
 
     def _mean_gradient(self, point: Point, start: int, stop: int) -> Tree:
         """∂_θ of the mean loss of some queries, batch by batch."""
@@ -232,6 +264,7 @@ class Task:
         try:
             with Point(problem, self.model, self.hyper, None, None, curvature_batch=self.curvature) as point:
                 self._lay_out(point)
+                point.keeps = point.device.type == "cpu"  # which has more memory than a GPU, and is slower
                 yield point
         finally:
             for module, mode in modes.items():

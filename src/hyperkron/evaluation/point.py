@@ -57,6 +57,8 @@ class Point:
         autocast: under which the objectives are evaluated, where the caller has it enabled.
         met_autocast: whether a ``plain`` evaluation would have run under autocast.
         execution: eager or recorded, with what has not been read yet.
+        keeps: whether a curvature that is measured in parts may keep gradients of single examples, to save passes.
+        kept: where it leaves those of the loss, if a caller wants them.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class Point:
         self.params, self.hypers = variables or (trainable(model, "model"), trainable(hyper, "hyper"))
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
+        self.keeps = False
+        self.kept: Any = None
         self.execution = Execution(self.device, recorded=recording)
         self.plain, self.met_autocast = plain or problem.autocast is False, False
         self.autocast: torch.autocast | None = None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hyperkron.curvature.kfac.correlation import patch_gram, segments
+from hyperkron.curvature.kfac.correlation import patch_gram, segments, side_by_side_gram
 from hyperkron.curvature.kfac.layers import ConvLayer
 from hyperkron.kernels.linalg import gram
 
@@ -37,8 +37,20 @@ def test_patch_gram(
     """Any kernel, dilation and padding at stride 1, also where some pixels meet only part of the kernel."""
     x = torch.randn(2, 3, height[0], width[0], dtype=torch.float64)
     kernel, dilation, padding = ((a, b) for a, b in zip(height[1:], width[1:], strict=True))
-    found = patch_gram(x, kernel, dilation, padding)  # type: ignore[arg-type]
-    torch.testing.assert_close(found, by_patches(x, kernel, dilation, list(padding)), rtol=1e-12, atol=1e-12)  # type: ignore[arg-type]
+    wanted = by_patches(x, kernel, dilation, list(padding))  # type: ignore[arg-type]
+    for made in (patch_gram, side_by_side_gram):
+        found = made(x, kernel, dilation, padding)  # type: ignore[arg-type]
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_sums_in_float32_are_as_near_as_those_of_patches() -> None:
+    """Images as a ReLU leaves them, whose sums grow with every term."""
+    torch.manual_seed(0)
+    x, geometry = torch.rand(64, 3, 32, 32), ((3, 3), (1, 1), ((1, 1), (1, 1)))
+    exact = by_patches(x.double(), (3, 3), (1, 1), [(1, 1), (1, 1)])
+    rounding = (by_patches(x, (3, 3), (1, 1), [(1, 1), (1, 1)]) - exact).abs().max()
+    for made in (patch_gram, side_by_side_gram):
+        assert (made(x, *geometry) - exact).abs().max() <= 2 * rounding
 
 
 def test_a_same_convolution_needs_few_products() -> None:
@@ -58,6 +70,7 @@ def test_a_same_convolution_needs_few_products() -> None:
         (nn.Conv2d(8, 2, 1), False),
         (nn.Conv2d(8, 2, 3, padding=1, padding_mode="circular"), False),
         (nn.Conv2d(3, 2, 3), True),
+        (nn.Conv2d(9, 2, 3, padding=1), True),
         (nn.Conv2d(1, 2, 3), False),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 import oracles
 from cases import DOUBLE, Mean, make, mlp, random_weights
-from hyperkron.curvature.kfac import recorder
+from hyperkron.curvature.kfac import layers, recorder
 from hyperkron.curvature.kfac.factors import dense as as_matrix
 from hyperkron.curvature.kfac.grams import summed
 from hyperkron.curvature.kfac.layers import CHUNK_ELEMENTS, kronecker_layer
@@ -277,7 +277,11 @@ def test_scaled_identity_has_the_right_trace_on_average(name: str, fisher: str) 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name.startswith("conv2d")])
 @pytest.mark.parametrize("most", [1, 5])
-def test_gradients_of_examples_are_those_of_patches(name: str, most: int) -> None:
+@pytest.mark.parametrize("few", [0, 4])
+def test_gradients_of_examples_are_those_of_patches(
+    name: str, most: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "FEW_CHANNELS", few)
     build, shape = LAYERS[name]
     torch.manual_seed(0)
     module = build().double()[0]  # type: ignore[index]

@@ -17,6 +17,7 @@ from hyperkron.collectives import Group
 from hyperkron.curvature.base import l2_curvature, warn_opaque
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.factors import add_to, scaled, stored
+from hyperkron.curvature.kfac.kept import KeptGradients
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.measured import Basis, Measured
 from hyperkron.curvature.kfac.owners import Owners
@@ -44,6 +45,7 @@ def measure(
     damping: float | None = None,
     owners: Owners | None = None,
     unmasked: bool = False,
+    keep: bool = False,
 ) -> Measured:
     """Run J_in on the curvature batch and collect the factors, or, given a ``basis``, EKFAC's corrected spectrum.
 
@@ -53,12 +55,16 @@ def measure(
     ``diagonal`` is false. ``wide`` asks for the factors over all positions as well, ``damping`` for
     :attr:`Measured.scales`. Of a batch that is divided among processes each of the ``owners`` gets the factors, or
     spectra, of its blocks. A recording cannot read whether the loss masks tokens: with ``unmasked`` it takes for
-    granted that it masks none, and factors are nan where it does.
+    granted that it masks none, and factors are nan where it does. Of a batch in parts ``keep`` asks for
+    :attr:`Measured.kept`, with drawn vectors of its own; the first pass also keeps what the point wants.
     """
     like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
     parts, whole = point.problem.parts(point.curvature_batch), _Merged()
+    kept = KeptGradients(len(parts)) if keep and len(parts) > 1 else None
+    wanted = _wanted(point, len(parts)) if basis is None and owners is None else None
     for part in parts:
-        recorder = Recorder(plan, sharing, basis, like, low_rank, diagonal, wide, owners)
+        keeps = [one for one in (kept, wanted) if one is not None and one.fits]
+        recorder = Recorder(plan, sharing, basis, like, low_rank, diagonal, wide, owners, bool(keeps))
         with recorder.attached():
             loss = point.inner(part)
             recorder.saw(loss, readable=not point.recording, unmasked=unmasked)
@@ -77,9 +83,21 @@ def measure(
         found = recorder.backward(point.params, vectors, None if fisher in DRAWN else generator, place)
         if len(parts) == 1:
             return found if owners is None else over_ranks(found, plan, owners.group)
-        whole.add(found, rows(loss.terms, recorder.batch_size))  # counting rows waits for the device
+        counts = rows(loss.terms, recorder.batch_size)  # counting rows waits for the device
+        whole.add(found, counts)
+        for one in keeps:
+            vectors = one.vectors(loss) or _vectors(loss, size, fisher, samples, generator, checked)
+            one.add(recorder.gradients(vectors, retain=one is not keeps[-1]), counts[0])
         del loss, vectors, found, recorder
-    return whole.finish()
+    found = whole.finish()
+    found.kept = kept
+    return found
+
+
+def _wanted(point: Point, parts: int) -> KeptGradients | None:
+    """Where the point wants gradients kept, before the first of them."""
+    wanted: KeptGradients | None = point.kept
+    return wanted if parts > 1 and wanted is not None and wanted.left == parts else None
 
 
 def _warn_without_batch(lengths: dict[str, int], examples: int) -> None:

@@ -12,13 +12,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Pair = tuple[int, int]
 
 
 class Segment(NamedTuple):
-    """Pixels ``begin`` to ``end`` of one dimension that ``taps`` meet while taps + ``distance`` meet those beyond."""
+    """Pixels ``begin`` to ``end`` of one dimension that ``taps``, which are neighbours, meet while taps + ``distance``
+    meet those beyond."""
 
     distance: int
     begin: int
@@ -49,10 +51,11 @@ def patch_gram(x: Tensor, kernel: Pair, dilation: Pair, padding: tuple[Pair, Pai
     """
     channels, (kh, kw) = x.shape[1], kernel
     pixels = x.permute(2, 3, 0, 1).contiguous()
-    blocks = x.new_zeros(kh * kw, kh * kw, channels, channels)
+    blocks = x.new_zeros(kh, kw, kh, kw, channels, channels)
     for rows in segments(x.shape[2], kh, dilation[0], padding[0]):
         below = rows.distance * dilation[0]
         upper, lower = pixels[rows.begin : rows.end], pixels[rows.begin + below : rows.end + below]
+        of_rows = blocks.diagonal(rows.distance, 0, 2)[..., rows.taps[0] : rows.taps[-1] + 1]
         for columns in segments(x.shape[3], kw, dilation[1], padding[1]):
             aside = columns.distance * dilation[1]
             for flip in (False, True) if rows.distance and columns.distance else (False,):
@@ -61,14 +64,24 @@ def patch_gram(x: Tensor, kernel: Pair, dilation: Pair, padding: tuple[Pair, Pai
                     upper[:, columns.begin + near : columns.end + near],
                     lower[:, columns.begin + far : columns.end + far],
                 )
-                for i in rows.taps:
-                    for j in columns.taps:
-                        j_near, j_far = (j + columns.distance, j) if flip else (j, j + columns.distance)
-                        blocks[i * kw + j_near, (i + rows.distance) * kw + j_far] += product
-    for k in range(kh * kw):
-        for smaller in range(k):
-            blocks[k, smaller] = blocks[smaller, k].mT
-    return blocks.permute(2, 0, 3, 1).reshape(channels * kh * kw, -1)
+                pairs = of_rows.diagonal(-columns.distance if flip else columns.distance, 0, 1)
+                pairs[..., columns.taps[0] : columns.taps[-1] + 1] += product[..., None, None]
+    blocks.diagonal(0, 0, 2).diagonal(0, 0, 1).mul_(0.5)  # the first of two taps comes first: the rest is the transpose
+    half = blocks.permute(4, 0, 1, 5, 2, 3).reshape(channels * kh * kw, -1)
+    return half + half.mT
+
+
+def side_by_side_gram(x: Tensor, kernel: Pair, dilation: Pair, padding: tuple[Pair, Pair]) -> Tensor:
+    """The same for images of few channels: what a row of the kernel meets side by side counts as channels, of which
+    there are kw·C, so that products are less narrow."""
+    (kh, kw), (count, channels, height, _) = kernel, x.shape
+    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, *padding[1])).contiguous()
+    wide, (images, lines, pixels, _) = padded.shape[2] - dilation[1] * (kw - 1), padded.stride()
+    size, strides = (count, height, wide, kw, channels), (images, lines, pixels, dilation[1] * pixels, 1)
+    rows = padded.as_strided(size, strides).reshape(count, height, wide, kw * channels)
+    found = patch_gram(rows.permute(0, 3, 1, 2), (kh, 1), (dilation[0], 1), (padding[0], (0, 0)))
+    ordered = found.view(kw, channels, kh, kw, channels, kh).permute(1, 2, 0, 4, 5, 3)
+    return ordered.reshape(found.shape)
 
 
 def _correlation(a: Tensor, b: Tensor) -> Tensor:

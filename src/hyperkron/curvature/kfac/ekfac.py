@@ -148,9 +148,17 @@ class EKFAC(Kronecker):
             factors.clear()
         own = {name: (q_a, q_b) for name, (_, q_a, _, q_b) in bases.items()}
         basis: Basis = {name: own.get(name) for name in measured.reached}
-        spectra = self._measure(point, state, made, basis, diagonal=False).corrected
+        kept, measured.kept = measured.kept, None
+        if kept is not None and kept.complete:
+            spectra = kept.spectra(own, measured.scales)
+        else:
+            spectra = self._measure(point, state, made, basis, diagonal=False).corrected
         found = ((name, *pair, spectra[name]) for name, pair in own.items())
         return Pending.ready((self._eigen_inverses(point, made, measured, found), status))
+
+    def _keeps(self, point: Point) -> bool:
+        """Not of exact vectors, which are as many as classes."""
+        return point.keeps and self.fisher in DRAWN
 
     def _bases(self, point: Point, measured: Measured, factors: Factors) -> tuple[Bases, Status]:
         self._finite(point, measured, bool(finite(measured)))

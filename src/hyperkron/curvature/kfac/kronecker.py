@@ -194,6 +194,7 @@ class Kronecker(Curvature):
                 damping=self.damping,
                 owners=state.owners,
                 unmasked=bool(state.unmasked),
+                keep=basis is None and state.owners is None and self._keeps(at),
             )
             if not at.recording and basis is None:
                 state.unmasked = found.unmasked and state.unmasked is not False
@@ -206,6 +207,10 @@ class Kronecker(Curvature):
             return id(made), diagonal, state.unmasked
 
         return point.run(Pass("factors", work, key=key, brief=Measured.large, generators=[generator]))
+
+    def _keeps(self, point: Point) -> bool:
+        """Whether gradients of single examples are kept while factors are measured."""
+        return False
 
     @property
     def deferred(self) -> bool:

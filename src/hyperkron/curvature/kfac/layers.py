@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperkron.curvature.kfac.correlation import patch_gram
+from hyperkron.curvature.kfac.correlation import patch_gram, side_by_side_gram
 from hyperkron.solution import HyperkronError
 
 WeightSharing = Literal["expand", "reduce"]
@@ -32,6 +32,10 @@ CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**24}
 """Patches are materialised at most this many numbers at a time, by device type."""
 CACHED_ELEMENTS = 2**19
 """The same on a CPU where they are used up at once, while they are in its cache."""
+FEW_CHANNELS = 4
+"""Up to this many channels products with kw·C columns are narrower than what a CPU multiplies at once."""
+NARROW = 8
+"""Up to this many channels the correlations of an image are computed with a row of the kernel side by side."""
 WIDEST = torch.complex128
 """The dtype of sixteen bytes in which several numbers are copied as one."""
 UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
@@ -90,9 +94,9 @@ class Layer(ABC):
         it cannot be computed without the rows."""
         return None
 
-    def outputs(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        """The module's output for ``x`` with another ``weight`` and no bias, its channels in the second dimension;
-        ``None`` if that is no cheaper than with rows."""
+    def outputs(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The module's output for ``x`` with another ``weight`` and ``bias``, a new tensor with its channels in the
+        second dimension; ``None`` if that is no cheaper than with rows."""
         return None
 
     @abstractmethod
@@ -254,10 +258,11 @@ class ConvLayer(Layer):
             return None
         left, right, top, bottom = m._reversed_padding_repeated_twice
         kernel, dilation = (m.kernel_size[0], m.kernel_size[1]), (m.dilation[0], m.dilation[1])
-        return patch_gram(x, kernel, dilation, ((top, bottom), (left, right)))[None]
+        made = side_by_side_gram if m.in_channels <= NARROW else patch_gram
+        return made(x, kernel, dilation, ((top, bottom), (left, right)))[None]
 
-    def outputs(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        found: Tensor = self.module._conv_forward(x, weight, None)
+    def outputs(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        found: Tensor = self.module._conv_forward(x, weight, bias)
         return found
 
     def gradients(self, g: Tensor, sharing: WeightSharing) -> Iterator[Tensor]:
@@ -277,7 +282,8 @@ class ConvLayer(Layer):
             yield rows.view(self.groups, len(part), -1, self.d_in).transpose(0, 1), gradient
 
     def gradients_of_examples(self, x: Tensor, g: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """On a CPU from rows of pixels, a product for each row of the kernel, in place of patches.
+        """On a CPU from rows of pixels, a product for each row of the kernel, in place of patches; for few channels
+        from patches that are transposed.
 
         A row of the kernel meets kw neighbouring pixels. With these side by side, (N, height, W_out, kw·C), what it
         meets at all positions is a slice of the image, which need not be copied for every row of the kernel.
@@ -290,14 +296,26 @@ class ConvLayer(Layer):
         step = CACHED_ELEMENTS // (x.shape[2:].numel() * kw * channels + g.shape[1:].numel())
         step = max(1, min(step, most))
         for part, gradient in zip(x.split(step), g.split(step), strict=True):
+            b = gradient.movedim(1, -1).reshape(len(part), high * wide, self.d_out)
+            if channels <= FEW_CHANNELS:
+                yield (self._planes(part, high, wide) @ b).mT.contiguous()[:, None], b.sum(1)[:, None]
+                continue
             padded = self._padded(part)
             n, height, (images, lines, pixels, _) = len(part), padded.shape[1], padded.stride()
             size = (n, height, wide, kw, channels)
             side_by_side = padded.as_strided(size, (images, lines, m.stride[1] * pixels, m.dilation[1] * pixels, 1))
-            rows = side_by_side.reshape(n, height, wide, kw * channels)
-            b = gradient.movedim(1, -1).reshape(n, high * wide, self.d_out)
+            rows = side_by_side.reshape(n, height, wide, kw * channels).contiguous()  # reshape alone may be a view
             taps = [rows[:, i * m.dilation[0] : i * m.dilation[0] + high].flatten(1, 2) for i in range(kh)]
             yield torch.cat([b.mT @ a for a in taps], -1)[:, None], b.sum(1)[:, None]
+
+    def _planes(self, x: Tensor, high: int, wide: int) -> Tensor:
+        """The patches of images, transposed, (N, d_in, high·wide): whole lines of pixels are copied, for each tap."""
+        m, padded = self.module, self._padded(x).movedim(-1, 1).contiguous()
+        (kh, kw), (images, planes, lines, _) = m.kernel_size, padded.stride()
+        size = (len(x), kh, kw, x.shape[1], high, wide)
+        taps = (m.dilation[0] * lines, m.dilation[1])
+        shifted = padded.as_strided(size, (images, *taps, planes, m.stride[0] * lines, m.stride[1]))
+        return shifted.reshape(len(x), self.d_in, high * wide)
 
     def _examples_per_chunk(self, x: Tensor) -> int:
         per_example = x.shape[1:].numel() * (self.d_in * self.groups // x.shape[1])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from hyperkron.curvature.kfac.factors import Factor, stored
+from hyperkron.curvature.kfac.kept import KeptGradients
 
 
 @dataclass
@@ -27,6 +28,8 @@ class Measured:
     uncalled: list[str] = field(default_factory=list)  # parameters of layers that were never called as modules
     in_half: bool = False  # whether gradients at layers were in half precision
     unmasked: bool = False  # whether the loss has a row for every token and was seen to mask none
+    kept: KeptGradients | None = None
+    """What the spectrum can be made of without another pass over the batch, where that was asked for."""
 
     def large(self) -> list[Tensor]:
         """The tensors of factors and diagonals, each once."""

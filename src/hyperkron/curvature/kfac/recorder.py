@@ -7,8 +7,8 @@ the batch is divided among processes, contributions go to the owner of the layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import HALF, Factor, add_to, few_rows, scaled, stored
 from hyperkron.curvature.kfac.grams import (
     WIDE_OUTPUT,
+    added_images,
     bordered,
     corrected,
     masked_gram,
@@ -29,42 +30,14 @@ from hyperkron.curvature.kfac.grams import (
     pooled,
     summed,
 )
+from hyperkron.curvature.kfac.kept import LayerGradients
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.measured import Basis, Measured
 from hyperkron.curvature.kfac.owners import Owners
+from hyperkron.curvature.kfac.taps import Tap, plainly
 from hyperkron.losses import BatchPlace, Loss
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
-
-
-def _plainly(x: Tensor) -> AbstractContextManager[object]:
-    """Without graph, and without the autocast a model may run under: factors are summed in their own precision."""
-    kind = x.device.type
-    return _without_autocast(kind) if torch.is_autocast_enabled(kind) else torch.no_grad()  # asking is cheaper
-
-
-@contextmanager
-def _without_autocast(kind: str) -> Iterator[None]:
-    with torch.no_grad(), torch.autocast(kind, enabled=False):
-        yield
-
-
-class _Tap(torch.autograd.Function):
-    """The identity on a layer's output; hands the gradient that passes through to ``receive``.
-
-    What it returns shares the output's memory without being a view of it, so that a model may go on in place, as
-    ``ReLU(inplace=True)`` does; none of the layers concerned needs its output in the backward pass.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, token: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
-        ctx.receive = receive
-        return torch.ops.aten._unsafe_view.default(output, output.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.receive(gradient)
-        return gradient, None, None
 
 
 @dataclass(eq=False)
@@ -79,6 +52,8 @@ class _Call:
     reached: Tensor | None = None
     version: int = 0
     """Of x."""
+    input: Tensor | None = None
+    """x once more, where gradients are kept."""
 
 
 class Recorder:
@@ -94,7 +69,11 @@ class Recorder:
         diagonal: bool,
         wide: bool,
         owners: Owners | None = None,
+        keeps: bool = False,
     ) -> None:
+        """With ``keeps`` inputs are held until the graph is gone, for :meth:`gradients`."""
+        self.keeps = keeps
+        self._kept: list[LayerGradients] | None = None  # what gradients become while they are asked for
         self.plan, self.basis, self.low_rank, self.diagonal, self.owners = plan, basis, low_rank, diagonal, owners
         self.like, self.dtype = like, like.dtype  # of factors
         self.token = torch.zeros((), requires_grad=True)
@@ -148,7 +127,8 @@ class Recorder:
         self.lengths[block.name] = len(x) if x.dim() else 1
         self.calls[block.name] = self.calls.get(block.name, 0) + 1
         call = self._begun(block, x, output)
-        return _Tap.apply(output, self.token, partial(self._on_gradient, call))
+        call.input = x.detach() if self.keeps else None
+        return Tap.apply(output, self.token, partial(self._on_gradient, call))
 
     def _on_diagonal(
         self, names: dict[str, str], module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
@@ -160,10 +140,11 @@ class Recorder:
         self.lengths[next(iter(names.values()))] = len(x) if x.dim() else 1
 
         def receive(g: Tensor) -> None:
-            with _plainly(g):
-                self._diagonals.add(module, names, x, g)
+            if self._kept is None:
+                with plainly(g):
+                    self._diagonals.add(module, names, x, g)
 
-        return _Tap.apply(output, self.token, receive)
+        return Tap.apply(output, self.token, receive)
 
     def _begun(self, block: Block, x: Tensor, output: Tensor) -> _Call:
         """A call whose input is summed now, or, where A is larger than it and autograd keeps it, when the backward pass
@@ -240,14 +221,26 @@ class Recorder:
                 coin = toss(shape) if place is None else place.of(toss, shape)
                 vector = vector * (2 * coin - 1).to(vector.dtype)
             self._last = last
-            gradients = torch.autograd.grad(output, inputs, vector, retain_graph=not last, allow_unused=True)
-            with _plainly(vector):
+            gradients = torch.autograd.grad(
+                output, inputs, vector, retain_graph=self.keeps or not last, allow_unused=True
+            )
+            with plainly(vector):
                 self._diagonals.flush()
             for name, gradient in zip(names, gradients[1:], strict=True):
                 if gradient is not None:
                     wide = {name: gradient.to(self.dtype)}  # perhaps divided among processes
                     add_to(found.diagonal, name, trees.dot(wide, wide) / gradient.numel())
         self._finish()
+        return found
+
+    def gradients(self, vectors: Iterable[tuple[Tensor, Tensor]], retain: bool) -> list[LayerGradients]:
+        """Backpropagate other vectors, after :meth:`backward`: the gradients of single examples. Unless the graph is
+        to be ``retained`` for more of them, it is gone then."""
+        found: list[LayerGradients] = []
+        self._kept = found
+        for output, vector, last in _with_last(vectors):
+            torch.autograd.grad(output, self.token, vector, retain_graph=retain or not last, allow_unused=True)
+        self._kept = None
         return found
 
     def _finish(self) -> None:
@@ -346,7 +339,7 @@ class Recorder:
                 f"the input of {block.name} was changed in place after the layer was called, before its factors were "
                 "sent to another process; use an operation that is not in place (x = x + y for x += y)."
             )
-        with _plainly(x):
+        with plainly(x):
             for sums, _, sharing in self._factors:
                 count: int | Tensor
                 if call.masked:
@@ -389,7 +382,7 @@ class Recorder:
         total = layer.input_gram(x.to(self.dtype))
         if total is None or block.bias is None:
             return None if total is None else (total, rows)
-        whole = layer.inputs(x.to(self.dtype).sum(0, keepdim=True), "expand")  # a row is linear in the image
+        whole = layer.inputs(added_images(x.to(self.dtype)), "expand")  # a row is linear in the image
         sums = torch.stack([part.sum(1) for part in whole]).sum(0)
         return bordered(total, layer.ordered(sums), rows), rows
 
@@ -404,8 +397,13 @@ class Recorder:
     def _on_gradient(self, call: _Call, g: Tensor) -> None:
         """B's share of a call, or that of EKFAC's S."""
         block, found, layer = call.block, self.measured, call.block.layer
+        if self._kept is not None:
+            assert call.input is not None
+            with plainly(g):
+                self._kept.append(LayerGradients.of(block, call.input, g, self.dtype))
+            return
         found.in_half = found.in_half or g.dtype in HALF
-        with _plainly(g):
+        with plainly(g):
             if call.masked:
                 reached = (g != 0).any(-1)
                 call.reached = reached if call.reached is None else call.reached | reached

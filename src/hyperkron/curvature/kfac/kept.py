@@ -1,0 +1,99 @@
+"""Gradients of single examples at every layer, kept from one pass over the data, so that the next needs none.
+
+EKFAC measures its spectrum in the eigenbasis of factors that are known only after a pass over all data. Where the point
+allows it, the gradients that it is made of are kept from that pass, if they are few enough: a backward pass more, and
+no second forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyperkron.curvature.kfac.coverage import Block
+from hyperkron.curvature.kfac.factors import Matrices, add_to
+from hyperkron.curvature.kfac.grams import GRADIENTS, by_gradients, corrected, corrected_by_gradients
+from hyperkron.curvature.kfac.layers import cast_floating
+from hyperkron.losses import Loss
+
+MOST = 2**26
+"""The most numbers that are kept."""
+
+
+@dataclass(frozen=True)
+class LayerGradients:
+    """The gradients of the examples of a batch at one call of a layer, in whichever form has fewer numbers.
+
+    Either their gradients in the weight and in the bias, as :meth:`Layer.gradients_of_examples` has them, or what they
+    are made of: the input of the layer and the gradient at its output.
+    """
+
+    block: Block
+    whole: bool
+    """Whether these are gradients in weight and bias."""
+    pair: tuple[Tensor, Tensor]
+
+    @staticmethod
+    def of(block: Block, x: Tensor, g: Tensor, dtype: torch.dtype) -> LayerGradients:
+        layer, count = block.layer, block.layer.examples(x)
+        size = layer.groups * layer.d_out * (layer.d_in + 1)
+        if not by_gradients(block, x, g) or count * size > x.numel() + g.numel():
+            return LayerGradients(block, False, (x, g))
+        chunks = layer.gradients_of_examples(
+            cast_floating(x, dtype), g.to(dtype), max(1, GRADIENTS.get(x.device.type, 2**24) // size)
+        )
+        weight, bias = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        return LayerGradients(block, True, (weight, bias))
+
+    @property
+    def numbers(self) -> int:
+        return sum(x.numel() for x in self.pair)
+
+    def corrected(self, q_a: Tensor, q_b: Tensor) -> Tensor:
+        """Their part of EKFAC's spectrum."""
+        if not self.whole:
+            return corrected(self.block, *self.pair, q_a, q_b)
+        together = max(1, GRADIENTS.get(q_a.device.type, 2**24) // (q_b.shape[-1] * q_a.shape[-1]))
+        chunks = zip(*(x.split(together) for x in self.pair), strict=True)
+        return corrected_by_gradients(self.block, chunks, q_a, q_b)
+
+
+class KeptGradients:
+    """Those of all parts of a batch; none, once they would be too many."""
+
+    def __init__(self, parts: int) -> None:
+        self.left, self._count = parts, parts
+        self.parts: list[tuple[float, list[LayerGradients]]] = []
+        self.fits = True
+
+    def vectors(self, loss: Loss) -> list[tuple[Tensor, Tensor]]:
+        """Which are backpropagated; none stands for those that the curvature is measured with."""
+        return []
+
+    def add(self, gradients: Iterable[LayerGradients], rows: float) -> None:
+        """One more part; ``rows`` is its weight in the mean over all."""
+        found = list(gradients)
+        self.parts.append((rows, found))
+        self.left -= 1
+        self.fits = sum(one.numbers for one in found) * self._count <= MOST
+        if not self.fits:
+            self.parts.clear()
+
+    @property
+    def complete(self) -> bool:
+        return self.fits and not self.left
+
+    def spectra(self, basis: dict[str, tuple[Tensor, Tensor]], scales: Matrices) -> Matrices:
+        """EKFAC's S of the blocks in ``basis``, as :attr:`Measured.corrected` has it."""
+        sums: dict[str, Any] = {}
+        bases = {n: (q_a if n not in scales else q_a / scales[n].mT, q_b) for n, (q_a, q_b) in basis.items()}
+        for rows, part in self.parts:
+            for one in part:
+                if one.block.name in bases:
+                    add_to(sums, one.block.name, one.corrected(*bases[one.block.name]) * rows)
+        total = sum(rows for rows, _ in self.parts)
+        return {name: x / total for name, x in sums.items()}

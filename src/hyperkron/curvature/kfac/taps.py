@@ -1,0 +1,40 @@
+"""Where gradients pass: an identity on the output of a layer, and the precision in which they are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def plainly(x: Tensor) -> AbstractContextManager[object]:
+    """Without graph, and without the autocast a model may run under: factors are summed in their own precision."""
+    kind = x.device.type
+    return _without_autocast(kind) if torch.is_autocast_enabled(kind) else torch.no_grad()  # asking is cheaper
+
+
+@contextmanager
+def _without_autocast(kind: str) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
+        yield
+
+
+class Tap(torch.autograd.Function):
+    """The identity on a layer's output; hands the gradient that passes through to ``receive``.
+
+    What it returns shares the output's memory without being a view of it, so that a model may go on in place, as
+    ``ReLU(inplace=True)`` does; none of the layers concerned needs its output in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, token: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+        ctx.receive = receive
+        return torch.ops.aten._unsafe_view.default(output, output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.receive(gradient)
+        return gradient, None, None

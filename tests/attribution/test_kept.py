@@ -1,0 +1,119 @@
+"""Gradients kept while the curvature is measured: the scores are those of passes of their own, and there are fewer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyperkron as hk
+from hyperkron.attribution.task import Task
+from hyperkron.curvature import EKFAC
+from hyperkron.curvature.kfac import capture, kept
+
+
+class Twice(nn.Module):
+    """Images through convolutions of several kinds, one of them called twice, with a norm layer between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.same = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1, groups=2)
+        self.norm, self.down = nn.GroupNorm(2, 6), nn.Conv2d(6, 5, 2, stride=2, bias=False)
+        self.out = nn.Linear(45, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        x = self.norm(torch.tanh(self.same(torch.tanh(self.same(x)))))
+        found: Tensor = self.out(torch.tanh(self.down(x)).flatten(1))
+        return found
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> hk.losses.Loss:
+    return hk.losses.cross_entropy(model(batch[0]), batch[1]) + hk.losses.l2(model, 1e-2)
+
+
+@pytest.fixture
+def arguments() -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 2, 6, 6, dtype=torch.float64), torch.randint(0, 3, (40,))
+    return loss, Twice().double(), (x, y), (x[:5] + 0.1, y[:5])
+
+
+def method(fisher: Any = "rademacher", fallback: Any = "zero") -> hk.Implicit:
+    return hk.Implicit(EKFAC(1e-3, fisher=fisher, fallback=fallback), hk.solvers.Direct())
+
+
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep nothing: every step has a pass of its own."""
+    monkeypatch.setattr(Task, "_keeping", lambda *_: None)
+    monkeypatch.setattr(EKFAC, "_keeps", lambda *_: False)
+
+
+def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same vectors for a part whenever they are drawn, so that the spectra can be compared."""
+    vectors = capture._vectors
+
+    def alike(part: Any, size: int, fisher: Any, samples: int, _: Any, checked: bool) -> Any:
+        seed = int(part.value.detach().abs() * 1e6)
+        return vectors(part, size, fisher, samples, torch.Generator().manual_seed(seed), checked)
+
+    monkeypatch.setattr(capture, "_vectors", alike)
+
+
+@pytest.mark.parametrize("aggregate", [False, True])
+@pytest.mark.parametrize("fallback", ["zero", "diagonal"])
+@pytest.mark.parametrize("fisher", ["rademacher", "type-2"])
+def test_scores_are_those_of_passes_of_their_own(
+    arguments: Any, fisher: str, fallback: str, aggregate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a model whose norm layers take part, where the scores need their own pass."""
+    drawn_alike(monkeypatch)
+
+    def scores() -> Tensor:
+        made = method(fisher, fallback)
+        return hk.attribute(*arguments, method=made, aggregate=aggregate, batch_size=16, way="layers").scores
+
+    found = scores()
+    without(monkeypatch)
+    torch.testing.assert_close(found, scores(), rtol=1e-10, atol=1e-14)
+
+
+def calls(arguments: Any, **options: Any) -> int:
+    """How many batches of 16 pass through the model."""
+    count = []
+    handle = arguments[1].register_forward_hook(lambda _, given, __: count.append(len(given[0]) == 16))
+    hk.attribute(*arguments, method=method(), batch_size=16, way="layers", **options)
+    handle.remove()
+    return sum(count)
+
+
+def test_one_pass_over_the_data_in_place_of_three(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 rows are two batches of 16 and one of 8; the first 16 are looked at before, and the scores begin with them."""
+    assert calls(arguments) == 2 + 2
+    without(monkeypatch)
+    assert calls(arguments) == 3 * 2 + 1
+
+
+def test_too_many_are_not_kept(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn_alike(monkeypatch)
+    wanted = hk.attribute(*arguments, method=method(), batch_size=16, way="layers").scores
+    monkeypatch.setattr(kept, "MOST", 1000)
+    assert calls(arguments) == 3 * 2 + 1
+    found = hk.attribute(*arguments, method=method(), batch_size=16, way="layers").scores
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-14)
+
+
+def test_a_weight_outside_its_layer_is_still_refused(arguments: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 3)).double()
+
+    def tied(model: Any, batch: tuple[Tensor, Tensor]) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(model(batch[0]) + model[3].weight.square().sum(1), batch[1])
+
+    options: dict[str, Any] = {"method": method("type-2"), "batch_size": 16}
+    found = hk.attribute(tied, model, *arguments[2:], **options)
+    assert found.stats["way"] == "forward"
+    wanted = hk.attribute(tied, model, *arguments[2:], way="forward", **options)
+    torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-10, atol=1e-14)
