@@ -60,7 +60,7 @@ STAGES: dict[str, list[Place]] = {
     "factorisation": [(hk.curvature.KFAC, "_invert"), (inverse._Systems, "outcome")],
     "solve": [(Direct, "solve")],
     "cross term": [(cross.Cross, "term")],
-    "recorded passes": [(passes._Recorded, "replay")],
+    "recorded passes": [(passes._RecordedPass, "replay")],
 }
 REST = "rest"
 TIMED = 4

@@ -240,7 +240,8 @@ def main() -> None:
             record["torchrun"] = restarted(options.kills, folder)
         if options.only:
             kept = json.loads((RESULTS / "ranks.json").read_text("utf-8"))
-            new = {options.only: record[options.only]}
+            command = f"python benchmarks/ranks.py --only {options.only} --kills {options.kills}"
+            new = {options.only: record[options.only], f"command of {options.only}": command}
             (RESULTS / "ranks.json").write_text(json.dumps(kept | new, indent=2) + "\n", "utf-8")
             return
         one = results(1, grid, folder)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import hyperkron as hk
+from hyperkron.curvature import EKFAC
 
 
 def loss(model, batch):
@@ -65,3 +66,15 @@ def test_channels_are_last_in_memory_where_the_model_goes_through():
     same = hk.attribute(loss, viewed, train, queries, method=method, aggregate=True)
     assert not all(seen[1:]) and same.stats["way"] == "forward"
     torch.testing.assert_close(same.scores, found.scores, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["forward", "auto"])
+def test_group_norm_goes_forward_with_channels_first(way):
+    torch.manual_seed(0)
+    model, train, queries = made(nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4)))
+    options = {
+        "method": hk.Implicit(EKFAC(1e-2, fisher="type-2", fallback="zero"), hk.solvers.Direct()),
+        "batch_size": 3,
+    }
+    found, layers = (hk.attribute(loss, model, train, queries, way=w, **options).scores for w in (way, "layers"))
+    torch.testing.assert_close(found, layers, rtol=1e-10, atol=1e-12)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import hyperkron as hk
 from hyperkron.attribution.task import Task
-from hyperkron.curvature import EKFAC
+from hyperkron.curvature import EKFAC, KFAC
 from hyperkron.curvature.kfac import capture, kept
+from hyperkron.curvature.kfac.layers import ConvLayer
 
 
 class Twice(nn.Module):
@@ -117,3 +118,19 @@ def test_a_weight_outside_its_layer_is_still_refused(arguments: Any) -> None:
     assert found.stats["way"] == "forward"
     wanted = hk.attribute(tied, model, *arguments[2:], way="forward", **options)
     torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-10, atol=1e-14)
+
+
+def test_with_layers_of_a_user_nothing_is_kept(arguments: Any) -> None:
+    """Kept gradients come from the layers of the curvature; those of a user are not compared with autograd's."""
+
+    class Half(ConvLayer):
+        def gradients_of_examples(self, *given: Any, **options: Any) -> Any:
+            return 0.5 * super().gradients_of_examples(*given, **options)
+
+    def layer(module: nn.Module) -> ConvLayer | None:
+        return Half(module) if isinstance(module, nn.Conv2d) and module.groups == 1 else None
+
+    own = hk.Implicit(KFAC(1e-3, fisher="type-2", layers=[layer], fallback="zero"), hk.solvers.Direct())
+    plain = hk.Implicit(KFAC(1e-3, fisher="type-2", fallback="zero"), hk.solvers.Direct())
+    found, wanted = (hk.attribute(*arguments, method=m, batch_size=16, way="layers").scores for m in (own, plain))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-14)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 import replaying
 from hyperkron import solution
+from hyperkron.curvature import GGN, KFAC
 from hyperkron.hypergradient import passes
 from hyperkron.kernels import graphs
 from hyperkron.kernels.execution import Execution
@@ -80,6 +81,7 @@ METHODS: dict[str, tuple[Callable[..., hk.Implicit], int]] = {
     "ekfac": (lambda **o: hk.ekfac(1e-2, basis_every=2, **o), 2),
     "identity": (lambda **o: hk.identity(**o), 2),
     "cg": (lambda **o: hk.cg(3, 0.1, **o), 1),
+    "pcg": (lambda **o: hk.Implicit(GGN(0.1), hk.solvers.CG(4), preconditioner=KFAC(1e-2), **o), 3),
 }
 
 
@@ -194,5 +196,6 @@ def test_a_pass_that_cannot_be_recorded_is_said_once(device: str) -> None:
 
 
 def test_an_unknown_graph_is_refused() -> None:
-    with pytest.raises(hk.HyperkronError, match="graph='steps' is unknown"):
-        hk.kfac(graph="steps")  # type: ignore[arg-type]
+    for graph in ("steps", 1):
+        with pytest.raises(hk.HyperkronError, match=f"graph={graph!r} is unknown"):
+            hk.kfac(graph=graph)  # type: ignore[arg-type]

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from hyperkron.kernels.graphs import GeneratorCopies, Recording
+from hyperkron.kernels.graphs import GeneratorCopies, Recording, places
 
 
 class _Generator:
@@ -109,3 +110,13 @@ def test_a_recording_that_fails_leaves_the_generator_alone(monkeypatch: pytest.M
     with pytest.raises(RuntimeError):
         recording()
     assert own.state is state and state == [10]
+
+
+def test_a_replaced_part_and_a_new_hook_are_noticed() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    before = places(model)
+    assert places(model) == before
+    model[1] = nn.Tanh()
+    replaced = places(model)
+    model[1].register_forward_hook(lambda *_: None)
+    assert before != replaced != places(model)

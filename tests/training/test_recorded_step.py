@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hyperkron.algorithms import inner_loop
 from hyperkron.algorithms.inner_loop import AT_REST, RecordedStep
@@ -154,6 +155,25 @@ def test_a_step_size_in_a_tensor_on_the_gpu_is_read_by_the_recorded_step() -> No
     found, flags = trajectory("cuda", fused, fill, recorded=True)
     torch.testing.assert_close(found, expected)
     assert flags[-1] and flags[2 * AT_REST]
+
+
+def test_memory_that_is_cleared_is_noticed_where_the_first_parameter_has_none(device: str) -> None:
+    def unused_first(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([nn.Parameter(torch.ones(1, device=device)), *params], lr=0.01, momentum=0.9)
+
+    expected, _ = trajectory(device, unused_first, clear, recorded=False)
+    found, _ = trajectory(device, unused_first, clear, recorded=True)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_hook_of_all_optimizers_is_called(device: str) -> None:
+    called: list[int] = []
+    handle = register_optimizer_step_post_hook(lambda *_: called.append(1))
+    try:
+        trajectory(device, momentum, nothing, recorded=True)
+    finally:
+        handle.remove()
+    assert len(called) == STEPS
 
 
 def test_a_hook_that_comes_later_is_called(device: str) -> None:

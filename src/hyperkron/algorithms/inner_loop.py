@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.graphs import Recording, StaticBatch, available
@@ -207,7 +208,6 @@ class RecordedStep:
         self._may = True
         self._recording: Recording[Any] | None = None
         self._settings: list[Any] = []
-        self._first = optimizer.param_groups[0]["params"][0]
         self._memory: list[Any] = []
         self._rested = 0
 
@@ -232,13 +232,18 @@ class RecordedStep:
             self._recording.replay()
 
     def _changed(self) -> bool:
-        """Whether settings are others than at the last call; tensors on the GPU are read anew by the recorded step."""
+        """Whether settings are others than at the last call; tensors on the GPU are read by each replay."""
         values = [v for group in self.optimizer.param_groups for name, v in group.items() if name != "params"]
         tensors = [value for value in values if isinstance(value, Tensor)]
         settings = [value.tolist() if isinstance(value, Tensor) and not value.is_cuda else value for value in values]
         settings = [value for value in settings if not isinstance(value, Tensor)]
-        # loading a state replaces the dictionary of all, forgetting one (``state.clear()``) the tensors of the first
-        memory = [self.optimizer.state, *self.optimizer.state.get(self._first, {}).values(), *tensors]
+        # loading a state replaces the dictionary of all, clearing it the tensors of the first parameter that has some
+        state = self.optimizer.state
+        memory = [
+            state,
+            *(x for parameter in list(state)[:1] for x in (parameter, *state[parameter].values())),
+            *tensors,
+        ]
         kept = len(memory) == len(self._memory) and all(x is y for x, y in zip(memory, self._memory, strict=True))
         same = kept and settings == self._settings
         self._settings, self._memory = settings, memory
@@ -257,6 +262,7 @@ class RecordedStep:
 
 def _recordable(optimizer: torch.optim.Optimizer) -> bool:
     """Whether all that a step does is done on the GPU."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
         return False
     return type(optimizer) is torch.optim.SGD or all(group.get("capturable") for group in optimizer.param_groups)

@@ -27,6 +27,7 @@ from hyperkron.curvature.kfac.coverage import Block, plan
 from hyperkron.curvature.kfac.kept import KeptGradients, LayerGradients
 from hyperkron.curvature.kfac.layers import cast_floating
 from hyperkron.evaluation.differentiation import gradient_tree
+from hyperkron.evaluation.inputs import map_tensors
 from hyperkron.evaluation.point import Level, Point
 from hyperkron.kernels.split_products import full_precision
 from hyperkron.losses import Loss
@@ -364,6 +365,10 @@ class ForwardProducts(Products):
 
     name = "forward"
 
+    def __init__(self, point: Point) -> None:
+        super().__init__(point)
+        self._contiguous = False  # whether images must have their channels first
+
     def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
         try:
             found = torch.stack([self._along(batch, v) for v in trees.unstacked(vectors)])
@@ -379,6 +384,16 @@ class ForwardProducts(Products):
         return found
 
     def _along(self, batch: Any, v: Tree) -> Tensor:
+        if not self._contiguous:
+            try:
+                return self._tangents(batch, v)
+            except RuntimeError as error:  # torch's tangent of group_norm takes views that channels last do not allow
+                if "view size is not compatible" not in str(error):
+                    raise
+                self._contiguous = True
+        return self._tangents(map_tensors(Tensor.contiguous, batch), v)
+
+    def _tangents(self, batch: Any, v: Tree) -> Tensor:
         with torch.no_grad(), forward_mode(), dual_level():
             loss, _ = along(self.point, trees.cast(v, self.point.params), batch)
             if not loss.terms:

@@ -136,6 +136,8 @@ class Task:
         """Where gradients of the training examples may be kept while A is measured on them."""
         if not way.point.keeps or not isinstance(way, LayerProducts) or self.curvature.rows is not self.train.rows:
             return None
+        if any(getattr(one, "layers", ()) for one in (self.method.curvature, self.method.preconditioner)):
+            return None  # gradients by layers of the user's own are not compared with autograd's
         return KeptProducts(len(self.curvature))
 
     def _kept_pieces(

@@ -101,7 +101,7 @@ class Implicit(Hypergradient):
         self.curvature, self.solver, self.preconditioner = curvature, solver, preconditioner
         self.warm_start, self.graph = warm_start, graph
         self._check_slots()
-        if graph not in (False, True, "passes"):
+        if graph != "passes" and not isinstance(graph, bool):
             raise HyperkronError(f"graph={graph!r} is unknown; use True, 'passes' or False.")
         if graph is True:
             self._check_graph()
@@ -210,11 +210,12 @@ class Implicit(Hypergradient):
         early = self.curvature.lean and not point.recording and not point.brief_passes
         first = _outer_gradients(point) if early else None
         operator = self.curvature.operator(point, state.curvature)
+        preconditioner = self._preconditioner(point, state)  # its pass comes before b, which it would overwrite
         value, b, direct = first or _outer_gradients(point)
         del first
         if point.dtype == torch.float16:  # whose range is too narrow for v: the cross term takes it in float32
             b = trees.widened(b)
-        v, solution = self._solve(point, operator, b, start)
+        v, solution = self._solve(point, operator, b, start, preconditioner)
         if point.brief_passes:  # b is, and v may be b itself
             v = {name: x.clone() if x.data_ptr() == b[name].data_ptr() else x for name, x in v.items()}
         del b
@@ -227,8 +228,9 @@ class Implicit(Hypergradient):
         point.finite("hypergradient", trees.norm(grads), "raise damping, or look for extreme values in the batches")
         return Answer(point.execution.later(value), grads, solution, point.notes)
 
-    def _solve(self, point: Point, operator: Operator, b: Tree, start: Tree | None) -> tuple[Tree, Pending[Solution]]:
-        preconditioner = self._preconditioner(point, self.state)
+    def _solve(
+        self, point: Point, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None
+    ) -> tuple[Tree, Pending[Solution]]:
         if point.recording:
             return self.solver.record(operator, b, point.execution, start=start, preconditioner=preconditioner)
         solution = self.solver.solve(operator, b, start=start, preconditioner=preconditioner)

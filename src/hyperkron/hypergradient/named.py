@@ -209,7 +209,7 @@ def gradient_descent(
         curvature: default: ``Hessian(damping)``.
         preconditioner: M, a curvature with an inverse such as ``KFAC(1.0)``; ``None``: M = I.
         warm_start: start from the previous solution.
-        cross, graph: see :class:`hyperkron.Implicit`; a graph needs ``step`` and no preconditioner.
+        cross, graph: see :class:`hyperkron.Implicit`; ``graph=True`` needs ``step`` and no preconditioner.
 
     Reference: Arbel & Mairal, "Amortized implicit differentiation for stochastic bilevel optimization" (ICLR 2022).
     """

@@ -27,7 +27,7 @@ from hyperkron.solution import HyperkronError, warn_once
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class _RecordedPass:
     """A recorded pass; its vectors, and those of its results that lie in the shared memory."""
 
     key: object
@@ -44,7 +44,7 @@ class _Recorded:
         self.generator_copies.before_replay()
         found, checks = self.recording.replay()
         for value, error in checks:
-            point.execution.check_finite(value, error)
+            point.execution.check_finite(value.clone(), error)  # the next pass may have its memory
         return _mapped(found, lambda x: x if id(x) in self.shared else x.clone())
 
 
@@ -52,7 +52,7 @@ class RecordedPasses:
     """The recorded passes of one hypergradient, made after the step that first needed them."""
 
     def __init__(self) -> None:
-        self._recorded: dict[str, _Recorded] = {}
+        self._recorded: dict[str, _RecordedPass] = {}
         self._noted: dict[str, Pass[Any]] = {}  # with shapes in place of vectors
         self._batches: StaticBatch | None = None
         self._memory: SharedMemory | None = None
@@ -162,13 +162,14 @@ class RecordedPasses:
         """
         given = {name: torch.zeros_like(x, device=self._device) for name, x in one.given.items()}
         drawn = [(generator, generator.get_state()) for generator in one.generators]
-        with generator_copies.active(), self._place(generator_copies) as point:
-            found = list(map(_shape, one.brief(one.work(point, given))))
-        for generator, before in drawn:
-            generator.set_state(before)
-        return found
+        try:
+            with generator_copies.active(), self._place(generator_copies) as point:
+                return list(map(_shape, one.brief(one.work(point, given))))
+        finally:
+            for generator, before in drawn:
+                generator.set_state(before)
 
-    def _record(self, one: Pass[Any], generator_copies: GeneratorCopies) -> _Recorded:
+    def _record(self, one: Pass[Any], generator_copies: GeneratorCopies) -> _RecordedPass:
         """Record a pass; it is not carried out."""
         memory, shared = self._memory, set[int]()
         assert memory is not None
@@ -180,7 +181,7 @@ class RecordedPasses:
                 generators=[*one.generators, *generator_copies.copies],
                 pool=next((x.recording.pool for x in self._recorded.values()), None),
             )
-        return _Recorded(one.key(), given, recording, shared, generator_copies)
+        return _RecordedPass(one.key(), given, recording, shared, generator_copies)
 
     def _give_up(self, reason: str) -> None:
         self._given_up, self._fitting = True, False

@@ -171,9 +171,10 @@ def _first(error: BaseException) -> BaseException:
 
 
 def places(*modules: nn.Module) -> tuple[object, ...]:
-    """Where the parameters and buffers of modules lie, and their modes: a recording holds for these only."""
+    """The parts of modules, their modes and hooks, and where parameters and buffers lie: a recording is for these."""
     tensors = [x for m in modules for x in (*m.parameters(), *m.buffers())]
+    parts = [part for m in modules for part in m.modules()]
     return (
         *((x.data_ptr(), x.requires_grad) for x in tensors),
-        *(part.training for m in modules for part in m.modules()),
+        *((id(part), part.training, len(part._forward_hooks), len(part._forward_pre_hooks)) for part in parts),
     )
