@@ -18,7 +18,7 @@ import replaying
 from hyperkron import solution
 from hyperkron.cleaning.models import resnet18
 from hyperkron.curvature import KroneckerState
-from hyperkron.hypergradient import replay
+from hyperkron.hypergradient import recordings, replay
 from hyperkron.kernels.execution import Execution
 from replaying import METHOD, PROBLEM, Batch, Rerun, batch, close, inner, made, network, outer, trained
 
@@ -186,7 +186,7 @@ def test_objectives_defined_anew_in_every_step_are_given_up(device: str) -> None
 
     with pytest.warns(hk.HyperkronWarning, match="others in every step"):
         steps()
-    assert Rerun.made == replay.WASTED
+    assert Rerun.made == recordings.WASTED
 
 
 def test_a_loaded_state_is_continued(device: str) -> None:

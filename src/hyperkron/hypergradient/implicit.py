@@ -21,7 +21,8 @@ from hyperkron.evaluation.point import Point, independent
 from hyperkron.hypergradient.base import Hypergradient
 from hyperkron.hypergradient.passes import RecordedPasses
 from hyperkron.hypergradient.precision import too_coarse
-from hyperkron.hypergradient.replay import Answer, Replays, Request
+from hyperkron.hypergradient.recordings import Answer, Request
+from hyperkron.hypergradient.replay import Replays
 from hyperkron.kernels import graphs
 from hyperkron.kernels.execution import Pending
 from hyperkron.problem import BilevelProblem

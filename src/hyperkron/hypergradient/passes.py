@@ -20,10 +20,10 @@ from torch import Tensor
 
 from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.point import Point
-from hyperkron.hypergradient.replay import MISFITS, WASTED, Request
+from hyperkron.hypergradient.recordings import Recordings, Request
 from hyperkron.kernels.graphs import GeneratorCopies, Recording, SharedMemory, StaticBatch
 from hyperkron.kernels.selection import LayoutError
-from hyperkron.solution import HyperkronError, warn_once
+from hyperkron.solution import HyperkronError
 
 
 @dataclass(frozen=True)
@@ -48,46 +48,37 @@ class _RecordedPass:
         return _mapped(found, lambda x: x if id(x) in self.shared else x.clone())
 
 
-class RecordedPasses:
+class RecordedPasses(Recordings):
     """The recorded passes of one hypergradient, made after the step that first needed them."""
 
+    no_effect = "graph='passes' has no effect, because a pass cannot be recorded as a CUDA graph"
+
     def __init__(self) -> None:
+        super().__init__()
         self._recorded: dict[str, _RecordedPass] = {}
         self._noted: dict[str, Pass[Any]] = {}  # with shapes in place of vectors
         self._batches: StaticBatch | None = None
         self._memory: SharedMemory | None = None
         self._wanted: Request | None = None
-        self._key: object = None
-        self._dropped = self._served = self._misfits = 0
-        self._given_up = self._fitting = False
+        self._dropped = 0
+        self._fitting = False
 
     def step(self, wanted: Request) -> None:
         """A step begins: whether recordings hold for it."""
         self._wanted, self._noted = wanted, {}
-        if wanted.autocast is not None and torch.is_autocast_cache_enabled() and not self._given_up:
-            self._give_up("autocast keeps casts of earlier weights; use torch.autocast(..., cache_enabled=False)")
+        self._refuse_kept_casts(wanted)
         self._fitting = not self._given_up and wanted.problem.group.size == 1 and self._fits(wanted)
         if self._fitting and self._batches is not None:
             self._batches.fill(wanted.batches[:3])
 
     def _fits(self, wanted: Request) -> bool:
-        key = wanted.surroundings()
-        if key != self._key:
-            self._key = key
-            self._drop()
-        if self._batches is None or self._batches.fits(wanted.batches[:3]):
-            self._misfits = 0
-            return True
-        self._misfits += 1
-        if self._misfits >= MISFITS:
-            self._drop()
-        return False
+        fit = self._hold(wanted.surroundings(), lambda: self._batches is None or self._batches.fits(wanted.batches[:3]))
+        self._refuse_waste(self._dropped)
+        return fit and not self._given_up
 
     def _drop(self) -> None:
         self._dropped += bool(self._recorded)
         self._recorded, self._batches, self._memory = {}, None, None
-        if self._dropped > WASTED and self._served < 2 * self._dropped:
-            self._give_up("the objectives, or the memory of model and hyper, are others in every step")
 
     @property
     def passes(self) -> Passes | None:
@@ -109,8 +100,8 @@ class RecordedPasses:
         """The step at ``point`` is over: record the passes that were not."""
         if not self._fitting or not self._noted:
             return
-        if point.drew_on_host:
-            self._give_up("evaluations draw random numbers on the CPU, which would be the same ones in every step")
+        self._refuse_draws_on_host(point)
+        if self._given_up:
             return
         noted, self._noted = list(self._noted.values()), {}
         try:
@@ -182,12 +173,6 @@ class RecordedPasses:
                 pool=next((x.recording.pool for x in self._recorded.values()), None),
             )
         return _RecordedPass(one.key(), given, recording, shared, generator_copies)
-
-    def _give_up(self, reason: str) -> None:
-        self._given_up, self._fitting = True, False
-        self._recorded, self._batches, self._memory = {}, None, None
-        text = "graph='passes' has no effect, because a pass cannot be recorded as a CUDA graph"
-        warn_once("graph-passes", f"{text}: {reason}.")
 
 
 def _handed_over(one: Pass[Any], found: Any, memory: SharedMemory, shared: set[int]) -> Any:

@@ -11,76 +11,23 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hyperkron import trees
-from hyperkron.cross.state import CrossState, inner_key
-from hyperkron.curvature import Curvature, CurvatureState
+from hyperkron.cross.state import inner_key
+from hyperkron.curvature import CurvatureState
 from hyperkron.evaluation.point import Point
+from hyperkron.hypergradient.recordings import Answer, Recordings, Request
 from hyperkron.kernels.execution import Execution, Pending
-from hyperkron.kernels.graphs import GeneratorCopies, Recording, StaticBatch, places
+from hyperkron.kernels.graphs import GeneratorCopies, Recording, StaticBatch
 from hyperkron.kernels.selection import LayoutError
-from hyperkron.problem import BilevelProblem
-from hyperkron.solution import HyperkronError, Solution, Status, warn_once
-from hyperkron.trees import Tree
+from hyperkron.solution import HyperkronError, Status
 
-MISFITS = 3
-"""After this many batches in a row of other shapes, new recordings are made."""
 REFUSED = 2
 """After this many replays that had to be done again, and fewer that served, no more are made."""
-WASTED = 4
-"""After this many recordings of which most served one step only, no more are made."""
-
-
-class Answer(NamedTuple):
-    """What a step found: J_out, dΦ/dλ, the solve, and notes."""
-
-    value: Pending[list[float]]
-    grads: Tree
-    solution: Pending[Solution]
-    notes: dict[str, str]
-
-
-class Request(NamedTuple):
-    """A step that is wanted: what it does, at which point and on which batches, and the states it uses."""
-
-    work: Callable[[Point, Tree | None], Answer]  # the formula, its solve begun at a tree or at zero
-    problem: BilevelProblem
-    model: nn.Module
-    hyper: nn.Module
-    batches: tuple[Any, Any, Any, Tree | None]  # inner, outer, the curvature's or None; where the solve begins
-    method: Curvature
-    curvature: CurvatureState
-    cross: CrossState
-    refreshing: bool  # whether the curvature is measured again
-    plain: bool = False  # whether the objectives are evaluated without autocast
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """The dtype under which the model runs by ``torch.autocast``."""
-        kind = next(self.model.parameters()).device.type
-        enabled = torch.is_autocast_enabled(kind) and not self.plain
-        return torch.get_autocast_dtype(kind) if enabled else None
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """What the curvature draws random numbers from."""
-        return self.curvature.generators(next(self.model.parameters()).device)
-
-    def surroundings(self) -> object:
-        """What must not change between the recording of a pass and its replay, but for batches."""
-        modes = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, self.autocast)
-        objectives = self.problem.inner, self.problem.outer, self.plain
-        return objectives, places(self.model, self.hyper), modes
-
-    def key(self) -> object:
-        """The same for that of a whole step."""
-        return self.surroundings(), self.method.constants(self.curvature)
 
 
 @dataclass(frozen=True)
@@ -107,15 +54,16 @@ class _Step:
         return answer._replace(grads=trees.map(Tensor.clone, answer.grads), solution=Pending.ready(solution))
 
 
-class Replays:
+class Replays(Recordings):
     """The recordings of one hypergradient, made when they are needed and dropped when they no longer fit."""
 
+    no_effect = "graph=True has no effect, because a step cannot be recorded as a CUDA graph"
+
     def __init__(self) -> None:
+        super().__init__()
         self._steps: dict[bool, _Step] = {}  # by whether the curvature is measured again
         self._home: CurvatureState | None = None  # whose measurement they use
-        self._key: object = None
-        self._made = self._served = self._misfits = self._refused = 0
-        self._given_up = False
+        self._made = self._refused = 0
         self._possible = False  # after an ordinary step
 
     @property
@@ -125,13 +73,11 @@ class Replays:
     def saw(self, point: Point) -> None:
         """An ordinary step was done at ``point``: whether the next one can be recorded."""
         self._possible = True
-        if point.drew_on_host and not self._given_up:
-            self._give_up("evaluations draw random numbers on the CPU, which would be the same ones in every step")
+        self._refuse_draws_on_host(point)
 
     def step(self, wanted: Request) -> Answer | None:
         """One step by its recording, which is made first where there is none; ``None``: do it the ordinary way."""
-        if wanted.autocast is not None and torch.is_autocast_cache_enabled() and not self._given_up:
-            self._give_up("autocast keeps casts of earlier weights; use torch.autocast(..., cache_enabled=False)")
+        self._refuse_kept_casts(wanted)
         decided = wanted.cross.decided(inner_key(wanted.problem, wanted.model, wanted.hyper))
         recordable = wanted.method.constants(wanted.curvature) is not None
         if self._given_up or not self._possible or not decided or not recordable or not self._fits(wanted):
@@ -147,18 +93,7 @@ class Replays:
         return self._replayed(wanted)
 
     def _fits(self, wanted: Request) -> bool:
-        """Whether recordings, if there are any, hold for this step; those that never will again are dropped."""
-        key = wanted.key()
-        if key != self._key:
-            self._key = key
-            self._drop()
-        if all(step.batches.fits(wanted.batches) for step in self._steps.values()):
-            self._misfits = 0
-            return True
-        self._misfits += 1
-        if self._misfits >= MISFITS:
-            self._drop()
-        return False
+        return self._hold(wanted.key(), lambda: all(step.batches.fits(wanted.batches) for step in self._steps.values()))
 
     def _drop(self) -> None:
         self._steps, self._home = {}, None
@@ -188,8 +123,8 @@ class Replays:
     def _recorded(self, wanted: Request) -> _Step | None:
         """Record a step, leaving all states as they were; ``None`` with a warning where it cannot be recorded."""
         self._made += 1
-        if self._made > WASTED and self._served < 2 * self._made:
-            self._give_up("the objectives, or the memory of model and hyper, are others in every step")
+        self._refuse_waste(self._made)
+        if self._given_up:
             return None
         static, generators = StaticBatch(wanted.batches), wanted.generators
         inner, outer, other, start = static.value
@@ -221,11 +156,6 @@ class Replays:
         finally:
             _restore(states)
         return _Step(static, recording, generator_copies, point.execution, made)
-
-    def _give_up(self, reason: str) -> None:
-        self._given_up = True
-        self._drop()
-        warn_once("graph", f"graph=True has no effect, because a step cannot be recorded as a CUDA graph: {reason}.")
 
     def _replayed(self, wanted: Request) -> Answer | None:
         """Carry the recording out; where it fails, leave the states as they were but for tensors it has spoilt."""
