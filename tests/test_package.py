@@ -56,6 +56,7 @@ def test_a_name_that_is_not_there() -> None:
         from hyperkron import kfacc  # type: ignore[attr-defined]  # noqa: F401
 
 
+@pytest.mark.long
 def test_every_part_can_be_the_first_that_is_imported() -> None:
     """The names come late, so no part may count on the others having been imported before it."""
     parts = [f"hyperkron.{part.name}" for part in pkgutil.iter_modules([str(SRC)]) if part.name != "__main__"]

@@ -136,6 +136,7 @@ def data() -> Blobs:
     return blobs()
 
 
+@pytest.mark.long
 def test_a_forest_that_is_delivered_can_be_loaded_and_resumed(
     data: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_query_needs_no_label(folder: Path, tmp_path: Path) -> None:
         explain(folder / "run", other)
 
 
+@pytest.mark.long
 def test_a_run_with_annotators_is_explained(tmp_path: Path) -> None:
     data = blobs(rows=60)
     write_csv(tmp_path / "trusted.csv", data.trusted)
@@ -164,6 +165,7 @@ def test_reopening_gives_the_result_that_was(folder: Path) -> None:
     assert continued(folder / "run", None, None, None, writes=False).verdict == told["verdict"]
 
 
+@pytest.mark.long
 def test_where_trees_have_won_a_network_is_explained(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

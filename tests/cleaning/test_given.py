@@ -161,6 +161,7 @@ def test_lists_of_texts(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(found.weights[KEPT], alone.weights) and torch.equal(found.suggested[KEPT], alone.suggested)
 
 
+@pytest.mark.long
 def test_rows_left_out_first_shift_nothing(data: Blobs) -> None:
     """The first ten of 130 rows are in the trusted set: the answers are those about the others alone."""
     x = data.x.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,6 +67,7 @@ def test_frequencies_of_rare_classes_come_from_the_labels_where_the_opinion_is_o
     assert abs(float(doubt.mean()) - float((given != true).double().mean())) < 0.02
 
 
+@pytest.mark.long
 def test_labels_that_go_by_the_input_are_not_taken_for_evidence_and_others_are() -> None:
     random, true = torch.Generator().manual_seed(0), torch.arange(6000) % 3
     x = _normal(true, random).double()

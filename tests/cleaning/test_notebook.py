@@ -68,6 +68,7 @@ def test_the_bar_and_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fold models" in told.getvalue() and "left" in told.getvalue()
 
 
+@pytest.mark.long
 def test_a_run_is_replaced_if_that_is_asked_for(tmp_path: Path) -> None:
     data = blobs(rows=60)
     out = tmp_path / "run"

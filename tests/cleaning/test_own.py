@@ -61,6 +61,7 @@ def test_a_file_may_name_the_classes(tmp_path: Path, data: Blobs) -> None:
         assert found is not None and torch.allclose(found, p)
 
 
+@pytest.mark.long
 def test_a_good_expert_helps(data: Blobs) -> None:
     alone = clean(data.train, data.trusted, config=NONE)
     helped = clean(data.train, data.trusted, config=NONE, probabilities=opinions(data, 0.98))

@@ -117,6 +117,7 @@ def test_texts_with_hashed_ngrams(tmp_path: Path) -> None:
         again.predict(["a", 3])
 
 
+@pytest.mark.long
 def test_pictures_and_arrays(tmp_path: Path, data: Blobs) -> None:
     pictures = torch.randint(0, 255, (40, 1, 8, 8), generator=torch.Generator().manual_seed(0)).byte()
     labels = [i % 2 for i in range(40)]

@@ -304,6 +304,7 @@ def test_another_encoder_is_refused(texts: Texts, monkeypatch: pytest.MonkeyPatc
     assert "is not the one" in refused(out, lambda: resume(out))
 
 
+@pytest.mark.long
 def test_hashed_ngrams_are_recorded_and_kept(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
     out = texts.begin("run", HASHED)
     assert json.loads((out / "config.json").read_text())["encoder"] == {"name": HASHED, "sha256": None}

@@ -276,6 +276,7 @@ def test_a_folder_that_cannot_be_written_to(data: Blobs, tmp_path: Path, monkeyp
         clean(data.train, data.trusted, config=NONE, out=tmp_path / "locked")
 
 
+@pytest.mark.long
 def test_an_encoder_whose_last_layer_is_trained(texts: Texts) -> None:
     config = texts.config(layers=1)
     found = clean(*texts.parts, test=texts.parts[1], config=config)
@@ -295,6 +296,7 @@ def test_embedding_has_a_bar_of_its_own(texts: Texts, layers: int) -> None:
     assert watch.by_bar[:bars] == watch.totals[:bars] and 0 < watch.by_bar[bars] <= watch.totals[bars]
 
 
+@pytest.mark.long
 def test_embedding_can_be_interrupted_and_resumed(texts: Texts, tmp_path: Path) -> None:
     for name, part in zip(("train", "trusted"), texts.parts, strict=True):
         lines = [json.dumps({"text": x, "label": y}) for x, y in zip(part["x"], part["y"], strict=True)]

@@ -172,6 +172,7 @@ def test_nothing_that_is_judged_has_seen_the_labels_that_judge_it(monkeypatch: p
         assert name == "noisy" or not torch.equal(after[name][views[0].held_out], answer[views[0].held_out])
 
 
+@pytest.mark.long
 def test_every_candidate_is_delivered_as_it_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same plan, from all noisy rows; ours at its own rate."""
     quicken(monkeypatch)

@@ -99,6 +99,7 @@ def test_a_mistake_in_the_command_ends_with_2(capsys: Captured) -> None:
         assert stop.value.code == 2 and "usage: python -m experiments.paper" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_it_runs_as_a_module_from_the_checkout() -> None:
     command = [sys.executable, "-m", "experiments.paper", "list"]
     done = subprocess.run(command, cwd=records.ROOT, capture_output=True, text=True, timeout=120, check=False)

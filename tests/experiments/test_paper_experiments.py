@@ -181,6 +181,7 @@ def test_the_figure_that_counts_is_chosen_by_the_second_validation_part(monkeypa
     assert found["lowest_test_loss"] == 0.5  # as the paper reports it, beside ours
 
 
+@pytest.mark.long
 def test_every_method_runs_from_the_same_start_and_moves_its_weights() -> None:
     split, case = _split(), Case(batch=100)
     for name, method in methods(RATES).items():

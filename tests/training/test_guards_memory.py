@@ -91,6 +91,7 @@ def test_a_repeated_step_is_the_one_that_would_have_been(loader: bool, tmp_path:
     )
 
 
+@pytest.mark.long
 def test_the_micro_batch_is_kept_in_checkpoints(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
