@@ -21,9 +21,10 @@ from typing import Any
 from experiments.paper import costs, datasets, side_by_side
 from experiments.paper import poisoning_attacks as attacks
 from experiments.paper import poisoning_problem as base
+from experiments.paper.costs import FOLLOWER
 from experiments.paper.datasets import Images
 from experiments.paper.entries import Entry, Found, Stage, compete
-from experiments.paper.poisoning_attacks import ALGORITHMS, FOLLOWER, Poison
+from experiments.paper.poisoning_attacks import ALGORITHMS, Poison
 from experiments.paper.poisoning_page import NOTE, tables, verdict
 from experiments.paper.poisoning_problem import Case, Split, Starts
 from experiments.paper.recipe import LISTED, Job, Recipe, Scale

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.paper import costs
 from experiments.paper.compare import known, mean
-from experiments.paper.poisoning_attacks import FOLLOWER
+from experiments.paper.costs import FOLLOWER
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Judgement, Result, Table, Verdict, by_cases
 from experiments.paper.tuning import Difference, interval, shown

@@ -7,8 +7,8 @@ import torch
 
 from experiments import records
 from experiments.paper import application_costs as costs
+from experiments.paper.costs import FOLLOWER
 from experiments.paper.costs import alone as recorded
-from experiments.paper.poisoning_attacks import FOLLOWER
 
 
 @pytest.mark.parametrize(

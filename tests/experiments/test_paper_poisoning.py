@@ -130,6 +130,25 @@ def test_an_interrupted_attack_continues_as_if_nothing_had_happened(done: int, s
     assert torch.equal(found.rows[0], whole.rows[0])
 
 
+def test_rows_kept_for_the_steps_of_theta_are_those_that_lambda_makes(split: Split, starts: Starts) -> None:
+    """J_in and its gradient to θ are the problem's own, also after steps of λ."""
+    setting = {"inner": 0.1, "outer": 3e-2, "damping": 1e-2}
+    run = poisoning_attacks.prepare(CASE, split, starts, "TGDA-CG", setting, 1, relative=True)
+    batch, model, lead = poisoning_problem.Both(split, CASE, 1).next(), run.state.model, run.state.hyper
+    fixed = poisoning_problem.FixedRows(starts(1)[0], split.origin, CASE.share)
+
+    def derivatives(inner: Any) -> list[Tensor]:
+        value = inner(model, lead, batch)
+        value = value if isinstance(value, Tensor) else value.value
+        return [value.detach(), *torch.autograd.grad(value, list(model.parameters()))]
+
+    for _ in range(2):
+        torch.testing.assert_close(derivatives(run.state.loop._objective), derivatives(run.state.problem.inner))
+        run.advance(4)
+    first, now = float(derivatives(fixed.inner)[0]), float(derivatives(run.state.problem.inner)[0])
+    assert abs(first - now) > 1e-4  # λ has moved: rows that were not made again would be seen
+
+
 def test_flipped_labels_are_all_wrong(split: Split) -> None:
     x, y = poisoning_attacks.flipped(split).rows
     assert torch.equal(x, split.origin[0]) and not bool((y == split.origin[1]).any())
@@ -161,7 +180,7 @@ def test_a_run_that_fails_adds_the_copies_it_began_with(split: Split, starts: St
     setting = {"inner": 1e38, "outer": 0.1, "damping": 1e-2}
     found = poisoning_attacks.bilevel(CASE, split, starts, "TGDA-CG", setting, 1, relative=False)
     assert found.facts["failed"] and found.facts["moved"] is None and found.facts["error"]
-    torch.testing.assert_close(found.rows[0], poisoning_attacks.made(starts(1)[0], split.origin))
+    torch.testing.assert_close(found.rows[0], poisoning_problem.made(starts(1)[0], split.origin))
 
 
 def test_it_is_recorded_how_often_cg_met_a_negative_curvature(split: Split, starts: Starts) -> None:
