@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import oracles
 from experiments.paper import poisoning, poisoning_attacks, poisoning_page, poisoning_problem
+from experiments.paper.entries import missing
 from experiments.paper.poisoning_problem import Case, Leader, Split, Starts
 from experiments.paper.recipe import Result, Verdict
 from hyperkron.cleaning.models import mlp
@@ -231,6 +232,14 @@ def _result(kfac_drop: dict[str, float], moved: float = 0.3, cg_drop: float = 1.
     return Result("poisoning", "small", (1, 2, 3), figures)
 
 
+def test_a_drop_that_is_not_known_well_enough_is_not_called_reproduced() -> None:
+    """Where a small drop is printed, zero is near it, and only the width of the interval tells."""
+    wide, narrow, off = [-1.78, 1.42], [0.1, 0.3, 0.1], [6.0, 9.0, 12.0]
+    assert [poisoning_page.cell(x, 0.17) for x in (wide, narrow)] == [Verdict.REFUSED, Verdict.REPRODUCED]
+    assert poisoning_page.cell([0.3, 0.1, 1.1], 0.05) is Verdict.REFUSED
+    assert poisoning_page.cell(off, 0.17) is Verdict.TREND  # wide, but clearly larger
+
+
 @pytest.mark.parametrize(
     ("result", "wanted"),
     [
@@ -265,6 +274,26 @@ def test_tables_have_the_printed_drop_beside_ours() -> None:
     assert defence.rows == [["LR", "label flip", "9", "50.0 %", "25.0 %", "92.00", "91.00", "91.50"]]
 
 
+def test_long_attacks_take_the_step_size_of_the_short_ones_and_wait_for_it(tmp_path: Path) -> None:
+    recipe, source = poisoning.RECIPES[0], poisoning.Source
+    parts = (poisoning.Part("MLP", "own", ("TGDA-CG",)), poisoning.Part("MLP", "long", ("TGDA-CG",), 1))
+    short = replace(poisoning.TINY, network="mlp", steps=1, inner_steps=1)
+    settings = replace(poisoning.SETTINGS["smoke"], parts=parts, trials=2, cases={"MLP": short})
+    job = replace(recipe, settings={"smoke": settings}).job("smoke", 1, torch.device("cpu"), tmp_path)
+    own, long = poisoning._stages(job, source(job))
+    assert own.entries and not long.entries
+    keys = [key for key, task in missing(job, [own], 1) if task.seed is None]
+    assert len(keys) == 2
+    for key, loss in zip(keys, (90.0, 80.0), strict=True):
+        job.cells.put(key, {"loss": loss}, 0.0)
+    (entry,) = poisoning._stages(job, source(job))[1].entries
+    assert entry.grid == {name: (value,) for name, value in keys[1][3].items()}
+    assert entry.final(keys[1][3], 1)["steps"] == poisoning.LONG
+    result = _result({"MLP": 2.0})
+    result.figures["models"]["MLP"]["arms"]["long"] = {"TGDA-CG": _of([1.5])}
+    assert poisoning_page.tables(result)[1].rows == [["MLP", "TGDA-CG", "1.48", "1.00", "1.50", "30 %", "1"]]
+
+
 def test_a_model_without_its_data_waits(tmp_path: Path) -> None:
     """Its stages are there but empty, so that tasks keep their numbers."""
     recipe = poisoning.RECIPES[0]
@@ -278,7 +307,8 @@ def test_a_model_without_its_data_waits(tmp_path: Path) -> None:
         assert poisoning.absent(job, "CNN") is wanted
         found = poisoning._stages(job, poisoning.Source(job))
         assert len(found) == len(settings.parts)
-        assert [not x.entries for x in found] == [wanted and x.name.startswith("CNN") for x in found]
+        short = [x for x in found if not x.name.endswith("/long")]
+        assert [not x.entries for x in short] == [wanted and x.name.startswith("CNN") for x in short]
 
 
 def test_the_cases_have_the_printed_share() -> None:
