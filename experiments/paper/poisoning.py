@@ -306,9 +306,11 @@ def fill(job: Job, recipe: Recipe, count: int) -> None:
 
 def parts_for(models: Sequence[str], seeds: int | None = None) -> tuple[Part, ...]:
     """The decisive methods of every model first, then a long attack, the printed step sizes, and further curvatures."""
-    decisive = (("reference", REFERENCES), ("own", DECISIVE))
-    first = [Part(model, arm, methods, seeds) for model in models for arm, methods in decisive]
-    first += [Part(model, "long", DECISIVE, 1) for model in models if model == "MLP"]
+    first = []
+    for model in models:
+        first += [Part(model, "reference", REFERENCES, seeds), Part(model, "own", DECISIVE, seeds)]
+        first += [Part(model, "long", DECISIVE[1:], 1)] if model == "MLP" else []
+    first += [Part(model, "long", DECISIVE[:1], 1) for model in models if model == "MLP"]
     first += [Part(model, "own", (*FIRST[2:], NOISE), seeds) for model in models]
     printed = [Part(model, "printed", FIRST, seeds) for model in models]
     return (*first, *printed, *(Part(model, arm, BESIDE, seeds) for model in models for arm in ("own", "printed")))
