@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import oracles
-from experiments.paper import poisoning, poisoning_attacks, poisoning_page, poisoning_problem
+from experiments import records
+from experiments.paper import poisoning, poisoning_attacks, poisoning_curve, poisoning_page, poisoning_problem
 from experiments.paper.entries import missing
 from experiments.paper.poisoning_problem import Case, Leader, Split, Starts
 from experiments.paper.recipe import Result, Verdict
+from experiments.pieces import Lines
 from hyperkron.cleaning.models import mlp
 from hyperkron.curvature import Hessian
 from hyperkron.hypergradient import Implicit, cg, ekfac, kfac
@@ -309,6 +311,27 @@ def test_a_model_without_its_data_waits(tmp_path: Path) -> None:
         assert len(found) == len(settings.parts)
         short = [x for x in found if not x.name.endswith("/long")]
         assert [not x.entries for x in short] == [wanted and x.name.startswith("CNN") for x in short]
+
+
+def test_a_curve_has_the_accuracy_of_every_look(tmp_path: Path, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poisoning_curve, "EVERY", 1)
+    poisoning_curve.main(["--toy", "--model", "LR", "--seed", "3", "--out", str(tmp_path / "x.jsonl")])
+    (row,) = Lines(tmp_path / "x.jsonl").rows
+    case = poisoning.TINY
+    rows = poisoning_problem.split_of(case, poisoning_problem.load(case), 3)
+    plain = poisoning_problem.trained(case, rows.clean, 103)  # what judges poison, without any
+    assert len(row["held_out"]) == case.epochs == 2
+    assert row["held_out"][-1] == poisoning_problem.accuracy(plain, rows.held_out) != row["held_out"][0]
+    assert row["test"] == poisoning_problem.accuracy(plain, rows.test)
+
+
+def test_the_page_has_the_recorded_curve() -> None:
+    page = (records.PAGES / "poisoning.md").read_text("utf-8")
+    (row,) = Lines(records.RESULTS / "paper" / "poisoning-curve.jsonl").rows
+    best = max(row["held_out"])
+    epochs = row["every"] * (row["held_out"].index(best) + 1)
+    said = f"accuracy is {best:.1f} % after {epochs} of the 100 epochs and {row['held_out'][-1]:.1f} % at the end"
+    assert said in page and f"{row['train']:.0f} % of its training rows right" in page
 
 
 def test_the_cases_have_the_printed_share() -> None:
