@@ -27,8 +27,9 @@ from experiments import records
 from experiments.paper import poisoning, unlearnable
 from experiments.paper import poisoning_attacks as attacks
 from experiments.paper import poisoning_problem as base
+from experiments.paper.costs import FOLLOWER
 from experiments.paper.recipe import Job, Scale
-from experiments.paper.unlearnable_attack import start
+from experiments.paper.unlearnable_attack import Attack, start
 from experiments.pieces import Cells, Lines
 from experiments.trial import clock_of
 from hyperkron.solution import HyperkronError
@@ -55,7 +56,7 @@ def poisoned(model: str, scale: Scale, device: torch.device, data: Path | None) 
     with poisoning.precision(case):
         return {
             name: attacks.prepare(case, split, starts, name, setting, 0, relative=False, clock=clock_of(device))
-            for name in (attacks.FOLLOWER, "TGDA-CG", "TGDA-KFAC-EMP")
+            for name in (FOLLOWER, "TGDA-CG", "TGDA-KFAC-EMP")
         }
 
 
@@ -66,8 +67,8 @@ def _job(recipe: Any, scale: Scale, device: torch.device, data: Path | None) -> 
 def unlearnable_runs(scale: Scale, device: torch.device, data: Path | None) -> Runs:
     """Table 6."""
     work = unlearnable.Work(_job(unlearnable, scale, device, data))
-    names = ("AID-CG", "AID-CG-16", "AID-KFAC")
-    return {name: start(work.case, work.data, name, "own", 1e-4, 25 / 255, 0) for name in names}
+    names = (FOLLOWER, "AID-CG", "AID-CG-16", "AID-KFAC")
+    return {name: start(work.case, work.data, Attack(name, "own", 1e-4, 25 / 255, 0)) for name in names}
 
 
 def long_tail_runs(scale: Scale, device: torch.device, data: Path | None) -> Runs:
@@ -101,7 +102,7 @@ TASKS: dict[str, tuple[str, Callable[[Scale, torch.device, Path | None], Runs]]]
     "poisoning MLP": ("TGDA-CG", lambda *where: poisoned("MLP", *where)),
     "poisoning LR": ("TGDA-CG", lambda *where: poisoned("LR", *where)),
     "poisoning CNN": ("TGDA-CG", lambda *where: poisoned("CNN", *where)),
-    "unlearnable": ("AID-CG", unlearnable_runs),
+    "unlearnable": ("AID-CG-16", unlearnable_runs),
     "pretraining": ("SAMA", pretraining_runs),
     "long-tail": ("MWN + SAMA", long_tail_runs),
 }

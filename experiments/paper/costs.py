@@ -11,6 +11,8 @@ from experiments.pieces import Lines
 
 RESULT = records.RESULTS / "paper" / "application-costs.jsonl"
 EARLIER = " (an earlier measurement, perhaps beside other jobs)"
+FOLLOWER = "steps of θ alone"
+"""What is subtracted from the time of an iteration to get that of the hypergradient."""
 KEPT = ("ms", "relative", "busy_ms", "kernels")
 
 

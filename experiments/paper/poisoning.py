@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,9 +21,10 @@ from typing import Any
 from experiments.paper import costs, datasets, side_by_side
 from experiments.paper import poisoning_attacks as attacks
 from experiments.paper import poisoning_problem as base
+from experiments.paper.costs import FOLLOWER
 from experiments.paper.datasets import Images
-from experiments.paper.entries import Entry, Found, Stage, compete
-from experiments.paper.poisoning_attacks import ALGORITHMS, FOLLOWER, Poison
+from experiments.paper.entries import Entry, Found, Stage, chosen, compete, missing
+from experiments.paper.poisoning_attacks import ALGORITHMS, Poison
 from experiments.paper.poisoning_page import NOTE, tables, verdict
 from experiments.paper.poisoning_problem import Case, Split, Starts
 from experiments.paper.recipe import LISTED, Job, Recipe, Scale
@@ -38,6 +39,10 @@ NOISE = "error-max noise"
 DECISIVE = ("TGDA-CG", "TGDA-KFAC-EMP")
 FIRST = (*DECISIVE, "BOME")
 BESIDE = ("TGDA-KFAC", "TGDA-EKFAC")
+LONG = 12
+"""How many times longer than the case's an attack of the arm ``long`` is: at small scale 12 000 steps, as printed."""
+PASSES = 2
+"""Over the parts: those of the arm ``long`` begin when step sizes have been chosen."""
 DEFENDED = ("label flip", NOISE, "TGDA-CG", "TGDA-KFAC-EMP")
 """The poisoned sets that the defence is measured on, for the first seed; of TGDA those of its own step sizes."""
 SHEETS = 5
@@ -46,10 +51,11 @@ SHEETS = 5
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of the experiment: a model, an arm (``reference``, ``printed``, ``own``), methods, and a number of seeds.
+    """A piece of the experiment: a model, an arm, methods, and a number of seeds.
 
     In the arm ``printed`` all have the step sizes that the paper prints. In the arm ``own`` each has the relative step
-    of λ that costs a network trained from scratch most on held-out rows.
+    of λ that costs a network trained from scratch most on held-out rows. ``long`` is ``own`` with :data:`LONG` times as
+    many steps, and ``reference`` needs none.
     """
 
     model: str
@@ -131,17 +137,26 @@ def saved(job: Job, key: list[Any]) -> Path:
     return job.cells.path.parent / "poisoning-checkpoints" / name
 
 
-def entry(job: Job, source: Source, part: Part, name: str) -> Entry:
-    """A method of a part; its score is the accuracy on held-out rows, which it is to lower."""
+def entry(job: Job, source: Source, part: Part, name: str, tuned: Setting | None = None) -> Entry:
+    """A method of a part; its score is the accuracy on held-out rows, which it is to lower.
+
+    ``tuned`` is the setting of the arm ``long``.
+    """
     settings: Settings = job.settings
     model, own = part.model, part.arm == "own"
     case, starts = source.case(model), source.starts(model)
+    if part.arm == "long":
+        case = replace(case, steps=LONG * case.steps)
+    defends = name in DEFENDED and part.arm in ("reference", "own")
 
     def poison(setting: Setting, seed: int, share: float) -> Poison | None:
         split = source.split(model, seed)
         if name in ALGORITHMS:
             folder = saved(job, [part.stage, name, setting, seed]) if share == 1 else None
-            found = attacks.bilevel(case, split, starts, name, setting, seed, relative=own, part=share, folder=folder)
+            relative = part.arm != "printed"
+            found = attacks.bilevel(
+                case, split, starts, name, setting, seed, relative=relative, part=share, folder=folder
+            )
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             return found
@@ -162,13 +177,15 @@ def entry(job: Job, source: Source, part: Part, name: str) -> Entry:
         with precision(case):
             made = poison(setting, seed, 1.0)
             found = {**({} if made is None else made.facts), **attacks.judged(case, split, made, seed, test=True)}
-            if made is not None and case.cleaned and seed == 1 and part.arm != "printed" and name in DEFENDED:
+            if made is not None and case.cleaned and seed == 1 and defends:
                 found["defence"] = attacks.defended(case, split, made, seed)
         return found
 
     grid: Grid = {} if name in REFERENCES else PRINTED
     if own:
         grid = {"bound": settings.bounds} if name == NOISE else {**PRINTED, "inner": (0.1,), "outer": settings.outer}
+    if tuned is not None:
+        grid = {key: (value,) for key, value in tuned.items()}
     return Entry(name, grid, score, final)
 
 
@@ -217,20 +234,39 @@ def stages_of(job: Job) -> tuple[list[Stage], int]:
 
 
 def _stages(job: Job, source: Source) -> list[Stage]:
-    """One for each part; it is empty where its data are absent and nothing of it is in the cache."""
-    made = []
+    """One for each part; it is empty where its data are absent and nothing of it is in the cache, and in the arm
+    ``long`` until the step sizes are chosen.
+    """
+    made: list[Stage] = []
     for part in job.settings.parts:
         waits = job.cells.get(["price", part.model, FOLLOWER]) is None and absent(job, part.model)
-        entries = [] if waits else [entry(job, source, part, name) for name in part.methods]
+        tuned: dict[str, Setting | None] = dict.fromkeys(part.methods)
+        if part.arm == "long":
+            tuned = dict(_chosen(job, [stage for stage in made if stage.name == f"{part.model}/own"], part.methods))
+        entries = [] if waits else [entry(job, source, part, name, setting) for name, setting in tuned.items()]
         made.append(Stage(part.stage, entries, part.seeds, int(job.settings.trials) if part.arm == "own" else 1))
     return made
+
+
+def _chosen(job: Job, stages: Sequence[Stage], names: Sequence[str]) -> Iterator[tuple[str, Setting]]:
+    """The settings of methods, from ``stages`` of the arm ``own``, if the trials of all of them are in the cache."""
+    left = {(task.stage, task.entry) for _, task in missing(job, stages, 1) if task.seed is None}
+    found = {
+        e.name: (stage, e)
+        for s, stage in enumerate(stages)
+        for i, e in enumerate(stage.entries)
+        if (s, i) not in left and e.name in names
+    }
+    if found.keys() == set(names):
+        yield from ((name, chosen(job, *found[name], 1)) for name in names)
 
 
 def work(job: Job) -> dict[str, Any]:
     """Prices, then every part, in order."""
     source = Source(job)
     price = prices(job, source)
-    found = compete(job, _stages(job, source), job.settings.trials)
+    for _ in range(PASSES):
+        found = compete(job, _stages(job, source), job.settings.trials)
     return {
         "models": {model: summary(found, model) for model in job.settings.cases},
         "prices": price,
@@ -241,7 +277,7 @@ def work(job: Job) -> dict[str, Any]:
 
 def summary(found: Found, model: str) -> dict[str, Any]:
     """Of one model: the clean accuracies by seed, and by arm and method the drops and what became of λ."""
-    arms = {arm: found.stages.get(f"{model}/{arm}", {}) for arm in ("reference", "printed", "own")}
+    arms = {arm: found.stages.get(f"{model}/{arm}", {}) for arm in ("reference", "printed", "own", "long")}
     clean = [run["test"] for run in arms["reference"].get("clean", {"runs": []})["runs"]]
     made: dict[str, Any] = {"clean": clean, "arms": {}, "defence": {}}
     for arm, entries in arms.items():
@@ -264,13 +300,18 @@ def summary(found: Found, model: str) -> dict[str, Any]:
 def fill(job: Job, recipe: Recipe, count: int) -> None:
     """Carry out what is missing in ``count`` processes; what is not finished at the deadline continues next time."""
     with suppress(OutOfTime), stopped_at(job.deadline):
-        side_by_side.fill(job, recipe, count)
+        for _ in range(PASSES):
+            side_by_side.fill(job, recipe, count)
 
 
 def parts_for(models: Sequence[str], seeds: int | None = None) -> tuple[Part, ...]:
-    """The decisive methods of every model first, then the printed step sizes, then the further curvatures."""
-    decisive = (("reference", REFERENCES), ("own", DECISIVE), ("own", (*FIRST[2:], NOISE)))
-    first = [Part(model, arm, methods, seeds) for model in models for arm, methods in decisive]
+    """The decisive methods of every model first, then a long attack, the printed step sizes, and further curvatures."""
+    first = []
+    for model in models:
+        first += [Part(model, "reference", REFERENCES, seeds), Part(model, "own", DECISIVE, seeds)]
+        first += [Part(model, "long", DECISIVE[1:], 1)] if model == "MLP" else []
+    first += [Part(model, "long", DECISIVE[:1], 1) for model in models if model == "MLP"]
+    first += [Part(model, "own", (*FIRST[2:], NOISE), seeds) for model in models]
     printed = [Part(model, "printed", FIRST, seeds) for model in models]
     return (*first, *printed, *(Part(model, arm, BESIDE, seeds) for model in models for arm in ("own", "printed")))
 
@@ -282,7 +323,12 @@ TINY = Case("digits", "linear", (300, 100, 100), 50, 12, steps=3, inner_steps=2,
 SETTINGS: dict[Scale, Settings] = {
     "smoke": Settings(
         {"LR": replace(TINY, cleaned=120), "MLP": replace(TINY, network="mlp"), "CNN": replace(TINY, network="cnn")},
-        (*parts_for(("LR",)), Part("MLP", "own", ("TGDA-CG",)), *parts_for(("CNN",))[:3]),
+        (
+            *parts_for(("LR",)),
+            Part("MLP", "own", ("TGDA-CG",)),
+            Part("MLP", "long", ("TGDA-CG",)),
+            *parts_for(("CNN",))[:3],
+        ),
         trials=1,
         short=0.5,
         timed=1,

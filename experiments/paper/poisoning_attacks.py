@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from experiments import trial
 from experiments.paper import poisoning_problem as base
+from experiments.paper.costs import FOLLOWER
 from experiments.paper.poisoning_problem import CLASSES, Case, Part, Shuffled, Split, Starts, accuracy, joined
 from experiments.paper.tuning import Setting
 from hyperkron import losses
@@ -45,8 +46,6 @@ ALGORITHMS: dict[str, Made] = {
     "BOME": lambda case, damping, seed: BOME(max(1, case.inner_steps // 2), 0.5),
 }
 """The bilevel methods; without a GPU ``graph`` has no effect. CG's matrix is the Hessian of J_in."""
-FOLLOWER = "steps of θ alone"
-"""What is subtracted from the price of a step to get that of the hypergradient."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +83,12 @@ def prepare(
     callbacks: list[Callback] = [trial.RelativeStep(setting["outer"], count)] if relative else []
     if folder is not None:
         callbacks.append(Checkpoint(folder, every=max(1, case.steps // SAVES), keep=1))
-    rows = base.Both(Shuffled(split.train, case.batch, seed), Shuffled(split.origin, case.added, seed + 1))
-    return fit(
+    run = fit(
         base.problem(case.share),
         follower,
         lead,
         algorithm,
-        rows,
+        base.Both(split, case, seed),
         Shuffled(split.validation, case.batch, seed + 2),
         steps=0,
         resume=folder,
@@ -102,6 +100,8 @@ def prepare(
         seed=None,
         **options,
     )
+    base.FixedRows(lead, split.origin, case.share).attach(run)
+    return run
 
 
 def bilevel(
@@ -130,7 +130,7 @@ def bilevel(
     except RuntimeError as found:  # of the device; other runs go on
         error = f"{found!s:.200}"
     after = run.state.hyper
-    first, rows = made(before, split.origin), made(after, split.origin)
+    first, rows = base.made(before, split.origin), base.made(after, split.origin)
     failed = bool(error) or run.failure is not None or not bool(torch.isfinite(rows).all())
     facts = {
         "failed": failed,
@@ -147,12 +147,6 @@ def bilevel(
 def _share(run: Run, status: Status) -> float:
     """Of the steps that ended with a status: where CG met a negative curvature it stopped early."""
     return sum(row.get("status") == status.name for row in run.history.to_rows()) / max(1, len(run.history))
-
-
-@torch.no_grad()
-def made(lead: nn.Module, origin: Part) -> Tensor:
-    """g_λ of all rows."""
-    return torch.cat([lead(x, y) for x, y in zip(origin[0].split(2000), origin[1].split(2000), strict=True)])
 
 
 def flipped(split: Split) -> Poison:

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.paper import costs
 from experiments.paper.compare import known, mean
-from experiments.paper.poisoning_attacks import FOLLOWER
+from experiments.paper.costs import FOLLOWER
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Judgement, Result, Table, Verdict, by_cases
 from experiments.paper.tuning import Difference, interval, shown
@@ -51,17 +51,20 @@ def paper_row(model: str) -> dict[str, Any]:
 def cell(drops: Sequence[float], wanted: float) -> Verdict:
     """A drop beside the printed one. Reproduced: its 95 % interval over seeds, or half a point around its mean where
     that is wider, reaches the printed drop. In trend: it is clearly above zero and at least half of the printed drop,
-    perhaps larger. Not reproduced: otherwise. No verdict: one seed, or an interval that holds both zero and a printed
-    drop of more than half a point.
+    perhaps larger. Not reproduced: otherwise. No verdict: one seed, or an interval that holds the printed drop and also
+    zero, if more than half a point is printed, or is wider than ± the printed drop and ± half a point.
 
     Example:
         >>> cell([2.0, 2.2, 2.4], 2.5).value, cell([1.4, 1.5, 1.6], 2.5).value, cell([0.1, 0.2, 0.1], 2.5).value
         ('reproduced', 'reproduced in trend', 'not reproduced')
         >>> cell([2.5], 2.5).value, cell([0.5, 1.0, 3.0], 2.5).value
         ('no verdict', 'no verdict')
+        >>> cell([-1.8, 1.4], 0.2).value, cell([0.1, 0.2, 0.1], 0.2).value
+        ('no verdict', 'reproduced')
     """
     middle, half = interval(drops)
-    if math.isnan(half) or (wanted > CLOSE and abs(middle) <= half and abs(middle - wanted) <= half):
+    vague = half > max(CLOSE, wanted) or (wanted > CLOSE and abs(middle) <= half)
+    if math.isnan(half) or (vague and abs(middle - wanted) <= half):
         return Verdict.REFUSED
     if abs(middle - wanted) <= max(CLOSE, half):
         return Verdict.REPRODUCED
@@ -111,7 +114,7 @@ def tables(result: Result | None) -> list[Table]:
         return [
             Table("Printed accuracy drops in % and hours", columns, [[str(x) for x in row] for row in found["rows"]])
         ]
-    return [_drops(result), *_prices(result), *_defence(result)]
+    return [_drops(result), *_longer(result), *_prices(result), *_defence(result)]
 
 
 def _drops(result: Result) -> Table:
@@ -149,6 +152,20 @@ def _drops(result: Result) -> Table:
         "own steps"
     )
     return Table(title, columns, rows)
+
+
+def _longer(result: Result) -> list[Table]:
+    """Attacks of the printed length, where there are any."""
+    rows = []
+    for model, of in result.figures["models"].items():
+        for name, x in of["arms"].get("long", {}).items():
+            seeds = len(x["drop"])
+            before = of["arms"].get("own", {}).get(name)
+            short = _drop(before and {key: value[:seeds] for key, value in before.items() if key in ("drop", "failed")})
+            rows.append([model, name, f"{paper_row(model)[COLUMNS[name]]:.2f}", short, _drop(x), _moved(x), str(seeds)])
+    columns = ["model", "method", "printed", "own steps", "12 times as many", "λ moved", "seeds"]
+    title = "Accuracy drop in points after 12 times as many steps of λ (at small scale 12 000, as printed), same seeds"
+    return [Table(title, columns, rows)] if rows else []
 
 
 def _verdict(of: dict[str, Any] | None, wanted: float | None) -> str:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from experiments import trial
 from experiments.paper import datasets
@@ -30,6 +31,7 @@ from hyperkron.batches import Source
 from hyperkron.cleaning.models import mlp
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HyperkronError
+from hyperkron.training import Run
 
 Part = tuple[Tensor, Tensor]
 Data = Literal["digits", "mnist", "cifar10"]
@@ -142,15 +144,15 @@ class Shuffled(Epochs):
     The rows are put in order once an epoch, so that a batch is a view of them.
     """
 
-    def __init__(self, part: Part, size: int, seed: int) -> None:
+    def __init__(self, part: tuple[Tensor, ...], size: int, seed: int) -> None:
         super().__init__(torch.Generator().manual_seed(seed))
         self.part, self.size = part, min(size, len(part[0]))
 
-    def epoch(self) -> Iterable[Part]:
+    def epoch(self) -> Iterable[tuple[Tensor, ...]]:
         """Inputs and labels of its batches."""
         order = torch.randperm(len(self.part[0]), generator=self.generator).to(self.part[0].device)
-        x, y = (z[order[: self.size * (len(order) // self.size)]].split(self.size) for z in self.part)
-        return reversed([*zip(x, y, strict=True)])
+        columns = (z[order[: self.size * (len(order) // self.size)]].split(self.size) for z in self.part)
+        return reversed([*zip(*columns, strict=True)])
 
     def epochs(self, count: int) -> int:
         """The batches of this many epochs."""
@@ -158,10 +160,15 @@ class Shuffled(Epochs):
 
 
 class Both(Source):
-    """Inner batches: (clean x, clean y, x to poison, its y)."""
+    """Inner batches: (clean x, clean y, x to poison, its y, its position among the rows to poison)."""
 
-    def __init__(self, clean: Shuffled, origin: Shuffled) -> None:
-        self.parts = {"clean": clean, "origin": origin}
+    def __init__(self, split: Split, case: Case, seed: int) -> None:
+        x, y = split.origin
+        origin = x, y, torch.arange(len(x), device=x.device)
+        self.parts = {
+            "clean": Shuffled(split.train, case.batch, seed),
+            "origin": Shuffled(origin, case.added, seed + 1),
+        }
 
     def next(self) -> tuple[Tensor, ...]:
         """The next batches of both."""
@@ -264,14 +271,11 @@ def leader(rows: Part, seed: int) -> nn.Module:
 
 
 def problem(share: float) -> BilevelProblem:
-    """The two objectives; an inner batch is (clean x, clean y, x to poison, its y)."""
+    """The two objectives; an inner batch is one of :class:`Both`, and the position of a row is not read."""
 
     def inner(model: nn.Module, lead: nn.Module, batch: Any) -> losses.Loss:
-        x, y, origin, labels = batch
-        count, added = len(x), len(origin)
-        of_clean = (count + added) / (count * (1 + share))
-        of_added = (count + added) * share / (added * (1 + share))
-        weight = torch.cat([x.new_full((count,), of_clean), x.new_full((added,), of_added)])
+        x, y, origin, labels = batch[:4]
+        weight = (len(x) + len(origin)) * row_weights(x, len(origin), share)
         rows = torch.cat([x, lead(origin, labels)])
         return losses.cross_entropy(model(rows), torch.cat([y, labels]), weight=weight)
 
@@ -279,6 +283,53 @@ def problem(share: float) -> BilevelProblem:
         return -losses.cross_entropy(model(batch[0]), batch[1])
 
     return BilevelProblem(inner, outer)
+
+
+def row_weights(x: Tensor, added: int, share: float) -> Tensor:
+    """What the CE of each row counts in J_in: first the clean rows ``x``, then the ``added`` ones.
+
+    Example:
+        >>> row_weights(torch.zeros(2, 3), 4, 0.5).tolist() == [1 / 3, 1 / 3, *[1 / 12] * 4]
+        True
+    """
+    clean = x.new_full((len(x),), 1 / (len(x) * (1 + share)))
+    return torch.cat([clean, x.new_full((added,), share / (added * (1 + share)))])
+
+
+@torch.no_grad()
+def made(lead: nn.Module, origin: Part) -> Tensor:
+    """g_λ of all rows."""
+    return torch.cat([lead(x, y) for x, y in zip(origin[0].split(2000), origin[1].split(2000), strict=True)])
+
+
+class FixedRows:
+    """J_in for the steps of θ between two steps of λ, in which the added rows stay the same: they are made once.
+
+    Call :meth:`renew` after every step of λ.
+    """
+
+    def __init__(self, lead: nn.Module, origin: Part, share: float) -> None:
+        self.lead, self.origin, self.share = lead, origin, share
+        self.rows = made(lead, origin)
+        self._weights: dict[tuple[int, int], Tensor] = {}
+
+    def renew(self) -> None:
+        """Make the rows again, in the same memory: CUDA graphs read it."""
+        self.rows.copy_(made(self.lead, self.origin))
+
+    def inner(self, model: nn.Module, lead: nn.Module, batch: Any) -> Tensor:
+        """J_in as in :func:`problem`, by fewer kernels; no derivative to λ."""
+        x, y, _, labels, positions = batch
+        sizes = len(x), len(labels)
+        if sizes not in self._weights:
+            self._weights[sizes] = row_weights(x, len(labels), self.share)
+        output = model(torch.cat([x, self.rows[positions]]))
+        return F.cross_entropy(output, torch.cat([y, labels]), reduction="none") @ self._weights[sizes]
+
+    def attach(self, run: Run) -> None:
+        """Have the steps of θ in ``run`` take this in place of the problem's own J_in."""
+        run.state.loop.replace_objective(self.inner)
+        run.state.outer.optimizer.register_step_post_hook(lambda *_: self.renew())
 
 
 def trained(case: Case, rows: Part, seed: int) -> nn.Module:

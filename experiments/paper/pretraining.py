@@ -300,7 +300,7 @@ SETTINGS: dict[Scale, Settings] = {
         "minilm",
         LENGTHS,
         GROUPS,
-        ((*MAIN, *CAUSES), MORE, REFERENCES),
+        (MAIN, CAUSES, MORE, REFERENCES),
         Case(),
         inner=(2e-5, 6e-5, 2e-4, 6e-4),
         outer=(PRINTED, 1e-4, 1e-3, 1e-2),

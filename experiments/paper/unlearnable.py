@@ -31,6 +31,7 @@ from experiments.paper.unlearnable_attack import (
     PRINTED_RATE,
     UNTRAINED,
     Arm,
+    Attack,
     attack,
     prices,
 )
@@ -163,7 +164,7 @@ class Work:
         row, case, data = piece.row, self.case, self.data
         if piece.kind == "tune":
             steps = max(1, round(self.job.settings.short * case.steps))
-            return attack(case, data, row.method, row.arm, piece.rate, row.radius / 255, 0, steps)[1]
+            return attack(case, data, Attack(row.method, row.arm, piece.rate, row.radius / 255, 0), steps)[1]
         if piece.kind == "attack":
             return self.attack(row)[1]
         if piece.kind == "judge":
@@ -176,9 +177,9 @@ class Work:
         path = self.path(row)
         path.parent.mkdir(parents=True, exist_ok=True)
         saved = path.with_suffix("")  # what is not finished continues from here
-        setting = row.method, row.arm, rate, row.radius / 255, row.seed
+        given = Attack(row.method, row.arm, rate, row.radius / 255, row.seed)
         case = replace(self.case, steps=round(LONG * self.case.steps)) if row.arm == "long" else self.case
-        noise, found = attack(case, self.data, *setting, folder=saved)
+        noise, found = attack(case, self.data, given, folder=saved)
         save_file({name: x.contiguous() for name, x in noise.state_dict().items()}, path)
         shutil.rmtree(saved, ignore_errors=True)
         return noise, {**found, "rate": rate, "picture": page.encoded(noise, self.data.train[0])}

@@ -18,10 +18,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from experiments.paper import costs
 from experiments.paper.unlearnable_networks import SampleNoise, UNet, published
 from experiments.paper.unlearnable_victims import Case, Data, Sampled, classifier, half_precision, judge, seeded
 from hyperkron import losses, trees
-from hyperkron.algorithms import AID, BOME, Algorithm, Examples, StepReport, StocBiO, Updates, derivatives
+from hyperkron.algorithms import (
+    AID,
+    BOME,
+    Algorithm,
+    Examples,
+    InnerOnly,
+    StepReport,
+    StocBiO,
+    Updates,
+    derivatives,
+)
 from hyperkron.algorithms.base import Count, State
 from hyperkron.batches import BatchSources
 from hyperkron.hypergradient import cg, ekfac, kfac
@@ -98,37 +109,42 @@ PRINTED_RATE = {"BOME": 0.1}
 NO_NOISE, UNTRAINED, ERROR_MINIMISING = "None", "Untrained generator", "EM"
 
 
-def first_noise(case: Case, data: Data, method: str, radius: float, seed: int) -> nn.Module:
+@dataclass(frozen=True)
+class Attack:
+    """How an attacker is trained.
+
+    Attributes:
+        method: one of ``METHODS``, :data:`ERROR_MINIMISING`, or :data:`~experiments.paper.costs.FOLLOWER`.
+        arm: ``printed``: λ moves by SGD at ``rate``; ``own`` and ``long``: by Adam, whose steps do not depend on the
+            scale of the hypergradient.
+        rate: step size of λ.
+        radius: ε.
+        seed: of θ, λ and the batches.
+    """
+
+    method: str
+    arm: Arm
+    rate: float
+    radius: float
+    seed: int
+
+
+def first_noise(case: Case, data: Data, given: Attack) -> nn.Module:
     """λ as an attack begins: free noise for error-minimising noise, else a generator."""
-    shape = tuple(data.train[0].shape)
-    free = method == ERROR_MINIMISING
+    shape, radius = tuple(data.train[0].shape), given.radius
+    free = given.method == ERROR_MINIMISING
     noise: nn.Module = seeded(
-        lambda: SampleNoise(shape[0], shape[1:], radius) if free else UNet(radius, case.unet), seed, data.device
+        lambda: SampleNoise(shape[0], shape[1:], radius) if free else UNet(radius, case.unet), given.seed, data.device
     )
     return noise
 
 
 def start(
-    case: Case,
-    data: Data,
-    method: str,
-    arm: Arm,
-    rate: float,
-    radius: float,
-    seed: int,
-    callbacks: Any = (),
-    *,
-    steps: int = 0,
-    folder: Path | None = None,
+    case: Case, data: Data, given: Attack, callbacks: Any = (), *, steps: int = 0, folder: Path | None = None
 ) -> Run:
-    """A run of a method, after ``steps``; its λ is ``run.state.hyper``.
-
-    Args:
-        arm: ``printed``: λ moves by SGD at ``rate``; ``own`` and ``long``: by Adam, whose steps do not depend on the
-            scale of the hypergradient.
-        folder: where the run has been saved and continues from.
-    """
-    model, noise = classifier(case, data, seed), first_noise(case, data, method, radius, seed)
+    """A run of an attack, after ``steps``, perhaps continued from ``folder``; its λ is ``run.state.hyper``."""
+    method, seed, radius = given.method, given.seed, given.radius
+    model, noise = classifier(case, data, seed), first_noise(case, data, given)
     size = case.batch // 2 if method == "BOME" else case.batch
     momentum = 0.0 if method == "BOME" else 0.9
     optimizer = torch.optim.SGD(model.parameters(), lr=case.rate, momentum=momentum)
@@ -141,15 +157,15 @@ def start(
         algorithm: Algorithm = ErrorMinimising(pass_length=len(passes), outer_rate=radius / 5, seed=seed)
         batches, clip = Sampled(data.train, case.batch, seed), Box(-radius, radius)
         return fit(PROBLEM, model, noise, algorithm, batches, passes, projection=clip, **shared)
-    kind: Any = torch.optim.SGD if arm == "printed" else torch.optim.Adam
+    kind: Any = torch.optim.SGD if given.arm == "printed" else torch.optim.Adam
     return fit(
         PROBLEM,
         model,
         noise,
-        METHODS[method](case.damping, seed),
+        InnerOnly(1, seed=seed) if method == costs.FOLLOWER else METHODS[method](case.damping, seed),
         Sampled(data.train, size, seed),
         Sampled(data.train, size, seed + 100),
-        outer_optimizer=kind(noise.parameters(), lr=rate),
+        outer_optimizer=kind(noise.parameters(), lr=given.rate),
         **shared,
     )
 
@@ -196,15 +212,7 @@ def length(case: Case, data: Data, method: str) -> int:
 
 
 def attack(
-    case: Case,
-    data: Data,
-    method: str,
-    arm: Arm,
-    rate: float,
-    radius: float,
-    seed: int,
-    steps: int | None = None,
-    folder: Path | None = None,
+    case: Case, data: Data, given: Attack, steps: int | None = None, folder: Path | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Train an attacker: the perturbations that were best on held-out images, and what became of λ on the way.
 
@@ -214,16 +222,16 @@ def attack(
         steps: of λ; ``None`` for a whole attack. BOME makes its share of them.
         folder: the run is saved here from time to time and continues from there.
     """
-    steps = length(case, data, method) if steps is None else steps
-    steps = max(1, round(steps * case.bome)) if method == "BOME" else steps
-    selection = Selection(case, data, seed)
+    steps = length(case, data, given.method) if steps is None else steps
+    steps = max(1, round(steps * case.bome)) if given.method == "BOME" else steps
+    selection = Selection(case, data, given.seed)
     saving = [] if folder is None else [Checkpoint(folder, every=max(1, steps // SAVES), keep=1)]
-    noise = first_noise(case, data, method, radius, seed)
+    noise = first_noise(case, data, given)
     part = data.train[0][:CHANGED]
     first = published(noise, part)
     begin = {name: x.detach().clone() for name, x in noise.state_dict().items()}
     callbacks = [selection, *saving]
-    run = start(case, data, method, arm, rate, radius, seed, callbacks, steps=steps, folder=folder)
+    run = start(case, data, given, callbacks, steps=steps, folder=folder)
     noise = run.state.hyper
     directions = [float(x) for row in run.history.to_rows() if (x := row.get("direction")) is not None]
     noise.load_state_dict(begin if selection.best is None else selection.best[2])
@@ -236,8 +244,8 @@ def attack(
         "steps": run.state.step,
         "curve": [[row["step"], row["held_out"]] for row in selection.rows],
         "moved": float(trees.norm(change) / size),
-        "noise_moved": float((last - first).square().mean().sqrt()) / radius,
-        "noise_size": float((last - part).square().mean().sqrt()) / radius,
+        "noise_moved": float((last - first).square().mean().sqrt()) / given.radius,
+        "noise_size": float((last - part).square().mean().sqrt()) / given.radius,
         "direction": statistics.median(directions) if directions else None,
         "failure": None if run.failure is None else f"{type(run.failure).__name__}: {run.failure}"[:200],
     }
@@ -254,7 +262,7 @@ def prices(case: Case, data: Data, methods: Sequence[str], steps: int, blocks: i
 
     The methods take turns, so that others who use the device slow them all down alike and their ratios hold.
     """
-    runs = {name: start(case, data, name, "own", 1e-4, 25 / 255, 0) for name in methods}
+    runs = {name: start(case, data, Attack(name, "own", 1e-4, 25 / 255, 0)) for name in methods}
     found: dict[str, list[float]] = {name: [] for name in methods}
     for run in runs.values():
         run.advance(1 + steps // 3, seconds=math.inf)

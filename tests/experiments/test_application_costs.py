@@ -7,8 +7,9 @@ import torch
 
 from experiments import records
 from experiments.paper import application_costs as costs
+from experiments.paper.costs import FOLLOWER
 from experiments.paper.costs import alone as recorded
-from experiments.paper.poisoning_attacks import FOLLOWER
+from experiments.paper.poisoning_page import paper_row
 
 
 @pytest.mark.parametrize(
@@ -31,10 +32,15 @@ def test_pages_have_the_recorded_costs() -> None:
     for model in ("LR", "MLP", "CNN"):
         theta, other, own = (found[f"poisoning {model}"][name]["ms"] for name in (FOLLOWER, "TGDA-CG", "TGDA-KFAC-EMP"))
         ratios = f"{own / other:.2f} | {(own - theta) / (other - theta):.2f}"
-        assert f"| {model} | {theta:.1f} | {other:.1f} | {own:.1f} | {ratios} |" in pages["poisoning"]
+        hours = paper_row(model)["tgda_kfac_h"] / paper_row(model)["tgda_hessian_h"]
+        assert f"| {model} | {theta:.1f} | {other:.1f} | {own:.1f} | {ratios} | {hours:.2f} |" in pages["poisoning"]
     for task in ("long-tail", "unlearnable"):
         assert all(f"{x['ms']:.1f}" in pages[task] for x in found[task].values())
-    kfac = found["unlearnable"]["AID-KFAC"]["ms"]
-    for name in ("AID-CG", "AID-CG-16"):
-        assert f"{kfac / found['unlearnable'][name]['ms']:.2f}" in pages["unlearnable"]
+    times = {name: x["ms"] for name, x in found["unlearnable"].items()}
+    ratios = [
+        [(times["AID-KFAC"] - less) / (times[name] - less) for name in ("AID-CG", "AID-CG-16")]
+        for less in (0.0, times[FOLLOWER])
+    ]
+    whole, alone = (f"{few:.2f} and {many:.2f}" for few, many in ratios)
+    assert f"{whole} for KFAC ({alone} for the hypergradient alone" in pages["unlearnable"]
     assert f"{found['long-tail']['MWN + KFAC-emp']['relative']:.2f}" in pages["long-tail"]

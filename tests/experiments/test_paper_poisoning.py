@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import oracles
-from experiments.paper import poisoning, poisoning_attacks, poisoning_page, poisoning_problem
+from experiments import records
+from experiments.paper import poisoning, poisoning_attacks, poisoning_curve, poisoning_page, poisoning_problem
+from experiments.paper.entries import missing
 from experiments.paper.poisoning_problem import Case, Leader, Split, Starts
 from experiments.paper.recipe import Result, Verdict
+from experiments.pieces import Lines
 from hyperkron.cleaning.models import mlp
 from hyperkron.curvature import Hessian
 from hyperkron.hypergradient import Implicit, cg, ekfac, kfac
@@ -130,6 +133,25 @@ def test_an_interrupted_attack_continues_as_if_nothing_had_happened(done: int, s
     assert torch.equal(found.rows[0], whole.rows[0])
 
 
+def test_rows_kept_for_the_steps_of_theta_are_those_that_lambda_makes(split: Split, starts: Starts) -> None:
+    """J_in and its gradient to θ are the problem's own, also after steps of λ."""
+    setting = {"inner": 0.1, "outer": 3e-2, "damping": 1e-2}
+    run = poisoning_attacks.prepare(CASE, split, starts, "TGDA-CG", setting, 1, relative=True)
+    batch, model, lead = poisoning_problem.Both(split, CASE, 1).next(), run.state.model, run.state.hyper
+    fixed = poisoning_problem.FixedRows(starts(1)[0], split.origin, CASE.share)
+
+    def derivatives(inner: Any) -> list[Tensor]:
+        value = inner(model, lead, batch)
+        value = value if isinstance(value, Tensor) else value.value
+        return [value.detach(), *torch.autograd.grad(value, list(model.parameters()))]
+
+    for _ in range(2):
+        torch.testing.assert_close(derivatives(run.state.loop._objective), derivatives(run.state.problem.inner))
+        run.advance(4)
+    first, now = float(derivatives(fixed.inner)[0]), float(derivatives(run.state.problem.inner)[0])
+    assert abs(first - now) > 1e-4  # λ has moved: rows that were not made again would be seen
+
+
 def test_flipped_labels_are_all_wrong(split: Split) -> None:
     x, y = poisoning_attacks.flipped(split).rows
     assert torch.equal(x, split.origin[0]) and not bool((y == split.origin[1]).any())
@@ -161,7 +183,7 @@ def test_a_run_that_fails_adds_the_copies_it_began_with(split: Split, starts: St
     setting = {"inner": 1e38, "outer": 0.1, "damping": 1e-2}
     found = poisoning_attacks.bilevel(CASE, split, starts, "TGDA-CG", setting, 1, relative=False)
     assert found.facts["failed"] and found.facts["moved"] is None and found.facts["error"]
-    torch.testing.assert_close(found.rows[0], poisoning_attacks.made(starts(1)[0], split.origin))
+    torch.testing.assert_close(found.rows[0], poisoning_problem.made(starts(1)[0], split.origin))
 
 
 def test_it_is_recorded_how_often_cg_met_a_negative_curvature(split: Split, starts: Starts) -> None:
@@ -212,6 +234,14 @@ def _result(kfac_drop: dict[str, float], moved: float = 0.3, cg_drop: float = 1.
     return Result("poisoning", "small", (1, 2, 3), figures)
 
 
+def test_a_drop_that_is_not_known_well_enough_is_not_called_reproduced() -> None:
+    """Where a small drop is printed, zero is near it, and only the width of the interval tells."""
+    wide, narrow, off = [-1.78, 1.42], [0.1, 0.3, 0.1], [6.0, 9.0, 12.0]
+    assert [poisoning_page.cell(x, 0.17) for x in (wide, narrow)] == [Verdict.REFUSED, Verdict.REPRODUCED]
+    assert poisoning_page.cell([0.3, 0.1, 1.1], 0.05) is Verdict.REFUSED
+    assert poisoning_page.cell(off, 0.17) is Verdict.TREND  # wide, but clearly larger
+
+
 @pytest.mark.parametrize(
     ("result", "wanted"),
     [
@@ -246,6 +276,26 @@ def test_tables_have_the_printed_drop_beside_ours() -> None:
     assert defence.rows == [["LR", "label flip", "9", "50.0 %", "25.0 %", "92.00", "91.00", "91.50"]]
 
 
+def test_long_attacks_take_the_step_size_of_the_short_ones_and_wait_for_it(tmp_path: Path) -> None:
+    recipe, source = poisoning.RECIPES[0], poisoning.Source
+    parts = (poisoning.Part("MLP", "own", ("TGDA-CG",)), poisoning.Part("MLP", "long", ("TGDA-CG",), 1))
+    short = replace(poisoning.TINY, network="mlp", steps=1, inner_steps=1)
+    settings = replace(poisoning.SETTINGS["smoke"], parts=parts, trials=2, cases={"MLP": short})
+    job = replace(recipe, settings={"smoke": settings}).job("smoke", 1, torch.device("cpu"), tmp_path)
+    own, long = poisoning._stages(job, source(job))
+    assert own.entries and not long.entries
+    keys = [key for key, task in missing(job, [own], 1) if task.seed is None]
+    assert len(keys) == 2
+    for key, loss in zip(keys, (90.0, 80.0), strict=True):
+        job.cells.put(key, {"loss": loss}, 0.0)
+    (entry,) = poisoning._stages(job, source(job))[1].entries
+    assert entry.grid == {name: (value,) for name, value in keys[1][3].items()}
+    assert entry.final(keys[1][3], 1)["steps"] == poisoning.LONG
+    result = _result({"MLP": 2.0})
+    result.figures["models"]["MLP"]["arms"]["long"] = {"TGDA-CG": _of([1.5])}
+    assert poisoning_page.tables(result)[1].rows == [["MLP", "TGDA-CG", "1.48", "1.00", "1.50", "30 %", "1"]]
+
+
 def test_a_model_without_its_data_waits(tmp_path: Path) -> None:
     """Its stages are there but empty, so that tasks keep their numbers."""
     recipe = poisoning.RECIPES[0]
@@ -259,7 +309,29 @@ def test_a_model_without_its_data_waits(tmp_path: Path) -> None:
         assert poisoning.absent(job, "CNN") is wanted
         found = poisoning._stages(job, poisoning.Source(job))
         assert len(found) == len(settings.parts)
-        assert [not x.entries for x in found] == [wanted and x.name.startswith("CNN") for x in found]
+        short = [x for x in found if not x.name.endswith("/long")]
+        assert [not x.entries for x in short] == [wanted and x.name.startswith("CNN") for x in short]
+
+
+def test_a_curve_has_the_accuracy_of_every_look(tmp_path: Path, split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poisoning_curve, "EVERY", 1)
+    poisoning_curve.main(["--toy", "--model", "LR", "--seed", "3", "--out", str(tmp_path / "x.jsonl")])
+    (row,) = Lines(tmp_path / "x.jsonl").rows
+    case = poisoning.TINY
+    rows = poisoning_problem.split_of(case, poisoning_problem.load(case), 3)
+    plain = poisoning_problem.trained(case, rows.clean, 103)  # what judges poison, without any
+    assert len(row["held_out"]) == case.epochs == 2
+    assert row["held_out"][-1] == poisoning_problem.accuracy(plain, rows.held_out) != row["held_out"][0]
+    assert row["test"] == poisoning_problem.accuracy(plain, rows.test)
+
+
+def test_the_page_has_the_recorded_curve() -> None:
+    page = (records.PAGES / "poisoning.md").read_text("utf-8")
+    (row,) = Lines(records.RESULTS / "paper" / "poisoning-curve.jsonl").rows
+    best = max(row["held_out"])
+    epochs = row["every"] * (row["held_out"].index(best) + 1)
+    said = f"accuracy is {best:.1f} % after {epochs} of the 100 epochs and {row['held_out'][-1]:.1f} % at the end"
+    assert said in page and f"{row['train']:.0f} % of its training rows right" in page
 
 
 def test_the_cases_have_the_printed_share() -> None:

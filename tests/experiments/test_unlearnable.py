@@ -18,7 +18,7 @@ from experiments import records
 from experiments.paper import unlearnable, unlearnable_attack, unlearnable_page, unlearnable_victims
 from experiments.paper.recipe import Job, Result, Verdict
 from experiments.paper.unlearnable import Row
-from experiments.paper.unlearnable_attack import PROBLEM, least_likely
+from experiments.paper.unlearnable_attack import PROBLEM, Attack, least_likely
 from experiments.paper.unlearnable_networks import SampleNoise, UNet, cnn, crop_and_flip, published
 from experiments.paper.unlearnable_victims import Case, Data
 from experiments.pieces import Cells
@@ -148,7 +148,7 @@ def test_crops_and_mirror_images_are_those_of_a_loop() -> None:
 
 def test_error_minimising_noise_lowers_the_training_loss_within_its_radius() -> None:
     case, data = replace(TINY, width=8, hidden=32), tiny()
-    run = unlearnable_attack.start(case, data, "EM", "own", 0.0, 0.1, seed=1)
+    run = unlearnable_attack.start(case, data, Attack("EM", "own", 0.0, 0.1, seed=1))
     run.advance(3 * run.algorithm.pass_length)  # type: ignore[attr-defined]
     noise, model = run.state.hyper, run.state.model
     index = torch.arange(len(data.train[1]))
@@ -189,7 +189,7 @@ def test_the_attacker_that_is_best_on_held_out_images_is_kept(monkeypatch: pytes
         return next(scores)
 
     monkeypatch.setattr(unlearnable_attack, "judge", judge)
-    noise, found = unlearnable_attack.attack(TINY, tiny(), "AID-KFAC", "own", 1e-2, 25 / 255, seed=1)
+    noise, found = unlearnable_attack.attack(TINY, tiny(), Attack("AID-KFAC", "own", 1e-2, 25 / 255, seed=1))
     assert (found["held_out"], found["step"], found["steps"]) == (20.0, 2, 3)
     assert found["curve"] == [[1, 50.0], [2, 20.0], [3, 40.0]]
     assert all(torch.equal(x, seen[1][name]) for name, x in noise.state_dict().items())
@@ -209,8 +209,10 @@ def test_an_interrupted_attack_continues_as_if_nothing_had_happened(
             raise KeyboardInterrupt
         return looks[-1]
 
+    given = Attack(method, "own", 1e-2, 25 / 255, seed=1)
+
     def attack(folder: Path | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        noise, found = unlearnable_attack.attack(TINY, tiny(), method, "own", 1e-2, 25 / 255, seed=1, folder=folder)
+        noise, found = unlearnable_attack.attack(TINY, tiny(), given, folder=folder)
         return noise.state_dict(), found
 
     monkeypatch.setattr(unlearnable_attack, "judge", judge)
@@ -227,7 +229,7 @@ def test_an_interrupted_attack_continues_as_if_nothing_had_happened(
 
 def test_a_diverged_attack_is_recorded() -> None:
     """λ is as it began, and nothing is said about it."""
-    noise, found = unlearnable_attack.attack(TINY, tiny(), "AID-KFAC", "printed", 1e30, 25 / 255, seed=1)
+    noise, found = unlearnable_attack.attack(TINY, tiny(), Attack("AID-KFAC", "printed", 1e30, 25 / 255, seed=1))
     assert "NonFiniteError" in found["failure"] and found["steps"] < 3
     assert found["held_out"] is None and found["moved"] == found["noise_moved"] == 0
     assert bool(published(noise, tiny().train[0]).isfinite().all())

@@ -64,6 +64,31 @@ def test_steps_are_those_of_the_optimizer(device: str, graph: bool) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_steps_on_an_objective_that_keeps_what_lambda_makes_are_the_same(device: str) -> None:
+    found, calls = {}, []
+    for kept in (False, True):
+        problem, model, weights, batches = setting(device)
+        loop = hk.InnerLoop(problem, model, weights, torch.optim.SGD(model.parameters(), lr=0.1))
+        made = weights(torch.arange(24, device=device)).detach()
+
+        def inner(m: nn.Module, _: nn.Module, b: tuple[Tensor, ...], made: Tensor = made) -> hk.losses.Loss:
+            calls.append(1)
+            return hk.losses.cross_entropy(m(b[0]), b[1], weight=made[b[2]])
+
+        loop.step(batches[0])
+        if kept:
+            loop.replace_objective(inner)
+            assert loop.problem is problem and not loop.recorded
+        found[kept] = torch.tensor([float(loop.step(batch)) for batch in batches * 2])
+    assert calls
+    torch.testing.assert_close(found[True], found[False], rtol=1e-5, atol=1e-6)
+    count = len(calls)
+    loop.replace_problem(problem)  # a new problem has its own J_in
+    loop.step(batches[0])
+    assert len(calls) == count
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_step_of_an_optimizer_at_rest_is_replayed_with_the_pass(device: str) -> None:
     found = {}
     for graph in (False, True):

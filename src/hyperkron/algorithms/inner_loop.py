@@ -19,7 +19,7 @@ from hyperkron.kernels.graphs import Recording, StaticBatch, available
 from hyperkron.kernels.selection import LayoutError, evaluate
 from hyperkron.losses import as_loss
 from hyperkron.optimizers import LevelOptimizer, Rate, Updates
-from hyperkron.problem import BilevelProblem
+from hyperkron.problem import BilevelProblem, Objective
 from hyperkron.solution import HyperkronError, warn_once
 
 WARM_UP = 3
@@ -71,6 +71,7 @@ class InnerLoop:
             params = [p for group in own.param_groups for p in group["params"] if p.requires_grad]
             optimizer = LevelOptimizer({str(i): p for i, p in enumerate(params)}, optimizer, Rate(0.0))
         self.problem, self.model, self.hyper, self.optimizer = problem, model, hyper, optimizer
+        self._objective: Objective = problem.inner
         self.autocast = optimizer.autocast if autocast is None else autocast
         self.scaler = optimizer.scaler
         if self.autocast is torch.float16 and self.scaler is None:
@@ -97,7 +98,15 @@ class InnerLoop:
 
     def replace_problem(self, problem: BilevelProblem) -> None:
         """Minimise the inner objective of another problem from now on."""
-        self.problem, self._recorded = problem, None
+        self.problem, self._objective, self._recorded = problem, problem.inner, None
+
+    def replace_objective(self, inner: Objective) -> None:
+        """Take steps on ``inner`` from now on; hypergradients keep the problem's own J_in.
+
+        It must have the same value and gradient to θ, and needs none to λ. It pays where J_in computes something from λ
+        alone, as rows made by a network: λ stands still between two hypergradients, so ``inner`` can keep it.
+        """
+        self._objective, self._recorded = inner, None
 
     def step(self, batch: Any) -> Tensor:
         """One optimizer step on ``batch``; J_in before the step, detached and not waited for."""
@@ -144,10 +153,10 @@ class InnerLoop:
     def _value(self, batch: Any) -> Tensor:
         """J_in; what is recorded takes the kernels chosen for that."""
         if not self._wants_graph:
-            return as_loss(self.problem.inner(self.model, self.hyper, batch)).value
+            return as_loss(self._objective(self.model, self.hyper, batch)).value
         try:
             return evaluate(
-                lambda: as_loss(self.problem.inner(self.model, self.hyper, batch)).value,
+                lambda: as_loss(self._objective(self.model, self.hyper, batch)).value,
                 self.model,
                 self.device,
                 0,
