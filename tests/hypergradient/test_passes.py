@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import hyperkron as hk
 import replaying
 from hyperkron import solution
 from hyperkron.curvature import GGN, KFAC
+from hyperkron.curvature.kfac import inverse, kfac
 from hyperkron.hypergradient import passes
 from hyperkron.kernels import graphs
 from hyperkron.kernels.execution import Execution
@@ -23,20 +24,30 @@ from replaying import PROBLEM, Batch, batch, close, network, outer, trained
 
 
 class Again:
-    """In place of a CUDA graph: the function is called again, and its results are written over the first ones."""
+    """In place of a CUDA graph: the function is called again, and its results are written over the first ones.
+
+    Recordings share their memory, so results and vectors of all others are spoilt.
+    """
 
     made = 0
+    all: ClassVar[list[Again]] = []
 
     def __init__(self, function: Callable[[], Any], *, generators: Any = (), pool: Any = None) -> None:
         type(self).made += 1
+        self.all.append(self)
         held = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         self.function, self.point, self.pool = function, held["point"].cell_contents, None
+        self.given: dict[str, Tensor] = held["given"].cell_contents
         before = [(g, g.get_state()) for g in generators]
         self.outputs = function()
         for generator, state in before:
             generator.set_state(state)
 
     def replay(self) -> Any:
+        for other in self.all:
+            if other is not self:
+                for x in (*_tensors(other.outputs), *other.given.values()):
+                    x.detach().fill_(torch.nan if x.is_floating_point() else 0)
         with self.point:
             new = self.function()
         with torch.no_grad():
@@ -54,7 +65,7 @@ def _tensors(value: Any) -> list[Tensor]:
 @pytest.fixture(params=["cpu", replaying.GPU])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     solution._warned.clear()
-    Again.made = 0
+    Again.made, Again.all = 0, []
     if request.param == "cpu":
         monkeypatch.setattr(graphs, "available", lambda device: True)
         monkeypatch.setattr(passes, "Recording", Again)
@@ -93,6 +104,21 @@ def test_answers_are_those_of_the_ordinary_way(device: str, name: str) -> None:
     close(trained(method, device), expected)
     assert Again.made == recordings
     assert isinstance(method._replays, passes.RecordedPasses) and method._replays._served >= 6
+
+
+def test_blocks_inverted_in_parts_are_those_of_all_together(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = METHODS["kfac, lean"][0]
+    expected = trained(build(), device)
+    monkeypatch.setattr(inverse, "STRETCH", 1)
+    method, parts = build(graph="passes"), []
+    real = inverse.stretches
+    monkeypatch.setattr(kfac, "stretches", lambda factors: parts.append(real(factors)) or parts[-1])
+    close(trained(method, device), expected)
+    assert {len(part) for part in parts} == {2}
+    bad = batch(3, device)
+    bad[0][0] = float("nan")
+    with pytest.raises(hk.NonFiniteError, match=r"inner_batch\[0\] holds 36 nan"):
+        method.compute(PROBLEM, network(device), hk.SampleWeights(40).to(device), bad, batch(50, device))
 
 
 def test_dropout_masks_are_those_of_ordinary_steps(device: str) -> None:

@@ -277,7 +277,7 @@ class KroneckerOperator(Invertible):
 
     def solve(self, b: Tree) -> Tree:
         self._ready()
-        return self._apply(b, self.inverses.solve, torch.div, torch._foreach_div)
+        return self._apply(b, partial(self.inverses.solve, own=self.overwrites), torch.div, torch._foreach_div)
 
     def solve_stacked(self, b: Tree) -> Tree:
         self._ready()
