@@ -37,7 +37,7 @@ class Again:
         self.all.append(self)
         held = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         self.function, self.point, self.pool = function, held["point"].cell_contents, None
-        self.given: dict[str, Tensor] = held["given"].cell_contents
+        self.taken: dict[str, Callable[[], Tensor]] = held["taken"].cell_contents
         before = [(g, g.get_state()) for g in generators]
         self.outputs = function()
         for generator, state in before:
@@ -46,7 +46,7 @@ class Again:
     def replay(self) -> Any:
         for other in self.all:
             if other is not self:
-                for x in (*_tensors(other.outputs), *other.given.values()):
+                for x in (*_tensors(other.outputs), *(place() for place in other.taken.values())):
                     x.detach().fill_(torch.nan if x.is_floating_point() else 0)
         with self.point:
             new = self.function()

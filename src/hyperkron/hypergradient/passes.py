@@ -21,7 +21,7 @@ from torch import Tensor
 from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.recordings import Recordings, Request
-from hyperkron.kernels.graphs import GeneratorCopies, Recording, StaticBatch, unowned
+from hyperkron.kernels.graphs import GeneratorCopies, Recording, StaticBatch, place_of
 from hyperkron.kernels.selection import LayoutError
 from hyperkron.solution import HyperkronError
 
@@ -127,7 +127,7 @@ class RecordedPasses(Recordings):
         """Where passes are recorded."""
         assert self._wanted is not None and self._batches is not None
         wanted, (inner, outer, other) = self._wanted, self._batches.value
-        return Point(
+        point = Point(
             wanted.problem,
             wanted.model,
             wanted.hyper,
@@ -138,6 +138,8 @@ class RecordedPasses(Recordings):
             generator_copies=generator_copies,
             plain=wanted.plain,
         )
+        point.gives_vectors = True
+        return point
 
     def _try(self, one: Pass[Any], generator_copies: GeneratorCopies) -> None:
         """Carry a pass out once.
@@ -156,11 +158,14 @@ class RecordedPasses(Recordings):
     def _record(self, one: Pass[Any], generator_copies: GeneratorCopies) -> _RecordedPass:
         """Record a pass; it is not carried out. Its memory is free again for those that are recorded later."""
         gc.collect()  # what lies in reference cycles would keep the memory of the passes recorded before
-        given: dict[str, Tensor] = {}
+        taken: dict[str, Callable[[], Tensor]] = {}
 
         def work() -> tuple[Any, list[Any]]:
-            if not given:  # in the memory of the recordings
-                given.update((name, torch.empty_like(x, device=self._device)) for name, x in one.given.items())
+            if taken:  # the stand-in of tests is called again
+                given = {name: place() for name, place in taken.items()}
+            else:  # in the memory of the recordings
+                given = {name: torch.empty_like(x, device=self._device) for name, x in one.given.items()}
+                taken.update((name, place_of(x)) for name, x in given.items())
             return one.work(point, given), point.execution.handed_over()
 
         with generator_copies.active(), self._place(generator_copies) as point:
@@ -170,10 +175,10 @@ class RecordedPasses(Recordings):
                 pool=next((x.recording.pool for x in self._recorded.values()), None),
             )
         places: dict[int, Tensor] = {}  # a tensor that is there twice stays one
-        recording.outputs = _mapped(recording.outputs, lambda x: places.setdefault(id(x), unowned(x.detach())))
+        recording.outputs = _mapped(recording.outputs, lambda x: places.setdefault(id(x), place_of(x.detach())()))
         brief = {id(x) for x in one.brief(recording.outputs[0])}
-        taken = {name: unowned(x) for name, x in given.items()}
-        return _RecordedPass(one.key(), taken, recording, brief, generator_copies)
+        given = {name: place() for name, place in taken.items()}
+        return _RecordedPass(one.key(), given, recording, brief, generator_copies)
 
 
 def _shape(x: Tensor) -> Tensor:

@@ -96,16 +96,18 @@ class _Place:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": data, "version": 2}
 
 
-def unowned(x: Tensor) -> Tensor:
-    """A tensor in the memory of ``x`` that does not keep it: what was recorded lies there in spite of its being free.
+def place_of(x: Tensor) -> Callable[[], Tensor]:
+    """Makes tensors in the memory of ``x`` that do not keep it: what was recorded lies there though it was given back.
 
-    So other recordings with the same ``pool`` may use it in between. On a CPU it is ``x``.
+    So other recordings with the same ``pool`` may use it in between. On a CPU it is ``x`` that is made. To be called
+    when nothing is being recorded.
     """
     if not x.is_cuda or not x.numel():
-        return x
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    place = torch.as_tensor(_Place(x.data_ptr(), (last + 1) * x.element_size()), device=x.device)
-    return place.view(x.dtype).as_strided(x.shape, x.stride())
+        return lambda: x
+    shape, stride, dtype, device = x.shape, x.stride(), x.dtype, x.device
+    last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    place = _Place(x.data_ptr(), (last + 1) * x.element_size())
+    return lambda: torch.as_tensor(place, device=device).view(dtype).as_strided(shape, stride)
 
 
 class GeneratorCopies:
