@@ -4,6 +4,7 @@ memory."""
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from hyperkron import solution
 from hyperkron.curvature import GGN, KFAC
 from hyperkron.curvature.kfac import inverse, kfac
 from hyperkron.hypergradient import passes
-from hyperkron.kernels import graphs
+from hyperkron.kernels import graphs, weight_casts
 from hyperkron.kernels.execution import Execution
 from hyperkron.losses import classification
 from replaying import PROBLEM, Batch, batch, close, network, outer, trained
@@ -119,6 +120,40 @@ def test_blocks_inverted_in_parts_are_those_of_all_together(device: str, monkeyp
     bad[0][0] = float("nan")
     with pytest.raises(hk.NonFiniteError, match=r"inner_batch\[0\] holds 36 nan"):
         method.compute(PROBLEM, network(device), hk.SampleWeights(40).to(device), bad, batch(50, device))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_under_autocast_they_keep_no_casts_of_weights(
+    device: str, sharing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, casts = [], Counter[str]()
+    real = weight_casts._cast
+
+    def seen(x: Tensor) -> Any:
+        cast = real(x)
+        casts.update([str(cast and cast.dtype)])
+        return cast
+
+    monkeypatch.setattr(weight_casts, "_cast", seen)
+
+    def inner(model: nn.Module, weights: nn.Module, b: Batch) -> hk.losses.Loss:
+        with torch.autocast(device, torch.bfloat16):
+            return of_tokens(model, weights, b)
+
+    problem = hk.BilevelProblem(inner, lambda m, w, b: inner(m, lambda i: None, b), autocast=True)
+    for graph in (False, "passes"):
+        torch.manual_seed(0)
+        model, weights = Tokens().to(device), hk.DomainWeights(2).to(device)
+        method, answers = hk.kfac(1e-2, keep_previous=False, sharing=sharing, graph=graph), []
+        for i in range(4):
+            draw = torch.Generator().manual_seed(i)
+            x, y = torch.randn(8, 5, 6, generator=draw), torch.randint(3, (8, 5), generator=draw)
+            given = x.to(device), y.to(device), (torch.arange(8) % 2).to(device)
+            answers.append(method.compute(problem, model, weights, given, given))
+        found.append([r.grads["logits"] for r in answers])
+        assert all(r.stats["cross"] == "adjoint" for r in answers)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+    assert casts["torch.bfloat16"] > 6
 
 
 def test_dropout_masks_are_those_of_ordinary_steps(device: str) -> None:

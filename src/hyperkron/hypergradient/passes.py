@@ -23,6 +23,7 @@ from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.recordings import Recordings, Request
 from hyperkron.kernels.graphs import GeneratorCopies, Recording, StaticBatch, place_of
 from hyperkron.kernels.selection import LayoutError
+from hyperkron.kernels.weight_casts import made_again
 from hyperkron.solution import HyperkronError
 
 
@@ -150,7 +151,7 @@ class RecordedPasses(Recordings):
         drawn = [(generator, generator.get_state()) for generator in one.generators]
         try:
             with generator_copies.active(), self._place(generator_copies) as point:
-                one.work(point, given)
+                _carried_out(one, point, given)
         finally:
             for generator, before in drawn:
                 generator.set_state(before)
@@ -166,7 +167,7 @@ class RecordedPasses(Recordings):
             else:  # in the memory of the recordings
                 given = {name: torch.empty_like(x, device=self._device) for name, x in one.given.items()}
                 taken.update((name, place_of(x)) for name, x in given.items())
-            return one.work(point, given), point.execution.handed_over()
+            return _carried_out(one, point, given), point.execution.handed_over()
 
         with generator_copies.active(), self._place(generator_copies) as point:
             recording = Recording(
@@ -179,6 +180,12 @@ class RecordedPasses(Recordings):
         brief = {id(x) for x in one.brief(recording.outputs[0])}
         given = {name: place() for name, place in taken.items()}
         return _RecordedPass(one.key(), given, recording, brief, generator_copies)
+
+
+def _carried_out(one: Pass[Any], point: Point, given: dict[str, Tensor]) -> Any:
+    """The results of a pass, by a way that needs less memory and would take more time if it were not recorded."""
+    with made_again(point.params.values()):
+        return one.work(point, given)
 
 
 def _shape(x: Tensor) -> Tensor:
