@@ -78,8 +78,8 @@ BRANCHES = 3
 """Factorisations of different sizes that run side by side in a CUDA graph; libraries keep memory for every branch."""
 
 
-STRETCHES, STRETCH = 4, 2**28
-"""Where memory counts blocks are inverted in up to this many parts, whose systems have at least so many numbers."""
+STRETCHES, STRETCH = 3, 2**28
+"""The most parts in which blocks are inverted where memory counts, and the numbers that a part has at least in its systems."""
 
 
 class FactorsNeeded(Exception):
