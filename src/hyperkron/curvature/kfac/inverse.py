@@ -79,7 +79,7 @@ BRANCHES = 3
 
 
 STRETCHES, STRETCH = 3, 2**28
-"""The most parts in which blocks are inverted where memory counts, and the numbers that a part has at least in its systems."""
+"""The most parts that blocks are inverted in where memory counts; small models have fewer, of up to this many numbers."""
 
 
 class FactorsNeeded(Exception):
