@@ -79,7 +79,7 @@ BRANCHES = 3
 
 
 STRETCHES, STRETCH = 3, 2**28
-"""The most parts that blocks are inverted in where memory counts; small models have fewer, of up to this many numbers."""
+"""The most parts that blocks are inverted in where memory counts, and the most numbers for which one part is enough."""
 
 
 class FactorsNeeded(Exception):
