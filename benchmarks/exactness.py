@@ -43,27 +43,27 @@ class Labels:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Inside, labels are drawn and kept."""
-        real = classification._drawn_classes
+        real = classification.drawn_classes
         self.drawn = []
 
-        def draw(p: Tensor, uniform: Tensor) -> Tensor:
-            self.drawn.append(real(p, uniform))
+        def draw(*given: Any) -> Tensor:
+            self.drawn.append(real(*given))
             return self.drawn[-1]
 
-        with patch.object(classification, "_drawn_classes", draw):
+        with patch.object(classification, "drawn_classes", draw):
             yield
 
     @contextmanager
     def given(self) -> Iterator[None]:
         """Inside, labels are those that were kept; the share of those that would have been others is counted."""
-        real, left, other = classification._drawn_classes, list(self.drawn), list[float]()
+        real, left, other = classification.drawn_classes, list(self.drawn), list[float]()
 
-        def draw(p: Tensor, uniform: Tensor) -> Tensor:
+        def draw(*given: Any) -> Tensor:
             mine = left.pop(0)
-            other.append(float((real(p, uniform) != mine).float().mean()))
+            other.append(float((real(*given) != mine).float().mean()))
             return mine
 
-        with patch.object(classification, "_drawn_classes", draw):
+        with patch.object(classification, "drawn_classes", draw):
             yield
         self.changed = statistics.mean(other) if other else 0.0
 

@@ -22,6 +22,9 @@ import hyperkron as hk
 
 OPTIONS: dict[str, dict[str, Any]] = {"mc": {}, "empirical": {"fisher": "empirical"}, "every 3": {"refresh_every": 3}}
 
+MASKS = {"llama01": (False, True), "bert-dropout": (False,)}
+"""Whether ordinary passes get an attention mask as recorded ones do, by workload."""
+
 
 def found(work: Workload, graph: Any, options: dict[str, Any]) -> list[Tensor]:
     """Hypergradients on five batches; recordings are made in the first two."""
@@ -43,14 +46,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--small", action="store_true", help="toys of the same structure")
+    parser.add_argument("--workloads", nargs="+", default=list(MASKS), choices=list(MASKS))
     parser.add_argument("--out", help="file of JSON lines, which are appended")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     keep = line_writer(args.out)
-    for name, masks in {"llama01": (False, True), "bert-dropout": (False,)}.items():
+    for name in args.workloads:
         work = LANGUAGE[name](args.device, args.small)
         work.inner_steps()
-        for mask in masks:
+        for mask in MASKS[name]:
             tracing = masking_utils.is_tracing
             with patch.object(masking_utils, "is_tracing", (lambda *_: True) if mask else tracing):
                 for label, options in OPTIONS.items():

@@ -150,6 +150,29 @@ def test_a_checkpointed_block_is_computed_again_and_counted_once() -> None:
     assert model.calls == 4  # two blocks, each twice
 
 
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("penalised", [False, True])
+def test_a_v_that_may_be_used_up_gives_the_same(kind: str, penalised: bool) -> None:
+    def weighted(model: nn.Module, hyper: Any, given: Any) -> hk.losses.Loss:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (inner if penalised else _without_penalty)(model, hyper, given)
+
+    model, hyper = made(kind)
+    model, hyper = model.float(), hyper.float()
+    problem, v = hk.BilevelProblem(weighted, outer), along(model)
+    with Point(problem, model, hyper, batch(), batch()) as point:
+        form = weighting.structure(point, point.inner())
+        expected = adjoint(point, v, form).cross
+        point.gives_vectors, given = True, dict(v)
+        torch.testing.assert_close(adjoint(point, given, form).cross, expected, rtol=0, atol=0)
+    assert bool(given) is penalised
+
+
+def _without_penalty(model: nn.Module, hyper: Any, given: Any) -> hk.losses.Loss:
+    tokens, labels, domain = given
+    return hk.losses.cross_entropy(model(tokens), labels, weight=hyper(domain))
+
+
 def exact(model: nn.Module, hyper: nn.Module, v: dict[str, Tensor]) -> Tensor:
     """X(v) in float64, by one Hessian-like product on a copy."""
     twin, double = copy.deepcopy(model).to(DOUBLE), copy.deepcopy(hyper).to(DOUBLE)

@@ -4,8 +4,9 @@ memory."""
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,28 +16,39 @@ import hyperkron as hk
 import replaying
 from hyperkron import solution
 from hyperkron.curvature import GGN, KFAC
+from hyperkron.curvature.kfac import inverse, kfac
 from hyperkron.hypergradient import passes
-from hyperkron.kernels import graphs
+from hyperkron.kernels import graphs, weight_casts
 from hyperkron.kernels.execution import Execution
 from hyperkron.losses import classification
 from replaying import PROBLEM, Batch, batch, close, network, outer, trained
 
 
 class Again:
-    """In place of a CUDA graph: the function is called again, and its results are written over the first ones."""
+    """In place of a CUDA graph: the function is called again, and its results are written over the first ones.
+
+    Recordings share their memory, so results and vectors of all others are spoilt.
+    """
 
     made = 0
+    all: ClassVar[list[Again]] = []
 
     def __init__(self, function: Callable[[], Any], *, generators: Any = (), pool: Any = None) -> None:
         type(self).made += 1
+        self.all.append(self)
         held = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         self.function, self.point, self.pool = function, held["point"].cell_contents, None
+        self.taken: dict[str, Callable[[], Tensor]] = held["taken"].cell_contents
         before = [(g, g.get_state()) for g in generators]
         self.outputs = function()
         for generator, state in before:
             generator.set_state(state)
 
     def replay(self) -> Any:
+        for other in self.all:
+            if other is not self:
+                for x in (*_tensors(other.outputs), *(place() for place in other.taken.values())):
+                    x.detach().fill_(torch.nan if x.is_floating_point() else 0)
         with self.point:
             new = self.function()
         with torch.no_grad():
@@ -54,7 +66,7 @@ def _tensors(value: Any) -> list[Tensor]:
 @pytest.fixture(params=["cpu", replaying.GPU])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     solution._warned.clear()
-    Again.made = 0
+    Again.made, Again.all = 0, []
     if request.param == "cpu":
         monkeypatch.setattr(graphs, "available", lambda device: True)
         monkeypatch.setattr(passes, "Recording", Again)
@@ -93,6 +105,55 @@ def test_answers_are_those_of_the_ordinary_way(device: str, name: str) -> None:
     close(trained(method, device), expected)
     assert Again.made == recordings
     assert isinstance(method._replays, passes.RecordedPasses) and method._replays._served >= 6
+
+
+def test_blocks_inverted_in_parts_are_those_of_all_together(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = METHODS["kfac, lean"][0]
+    expected = trained(build(), device)
+    monkeypatch.setattr(inverse, "STRETCH", 1)
+    method, parts = build(graph="passes"), []
+    real = inverse.stretches
+    monkeypatch.setattr(kfac, "stretches", lambda factors: parts.append(real(factors)) or parts[-1])
+    close(trained(method, device), expected)
+    assert {len(part) for part in parts} == {2}
+    bad = batch(3, device)
+    bad[0][0] = float("nan")
+    with pytest.raises(hk.NonFiniteError, match=r"inner_batch\[0\] holds 36 nan"):
+        method.compute(PROBLEM, network(device), hk.SampleWeights(40).to(device), bad, batch(50, device))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_under_autocast_they_keep_no_casts_of_weights(
+    device: str, sharing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, casts = [], Counter[str]()
+    real = weight_casts._cast
+
+    def seen(x: Tensor) -> Any:
+        cast = real(x)
+        casts.update([str(cast and cast.dtype)])
+        return cast
+
+    monkeypatch.setattr(weight_casts, "_cast", seen)
+
+    def inner(model: nn.Module, weights: nn.Module, b: Batch) -> hk.losses.Loss:
+        with torch.autocast(device, torch.bfloat16):
+            return of_tokens(model, weights, b)
+
+    problem = hk.BilevelProblem(inner, lambda m, w, b: inner(m, lambda i: None, b), autocast=True)
+    for graph in (False, "passes"):
+        torch.manual_seed(0)
+        model, weights = Tokens().to(device), hk.DomainWeights(2).to(device)
+        method, answers = hk.kfac(1e-2, keep_previous=False, sharing=sharing, graph=graph), []
+        for i in range(4):
+            draw = torch.Generator().manual_seed(i)
+            x, y = torch.randn(8, 5, 6, generator=draw), torch.randint(3, (8, 5), generator=draw)
+            given = x.to(device), y.to(device), (torch.arange(8) % 2).to(device)
+            answers.append(method.compute(problem, model, weights, given, given))
+        found.append([r.grads["logits"] for r in answers])
+        assert all(r.stats["cross"] == "adjoint" for r in answers)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+    assert casts["torch.bfloat16"] > 6
 
 
 def test_dropout_masks_are_those_of_ordinary_steps(device: str) -> None:

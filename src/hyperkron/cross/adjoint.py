@@ -58,7 +58,7 @@ class NoAdjointError(HyperkronError):
 
 def adjoint(point: Point, v: Tree, form: str) -> Weighted:
     """X(v), and c' by example; ``form`` is the structure of the loss (:func:`hyperkron.cross.weighting.structure`)."""
-    taps = _LayerHooks(point, v)
+    taps = _LayerHooks(point, v, own=point.gives_vectors and "p" not in form)  # penalties need v itself
     with taps.attached():
         loss = point.inner()
         read = Read.of(loss, form, point.params)
@@ -112,11 +112,16 @@ class _LayerTap(torch.autograd.Function):
 
 
 class _LayerHooks:
-    """Hooks on all layers that hold parameters of θ, and the changes that they add up to."""
+    """Hooks on all layers that hold parameters of θ, and the changes that they add up to.
 
-    def __init__(self, point: Point, v: Tree) -> None:
-        self.device, self.readable = point.device, not point.recording
+    Where v is their ``own``, it is emptied, and each layer's part rounded in the forward pass as products will need it.
+    """
+
+    def __init__(self, point: Point, v: Tree, own: bool = False) -> None:
+        self.device, self.readable, self.own = point.device, not point.recording, own
         self.layers = _layers(point, v)
+        if own:
+            v.clear()
         sizes = (len(x) for _, x in tensors_of("", point.inner_batch) if x.dim() > 0)
         self.examples = next(sizes, 1)
         self.token = torch.zeros((), device=point.device, requires_grad=True)
@@ -165,6 +170,8 @@ class _LayerHooks:
         if output.dim() > 1 and len(output) == 1:  # the same for all examples, as positions are: each gets its own
             output = output.expand(self.examples, *output.shape[1:])
         if _is_linear(module):
+            if self.own and "weight" in v:
+                v["weight"] = v["weight"].to(output.dtype)
             tangent: Tangent = partial(_linear, v.get("weight"), v.get("bias"))
         elif isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
             tangent = partial(_embedding, v["weight"], module.padding_idx)

@@ -71,13 +71,16 @@ class Invertible(Operator):
     Attributes:
         status: how the factorisation went: ``DIRECT``, or ``MORE_DAMPING`` or ``KEPT_PREVIOUS`` where a
             fallback was needed.
+        overwrites: whether a solve may put its answer into the memory of b, to save memory: for callers that need b
+            no more.
     """
 
     status: Status = Status.DIRECT
+    overwrites: bool = False
 
     @abstractmethod
     def solve(self, b: Tree) -> Tree:
-        """(A + δI)⁻¹ b as a new tree with the names of ``b``, which is not changed; counts no product."""
+        """(A + δI)⁻¹ b as a new tree with the names of ``b``, not changed unless ``overwrites``; counts no product."""
 
     def solve_stacked(self, b: Tree) -> Tree:
         """:meth:`solve` for each of many right-hand sides, along the leading dimension of ``b``."""

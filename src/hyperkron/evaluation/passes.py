@@ -21,7 +21,8 @@ class Pass(Generic[T]):
     Attributes:
         name: which part it is.
         work: the part, as a function of the point and of ``given``; it reads nothing from the device.
-        given: the vectors that it depends on, besides the point.
+        given: the vectors that it depends on, besides the point; ``work`` may empty it where
+            :attr:`~hyperkron.evaluation.point.Point.gives_vectors` says so.
         key: tells what else it depends on; a recording holds for one key.
         brief: those of its results that the caller is done with before the next pass begins.
         generators: what it draws from, besides the model's random numbers.

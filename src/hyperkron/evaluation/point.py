@@ -59,6 +59,7 @@ class Point:
         execution: eager or recorded, with what has not been read yet.
         keeps: whether a curvature that is measured in parts may keep gradients of single examples, to save passes.
         kept: where it leaves those of the loss, if a caller wants them.
+        gives_vectors: whether a pass that is recorded here may use up the vectors it is given, to save memory.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Point:
         self.params, self.hypers = variables or (trainable(model, "model"), trainable(hyper, "hyper"))
         self.device, self.dtype = _common_place(self.params, self.hypers)
         self.notes: dict[str, str] = {}
-        self.keeps = False
+        self.keeps = self.gives_vectors = False
         self.kept: Any = None
         self.execution = Execution(self.device, recorded=recording)
         self.plain, self.met_autocast = plain or problem.autocast is False, False

@@ -216,12 +216,14 @@ class Implicit(Hypergradient):
         del first
         if point.dtype == torch.float16:  # whose range is too narrow for v: the cross term takes it in float32
             b = trees.widened(b)
+        if point.brief_passes and isinstance(operator, Invertible):
+            operator.overwrites = not self.solver.needs_products
         v, solution = self._solve(point, operator, b, start, preconditioner)
-        if point.brief_passes:  # b is, and v may be b itself
-            v = {name: x.clone() if x.data_ptr() == b[name].data_ptr() else x for name, x in v.items()}
-        del b
         if not point.recording:
             operator.release()
+        if point.brief_passes:  # b is, and v may lie where b was
+            v = {name: x.clone() if x.data_ptr() == b[name].data_ptr() else x for name, x in v.items()}
+        del b
         crossed = self.cross.term(point, v, operator, state.cross)
         rounded = trees.cast(v, point.params)
         solution = solution.then(lambda found: dataclasses.replace(found, value=rounded))

@@ -2,9 +2,9 @@
 
 A large model in eager PyTorch waits for Python in its passes: the outer gradient, the factors, the cross term. It does
 not in what lies between, factorisations and solves, which are few large kernels. So only the passes are recorded. They
-have one memory for what they compute on their way, and one for what they hand over (:class:`SharedMemory`): b, the
-factors and v are never needed at the same time. A recording of a whole step (:mod:`hyperkron.hypergradient.replay`)
-also holds the inverses, and the memory of all stages.
+have one memory, for what they compute on their way and for what they hand over: b, the factors and v are never needed
+at the same time. A recording of a whole step (:mod:`hyperkron.hypergradient.replay`) also holds the inverses, and the
+memory of all stages.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from torch import Tensor
 from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.point import Point
 from hyperkron.hypergradient.recordings import Recordings, Request
-from hyperkron.kernels.graphs import GeneratorCopies, Recording, SharedMemory, StaticBatch
+from hyperkron.kernels.graphs import GeneratorCopies, Recording, StaticBatch, place_of
 from hyperkron.kernels.selection import LayoutError
+from hyperkron.kernels.weight_casts import made_again
 from hyperkron.solution import HyperkronError
 
 
 @dataclass(frozen=True)
 class _RecordedPass:
-    """A recorded pass; its vectors, and those of its results that lie in the shared memory."""
+    """A recorded pass; its vectors, and the ids of its brief results: they are gone when another one is replayed."""
 
     key: object
     given: dict[str, Tensor]
     recording: Recording[tuple[Any, list[Any]]]
-    shared: set[int]
+    brief: set[int]
     generator_copies: GeneratorCopies
 
     def replay(self, point: Point, given: dict[str, Tensor]) -> Any:
-        """Its results; those outside the shared memory in memory of their own."""
+        """Its results; all but the brief ones in memory of their own."""
         if given:
             torch._foreach_copy_(list(self.given.values()), [given[name] for name in self.given])
         point.rewind_random()
@@ -45,7 +46,7 @@ class _RecordedPass:
         found, checks = self.recording.replay()
         for value, error in checks:
             point.execution.check_finite(value.clone(), error)  # the next pass may have its memory
-        return _mapped(found, lambda x: x if id(x) in self.shared else x.clone())
+        return _mapped(found, lambda x: x if id(x) in self.brief else x.clone())
 
 
 class RecordedPasses(Recordings):
@@ -58,7 +59,6 @@ class RecordedPasses(Recordings):
         self._recorded: dict[str, _RecordedPass] = {}
         self._noted: dict[str, Pass[Any]] = {}  # with shapes in place of vectors
         self._batches: StaticBatch | None = None
-        self._memory: SharedMemory | None = None
         self._wanted: Request | None = None
         self._dropped = 0
         self._fitting = False
@@ -78,7 +78,7 @@ class RecordedPasses(Recordings):
 
     def _drop(self) -> None:
         self._dropped += bool(self._recorded)
-        self._recorded, self._batches, self._memory = {}, None, None
+        self._recorded, self._batches = {}, None
 
     @property
     def passes(self) -> Passes | None:
@@ -109,21 +109,15 @@ class RecordedPasses(Recordings):
                 assert self._wanted is not None
                 self._batches = StaticBatch(self._wanted.batches[:3])
             copies = [GeneratorCopies(self._device) for _ in noted]
-            tried = [self._tried(*one) for one in zip(noted, copies, strict=True)]
-            self._make_room([*tried, *(list(one.given.values()) for one in noted)])
+            for one, own in zip(noted, copies, strict=True):
+                self._try(one, own)
+            torch.cuda.empty_cache()  # what only the first steps needed; recordings could not use it
             for one, own in zip(noted, copies, strict=True):
                 self._recorded[one.name] = self._record(one, own)
         except LayoutError:
             return  # it will not be changed again
         except (RuntimeError, HyperkronError) as failure:
             self._give_up(str(failure).splitlines()[0])
-
-    def _make_room(self, shapes: list[list[Tensor]]) -> None:
-        """Memory for any of these; where that has to be larger than it was, all passes are recorded once more."""
-        if self._memory is not None and all(map(self._memory.holds, shapes)):
-            return
-        self._recorded, self._memory = {}, None
-        self._memory = SharedMemory(max(map(SharedMemory.size_of, shapes)), self._device)
 
     @property
     def _device(self) -> torch.device:
@@ -134,7 +128,7 @@ class RecordedPasses(Recordings):
         """Where passes are recorded."""
         assert self._wanted is not None and self._batches is not None
         wanted, (inner, outer, other) = self._wanted, self._batches.value
-        return Point(
+        point = Point(
             wanted.problem,
             wanted.model,
             wanted.hyper,
@@ -145,9 +139,11 @@ class RecordedPasses(Recordings):
             generator_copies=generator_copies,
             plain=wanted.plain,
         )
+        point.gives_vectors = True
+        return point
 
-    def _tried(self, one: Pass[Any], generator_copies: GeneratorCopies) -> list[Tensor]:
-        """The shapes of the brief results of a pass, from carrying it out once.
+    def _try(self, one: Pass[Any], generator_copies: GeneratorCopies) -> None:
+        """Carry a pass out once.
 
         Libraries try their algorithms out, and it is seen how many copies of a generator are needed.
         """
@@ -155,35 +151,41 @@ class RecordedPasses(Recordings):
         drawn = [(generator, generator.get_state()) for generator in one.generators]
         try:
             with generator_copies.active(), self._place(generator_copies) as point:
-                return list(map(_shape, one.brief(one.work(point, given))))
+                _carried_out(one, point, given)
         finally:
             for generator, before in drawn:
                 generator.set_state(before)
 
     def _record(self, one: Pass[Any], generator_copies: GeneratorCopies) -> _RecordedPass:
-        """Record a pass; it is not carried out."""
-        memory, shared = self._memory, set[int]()
-        assert memory is not None
+        """Record a pass; it is not carried out. Its memory is free again for those that are recorded later."""
         gc.collect()  # what lies in reference cycles would keep the memory of the passes recorded before
-        given = dict(zip(one.given, memory.views(one.given.values()), strict=True))
+        taken: dict[str, Callable[[], Tensor]] = {}
+
+        def work() -> tuple[Any, list[Any]]:
+            if taken:  # the stand-in of tests is called again
+                given = {name: place() for name, place in taken.items()}
+            else:  # in the memory of the recordings
+                given = {name: torch.empty_like(x, device=self._device) for name, x in one.given.items()}
+                taken.update((name, place_of(x)) for name, x in given.items())
+            return _carried_out(one, point, given), point.execution.handed_over()
+
         with generator_copies.active(), self._place(generator_copies) as point:
             recording = Recording(
-                lambda: (_handed_over(one, one.work(point, given), memory, shared), point.execution.handed_over()),
+                work,
                 generators=[*one.generators, *generator_copies.copies],
                 pool=next((x.recording.pool for x in self._recorded.values()), None),
             )
-        return _RecordedPass(one.key(), given, recording, shared, generator_copies)
+        places: dict[int, Tensor] = {}  # a tensor that is there twice stays one
+        recording.outputs = _mapped(recording.outputs, lambda x: places.setdefault(id(x), place_of(x.detach())()))
+        brief = {id(x) for x in one.brief(recording.outputs[0])}
+        given = {name: place() for name, place in taken.items()}
+        return _RecordedPass(one.key(), given, recording, brief, generator_copies)
 
 
-def _handed_over(one: Pass[Any], found: Any, memory: SharedMemory, shared: set[int]) -> Any:
-    """The results of a pass, with the brief ones in shared memory; ``shared`` gets the ids of these."""
-    brief = list(one.brief(found))
-    views = memory.views(brief)
-    if brief:
-        torch._foreach_copy_(views, [x.detach() for x in brief])
-    shared.update(map(id, views))
-    place = {id(x): view for x, view in zip(brief, views, strict=True)}
-    return _mapped(found, lambda x: place.get(id(x), x))
+def _carried_out(one: Pass[Any], point: Point, given: dict[str, Tensor]) -> Any:
+    """The results of a pass, by a way that needs less memory and would take more time if it were not recorded."""
+    with made_again(point.params.values()):
+        return one.work(point, given)
 
 
 def _shape(x: Tensor) -> Tensor:

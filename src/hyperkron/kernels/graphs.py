@@ -88,36 +88,26 @@ class Recording(Generic[T]):
         return self.outputs
 
 
-class SharedMemory:
-    """Memory that the tensors of several recordings have in turns: what one has written holds until the next writes.
+class _Place:
+    """Bytes of a GPU's memory, as arrays of other libraries are handed over: whoever reads them does not own them."""
 
-    Args:
-        size: in bytes; :meth:`size_of` tells how many a list of tensors needs.
-        device: the GPU.
+    def __init__(self, address: int, size: int) -> None:
+        data = (address, False)
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": data, "version": 2}
+
+
+def place_of(x: Tensor) -> Callable[[], Tensor]:
+    """Makes tensors in the memory of ``x`` that do not keep it: what was recorded lies there though it was given back.
+
+    So other recordings with the same ``pool`` may use it in between. On a CPU it is ``x`` that is made. To be called
+    when nothing is being recorded.
     """
-
-    ALIGNED = 256
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._bytes = torch.zeros(size, dtype=torch.uint8, device=device)
-
-    @classmethod
-    def size_of(cls, tensors: Iterable[Tensor]) -> int:
-        """Bytes of tensors that lie there together."""
-        return sum(-(-x.numel() * x.element_size() // cls.ALIGNED) * cls.ALIGNED for x in tensors)
-
-    def holds(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether they fit, together."""
-        return self.size_of(tensors) <= len(self._bytes)
-
-    def views(self, like: Iterable[Tensor]) -> list[Tensor]:
-        """Tensors of these shapes and dtypes that lie there together."""
-        found, begin = list[Tensor](), 0
-        for x in like:
-            length = x.numel() * x.element_size()
-            found.append(self._bytes[begin : begin + length].view(x.dtype).view(x.shape))
-            begin += self.size_of([x])
-        return found
+    if not x.is_cuda or not x.numel():
+        return lambda: x
+    shape, stride, dtype, device = x.shape, x.stride(), x.dtype, x.device
+    last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    place = _Place(x.data_ptr(), (last + 1) * x.element_size())
+    return lambda: torch.as_tensor(place, device=device).view(dtype).as_strided(shape, stride)
 
 
 class GeneratorCopies:

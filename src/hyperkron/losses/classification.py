@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from hyperkron.losses._checks import answers_at_once, check_companion, check_output, reduce_rows, row_weights
 from hyperkron.losses.base import Loss, Term
+from hyperkron.losses.label_draws import SEEDS, drawn_classes
 from hyperkron.solution import HyperkronError
 
 PIECE = 2**24
@@ -156,13 +157,12 @@ class SoftmaxTerm(Term):
         return self.coefficients if self.mass is None else self.coefficients * self.mass
 
     def _sampled(self, root: Tensor, samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
-        # Inverse transform: one uniform number per row and sample, one cumulative sum for all samples.
-        f, work = self.output.detach(), self.coefficients.dtype
-        shape = (*f.shape[:-1], samples)
-        uniform = self._drawn(torch.rand, shape, generator=generator, dtype=work, device=f.device).flatten(0, -2)
-        drawn = torch.cat([_drawn_classes(p, uniform[some]) for some, p in self._pieces()])
+        # √w (p − e_ỹ), from one random number per row and sample
+        f = self.output.detach()
+        number = partial(torch.randint, *SEEDS, dtype=torch.int32, device=f.device, generator=generator)
+        seeds = self._drawn(number, (*f.shape[:-1], samples)).flatten(0, -2)
+        drawn = torch.cat([drawn_classes(p, seeds[some], PIECE) for some, p in self._pieces()])
         roots = root.expand(*f.shape[:-1], 1).flatten(0, -2)
-        del uniform
         for m in range(samples):
             vector = torch.empty_like(f, memory_format=torch.contiguous_format)
             rows = vector.view(-1, f.shape[-1])
@@ -213,12 +213,6 @@ class SoftmaxTerm(Term):
     def _criterion_product(self, v: Tensor) -> Tensor:
         p = self.probabilities
         return (v - (p * v).sum(-1, keepdim=True)).mul_(p)
-
-
-def _drawn_classes(p: Tensor, uniform: Tensor) -> Tensor:
-    """One class for each of the uniform numbers of a row."""
-    cdf = p.cumsum(-1).contiguous()
-    return torch.searchsorted(cdf, uniform * cdf[..., -1:], right=True).clamp_(max=p.shape[-1] - 1)
 
 
 def _less_at(vector: Tensor, index: Tensor, amount: Tensor) -> Tensor:

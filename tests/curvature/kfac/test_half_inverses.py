@@ -93,10 +93,10 @@ def test_zero_stays_zero_and_what_is_not_finite_is_seen() -> None:
     a, _ = halved([rows(100, 48, 0)], 0.05)
     b, _ = halved([rows(20, 32, 1)], 0.05)
     v = torch.zeros(1, 32, 48)
-    assert not solve_both_sides(b, a, [v]).any()
+    assert not solve_both_sides(b, a, [v])[0].any()
     for bad in (float("nan"), float("inf"), 1e30):
         v[0, 3, 4] = bad
-        assert not solve_both_sides(b, a, [v]).isfinite().all()
+        assert not solve_both_sides(b, a, [v])[0].isfinite().all()
 
 
 @pytest.mark.usefixtures("_split")
@@ -115,7 +115,7 @@ def test_a_hypergradient_loses_no_more_than_by_bfloat16(count: int, dtype: torch
         changes = [((gradients @ m) * inputs).sum(1).reshape(4, 10).sum(1) for m in (found.double(), wanted)]
         return float((changes[0] - changes[1]).norm() / changes[1].norm())
 
-    assert error(solve_both_sides(b, a, [v.float()[None]])[0]) < max(error(wanted.bfloat16()), 2.0**-9)
+    assert error(solve_both_sides(b, a, [v.float()[None]])[0][0]) < max(error(wanted.bfloat16()), 2.0**-9)
 
 
 @pytest.mark.usefixtures("_split")
@@ -132,7 +132,7 @@ def test_at_small_damping_it_loses_no_more_either(dtype: torch.dtype, kind: str)
         assert float(torch.linalg.cond(full_b)) > {"plain": 5e3, "mean": 5e4, "channel": 1e5}[kind]
         v = rows(50, 128, seed + 3, kind).mT @ rows(50, 64, seed + 4, kind)
         wanted = torch.linalg.solve(full_b, torch.linalg.solve(full_a, v.mT).mT)
-        found = solve_both_sides(b, a, [v.float()[None]])[0]
+        found = solve_both_sides(b, a, [v.float()[None]])[0][0]
         inputs, gradients = xa[:40], rows(40, 128, seed + 5, kind)
         exact, ours, rounded = (
             ((gradients @ m.double()) * inputs).sum(1).reshape(4, 10).sum(1) for m in (wanted, found, wanted.bfloat16())
@@ -155,7 +155,11 @@ def test_groups_and_borders_are_those_of_the_stack() -> None:
     wanted = torch.stack(
         [torch.linalg.solve(b, torch.linalg.solve(a, x.mT).mT) for a, b, x in zip(damped_a, damped_b, v, strict=True)]
     )
-    found = solve_both_sides(b, a, list(v.float().split([1, 2, 1])))
+    parts = list(v.float().split([1, 2, 1]))
+    found = torch.cat(solve_both_sides(b, a, parts))
+    assert torch.equal(torch.cat(parts), v.float())
+    overwritten = solve_both_sides(b, a, parts, own=True)
+    assert torch.equal(torch.cat(overwritten), found) and overwritten[1].data_ptr() == parts[1].data_ptr()
     assert found.isfinite().all() and (found.double() - wanted).norm() < 2.0**-9 * wanted.norm()
 
 

@@ -110,8 +110,8 @@ class EigenInverses:
     def names(self) -> tuple[str, ...]:
         return tuple(self.blocks)
 
-    def solve(self, v: Matrices) -> Matrices:
-        """Q_B [(Q_Bᵀ V Q_A) / spectrum] Q_Aᵀ for every block."""
+    def solve(self, v: Matrices, own: bool = False) -> Matrices:
+        """Q_B [(Q_Bᵀ V Q_A) / spectrum] Q_Aᵀ for every block; it has no use for the memory of V."""
         return {name: block.solve(v[name]) for name, block in self.blocks.items()}
 
     def matvec(self, v: Matrices) -> Matrices:

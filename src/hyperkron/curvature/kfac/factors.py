@@ -9,7 +9,7 @@ system of size R by Woodbury's identity,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -241,14 +241,14 @@ class ShapeClass:
     a: FactorInverse
     b: FactorInverse
 
-    def solve(self, v: Matrices) -> Tensor:
-        """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for the stack of V.
+    def solve(self, v: Matrices, own: bool = False) -> Sequence[Tensor]:
+        """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for every block; in the memory of V, perhaps, where that is ``own``.
 
         V is enlarged as the systems are, so that its rows are aligned as theirs are, and the answer takes its place.
         """
         parts = [v[name] for name in self.names]
         if isinstance(self.a, HalfInverse) and isinstance(self.b, HalfInverse):
-            return solve_both_sides(self.b, self.a, parts)
+            return solve_both_sides(self.b, self.a, parts, own)
         rows, columns = parts[0].shape[1:]
         if (rows, columns) == (self.b.size, self.a.size):
             stacked = torch.cat(parts)
@@ -256,12 +256,12 @@ class ShapeClass:
             stacked = parts[0].new_zeros(sum(self.groups), self.b.size, self.a.size)
             torch._foreach_copy_(stacked[:, :rows, :columns].split(self.groups), parts)
         half = self.b.solve(stacked, own=True)
-        return self.a.solve(half.mT, own=True).mT[:, :rows, :columns]
+        return self.a.solve(half.mT, own=True).mT[:, :rows, :columns].split(self.groups)
 
-    def matvec(self, v: Matrices) -> Tensor:
+    def matvec(self, v: Matrices) -> Sequence[Tensor]:
         """(B + δ_B I) V (A + δ_A I)."""
         stacked = torch.cat([v[name] for name in self.names])
-        return self.a.times(self.b.times(stacked).mT).mT
+        return self.a.times(self.b.times(stacked).mT).mT.split(self.groups)
 
     def parts(self) -> dict[str, ShapeClass]:
         """Each block by itself."""
@@ -289,18 +289,18 @@ class FactoredInverses:
     def names(self) -> tuple[str, ...]:
         return tuple(name for c in self.classes for name in c.names)
 
-    def solve(self, v: Matrices) -> Matrices:
-        """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for every block."""
-        return self._apart(c.solve(v) for c in self.classes)
+    def solve(self, v: Matrices, own: bool = False) -> Matrices:
+        """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for every block; in the memory of V, perhaps, where that is ``own``."""
+        return self._apart(c.solve(v, own) for c in self.classes)
 
     def matvec(self, v: Matrices) -> Matrices:
         """(B + δ_B I) V (A + δ_A I) for every block."""
         return self._apart(c.matvec(v) for c in self.classes)
 
-    def _apart(self, stacks: Iterable[Tensor]) -> Matrices:
-        """The matrix of every block, from a stack of them for each shape."""
-        pairs = zip(self.classes, stacks, strict=True)
-        return {name: x for c, stack in pairs for name, x in zip(c.names, stack.split(c.groups), strict=True)}
+    def _apart(self, found: Iterable[Sequence[Tensor]]) -> Matrices:
+        """The matrix of every block by its name, from those of each shape."""
+        pairs = zip(self.classes, found, strict=True)
+        return {name: x for c, matrices in pairs for name, x in zip(c.names, matrices, strict=True)}
 
     def only(self, names: Collection[str]) -> FactoredInverses:
         """Those of some of the blocks."""

@@ -243,24 +243,28 @@ def _stripes(n: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + step, n)) for begin in range(0, n, step)]
 
 
-def solve_both_sides(b: HalfInverse, a: HalfInverse, parts: list[Tensor]) -> Tensor:
-    """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for the stack of V that ``parts``, of shape (groups, d_out, d_in), make up."""
+def solve_both_sides(b: HalfInverse, a: HalfInverse, parts: list[Tensor], own: bool = False) -> list[Tensor]:
+    """(B + δ_B I)⁻¹ V (A + δ_A I)⁻¹ for the stack of V that ``parts``, of shape (groups, d_out, d_in), make up.
+
+    The answers are in the memory of ``parts`` where these are the caller's ``own`` to give.
+    """
     groups, (rows, columns) = [len(x) for x in parts], parts[0].shape[1:]
-    found = parts[0].new_empty(sum(groups), rows, columns)
+    found = parts if own else list(parts[0].new_empty(sum(groups), rows, columns).split(groups))
     units = torch.stack(torch._foreach_norm(parts)).clamp_min(1e-18) / TOP
     made = torch.empty if (rows, columns) == (b.size, a.size) else torch.zeros
     begin = 0
     for some in _stretches(len(parts), max(groups) * b.size * a.size):
         end = begin + sum(groups[some])
-        half = made(end - begin, b.size, a.size, device=found.device, dtype=torch.float16)
-        inside = half[:, :rows, :columns]
-        for x, unit, place in zip(parts[some], units[some], inside.split(groups[some]), strict=True):
+        half = made(end - begin, b.size, a.size, device=units.device, dtype=torch.float16)
+        inside = half[:, :rows, :columns].split(groups[some])
+        for x, unit, place in zip(parts[some], units[some], inside, strict=True):
             torch.div(x, unit, out=place)
         b.part(begin, end).contract(half)
         a.part(begin, end).contract(half.mT)
         unit = torch.cat([u.expand(g) for u, g in zip(units[some], groups[some], strict=True)])
         scale = unit / b.shift[begin:end] / a.shift[begin:end]
-        torch.mul(inside, scale[:, None, None], out=found[begin:end])
+        for x, times, place in zip(inside, scale[:, None, None].split(groups[some]), found[some], strict=True):
+            torch.mul(x, times, out=place)
         begin = end
     return found
 

@@ -78,6 +78,10 @@ BRANCHES = 3
 """Factorisations of different sizes that run side by side in a CUDA graph; libraries keep memory for every branch."""
 
 
+STRETCHES, STRETCH = 3, 2**28
+"""The most parts that blocks are inverted in where memory counts, and the most numbers for which one part is enough."""
+
+
 class FactorsNeeded(Exception):
     """A factorisation failed and the factors are gone: measure them again, the same way, and keep them."""
 
@@ -93,6 +97,7 @@ def factored_inverses(
     own: bool = False,
     lean: bool = False,
     half: bool = False,
+    at_once: bool = False,
 ) -> Pending[tuple[FactoredInverses, Status, bool]]:
     """Begin the damped inverses of all blocks: on a GPU other work can be queued before they are waited for.
 
@@ -106,6 +111,7 @@ def factored_inverses(
         own: ``factors`` are the caller's to give: they are cleared, and those of :data:`ALONE` freed one by one.
         lean: prefer memory to launches.
         half: solves may run in float16 (:mod:`~hyperkron.curvature.kfac.half_inverses`); δ_A and δ_B are positive.
+        at_once: make the inverses before it is known how the factorisations went, so that these need no memory then.
 
     Returns the inverses, how they were obtained, and the value of ``finite``; where it is false they are worthless.
     """
@@ -119,8 +125,7 @@ def factored_inverses(
         factors.clear()
     infos = systems.factorize(shifts)
 
-    def finish() -> tuple[FactoredInverses, Status, bool]:
-        status, good = systems.outcome(shifts, infos, finite, execution)
+    def inverses() -> FactoredInverses:
         classes, first = [], 0
         for members in by_shape:
             last = first + len(members)
@@ -128,9 +133,24 @@ def factored_inverses(
             a, b = inverses_of(systems.system(*places[0], shifts), systems.system(*places[1], shifts), half)
             classes.append(ShapeClass(tuple(members), tuple(systems.groups[first:last]), a, b))
             first = last
-        return FactoredInverses(tuple(classes)), status, good
+        systems.made = []
+        return FactoredInverses(tuple(classes))
+
+    made = inverses() if at_once and not keep else None
+
+    def finish() -> tuple[FactoredInverses, Status, bool]:
+        status, good = systems.outcome(shifts, infos, finite, execution)
+        return made or inverses(), status, good
 
     return Pending(finish)
+
+
+def stretches(factors: Factors) -> list[Factors]:
+    """The blocks in a few parts of about the same size, where their systems are large."""
+    numbers = sum(len(x) * x.shape[1] ** 2 for pair in factors.values() for x in map(stored, pair))
+    count = min(STRETCHES, -(-numbers // STRETCH)) or 1
+    names, step = list(factors), -(-len(factors) // count) or 1
+    return [{n: factors[n] for n in names[begin : begin + step]} for begin in range(0, len(names), step)] or [factors]
 
 
 def _by_shape(factors: Factors) -> list[list[str]]:

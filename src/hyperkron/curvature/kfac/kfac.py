@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.eigen import Bases, eigen_bases
-from hyperkron.curvature.kfac.factors import Factors
-from hyperkron.curvature.kfac.inverse import BlockInverses, Split, factored_inverses
+from hyperkron.curvature.kfac.factors import FactoredInverses, Factors
+from hyperkron.curvature.kfac.inverse import BlockInverses, Split, factored_inverses, stretches
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
 from hyperkron.curvature.kfac.measured import Measured
 from hyperkron.curvature.kfac.owners import agreed
@@ -116,12 +116,17 @@ class KFAC(Kronecker):
         half = measured.in_half and tf32_products(point.device) and group.size == 1
         half = half and self.damping > 0 and not callable(self.split)
         options = {"keep": keep or not queued or group.size > 1, "own": own, "lean": self.lean, "half": half}
-        begun = factored_inverses(factors, damping, self.split, good, point.execution, **options)
+        parts = stretches(factors) if own and queued and point.brief_passes else [factors]
+        begun = [
+            factored_inverses(part, damping, self.split, good, point.execution, at_once=len(parts) > 1, **options)
+            for part in parts
+        ]
 
         def checked_factors() -> tuple[BlockInverses, Status]:
-            inverses, status, good = begun.wait()
-            self._finite(point, measured, good)
-            return inverses, status
+            found = [one.wait() for one in begun]
+            self._finite(point, measured, all(good for _, _, good in found))
+            inverses = FactoredInverses(tuple(c for some, _, _ in found for c in some.classes))
+            return inverses, next((status for _, status, _ in found if status is not Status.DIRECT), Status.DIRECT)
 
         return Pending(lambda: agreed(group, checked_factors))
 

@@ -277,7 +277,8 @@ class KroneckerOperator(Invertible):
 
     def solve(self, b: Tree) -> Tree:
         self._ready()
-        return self._apply(b, self.inverses.solve, torch.div, torch._foreach_div)
+        own = self.overwrites and self._once  # v would not fit beside b and the inverses, which go after the solve
+        return self._apply(b, partial(self.inverses.solve, own=own), torch.div, torch._foreach_div)
 
     def solve_stacked(self, b: Tree) -> Tree:
         self._ready()

@@ -1,0 +1,60 @@
+"""Weights that autocast casts for a forward pass are cast again in the backward pass, instead of being kept for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Cast(NamedTuple):
+    """A parameter in another dtype, perhaps transposed."""
+
+    parameter: Tensor
+    dtype: torch.dtype
+    transposed: bool
+
+    def made(self) -> Tensor:
+        found = self.parameter.detach().to(self.dtype)
+        return found.t() if self.transposed else found
+
+
+@contextmanager
+def made_again(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, autograd keeps no casts of these parameters: half the memory of the model, for a cast of each more.
+
+    For passes that are recorded, where this costs no time in Python.
+    """
+    known = {id(p) for p in parameters}
+
+    def pack(x: Tensor) -> Tensor | _Cast:
+        cast = _cast(x)
+        if cast is None or id(cast.parameter) not in known:
+            return x.detach()
+        torch.clear_autocast_cache()  # which has it, too
+        return cast
+
+    def unpack(kept: Tensor | _Cast) -> Tensor:
+        return kept.made() if isinstance(kept, _Cast) else kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _cast(x: Tensor) -> _Cast | None:
+    """The parameter that ``x`` is a cast of, by how it was made; ``None`` if it is anything else."""
+    node, transposed = x.grad_fn, False
+    if node is not None and type(node).__name__ in ("TBackward0", "TransposeBackward0"):
+        node, transposed = node.next_functions[0][0], True
+    if type(node).__name__ != "ToCopyBackward0":
+        return None
+    leaf = node.next_functions[0][0]  # type: ignore[union-attr]
+    parameter = getattr(leaf, "variable", None)
+    if parameter is None or not isinstance(parameter, Tensor):
+        return None
+    shape, stride = (tuple(y) for y in (parameter.shape, parameter.stride()))
+    wanted = (shape[::-1], stride[::-1]) if transposed else (shape, stride)
+    return _Cast(parameter, x.dtype, transposed) if (tuple(x.shape), tuple(x.stride())) == wanted else None
