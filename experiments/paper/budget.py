@@ -24,8 +24,6 @@ TRIALS = 5
 """Of a method of ResNet-18 or the CNN."""
 RATES = 7
 """Step sizes of λ of an encoder's method, each run for all steps."""
-AS = {"AmIGO": "AID-Neumann-10", "stocBiO": "AID-Neumann-10", "BVFSM": "BOME"}
-"""Methods of ResNet-18 whose step was not timed, and others with as many products."""
 ENCODER_MINUTES = 38.0
 """Of the encoder's runs at full length, 35 to 40 by the time of a run; their records have no times."""
 
@@ -83,9 +81,10 @@ def _resnet() -> dict[str, Missing]:
 
     def of(names: list[str]) -> float:
         steps = {name: _steps_left(contest, name) for name in names}
-        return sum(times[AS.get(name, name)] * count for name, count in steps.items()) / 6e4 / resnet_length.SHARING
+        ms = sum(times[resnet_length.AS.get(name, name)] * count for name, count in steps.items())
+        return ms / 6e4 / resnet_length.SHARING
 
-    solvers, pairs = list(resnet_length_page.SOLVERS), [name for pair in resnet_length_page.PAIRS for name in pair]
+    solvers, pairs = ["AID-KFAC", *resnet_length_page.SOLVERS], [name for pair in resnet_length_page.PAIRS for name in pair]
     others = ["BSG-1", "BOME", "stocBiO", "BVFSM"]
     per_run = TRIALS * SHORT + SEEDS * STEPS
     by_batch = sum(
@@ -95,7 +94,7 @@ def _resnet() -> dict[str, Missing]:
     mrbo = of(["MRBO"])
     return {
         "resnet-cifar": Missing(of(list(dict.fromkeys(pairs + others))), f"{rounded(mrbo)} of them for MRBO alone"),
-        "trade-off": Missing(of(solvers), "CG, GGN-CG and Neumann-10 with three seeds"),
+        "trade-off": Missing(of(solvers), "KFAC, CG, GGN-CG and Neumann-10 with three seeds"),
         "batch-resnet": Missing(
             by_batch * per_run / 6e4 / resnet_length.SHARING, "five batch sizes; times at 500 rows"
         ),

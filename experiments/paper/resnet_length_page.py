@@ -14,17 +14,20 @@ from experiments.paper.resnet_length import (
     ABSOLUTE,
     ARMS,
     BEYOND,
+    LENGTH,
     OWN,
     PRINTED,
+    RESULT,
     SHARED,
-    SLOWER_NAMES,
+    TIMES,
     Contest,
+    Plan,
     key,
-    slower,
 )
 from experiments.paper.resnet_runs import Size
 from experiments.paper.tuning import Difference, shown
 from experiments.paper.visits import MOST, Visits
+from experiments.pieces import Lines
 from experiments.trial import MEASURED
 
 PAIRS = (("AID-CG-3", "AID-KFAC"), ("AmIGO", "AID-KFAC"), ("MRBO", "MRBO-KFAC"))
@@ -148,20 +151,44 @@ def tables(contest: Contest, times: Rows) -> str:
     if not contest.done:
         return ""
     parts = [f"{place}: **{x.verdict.value}**. {x.because}" for place, x in verdicts(contest, known).items()]
-    parts += ["\n".join(rows) for arm in ARMS if (rows := _arm(contest, arm, known))]
-    return "\n\n".join([*parts, *gaps(contest), *_slower(contest), *_cut_short(contest), _rates(contest)])
+    parts += [*_runs(contest, known), *_inners(contest)]
+    if contest.plan.rate:
+        earlier = _at(contest, EARLIER)
+        found = [*_runs(earlier, known), _rates(earlier)]
+        parts += (
+            [f"With θ's step size {EARLIER.inner:g} and settings by trials:", *found]
+            if earlier.results("AID-KFAC")
+            else []
+        )
+    return "\n\n".join(part for part in [*parts, _rates(contest)] if part)
 
 
-def _slower(contest: Contest) -> list[str]:
-    """The runs with smaller step sizes of θ, beside those of seed 0 with the usual one."""
-    rows = [contest.done.get(key(task)) for task in slower(contest)]
-    if not any(rows):
+def _runs(contest: Contest, times: Times) -> list[str]:
+    """The results of all winners for each arm, their differences, and lines cut short."""
+    parts = ["\n".join(rows) for arm in ARMS if (rows := _arm(contest, arm, times))]
+    return [*parts, *gaps(contest), *_cut_short(contest)]
+
+
+EARLIER = Plan(inner=0.05, rate=0.0)
+"""The plan of the first runs."""
+
+
+def _at(contest: Contest, plan: Plan) -> Contest:
+    """The same records under another plan, as long as the contest's."""
+    return Contest(contest.rows, plan._replace(steps=contest.plan.steps), contest.names)
+
+
+def _inners(contest: Contest) -> list[str]:
+    """Runs with seed 0 by the step size of θ."""
+    contests = [_at(contest, plan) for plan in (EARLIER, *(LENGTH._replace(inner=x) for x in (0.01, 0.001)))]
+    names = ("AID-KFAC", "AID-CG-3", "AID-identity", "trusted + noisy")
+    rows = [found[0] for of in contests for name in names if (found := of.results(name)) and not found[0]["failed"]]
+    if not rows:
         return []
-    usual = [contest.results(name)[0] for name in SLOWER_NAMES if contest.results(name)]
     head = ["θ's step size", "method", "test loss", "error in %", "at step", "visits then", "not updated then"]
     head += ["loss, second half", "error in %, second half", "weights right / wrong"]
     lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
-    for row in (row for row in [*usual, *rows] if row is not None and not row["failed"]):
+    for row in rows:
         seen, learned = visits(row), "f1" in row
         then = [f"{seen.mean:.1f}", f"{seen.never:.0%}"] if learned else ["–", "–"]
         cells = [f"{row['setting']['inner']:g}", row["method"], f"{row['best']['test_loss']:.3f}"]
@@ -206,6 +233,11 @@ def verdicts(contest: Contest, times: Times) -> dict[str, Judgement]:
         "Figure 1, top": verdict_solvers(contest, times),
         "Table 2": verdict_amortized(contest, times),
     }
+
+
+def judgement(place: str, runs: Path = RESULT, timed: Path = TIMES) -> Judgement:
+    """The verdict of the recorded runs on ``Figure 2``, ``Figure 1, top`` or ``Table 2``."""
+    return verdicts(Contest(Lines(runs).rows), milliseconds(Lines(timed).rows))[place]
 
 
 COLUMNS = (
@@ -260,6 +292,8 @@ def _setting(setting: Mapping[str, float], name: str, arm: str, contest: Contest
     text = ", ".join(f"{'λ' if x in ('outer', 'absolute') else x} {value:g}" for x, value in setting.items())
     if name in references.KINDS or name in SHARED:
         return text
+    if arm == OWN and contest.plan.rate:
+        return text  # not tuned
     which = "outer" if arm == OWN else "absolute"
     tried = [task.setting[which] for task in contest.rates(name, arm)]
     return text + (" (edge)" if setting[which] in (min(tried), max(tried)) else "")
