@@ -50,7 +50,7 @@ def rounded(minutes: float) -> str:
 
 
 def minutes(steps_by_ms: Mapping[float, float]) -> float:
-    """The time of so many steps that take so many milliseconds each.
+    """GPU minutes of outer steps, given as the number of steps by the milliseconds that each takes.
 
     Example:
         >>> minutes({60.0: 1000, 30.0: 2000})
@@ -84,7 +84,8 @@ def _resnet() -> dict[str, Missing]:
         ms = sum(times[resnet_length.AS.get(name, name)] * count for name, count in steps.items())
         return ms / 6e4 / resnet_length.SHARING
 
-    solvers, pairs = ["AID-KFAC", *resnet_length_page.SOLVERS], [name for pair in resnet_length_page.PAIRS for name in pair]
+    solvers = ["AID-KFAC", *resnet_length_page.SOLVERS]
+    pairs = [name for pair in resnet_length_page.PAIRS for name in pair]
     others = ["BSG-1", "BOME", "stocBiO", "BVFSM"]
     per_run = TRIALS * SHORT + SEEDS * STEPS
     by_batch = sum(

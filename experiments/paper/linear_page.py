@@ -162,20 +162,9 @@ def _methods(contest: Contest) -> list[str]:
     for arm in ARMS:
         lines = [line for line in contest.lines if line.study == "figure 5" and line.title.endswith(arm)]
         ran = [(line, rows) for line in lines if (rows := contest.results(line))]
-        head = [
-            arm,
-            "test loss",
-            "error in %",
-            "lowest test loss",
-            "at step",
-            "F1",
-            "GPU ms a step",
-            "seeds",
-            "setting",
-        ]
         ran.sort(key=lambda pair: _mean(pair[1]))
         if ran:
-            parts.append(_grid(head, [[line.method, *_cells(line, rows)] for line, rows in ran]))
+            parts.append(_grid([arm, *COLUMNS], [[line.method, *_cells(line, rows)] for line, rows in ran]))
         if absent := [line.method for line in lines if line.method not in [done.method for done, _ in ran]]:
             parts.append(f"Not run, {arm}: {', '.join(absent)}.")
         parts += _gaps(contest, lines)
@@ -187,7 +176,11 @@ def _mean(rows: Rows) -> float:
     return statistics.fmean(found) if len(found) == len(rows) else float("inf")
 
 
+COLUMNS = ("test loss", "error in %", "lowest test loss", "at step", "F1", "GPU ms a step", "seeds", "setting")
+
+
 def _cells(line: Line, rows: Rows) -> list[str]:
+    """The cells of a line, as :data:`COLUMNS` names them."""
     fine = [row for row in rows if not row["failed"]]
     if not fine:
         return ["diverged", *["–"] * 6, _setting(line, rows[0]["setting"])]
@@ -242,18 +235,7 @@ def _sizes(contest: Contest) -> list[str]:
             seen = [visits(row, "") for row in found if not row["failed"]]
             never = f"{max(x.never for x in seen):.0%}" if seen else "–"
             rows.append([line.title, *_cells(line, found), never])
-    head = [
-        "batches",
-        "test loss",
-        "error in %",
-        "lowest test loss",
-        "at step",
-        "F1",
-        "GPU ms a step",
-        "seeds",
-        "setting",
-    ]
-    return [_grid([*head, "weights not updated then"], rows)] if rows else []
+    return [_grid(["batches", *COLUMNS, "weights not updated then"], rows)] if rows else []
 
 
 def _taus(contest: Contest) -> list[str]:
