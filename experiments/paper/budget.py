@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from experiments.paper import linear_length, linear_page, resnet_length, resnet_length_page
+from experiments.paper import encoder_length, linear_length, linear_page, resnet_length, resnet_length_page
 from experiments.paper.linear_runs import key
 from experiments.paper.recipe import Result
 from experiments.pieces import Lines
@@ -22,8 +22,6 @@ SHORT = 100
 """Outer steps of a trial."""
 TRIALS = 5
 """Of a method of ResNet-18 or the CNN."""
-RATES = 7
-"""Step sizes of λ of an encoder's method, each run for all steps."""
 ENCODER_MINUTES = 38.0
 """Of the encoder's runs at full length, 35 to 40 by the time of a run; their records have no times."""
 
@@ -141,15 +139,29 @@ def _cnn(result: Result) -> Missing:
     return Missing(minutes({sum(ms): TRIALS * SHORT + SEEDS * STEPS}), "nine methods, batch 256")
 
 
+LONGEST = {"trec": 41, "youtube": 100, "semeval": 100}
+"""Tokens of the longest text, to which batches are padded on a GPU; MPNet's steps were timed with 40."""
+
+
 def _mpnet(result: Result) -> Missing:
-    """SAMA, KFAC and CG on three sets; every step size with one seed, and two further seeds of the best."""
-    runs = 3 * (RATES + SEEDS - 1)
-    by_layers = {
-        layers: sum(prices[name]["seconds"] for name in ("SAMA", "KFAC", "CG")) * runs * STEPS / 60
-        for layers, prices in result.figures["prices"].items()
-    }
-    each = ", ".join(f"{rounded(x)} with {layers}" for layers, x in by_layers.items())
-    return Missing(sum(by_layers.values()), f"SAMA, KFAC and CG; by tuned layers {each}")
+    """SAMA, KFAC and CG with the last layer tuned, by the smaller plan of :mod:`experiments.paper.encoder_length`; and
+    what one run of each on TREC would take with seven and with twelve layers.
+    """
+    prices, timed = result.figures["prices"], result.settings["case"]["tokens"]
+    grids = encoder_length.around(Lines(encoder_length.RESULT).rows)
+    done = {encoder_length.key(row) for row in Lines(encoder_length.MPNET).rows}
+    seeds = {(dataset, name, seed) for dataset, name, _, seed in done}
+    todo = [pair for pair, rates in grids.items() for rate in rates if (*pair, rate, 0) not in done]
+    todo += [pair for pair in grids for seed in range(1, SEEDS) if (*pair, seed) not in seeds]
+
+    def run_minutes(layers: str, dataset: str, name: str) -> float:
+        price = prices[layers][encoder_length.TRIALS.get(name, name)]["seconds"]
+        return price * LONGEST[dataset] / timed * STEPS / 60
+
+    deep = {layers: sum(run_minutes(layers, "trec", name) for name in encoder_length.METHODS) for layers in ("7", "12")}
+    more = " and ".join(f"{rounded(x)} with {layers}" for layers, x in deep.items())
+    what = f"SAMA, KFAC and CG, last layer, {len(todo)} runs, at most: timed before hypergradients were recorded; one run of each on TREC with more layers: {more}"
+    return Missing(sum(run_minutes("1", *pair) for pair in todo), what)
 
 
 def spent(result: Result | None, name: str) -> float | None:
