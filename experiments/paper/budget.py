@@ -160,7 +160,8 @@ def _mpnet(result: Result) -> Missing:
 
     deep = {layers: sum(run_minutes(layers, "trec", name) for name in encoder_length.METHODS) for layers in ("7", "12")}
     more = " and ".join(f"{rounded(x)} with {layers}" for layers, x in deep.items())
-    what = f"SAMA, KFAC and CG, last layer, {len(todo)} runs, at most: timed before hypergradients were recorded; one run of each on TREC with more layers: {more}"
+    plan = f"SAMA, KFAC and CG, last layer, {len(todo)} runs, at most: timed before hypergradients were recorded"
+    what = f"{plan}; one run of each on TREC with more layers: {more}"
     return Missing(sum(run_minutes("1", *pair) for pair in todo), what)
 
 
