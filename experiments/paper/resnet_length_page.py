@@ -58,7 +58,8 @@ def visits(row: Mapping[str, Any]) -> Visits:
 
 def refused(found: Mapping[str, Rows], names: Sequence[str]) -> list[str]:
     """Methods of which a run had left more than a fifth of the weights as they were at the look that counts."""
-    return [name for name in names if any(visits(row).never > MOST for row in found[name] if not row["failed"])]
+    ran = [name for name in names if name in found]
+    return [name for name in ran if any(visits(row).never > MOST for row in found[name] if not row["failed"])]
 
 
 def _unvisited(names: Sequence[str]) -> str:
@@ -85,11 +86,11 @@ def verdict(contest: Contest, times: Times) -> Judgement:
     updated at the look that counts (at first this was asked of the end of a run; changed after the first runs).
     """
     found = judged(contest)
+    if short := refused(found, [name for pair in PAIRS for name in pair]):
+        return Judgement(Verdict.REFUSED, _unvisited(short))
     pairs = [pair for pair in PAIRS if all(name in found for name in pair)]
     if len(pairs) < 2:
         return Judgement(Verdict.REFUSED, f"{len(pairs)} of 3 pairs have {SEEDS} seeds.")
-    if short := refused(found, [name for pair in pairs for name in pair]):
-        return Judgement(Verdict.REFUSED, _unvisited(short))
     clear = [pair for pair in pairs if clearly_below(losses(found[pair[1]]), losses(found[pair[0]]))]
     mean = {name: _mean(losses(rows)) for name, rows in found.items() if name not in references.KINDS}
     first = min(mean, key=lambda name: mean[name])
@@ -106,11 +107,11 @@ def verdict_solvers(contest: Contest, times: Times) -> Judgement:
     No verdict with fewer than three of the five, or where more than 20 % of the weights had not been updated, as above.
     """
     found = judged(contest)
+    if short := refused(found, ["AID-KFAC", *SOLVERS]):
+        return Judgement(Verdict.REFUSED, _unvisited(short))
     ran = [name for name in SOLVERS if name in found]
     if "AID-KFAC" not in found or len(ran) < 3:
         return Judgement(Verdict.REFUSED, f"{len(ran)} of {len(SOLVERS)} solvers have {SEEDS} seeds.")
-    if short := refused(found, ["AID-KFAC", *ran]):
-        return Judgement(Verdict.REFUSED, _unvisited(short))
     ours = losses(found["AID-KFAC"])
     clear = [name for name in ran if clearly_below(ours, losses(found[name]))]
     faster = all(_faster(times, "AID-KFAC", name) for name in ran)
@@ -129,11 +130,11 @@ def verdict_amortized(contest: Contest, times: Times) -> Judgement:
     """
     found = judged(contest)
     pairs = {tau: (f"AID-EKFAC-τ{tau}", "AID-KFAC" if tau == 1 else f"AID-KFAC-τ{tau}") for tau in (1, 5, 10, 50)}
+    if short := refused(found, [name for pair in pairs.values() for name in pair]):
+        return Judgement(Verdict.REFUSED, _unvisited(short))
     ran = {tau: pair for tau, pair in pairs.items() if all(name in found for name in pair)}
     if len(ran) < 3:
         return Judgement(Verdict.REFUSED, f"{len(ran)} of {len(pairs)} intervals have {SEEDS} seeds.")
-    if short := refused(found, [name for pair in ran.values() for name in pair]):
-        return Judgement(Verdict.REFUSED, _unvisited(short))
     clear = [tau for tau, (a, b) in ran.items() if clearly_below(losses(found[a]), losses(found[b]))]
     saved = _faster(times, "AID-KFAC-τ10", "AID-KFAC") and _faster(times, "AID-EKFAC-τ10", "AID-EKFAC-τ1")
     said = [f"τ={tau} {Difference.of(losses(found[b]), losses(found[a])):.3f}" for tau, (a, b) in ran.items()]

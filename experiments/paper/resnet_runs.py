@@ -49,14 +49,12 @@ class Size:
         batch: of both levels; divides the first two counts.
         width: channels of the first stage.
         looks: evaluations of a long run, of a trial half as many; further ones are early, where losses change fastest.
-        channels_last: whether convolutions keep images as (N, H, W, C) in memory.
     """
 
     counts: tuple[int, int, int] = (40_000, 5_000, 5_000)
     batch: int = 500
     width: int = 64
     looks: int = 25
-    channels_last: bool = False
 
 
 Make = Callable[[Setting, int], Algorithm]
@@ -158,8 +156,6 @@ def prepare(
     root mean square (:class:`experiments.trial.RelativeStep`); ``absolute`` in its place is the step size itself.
     """
     model = network(seed, size.width).to(split.device)
-    if size.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if name in references.KINDS:
         return _reference(name, setting, split, seed, size, model, callbacks)
     x, y = split.train
