@@ -230,6 +230,21 @@ def test_what_the_page_says_of_the_runs() -> None:
     assert resnet_length_page.judgement("Figure 2").verdict is Verdict.REFUSED
 
 
+def test_what_the_page_says_of_smaller_steps_of_theta() -> None:
+    """The lowest loss comes as early; KFAC's is below that of CG-3; no verdict, whatever is run besides."""
+    rows = Lines(resnet_length.RESULT).rows
+    contest = Contest(rows)
+    ours, theirs = (contest.results(name) for name in ("AID-KFAC", "AID-CG-3"))
+    assert len(ours) == len(theirs) == 3 and all(26 <= x["best"]["step"] <= 80 for x in [*ours, *theirs])
+    gaps = [b["best"]["test_loss"] - a["best"]["test_loss"] for a, b in zip(ours, theirs, strict=True)]
+    assert 0.06 < min(gaps) and max(gaps) < 0.07
+    faster = Contest(rows, resnet_length.LENGTH._replace(inner=0.01)).results("AID-KFAC")
+    assert [x["best"]["step"] for x in faster] == [26]
+    assert all(resnet_length_page.visits(x).never > 0.37 for x in [*ours, *theirs, *faster])
+    for place in ("Figure 2", "Figure 1, top", "Table 2"):
+        assert "had not been updated" in resnet_length_page.judgement(place).because
+
+
 def test_batches_of_a_pass_have_every_row_once() -> None:
     source = Shuffled((torch.arange(12),), 4, seed=0)
     passes = [torch.cat([source.next()[0] for _ in range(3)]) for _ in range(2)]
