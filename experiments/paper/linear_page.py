@@ -218,8 +218,19 @@ def _betas(contest: Contest) -> list[str]:
         if any(of):
             first = next(found for found in of if found)[0]["setting"]
             steps = _setting(line, first)
-            rows.append([line.title, *(shown(_numbers(x, "test_loss")) if x else "–" for x in of), _seeds(of), steps])
-    return [_grid(["test loss", *(f"β = {beta:g}" for beta in DECAYS), "seeds", "setting"], rows)] if rows else []
+            losses = [shown(_numbers(x, "test_loss")) if x else "–" for x in of]
+            rows.append([line.title, *losses, _seeds(of), steps, _never([row for x in of for row in x])])
+    head = ["test loss", *(f"β = {beta:g}" for beta in DECAYS), "seeds", "setting", NEVER]
+    return [_grid(head, rows)] if rows else []
+
+
+NEVER = "weights not updated then"
+
+
+def _never(rows: Rows) -> str:
+    """The largest share of weights that had not been updated at the look that counts."""
+    seen = [visits(row, "") for row in rows if not row["failed"]]
+    return f"{max(x.never for x in seen):.0%}" if seen else "–"
 
 
 def _seeds(of: Sequence[Rows]) -> str:
@@ -232,10 +243,8 @@ def _sizes(contest: Contest) -> list[str]:
     rows = []
     for line in (line for line in contest.lines if line.study == "batches"):
         if found := contest.results(line):
-            seen = [visits(row, "") for row in found if not row["failed"]]
-            never = f"{max(x.never for x in seen):.0%}" if seen else "–"
-            rows.append([line.title, *_cells(line, found), never])
-    return [_grid(["batches", *COLUMNS, "weights not updated then"], rows)] if rows else []
+            rows.append([line.title, *_cells(line, found), _never(found)])
+    return [_grid(["batches", *COLUMNS, NEVER], rows)] if rows else []
 
 
 def _taus(contest: Contest) -> list[str]:
@@ -246,9 +255,10 @@ def _taus(contest: Contest) -> list[str]:
         ms = [milliseconds(x) for x in of]
         if any(of):
             cells = [shown(_numbers(x, "test_loss")) if x else "–" for x in of]
-            rows.append([f"{tau}", *cells, *("–" if x is None else f"{x:.1f}" for x in ms), _seeds(of)])
+            never = _never([row for x in of for row in x])
+            rows.append([f"{tau}", *cells, *("–" if x is None else f"{x:.1f}" for x in ms), _seeds(of), never])
     head = ["τ", *(f"{x.method}, test loss" for x in lines), *(f"{x.method}, GPU ms a step" for x in lines), "seeds"]
-    return [_grid(head, rows)] if rows else []
+    return [_grid([*head, NEVER], rows)] if rows else []
 
 
 def figures(contest: Contest, folder: Path) -> list[Path]:
