@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments import paper
-from experiments.paper import budget, linear_length, page, resnet_length, resnet_length_page
+from experiments.paper import budget, encoder_length, linear_length, page, resnet_length, resnet_length_page
 from experiments.paper.longer import longer
 from experiments.paper.recipe import Result, Verdict
 from experiments.pieces import Lines
@@ -44,6 +44,15 @@ def test_the_missing_minutes_of_figure_1_follow_from_the_recorded_times() -> Non
     times = resnet_length_page.milliseconds(Lines(resnet_length.TIMES).rows)
     names = ("AID-KFAC", "AID-CG-3", "AID-GGN-CG-3", "AID-GGN-CG-10")
     assert budget.missing({})["trade-off"].minutes == pytest.approx(sum(times[x] for x in names) * 5 * 3000 / 6e4)
+
+
+def test_the_missing_runs_of_mpnet_are_those_of_its_plan() -> None:
+    """Nothing of it has been run: all step sizes around MiniLM's winners, and two further seeds of each method."""
+    grids = encoder_length.around(Lines(encoder_length.RESULT).rows)
+    base = SHOWN["encoder-base"]
+    assert len(grids) == 9 and base is not None and not encoder_length.MPNET.exists()
+    runs = sum(map(len, grids.values())) + 2 * len(grids)
+    assert f"last layer, {runs} runs" in budget.missing({"encoder-base": base})["encoder-base"].what
 
 
 def test_spent_minutes_are_shared_by_processes() -> None:
