@@ -66,6 +66,11 @@ class Saved(NamedTuple):
         if any(self.folder.glob("step-*")):
             run.resume(self.folder)
 
+    def reached(self) -> int:
+        """Outer steps that the last checkpoint holds; 0 where there is none."""
+        names = [x.name.removeprefix("step-") for x in self.folder.glob("step-*")]
+        return max((int(name) for name in names if name.isdecimal()), default=0)
+
     def end(self) -> None:
         """Delete the checkpoints of a run that is done."""
         shutil.rmtree(self.folder, ignore_errors=True)

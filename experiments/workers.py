@@ -47,7 +47,8 @@ def share(
             process is free. A task that was kept must not come again.
         keep: called here with the key, the value, and the seconds and processor seconds of each finished task.
         late: whether the time is up; then no further task begins.
-        near: a process prefers tasks for which this is the same as for its last one, because it has their data loaded.
+        near: among the next ``count`` tasks a process takes one for which this is the same as for its last one, because
+            it has their data loaded; later tasks do not get ahead of more important ones.
     """
     context = multiprocessing.get_context("spawn")
     inboxes, done = [context.Queue() for _ in range(count)], context.Queue()
@@ -63,7 +64,7 @@ def share(
             for i in (i for i in range(count) if i not in busy):
                 if not tasks or late():
                     break
-                key, task = tasks.pop(nearest([near(task) for _, task in tasks], last.get(i)))
+                key, task = tasks.pop(nearest([near(task) for _, task in tasks], last.get(i), count))
                 if workers[i].pid is None:
                     workers[i].start()
                 busy[i], last[i] = key, near(task)
@@ -98,9 +99,9 @@ def stopped_at(deadline: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def nearest(places: list[Any], last: Any) -> int:
-    """The position of the first place that is the last one, or else 0."""
-    return next((i for i, place in enumerate(places) if place == last), 0)
+def nearest(places: list[Any], last: Any, count: int) -> int:
+    """The position of the first of ``count`` places that is the last one, or else 0."""
+    return next((i for i, place in enumerate(places[:count]) if place == last), 0)
 
 
 def _take_in(

@@ -130,7 +130,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a run goes on: so many seconds of its clock, and at most so many outer steps."""
+    """How long a run goes on: seconds of its clock, and the most outer steps."""
 
     seconds: float
     steps: int = 1_000_000

@@ -39,7 +39,7 @@ TEXT, IMPLIED = 100, 800
 
 
 PRINTED = 3
-"""The first so many dimensions are those of the paper."""
+"""How many of the dimensions, from the first, are those of the paper."""
 
 LARGE = 500
 """Beyond this dimension, which takes minutes, only the first seed is run."""

@@ -19,7 +19,7 @@ class Nearness(NamedTuple):
 
 
 def exact(at: tuple[Any, ...], damping: float, iterations: int) -> tuple[torch.Tensor, float]:
-    """(GGN + δ)⁻¹ by preconditioned CG to a relative residual of 1e-3, or so many iterations; and the residual."""
+    """(GGN + δ)⁻¹ by preconditioned CG to a relative residual of 1e-3 or at most ``iterations``; and the residual."""
     found = pcg(iterations, damping, tolerance=1e-3).compute(*at)
     return _flat(found.grads), float(found.stats["residual"])
 

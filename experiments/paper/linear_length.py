@@ -283,6 +283,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, value in Plan()._asdict().items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
     parser.add_argument("--workers", type=int, default=1, help="runs that share the device; default: 1")
+    parser.add_argument("--beside", type=int, default=0, help="runs of other commands on the device; default: 0")
     parser.add_argument("--limit-minutes", type=float, default=1e9, help="no run begins that would end after this time")
     return parser
 
@@ -320,7 +321,8 @@ def _run_all(options: argparse.Namespace, lines: Lines, contest: Callable[[], Co
         return ((name, task) for name, task in contest().missing() if pace.get(task.name, 0.0) * task.steps < left)
 
     def keep(name: list[Any], row: dict[str, Any], seconds: float, busy: float) -> None:
-        lines.append({**row, "seconds": round(seconds, 2), "workers": options.workers, "device": options.device})
+        shared = {"workers": options.workers + options.beside, "device": options.device}
+        lines.append({**row, "seconds": round(seconds, 2), **shared})
         if row["wanted"] == _plan(options).steps:
             pace[row["method"]] = seconds / row["wanted"]
         print(f"{row['method']} {row['setting']} {row['wanted']}: {loss_of(row):.4f}, {seconds:.1f} s", flush=True)

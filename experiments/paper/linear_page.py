@@ -162,20 +162,9 @@ def _methods(contest: Contest) -> list[str]:
     for arm in ARMS:
         lines = [line for line in contest.lines if line.study == "figure 5" and line.title.endswith(arm)]
         ran = [(line, rows) for line in lines if (rows := contest.results(line))]
-        head = [
-            arm,
-            "test loss",
-            "error in %",
-            "lowest test loss",
-            "at step",
-            "F1",
-            "GPU ms a step",
-            "seeds",
-            "setting",
-        ]
         ran.sort(key=lambda pair: _mean(pair[1]))
         if ran:
-            parts.append(_grid(head, [[line.method, *_cells(line, rows)] for line, rows in ran]))
+            parts.append(_grid([arm, *COLUMNS], [[line.method, *_cells(line, rows)] for line, rows in ran]))
         if absent := [line.method for line in lines if line.method not in [done.method for done, _ in ran]]:
             parts.append(f"Not run, {arm}: {', '.join(absent)}.")
         parts += _gaps(contest, lines)
@@ -187,7 +176,11 @@ def _mean(rows: Rows) -> float:
     return statistics.fmean(found) if len(found) == len(rows) else float("inf")
 
 
+COLUMNS = ("test loss", "error in %", "lowest test loss", "at step", "F1", "GPU ms a step", "seeds", "setting")
+
+
 def _cells(line: Line, rows: Rows) -> list[str]:
+    """The cells of a line, as :data:`COLUMNS` names them."""
     fine = [row for row in rows if not row["failed"]]
     if not fine:
         return ["diverged", *["–"] * 6, _setting(line, rows[0]["setting"])]
@@ -225,8 +218,19 @@ def _betas(contest: Contest) -> list[str]:
         if any(of):
             first = next(found for found in of if found)[0]["setting"]
             steps = _setting(line, first)
-            rows.append([line.title, *(shown(_numbers(x, "test_loss")) if x else "–" for x in of), _seeds(of), steps])
-    return [_grid(["test loss", *(f"β = {beta:g}" for beta in DECAYS), "seeds", "setting"], rows)] if rows else []
+            losses = [shown(_numbers(x, "test_loss")) if x else "–" for x in of]
+            rows.append([line.title, *losses, _seeds(of), steps, _never([row for x in of for row in x])])
+    head = ["test loss", *(f"β = {beta:g}" for beta in DECAYS), "seeds", "setting", NEVER]
+    return [_grid(head, rows)] if rows else []
+
+
+NEVER = "weights not updated then"
+
+
+def _never(rows: Rows) -> str:
+    """The largest share of weights that had not been updated at the look that counts."""
+    seen = [visits(row, "") for row in rows if not row["failed"]]
+    return f"{max(x.never for x in seen):.0%}" if seen else "–"
 
 
 def _seeds(of: Sequence[Rows]) -> str:
@@ -239,21 +243,8 @@ def _sizes(contest: Contest) -> list[str]:
     rows = []
     for line in (line for line in contest.lines if line.study == "batches"):
         if found := contest.results(line):
-            seen = [visits(row, "") for row in found if not row["failed"]]
-            never = f"{max(x.never for x in seen):.0%}" if seen else "–"
-            rows.append([line.title, *_cells(line, found), never])
-    head = [
-        "batches",
-        "test loss",
-        "error in %",
-        "lowest test loss",
-        "at step",
-        "F1",
-        "GPU ms a step",
-        "seeds",
-        "setting",
-    ]
-    return [_grid([*head, "weights not updated then"], rows)] if rows else []
+            rows.append([line.title, *_cells(line, found), _never(found)])
+    return [_grid(["batches", *COLUMNS, NEVER], rows)] if rows else []
 
 
 def _taus(contest: Contest) -> list[str]:
@@ -264,9 +255,10 @@ def _taus(contest: Contest) -> list[str]:
         ms = [milliseconds(x) for x in of]
         if any(of):
             cells = [shown(_numbers(x, "test_loss")) if x else "–" for x in of]
-            rows.append([f"{tau}", *cells, *("–" if x is None else f"{x:.1f}" for x in ms), _seeds(of)])
+            never = _never([row for x in of for row in x])
+            rows.append([f"{tau}", *cells, *("–" if x is None else f"{x:.1f}" for x in ms), _seeds(of), never])
     head = ["τ", *(f"{x.method}, test loss" for x in lines), *(f"{x.method}, GPU ms a step" for x in lines), "seeds"]
-    return [_grid(head, rows)] if rows else []
+    return [_grid([*head, NEVER], rows)] if rows else []
 
 
 def figures(contest: Contest, folder: Path) -> list[Path]:

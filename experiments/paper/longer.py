@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from experiments.paper import encoder_length, linear_length, linear_page, resnet_length
+from experiments.paper import encoder_length, linear_length, linear_page, resnet_length_page
 from experiments.paper.recipe import Judgement
 from experiments.pieces import Lines
 
@@ -19,8 +19,10 @@ class Longer(NamedTuple):
 def longer() -> dict[str, Longer]:
     """By the name of the recipe."""
     found = {"encoder": Longer(encoder_length.judgement(Lines(encoder_length.RESULT).rows), "encoder-length.md")}
+    if mpnet := Lines(encoder_length.MPNET).rows:
+        found["encoder-base"] = Longer(encoder_length.judgement(mpnet, "MPNet"), "encoder-length.md")
     for name, place in (("resnet-cifar", "Figure 2"), ("trade-off", "Figure 1, top"), ("ekfac-resnet", "Table 2")):
-        found[name] = Longer(resnet_length.judgement(place), "resnet-length.md")
+        found[name] = Longer(resnet_length_page.judgement(place), "resnet-length.md")
     contest = linear_length.Contest(Lines(linear_length.RESULT).rows)
     for study, x in linear_page.STUDIES.items():
         found[x.recipe] = Longer(linear_page.judgement(study, contest), "linear-length.md")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from experiments.paper.tuning import Grid, Setting
 from hyperkron.algorithms import AID, BOME, BSG1, MRBO, AmIGO, Rate, StocBiO, StochasticNeumann
@@ -43,6 +45,9 @@ class Rates:
     own: tuple[float, ...] = (0.001, 0.01, 0.1, 1.0)
 
 
+Make = Callable[[Setting, int], Hypergradient]
+
+
 def methods(
     rates: Rates, *, inner_steps: int = 10, refresh: int = 1, ema: float = 0.0, graph: bool = False
 ) -> dict[str, Method]:
@@ -60,62 +65,63 @@ def methods(
     moving: Grid = {**plain, "momentum": rates.momentum}
     damped: Grid = {**moving, "damping": rates.damping}
     stepped: Grid = {**moving, "step": rates.step}
+    kept: dict[str, Any] = {"refresh_every": refresh, "ema": ema}
 
     def kronecker(x: Setting, seed: int, graph: bool = graph) -> Hypergradient:
-        return kfac(x["damping"], refresh_every=refresh, ema=ema, seed=seed, graph=graph)
+        return kfac(x["damping"], seed=seed, graph=graph, **kept)
 
     def empirical(x: Setting, seed: int) -> Hypergradient:
-        return kfac(x["damping"], fisher="empirical", refresh_every=refresh, ema=ema, seed=seed, graph=graph)
+        return kfac(x["damping"], fisher="empirical", seed=seed, graph=graph, **kept)
 
     def corrected(x: Setting, seed: int) -> Hypergradient:
-        return ekfac(x["damping"], refresh_every=refresh, ema=ema, seed=seed, graph=graph)
+        return ekfac(x["damping"], seed=seed, graph=graph, **kept)
 
-    def amortised(x: Setting, seed: int) -> Algorithm:
-        if not graph:
-            return AmIGO(inner_steps=inner_steps, linear_rate=x["step"], seed=seed)
-        v_loop = gradient_descent(10, step=x["step"], warm_start=True, graph=True)
-        return AmIGO(inner_steps=inner_steps, hypergradient=v_loop, seed=seed)
-
-    def aid(name: str, grid: Grid, make: Callable[[Setting, int], Hypergradient]) -> Method:
-        return Method(name, grid, lambda x, seed: AID(make(x, seed), inner_steps, seed=seed))
-
-    def mrbo(name: str, grid: Grid, make: Callable[[Setting, int], Hypergradient]) -> Method:
-        def algorithm(x: Setting, seed: int) -> Algorithm:
-            inner, outer = Rate(x["inner"], 1 / 3), Rate(x["outer"], 1 / 3)
-            return MRBO(make(x, seed), inner_rate=inner, outer_rate=outer, seed=seed)
-
-        return Method(name, grid, algorithm)
+    def amigo_kronecker(x: Setting, seed: int) -> Algorithm:
+        return AmIGO(inner_steps=inner_steps, hypergradient=kronecker(x, seed), seed=seed)
 
     found = [
-        aid("AID-KFAC", damped, kronecker),
-        aid("AID-KFAC-EMP", damped, empirical),
-        aid("AID-EKFAC", damped, corrected),
-        aid("AID-identity", moving, lambda x, seed: identity(graph=graph)),
-        Method("AmIGO", stepped, amortised),
-        Method(
-            "AmIGO-KFAC",
-            damped,
-            lambda x, seed: AmIGO(inner_steps=inner_steps, hypergradient=kronecker(x, seed), seed=seed),
-        ),
-        mrbo("MRBO", {**plain, "step": rates.step}, lambda x, seed: StochasticNeumann(10, x["step"], seed=seed)),
-        mrbo("MRBO-KFAC", {**plain, "damping": rates.damping}, lambda x, seed: kronecker(x, seed, graph=False)),
+        _aid("AID-KFAC", damped, kronecker, inner_steps),
+        _aid("AID-KFAC-EMP", damped, empirical, inner_steps),
+        _aid("AID-EKFAC", damped, corrected, inner_steps),
+        _aid("AID-identity", moving, lambda x, seed: identity(graph=graph), inner_steps),
+        Method("AmIGO", stepped, partial(_amigo, inner_steps, graph)),
+        Method("AmIGO-KFAC", damped, amigo_kronecker),
+        _mrbo("MRBO", {**plain, "step": rates.step}, lambda x, seed: StochasticNeumann(10, x["step"], seed=seed)),
+        _mrbo("MRBO-KFAC", {**plain, "damping": rates.damping}, lambda x, seed: kronecker(x, seed, graph=False)),
         Method("stocBiO", stepped, lambda x, seed: StocBiO(inner_steps=inner_steps, step_size=x["step"], seed=seed)),
         Method("BOME", {**plain, "eta": rates.own}, lambda x, seed: BOME(inner_steps, x["eta"], seed=seed)),
         Method("BSG-1", {**moving, "epsilon": rates.own}, lambda x, seed: BSG1(inner_steps, x["epsilon"], seed=seed)),
     ]
     for count in (1, 3, 5, 10, 20):
-        found += [
-            aid(f"AID-CG-{count}", damped, lambda x, seed, k=count: cg(k, x["damping"], graph=graph)),  # type: ignore[misc]
-            aid(
-                f"AID-GGN-CG-{count}",
-                damped,
-                lambda x, seed, k=count: cg(k, curvature=GGN(x["damping"]), graph=graph),  # type: ignore[misc]
-            ),
-            aid(f"AID-Neumann-{count}", stepped, lambda x, seed, k=count: neumann(k, step=x["step"], graph=graph)),  # type: ignore[misc]
-            aid(
-                f"AID-GGN-Neumann-{count}",
-                stepped,
-                lambda x, seed, k=count: neumann(k, step=x["step"], curvature=GGN(0.0), graph=graph),  # type: ignore[misc]
-            ),
-        ]
+        found += _solvers(count, damped, stepped, inner_steps, graph)
     return {method.name: method for method in found}
+
+
+def _solvers(count: int, damped: Grid, stepped: Grid, inner_steps: int, graph: bool) -> list[Method]:
+    """AID with ``count`` iterations of CG and of the Neumann series, on the Hessian and the Gauss–Newton matrix."""
+    made: dict[str, tuple[Grid, Make]] = {
+        "CG": (damped, lambda x, seed: cg(count, x["damping"], graph=graph)),
+        "GGN-CG": (damped, lambda x, seed: cg(count, curvature=GGN(x["damping"]), graph=graph)),
+        "Neumann": (stepped, lambda x, seed: neumann(count, step=x["step"], graph=graph)),
+        "GGN-Neumann": (stepped, lambda x, seed: neumann(count, step=x["step"], curvature=GGN(0.0), graph=graph)),
+    }
+    return [_aid(f"AID-{name}-{count}", grid, make, inner_steps) for name, (grid, make) in made.items()]
+
+
+def _aid(name: str, grid: Grid, make: Make, inner_steps: int) -> Method:
+    return Method(name, grid, lambda x, seed: AID(make(x, seed), inner_steps, seed=seed))
+
+
+def _amigo(inner_steps: int, graph: bool, x: Setting, seed: int) -> Algorithm:
+    if not graph:
+        return AmIGO(inner_steps=inner_steps, linear_rate=x["step"], seed=seed)
+    v_loop = gradient_descent(10, step=x["step"], warm_start=True, graph=True)
+    return AmIGO(inner_steps=inner_steps, hypergradient=v_loop, seed=seed)
+
+
+def _mrbo(name: str, grid: Grid, make: Make) -> Method:
+    def algorithm(x: Setting, seed: int) -> Algorithm:
+        inner, outer = Rate(x["inner"], 1 / 3), Rate(x["outer"], 1 / 3)
+        return MRBO(make(x, seed), inner_rate=inner, outer_rate=outer, seed=seed)
+
+    return Method(name, grid, algorithm)

@@ -188,7 +188,7 @@ class Recipe:
             returns what there was time for, with ``cut_short`` among the figures true where something is missing.
         stages: for a recipe whose times are measured beforehand: the stages that its ``work`` lets compete, and the
             number of trials, so that several processes can share the work; and
-        fill: what has so many processes do that (:func:`experiments.paper.side_by_side.fill`).
+        fill: shares that among processes (:func:`experiments.paper.side_by_side.fill`).
     """
 
     name: str

@@ -1,15 +1,20 @@
 """ResNet-18 on CIFAR-10 at the paper's length: which method cleans best (figures 1 and 2, table 2)?
 
-Trials have a tenth of the steps, seed 0, and are judged by the lowest loss on held-out rows. Every method is tried at
-three step sizes of λ, and at the middle one with two other dampings (or what it has in place of a damping). The best
-trial is run for all steps with seeds 0, 1 and 2. θ's step size is the same for all (``--inner``). In the arm ``each its
-own`` step sizes of λ are relative and go on beyond an edge of the grid while the edge is best; ``as printed`` has the
-printed values.
+Runs of all steps have the seeds 0, 1 and 2. θ's step size is the same for all methods (``--inner``). In the arm ``each
+its own`` step sizes of λ are relative.
 
-    python -m experiments.paper.resnet_length --device cuda --workers 6 --limit-minutes 9    # continues an earlier run
+The first runs had θ's step size 0.05, and settings by trials (``--inner 0.05 --rate 0``): a tenth of the steps, seed 0,
+three step sizes of λ and more beyond an edge that is best, and at the middle one two other dampings (or what a method
+has in place of a damping); the lowest held-out loss wins. KFAC, CG-3 and the identity all chose λ's relative step size
+0.3, the first two the damping 0.1. But θ memorised wrong labels before λ's weights had been updated. The rule
+for the further runs, written before them: θ's step size is the largest of the printed 0.1, 0.01 and 0.001 at which
+AID-KFAC with seed 0 has updated at least four fifths of the weights when its held-out loss is lowest. Trials would be
+too short for it, so that all methods take λ's step size 0.3 and :data:`SETTLED`. No step size passed (38 % of the
+weights were left at 0.001, 74 % at 0.01); the runs with 0.001 are the ones that are shown.
+
+    python -m experiments.paper.resnet_length --device cuda --workers 7 --limit-minutes 9    # continues an earlier run
     python -m experiments.paper.resnet_length --times --device cuda                          # ms a step, each alone
-    python -m experiments.paper.resnet_length --table                                        # the recorded runs
-    python -m experiments.paper.resnet_length --figure
+    python -m experiments.paper.resnet_length --table       # the recorded runs; or --figure
 """
 
 from __future__ import annotations
@@ -30,7 +35,6 @@ import torch
 from experiments import records
 from experiments.paper import cleaning, datasets, references, resnet_runs
 from experiments.paper.cleaning import Split
-from experiments.paper.recipe import Judgement
 from experiments.paper.resnet_runs import TAUS, Size
 from experiments.paper.tuning import Setting
 from experiments.pieces import Lines
@@ -64,8 +68,12 @@ OTHERS: dict[str, tuple[float, tuple[float, ...]]] = {
     "weight": (0.01, (0.001, 0.1)),
 }
 """What else a method has: its value while the step size of λ is tried, and other values to try."""
+SETTLED = {name: first for name, (first, _) in OTHERS.items()} | {"step": 0.01}
+"""The same without trials; a larger step of the v of AmIGO and Neumann diverged in shorter runs."""
 WITHOUT_MOMENTUM = (3.0, 10.0)
-"""By what the step size of θ is multiplied in further trials of methods whose θ has no momentum."""
+"""By what the step size of θ is multiplied in further trials of methods whose θ has no momentum; without trials by the
+last, for momentum 0.9 makes a step ten times as long.
+"""
 USES = {
     **dict.fromkeys(("AID-KFAC", "AID-CG-3", "AID-GGN-CG-3", "AID-GGN-CG-10", "AID-CG-10", "MRBO-KFAC"), "damping"),
     **dict.fromkeys(("AmIGO", "AID-Neumann-10", "stocBiO", "MRBO"), "step"),
@@ -81,6 +89,10 @@ SHARED = tuple(f"AID-{name}-τ{tau}" for tau in TAUS for name in ("EKFAC", "KFAC
 """The lines of table 2, which take the setting of AID-KFAC."""
 
 
+AS = {"AmIGO": "AID-Neumann-10", "stocBiO": "AID-Neumann-10", "BVFSM": "BOME"}
+"""Methods whose step was not timed, and others with as many products."""
+
+
 class Task(NamedTuple):
     """A run of a method with a setting for a number of outer steps; the test part is looked at in long ones."""
 
@@ -91,12 +103,13 @@ class Task(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How much is run, and with which step size of θ."""
+    """How much is run, with which step size of θ and which relative one of λ (0: by trials)."""
 
     steps: int = 1000
     seeds: int = 3
     short: float = 0.1
-    inner: float = 0.05
+    inner: float = 0.001
+    rate: float = 0.3
 
     @property
     def first(self) -> int:
@@ -131,6 +144,7 @@ class Contest:
         plan: how much is run.
         names: of the methods, most important first.
         alone: milliseconds of a step of each method, where they are known.
+        arms: what is run.
     """
 
     def __init__(
@@ -139,8 +153,9 @@ class Contest:
         plan: Plan = LENGTH,
         names: Sequence[str] = NAMES,
         alone: Mapping[str, float] = MappingProxyType({}),
+        arms: Sequence[str] = ARMS,
     ) -> None:
-        self.plan, self.names, self.alone = plan, names, alone
+        self.rows, self.plan, self.names, self.alone, self.arms = rows, plan, names, alone, arms
         self.done = {key(task_of(row)): row for row in rows if row["failed"] or row["steps"] == row["wanted"]}
         inner = [plan.inner * factor for factor in (1.0, *WITHOUT_MOMENTUM)]
         long = [row for row in rows if row["wanted"] == plan.steps and row["setting"]["inner"] in inner]
@@ -160,6 +175,12 @@ class Contest:
         own = USES.get(name)
         return ({} if own is None else {own: OTHERS[own][0]}) | {"inner": self.plan.inner}
 
+    def settled(self, name: str) -> Setting:
+        """What a method's settings are without trials."""
+        own, longer = USES.get(name), WITHOUT_MOMENTUM[-1] if name in resnet_runs.NO_MOMENTUM else 1.0
+        setting = {"outer": self.plan.rate} | ({} if own is None else {own: SETTLED[own]})
+        return setting | {"inner": self.plan.inner * longer}
+
     def rates(self, name: str, arm: str) -> list[Task]:
         """Trials at the step sizes of λ; in the arm of its own also beyond an edge that is best."""
         if arm == PRINTED:
@@ -175,7 +196,7 @@ class Contest:
 
     def trials(self, name: str, arm: str) -> list[Task]:
         """All trials: step sizes of λ, and at the middle one every other setting changed alone; none of a line."""
-        if name in references.KINDS:
+        if name in references.KINDS or (arm == OWN and self.plan.rate):
             return []
         own = USES.get(name)
         middle = {"outer": RELATIVE[1]} if arm == OWN else {"absolute": ABSOLUTE[2]}
@@ -188,7 +209,10 @@ class Contest:
         """The setting of the best trial, once all are done; of AID-KFAC's, where table 2 shares them."""
         if name in references.KINDS:
             return {"inner": self.plan.inner}
-        order = self._best(self.trials("AID-KFAC" if name in SHARED else name, arm))
+        name = "AID-KFAC" if name in SHARED else name
+        if arm == OWN and self.plan.rate:
+            return self.settled(name)
+        order = self._best(self.trials(name, arm))
         return None if order is None else order[0].setting
 
     def finals(self, name: str, arm: str) -> list[Task]:
@@ -200,9 +224,9 @@ class Contest:
         """The long runs of the winner, one for each seed that is done."""
         return [self.done[key(task)] for task in self.finals(name, arm) if key(task) in self.done]
 
-    def expected(self, task: Task, workers: int) -> float:
-        """Seconds that a run will take beside others, from the time of a step alone; 0 where that is not known."""
-        return self.alone.get(task.name, 0.0) / 1e3 * task.steps * max(1.0, workers / SHARING)
+    def expected(self, task: Task, slower: float, reached: int = 0) -> float:
+        """Seconds of the steps after ``reached`` if each takes ``slower`` times as long as alone; 0 if not known."""
+        return self.alone.get(AS.get(task.name, task.name), 0.0) / 1e3 * (task.steps - reached) * slower
 
     def missing(self) -> Iterator[tuple[list[Any], Task]]:
         """The runs that can begin now, most important first.
@@ -217,26 +241,14 @@ class Contest:
                 continue
             wanted += self.finals(name, OWN)
         wanted.sort(key=lambda task: task.name in references.KINDS and task.seed > 0)
-        for name in (name for name in self.names if name in PRINTED_NAMES):
+        wanted = wanted if OWN in self.arms else []
+        for name in (name for name in self.names if name in PRINTED_NAMES and PRINTED in self.arms):
             wanted += [*self.trials(name, PRINTED), *self.finals(name, PRINTED)]
         seen = set(self.done)
         for task in wanted:
             if key(task) not in seen:
                 seen.add(key(task))
                 yield list(task), task
-
-
-SLOWER = (0.01, 0.001)
-"""Smaller step sizes of θ, from the printed grid."""
-SLOWER_NAMES = ("AID-KFAC", "AID-identity", "trusted + noisy", "AID-CG-3")
-
-
-def slower(contest: Contest, inners: Sequence[float] = SLOWER) -> Iterator[Task]:
-    """The winners with smaller step sizes of θ, for all steps with seed 0; most important first."""
-    for inner in inners:
-        for name in SLOWER_NAMES:
-            if (won := contest.winner(name, OWN)) is not None:
-                yield Task(name, {**won, "inner": inner}, 0, contest.plan.steps)
 
 
 def beyond(best: float, tried: Sequence[float]) -> float | None:
@@ -255,6 +267,12 @@ def beyond(best: float, tried: Sequence[float]) -> float | None:
 def saved(task: Task, folder: Path | None, step_seconds: float) -> Saved | None:
     """Where and how often a run is saved: every :data:`SAVED_EVERY` seconds or so, if a step takes ``step_seconds``."""
     return Saved.of(key(task), folder, round(SAVED_EVERY / max(step_seconds, 1e-3)))
+
+
+def reached(task: Task, folder: Path | None) -> int:
+    """Outer steps that the checkpoint of an earlier run holds."""
+    kept = saved(task, folder, 1.0)
+    return 0 if kept is None else kept.reached()
 
 
 def run(
@@ -309,13 +327,6 @@ def times(device: str, names: Sequence[str], lines: Lines, size: Size = TIMED) -
         print(lines.append({"method": name, **found}), flush=True)
 
 
-def judgement(place: str, runs: Path = RESULT, timed: Path = TIMES) -> Judgement:
-    """The verdict of the recorded runs on ``Figure 2``, ``Figure 1, top`` or ``Table 2``."""
-    from experiments.paper.resnet_length_page import milliseconds, verdicts
-
-    return verdicts(Contest(Lines(runs).rows), milliseconds(Lines(timed).rows))[place]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="print the tables of the recorded runs")
@@ -326,11 +337,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--checkpoints", type=Path, default=Path("runs/resnet-length"), help="folder of cut-off runs")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--methods", nargs="+", default=list(NAMES), choices=[*NAMES, *SHARED])
-    parser.add_argument("--slower", nargs="*", type=float, help="only the winners with these step sizes of θ, one seed")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--smoke", action="store_true", help="made-up images and a tiny network: does everything run?")
     for name, value in Plan()._asdict().items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
     parser.add_argument("--workers", type=int, default=1, help="runs that share the device; default: 1")
+    parser.add_argument("--beside", type=int, default=0, help="runs of other commands on the device; default: 0")
     parser.add_argument(
         "--limit-minutes", type=float, default=1e9, help="a run ends by this time, and begins if it can"
     )
@@ -346,7 +358,7 @@ def main(arguments: list[str] | None = None) -> None:
     alone = options.alone = {row["method"]: row["median"] for row in Lines(TIMES).rows}
 
     def contest() -> Contest:
-        return Contest(lines.rows, _plan(options), options.methods, alone)
+        return Contest(lines.rows, _plan(options), options.methods, alone, options.arms)
 
     if options.times:
         times(options.device, options.methods, lines)
@@ -360,17 +372,20 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run_all(options: argparse.Namespace, lines: Lines, contest: Callable[[], Contest]) -> None:
     options.deadline = time.time() + 60 * options.limit_minutes
+    slower = [max(1.0, options.workers / SHARING)]  # a guess, then the last one measured
 
     def ready() -> Iterator[tuple[list[Any], Task]]:
         now, left = contest(), options.deadline - time.time()
-        if options.slower is None:
-            wanted = [task for _, task in now.missing()]
-        else:
-            wanted = [task for task in slower(now, options.slower or SLOWER) if key(task) not in now.done]
-        return ((list(task), task) for task in wanted if now.expected(task, options.workers) < left)
+        return (
+            (name, task)
+            for name, task in now.missing()
+            if now.expected(task, slower[-1], reached(task, options.checkpoints)) < left
+        )
 
     def keep(name: list[Any], row: dict[str, Any], seconds: float, busy: float) -> None:
-        lines.append({**row, "workers": options.workers})
+        lines.append({**row, "workers": options.workers + options.beside})
+        if row["method"] in options.alone:
+            slower.append(row["step_ms"] / options.alone[row["method"]])
         done = f"{row['steps']} of {row['wanted']} steps, {row['step_ms']:.0f} ms each"
         print(f"{row['method']} {row['setting']} seed {row['seed']}, {done}: {loss_of(row):.4f}", flush=True)
 

@@ -14,17 +14,20 @@ from experiments.paper.resnet_length import (
     ABSOLUTE,
     ARMS,
     BEYOND,
+    LENGTH,
     OWN,
     PRINTED,
+    RESULT,
     SHARED,
-    SLOWER_NAMES,
+    TIMES,
     Contest,
+    Plan,
     key,
-    slower,
 )
 from experiments.paper.resnet_runs import Size
 from experiments.paper.tuning import Difference, shown
 from experiments.paper.visits import MOST, Visits
+from experiments.pieces import Lines
 from experiments.trial import MEASURED
 
 PAIRS = (("AID-CG-3", "AID-KFAC"), ("AmIGO", "AID-KFAC"), ("MRBO", "MRBO-KFAC"))
@@ -55,7 +58,8 @@ def visits(row: Mapping[str, Any]) -> Visits:
 
 def refused(found: Mapping[str, Rows], names: Sequence[str]) -> list[str]:
     """Methods of which a run had left more than a fifth of the weights as they were at the look that counts."""
-    return [name for name in names if any(visits(row).never > MOST for row in found[name] if not row["failed"])]
+    ran = [name for name in names if name in found]
+    return [name for name in ran if any(visits(row).never > MOST for row in found[name] if not row["failed"])]
 
 
 def _unvisited(names: Sequence[str]) -> str:
@@ -82,11 +86,11 @@ def verdict(contest: Contest, times: Times) -> Judgement:
     updated at the look that counts (at first this was asked of the end of a run; changed after the first runs).
     """
     found = judged(contest)
+    if short := refused(found, [name for pair in PAIRS for name in pair]):
+        return Judgement(Verdict.REFUSED, _unvisited(short))
     pairs = [pair for pair in PAIRS if all(name in found for name in pair)]
     if len(pairs) < 2:
         return Judgement(Verdict.REFUSED, f"{len(pairs)} of 3 pairs have {SEEDS} seeds.")
-    if short := refused(found, [name for pair in pairs for name in pair]):
-        return Judgement(Verdict.REFUSED, _unvisited(short))
     clear = [pair for pair in pairs if clearly_below(losses(found[pair[1]]), losses(found[pair[0]]))]
     mean = {name: _mean(losses(rows)) for name, rows in found.items() if name not in references.KINDS}
     first = min(mean, key=lambda name: mean[name])
@@ -103,11 +107,11 @@ def verdict_solvers(contest: Contest, times: Times) -> Judgement:
     No verdict with fewer than three of the five, or where more than 20 % of the weights had not been updated, as above.
     """
     found = judged(contest)
+    if short := refused(found, ["AID-KFAC", *SOLVERS]):
+        return Judgement(Verdict.REFUSED, _unvisited(short))
     ran = [name for name in SOLVERS if name in found]
     if "AID-KFAC" not in found or len(ran) < 3:
         return Judgement(Verdict.REFUSED, f"{len(ran)} of {len(SOLVERS)} solvers have {SEEDS} seeds.")
-    if short := refused(found, ["AID-KFAC", *ran]):
-        return Judgement(Verdict.REFUSED, _unvisited(short))
     ours = losses(found["AID-KFAC"])
     clear = [name for name in ran if clearly_below(ours, losses(found[name]))]
     faster = all(_faster(times, "AID-KFAC", name) for name in ran)
@@ -126,11 +130,11 @@ def verdict_amortized(contest: Contest, times: Times) -> Judgement:
     """
     found = judged(contest)
     pairs = {tau: (f"AID-EKFAC-τ{tau}", "AID-KFAC" if tau == 1 else f"AID-KFAC-τ{tau}") for tau in (1, 5, 10, 50)}
+    if short := refused(found, [name for pair in pairs.values() for name in pair]):
+        return Judgement(Verdict.REFUSED, _unvisited(short))
     ran = {tau: pair for tau, pair in pairs.items() if all(name in found for name in pair)}
     if len(ran) < 3:
         return Judgement(Verdict.REFUSED, f"{len(ran)} of {len(pairs)} intervals have {SEEDS} seeds.")
-    if short := refused(found, [name for pair in ran.values() for name in pair]):
-        return Judgement(Verdict.REFUSED, _unvisited(short))
     clear = [tau for tau, (a, b) in ran.items() if clearly_below(losses(found[a]), losses(found[b]))]
     saved = _faster(times, "AID-KFAC-τ10", "AID-KFAC") and _faster(times, "AID-EKFAC-τ10", "AID-EKFAC-τ1")
     said = [f"τ={tau} {Difference.of(losses(found[b]), losses(found[a])):.3f}" for tau, (a, b) in ran.items()]
@@ -148,20 +152,44 @@ def tables(contest: Contest, times: Rows) -> str:
     if not contest.done:
         return ""
     parts = [f"{place}: **{x.verdict.value}**. {x.because}" for place, x in verdicts(contest, known).items()]
-    parts += ["\n".join(rows) for arm in ARMS if (rows := _arm(contest, arm, known))]
-    return "\n\n".join([*parts, *gaps(contest), *_slower(contest), *_cut_short(contest), _rates(contest)])
+    parts += [*_runs(contest, known), *_inners(contest)]
+    if contest.plan.rate:
+        earlier = _at(contest, EARLIER)
+        found = [*_runs(earlier, known), _rates(earlier)]
+        parts += (
+            [f"With θ's step size {EARLIER.inner:g} and settings by trials:", *found]
+            if earlier.results("AID-KFAC")
+            else []
+        )
+    return "\n\n".join(part for part in [*parts, _rates(contest)] if part)
 
 
-def _slower(contest: Contest) -> list[str]:
-    """The runs with smaller step sizes of θ, beside those of seed 0 with the usual one."""
-    rows = [contest.done.get(key(task)) for task in slower(contest)]
-    if not any(rows):
+def _runs(contest: Contest, times: Times) -> list[str]:
+    """The results of all winners for each arm, their differences, and lines cut short."""
+    parts = ["\n".join(rows) for arm in ARMS if (rows := _arm(contest, arm, times))]
+    return [*parts, *gaps(contest), *_cut_short(contest)]
+
+
+EARLIER = Plan(inner=0.05, rate=0.0)
+"""The plan of the first runs."""
+
+
+def _at(contest: Contest, plan: Plan) -> Contest:
+    """The same records under another plan, as long as the contest's."""
+    return Contest(contest.rows, plan._replace(steps=contest.plan.steps), contest.names)
+
+
+def _inners(contest: Contest) -> list[str]:
+    """Runs with seed 0 by the step size of θ."""
+    contests = [_at(contest, plan) for plan in (EARLIER, *(LENGTH._replace(inner=x) for x in (0.01, 0.001)))]
+    names = ("AID-KFAC", "AID-CG-3", "AID-identity", "trusted + noisy")
+    rows = [found[0] for of in contests for name in names if (found := of.results(name)) and not found[0]["failed"]]
+    if not rows:
         return []
-    usual = [contest.results(name)[0] for name in SLOWER_NAMES if contest.results(name)]
     head = ["θ's step size", "method", "test loss", "error in %", "at step", "visits then", "not updated then"]
     head += ["loss, second half", "error in %, second half", "weights right / wrong"]
     lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
-    for row in (row for row in [*usual, *rows] if row is not None and not row["failed"]):
+    for row in rows:
         seen, learned = visits(row), "f1" in row
         then = [f"{seen.mean:.1f}", f"{seen.never:.0%}"] if learned else ["–", "–"]
         cells = [f"{row['setting']['inner']:g}", row["method"], f"{row['best']['test_loss']:.3f}"]
@@ -206,6 +234,11 @@ def verdicts(contest: Contest, times: Times) -> dict[str, Judgement]:
         "Figure 1, top": verdict_solvers(contest, times),
         "Table 2": verdict_amortized(contest, times),
     }
+
+
+def judgement(place: str, runs: Path = RESULT, timed: Path = TIMES) -> Judgement:
+    """The verdict of the recorded runs on ``Figure 2``, ``Figure 1, top`` or ``Table 2``."""
+    return verdicts(Contest(Lines(runs).rows), milliseconds(Lines(timed).rows))[place]
 
 
 COLUMNS = (
@@ -260,6 +293,8 @@ def _setting(setting: Mapping[str, float], name: str, arm: str, contest: Contest
     text = ", ".join(f"{'λ' if x in ('outer', 'absolute') else x} {value:g}" for x, value in setting.items())
     if name in references.KINDS or name in SHARED:
         return text
+    if arm == OWN and contest.plan.rate:
+        return text  # not tuned
     which = "outer" if arm == OWN else "absolute"
     tried = [task.setting[which] for task in contest.rates(name, arm)]
     return text + (" (edge)" if setting[which] in (min(tried), max(tried)) else "")

@@ -41,6 +41,17 @@ def test_other_seeds_repeat_the_winners_of_both_arms() -> None:
     ]
 
 
+def test_the_smaller_plan_tries_the_neighbours_of_the_printed_winner() -> None:
+    rows = [recorded("SAMA", 10.0, 0.4), recorded("SAMA", 100.0, 0.3), recorded("SAMA", 1000.0, 0.2)]
+    rows += [recorded("KFAC", 1.0, 0.2), recorded("CG-3", 0.01, 0.2)]
+    grids = encoder_length.around(rows)
+    assert grids == {("a", "SAMA"): (10.0, 100.0), ("a", "KFAC"): (0.1, 1.0, 10.0), ("a", "CG-3"): (0.01, 0.1)}
+    tried = [task for task in encoder_length.tasks(("a",), 1, [], grids) if task[1] in encoder_length.METHODS]
+    assert len(tried) == 7 and {(name, rate) for _, name, rate, _ in tried} == {
+        (name, rate) for (_, name), rates in grids.items() for rate in rates
+    }
+
+
 def runs(errors: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     """Three seeds of every method on every dataset, each with one step size and a test error that hardly scatters."""
     found = []

@@ -1,4 +1,4 @@
-"""The framework of the paper's recipes: cells, time limits, results, tuning, clocks, data and the page."""
+"""The framework of the paper's recipes: cells, time limits, results and the page."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ import pytest
 import torch
 
 from experiments import paper, records
-from experiments.paper import datasets, page, places
+from experiments.paper import page, places
 from experiments.paper.__main__ import main
 from experiments.paper.longer import Longer
 from experiments.paper.printed import printed
 from experiments.paper.recipe import Job, Judgement, Recipe, Result, Table, Verdict
-from experiments.paper.tuning import Search, at_edge, interval, settings_of, shown, tune
 from experiments.paper.visits import Visits, of_contest
 from experiments.pieces import Cells, OutOfTime
-from experiments.trial import clock_of
 from hyperkron.solution import HyperkronError
 
 
@@ -171,105 +169,6 @@ def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}", "utf-8")
     with pytest.raises(HyperkronError, match=r"x\.json' is no result"):
         Result.read(tmp_path / "x.json")
-
-
-# --- tuning ------------------------------------------------------------------------------------------------
-
-
-def _job(tmp_path: Path) -> Job:
-    return Job("smoke", Settings(), (1,), torch.device("cpu"), Cells(tmp_path / "cells.jsonl", {}))
-
-
-def test_every_method_gets_the_same_number_of_trials() -> None:
-    small, large = {"a": (1.0, 2.0), "b": (3.0, 4.0)}, {"a": (1.0, 2.0, 3.0), "b": (1.0, 2.0, 3.0), "c": (0.0, 1.0)}
-    for grid in (small, large):
-        found = settings_of(grid, 4)
-        assert len(found) == 4 == len({tuple(x.items()) for x in found})
-        assert all(x[name] in grid[name] for x in found for name in grid)
-    with pytest.raises(HyperkronError, match="trials=5 cannot be had from a grid of 4 settings"):
-        settings_of(small, 5)
-
-
-def test_tuning_takes_the_best_of_the_second_round_and_remembers(tmp_path: Path) -> None:
-    asked: list[tuple[float, float]] = []
-
-    def score(setting: dict[str, float], share: float) -> float:
-        asked.append((setting["a"], share))
-        if setting["a"] == 4.0:
-            return math.inf
-        return abs(setting["a"] - 1) if share < 1 else abs(setting["a"] - 3)  # the long run prefers another
-
-    grid = {"a": (1.0, 2.0, 3.0, 4.0)}
-    found = tune(_job(tmp_path), ["m"], grid, Search(4, 2, 0.25), score)
-    assert found.setting == {"a": 2.0} and found.loss == 1.0  # of the two kept, 2 and 1, in the long run
-    assert [share for _, share in asked] == [0.25] * 4 + [1.0] * 2 and len(found.trials) == 6
-    count = len(asked)
-    assert tune(_job(tmp_path), ["m"], grid, Search(4, 2, 0.25), score).setting == found.setting
-    assert len(asked) == count  # all from the cache
-
-
-def test_tuning_says_when_everything_failed(tmp_path: Path) -> None:
-    with pytest.raises(HyperkronError, match="every trial of"):
-        tune(_job(tmp_path), ["m"], {"a": (1.0, 2.0)}, Search(2, 1), lambda setting, share: math.nan)
-    shares: list[float] = []
-    tune(
-        _job(tmp_path),
-        ["one"],
-        {"a": (1.0, 2.0)},
-        Search(2, 1, 0.5),
-        lambda setting, share: shares.append(share) or 1.0,
-    )
-    assert shares == [0.5, 0.5]  # a second round of one decides nothing
-
-
-def test_the_edge_of_a_grid_is_named() -> None:
-    grid = {"a": (1.0, 2.0, 3.0), "b": (1.0,), "c": (1.0, 2.0, 3.0)}
-    assert at_edge({"a": 3.0, "b": 1.0, "c": 2.0}, grid) == ["a"]
-
-
-def test_interval_against_a_table() -> None:
-    mean, half = interval([1.0, 2.0, 3.0, 4.0])
-    assert mean == 2.5 and half == pytest.approx(3.182 * 1.2909944 / 2, rel=1e-6)
-    assert math.isnan(interval([1.0])[1]) and shown([]) == "–"
-
-
-def test_a_trial_is_timed_by_the_processor_or_on_a_gpu_by_the_wall() -> None:
-    assert clock_of(torch.device("cpu")) is time.process_time
-    assert clock_of(torch.device("cuda", 0)) is time.perf_counter
-
-
-# --- data --------------------------------------------------------------------------------------------------
-
-
-def test_data_are_found_by_argument_variable_and_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for root in ("given", "named", "data"):
-        (tmp_path / root / "mnist").mkdir(parents=True)
-    monkeypatch.setenv("HYPERKRON_DATA", str(tmp_path / "named"))
-    assert datasets.find("mnist", "given") == Path("given/mnist")
-    assert datasets.find("mnist") == tmp_path / "named" / "mnist"
-    monkeypatch.delenv("HYPERKRON_DATA")
-    assert datasets.find("mnist") == Path("data/mnist")
-    with pytest.raises(HyperkronError, match=r"'cifar10' were not found \(looked at data"):
-        datasets.find("cifar10")
-
-
-def test_cifar_sheets_are_cut_into_tiles_in_order(tmp_path: Path) -> None:
-    np, image = pytest.importorskip("numpy"), pytest.importorskip("PIL.Image")
-    folder = tmp_path / "cifar10"
-    folder.mkdir()
-    generator = np.random.default_rng(0)
-    pixels = generator.integers(0, 256, (6, 10_000, 2, 2, 3), dtype=np.uint8)  # sheet, tile, row, column, channel
-    for name, tiles in zip([*(f"train_{i}" for i in range(5)), "test"], pixels, strict=True):
-        sheet = tiles.reshape(100, 100, 2, 2, 3).transpose(0, 2, 1, 3, 4).reshape(200, 200, 3)
-        image.fromarray(sheet).save(folder / f"{name}.webp", lossless=True, exact=True)
-    np.savez(folder / "labels.npz", train=np.arange(50_000) % 10, test=np.arange(10_000) % 7)
-    found = datasets.cifar10(tmp_path)
-    expected = torch.from_numpy(pixels).permute(0, 1, 4, 2, 3).float() / 255
-    torch.testing.assert_close(found.train[0], expected[:5].flatten(0, 1))
-    torch.testing.assert_close(found.test[0], expected[5])
-    assert found.train[1].tolist() == [i % 10 for i in range(50_000)]
-    assert found.test[1].tolist() == [i % 7 for i in range(10_000)]
 
 
 # --- the page ----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from experiments import paper
-from experiments.paper import cleaning, datasets, encoder_cleaning, encoder_settings, memory, texts
+from experiments.paper import cleaning, encoder_cleaning, encoder_settings, memory, texts
 from experiments.paper.cleaning import Case
 from experiments.paper.entries import Entry, Stage, compete
 from experiments.paper.methods import Rates, methods
@@ -349,57 +349,6 @@ def test_order_is_the_probability_of_a_right_order() -> None:
     pairs = [(a > b) + 0.5 * (a == b) for a in weights[clean].tolist() for b in weights[~clean].tolist()]
     assert order_auc(weights, clean) == pytest.approx(sum(pairs) / len(pairs))
     assert math.isnan(order_auc(weights, torch.ones(5, dtype=torch.bool)))
-
-
-def test_an_encoder_packed_in_int8_is_unpacked_once(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    torch.manual_seed(0)
-    matrix, bias = torch.randn(6, 8), torch.randn(6)
-    scale = (matrix.abs().amax(1, keepdim=True) / 127).half()
-    whole = (matrix / scale.float()).round().to(torch.int8)
-    save_file({"m|q": whole, "m|s": scale}, tmp_path / "mpnet_int8_0.safetensors")
-    save_file({"b": bias.half()}, tmp_path / "mpnet_int8_1.safetensors")
-    texts.unpack(tmp_path)
-    found = load_file(tmp_path / "model.safetensors")
-    torch.testing.assert_close(found["m"].float(), matrix, rtol=0, atol=float(scale.max()))
-    torch.testing.assert_close(found["b"], bias.half())
-    folder = tmp_path / "data" / "mpnet"
-    folder.mkdir(parents=True)
-    with pytest.raises(HyperkronError, match="none of the encoders mpnet, minilm"):
-        texts.available(("mpnet", "minilm"), tmp_path / "data")
-    (folder / "model.safetensors").touch()
-    assert texts.available(("mpnet", "minilm"), tmp_path / "data") == "mpnet"
-
-
-def test_wrench_is_read_with_its_majority_vote(tmp_path: Path) -> None:
-    import json
-
-    folder = tmp_path / "wrench" / "toy"
-    folder.mkdir(parents=True)
-    (folder / "label.json").write_text(json.dumps({"0": "a", "1": "b"}))
-    rows = [("x", 1, [1, 1, 0]), ("y", 0, [-1, -1, -1]), ("z", 1, [0, -1, -1])]
-    lines = [json.dumps({"text": t, "label": y, "weak_labels": w}) for t, y, w in rows]
-    for part in ("train", "valid", "test"):
-        (folder / f"{part}.jsonl").write_text("\n".join(lines))
-    found = texts.corpus("toy", tmp_path)
-    assert found.train == ["x", "y", "z"] and found.classes == 2
-    assert found.weak.tolist() == [1, 0, 0] and found.gold[0].tolist() == [1, 0, 1]
-
-
-def test_cifar_is_read_from_the_sheets_there_are(tmp_path: Path) -> None:
-    np, image = pytest.importorskip("numpy"), pytest.importorskip("PIL.Image")
-    folder = tmp_path / "cifar10"
-    folder.mkdir()
-    np.savez(folder / "labels.npz", train=np.arange(50_000) // 5_000, test=np.zeros(10_000, dtype=int))
-    image.fromarray(np.full((100, 100, 3), 200, dtype="uint8")).save(folder / "test.webp", lossless=True)
-    with pytest.raises(HyperkronError, match=r"holds none of train_0\.webp"):
-        datasets.cifar10(tmp_path)
-    for name, shade in (("train_1", 50), ("train_3", 100)):
-        image.fromarray(np.full((100, 100, 3), shade, dtype="uint8")).save(folder / f"{name}.webp", lossless=True)
-    found = datasets.cifar10(tmp_path)
-    assert found.train[1].unique().tolist() == [2, 3, 6, 7] and len(found.train[1]) == 20_000
-    assert [round(float(found.train[0][i].mean() * 255)) for i in (0, 9_999, 10_000, -1)] == [50, 50, 100, 100]
 
 
 # --- memory ------------------------------------------------------------------------------------------------

@@ -60,8 +60,13 @@ def test_what_is_missing_comes_in_order_and_only_when_it_can_be_computed(tmp_pat
 
 
 def test_a_process_stays_with_its_stage() -> None:
-    assert workers.nearest([3, 4, 4], 4) == 1
-    assert workers.nearest([3, 4, 4], 7) == workers.nearest([3, 4, 4], None) == 0
+    assert workers.nearest([3, 4, 4], 4, 3) == 1
+    assert workers.nearest([3, 4, 4], 7, 3) == workers.nearest([3, 4, 4], None, 3) == 0
+
+
+def test_near_tasks_do_not_get_ahead_of_more_important_ones() -> None:
+    """Two processes: only the next two tasks can be chosen."""
+    assert workers.nearest([3, 5, 4], 4, 2) == 0 and workers.nearest([3, 4, 5], 4, 2) == 1
 
 
 # --- processes ---------------------------------------------------------------------------------------------
