@@ -171,10 +171,15 @@ def spent(result: Result | None, name: str) -> float | None:
     return None if short is None and long is None else (short or 0.0) + (long or 0.0)
 
 
-def _workers(command: str) -> int:
-    """Processes that shared the device."""
-    found = re.search(r"--workers (\d+)", command)
-    return int(found[1]) if found else 1
+def _workers(command: str) -> float:
+    """Processes that shared the device; the mean where a command was called with several numbers of them.
+
+    Example:
+        >>> _workers("run x --workers 8"), _workers("run x"), _workers("run x --workers 5, later --workers 7")
+        (8.0, 1.0, 6.0)
+    """
+    found = [float(x) for x in re.findall(r"--workers (\d+)", command)]
+    return statistics.fmean(found) if found else 1.0
 
 
 def _long() -> dict[str, float]:

@@ -291,7 +291,8 @@ def test_runs_that_others_depend_on_come_first(tmp_path: Path) -> None:
     ("gains", "moved", "wanted"),
     [
         ((3.0, 3.1, 2.9), 0.4, Verdict.REPRODUCED),
-        ((3.0, -3.0, 0.1), 0.4, Verdict.FAILED),
+        ((-3.0, -3.1, -2.9), 0.4, Verdict.FAILED),
+        ((3.0, -3.0, 0.1), 0.4, Verdict.REFUSED),  # the interval holds what is printed, and much else
         ((3.0, 3.1, 2.9), 0.01, Verdict.REFUSED),
     ],
 )
@@ -308,7 +309,8 @@ def test_the_verdict(gains: tuple[float, ...], moved: float, wanted: Verdict, tm
     assert pretraining_page.verdict(result).verdict is wanted
     table = pretraining_page.tables(result)[0]
     row = next(row for row in table.rows if row[0] == "KFAC-EMP")
-    word = "λ hardly moved" if moved < 0.05 else "agrees" if wanted is Verdict.REPRODUCED else "open"
+    words = {Verdict.REPRODUCED: "agrees", Verdict.FAILED: "opposite", Verdict.REFUSED: "open"}
+    word = "λ hardly moved" if moved < 0.05 else words[wanted]
     assert row[1].startswith("85.04 ± 0.23 / ") and row[1].endswith(f"({word})")
     assert len(pretraining_page.answer(result)) == 4
 
