@@ -12,6 +12,7 @@ tensors of a stage at once, in one piece of memory.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,8 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyperkron.sharding import local, own_rows
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import Tree
+
+
+SECONDS_UNTIL_WARNING, SECONDS_UNTIL_ERROR = 60.0, 1800.0
+"""How long a process waits in :meth:`Group.meet`; the second as long as torch waits in a collective."""
 
 
 class LostProcessError(HyperkronError):
@@ -72,6 +77,23 @@ class Group:
 
     def __deepcopy__(self, memory: object) -> Group:
         return self  # of a module that holds it: the processes stay the same
+
+    def meet(self, call: str, store: dist.Store | None = None) -> None:
+        """Wait until every rank has come to ``call``. One that waits alone says so after a minute, and gives up when
+        torch would: a rank that went on instead waits elsewhere, and collectives that do not match tell nobody why."""
+        if self.size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store() if store is None else store
+        key, begin = f"hyperkron {call}", time.monotonic()
+        wanted = -(-store.add(key, 1) // self.size) * self.size
+        while store.add(key, 0) < wanted:
+            waited = time.monotonic() - begin
+            missing = f"process {self.rank} waits in {call}, which all {self.size} processes must call"
+            if waited > SECONDS_UNTIL_ERROR:
+                raise LostProcessError(f"{missing}; others have not within {waited:.0f} s.")
+            if waited > SECONDS_UNTIL_WARNING:
+                warn_once(key, f"{missing}; others have not yet. Do not call it on one process alone.")
+            time.sleep(0.001 if waited < 1 else 0.1)
 
     def _count(self, kind: str, x: Tensor) -> None:
         self.sent[kind] += x.numel() * x.element_size()
