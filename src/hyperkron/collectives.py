@@ -13,7 +13,7 @@ tensors of a stage at once, in one piece of memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,9 +25,12 @@ from hyperkron.sharding import local, own_rows
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import Tree
 
-
 SECONDS_UNTIL_WARNING, SECONDS_UNTIL_ERROR = 60.0, 1800.0
 """How long a process waits in :meth:`Group.meet`; the second as long as torch waits in a collective."""
+
+
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until torch 2.12
+_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class LostProcessError(HyperkronError):
@@ -84,7 +87,8 @@ class Group:
         if self.size == 1:
             return
         store = dist.distributed_c10d._get_default_store() if store is None else store
-        key, begin = f"hyperkron {call}", time.monotonic()
+        name = "" if self.handle is None else self.handle.group_name
+        key, begin = f"hyperkron {call} {name}", time.monotonic()
         wanted = -(-store.add(key, 1) // self.size) * self.size
         while store.add(key, 0) < wanted:
             waited = time.monotonic() - begin
@@ -133,7 +137,7 @@ class Group:
         self._count("gather", own)
         table = own.new_empty(self.size * own.numel())
         with _answering():
-            dist.all_gather_into_tensor(table, own, group=self.handle)
+            _GATHER(table, own, group=self.handle)
         parts = table.view(self.size, -1).split(sizes, dim=1)
         own_memory = [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
         return [part[: x.shape.numel()].view(x.shape).to(x.dtype) for part, x in zip(own_memory, tensors, strict=True)]
@@ -152,7 +156,7 @@ class Group:
         self._count("scatter", table)
         own = table.new_empty(table.shape[1])
         with _answering():
-            dist.reduce_scatter_tensor(own, table.view(-1), group=self.handle)
+            _SCATTER(own, table.view(-1), group=self.handle)
         found = []
         for part, x in zip(own.split(sizes), tensors, strict=True):
             rows = own_rows(x.shape[0], self.rank, self.size)
@@ -201,13 +205,20 @@ class Group:
                     dist.broadcast(value, group=self.handle, group_src=0)
                 x.copy_(value)
 
-    def reduce(self, tensors: Sequence[Tensor], to: int) -> list[Tensor] | None:
-        """Σ over ranks of each tensor on rank ``to``, in one collective; ``None`` on the others."""
-        flat = _flat(tensors)
+    def reduce(self, tensors: Sequence[Tensor], to: int) -> Callable[[], list[Tensor] | None]:
+        """What waits for Σ over ranks of each tensor on rank ``to``, one collective that begins now; ``None`` on the
+        others."""
+        flat, mine = _flat(tensors), tensors if self.rank == to else None
         self._count("reduce", flat)
         with _answering():
-            dist.reduce(flat, group=self.handle, group_dst=to)
-        return _apart(flat, tensors) if self.rank == to else None
+            work = dist.reduce(flat, group=self.handle, group_dst=to, async_op=True)
+
+        def found() -> list[Tensor] | None:
+            with _answering():
+                work.wait()
+            return None if mine is None else _apart(flat, mine)
+
+        return found
 
     def share(
         self, tensors: Sequence[Tensor] | None, shapes: Sequence[torch.Size], like: Tensor, by: int

@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,11 @@ class Meeting:
         return self
 
     def __exit__(self, *reason: object) -> None:
+        from hyperkron.solution import HyperkronError
+
         if self.rank == 0:
-            self.tell(None)
+            with suppress(HyperkronError):  # they may have been ended too
+                self.tell(None)
 
     def tell(self, folder: Path | None) -> None:
         """Tell the others, once: the folder, or that there is nothing to do."""
