@@ -57,6 +57,14 @@ def test_a_failure_says_which_process_it_was(monkeypatch: pytest.MonkeyPatch, ca
     assert "hyperkron sweep: error: process 1: " in capsys.readouterr().err
 
 
+def test_wrong_usage_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    for rank in (1, 0):
+        become(monkeypatch, rank)
+        assert main(["sweep", "mine:error"]) == main(["clean", "--bogus"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("--search is missing") == err.count("unrecognized arguments: --bogus") == 1
+
+
 def start(count: int, *arguments: str) -> Any:
     """The command under torchrun."""
     here = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

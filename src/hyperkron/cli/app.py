@@ -86,6 +86,8 @@ def _failed(error: Exception, options: Any) -> int:
         text = f"the disk is full ({error.strerror}): {where} cannot be written. Free some space, then try again."
     prog = f"hyperkron {options.command}" if options is not None else "hyperkron"
     rank = ranks.processes()[0]
+    if usage and rank > 0:  # the first process says it
+        return USAGE
     told = f"process {rank}: {text}" if rank else text
     say(f"{prog}: error: {told}" + (f"\nSee `{prog} --help`." if usage else ""))
     if getattr(options, "json", False):
