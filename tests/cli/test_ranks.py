@@ -25,6 +25,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def become(monkeypatch: pytest.MonkeyPatch, rank: int, size: int = 2) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", str(size))
     monkeypatch.setattr(ranks, "silence", lambda stream: None)
@@ -37,6 +38,13 @@ def test_other_commands_are_carried_out_once(monkeypatch: pytest.MonkeyPatch, ca
     become(monkeypatch, 0)
     assert main(["report", "nowhere"]) == 1
     assert capsys.readouterr().err.startswith("hyperkron report uses one of the 2 processes.\nhyperkron report: error:")
+
+
+def test_only_torchrun_makes_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    become(monkeypatch, 1)
+    assert ranks.processes() == (1, 2)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert ranks.processes() == (0, 1)
 
 
 def test_each_process_is_a_worker_of_a_sweep(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

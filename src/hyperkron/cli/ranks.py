@@ -17,12 +17,16 @@ from typing import Any
 
 from hyperkron.cli.output import say, silence
 
+START = timedelta(minutes=5)
+"""How long processes wait for each other to start."""
 PATIENCE = timedelta(days=7)
 """How long processes wait until the first one has read and prepared the data; they notice at once if it ends."""
 
 
 def processes() -> tuple[int, int]:
     """The number of this process and how many there are, as torchrun says; alone 0 and 1."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # a scheduler may set the others for programs of its own
+        return 0, 1
     try:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
@@ -41,10 +45,8 @@ def run(command: Callable[[Any, list[str]], int], options: Any, given: list[str]
     elif not (shares or sweeps):
         say(f"hyperkron {options.command} uses one of the {size} processes.")
     _choose_gpu()
-    if sweeps:
-        options.out = options.out if rank == 0 else None
-        return command(options, given)
     if not shares:
+        options.out = getattr(options, "out", None) if rank == 0 else None
         return command(options, given)
     with Meeting(rank, size) as meeting:
         if rank > 0:
@@ -85,7 +87,16 @@ class Meeting:
     def __enter__(self) -> Meeting:
         import torch.distributed as dist
 
-        dist.init_process_group("gloo", timeout=PATIENCE)
+        from hyperkron.solution import HyperkronError
+
+        try:
+            dist.init_process_group("gloo", timeout=START)
+        except RuntimeError as error:
+            raise HyperkronError(
+                f"of the {self.size} processes of torchrun some have not started within {START}; to run the command "
+                "alone inside a program of torchrun, leave RANK and WORLD_SIZE out of its environment."
+            ) from error
+        self._group = dist.new_group(timeout=PATIENCE)
         return self
 
     def __exit__(self, *reason: object) -> None:
@@ -112,7 +123,7 @@ class Meeting:
 
         box = [folder]
         try:
-            dist.broadcast_object_list(box, src=0)
+            dist.broadcast_object_list(box, src=0, group=self._group)
         except RuntimeError as error:
             raise HyperkronError("the first process has ended; its message says why.") from error
         dist.destroy_process_group()

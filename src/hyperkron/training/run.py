@@ -290,7 +290,7 @@ class Run:
 
         It is complete or absent, whatever happens meanwhile; see ``docs/checkpoints.md``. Of several processes the
         first writes, and each of the others its rows of what is divided among them; all must call this. One that is
-        alone in it says so after a minute.
+        alone in it says so after ten seconds.
         """
         self.group.meet("Run.save")
         with contextlib.nullcontext() if self.state.hypergradient is None else self.state.hypergradient.collected():
