@@ -225,7 +225,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--only", choices=("traffic", "torchrun"), help="one part, and keep the rest of the record")
+    parser.add_argument(
+        "--only", choices=("traffic", "torchrun", "kills"), help="one part, and keep the rest of the record"
+    )
     parser.add_argument("--nccl", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -234,14 +236,16 @@ def main() -> None:
     record: dict[str, Any] = {"seed": 0, "errors": {}, "seconds": {}}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        if options.only != "torchrun":
+        if options.only in (None, "traffic"):
             record["traffic"] = {size: traffic(size, folder) for size in (2, 4)}
-        if options.only != "traffic":
+        if options.only in (None, "torchrun"):
             record["torchrun"] = restarted(options.kills, folder)
         if options.only:
             kept = json.loads((RESULTS / "ranks.json").read_text("utf-8"))
             command = f"python benchmarks/ranks.py --only {options.only} --kills {options.kills}"
-            new = {options.only: record[options.only], f"command of {options.only}": command}
+            found = kills(options.kills, options.steps, folder) if options.only == "kills" else record
+            new = found if options.only == "kills" else {options.only: record[options.only]}
+            new |= {f"command of {options.only}": command}
             (RESULTS / "ranks.json").write_text(json.dumps(kept | new, indent=2) + "\n", "utf-8")
             return
         one = results(1, grid, folder)

@@ -1,6 +1,6 @@
 """Communication, memory and time of an outer iteration on many GPUs, in closed form; docs/scaling.md has its table.
 
-    python benchmarks/scaling_model.py [--rate 45e12 --inverse-rate 20e12 --node 400e9 --network 45e9 --capacity 141e9]
+    python benchmarks/scaling_model.py [--rate 45e12 --inverse-rate 30e12 --node 400e9 --network 45e9 --capacity 141e9]
 
 An outer iteration is ten AdamW steps of θ and one hypergradient, in float32 under bfloat16 autocast, on 4 × 512 tokens
 per GPU. A factor of size n costs n³ operations to invert. A layer belongs to one rank, the most expensive first.
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCH, TOKENS, STEPS, FLOAT, GIB, SHARED_NODE = 4, 512, 10, 4, 2**30, 8
+BATCH, TOKENS, STEPS, FLOAT, HALF, GIB, SHARED_NODE = 4, 512, 10, 4, 2, 2**30, 8
 ROWS = BATCH * TOKENS
 MARKS = ("<!-- made by benchmarks/scaling_model.py -->", "<!-- end -->")
 
@@ -84,6 +85,8 @@ CROSS, CROSS_SHARDED = 3, 2 * 320 / 135
 activations, and the products with v, as many as in a forward pass. They need weights in one piece. Where θ is sharded
 it is forward mode, measured at 320 ms where SAMA's two passes take 135 ms."""
 METHODS = ("SAMA", "KFAC", "KFAC cached", "KFAC reduce")
+RUN = 3
+"""Of results/language_models_h200.jsonl: the one that the model is compared with."""
 
 
 # --- what is sent -------------------------------------------------------------------------------------------------
@@ -147,13 +150,13 @@ def layer_costs(sizes: Sizes, small: dict[int, int], ranks: int) -> list[float]:
 def memory(shape: Llama, method: str, ranks: int = 1, sharded: bool = False) -> float:
     """Bytes on one GPU: vectors like θ (four to train; for SAMA three more, for KFAC two), inverses, activations.
 
-    Alone, a factor of few rows (at most half its size) is kept as these rows. On several ranks it is a matrix on its
-    owner, which has it three times while it is inverted.
+    Alone, a factor of few rows (at most half its size) is kept as these rows, and what is kept is in half precision. On
+    several ranks it is a matrix on its owner, which has it three times, in float32, while it is inverted.
     """
     sizes, rows = shape.sizes, BATCH if method == "KFAC reduce" else ROWS
     vectors = (7 if method == "SAMA" else 6) * sizes.entries
     inverses = sum(n * (rows if ranks == 1 and rows <= n / 2 else n) for n in sizes.sides)
-    inverses = 0 if method == "SAMA" else inverses * (3 / ranks if ranks > 1 else 1)
+    inverses = 0 if method == "SAMA" else inverses * (3 / ranks if ranks > 1 else HALF / FLOAT)
     activations = 34 * ROWS * shape.width * shape.layers + 10 * ROWS * shape.vocabulary
     unit = 2 * FLOAT * sizes.entries / shape.layers if sharded else 0
     return FLOAT * (vectors / (ranks if sharded else 1) + inverses) + activations + unit
@@ -214,7 +217,7 @@ def row(name: str, ranks: int, rates: argparse.Namespace) -> list[str]:
 def check(rates: argparse.Namespace) -> list[list[str]]:
     """The model on one GPU beside what was measured there: × of plain training, and GiB."""
     rows = []
-    for name, method, times, gib in ONE_GPU:
+    for name, method, times, gib in one_gpu():
         shape = MEASURED[name]
         ours = compute(shape, method, 1, rates) / compute(shape, "plain", 1, rates)
         size = memory(shape, method) / GIB
@@ -225,18 +228,20 @@ def check(rates: argparse.Namespace) -> list[list[str]]:
     return rows
 
 
-ONE_GPU = (
-    ("0.7B", "SAMA", 1.18, 22.0),
-    ("0.7B", "KFAC", 1.53, 23.7),
-    ("0.7B", "KFAC cached", 1.25, None),
-    ("0.7B", "KFAC reduce", 1.37, 19.5),
-    ("3B", "SAMA", 1.18, 87.0),
-    ("3B", "KFAC", 1.50, 78.2),
-    ("3B", "KFAC cached", 1.25, None),
-    ("3B", "KFAC reduce", 1.30, 70.6),
-)
-"""Measured on one H200 (run 2 of results/language_models_h200.jsonl): × of ten plain steps, and peak GiB. "Cached" is
-what KFAC and KFAC every 5 leave for a step that does not refresh: (5 × every 5 − KFAC) / 4."""
+def one_gpu() -> list[tuple[str, str, float, float | None]]:
+    """Shape, method, × of ten plain steps and peak GiB on one H200, of the newest run that has all methods without
+    CUDA graphs, which several processes do not have. "Cached" is what KFAC and KFAC every 5 leave for a step that does
+    not refresh: (5 × every 5 − KFAC) / 4."""
+    lines = (ROOT / "benchmarks" / "results" / "language_models_h200.jsonl").read_text("utf-8").splitlines()
+    timed = [row for row in map(json.loads, lines) if row["run"] == RUN and "ratio" in row]
+    found: list[tuple[str, str, float, float | None]] = []
+    for name in MEASURED:
+        rows = {row["method"]: row for row in timed if f"({name})" in row["workload"]}
+        cached = (5 * rows["KFAC, every 5"]["ratio"] - rows["KFAC"]["ratio"]) / 4
+        for method in METHODS:
+            row = rows.get(method)
+            found.append((name, method, row["ratio"] if row else cached, row["peak_gib"] if row else None))
+    return found
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -255,7 +260,7 @@ def tables(rates: argparse.Namespace) -> str:
 def options(arguments: Sequence[str] = ()) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", type=float, default=45e12, help="operations a second of passes and Gram matrices")
-    parser.add_argument("--inverse-rate", type=float, default=20e12, help="operations a second of inversions (float32)")
+    parser.add_argument("--inverse-rate", type=float, default=30e12, help="operations a second of inversions (float32)")
     parser.add_argument("--node", type=float, default=400e9, help="bytes a second between the 8 GPUs of a node")
     parser.add_argument("--network", type=float, default=45e9, help="bytes a second of a GPU between nodes")
     parser.add_argument("--capacity", type=float, default=141e9, help="bytes of a GPU")

@@ -1,7 +1,6 @@
 """Domain weights for continued pretraining inside an Accelerate loop, with made-up texts and a tiny Llama:
 min_λ J_target(θ*), θ* = argmin_θ Σ_d p_d(λ) J_d(θ). Every tenth step moves λ, so that domains that help on the target
-texts count more. Besides the objectives and ``move``, an ordinary loop changes in the five numbered lines.
-"""
+texts count more. Besides the objectives and ``move``, an ordinary loop changes in the five numbered lines."""
 
 import torch
 import transformers
@@ -28,9 +27,13 @@ def inner(model, mixture, batch):
     return outer(model, mixture, batch, mixture(batch["domain"]))
 
 
-def move(optimizer, hypergradient, *where):
+def divided():  # among the processes, if there are several: each has batches of its own, and all move λ alike
+    return hk.training.DataParallel(hk.BilevelProblem(inner, outer), divide=False)
+
+
+def move(optimizer, hypergradient, problem, *where):
     optimizer.zero_grad()
-    hypergradient.backward(hk.BilevelProblem(inner, outer), *where)
+    hypergradient.backward(problem, *where)
     optimizer.step()
 
 
@@ -41,10 +44,9 @@ def main(accelerator, steps=100):
     loaders = [DataLoader(rows, 16, sampler=RandomSampler(rows, True, 16 * steps)) for rows in (train, target)]
     model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
     mixture = hk.DomainWeights(DOMAINS).to(accelerator.device)  # 1
-    method = torch.optim.Adam(mixture.parameters(), lr=0.1), hk.kfac(damping=1e-2)  # 2
+    method = torch.optim.Adam(mixture.parameters(), lr=0.1), hk.kfac(damping=1e-2), divided()  # 2
     for step, (batch, target_batch) in enumerate(zip(*loaders, strict=True), 1):
-        loss = inner(model, mixture, batch).value  # 3, in place of model(**batch).loss
-        accelerator.backward(loss)
+        accelerator.backward(inner(model, mixture, batch).value)  # 3, in place of model(**batch).loss
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 0:  # 4

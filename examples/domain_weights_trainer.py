@@ -33,12 +33,13 @@ class MixtureCallback(transformers.TrainerCallback):
         loaders = [DataLoader(rows, 16, sampler=RandomSampler(rows, True, 10**9)) for rows in data]
         self.batches, self.mixture = zip(*loaders, strict=True), mixture
         self.optimizer, self.hypergradient = torch.optim.Adam(mixture.parameters(), lr=0.1), hk.kfac(damping=1e-2)
+        self.problem = hk.training.DataParallel(hk.BilevelProblem(inner, outer), divide=False)  # on several processes
 
     def on_step_end(self, args, state, control, model=None, **_):
         if state.global_step % 10 == 0:
             batches = [{key: x.to(model.device) for key, x in batch.items()} for batch in next(self.batches)]
             self.optimizer.zero_grad()
-            self.hypergradient.backward(hk.BilevelProblem(inner, outer), model, self.mixture, *batches)
+            self.hypergradient.backward(self.problem, model, self.mixture, *batches)
             self.optimizer.step()
 
 

@@ -12,7 +12,8 @@ tensors of a stage at once, in one piece of memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyperkron.sharding import local, own_rows
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import Tree
+
+SECONDS_ALONE = 10.0
+"""How long a process waits for others in :meth:`Group.meet`."""
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until torch 2.12
+_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class LostProcessError(HyperkronError):
@@ -73,6 +79,27 @@ class Group:
     def __deepcopy__(self, memory: object) -> Group:
         return self  # of a module that holds it: the processes stay the same
 
+    def meet(self, call: str, store: dist.Store | None = None) -> None:
+        """Wait until every rank has come to ``call``; one that is alone there says so after some seconds and goes on.
+
+        Then its collectives notice a rank that has ended. But one that is elsewhere does not match them, and nobody
+        could say why: so this uses the store where ranks have met at first.
+        """
+        if self.size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store() if store is None else store
+        name = "" if self.handle is None else self.handle.group_name
+        key, begin = f"hyperkron {call} {name}", time.monotonic()
+        wanted = -(-store.add(key, 1) // self.size) * self.size
+        while store.add(key, 0) < wanted:
+            if time.monotonic() - begin > SECONDS_ALONE:
+                return warn_once(
+                    key,
+                    f"process {self.rank} is alone in {call}, which all {self.size} processes must call: do not call "
+                    "it on one process.",
+                )
+            time.sleep(0.001)
+
     def _count(self, kind: str, x: Tensor) -> None:
         self.sent[kind] += x.numel() * x.element_size()
         self.calls[kind] += 1
@@ -111,7 +138,7 @@ class Group:
         self._count("gather", own)
         table = own.new_empty(self.size * own.numel())
         with _answering():
-            dist.all_gather_into_tensor(table, own, group=self.handle)
+            _GATHER(table, own, group=self.handle)
         parts = table.view(self.size, -1).split(sizes, dim=1)
         own_memory = [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
         return [part[: x.shape.numel()].view(x.shape).to(x.dtype) for part, x in zip(own_memory, tensors, strict=True)]
@@ -130,7 +157,7 @@ class Group:
         self._count("scatter", table)
         own = table.new_empty(table.shape[1])
         with _answering():
-            dist.reduce_scatter_tensor(own, table.view(-1), group=self.handle)
+            _SCATTER(own, table.view(-1), group=self.handle)
         found = []
         for part, x in zip(own.split(sizes), tensors, strict=True):
             rows = own_rows(x.shape[0], self.rank, self.size)
@@ -179,13 +206,20 @@ class Group:
                     dist.broadcast(value, group=self.handle, group_src=0)
                 x.copy_(value)
 
-    def reduce(self, tensors: Sequence[Tensor], to: int) -> list[Tensor] | None:
-        """Σ over ranks of each tensor on rank ``to``, in one collective; ``None`` on the others."""
-        flat = _flat(tensors)
+    def reduce(self, tensors: Sequence[Tensor], to: int) -> Callable[[], list[Tensor] | None]:
+        """What waits for Σ over ranks of each tensor on rank ``to``, one collective that begins now; ``None`` on the
+        others."""
+        flat, mine = _flat(tensors), tensors if self.rank == to else None
         self._count("reduce", flat)
         with _answering():
-            dist.reduce(flat, group=self.handle, group_dst=to)
-        return _apart(flat, tensors) if self.rank == to else None
+            work = dist.reduce(flat, group=self.handle, group_dst=to, async_op=True)
+
+        def found() -> list[Tensor] | None:
+            with _answering():
+                work.wait()
+            return None if mine is None else _apart(flat, mine)
+
+        return found
 
     def share(
         self, tensors: Sequence[Tensor] | None, shapes: Sequence[torch.Size], like: Tensor, by: int

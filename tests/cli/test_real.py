@@ -11,6 +11,7 @@ import pytest
 from hyperkron import cleaning
 from hyperkron.cli import main
 from hyperkron.cli.output import Lines
+from tables import write_table
 
 Captured = pytest.CaptureFixture[str]
 
@@ -26,19 +27,6 @@ def test_the_settings_are_those_of_the_task() -> None:
     values = dict(zip(SETTINGS, (3, 7, "cpu", "e", 2), strict=True))
     config = cleaning.CleanConfig(budget=300.0, compare=("noisy",), **values)
     assert all(getattr(config, name) == value for name, value in values.items())
-
-
-def write_table() -> list[str]:
-    """Two classes on a line, a quarter of the labels checked, a fifth of the others wrong; the lines of the rows."""
-    lines = []
-    for i in range(120):
-        right, checked = i // 2 % 2, i % 4 == 3
-        given = right ^ (i % 5 == 0 and not checked)
-        lines.append(
-            f"{(2 * right - 1) * (1 + i % 7 / 7):.3f},{i},{('small', 'large')[given]},{'yes' if checked else 'no'}"
-        )
-    Path("train.csv").write_text("\n".join(["size,weight,kind,checked", *lines]) + "\n")
-    return lines
 
 
 def test_a_real_run_from_a_mistake_and_an_interruption_to_export(

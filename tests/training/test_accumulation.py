@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import hyperkron as hk
 from hyperkron import cross, trees
 from hyperkron.curvature.hessian import HessianOperator
 from hyperkron.evaluation.point import Point
-from hyperkron.training.accumulation import length, split
+from hyperkron.training.accumulation import length, refuse_what_is_no_mean, split
 
 N, D, C = 13, 4, 3
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}
@@ -204,6 +205,22 @@ def test_what_is_no_mean_over_examples_is_refused(inner: Any) -> None:
         with pytest.raises(hk.HyperkronError, match="is not a mean over examples"):
             problem.inner(model, nn.Module(), x)
     torch.testing.assert_close(problem.outer(model, nn.Module(), x).value, model(x).mean())
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_the_objective_may_have_an_autocast_of_its_own(mean: bool) -> None:
+    """Half precision rounds a mean on halves otherwise than on the whole; what is no mean is refused all the same."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
+    batch = torch.randn(32, 16), torch.randint(2, (32,))
+
+    def inner(model: Any, hyper: Any, batch: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(batch[0])
+        return hk.losses.cross_entropy(out, batch[1]) if mean else out.logsumexp(-1).sum()
+
+    with nullcontext() if mean else pytest.raises(hk.HyperkronError, match="is not a mean over examples"):
+        refuse_what_is_no_mean("inner", inner, model, nn.Module(), batch, set())
 
 
 def test_batch_norm_is_refused_in_training_only() -> None:

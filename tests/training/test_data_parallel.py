@@ -257,6 +257,15 @@ def test_nccl_with_one_process() -> None:
         assert name == "device" or error < (1e-10 if "float64" in name else 1e-5), (name, error)
 
 
+def test_a_problem_that_each_process_computes_for_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, model, hyper, *batches = parallel_runs.make(torch.float64)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(hk.solution, "_warned", set())
+    with pytest.warns(hk.HyperkronWarning, match="there are 2 processes, but problem is not divided among them"):
+        hk.identity().compute(problem, model, hyper, *batches)
+
+
 def test_softmax_weights_are_not_divided() -> None:
     with pytest.raises(hk.HyperkronError, match="softmax"):
         hk.SampleWeights(4, "softmax", group=hk.training.DataParallel(sharded_runs.PROBLEM).group)

@@ -17,7 +17,7 @@ from hyperkron.cleaning.own import Own, own_paths
 from hyperkron.cleaning.prepare import refuse_early
 from hyperkron.cleaning.recorded import encoder_to_load, recorded_paths, refuse_other_model, refuse_other_settings
 from hyperkron.cleaning.result import CleanResult
-from hyperkron.cleaning.run import CleaningRun
+from hyperkron.cleaning.run import ALONE, CleaningRun, Sharing
 from hyperkron.cleaning.sources import model_name, plain_sources, read_parts
 from hyperkron.solution import HyperkronError
 
@@ -37,6 +37,7 @@ def clean(
     progress: Progress | bool | None = None,
     command: str | None = None,
     on_result: Callable[[Path], None] | None = None,
+    sharing: Sharing = ALONE,
     **reading: Any,
 ) -> CleanResult:
     """Find wrong labels in a training set with a few trusted rows, and train a better model.
@@ -62,6 +63,8 @@ def clean(
         command: the command line to record.
         on_result: called with the run folder when it holds a first result, before the alternatives are compared, and
             again as they finish; for example :func:`hyperkron.cleaning.report.write_report`.
+        sharing: other processes that compute stages of the run with :func:`assist`; the command line fills it in
+            where torchrun has started several.
         reading: columns and options for :func:`hyperkron.cleaning.data.read_pair` (``text=``, ``label=``, ...).
 
     Example:
@@ -94,7 +97,9 @@ def clean(
         }
         folder.write_json("config.json", {"format": FORMAT, **about, "config": asdict(config), "data": own.data})
         given = Given.of(train, parts[0])
-        return CleaningRun(parts, own, config, folder, model, shown, command, given, config.encoder, on_result).result()
+        return CleaningRun(
+            parts, own, config, folder, model, shown, command, given, config.encoder, on_result, sharing
+        ).result()
 
 
 def resume(
@@ -104,6 +109,7 @@ def resume(
     expected: Mapping[str, Any] | None = None,
     progress: Progress | bool | None = None,
     on_result: Callable[[Path], None] | None = None,
+    sharing: Sharing = ALONE,
 ) -> CleanResult:
     """Continue an interrupted run after its last finished stage; a finished run is read again.
 
@@ -116,9 +122,14 @@ def resume(
         expected: arguments of :func:`clean` and settings of ``CleanConfig`` by name, such as ``{"seed": 1}``; an error
             is raised if the run started with others. A folder given as ``encoder`` is used if it holds the same one.
         progress: object that shows progress; None shows a bar on a terminal and in a notebook, False nothing.
-        on_result: as for :func:`clean`.
+        on_result, sharing: as for :func:`clean`.
     """
-    return continued(out, model, expected, progress, on_result=on_result)
+    return _opened(out, model, expected, progress, on_result=on_result, sharing=sharing).result()
+
+
+def assist(out: str | Path, count: int, *, model: Callable[[], nn.Module] | None = None) -> None:
+    """Compute stages of the run in ``out`` that another of ``count`` processes writes, until none is left to begin."""
+    _opened(out, model, None, False, writes=False, sharing=Sharing(count)).help()
 
 
 def continued(
@@ -127,9 +138,21 @@ def continued(
     expected: Mapping[str, Any] | None,
     progress: Progress | bool | None,
     writes: bool = True,
-    on_result: Callable[[Path], None] | None = None,
 ) -> CleanResult:
     """As :func:`resume`; without ``writes`` a finished run is read again and its folder stays as it is."""
+    return _opened(out, model, expected, progress, writes).result()
+
+
+def _opened(
+    out: str | Path,
+    model: Callable[[], nn.Module] | None,
+    expected: Mapping[str, Any] | None,
+    progress: Progress | bool | None,
+    writes: bool = True,
+    on_result: Callable[[Path], None] | None = None,
+    sharing: Sharing = ALONE,
+) -> CleaningRun:
+    """The run in a folder, with the data and settings it began with."""
     folder = RunFolder(out, new=False, writes=writes)
     kept = folder.read_config()
     source = kept["source"]
@@ -149,4 +172,4 @@ def continued(
     config = CleanConfig(**{**kept["config"], "compare": tuple(kept["config"]["compare"])})
     given, encoder = Given.of(source["train"], parts[0]), encoder_to_load(kept, expected)
     shown, command = shown_progress(progress), kept["command"]
-    return CleaningRun(parts, own, config, folder, model, shown, command, given, encoder, on_result).result()
+    return CleaningRun(parts, own, config, folder, model, shown, command, given, encoder, on_result, sharing)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hyperkron.cleaning.data import Labelled, RowHashes
 from hyperkron.cleaning.recorded import digest
-from hyperkron.cleaning.stages import Stages
+from hyperkron.cleaning.stages import SharedStages, Stages
 from hyperkron.solution import HyperkronError
 from hyperkron.training.files import write_tensors
 from hyperkron.training.locks import FolderLock
@@ -74,7 +74,6 @@ _CONFIG: dict[str, tuple[type, ...]] = {
 _EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
     "stage": {"name": (str,), "steps": (int,)},
     "part": {"name": (str,), "seconds": (int, float)},
-    "candidate": {"name": (str,), "seconds": (int, float)},
     "plan": {"epochs": (int, float), "least": (int,), "compare": (list,), "messages": (list,)},
 }
 """What a line of log.jsonl holds, by its event."""
@@ -115,9 +114,10 @@ class RunFolder:
         """Nobody else may write into the folder meanwhile."""
         return FolderLock(self.path) if self.kept else nullcontext()
 
-    def stages(self, device: torch.device) -> Stages:
-        """Finished stages, of all that the run began with."""
-        return Stages(self.path / "stages", digest(self.read_config()), device) if self.kept else Stages(None)
+    def stages(self, device: torch.device, shared: bool = False) -> Stages:
+        """Finished stages, of all that the run began with; ``shared`` where several processes compute them."""
+        kind = SharedStages if shared else Stages
+        return kind(self.path / "stages", digest(self.read_config()), device) if self.kept else Stages(None)
 
     def record(self, name: str, found: Any, check: Callable[[Any], None]) -> None:
         """Put into config.json what the run works with; what is there already is checked."""

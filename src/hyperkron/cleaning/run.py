@@ -36,6 +36,7 @@ from hyperkron.cleaning.result import (
     scores_summary,
 )
 from hyperkron.cleaning.sources import model_name
+from hyperkron.cleaning.stages import in_turn
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict, train
 from hyperkron.cleaning.work import Work, folds
 from hyperkron.solution import HyperkronWarning
@@ -47,6 +48,23 @@ KEPT_MODEL = (
 )
 SECONDS_BETWEEN_RESULTS = 5.0
 """How often result.json is written while alternatives are compared."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Other processes that compute stages of a run.
+
+    Attributes:
+        count: how many processes there are, with the one that writes the run.
+        announce: called with the run folder once they can begin; None in these processes themselves.
+    """
+
+    count: int
+    announce: Callable[[Path], None] | None = None
+
+
+ALONE = Sharing(1)
+"""No other processes."""
 
 
 @dataclass
@@ -63,9 +81,9 @@ class CleaningRun:
     given: Given
     encoder: str | None = None
     on_result: Callable[[Path], None] | None = None
+    sharing: Sharing = ALONE
     messages: list[str] = field(default_factory=list, init=False)
     seconds: dict[str, float] = field(default_factory=dict, init=False)  # of each part of the run
-    spent: dict[str, float] = field(default_factory=dict, init=False)  # on each candidate
     networks: dict[str, nn.Module] = field(default_factory=dict, init=False)
     table: list[Judged] = field(default_factory=list, init=False)  # the candidates judged so far
     written: float = field(default=0.0, init=False)  # when result.json was
@@ -88,11 +106,28 @@ class CleaningRun:
             finally:
                 self.progress.stop()
 
+    def help(self) -> None:
+        """Compute stages of a run that another process writes: the comparison first, which needs little of it."""
+        with self.signals:
+            self.prepared = self._prepare()
+            with self.prepared.threads(self.device):
+                work = self._make_work()
+                views = work.views()
+                outcomes = clean_labels(views)
+                for name in in_turn(work.stages, [*reversed(self.names), OURS], "judged-"):
+                    judged(name, views, outcomes)
+                if self.prepared.test is not None:
+                    [outcome] = clean_labels([work])
+                    for name in in_turn(work.stages, self.names[::-1], "network-"):
+                        delivered(name, work, outcome)
+
     def _train(self) -> CleanResult:
         work = self._make_work()
         total = steps_of(work, work.plan, self.names, self.prepared.test is not None)
         finished = sum(int(line["steps"]) for line in self.folder.logged("stage"))
-        self.progress.start(max(1, total - finished))
+        self.progress.start(max(1, (total - finished) // self.sharing.count))
+        if self.sharing.announce is not None:
+            self.sharing.announce(self.folder.path)
         with self._timed("cleaning"):
             [outcome] = clean_labels([work])
             self.outcome, self.posterior = outcome, outcome.final.posterior
@@ -110,16 +145,16 @@ class CleaningRun:
             doubts = [error_probability(found.final.posterior, work.given[work.noisy]).cpu() for found in outcomes]
             self.noise = noise_of(self.scores["error_probability"], doubts, SUSPECT_THRESHOLD)
             frequent = self.posterior.mean(0)
-            for name in (OURS, *self.names):
-                with self._timed(name, "candidate"):
-                    answers = judged(name, views, outcomes)[work.trusted]
-                    self.table.append(judge(name, answers, work.given[work.trusted], frequent, len(views)))
+            order = [OURS, *self.names]
+            for name in in_turn(work.stages, order, "judged-"):
+                answers = judged(name, views, outcomes)[work.trusted]
+                self.table.append(judge(name, answers, work.given[work.trusted], frequent, len(views)))
                 self._write_first()
+            self.table.sort(key=lambda c: order.index(c.name))
             chosen = choose(self.table)
-            for name in self.names:
-                if self.prepared.test is not None or name == chosen:
-                    with self._timed(name, "candidate"):
-                        self.networks[name] = delivered(name, work, outcome)
+            wanted = [name for name in self.names if self.prepared.test is not None or name == chosen]
+            for name in in_turn(work.stages, wanted, "network-"):
+                self.networks[name] = delivered(name, work, outcome)
         if self.folder.kept and isinstance(self.networks[chosen], EstimatorModel):
             self._say([KEPT_MODEL])
         return self._finish(chosen)
@@ -177,7 +212,7 @@ class CleaningRun:
             self.prepared.build,
             plan,
             self.config,
-            self.folder.stages(self.device),
+            self.folder.stages(self.device, shared=self.sharing.count > 1),
             self._tick,
             table and trees.installed(),
             self.model is None,
@@ -221,18 +256,18 @@ class CleaningRun:
             raise Interrupted(self.signals.received)
 
     @contextmanager
-    def _timed(self, name: str, event: str = "part") -> Iterator[None]:
-        """Add to ``seconds`` of a part of the run, or to what was ``spent`` on a candidate; the log keeps it."""
-        times = self.seconds if event == "part" else self.spent
-        if name not in times:  # what an interrupted run had already spent
-            times[name] = sum(float(line["seconds"]) for line in self.folder.logged(event) if line["name"] == name)
+    def _timed(self, name: str) -> Iterator[None]:
+        """Add to ``seconds`` of a part of the run; the log keeps it."""
+        if name not in self.seconds:  # what an interrupted run had already spent
+            spent = [float(line["seconds"]) for line in self.folder.logged("part") if line["name"] == name]
+            self.seconds[name] = sum(spent)
         begin = time.perf_counter()
         try:
             yield
         finally:
             taken = time.perf_counter() - begin
-            times[name] += taken
-            self.folder.log(event, name=name, seconds=round(taken, 3))
+            self.seconds[name] += taken
+            self.folder.log("part", name=name, seconds=round(taken, 3))
 
     def _score_rows(self) -> None:
         """Write what is known of every training row: by the method on the whole, later by its mean with the views."""
@@ -338,7 +373,8 @@ class CleaningRun:
     def _spent_on(self, name: str) -> float:
         """Seconds of training and judging a candidate."""
         ours = self.seconds["cleaning"] + self.seconds["network"] if name == OURS else 0.0
-        return round(ours + self.spent[name], 2)
+        stages = [f"judged-{name}", *([] if name == OURS else [f"network-{name}"])]
+        return round(ours + sum(self.work.stages.seconds.get(stage, 0.0) for stage in stages), 2)
 
     def _seconds(self) -> dict[str, float]:
         """Of the whole, of the method, and of one plain training, scaled from the network's by their steps."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import torch
 from torch import Tensor
 
 from hyperkron.solution import HyperkronError, warn_once
-from hyperkron.training.encoding import DamagedCheckpoint
+from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint
 from hyperkron.training.files import TensorFile, read_json, write_tensors
+from hyperkron.training.locks import FolderLock
 from hyperkron.training.writing import in_words, whole_file
 
 Tensors = dict[str, Tensor]
+SECONDS_BETWEEN_LOOKS = 0.2
+"""How often a process looks whether another one has finished a stage."""
 
 
 class Stages:
@@ -29,10 +33,14 @@ class Stages:
 
     Every stage is a function of the data, the configuration and the stages before it, under seeds of its own, so a
     resumed run equals an uninterrupted one. A damaged result is computed again, with a warning.
+
+    Attributes:
+        seconds: that computing each result took, whenever and wherever that was.
     """
 
     def __init__(self, folder: Path | None, of: str = "", device: torch.device | str = "cpu") -> None:
         self.folder, self.of, self.device = folder, of, device
+        self.seconds: dict[str, float] = {}
         self._found: dict[str, Tensors] = {}
         if folder is not None:
             with in_words(folder):
@@ -42,9 +50,15 @@ class Stages:
         """The result of a stage: from disk if it is there and sound, else computed and put there."""
         found = self.find(name)
         if found is None:
+            begin = time.perf_counter()
             found = compute()
+            self.seconds[name] = round(time.perf_counter() - begin, 3)
             self._put(name, found)
         return found
+
+    def taken(self, name: str) -> bool:
+        """Whether another process is computing this stage."""
+        return False
 
     def find(self, name: str) -> Tensors | None:
         """The result of a stage that was finished, or None."""
@@ -56,6 +70,7 @@ class Stages:
             about, _ = read_json(self.folder / f"{name}.json")
             self._refuse_other(name, about.get("of"))
             with TensorFile(self.folder / f"{name}.safetensors", about["file"]) as file:
+                self.seconds[name] = float(about.get("seconds", 0.0))
                 return {key: file(key).to(self.device) for key in about["tensors"]}
         except (DamagedCheckpoint, OSError, KeyError, TypeError, AttributeError) as error:
             warn_once(f"stage {self.folder} {name}", f"stage {name} is damaged ({error}); it is computed again.")
@@ -79,6 +94,52 @@ class Stages:
         with in_words(target, needed, then):
             record.unlink(missing_ok=True)
             target.unlink(missing_ok=True)
-            about = {"file": write_tensors(target, tensors), "tensors": sorted(tensors), "of": self.of}
+            about: dict[str, Any] = {"file": write_tensors(target, tensors), "tensors": sorted(tensors), "of": self.of}
+            about["seconds"] = self.seconds.get(name, 0.0)
             with whole_file(record) as beside:
                 beside.write_bytes(json.dumps(about).encode("ascii"))
+
+
+class SharedStages(Stages):
+    """Stages of a run that several processes work on: each is computed by the one that asks for it first.
+
+    The others wait until it is there. A process that is killed loses its claim, and one that waits computes the stage.
+    Results do not depend on who computed what, so they are those of one process, bit for bit.
+    """
+
+    def __call__(self, name: str, compute: Callable[[], Tensors]) -> Tensors:
+        while (found := self.find(name)) is None:
+            claim = self._claim(name)
+            try:
+                claim.acquire()
+            except CheckpointError:  # another process computes it
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+                continue
+            try:
+                return super().__call__(name, compute)
+            finally:
+                claim.release()
+        return found
+
+    def taken(self, name: str) -> bool:
+        assert self.folder is not None
+        if (self.folder / f"{name}.json").exists():
+            return False
+        try:
+            with self._claim(name):
+                return False
+        except CheckpointError:
+            return True
+
+    def _claim(self, name: str) -> FolderLock:
+        assert self.folder is not None
+        return FolderLock(self.folder / "claims" / name)
+
+
+def in_turn(stages: Stages, names: Sequence[str], prefix: str) -> Iterator[str]:
+    """The names, in their order, but those whose stage another process is computing after the others."""
+    left = list(names)
+    while left:
+        name = next((name for name in left if not stages.taken(prefix + name)), left[0])
+        left.remove(name)
+        yield name

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hyperkron.cli import ranks
 from hyperkron.cli.config import read_config
 from hyperkron.cli.options import as_options
 from hyperkron.cli.output import UsageError, ensure_streams, finished, say, say_json, silence
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     wanted = parse(given, read_config(wanted.config))
                 check(wanted)
                 module = import_module(f"hyperkron.cli.{_MODULES.get(wanted.command, 'runs')}")
-                code: int = getattr(module, wanted.command)(wanted, given)
+                command = getattr(module, wanted.command)
+                code: int = command(wanted, given) if ranks.processes()[1] == 1 else ranks.run(command, wanted, given)
                 return code
         finally:
             sys.stdout.flush()
@@ -83,7 +85,11 @@ def _failed(error: Exception, options: Any) -> int:
         where = error.filename or (f"a file in {folder}" if folder else "the output")
         text = f"the disk is full ({error.strerror}): {where} cannot be written. Free some space, then try again."
     prog = f"hyperkron {options.command}" if options is not None else "hyperkron"
-    say(f"{prog}: error: {text}" + (f"\nSee `{prog} --help`." if usage else ""))
+    rank = ranks.processes()[0]
+    if usage and rank > 0:  # the first process says it
+        return USAGE
+    told = f"process {rank}: {text}" if rank else text
+    say(f"{prog}: error: {told}" + (f"\nSee `{prog} --help`." if usage else ""))
     if getattr(options, "json", False):
         say_json({"error": text, "type": type(error).__name__})
     return USAGE if usage else ERROR
@@ -91,6 +97,8 @@ def _failed(error: Exception, options: Any) -> int:
 
 def _interrupted(options: Any, code: int) -> int:
     """Say how to continue."""
+    if ranks.processes()[0] > 0:  # the first process says it
+        return code
     folder = getattr(options, "run", None) or getattr(options, "out", None)
     text = "Interrupted. Nothing was written; run the same command again."
     if folder and getattr(options, "command", "") in ("clean", "resume"):

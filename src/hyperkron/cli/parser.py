@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from hyperkron.cli import options
 from hyperkron.cli.options import Option
 from hyperkron.cli.output import UsageError, nearest, printable
+from hyperkron.cli.ranks import processes
 
 _ABOUT = """Finds wrong labels in a training set with a few trusted rows, trains a better model, and reports both."""
 _EXAMPLES = """examples:
@@ -76,7 +77,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         text = self._plainly(" ".join(message.split()))
-        sys.stderr.write(f"{self.prog}: error: {printable(text)}\nSee `{self.prog} --help`.\n")
+        if processes()[0] == 0:  # of several processes one says it
+            sys.stderr.write(f"{self.prog}: error: {printable(text)}\nSee `{self.prog} --help`.\n")
         self.exit(2)
 
     def _plainly(self, message: str) -> str:

@@ -14,13 +14,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.forward_ad import make_dual
 
 from hyperkron.collectives import Group
 from hyperkron.sharded_functions import gathered
 from hyperkron.sharding import is_sharded
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, warn_once
 
 Owner = tuple[nn.Module, str]
 """A module, and the name of a parameter in it."""
@@ -62,6 +63,12 @@ def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> boo
         hyper: λ.
         group: the processes of the problem; ``None`` if it is not divided among processes.
     """
+    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warn_once(
+            "processes-not-divided",
+            f"there are {dist.get_world_size()} processes, but problem is not divided among them: each computes λ and "
+            "its gradient for itself. Use hyperkron.training.DataParallel(problem), unless that is meant.",
+        )
     if "torch.distributed.tensor" not in sys.modules or not isinstance(model, nn.Module):
         return False
     for name, p in hyper.named_parameters() if isinstance(hyper, nn.Module) and group is None else ():

@@ -308,7 +308,8 @@ def refuse_what_is_no_mean(
     named = work.named()
     inputs, together = tuple(named[name] for name in work.names), any(is_sharded(x) for x in named.values())
     try:
-        whole = work.gradients(inputs)
+        with _half_outputs() as half:
+            whole = work.gradients(inputs)
         drew = not same_random_state(before, random_state())
         work.parts = halves
         both = work.gradients(inputs)
@@ -318,7 +319,7 @@ def refuse_what_is_no_mean(
         return
     finally:
         set_random_state(before)
-    coarse = 0.1 if work.autocast[2] or any(x.dtype.itemsize == 2 for x in inputs) else 0.0
+    coarse = 0.1 if half or work.autocast[2] or any(x.dtype.itemsize == 2 for x in inputs) else 0.0
     pairs = zip((whole[0], *whole[1]), (both[0], *both[1]), strict=True)
     steepest = max((float(g.abs().max()) for g in whole[1] if g is not None and g.numel()), default=0.0)
     unlike = not drew and any(_unlike(x, y, coarse, steepest) for x, y in pairs)
@@ -329,6 +330,22 @@ def refuse_what_is_no_mean(
             "micro-batches; divide sums by the batch size, do not normalise over the batch, or use whole batches."
         )
     means.add(level)
+
+
+@contextlib.contextmanager
+def _half_outputs() -> Iterator[list[bool]]:
+    """Not empty after the block if a module has given half precision in it, as under an autocast of the objective."""
+    found: list[bool] = []
+
+    def look(module: nn.Module, given: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point() and output.dtype.itemsize == 2:
+            found.append(True)
+
+    handle = nn.modules.module.register_module_forward_hook(look)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 def _unlike(x: Tensor | None, y: Tensor | None, coarse: float, steepest: float) -> bool:

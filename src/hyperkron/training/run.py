@@ -289,8 +289,10 @@ class Run:
         """Write everything the rest of the run depends on to ``folder/step-…``, and return that path.
 
         It is complete or absent, whatever happens meanwhile; see ``docs/checkpoints.md``. Of several processes the
-        first writes, and each of the others its rows of what is divided among them; all must call this.
+        first writes, and each of the others its rows of what is divided among them; all must call this. One that is
+        alone in it says so after ten seconds.
         """
+        self.group.meet("Run.save")
         with contextlib.nullcontext() if self.state.hypergradient is None else self.state.hypergradient.collected():
             return self._save(folder)
 

@@ -130,7 +130,8 @@ def _check_alike(recorder: Recorder, group: Group) -> None:
     called = [f"{name}*{recorder.calls.get(name, 1)}" for name in sorted({*recorder.called, *recorder.calls})]
     waiting = [f"{call.block.name}*{call.masked}" for call in recorder.waiting]
     layers, inputs = zip(*group.numbers(*(zlib.crc32(",".join(x).encode()) for x in (called, waiting))), strict=True)
-    recorder.shares_sums = len(set(inputs)) == 1
+    assert recorder.deliveries is not None
+    recorder.deliveries.shares_sums = len(set(inputs)) == 1
     if len(set(layers)) > 1:
         raise HyperkronError(
             f"the processes have measured different layers, number {group.rank} {', '.join(sorted(recorder.calls))}; "

@@ -61,12 +61,18 @@ class Owners:
         """Whether a block belongs to this rank."""
         return self.of[name] == self.group.rank
 
-    def sums(self, name: str, tensors: Sequence[Tensor], symmetric: bool = True) -> list[Tensor] | None:
-        """Σ over ranks of what was measured of a block, on its owner; ``None`` on the others."""
-        found = self.group.reduce([triangle(x) if symmetric else x for x in tensors], self.of[name])
-        if found is None or not symmetric:
-            return found
-        return [filled(x, like) for x, like in zip(found, tensors, strict=True)]
+    def sums(self, name: str, tensors: Sequence[Tensor], symmetric: bool = True) -> Callable[[], list[Tensor] | None]:
+        """What waits for Σ over ranks of what was measured of a block, on its owner; ``None`` on the others."""
+        begun = self.group.reduce([triangle(x) if symmetric else x for x in tensors], self.of[name])
+        likes = tensors if self.mine(name) else ()
+
+        def found() -> list[Tensor] | None:
+            sums = begun()
+            if sums is None or not symmetric:
+                return sums
+            return [filled(x, like) for x, like in zip(sums, likes, strict=True)]
+
+        return found
 
     def shared(self, name: str, pair: tuple[Tensor, Tensor] | None, like: Tensor) -> tuple[Tensor, Tensor]:
         """Two matrices of the sizes of A and B, from the owner of the block, on every rank."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hyperkron import trees
 from hyperkron.curvature.kfac.coverage import Block, Plan
+from hyperkron.curvature.kfac.deliveries import Deliveries
 from hyperkron.curvature.kfac.diagonals import Diagonals
 from hyperkron.curvature.kfac.factors import HALF, Factor, add_to, few_rows, scaled, stored
 from hyperkron.curvature.kfac.grams import (
@@ -93,9 +94,7 @@ class Recorder:
         self._doubted: Tensor | None = None  # the same where that was taken for granted
         self.calls: dict[str, int] = {}  # of every block
         self._last = False  # whether this backward pass is the last one
-        self.shares_sums = True  # whether an A that its owner has got is not sent again; the same on all ranks
-        self._sent: set[str] = set()  # blocks whose owner has all of them
-        self._sums: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}  # A and its sum, by id and owner
+        self.deliveries = None if owners is None else Deliveries(owners)
         self._bases: dict[str, tuple[Tensor, Tensor]] = {}  # of others, in use
 
     @contextmanager
@@ -261,8 +260,8 @@ class Recorder:
                 del call
             self._forget()
         found.reached = tuple(name for name in self.plan.blocks if name in found.reached)
-        if self.owners is not None:
-            self._finish_sums()
+        if self.deliveries is not None:
+            self._finish_sums(self.deliveries)
             return
         sums: dict[int, tuple[Tensor, float]] = {}  # a sum shared by several blocks is divided once
         rescaled: dict[int, Factor] = {}
@@ -278,42 +277,30 @@ class Recorder:
             found.reached = tuple(name for name in self.plan.blocks if name in found.a and name in found.b)
             found.a = {name: rescaled.get(id(found.a[name]), found.a[name]) for name in found.reached}
 
-    def _finish_sums(self) -> None:
+    def _finish_sums(self, deliveries: Deliveries) -> None:
         """Owners get the rest of their blocks. Sums of a aᵀ stay sums until the rows of all ranks are counted."""
-        found = self.measured
+        found, sent = self.measured, deliveries.sent
         sums: Any = found.b if self.basis is None else found.corrected
         for name in self.plan.blocks:
-            if name in sums and name not in self._sent and (self.basis is not None or name in found.a):
+            if name in sums and name not in sent and (self.basis is not None or name in found.a):
                 self._send(name)
+        deliveries.finish()
         if self.basis is None:
-            found.reached = tuple(name for name in self.plan.blocks if name in self._sent)
+            found.reached = tuple(name for name in self.plan.blocks if name in sent)
             found.rows = {name: found.rows[name] for name in found.reached}  # in the same order on all ranks
             for side in (found.a, found.b, *found.wide):
-                for name in side.keys() - self._sent:  # the loss does not see them
+                for name in side.keys() - sent:  # the loss does not see them
                     del side[name]
         self._bases.clear()
-        self._sums.clear()
 
     def _send(self, name: str) -> None:
-        """What was measured of a block goes to its owner, in one collective; an A that it has got already does not."""
-        assert self.owners is not None
-        self._sent.add(name)
+        """What was measured of a block goes to its owner."""
+        assert self.deliveries is not None
         self._bases.pop(name, None)
         if self.basis is not None:
-            spectrum = self.owners.sums(name, [self.measured.corrected.pop(name)], symmetric=False)
-            if spectrum is not None:
-                self.measured.corrected[name] = spectrum[0]
-            return
-        inputs, gradients = zip(*((a.pop(name), b.pop(name)) for a, b, _ in self._factors), strict=True)
-        keys = [(id(a), self.owners.of[name]) for a in inputs]
-        known = self.shares_sums and all(key in self._sums for key in keys)
-        found = self.owners.sums(name, gradients if known else (*gradients, *inputs))
-        if not known:
-            totals = [None] * len(keys) if found is None else found[len(keys) :]
-            self._sums = dict(zip(keys, zip(inputs, totals, strict=True), strict=True))
-        if found is not None:
-            for (a, b, _), key, total in zip(self._factors, keys, found, strict=False):
-                a[name], b[name] = self._sums[key][1], total  # type: ignore[assignment]
+            self.deliveries.send_spectrum(name, self.measured.corrected)
+        else:
+            self.deliveries.send_factors(name, [(a, b) for a, b, _ in self._factors])
 
     def _complete(self, name: str) -> bool:
         """Whether no more of B or S comes for a block, so that its owner can have it; what is not known now waits."""

@@ -1,0 +1,75 @@
+"""What was measured of a block, on its way to the process that owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from hyperkron.curvature.kfac.owners import Owners
+
+Sums = Callable[[], list[Tensor] | None]
+
+
+class Deliveries:
+    """Each block goes to its owner in one collective, while the backward pass goes on to the next; one at a time does.
+
+    Args:
+        owners: of the blocks.
+
+    Attributes:
+        sent: blocks whose owner has all of them, once :meth:`finish` was called.
+        shares_sums: whether an A that its owner has got is not sent again; the same on all ranks.
+    """
+
+    def __init__(self, owners: Owners) -> None:
+        self.owners, self.sent, self.shares_sums = owners, set[str](), True
+        self._sums: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}  # A and its sum, by id and owner
+        self._coming: Callable[[], None] | None = None
+
+    def send_factors(self, name: str, sides: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        """Take A and B of a block from pairs of dictionaries; there its owner finds their sums later."""
+        self._receive()
+        self.sent.add(name)
+        inputs, gradients = zip(*((a.pop(name), b.pop(name)) for a, b in sides), strict=True)
+        keys = [(id(a), self.owners.of[name]) for a in inputs]
+        known = self.shares_sums and all(key in self._sums for key in keys)
+        if not known:
+            self._sums = {key: (a, None) for key, a in zip(keys, inputs, strict=True)}
+        sums = self.owners.sums(name, gradients if known else (*gradients, *inputs))
+        self._coming = partial(self._put_factors, name, sides, keys, sums)
+
+    def _put_factors(self, name: str, sides: Any, keys: list[tuple[int, int]], sums: Sums) -> None:
+        found = sums()
+        if found is None:
+            return
+        for key, total in zip(keys, found[len(keys) :], strict=False):  # none where its owner had got A already
+            self._sums[key] = (self._sums[key][0], total)
+        for (a, b), key, total in zip(sides, keys, found, strict=False):
+            a[name], b[name] = self._sums[key][1], total
+
+    def send_spectrum(self, name: str, spectra: dict[str, Tensor]) -> None:
+        """The same for EKFAC's S."""
+        self._receive()
+        self.sent.add(name)
+        sums = self.owners.sums(name, [spectra.pop(name)], symmetric=False)
+        self._coming = partial(self._put_spectrum, name, spectra, sums)
+
+    @staticmethod
+    def _put_spectrum(name: str, spectra: dict[str, Tensor], sums: Sums) -> None:
+        found = sums()
+        if found is not None:
+            spectra[name] = found[0]
+
+    def _receive(self) -> None:
+        """Wait for the block that is on its way."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming()
+
+    def finish(self) -> None:
+        """Wait for the last block, and forget what layers share."""
+        self._receive()
+        self._sums.clear()

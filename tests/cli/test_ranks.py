@@ -1,0 +1,122 @@
+"""Commands under torchrun."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyperkron.cli import main, ranks
+from tables import write_table
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def become(monkeypatch: pytest.MonkeyPatch, rank: int, size: int = 2) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    monkeypatch.setattr(ranks, "silence", lambda stream: None)
+
+
+def test_other_commands_are_carried_out_once(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    become(monkeypatch, 1)
+    assert main(["report", "nowhere"]) == 0
+    assert capsys.readouterr() == ("", "")
+    become(monkeypatch, 0)
+    assert main(["report", "nowhere"]) == 1
+    assert capsys.readouterr().err.startswith("hyperkron report uses one of the 2 processes.\nhyperkron report: error:")
+
+
+def test_only_torchrun_makes_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    become(monkeypatch, 1)
+    assert ranks.processes() == (1, 2)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert ranks.processes() == (0, 1)
+
+
+def test_each_process_is_a_worker_of_a_sweep(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    Path("mine.py").write_text("def error(trial):\n    return (trial['x'] - 2) ** 2\n")
+    monkeypatch.syspath_prepend(".")
+    sweep = ["sweep", "mine:error", "--search", "x=0..4", "--trials", "3", "-o", "trials.csv", "--quiet"]
+    become(monkeypatch, 1)
+    assert main(sweep) == 0 and not Path("trials.csv").exists()
+    become(monkeypatch, 0)
+    assert main(sweep) == 0
+    with Path("trials.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 3
+
+
+def test_a_failure_says_which_process_it_was(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    become(monkeypatch, 1)
+    assert main(["sweep", "missing:error", "--search", "x=0..4"]) == 1
+    assert "hyperkron sweep: error: process 1: " in capsys.readouterr().err
+
+
+def test_wrong_usage_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    for rank in (1, 0):
+        become(monkeypatch, rank)
+        assert main(["sweep", "mine:error"]) == main(["clean", "--bogus"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("--search is missing") == err.count("unrecognized arguments: --bogus") == 1
+
+
+def start(count: int, *arguments: str) -> Any:
+    """The command under torchrun."""
+    here = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    command += ["-m", "hyperkron", *arguments]
+    return subprocess.Popen(command, env=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.long
+def test_clean_under_torchrun(capsys: Captured) -> None:
+    write_table()
+    given = ["clean", "train.csv", "--label", "kind", "--trusted-column", "checked", "--epochs", "1", "--out"]
+    assert main([*given, "one"]) == 0
+    told = capsys.readouterr().out
+    wrong = start(2, *given, "wrong", "--text", "chekced")
+    out, err = wrong.communicate(timeout=300)
+    assert wrong.returncode != 0 and out == "" and err.count("hyperkron clean: error: --text='chekced'") == 1
+    two = start(2, *given, "two")
+    out, err = two.communicate(timeout=300)
+    assert two.returncode == 0, err
+    assert Path("one/rows.csv").read_bytes() == Path("two/rows.csv").read_bytes()
+    assert Path("one/model.safetensors").read_bytes() == Path("two/model.safetensors").read_bytes()
+    assert out.split("report ")[0] == told.split("report ")[0]  # printed once
+
+
+@pytest.mark.long
+def test_a_process_that_is_killed_ends_the_command_and_the_run_continues(capsys: Captured) -> None:
+    write_table()
+    given = ["clean", "train.csv", "--label", "kind", "--trusted-column", "checked", "--out"]
+    assert main([*given, "one", "--quiet"]) == 0
+    two = start(2, *given, "two")
+    while not Path("two/stages/claims/without-fold-trusted-expert").exists():  # the second process has begun
+        assert two.poll() is None
+        time.sleep(0.01)
+    children = Path(f"/proc/{two.pid}/task/{two.pid}/children").read_text().split()
+    ranks_of = {int(pid): dict(x.split("=", 1) for x in _environment(pid)) for pid in children}
+    os.kill(next(pid for pid, x in ranks_of.items() if x.get("RANK") == "1"), signal.SIGKILL)
+    _, err = two.communicate(timeout=300)
+    assert two.returncode != 0 and "continue with: hyperkron resume two" in err
+    again = start(2, "resume", "two")
+    again.communicate(timeout=300)
+    assert again.returncode == 0
+    assert Path("one/rows.csv").read_bytes() == Path("two/rows.csv").read_bytes()
+
+
+def _environment(pid: str) -> list[str]:
+    return [x for x in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0") if "=" in x]
