@@ -235,8 +235,16 @@ def test_history_is_plain_and_writable(tmp_path: Path) -> None:
     text = history.to_json(tmp_path / "history.json")
     assert json.loads((tmp_path / "history.json").read_text()) == json.loads(text) == history.to_rows()
     assert history.best("outer_loss")["outer_loss"] == min(history.column("outer_loss"))
-    with pytest.raises(hk.HyperkronError, match="accuracy"):
-        history.column("accuracy")
+    assert history["outer_loss"] == history.column("outer_loss") and history[-1] == history.to_rows()[-1]
+    with pytest.raises(hk.HyperkronError, match="mode='least' is unknown; choose min or max"):
+        history.best("outer_loss", mode="least")
+    with pytest.raises(hk.HyperkronError, match="name='status' has no number in any row"):
+        history.best("status")
+    history.append({"step": 4, "accuracy": float("nan")})
+    history.append({"step": 5, "accuracy": 0.5})
+    assert history.best("accuracy")["step"] == history.best("accuracy", mode="max")["step"] == 5
+    with pytest.raises(hk.HyperkronError, match="precision"):
+        history.column("precision")
 
 
 def test_plot_draws_on_given_axes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,10 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from hyperkron.solution import HyperkronError
+from hyperkron.validation import check_one_of
 
 Value = float | int | str | None
 
@@ -22,7 +23,7 @@ def plain(value: Any) -> Any:
 
 
 class History:
-    """Rows of named figures, in the order of the steps.
+    """Rows of named figures, in the order of the steps: ``history[-1]`` is a row, ``history["outer_loss"]`` a column.
 
     Example:
         >>> history = History()
@@ -39,7 +40,13 @@ class History:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> dict[str, Value]:
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Value]: ...
+    @overload
+    def __getitem__(self, index: str) -> list[Value]: ...
+    def __getitem__(self, index: int | str) -> dict[str, Value] | list[Value]:
+        if isinstance(index, str):
+            return self.column(index)
         place = range(self._length)[index]
         return {name: column[place] for name, column in self._columns.items() if place in column}
 
@@ -66,8 +73,12 @@ class History:
         return found
 
     def best(self, name: str, mode: str = "min") -> dict[str, Value]:
-        """The row with the smallest (``mode="max"``: largest) value of a figure."""
-        readings = [(value, i) for i, value in enumerate(self.column(name)) if isinstance(value, (int, float))]
+        """The row with the smallest (``mode="max"``: largest) value of a figure; ``nan`` is none."""
+        check_one_of("mode", mode, ("min", "max"))
+        values = enumerate(self.column(name))
+        readings = [(x, i) for i, x in values if isinstance(x, (int, float)) and not math.isnan(x)]
+        if not readings:
+            raise HyperkronError(f"name={name!r} has no number in any row of the history; choose another figure.")
         return self[(min if mode == "min" else max)(readings, key=lambda reading: reading[0])[1]]
 
     def to_json(self, path: str | Path | None = None) -> str:
