@@ -289,7 +289,7 @@ def row_weights(x: Tensor, added: int, share: float) -> Tensor:
     """What the CE of each row counts in J_in: first the clean rows ``x``, then the ``added`` ones.
 
     Example:
-        >>> row_weights(torch.zeros(2, 3), 4, 0.5).tolist() == [1 / 3, 1 / 3, *[1 / 12] * 4]
+        >>> row_weights(torch.zeros(2, 3, dtype=torch.float64), 4, 0.5).tolist() == [1 / 3, 1 / 3, *[1 / 12] * 4]
         True
     """
     clean = x.new_full((len(x),), 1 / (len(x) * (1 + share)))

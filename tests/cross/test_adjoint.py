@@ -168,6 +168,32 @@ def test_a_v_that_may_be_used_up_gives_the_same(kind: str, penalised: bool) -> N
     assert bool(given) is penalised
 
 
+def test_a_v_that_may_be_used_up_serves_one_precision() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = torch.tanh(self.layer(x))
+            return self.layer(y.float())
+
+    def weighted(model: nn.Module, hyper: Any, given: Any) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(model(given[0]), given[1], weight=hyper(given[2]))
+
+    torch.manual_seed(0)
+    model, hyper = Twice(), hk.SampleWeights(6)
+    rows = torch.randn(6, 4), torch.randint(4, (6,)), torch.arange(6)
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    with Point(hk.BilevelProblem(weighted, weighted), model, hyper, rows, rows) as point:
+        form = weighting.structure(point, point.inner())
+        adjoint(point, dict(v), form)
+        point.gives_vectors = True
+        with pytest.raises(NoAdjointError, match="Linear is called in two precisions"):
+            adjoint(point, dict(v), form)
+
+
 def _without_penalty(model: nn.Module, hyper: Any, given: Any) -> hk.losses.Loss:
     tokens, labels, domain = given
     return hk.losses.cross_entropy(model(tokens), labels, weight=hyper(domain))

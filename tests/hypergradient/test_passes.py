@@ -16,9 +16,9 @@ import hyperkron as hk
 import replaying
 from hyperkron import solution
 from hyperkron.curvature import GGN, KFAC
-from hyperkron.curvature.kfac import inverse, kfac
+from hyperkron.curvature.kfac import factors, grams, half_inverses, inverse, kfac
 from hyperkron.hypergradient import passes
-from hyperkron.kernels import graphs, weight_casts
+from hyperkron.kernels import graphs, linalg, weight_casts
 from hyperkron.kernels.execution import Execution
 from hyperkron.losses import classification
 from replaying import PROBLEM, Batch, batch, close, network, outer, trained
@@ -120,6 +120,80 @@ def test_blocks_inverted_in_parts_are_those_of_all_together(device: str, monkeyp
     bad[0][0] = float("nan")
     with pytest.raises(hk.NonFiniteError, match=r"inner_batch\[0\] holds 36 nan"):
         method.compute(PROBLEM, network(device), hk.SampleWeights(40).to(device), bad, batch(50, device))
+
+
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Solves in half precision on small layers; for each of them whether it was in the memory of b."""
+    sizes = ((factors, "LEAST", 8), (factors, "LEAST_ROWS", 2), (half_inverses, "NARROWEST", 16))
+    for module, name, value in sizes:
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(kfac, "tf32_products", lambda device: True)
+    monkeypatch.setattr(inverse, "factorize", lambda m, lean=False, own=False: linalg._halved(m.clone(), 8))
+    monkeypatch.setattr(grams, "_stays_half", lambda rows, dtype: rows.dtype in factors.HALF)
+    monkeypatch.setattr(grams, "_plus_half_gram", lambda total, rows: grams.gram(rows.float()))
+    used, real = list[bool](), half_inverses.solve_both_sides
+
+    def noted(b: Any, a: Any, parts: list[Tensor], own: bool = False) -> list[Tensor]:
+        used.append(own)
+        return real(b, a, parts, own)
+
+    monkeypatch.setattr(factors, "solve_both_sides", noted)
+    return used
+
+
+class Summed(nn.Module):
+    """Two layers on the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.two(x)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["", "one gradient for two weights"])
+@pytest.mark.parametrize("stretch", [1, 2**28])
+def test_v_is_solved_in_the_memory_of_b(
+    device: str, stretch: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device != "cpu":
+        pytest.skip("the sizes of this test are not those of a GPU")
+    used = _as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(inverse, "STRETCH", stretch)
+
+    def inner(model: Any, weights: Any, rows: Any) -> hk.losses.Loss:
+        with torch.autocast("cpu", torch.bfloat16):
+            return hk.losses.cross_entropy(
+                model(rows[0]), rows[1], weight=None if weights is None else weights(rows[2])
+            )
+
+    def outer(model: Any, weights: Any, rows: Any) -> Any:
+        if not shared:
+            return inner(model, None, rows)
+        return torch.tanh(model[2].one.weight + model[2].two.weight).mul(rows[0].sum()).sum()
+
+    problem = hk.BilevelProblem(inner, outer, autocast=True)
+
+    def answers(**options: Any) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        torch.manual_seed(0)
+        first, last = nn.Linear(24, 32, bias=False), nn.Linear(32, 16)
+        model = nn.Sequential(first, nn.Tanh(), Summed(), nn.Tanh(), last)
+        weights, method = hk.SampleWeights(40), hk.kfac(1e-2, keep_previous=False, **options)
+        found = []
+        for step in range(5):
+            g = torch.Generator().manual_seed(step)
+            x, y = torch.randn(40, 24, generator=g), torch.randint(16, (40,), generator=g)
+            both = (x, y, torch.arange(40))
+            answer = method.compute(problem, model, weights, both, both)
+            found.append((answer.grads["weight"].clone(), answer.solution.value))
+        return found
+
+    expected, plain = answers(), list(used)
+    for (grad, v), (wanted, its) in zip(answers(graph="passes"), expected, strict=True):
+        torch.testing.assert_close(grad, wanted, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(v, its, rtol=2e-3, atol=1e-5)
+    assert not any(plain) and any(used) is not shared
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])

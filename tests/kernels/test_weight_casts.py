@@ -50,6 +50,17 @@ def test_second_derivatives_are_the_same() -> None:
     assert all(torch.equal(a, b) for a, b in zip(twice(True), twice(False), strict=True))
 
 
+def test_a_transposed_parameter_of_three_dimensions_is_kept() -> None:
+    weight, x = torch.randn(3, 4, 5, requires_grad=True), torch.randn(5, 2, 4)
+    with made_again([weight]):
+        cast = weight.to(torch.bfloat16).transpose(0, 2)  # (5, 4, 3)
+        loss = (x.to(torch.bfloat16) @ cast).float().square().sum()
+    [found] = torch.autograd.grad(loss, [weight])
+    cast = weight.to(torch.bfloat16).transpose(0, 2)
+    [expected] = torch.autograd.grad((x.to(torch.bfloat16) @ cast).float().square().sum(), [weight])
+    assert torch.equal(found, expected)
+
+
 def test_inside_of_a_checkpoint_and_of_frozen_weights_nothing_changes() -> None:
     model, x = network(), torch.randn(2, 3, WIDTH, requires_grad=True)
     model[2].weight.requires_grad_(False)

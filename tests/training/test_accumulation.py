@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -207,17 +208,43 @@ def test_what_is_no_mean_over_examples_is_refused(inner: Any) -> None:
     torch.testing.assert_close(problem.outer(model, nn.Module(), x).value, model(x).mean())
 
 
-@pytest.mark.parametrize("mean", [True, False])
-def test_the_objective_may_have_an_autocast_of_its_own(mean: bool) -> None:
-    """Half precision rounds a mean on halves otherwise than on the whole; what is no mean is refused all the same."""
+OUTPUTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mean": lambda out, y: hk.losses.cross_entropy(out, y),
+    "sum": lambda out, y: out.logsumexp(-1).sum(),
+    "centred over the batch": lambda out, y: hk.losses.cross_entropy(out - out.mean(0), y),
+    "root of a mean": lambda out, y: nn.functional.cross_entropy(out, y, reduction="none").square().mean().sqrt(),
+}
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["autocast inside", "autocast around"])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_what_is_no_mean_is_refused_under_autocast(name: str, inside: bool) -> None:
+    """Half precision rounds a mean on halves otherwise than on the whole: so both are compared without it."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
     batch = torch.randn(32, 16), torch.randint(2, (32,))
 
     def inner(model: Any, hyper: Any, batch: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16) if inside else nullcontext():
             out = model(batch[0])
-        return hk.losses.cross_entropy(out, batch[1]) if mean else out.logsumexp(-1).sum()
+        return OUTPUTS[name](out.float(), batch[1])
+
+    around = nullcontext() if inside else torch.autocast("cpu", torch.bfloat16)
+    refused = nullcontext() if name == "mean" else pytest.raises(hk.HyperkronError, match="is not a mean over examples")
+    with around, refused:
+        refuse_what_is_no_mean("inner", inner, model, nn.Module(), batch, set())
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_an_objective_that_needs_autocast_is_compared_under_it(mean: bool) -> None:
+    torch.manual_seed(2)
+    model = nn.Linear(16, 2)
+    batch = torch.randn(32, 16), torch.randint(2, (32,))
+
+    def inner(model: Any, hyper: Any, batch: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(batch[0].bfloat16())  # which a layer in float32 refuses without autocast
+        return hk.losses.cross_entropy(out.float(), batch[1]) if mean else out.float().logsumexp(-1).sum()
 
     with nullcontext() if mean else pytest.raises(hk.HyperkronError, match="is not a mean over examples"):
         refuse_what_is_no_mean("inner", inner, model, nn.Module(), batch, set())

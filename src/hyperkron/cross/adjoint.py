@@ -171,6 +171,8 @@ class _LayerHooks:
             output = output.expand(self.examples, *output.shape[1:])
         if _is_linear(module):
             if self.own and "weight" in v:
+                if v["weight"].dtype.itemsize < output.dtype.itemsize:
+                    raise NoAdjointError(f"{type(module).__name__} is called in two precisions")
                 v["weight"] = v["weight"].to(output.dtype)
             tangent: Tangent = partial(_linear, v.get("weight"), v.get("bias"))
         elif isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:

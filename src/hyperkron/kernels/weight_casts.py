@@ -53,7 +53,7 @@ def _cast(x: Tensor) -> _Cast | None:
         return None
     leaf = node.next_functions[0][0]  # type: ignore[union-attr]
     parameter = getattr(leaf, "variable", None)
-    if parameter is None or not isinstance(parameter, Tensor):
+    if not isinstance(parameter, Tensor) or (transposed and parameter.dim() != 2):
         return None
     shape, stride = (tuple(y) for y in (parameter.shape, parameter.stride()))
     wanted = (shape[::-1], stride[::-1]) if transposed else (shape, stride)

@@ -308,18 +308,14 @@ def refuse_what_is_no_mean(
     named = work.named()
     inputs, together = tuple(named[name] for name in work.names), any(is_sharded(x) for x in named.values())
     try:
-        with _half_outputs() as half:
-            whole = work.gradients(inputs)
-        drew = not same_random_state(before, random_state())
-        work.parts = halves
-        both = work.gradients(inputs)
+        whole, both, drew, coarse = _on_whole_and_halves(work, inputs, part, halves)
     except HyperkronError:
         if together:  # the other processes go on to the next half, which needs this one
             raise
         return
     finally:
         set_random_state(before)
-    coarse = 0.1 if half or work.autocast[2] or any(x.dtype.itemsize == 2 for x in inputs) else 0.0
+    coarse = max(coarse, 0.1 if any(x.dtype.itemsize == 2 for x in inputs) else 0.0)
     pairs = zip((whole[0], *whole[1]), (both[0], *both[1]), strict=True)
     steepest = max((float(g.abs().max()) for g in whole[1] if g is not None and g.numel()), default=0.0)
     unlike = not drew and any(_unlike(x, y, coarse, steepest) for x, y in pairs)
@@ -332,20 +328,27 @@ def refuse_what_is_no_mean(
     means.add(level)
 
 
-@contextlib.contextmanager
-def _half_outputs() -> Iterator[list[bool]]:
-    """Not empty after the block if a module has given half precision in it, as under an autocast of the objective."""
-    found: list[bool] = []
+def _on_whole_and_halves(work: _Work, inputs: tuple[Tensor, ...], part: Any, halves: list[Any]) -> tuple[Any, ...]:
+    """J and its gradient on a piece and on its halves, whether random numbers were drawn, and how coarse they are.
 
-    def look(module: nn.Module, given: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.is_floating_point() and output.dtype.itemsize == 2:
-            found.append(True)
-
-    handle = nn.modules.module.register_module_forward_hook(look)
-    try:
-        yield found
-    finally:
-        handle.remove()
+    Without autocast, whose rounding hides what is no mean; with it, and coarse, if the objective needs it.
+    """
+    before, asked = random_state(), work.without
+    for without in (True, asked):
+        work.without = without
+        try:
+            work.parts = [part]
+            whole = work.gradients(inputs)
+            drew = not same_random_state(before, random_state())
+            work.parts = halves
+            return whole, work.gradients(inputs), drew, 0.0 if without else 0.1
+        except HyperkronError:
+            raise
+        except RuntimeError:  # such as tensors in half precision beside others
+            if work.without == asked:
+                raise
+            set_random_state(before)
+    raise AssertionError
 
 
 def _unlike(x: Tensor | None, y: Tensor | None, coarse: float, steepest: float) -> bool:

@@ -277,7 +277,8 @@ class KroneckerOperator(Invertible):
 
     def solve(self, b: Tree) -> Tree:
         self._ready()
-        own = self.overwrites and self._once  # v would not fit beside b and the inverses, which go after the solve
+        # v would not fit beside b and the inverses, which go after the solve
+        own = self.overwrites and self._once and _lie_apart(b)
         return self._apply(b, partial(self.inverses.solve, own=own), torch.div, torch._foreach_div)
 
     def solve_stacked(self, b: Tree) -> Tree:
@@ -352,6 +353,12 @@ class KroneckerOperator(Invertible):
         # views of a stack of blocks would hold all of it, and every dual number and sum would copy them
         made = {name: found[name].to(x.dtype).contiguous() for name, x in given.items()}
         return made | {name: with_rows(made[name], x) for name, x in given.items() if is_sharded(x)}
+
+
+def _lie_apart(b: Tree) -> bool:
+    """Whether no number of b is in memory for two: autograd may give one gradient for two parameters."""
+    places = {x.data_ptr() for x in b.values()}
+    return len(places) == len(b) and not any(0 in x.stride() for x in b.values())
 
 
 def own_diagonal(diagonal: dict[str, Tensor], params: Tree) -> dict[str, Tensor]:
