@@ -78,7 +78,7 @@ class Implicit(Hypergradient):
     When to use ``graph="passes"``: for large models, whose passes wait for Python, while factorisations and solves do
     not. It needs less memory than a whole step, works with every curvature and solver, and a factorisation that fails
     is dealt with as usual. b and the cross term are recorded, and KFAC's pass for its factors; products with a Hessian
-    are not.
+    are not. Nor is a pass of an objective that calls ``torch.func.grad`` or ``vjp`` itself: a warning says so.
 
     Example:
         >>> import hyperkron as hk
