@@ -15,6 +15,7 @@ from hyperkron import cleaning
 from hyperkron.cleaning import api, stages
 from hyperkron.cleaning.run import Sharing
 from hyperkron.cleaning.stages import SharedStages, Stages, in_turn
+from hyperkron.training import CheckpointError
 
 
 def test_a_stage_is_computed_by_the_first_and_awaited_by_the_second(tmp_path: Path, monkeypatch: Any) -> None:
@@ -51,6 +52,19 @@ def test_a_claim_ends_with_an_error(tmp_path: Path) -> None:
     other = SharedStages(tmp_path)
     assert not other.taken("one") and other("one", lambda: {"x": torch.zeros(1)})["x"].tolist() == [0]
     assert list(in_turn(Stages(None), ["b", "a"], "")) == ["b", "a"]  # one process keeps the order
+
+
+def test_a_claim_that_cannot_be_made_is_an_error_and_not_a_wait(tmp_path: Path, monkeypatch: Any) -> None:
+    def waits(seconds: float) -> None:
+        raise AssertionError("it waits for another process")
+
+    monkeypatch.setattr("hyperkron.cleaning.stages.time.sleep", waits)
+    (tmp_path / "claims").write_text("")
+    shared = SharedStages(tmp_path)
+    with pytest.raises(CheckpointError, match="could not be locked"):
+        shared("one", lambda: {"x": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match="could not be locked"):
+        shared.taken("one")
 
 
 def test_a_run_with_help_is_the_run_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

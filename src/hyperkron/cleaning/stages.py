@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hyperkron.solution import HyperkronError, warn_once
-from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint
+from hyperkron.training.encoding import DamagedCheckpoint
 from hyperkron.training.files import TensorFile, read_json, write_tensors
-from hyperkron.training.locks import FolderLock
+from hyperkron.training.locks import FolderLock, HeldError
 from hyperkron.training.writing import in_words, whole_file
 
 Tensors = dict[str, Tensor]
@@ -112,7 +112,7 @@ class SharedStages(Stages):
             claim = self._claim(name)
             try:
                 claim.acquire()
-            except CheckpointError:  # another process computes it
+            except HeldError:  # another process computes it
                 time.sleep(SECONDS_BETWEEN_LOOKS)
                 continue
             try:
@@ -128,7 +128,7 @@ class SharedStages(Stages):
         try:
             with self._claim(name):
                 return False
-        except CheckpointError:
+        except HeldError:
             return True
 
     def _claim(self, name: str) -> FolderLock:
