@@ -73,6 +73,20 @@ def test_wrong_usage_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys: Captu
     assert err.count("--search is missing") == err.count("unrecognized arguments: --bogus") == 1
 
 
+def test_other_processes_resume_with_the_options_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("hyperkron.cleaning.api.assist", lambda folder, size, **more: told.append((folder, more)))
+    monkeypatch.setattr(ranks.Meeting, "__enter__", lambda meeting: meeting)
+    monkeypatch.setattr(ranks.Meeting, "folder", lambda meeting: "/run")
+    become(monkeypatch, 1)
+    assert main(["resume", "run", "--encoder", "moved", "--seed", "3"]) == 0
+    assert main(["clean", "train.csv", "--encoder", "here"]) == 0  # config.json says all
+    assert told == [
+        ("/run", {"model": None, "expected": {"encoder": "moved", "seed": 3}}),
+        ("/run", {"model": None, "expected": None}),
+    ]
+
+
 def start(count: int, *arguments: str) -> Any:
     """The command under torchrun."""
     here = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -59,11 +59,12 @@ def _assist(folder: str | None, size: int, options: Any) -> int:
     if folder is None:  # the first process has ended, and says why
         return 0
     from hyperkron.cleaning.api import assist
-    from hyperkron.cli.cleaning import load_model
+    from hyperkron.cli.cleaning import expected_settings, load_model
     from hyperkron.solution import HyperkronWarning
 
     warnings.simplefilter("ignore", HyperkronWarning)  # the first process gives them
-    assist(folder, size, model=load_model(options.model))
+    expected = expected_settings(options) if options.command == "resume" else None
+    assist(folder, size, model=load_model(options.model), expected=expected)
     return 0
 
 
