@@ -90,6 +90,12 @@ class Meeting:
 
         from hyperkron.solution import HyperkronError
 
+        if dist.is_initialized():
+            raise HyperkronError(
+                "this program has already started a process group (torch.distributed.init_process_group), and the "
+                "command needs one of its own; call hyperkron.cleaning.clean or resume in one process of the program, "
+                "or start the command by itself: torchrun … -m hyperkron clean …"
+            )
         try:
             dist.init_process_group("gloo", timeout=START)
         except RuntimeError as error:
