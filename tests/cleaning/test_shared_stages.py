@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from hyperkron import cleaning
 from hyperkron.cleaning import api, stages
 from hyperkron.cleaning.run import Sharing
 from hyperkron.cleaning.stages import SharedStages, Stages, in_turn
-from hyperkron.training import CheckpointError
+from hyperkron.training import CheckpointError, Interrupted
+from hyperkron.training.locks import FolderLock
 
 
 def test_a_stage_is_computed_by_the_first_and_awaited_by_the_second(tmp_path: Path, monkeypatch: Any) -> None:
@@ -93,3 +95,27 @@ def test_a_run_with_help_is_the_run_of_one_process(tmp_path: Path, monkeypatch: 
     told = [[{k: v for k, v in c.items() if k != "seconds"} for c in result.candidates] for result in (alone, both)]
     assert told[0] == told[1] and both.verdict == alone.verdict
     assert all(c["seconds"] > 0 for c in both.candidates)  # of whoever computed it
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_signal_ends_a_wait(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch)
+    monkeypatch.setattr("hyperkron.cleaning.models.trees.installed", lambda: False)
+    monkeypatch.setattr("hyperkron.cleaning.work.JUDGING_FOLDS", 2)
+    data, waited = blobs(rows=60), list[float]()
+    paths = [write_csv(tmp_path / f"{name}.csv", getattr(data, name)) for name in ("train", "trusted")]
+
+    def signalled(seconds: float) -> None:
+        assert not waited, "it still waits"
+        waited.append(seconds)
+        signal.raise_signal(number)
+
+    def announce(folder: Path) -> None:
+        with FolderLock(folder / "stages" / "claims" / "judged-noisy"), monkeypatch.context() as patch:
+            patch.setattr("hyperkron.cleaning.stages.time.sleep", signalled)
+            api.assist(folder, 2)
+
+    config = cleaning.CleanConfig(epochs=1, compare=("noisy",))
+    with pytest.raises(Interrupted) as found:
+        cleaning.clean(*paths, out=tmp_path / "run", config=config, progress=False, sharing=Sharing(2, announce))
+    assert found.value.signal == number and len(waited) == 1

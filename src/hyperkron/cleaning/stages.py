@@ -105,7 +105,21 @@ class SharedStages(Stages):
 
     The others wait until it is there. A process that is killed loses its claim, and one that waits computes the stage.
     Results do not depend on who computed what, so they are those of one process, bit for bit.
+
+    Args:
+        folder, of, device: as for :class:`Stages`.
+        while_waiting: called at every look whether another process has finished; what it raises ends the wait.
     """
+
+    def __init__(
+        self,
+        folder: Path,
+        of: str = "",
+        device: torch.device | str = "cpu",
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(folder, of, device)
+        self._while_waiting = while_waiting
 
     def __call__(self, name: str, compute: Callable[[], Tensors]) -> Tensors:
         while (found := self.find(name)) is None:
@@ -114,6 +128,7 @@ class SharedStages(Stages):
                 claim.acquire()
             except HeldError:  # another process computes it
                 time.sleep(SECONDS_BETWEEN_LOOKS)
+                self._while_waiting()
                 continue
             try:
                 return super().__call__(name, compute)
