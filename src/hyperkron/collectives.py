@@ -96,7 +96,7 @@ class Group:
                 return warn_once(
                     key,
                     f"process {self.rank} is alone in {call}, which all {self.size} processes must call: do not call "
-                    "it on one process.",
+                    f"it on one process only. Or the others are over {SECONDS_ALONE:g} s late, and it waits for them.",
                 )
             time.sleep(0.001)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from blobs import Watch, blobs, quicken, write_csv
 from hyperkron.cleaning import CleanConfig, clean, recorded, resume
+from hyperkron.cleaning.api import assist
 from hyperkron.cleaning.models import HASHED, TextEncoder
 from hyperkron.cli import main
 from hyperkron.cli.options import CLEAN, RECORDED
@@ -296,9 +297,10 @@ def test_another_encoder_is_refused(texts: Texts, monkeypatch: pytest.MonkeyPatc
     moved = texts.encoder.rename(texts.folder / "moved")
     told = refused(out, lambda: resume(out))
     assert f"The run began with the encoder {str(texts.encoder)!r}" in told and "is not a folder" in told
-    again = resume(
-        shutil.copytree(out, texts.folder / "again"), expected={"encoder": str(moved)}
-    )  # the same, elsewhere
+    helped = shutil.copytree(out, texts.folder / "again")
+    assist(helped, 2, expected={"encoder": str(moved)})  # the same, elsewhere
+    assert (helped / "stages" / "judged-hyperkron.json").exists()
+    again = resume(helped, expected={"encoder": str(moved)})
     assert again.predict(["the film was good"]).shape == (1, 2)
     shutil.copytree(texts.changed, texts.encoder)  # another one in its place
     assert "is not the one" in refused(out, lambda: resume(out))

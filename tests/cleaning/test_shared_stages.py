@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from hyperkron import cleaning
 from hyperkron.cleaning import api, stages
 from hyperkron.cleaning.run import Sharing
 from hyperkron.cleaning.stages import SharedStages, Stages, in_turn
+from hyperkron.training import CheckpointError, Interrupted
+from hyperkron.training.locks import FolderLock
 
 
 def test_a_stage_is_computed_by_the_first_and_awaited_by_the_second(tmp_path: Path, monkeypatch: Any) -> None:
@@ -53,6 +56,19 @@ def test_a_claim_ends_with_an_error(tmp_path: Path) -> None:
     assert list(in_turn(Stages(None), ["b", "a"], "")) == ["b", "a"]  # one process keeps the order
 
 
+def test_a_claim_that_cannot_be_made_is_an_error_and_not_a_wait(tmp_path: Path, monkeypatch: Any) -> None:
+    def waits(seconds: float) -> None:
+        raise AssertionError("it waits for another process")
+
+    monkeypatch.setattr("hyperkron.cleaning.stages.time.sleep", waits)
+    (tmp_path / "claims").write_text("")
+    shared = SharedStages(tmp_path)
+    with pytest.raises(CheckpointError, match="could not be locked"):
+        shared("one", lambda: {"x": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match="could not be locked"):
+        shared.taken("one")
+
+
 def test_a_run_with_help_is_the_run_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other process does its part when it is told of the folder, and the first one then finds it."""
     quicken(monkeypatch)
@@ -79,3 +95,27 @@ def test_a_run_with_help_is_the_run_of_one_process(tmp_path: Path, monkeypatch: 
     told = [[{k: v for k, v in c.items() if k != "seconds"} for c in result.candidates] for result in (alone, both)]
     assert told[0] == told[1] and both.verdict == alone.verdict
     assert all(c["seconds"] > 0 for c in both.candidates)  # of whoever computed it
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_signal_ends_a_wait(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch)
+    monkeypatch.setattr("hyperkron.cleaning.models.trees.installed", lambda: False)
+    monkeypatch.setattr("hyperkron.cleaning.work.JUDGING_FOLDS", 2)
+    data, waited = blobs(rows=60), list[float]()
+    paths = [write_csv(tmp_path / f"{name}.csv", getattr(data, name)) for name in ("train", "trusted")]
+
+    def signalled(seconds: float) -> None:
+        assert not waited, "it still waits"
+        waited.append(seconds)
+        signal.raise_signal(number)
+
+    def announce(folder: Path) -> None:
+        with FolderLock(folder / "stages" / "claims" / "judged-noisy"), monkeypatch.context() as patch:
+            patch.setattr("hyperkron.cleaning.stages.time.sleep", signalled)
+            api.assist(folder, 2)
+
+    config = cleaning.CleanConfig(epochs=1, compare=("noisy",))
+    with pytest.raises(Interrupted) as found:
+        cleaning.clean(*paths, out=tmp_path / "run", config=config, progress=False, sharing=Sharing(2, announce))
+    assert found.value.signal == number and len(waited) == 1

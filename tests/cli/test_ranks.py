@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from hyperkron.cli import main, ranks
 from tables import write_table
@@ -71,6 +72,35 @@ def test_wrong_usage_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys: Captu
         assert main(["sweep", "mine:error"]) == main(["clean", "--bogus"]) == 2
     err = capsys.readouterr().err
     assert err.count("--search is missing") == err.count("unrecognized arguments: --bogus") == 1
+
+
+def test_other_processes_resume_with_the_options_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("hyperkron.cleaning.api.assist", lambda folder, size, **more: told.append((folder, more)))
+    monkeypatch.setattr(ranks.Meeting, "__enter__", lambda meeting: meeting)
+    monkeypatch.setattr(ranks.Meeting, "folder", lambda meeting: "/run")
+    become(monkeypatch, 1)
+    assert main(["resume", "run", "--encoder", "moved", "--seed", "3"]) == 0
+    assert main(["clean", "train.csv", "--encoder", "here"]) == 0  # config.json says all
+    assert told == [
+        ("/run", {"model": None, "expected": {"encoder": "moved", "seed": 3}}),
+        ("/run", {"model": None, "expected": None}),
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_program_with_a_process_group_is_told_so(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        become(monkeypatch, rank)
+        assert main(["clean", "train.csv"]) == 1
+        err = capsys.readouterr().err
+        assert "already started a process group" in err and "Traceback" not in err
+        assert dist.is_initialized()  # it stays the program's
+    finally:
+        dist.destroy_process_group()
 
 
 def start(count: int, *arguments: str) -> Any:

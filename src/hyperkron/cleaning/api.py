@@ -127,9 +127,18 @@ def resume(
     return _opened(out, model, expected, progress, on_result=on_result, sharing=sharing).result()
 
 
-def assist(out: str | Path, count: int, *, model: Callable[[], nn.Module] | None = None) -> None:
-    """Compute stages of the run in ``out`` that another of ``count`` processes writes, until none is left to begin."""
-    _opened(out, model, None, False, writes=False, sharing=Sharing(count)).help()
+def assist(
+    out: str | Path,
+    count: int,
+    *,
+    model: Callable[[], nn.Module] | None = None,
+    expected: Mapping[str, Any] | None = None,
+) -> None:
+    """Compute stages of the run in ``out`` that another of ``count`` processes writes, until none is left to begin.
+
+    ``model`` and ``expected`` are those of :func:`resume` in that process.
+    """
+    _opened(out, model, expected, False, writes=False, sharing=Sharing(count)).help()
 
 
 def continued(

@@ -114,10 +114,12 @@ class RunFolder:
         """Nobody else may write into the folder meanwhile."""
         return FolderLock(self.path) if self.kept else nullcontext()
 
-    def stages(self, device: torch.device, shared: bool = False) -> Stages:
-        """Finished stages, of all that the run began with; ``shared`` where several processes compute them."""
-        kind = SharedStages if shared else Stages
-        return kind(self.path / "stages", digest(self.read_config()), device) if self.kept else Stages(None)
+    def stages(self, device: torch.device, while_waiting: Callable[[], None] | None = None) -> Stages:
+        """Finished stages, of all that the run began with; with ``while_waiting`` several processes compute them."""
+        if not self.kept:
+            return Stages(None)
+        place, of = self.path / "stages", digest(self.read_config())
+        return Stages(place, of, device) if while_waiting is None else SharedStages(place, of, device, while_waiting)
 
     def record(self, name: str, found: Any, check: Callable[[Any], None]) -> None:
         """Put into config.json what the run works with; what is there already is checked."""

@@ -212,7 +212,7 @@ class CleaningRun:
             self.prepared.build,
             plan,
             self.config,
-            self.folder.stages(self.device, shared=self.sharing.count > 1),
+            self.folder.stages(self.device, self._check_signals if self.sharing.count > 1 else None),
             self._tick,
             table and trees.installed(),
             self.model is None,

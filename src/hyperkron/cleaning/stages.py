@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hyperkron.solution import HyperkronError, warn_once
-from hyperkron.training.encoding import CheckpointError, DamagedCheckpoint
+from hyperkron.training.encoding import DamagedCheckpoint
 from hyperkron.training.files import TensorFile, read_json, write_tensors
-from hyperkron.training.locks import FolderLock
+from hyperkron.training.locks import FolderLock, HeldError
 from hyperkron.training.writing import in_words, whole_file
 
 Tensors = dict[str, Tensor]
@@ -105,15 +105,30 @@ class SharedStages(Stages):
 
     The others wait until it is there. A process that is killed loses its claim, and one that waits computes the stage.
     Results do not depend on who computed what, so they are those of one process, bit for bit.
+
+    Args:
+        folder, of, device: as for :class:`Stages`.
+        while_waiting: called at every look whether another process has finished; what it raises ends the wait.
     """
+
+    def __init__(
+        self,
+        folder: Path,
+        of: str = "",
+        device: torch.device | str = "cpu",
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(folder, of, device)
+        self._while_waiting = while_waiting
 
     def __call__(self, name: str, compute: Callable[[], Tensors]) -> Tensors:
         while (found := self.find(name)) is None:
             claim = self._claim(name)
             try:
                 claim.acquire()
-            except CheckpointError:  # another process computes it
+            except HeldError:  # another process computes it
                 time.sleep(SECONDS_BETWEEN_LOOKS)
+                self._while_waiting()
                 continue
             try:
                 return super().__call__(name, compute)
@@ -128,7 +143,7 @@ class SharedStages(Stages):
         try:
             with self._claim(name):
                 return False
-        except CheckpointError:
+        except HeldError:
             return True
 
     def _claim(self, name: str) -> FolderLock:

@@ -81,7 +81,7 @@ def resume(options: Any, given: list[str]) -> int:
         cleaning.resume(
             out,
             model=load_model(options.model),
-            expected=_expected(options),
+            expected=expected_settings(options),
             progress=shown,
             on_result=_first_report(options),
             **_sharing(options),
@@ -131,7 +131,7 @@ def reading(options: Any) -> dict[str, Any]:
     return reading
 
 
-def _expected(options: Any) -> dict[str, Any]:
+def expected_settings(options: Any) -> dict[str, Any]:
     """What is given to `resume` of that which the run began with."""
     found = {name: getattr(options, name) for name in ("trusted", "test", *OWN, *SETTINGS)} | reading(options)
     found["budget"] = None if options.budget is None else seconds(options.budget)

@@ -59,11 +59,12 @@ def _assist(folder: str | None, size: int, options: Any) -> int:
     if folder is None:  # the first process has ended, and says why
         return 0
     from hyperkron.cleaning.api import assist
-    from hyperkron.cli.cleaning import load_model
+    from hyperkron.cli.cleaning import expected_settings, load_model
     from hyperkron.solution import HyperkronWarning
 
     warnings.simplefilter("ignore", HyperkronWarning)  # the first process gives them
-    assist(folder, size, model=load_model(options.model))
+    expected = expected_settings(options) if options.command == "resume" else None
+    assist(folder, size, model=load_model(options.model), expected=expected)
     return 0
 
 
@@ -89,6 +90,12 @@ class Meeting:
 
         from hyperkron.solution import HyperkronError
 
+        if dist.is_initialized():
+            raise HyperkronError(
+                "this program has already started a process group (torch.distributed.init_process_group), and the "
+                "command needs one of its own; call hyperkron.cleaning.clean or resume in one process of the program, "
+                "or start the command by itself: torchrun … -m hyperkron clean …"
+            )
         try:
             dist.init_process_group("gloo", timeout=START)
         except RuntimeError as error:

@@ -26,6 +26,10 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSU
 _TRIES = 100
 
 
+class HeldError(CheckpointError):
+    """Another holder has the lock of a folder."""
+
+
 class FolderLock:
     """The right to write into a folder, for one holder at a time; the second is refused with the name of the first.
 
@@ -41,7 +45,7 @@ class FolderLock:
         self._count, self._file = 0, -1
 
     def acquire(self) -> None:
-        """Take the lock, or raise :class:`CheckpointError` that says who has it."""
+        """Take the lock, or raise :class:`HeldError` with its holder; :class:`CheckpointError` if it cannot be made."""
         with self._guard:
             if self._count == 0:
                 try:
@@ -106,13 +110,13 @@ class FolderLock:
                 break
         raise self._refusal(f" If that runs no more, delete {self.path}.")
 
-    def _refusal(self, remedy: str = "") -> CheckpointError:
+    def _refusal(self, remedy: str = "") -> HeldError:
         for _ in range(20):
             if found := read_record(self.path):
                 break
             time.sleep(0.005)  # the holder may be about to write it
         who = f"process {found['pid']} on {found['host']} since {found['since']}" if found else "another process"
-        return CheckpointError(
+        return HeldError(
             f"{self.path.parent} is being written by {who}. Wait for it or end it, or choose another folder.{remedy}"
         )
 
