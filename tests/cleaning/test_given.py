@@ -147,6 +147,7 @@ def test_every_array_is_about_the_given_rows(data: Blobs, form: str) -> None:
         assert isinstance(found.weights, Tensor) and found.suspect_labels is None
 
 
+@pytest.mark.long
 def test_lists_of_texts(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the rows that are left out had not been there, but for their places."""
     quicken(monkeypatch, least=120)  # n-grams have no forest to help them
@@ -199,6 +200,7 @@ def test_indexes_that_contradict_each_other(data: Blobs) -> None:
         clean((x, y.reset_index(drop=True)), trusted, config=CONFIG)
 
 
+@pytest.mark.long
 def test_the_files_of_a_run_name_the_same_rows(data: Blobs, tmp_path: Path) -> None:
     found = clean(*as_tensors(data), out=tmp_path / "run", config=CONFIG)
     with (tmp_path / "run" / "rows.csv").open(newline="") as file:

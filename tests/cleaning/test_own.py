@@ -101,6 +101,7 @@ def test_files_that_hold_something_else(tmp_path: Path, data: Blobs, name: str) 
 # --- embeddings --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_embeddings_take_the_place_of_inputs_and_the_run_can_go_on(tmp_path: Path, data: Blobs) -> None:
     """Texts that say nothing, with vectors that say all."""
     for name, y in (("train", data.noisy), ("trusted", data.trusted[1])):

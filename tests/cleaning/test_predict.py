@@ -101,6 +101,7 @@ def test_columns_that_are_missing_or_odd_are_named(table: tuple[Path, hk.CleanRe
         result.predict("nowhere.csv")
 
 
+@pytest.mark.long
 def test_texts_with_hashed_ngrams(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     texts = [f"{'good nice fine' if i % 2 else 'bad poor awful'} thing {i}" for i in range(60)]
@@ -151,6 +152,7 @@ def other_network() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
+@pytest.mark.long
 def test_a_network_of_ones_own_is_given_again(tmp_path: Path, data: Blobs) -> None:
     result = hk.clean(data.train, data.trusted, out=tmp_path / "run", model=other_network, config=CONFIG)
     with pytest.raises(HyperkronError, match="your own model"):

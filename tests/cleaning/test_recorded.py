@@ -172,6 +172,7 @@ def test_an_option_that_contradicts_the_record_is_refused(
     assert contents(stopped.folder / "default") == before
 
 
+@pytest.mark.long
 def test_the_options_it_began_with_are_welcome(
     stopped: Stopped, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +238,7 @@ def test_what_makes_a_network_another_one() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.long
 def test_other_versions_are_said(stopped: Stopped, tmp_path: Path) -> None:
     out = stopped.copy("default", tmp_path / "run")
     kept = json.loads((out / "config.json").read_text())

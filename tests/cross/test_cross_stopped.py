@@ -264,6 +264,7 @@ def test_the_choice_does_not_depend_on_the_seed(inner: Any) -> None:
     assert len(chosen) == 1
 
 
+@pytest.mark.long
 def test_the_choice_holds_for_250_calls_of_training_and_after_a_resume() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))

@@ -78,6 +78,7 @@ def test_on_a_gpu_the_most_memory_since_the_trial_began_is_recorded(
     assert encoder_cleaning._price(there, source, settings.parts[0], 1, method) == {"seconds": 0.5, "bytes": 7}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("failure", "said"),
     [(torch.OutOfMemoryError("CUDA"), "out of memory"), (HyperkronError("no price"), "a step failed")],

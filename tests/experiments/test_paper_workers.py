@@ -108,6 +108,7 @@ def _untimed(value: Any, name: str = "") -> dict[str, Any]:
     return {f"{name}/{value}": True} if isinstance(value, str) else {name: value}
 
 
+@pytest.mark.long
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     def nothing(key: list[Any], value: Any, seconds: float, busy: float) -> None: ...
 

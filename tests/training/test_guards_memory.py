@@ -73,6 +73,7 @@ def test_out_of_memory_gives_the_result_of_enough_memory(method: str, tmp_path: 
         torch.testing.assert_close(getattr(pieces.state, level), getattr(whole.state, level), **close)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loader", [False, True])
 def test_a_repeated_step_is_the_one_that_would_have_been(loader: bool, tmp_path: Path) -> None:
     """Same batches, same random states: bit for bit the run that had the small pieces from the start."""

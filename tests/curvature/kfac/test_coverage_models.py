@@ -103,6 +103,7 @@ def test_conv1d_is_a_linear_layer_with_its_weight_transposed(shape: tuple[int, .
             assert oracles.relative(found.solution.value[name], v.mT if v.dim() == 2 else v) < 1e-9
 
 
+@pytest.mark.long
 def test_gpt2_is_covered_and_nearer_the_exact_answer_than_the_identity() -> None:
     """A GPT-2 that has learnt to count. Were it left to the fallback, KFAC would be as far as identity."""
     cosines: dict[str, list[float]] = {"kfac": [], "ekfac": [], "identity": []}

@@ -121,6 +121,7 @@ def assert_best(case: Case, state: KroneckerState, damping: float, tolerance: fl
             assert oracles.relative(block.spectrum[g].reshape(-1) - damping, wanted) < tolerance
 
 
+@pytest.mark.long
 def test_reduced_factors_do_not_span_the_gradients_of_all_positions() -> None:
     """Their rows are means over positions, and S is measured at every position: the basis stays complete."""
     case = WIDE["convolution"]()
