@@ -58,7 +58,10 @@ LAYERS = (
 HEAVY = ("sklearn", "transformers", "datasets", "pandas", "matplotlib", "optuna")
 
 PICKLERS = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"})
-PICKLING = frozenset({"torch.load", "torch.save", "pandas.read_pickle"})
+OBJECTS = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list")
+PICKLING = frozenset(
+    {"torch.load", "torch.save", "pandas.read_pickle", *(f"torch.distributed.{name}" for name in OBJECTS)}
+)
 
 
 def _name(path: Path) -> str:
@@ -372,6 +375,7 @@ def test_nothing_pickles(path: Path) -> None:
         ("from torch import load as read", 1),
         ("import torch.nn as nn\nimport torch\ntorch.load('a')", 1),
         ("import numpy as np\nnp.load('a', allow_pickle=True)", 1),
+        ("import torch.distributed as dist\ndist.broadcast_object_list([])", 1),
         ("import json\njson.load(open('a'))", 0),
         ("from safetensors.torch import load, save_file", 0),
     ],

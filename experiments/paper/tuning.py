@@ -34,7 +34,7 @@ def settings_of(grid: Grid, trials: int, seed: int = 0) -> list[Setting]:
     everything = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     if trials < 1 or len(everything) < trials:
         raise HyperkronError(
-            f"trials={trials!r} cannot be had from a grid of {len(everything)} settings ({dict(grid)!r:.200}); every "
+            f"trials={trials!r} cannot be drawn from a grid of {len(everything)} settings ({dict(grid)!r:.200}); every "
             "method must have the same number, so extend this grid or lower trials."
         )
     order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(seed))[:trials]

@@ -26,7 +26,7 @@ def test_every_method_gets_the_same_number_of_trials() -> None:
         found = settings_of(grid, 4)
         assert len(found) == 4 == len({tuple(x.items()) for x in found})
         assert all(x[name] in grid[name] for x in found for name in grid)
-    with pytest.raises(HyperkronError, match="trials=5 cannot be had from a grid of 4 settings"):
+    with pytest.raises(HyperkronError, match="trials=5 cannot be drawn from a grid of 4 settings"):
         settings_of(small, 5)
 
 

@@ -124,14 +124,18 @@ class Meeting:
         return self._shared(None)
 
     def _shared(self, folder: str | None) -> str | None:
+        import torch
         import torch.distributed as dist
 
         from hyperkron.solution import HyperkronError
 
-        box = [folder]
+        text = torch.tensor(list(os.fsencode(folder or "")), dtype=torch.uint8)
+        length = torch.tensor(len(text))
         try:
-            dist.broadcast_object_list(box, src=0, group=self._group)
+            dist.broadcast(length, src=0, group=self._group)
+            text.resize_(int(length))
+            dist.broadcast(text, src=0, group=self._group)
         except RuntimeError as error:
             raise HyperkronError("the first process has ended; its message says why.") from error
         dist.destroy_process_group()
-        return box[0]
+        return os.fsdecode(bytes(text.tolist())) or None
