@@ -72,7 +72,7 @@ class Stages:
             with TensorFile(self.folder / f"{name}.safetensors", about["file"]) as file:
                 self.seconds[name] = float(about.get("seconds", 0.0))
                 return {key: file(key).to(self.device) for key in about["tensors"]}
-        except (DamagedCheckpoint, OSError, KeyError, TypeError, AttributeError) as error:
+        except (DamagedCheckpoint, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             warn_once(f"stage {self.folder} {name}", f"stage {name} is damaged ({error}); it is computed again.")
             return None
 
