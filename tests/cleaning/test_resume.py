@@ -160,7 +160,7 @@ def test_a_finished_run_is_read_again_but_never_overwritten(files: Files) -> Non
         files.clean("whole")
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "record", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "record", "seconds", "gone"])
 def test_a_damaged_stage_is_computed_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
 
@@ -177,6 +177,9 @@ def test_a_damaged_stage_is_computed_again(damage: str, tmp_path: Path, monkeypa
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     elif damage == "record":
         path.with_suffix(".json").write_text("{")
+    elif damage == "seconds":
+        about = json.loads(path.with_suffix(".json").read_text())
+        path.with_suffix(".json").write_text(json.dumps(about | {"seconds": "long"}))
     else:
         path.unlink()
     monkeypatch.setattr(solution, "_warned", set())

@@ -68,21 +68,17 @@ class Stages:
             return None
         try:
             about, _ = read_json(self.folder / f"{name}.json")
-            self._refuse_other(name, about.get("of"))
-            with TensorFile(self.folder / f"{name}.safetensors", about["file"]) as file:
-                self.seconds[name] = float(about.get("seconds", 0.0))
-                return {key: file(key).to(self.device) for key in about["tensors"]}
+            if about.get("of") == self.of:
+                with TensorFile(self.folder / f"{name}.safetensors", about["file"]) as file:
+                    self.seconds[name] = float(about.get("seconds", 0.0))
+                    return {key: file(key).to(self.device) for key in about["tensors"]}
         except (DamagedCheckpoint, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             warn_once(f"stage {self.folder} {name}", f"stage {name} is damaged ({error}); it is computed again.")
             return None
-
-    def _refuse_other(self, name: str, of: Any) -> None:
-        if of != self.of:
-            raise HyperkronError(
-                f"stage {name} in {str(self.folder)!r} was computed with other data, settings, network or encoder than "
-                "config.json names now, or by a version that did not record them; restore config.json, or begin a new "
-                "run."
-            )
+        raise HyperkronError(
+            f"stage {name} in {str(self.folder)!r} was computed with other data, settings, network or encoder than "
+            "config.json names now, or by a version that did not record them; restore config.json, or begin a new run."
+        )
 
     def _put(self, name: str, tensors: Tensors) -> None:
         if self.folder is None:
