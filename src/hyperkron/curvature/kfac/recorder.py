@@ -20,17 +20,9 @@ from hyperkron import trees
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.deliveries import Deliveries
 from hyperkron.curvature.kfac.diagonals import Diagonals
-from hyperkron.curvature.kfac.factors import HALF, Factor, add_to, few_rows, scaled, stored
-from hyperkron.curvature.kfac.grams import (
-    WIDE_OUTPUT,
-    added_images,
-    bordered,
-    corrected,
-    masked_gram,
-    narrowed,
-    pooled,
-    summed,
-)
+from hyperkron.curvature.kfac.factors import HALF, Factor, add_to, scaled, stored
+from hyperkron.curvature.kfac.grams import WIDE_OUTPUT, corrected, masked_gram, pooled, summed
+from hyperkron.curvature.kfac.input_grams import InputGrams
 from hyperkron.curvature.kfac.kept import LayerGradients
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.measured import Basis, Measured
@@ -88,8 +80,7 @@ class Recorder:
             self._factors.append((*found.wide, "expand"))
         self._diagonals = Diagonals(found.diagonal, self.dtype)
         self.waiting: list[_Call] = []
-        self._grams: dict[tuple[Any, ...], tuple[Factor, int]] = {}
-        self._alive: list[Tensor] = []
+        self.inputs = InputGrams(self.dtype, low_rank, one_at_a_time=owners is not None)
         self._unmasked: Tensor | None = None  # whether the loss masks no token at all, perhaps not read
         self._doubted: Tensor | None = None  # the same where that was taken for granted
         self.calls: dict[str, int] = {}  # of every block
@@ -110,12 +101,7 @@ class Recorder:
         finally:
             for handle in handles:
                 handle.remove()
-            self._forget()
-
-    def _forget(self) -> None:
-        """Sums that layers of one input share, and these inputs."""
-        self._grams.clear()
-        self._alive.clear()
+            self.inputs.forget()
 
     def _on_block(self, block: Block, module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor) -> Tensor:
         self.called.update(block.names)
@@ -153,7 +139,7 @@ class Recorder:
         rows, d = output.numel() // (layer.groups * layer.d_out), layer.d_in
         if self.basis is not None:
             return _Call(block, x.detach(), rows)
-        smaller = x.numel() < layer.groups * d * (rows if self._few(rows, d) else d)
+        smaller = x.numel() < layer.groups * d * (rows if self.inputs.few(rows, d) else d)
         call = _Call(block, x, rows, masked=layer.tokens and x.dim() > 2, version=x._version)
         if call.masked or (smaller and self.owners is not None):
             self.waiting.append(call)
@@ -258,7 +244,7 @@ class Recorder:
                 if call.reached is not None if call.masked else call.block.name in found.b:
                     self._on_input(call)
                 del call
-            self._forget()
+            self.inputs.forget()
         found.reached = tuple(name for name in self.plan.blocks if name in found.reached)
         if self.deliveries is not None:
             self._finish_sums(self.deliveries)
@@ -334,52 +320,10 @@ class Recorder:
                     counted = call.reached if self._unmasked is None else call.reached | self._unmasked
                     total, count = masked_gram(block, x.detach(), counted, sharing, self.dtype, self.low_rank)
                 else:
-                    total, count = self._input_gram(block, x, call.rows, sharing)
+                    total, count = self.inputs.gram(block, x, call.rows, sharing)
                 add_to(sums, block.name, total)
                 if sums is self.measured.a:
                     self.measured.rows[block.name] = self.measured.rows.get(block.name, 0) + count
-
-    def _input_gram(self, block: Block, x: Tensor, rows: int, sharing: WeightSharing) -> tuple[Factor, int]:
-        """Σ a aᵀ over the rows of one call, with a = [x, 1] where the block has a bias; layers that read the same
-        tensor (query, key, value) share one."""
-        layer = block.layer
-        key = (layer.same_rows, id(x), x._version, block.bias is not None, sharing)
-        shareable = layer.same_rows is not None and block.weight is not None
-        if shareable and key in self._grams:
-            return self._grams[key]
-        made = self._without_rows(block, x.detach(), rows, sharing)
-        if made is None:
-            y, scale = x.detach(), None
-            if layer.homogeneous:
-                y, scale = self._narrowed(y, rows, layer.d_in, sharing)
-            made = summed(layer.inputs(y, sharing), self.dtype, block, self.low_rank, scale)
-        if shareable:
-            if self.owners is not None and not any(x is y for y in self._alive):  # those of one input at a time
-                self._grams.clear()
-                self._alive.clear()
-            self._grams[key] = made
-            self._alive.append(x)
-        return made
-
-    def _without_rows(self, block: Block, x: Tensor, rows: int, sharing: WeightSharing) -> tuple[Factor, int] | None:
-        """The same for layers that need not form their ``rows`` rows; ``None`` for others, and where rows are kept."""
-        layer = block.layer
-        if self._few(rows, layer.d_in) or sharing == "reduce" or block.weight is None:
-            return None
-        total = layer.input_gram(x.to(self.dtype))
-        if total is None or block.bias is None:
-            return None if total is None else (total, rows)
-        whole = layer.inputs(added_images(x.to(self.dtype)), "expand")  # a row is linear in the image
-        sums = torch.stack([part.sum(1) for part in whole]).sum(0)
-        return bordered(total, layer.ordered(sums), rows), rows
-
-    def _narrowed(self, x: Tensor, rows: int, d: int, sharing: WeightSharing) -> tuple[Tensor, Tensor | None]:
-        """``x`` in half precision with its scale, where a matrix will be made of its ``rows`` rows of size ``d``."""
-        return (x, None) if sharing == "reduce" or self._few(rows, d) else narrowed(x, rows, d)
-
-    def _few(self, rows: int, d: int) -> bool:
-        """Whether the rows are kept in place of their matrix."""
-        return self.low_rank and few_rows(rows, d)
 
     def _on_gradient(self, call: _Call, g: Tensor) -> None:
         """B's share of a call, or that of EKFAC's S."""
@@ -398,7 +342,7 @@ class Recorder:
                 wide = self.low_rank and layer.tokens and layer.d_out >= WIDE_OUTPUT
                 for _, sums, sharing in self._factors:
                     y = pooled(g) if wide and sharing == "expand" else g
-                    y, scale = self._narrowed(y, y.numel() // (layer.groups * layer.d_out), layer.d_out, sharing)
+                    y, scale = self.inputs.narrowed(y, y.numel() // (layer.groups * layer.d_out), layer.d_out, sharing)
                     gram = summed(layer.gradients(y, sharing), self.dtype, None, self.low_rank, scale)[0]
                     add_to(sums, block.name, gram)
                 if self._complete(block.name):
