@@ -58,7 +58,7 @@ STAGES: dict[str, list[Place]] = {
     "diagonals": [(diagonals, "squared_gradients"), (hk.curvature.KFAC, "_diagonal")],
     "damping": [(inverse._Systems, "shifts")],
     "factorisation": [(hk.curvature.KFAC, "_invert"), (inverse._Systems, "outcome")],
-    "solve": [(Direct, "solve")],
+    "solve": [(Direct, "solve_system")],
     "cross term": [(cross.Cross, "term")],
     "recorded passes": [(passes._RecordedPass, "replay")],
 }
@@ -136,8 +136,8 @@ def as_on_gpu(shrink: int = SHRINK) -> Iterator[None]:
         with split_products.full_precision():
             return linalg._halved(matrices, leaf)
 
-    def solve(self: Direct, operator: Any, b: trees.Tree, **options: Any) -> Any:
-        return hk.solution.Solution(operator.solve(b), operator.status)
+    def solve(self: Direct, system: Any) -> Any:
+        return hk.solution.Solution(system.operator.solve(system.b), system.operator.status)
 
     def check_finite(self: Execution, value: torch.Tensor, error: Callable[[str], Exception]) -> None:
         self._finite.append((value.detach(), error))
@@ -167,7 +167,7 @@ def as_on_gpu(shrink: int = SHRINK) -> Iterator[None]:
         (inverse, "_alone", lambda factor: False),
         (Execution, "queued", True),
         (classification, "answers_at_once", lambda x: False),
-        (Direct, "solve", solve),
+        (Direct, "solve_system", solve),
         (Execution, "check_finite", check_finite),
         (trees, "norm", norm),
     ]

@@ -17,7 +17,7 @@ from hyperkron import trees
 from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, derivatives
 from hyperkron.curvature import Curvature, CurvatureState, Invertible, Layer, Operator, Point
 from hyperkron.losses import Loss, Term
-from hyperkron.solvers import Solver
+from hyperkron.solvers import LinearSystem, Solver
 from hyperkron.trees import Tree
 
 DELTA = 0.3
@@ -160,15 +160,13 @@ class SteepestDescent(Solver):
 
     iterations: int = 10
 
-    def _solve(
-        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None
-    ) -> hk.solution.Solution:
-        v, r = trees.zeros_like(b), b
+    def _solve(self, system: LinearSystem) -> hk.solution.Solution:
+        v, r = trees.zeros_like(system.b), system.b
         for _ in range(self.iterations):
-            product = operator.matvec(r)
+            product = system.operator.matvec(r)
             step = trees.dot(r, r) / trees.dot(r, product)
             v, r = trees.add(v, r, alpha=step), trees.add(r, product, alpha=-step)
-        residual = float(trees.norm(r) / trees.norm(b))
+        residual = float(trees.norm(r) / trees.norm(system.b))
         return hk.solution.Solution(v, hk.Status.BUDGET, self.iterations, self.iterations, residual)
 
 

@@ -19,7 +19,7 @@ from dense_operator import DenseInvertible, DenseOperator, random_spd, random_ve
 from hyperkron.curvature.base import Invertible
 from hyperkron.kernels.execution import Execution, Pending
 from hyperkron.solution import Solution, Status
-from hyperkron.solvers import Solver
+from hyperkron.solvers import LinearSystem, Solver
 from hyperkron.trees import Tree
 
 N = 12
@@ -97,7 +97,7 @@ class System:
         operator, b, options = self._arguments()
         execution = Execution(torch.device("cpu"), recorded=True)
         with nothing_read():
-            value, solution = self.solver.record(operator, b, execution, **options)
+            value, solution = self.solver.record(LinearSystem(operator, b, **options), execution)
             unread = execution.unread()
         return Recorded(execution, value, solution, unread, operator.products)
 

@@ -105,10 +105,10 @@ def test_an_exception_anywhere_leaves_everything(name: str, every: int) -> None:
 @pytest.mark.parametrize(
     ("name", "target", "attribute"),
     [
-        ("kfac-mc/auto", Solver, "solve"),
-        ("cg-hessian/auto", Solver, "solve"),
+        ("kfac-mc/auto", Solver, "solve_system"),
+        ("cg-hessian/auto", Solver, "solve_system"),
         ("pcg/auto", hk.solvers.CG, "_solve"),
-        ("neumann/auto", Solver, "solve"),
+        ("neumann/auto", Solver, "solve_system"),
         ("kfac-mc/auto", hk.curvature.KFAC, "_invert"),
         ("ekfac/auto", hk.curvature.EKFAC, "_invert"),
         ("ekfac/auto", torch.linalg, "eigh"),

@@ -18,7 +18,7 @@ from hyperkron import trees
 from hyperkron.curvature.base import Operator
 from hyperkron.kernels.execution import Execution
 from hyperkron.solution import Solution, Status
-from hyperkron.solvers import CG, GradientDescent, Neumann, Solver
+from hyperkron.solvers import CG, GradientDescent, LinearSystem, Neumann, Solver
 from hyperkron.trees import Tree
 from recorded import EYE, START, A, N, System, alike
 
@@ -157,7 +157,7 @@ def test_a_recording_takes_no_number_from_the_host(solver: Solver, started: bool
     b = {"weight": torch.empty(3, 2, device="meta"), "scale": torch.empty((), device="meta")}
     execution = Execution(torch.device("meta"), recorded=True)
     with _OneDevice():
-        solver.record(_Doubling(), b, execution, start=b if started and solver.uses_start else None)
+        solver.record(LinearSystem(_Doubling(), b, b if started and solver.uses_start else None), execution)
         assert len(execution.unread()) == 4 + (started and solver.uses_start)  # flags, and the outcome's three
 
 

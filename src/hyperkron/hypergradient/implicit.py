@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hyperkron import trees
 from hyperkron.cross import RECHECK, Cross, CrossState, Mode
-from hyperkron.curvature import Curvature, CurvatureState, Invertible, Operator
+from hyperkron.curvature import Curvature, CurvatureState, Invertible
 from hyperkron.evaluation.passes import Pass
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.hypergradient.base import Hypergradient
@@ -27,7 +27,7 @@ from hyperkron.kernels import graphs
 from hyperkron.kernels.execution import Pending
 from hyperkron.problem import BilevelProblem
 from hyperkron.solution import HypergradientResult, HyperkronError, NonFiniteError, Solution, Status
-from hyperkron.solvers import Solver
+from hyperkron.solvers import LinearSystem, Solver
 from hyperkron.trees import Tree
 
 Graph = bool | Literal["passes"]
@@ -218,7 +218,7 @@ class Implicit(Hypergradient):
             b = trees.widened(b)
         if point.brief_passes and isinstance(operator, Invertible):
             operator.overwrites = not self.solver.needs_products
-        v, solution = self._solve(point, operator, b, start, preconditioner)
+        v, solution = self._solve(point, LinearSystem(operator, b, start, preconditioner))
         if not point.recording:
             operator.release()
         if point.brief_passes:  # b is, and v may lie where b was
@@ -231,12 +231,10 @@ class Implicit(Hypergradient):
         point.finite("hypergradient", trees.norm(grads), "raise damping, or look for extreme values in the batches")
         return Answer(point.execution.later(value), grads, solution, point.notes)
 
-    def _solve(
-        self, point: Point, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None
-    ) -> tuple[Tree, Pending[Solution]]:
+    def _solve(self, point: Point, system: LinearSystem) -> tuple[Tree, Pending[Solution]]:
         if point.recording:
-            return self.solver.record(operator, b, point.execution, start=start, preconditioner=preconditioner)
-        solution = self.solver.solve(operator, b, start=start, preconditioner=preconditioner)
+            return self.solver.record(system, point.execution)
+        solution = self.solver.solve_system(system)
         return self._finite(point, solution).value, Pending.ready(solution)
 
     def _finite(self, point: Point, solution: Solution) -> Solution:

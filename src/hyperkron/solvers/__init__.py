@@ -7,11 +7,11 @@ it went.
 
 from __future__ import annotations
 
-from hyperkron.solvers.base import Solver
+from hyperkron.solvers.base import LinearSystem, Solver
 from hyperkron.solvers.cg import CG
 from hyperkron.solvers.direct import Direct
 from hyperkron.solvers.gradient_descent import GradientDescent
 from hyperkron.solvers.neumann import Neumann
 from hyperkron.solvers.spectrum import Spectrum, power_iteration
 
-__all__ = ["CG", "Direct", "GradientDescent", "Neumann", "Solver", "Spectrum", "power_iteration"]
+__all__ = ["CG", "Direct", "GradientDescent", "LinearSystem", "Neumann", "Solver", "Spectrum", "power_iteration"]

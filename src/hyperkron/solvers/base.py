@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -17,6 +17,38 @@ from hyperkron.solution import HyperkronError, NonFiniteError, Solution, Status,
 from hyperkron.trees import Tree
 
 _SMALLEST, _LARGEST = 1e-6, 1e6  # of the largest entry of b: float32 squares and products stay far from its limits
+
+
+@dataclass(frozen=True)
+class LinearSystem:
+    """(A + δI) v = b, and what a solver may begin with.
+
+    Attributes:
+        operator: A + δI, symmetric, with its damping inside.
+        b: the right-hand side.
+        start: v₀, such as the previous solution; ``None`` starts from zero without spending a product.
+        preconditioner: M ≈ A + δI, positive definite, whose inverse is applied to residuals.
+    """
+
+    operator: Operator
+    b: Tree
+    start: Tree | None = None
+    preconditioner: Invertible | None = None
+
+    @property
+    def epsilon(self) -> float:
+        """The unit roundoff of products with A: of the coarsest dtype in b, or of the model's."""
+        return max(self.operator.roundoff, *(torch.finfo(x.dtype).eps for x in self.b.values()))
+
+    def residual(self) -> tuple[Tree, int]:
+        """r₀ = b − Av₀, and the products spent on it."""
+        if self.start is None:
+            return self.b, 0
+        return trees.add(self.b, self.operator.matvec(self.start), alpha=-1.0), 1
+
+    def preconditioned(self, r: Tree) -> Tree:
+        """z = M⁻¹r; r itself without a preconditioner."""
+        return r if self.preconditioner is None else self.preconditioner.solve(r)
 
 
 class Solver(ABC):
@@ -42,10 +74,7 @@ class Solver(ABC):
         """Solve (A + δI) v = b.
 
         Args:
-            operator: A + δI, symmetric, with its damping inside.
-            b: the right-hand side.
-            start: v₀, such as the previous solution; ``None`` starts from zero without spending a product.
-            preconditioner: M ≈ A + δI, positive definite, whose inverse is applied to residuals.
+            operator, b, start, preconditioner: see :class:`LinearSystem`.
 
         Returns:
             The solution with its status; for a ``b`` in half precision all arithmetic but the model's own is float32,
@@ -56,25 +85,27 @@ class Solver(ABC):
             HyperkronError: for an argument that this solver cannot use.
             NonFiniteError: for NaN or infinity in ``b`` or ``start``.
         """
-        self._check(operator, start, preconditioner)
-        given, b = b, _prepared(b)
+        return self.solve_system(LinearSystem(operator, b, start, preconditioner))
+
+    def solve_system(self, system: LinearSystem) -> Solution:
+        """:meth:`solve`, given its arguments as one."""
+        self._check(system)
+        b, start = _prepared(system.b), None if system.start is None else _prepared(system.start)
         (peak,) = read(trees.largest(b))
         if not math.isfinite(peak):
             raise NonFiniteError(_non_finite("b", b, "the outer loss and its batch"))
-        if start is not None:
-            start = _prepared(start)
-            if not math.isfinite(*read(trees.largest(start))):
-                raise NonFiniteError(_non_finite("start", start, "the previous solve, or pass start=None"))
+        if start is not None and not math.isfinite(*read(trees.largest(start))):
+            raise NonFiniteError(_non_finite("start", start, "the previous solve, or pass start=None"))
         if peak == 0.0:
-            return Solution(trees.zeros_like(given), Status.CONVERGED, residual=0.0)
+            return Solution(trees.zeros_like(system.b), Status.CONVERGED, residual=0.0)
         unit = 1.0
         if not _SMALLEST <= peak <= _LARGEST:
             least = max(torch.finfo(x.dtype).tiny for x in b.values())  # whose inverse is finite
             unit = max(2.0 ** math.frexp(peak)[1], least)  # a power of two, so that scaling does not round
             b, start = trees.scale(b, 1.0 / unit), None if start is None else trees.scale(start, 1.0 / unit)
-        solution = self._solve(operator, b, start, preconditioner)
+        solution = self._solve(replace(system, b=b, start=start))
         value = solution.value if unit == 1.0 else trees.scale(solution.value, unit)
-        return dataclasses.replace(solution, value=trees.cast(value, given))
+        return replace(solution, value=trees.cast(value, system.b))
 
     def solve_stacked(self, operator: Operator, b: Tree, *, preconditioner: Invertible | None = None) -> Solution:
         """:meth:`solve` for each of many right-hand sides, along the leading dimension of ``b``.
@@ -93,47 +124,32 @@ class Solver(ABC):
         )
 
     @abstractmethod
-    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
-        """Solve for a finite, detached, non-zero ``b``, with arguments that :meth:`solve` has checked."""
+    def _solve(self, system: LinearSystem) -> Solution:
+        """Solve a system that was checked, for a finite, detached, non-zero right-hand side."""
 
-    def record(
-        self,
-        operator: Operator,
-        b: Tree,
-        execution: Execution,
-        *,
-        start: Tree | None = None,
-        preconditioner: Invertible | None = None,
-    ) -> tuple[Tree, Pending[Solution]]:
+    def record(self, system: LinearSystem, execution: Execution) -> tuple[Tree, Pending[Solution]]:
         """Solve while a CUDA graph is recorded: all iterations are done, and nothing is read.
 
         Args:
-            operator, b, start, preconditioner: as for :meth:`solve`.
+            system: as for :meth:`solve`.
             execution: the recording; it refuses replays whose ``b`` or ``start`` need the care of :meth:`solve`.
 
         Returns:
             v, in memory that every replay overwrites, and the solution of the last replay.
         """
-        self._check(operator, start, preconditioner)
-        given, b = b, _prepared(b)
+        self._check(system)
+        b, start = _prepared(system.b), system.start
         peak = trees.largest(b).double()
         execution.read_flags(~((peak >= _SMALLEST) & (peak <= _LARGEST)).reshape(1))
         if start is not None:
             start = _prepared(start)
             execution.read_flags(~trees.largest(start).isfinite().reshape(1))
-        value, solution = self._record(operator, b, start, preconditioner, execution)
-        value = trees.cast(value, given)
-        return value, solution.then(lambda found: dataclasses.replace(found, value=value))
+        value, solution = self._record(replace(system, b=b, start=start), execution)
+        value = trees.cast(value, system.b)
+        return value, solution.then(lambda found: replace(found, value=value))
 
-    def _record(
-        self,
-        operator: Operator,
-        b: Tree,
-        start: Tree | None,
-        preconditioner: Invertible | None,
-        execution: Execution,
-    ) -> tuple[Tree, Pending[Solution]]:
-        """:meth:`record` with arguments that were checked; see ``recorded.py``."""
+    def _record(self, system: LinearSystem, execution: Execution) -> tuple[Tree, Pending[Solution]]:
+        """:meth:`record` of a system that was checked; see ``recorded.py``."""
         raise NotImplementedError
 
     def check_graph(self) -> None:
@@ -144,15 +160,15 @@ class Solver(ABC):
                 "Direct, CG or Neumann, or graph=False."
             )
 
-    def _check(self, operator: Operator, start: Tree | None, preconditioner: Invertible | None) -> None:
+    def _check(self, system: LinearSystem) -> None:
         """Refuse arguments that this solver cannot use."""
-        name = type(self).__name__
-        if not isinstance(operator, Operator):
+        name, preconditioner = type(self).__name__, system.preconditioner
+        if not isinstance(system.operator, Operator):
             raise HyperkronError(
-                f"operator is a {type(operator).__name__}, not a curvature operator; "
+                f"operator is a {type(system.operator).__name__}, not a curvature operator; "
                 "pass an instance of hyperkron.curvature.base.Operator"
             )
-        if start is not None and not self.uses_start:
+        if system.start is not None and not self.uses_start:
             raise HyperkronError(f"start was given to {name}, which uses none; pass start=None, or use CG")
         if preconditioner is None:
             return
@@ -172,16 +188,6 @@ def _non_finite(argument: str, tree: Tree, look: str) -> str:
 
 def _prepared(tree: Tree) -> Tree:
     return trees.widened(trees.map(Tensor.detach, tree))
-
-
-def epsilon(tree: Tree, operator: Operator) -> float:
-    """The unit roundoff of products with ``operator``: of the coarsest dtype in ``tree``, or of the model's."""
-    return max(operator.roundoff, *(torch.finfo(x.dtype).eps for x in tree.values()))
-
-
-def preconditioned(r: Tree, preconditioner: Invertible | None) -> Tree:
-    """z = M⁻¹r; r itself without a preconditioner."""
-    return r if preconditioner is None else preconditioner.solve(r)
 
 
 def finite_or_none(residual: float) -> float | None:

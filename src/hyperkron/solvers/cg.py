@@ -12,7 +12,7 @@ from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.kernels.execution import Execution, Pending, read
 from hyperkron.solution import Solution, Status
-from hyperkron.solvers.base import Solver, epsilon, finite_or_none, preconditioned
+from hyperkron.solvers.base import LinearSystem, Solver, finite_or_none
 from hyperkron.solvers.recorded import recorded_cg
 from hyperkron.solvers.stacked import stacked_cg
 from hyperkron.trees import Tree
@@ -60,12 +60,10 @@ class CG(Solver):
         remedy = "it is a relative residual, such as 1e-6"
         check_interval("tolerance", self.tolerance, 0, 1, brackets="[)", remedy=remedy)
 
-    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
-        eps = epsilon(b, operator)
-        v, r, products = trees.zeros_like(b), b, 0
-        if start is not None:
-            v, r, products = start, trees.add(b, operator.matvec(start), alpha=-1.0), 1
-        norm = trees.norm(b)
+    def _solve(self, system: LinearSystem) -> Solution:
+        operator, b, start, eps = system.operator, system.b, system.start, system.epsilon
+        r, products = system.residual()
+        v, norm = trees.zeros_like(b) if start is None else start, trees.norm(b)
         size, left = read(norm, norm if start is None else trees.norm(r))
         residual, goal = left / size, max(self.tolerance, eps)
         if not math.isfinite(residual):
@@ -73,7 +71,7 @@ class CG(Solver):
         if residual <= goal:
             return Solution(v, Status.CONVERGED, products=products, residual=residual)
 
-        p = z = preconditioned(r, preconditioner)
+        p = z = system.preconditioned(r)
         rz = trees.dot(r, z)
         largest, iterations = 0.0, 0
         for _ in range(self.iterations):
@@ -94,7 +92,7 @@ class CG(Solver):
                 break
             if iterations == self.iterations:
                 break
-            z = preconditioned(r, preconditioner)
+            z = system.preconditioned(r)
             rz_next = rr if z is r else trees.dot(r, z)
             p, rz = trees.add(z, p, alpha=rz_next / rz), rz_next
 
@@ -107,18 +105,11 @@ class CG(Solver):
 
     def solve_stacked(self, operator: Operator, b: Tree, *, preconditioner: Invertible | None = None) -> Solution:
         """All systems side by side, so that products with A serve all of them; each stops by itself."""
-        self._check(operator, None, preconditioner)
+        self._check(LinearSystem(operator, b, None, preconditioner))
         return stacked_cg(operator, b, preconditioner, self.iterations, self.tolerance)
 
-    def _record(
-        self,
-        operator: Operator,
-        b: Tree,
-        start: Tree | None,
-        preconditioner: Invertible | None,
-        execution: Execution,
-    ) -> tuple[Tree, Pending[Solution]]:
-        return recorded_cg(operator, b, start, preconditioner, execution, self.iterations, self.tolerance)
+    def _record(self, system: LinearSystem, execution: Execution) -> tuple[Tree, Pending[Solution]]:
+        return recorded_cg(system, execution, self.iterations, self.tolerance)
 
 
 class _Facts(NamedTuple):

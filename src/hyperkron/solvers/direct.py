@@ -9,7 +9,7 @@ from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.kernels.execution import Execution, Pending
 from hyperkron.solution import HyperkronError, NonFiniteError, Solution
-from hyperkron.solvers.base import Solver
+from hyperkron.solvers.base import LinearSystem, Solver
 from hyperkron.trees import Tree
 
 
@@ -23,50 +23,38 @@ class Direct(Solver):
 
     needs_products: ClassVar[bool] = False
 
-    def solve(
-        self, operator: Operator, b: Tree, *, start: Tree | None = None, preconditioner: Invertible | None = None
-    ) -> Solution:
+    def solve_system(self, system: LinearSystem) -> Solution:
         """As for every solver; on a GPU nothing is read back, and a non-finite value is left for the caller to find."""
-        if next(iter(b.values())).is_cuda and isinstance(operator, Invertible):
-            return self._unchecked(operator, b, start, preconditioner)
-        return super().solve(operator, b, start=start, preconditioner=preconditioner)
+        if next(iter(system.b.values())).is_cuda and isinstance(system.operator, Invertible):
+            return self._unchecked(system)
+        return super().solve_system(system)
 
     def solve_stacked(self, operator: Operator, b: Tree, *, preconditioner: Invertible | None = None) -> Solution:
         """By one application of the inverse to all right-hand sides."""
-        self._check(operator, None, preconditioner)
+        self._check(LinearSystem(operator, b, None, preconditioner))
         if not trees.is_finite(b):
             raise NonFiniteError("b holds NaN or infinity; check the outer loss and its batch")
         given = trees.widened({name: x.detach() for name, x in b.items()})
         value = _inverse_of(operator).solve_stacked(given)
         return Solution(trees.cast(_finite(operator, value), b), _inverse_of(operator).status)
 
-    def record(
-        self,
-        operator: Operator,
-        b: Tree,
-        execution: Execution,
-        *,
-        start: Tree | None = None,
-        preconditioner: Invertible | None = None,
-    ) -> tuple[Tree, Pending[Solution]]:
+    def record(self, system: LinearSystem, execution: Execution) -> tuple[Tree, Pending[Solution]]:
         """As on a GPU: nothing is read."""
-        solution = self._unchecked(operator, b, start, preconditioner)
+        solution = self._unchecked(system)
         return solution.value, Pending.ready(solution)
 
     def check_graph(self) -> None:
         """It can be recorded."""
 
-    def _unchecked(
-        self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None
-    ) -> Solution:
-        self._check(operator, start, preconditioner)
-        detached = {name: x.detach() if x.requires_grad else x for name, x in b.items()}
-        solution = _applied(operator, trees.widened(detached))
-        return replace(solution, value=trees.cast(solution.value, b))
+    def _unchecked(self, system: LinearSystem) -> Solution:
+        self._check(system)
+        detached = {name: x.detach() if x.requires_grad else x for name, x in system.b.items()}
+        solution = _applied(system.operator, trees.widened(detached))
+        return replace(solution, value=trees.cast(solution.value, system.b))
 
-    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
-        solution = _applied(operator, b)
-        _finite(operator, solution.value)
+    def _solve(self, system: LinearSystem) -> Solution:
+        solution = _applied(system.operator, system.b)
+        _finite(system.operator, solution.value)
         return solution
 
 

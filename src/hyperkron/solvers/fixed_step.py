@@ -6,10 +6,9 @@ import math
 from abc import abstractmethod
 
 from hyperkron import trees
-from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.kernels.execution import Execution, Pending, read
 from hyperkron.solution import HyperkronError, Solution, Status
-from hyperkron.solvers.base import Solver, epsilon, finite_or_none, preconditioned, signed_norm, signed_square
+from hyperkron.solvers.base import LinearSystem, Solver, finite_or_none, signed_norm, signed_square
 from hyperkron.solvers.recorded import recorded_fixed_step
 from hyperkron.solvers.spectrum import power_iteration
 from hyperkron.trees import Tree
@@ -51,47 +50,33 @@ class FixedStep(Solver):
                 "the device; pass step=, a number below 2/λmax, or graph=False."
             )
 
-    def _record(
-        self,
-        operator: Operator,
-        b: Tree,
-        start: Tree | None,
-        preconditioner: Invertible | None,
-        execution: Execution,
-    ) -> tuple[Tree, Pending[Solution]]:
+    def _record(self, system: LinearSystem, execution: Execution) -> tuple[Tree, Pending[Solution]]:
         step = 1.0 if self.step is None else self.step  # None: with a preconditioner only
-        return recorded_fixed_step(operator, b, start, preconditioner, execution, self.updates, step)
+        return recorded_fixed_step(system, execution, self.updates, step)
 
-    def _solve(self, operator: Operator, b: Tree, start: Tree | None, preconditioner: Invertible | None) -> Solution:
-        if self.step is not None or preconditioner is not None:
-            step = 1.0 if self.step is None else self.step
-            return self._iterate(operator, b, start, preconditioner, step, 0)
-        spectrum = power_iteration(operator, b, self.power_iterations, self.seed)
+    def _solve(self, system: LinearSystem) -> Solution:
+        if self.step is not None or system.preconditioner is not None:
+            return self._iterate(system, 1.0 if self.step is None else self.step, 0)
+        b, start = system.b, system.start
+        spectrum = power_iteration(system.operator, b, self.power_iterations, self.seed)
         if not math.isfinite(spectrum.largest):
             value = trees.zeros_like(b) if start is None else start
             return Solution(value, Status.NON_FINITE, products=spectrum.products)
         step = spectrum.safe_step if spectrum.largest > 0.0 else 1.0
-        if spectrum.largest == 0.0 or spectrum.rayleigh < -epsilon(b, operator) * spectrum.largest:
+        if spectrum.largest == 0.0 or spectrum.rayleigh < -system.epsilon * spectrum.largest:
             value = trees.scale(b, step) if start is None else start
             return Solution(value, Status.NONPOSITIVE_CURVATURE, products=spectrum.products)
-        return self._iterate(operator, b, start, preconditioner, step, spectrum.products)
+        return self._iterate(system, step, spectrum.products)
 
-    def _iterate(
-        self,
-        operator: Operator,
-        b: Tree,
-        start: Tree | None,
-        preconditioner: Invertible | None,
-        step: float,
-        products: int,
-    ) -> Solution:
+    def _iterate(self, system: LinearSystem, step: float, products: int) -> Solution:
         """The iteration for a known step, after ``products`` were spent on finding it."""
-        eps = epsilon(b, operator)
-        r, z = b, preconditioned(b, preconditioner)
-        norm = left = signed_norm(r, z)
+        operator, b, start, preconditioner = system.operator, system.b, system.start, system.preconditioner
+        eps, z = system.epsilon, system.preconditioned(b)
+        norm = left = signed_norm(b, z)
+        r, spent = system.residual()
+        products += spent
         if start is not None:
-            r, products = trees.add(b, operator.matvec(start), alpha=-1.0), products + 1
-            z = preconditioned(r, preconditioner)
+            z = system.preconditioned(r)
             left = signed_norm(r, z)
         size, first = read(norm, left)
         if preconditioner is not None and (size < 0.0 or first < 0.0):
@@ -108,7 +93,7 @@ class FixedStep(Solver):
             products += 1
             curvature = trees.dot(z, product)
             r = trees.add(r, product, alpha=-step)
-            z = preconditioned(r, preconditioner)
+            z = system.preconditioned(r)
             slope, square = read(curvature, signed_square(r, z))
             if not math.isfinite(slope) or (preconditioner is not None and math.isnan(square)):
                 return Solution(v, Status.NON_FINITE, done, products)

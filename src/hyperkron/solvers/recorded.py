@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from hyperkron import trees
-from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.kernels.execution import Execution, Pending
 from hyperkron.solution import Solution, Status
-from hyperkron.solvers.base import epsilon, finite_or_none, preconditioned, signed_norm, signed_square
+from hyperkron.solvers.base import LinearSystem, finite_or_none, signed_norm, signed_square
 from hyperkron.trees import Tree
 
 _STATUSES = Status.BUDGET, Status.CONVERGED, Status.NONPOSITIVE_CURVATURE, Status.DIVERGED, Status.NON_FINITE
@@ -25,24 +24,17 @@ BUDGET, CONVERGED, NONPOSITIVE, DIVERGED, NON_FINITE = range(len(_STATUSES))
 
 
 def recorded_cg(
-    operator: Operator,
-    b: Tree,
-    start: Tree | None,
-    preconditioner: Invertible | None,
-    execution: Execution,
-    iterations: int,
-    tolerance: float,
+    system: LinearSystem, execution: Execution, iterations: int, tolerance: float
 ) -> tuple[Tree, Pending[Solution]]:
     """:class:`~hyperkron.solvers.cg.CG`: its value, and its solution after a replay."""
-    eps = epsilon(b, operator)
-    v, r, products, goal = trees.zeros_like(b), b, 0, max(tolerance, eps)
-    if start is not None:
-        v, r, products = start, trees.add(b, operator.matvec(start), alpha=-1.0), 1
+    operator, b, start, eps = system.operator, system.b, system.start, system.epsilon
+    r, products = system.residual()
+    v, goal = trees.zeros_like(b) if start is None else start, max(tolerance, eps)
     norm = trees.norm(b)
     size, left = _numbers(norm, norm if start is None else trees.norm(r))
     residual = left / size
     outcome = _Outcome(_first((NON_FINITE, _strange(residual)), (CONVERGED, residual <= goal)), 0, residual)
-    p = z = preconditioned(r, preconditioner)
+    p = z = system.preconditioned(r)
     rz, largest = trees.dot(r, z), torch.zeros_like(residual)
     for done in range(iterations):
         product = operator.matvec(p)
@@ -71,28 +63,22 @@ def recorded_cg(
             residual = torch.where(stuck, torch.where(unfit, math.nan, left / size), residual)
         outcome.update(status, done + usable, residual)
         if done + 1 < iterations:
-            z = preconditioned(r, preconditioner)
+            z = system.preconditioned(r)
             rz_next = rr if z is r else trees.dot(r, z)
             p, rz = trees.add(z, p, alpha=rz_next / rz), rz_next
     return v, outcome.pending(execution, v, products)
 
 
 def recorded_fixed_step(
-    operator: Operator,
-    b: Tree,
-    start: Tree | None,
-    preconditioner: Invertible | None,
-    execution: Execution,
-    updates: int,
-    step: float,
+    system: LinearSystem, execution: Execution, updates: int, step: float
 ) -> tuple[Tree, Pending[Solution]]:
     """:class:`~hyperkron.solvers.fixed_step.FixedStep`: its value, and its solution after a replay."""
-    eps, products = epsilon(b, operator), 0
-    r, z = b, preconditioned(b, preconditioner)
-    norm = left = signed_norm(r, z)
+    operator, b, start, preconditioner = system.operator, system.b, system.start, system.preconditioner
+    eps, z = system.epsilon, system.preconditioned(b)
+    norm = left = signed_norm(b, z)
+    r, products = system.residual()
     if start is not None:
-        r, products = trees.add(b, operator.matvec(start), alpha=-1.0), 1
-        z = preconditioned(r, preconditioner)
+        z = system.preconditioned(r)
         left = signed_norm(r, z)
     size, left = _numbers(norm, left)
     unfit = (size < 0.0) | (left < 0.0)  # never without a preconditioner
@@ -110,7 +96,7 @@ def recorded_fixed_step(
         products += 1
         curvature = trees.dot(z, product)
         r = trees.add(r, product, alpha=-step)
-        z = preconditioned(r, preconditioner)
+        z = system.preconditioned(r)
         curvature, square = _numbers(curvature, signed_square(r, z))
         unfit, lost = square < 0.0, square.isnan() & (preconditioner is not None)
         residual = torch.where((square >= 0.0) & square.isfinite(), square.sqrt() / size, math.inf)

@@ -8,7 +8,7 @@ from torch import Tensor
 from hyperkron import trees
 from hyperkron.curvature.base import Invertible, Operator
 from hyperkron.solution import NonFiniteError, Solution, Status, worst
-from hyperkron.solvers.base import epsilon
+from hyperkron.solvers.base import LinearSystem
 from hyperkron.trees import Tree
 
 
@@ -24,7 +24,7 @@ def stacked_cg(
     size = _dot(b, b).sqrt()
     if not bool(size.isfinite().all()):
         raise NonFiniteError("b holds NaN or infinity; check the outer loss and its batch")
-    eps = epsilon(b, operator)
+    eps = LinearSystem(operator, b).epsilon
     goal, r = max(tolerance, eps), _scaled(b, torch.where(size > 0, 1 / size, 0.0))  # systems of unit size
     active = size > 0
     v, p = trees.zeros_like(r), _inverse(preconditioner, r)
