@@ -17,7 +17,7 @@ from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, der
 from hyperkron.collectives import Group
 from hyperkron.solution import HyperkronError, Status
 from hyperkron.training import checkpoint, fingerprint
-from hyperkron.training.callback import Callback, Verdict
+from hyperkron.training.callback import Callback
 from hyperkron.training.divided import holds_rows, redivided, write_rows
 from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import History, Value
@@ -26,7 +26,7 @@ from hyperkron.training.locks import FolderLock
 from hyperkron.training.program import Program
 from hyperkron.training.randomness import random_state, set_random_state
 from hyperkron.training.signals import Interrupted, Signals
-from hyperkron.training.undo import RecordedBatches, TrainingSnapshot, refuse_non_finite
+from hyperkron.training.undo import RecordedBatches, undoable_step
 from hyperkron.validation import check_nonnegative, check_whole
 
 
@@ -160,7 +160,8 @@ class Run:
         """One step on the clock, and its row."""
         begin = self.clock()
         try:
-            report = self._step()
+            guards = [callback for callback in self.callbacks if callback.undoes]
+            report = undoable_step(self, guards) if guards else self.algorithm.step(self.state, self.batches)
         except (HyperkronError, torch.linalg.LinAlgError) as error:
             if not self.record_failure:
                 raise
@@ -181,45 +182,6 @@ class Run:
         if any(stopped for _, stopped, _ in table) and self.stopped is None:
             self.stopped = "another process has stopped"
         signals.received = int(max(received for *_, received in table)) or None
-
-    def _step(self) -> StepReport:
-        """One step of the algorithm; where a guard can undo it, one that is undone, repeated or left out as it says."""
-        guards = [callback for callback in self.callbacks if callback.undoes]
-        if not guards:
-            return self.algorithm.step(self.state, self.batches)
-        before = TrainingSnapshot(self.state)
-        self.batches.begin()
-        try:
-            while True:
-                try:
-                    report = self.algorithm.step(self.state, self.batches)
-                    refuse_non_finite(self.state)
-                    for guard in guards:
-                        guard.on_report(self, report)
-                    return report
-                except Exception as error:
-                    verdict = self._verdict(guards, error, before)
-                if verdict is Verdict.SKIP:
-                    return self.state.skip()
-                self.batches.rewind()  # outside the except block, so that the failed attempt's tensors are free
-        finally:
-            self.batches.end()
-
-    def _verdict(self, guards: Sequence[Callback], error: Exception, before: TrainingSnapshot) -> Verdict:
-        """What the first guard that knows the error makes of it; the error again if there is none."""
-        step = self.state.step
-        self.state.step = before.step
-        for guard in guards:
-            try:
-                verdict = guard.on_failure(self, error)
-            except Exception:
-                before.restore(random=False)
-                raise
-            if verdict is not None:
-                before.restore(random=verdict is Verdict.RETRY)
-                return verdict
-        self.state.step = step
-        raise error
 
     def _record(self, report: StepReport) -> None:
         """The row of a step, and what callbacks do after it."""

@@ -1,8 +1,8 @@
-"""What a guard needs to undo a step: everything the step may change, and its batches, to repeat or describe them."""
+"""Steps that can be undone: everything a step may change, and its batches, to repeat or describe them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from hyperkron import trees
-from hyperkron.algorithms import BatchSources, Examples, State
+from hyperkron.algorithms import BatchSources, Examples, State, StepReport
 from hyperkron.evaluation.inputs import tensors_of
 from hyperkron.optimizers import load_scaler
 from hyperkron.solution import NonFiniteError
+from hyperkron.training.callback import Callback, Verdict
 from hyperkron.training.randomness import random_state, same_random_state, set_random_state
 
 MAX_IDS = 10_000
@@ -76,6 +77,48 @@ def _left_behind(state: State) -> Iterator[tuple[str, Any]]:
     for key, tree in state.trees.items():
         yield from ((f"{key} {name}", x) for name, x in tree.items())
     yield from ((f"buffer {name}", x) for name, x in state.model.named_buffers())
+
+
+# --- steps -------------------------------------------------------------------------------------------------
+
+
+def undoable_step(run: Any, guards: Sequence[Callback]) -> StepReport:
+    """One step of a run that is undone, repeated or left out as its guards say."""
+    state, before = run.state, TrainingSnapshot(run.state)
+    run.batches.begin()
+    try:
+        while True:
+            try:
+                report: StepReport = run.algorithm.step(state, run.batches)
+                refuse_non_finite(state)
+                for guard in guards:
+                    guard.on_report(run, report)
+                return report
+            except Exception as error:
+                verdict = _verdict(run, guards, error, before)
+            if verdict is Verdict.SKIP:
+                skipped: StepReport = state.skip()
+                return skipped
+            run.batches.rewind()  # outside the except block, so that the failed attempt's tensors are free
+    finally:
+        run.batches.end()
+
+
+def _verdict(run: Any, guards: Sequence[Callback], error: Exception, before: TrainingSnapshot) -> Verdict:
+    """What the first guard that knows the error makes of it; the error again if there is none."""
+    step = run.state.step
+    run.state.step = before.step
+    for guard in guards:
+        try:
+            verdict = guard.on_failure(run, error)
+        except Exception:
+            before.restore(random=False)
+            raise
+        if verdict is not None:
+            before.restore(random=verdict is Verdict.RETRY)
+            return verdict
+    run.state.step = step
+    raise error
 
 
 # --- batches -----------------------------------------------------------------------------------------------
