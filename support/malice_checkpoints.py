@@ -14,7 +14,7 @@ import hyperkron as hk
 import resuming
 from arena import MANIFEST, SECRET, STATE, TENSORS, Arena, case
 from hyperkron.training import checkpoint, files
-from hyperkron.training.jsonl import JSONLog
+from hyperkron.training.history import JSONLog
 
 # --- checkpoints: code -------------------------------------------------------------------------------------
 

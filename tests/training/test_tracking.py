@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import hyperkron as hk
-from hyperkron.training.history import History
-from hyperkron.training.jsonl import JSONLog, line, read_log
+from hyperkron.training import history
+from hyperkron.training.history import History, JSONLog, line, read_log
 from quadratic import Quadratic
 
 PROBLEM = Quadratic()
@@ -107,9 +107,7 @@ def test_lines_are_strict_json(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_a_warning_and_the_lines_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hyperkron.training import jsonl
-
-    log, real = JSONLog(tmp_path), jsonl.open_ordinary
+    log, real = JSONLog(tmp_path), history.open_ordinary
     log.begin(rows(1))
 
     def full(path: Path, *options: Any, **more: Any) -> int:
@@ -120,7 +118,7 @@ def test_a_full_disk_is_a_warning_and_the_lines_follow(tmp_path: Path, monkeypat
         os.close(descriptor)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(jsonl, "open_ordinary", full)
+    monkeypatch.setattr(history, "open_ordinary", full)
     with pytest.warns(hk.HyperkronWarning, match="No space left"):
         log.write(rows(2))
     monkeypatch.undo()

@@ -15,7 +15,7 @@ def write_board(folder: Path) -> Path:
     """
     import shutil
 
-    from hyperkron.training.jsonl import read_log
+    from hyperkron.training.history import read_log
     from hyperkron.training.tracking import need
 
     board: Any = need("torch.utils.tensorboard", "track", "--tensorboard")

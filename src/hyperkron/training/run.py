@@ -20,8 +20,7 @@ from hyperkron.training import checkpoint, fingerprint
 from hyperkron.training.callback import Callback
 from hyperkron.training.divided import holds_rows, redivided, write_rows
 from hyperkron.training.encoding import CheckpointError
-from hyperkron.training.history import History, Value
-from hyperkron.training.jsonl import JSONLog
+from hyperkron.training.history import History, JSONLog, Value
 from hyperkron.training.locks import FolderLock
 from hyperkron.training.program import Program
 from hyperkron.training.randomness import random_state, set_random_state
