@@ -15,7 +15,7 @@ import oracles
 from cases import make, mlp, random_weights
 from crossing import KINDS, Lambda, X, Y, dense_cross, everything, setting, weights
 from hyperkron import trees
-from hyperkron.cross import Cross, CrossState, choice, difference, forward, reverse, weighting
+from hyperkron.cross import Cross, CrossState, choice, difference, forward, precision, reverse, weighting
 from hyperkron.evaluation.point import Point
 
 
@@ -216,7 +216,8 @@ def test_where_tf32_is_too_coarse_small_models_take_float32(
         return weighting.Weighted(trees.scale(found.cross, 1.0 + off), found.parts)
 
     monkeypatch.setattr(weighting, "difference", rounded)
-    monkeypatch.setattr(choice, "_tf32", lambda point: True)
+    for module in (choice, precision):
+        monkeypatch.setattr(module, "tf32", lambda point: True)
     monkeypatch.setattr(Point, "small", property(lambda point: small))
     problem, (model, hyper) = hk.BilevelProblem(weights, weights), (mlp(3, 3, 3), Lambda(a=torch.ones(5)))
     state = CrossState()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from hyperkron import trees
 from hyperkron.cross import weighting
 from hyperkron.cross.adjoint import adjoint, example_losses
+from hyperkron.cross.precision import FLOAT32, FLOAT64, HALF, precision, tf32
 from hyperkron.cross.state import CrossState, Way, inner_key
 from hyperkron.cross.ways import difference, filled, forward_and_slope, half, moves_as_its_gradient, reverse, slope
 from hyperkron.cross.weighting import ChangedError, Weighted
@@ -25,7 +26,6 @@ from hyperkron.curvature.matrix_free import lowered
 from hyperkron.evaluation.differentiation import UndifferentiableError, in_half_precision
 from hyperkron.evaluation.passes import Pass
 from hyperkron.evaluation.point import Point
-from hyperkron.kernels.linalg import tf32_products
 from hyperkron.losses import Loss
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import Tree
@@ -35,39 +35,8 @@ Mode = Literal["auto", "reverse", "forward", "difference"]
 
 NOTICEABLE = 0.05
 """Relative error of a finite difference of a given radius (SAMA's) above which a warning says so: an angle of 3°."""
-
-
 ADJOINT_AGREEMENT = 0.1
 """By how much changes from the gradients at layers may differ from those from the gradients of weights, by rounding."""
-
-
-class _Precision(NamedTuple):
-    """What follows from the precision in which the model runs."""
-
-    radii: tuple[float, ...]  # of finite differences, to be tried; coarse weights lose a small step
-    tolerance: float  # error at which a finite difference is exact enough
-    agreement: float  # by how much changes along v may differ from what gradients say, by rounding
-    exact: float  # how near a finite difference comes to an exact way where nothing is stopped
-
-
-_FLOAT64 = _Precision((1e-4, 1e-5, 1e-6), tolerance=1e-6, agreement=1e-6, exact=1e-5)
-_FLOAT32 = _Precision((1e-2, 3e-3, 1e-3, 3e-4), tolerance=0.05, agreement=0.03, exact=0.05)
-_TF32 = _Precision((1e-1, 3e-2, 1e-2, 3e-3), tolerance=0.05, agreement=0.06, exact=0.1)
-_HALF = _Precision((1e-1, 3e-2, 1e-2, 3e-3), tolerance=0.05, agreement=0.25, exact=0.1)  # autocast, too
-
-
-def _precision(point: Point) -> _Precision:
-    if point.dtype == torch.float64:
-        return _FLOAT64
-    if point.dtype != torch.float32 or point.autocast is not None:
-        return _HALF
-    return _TF32 if _tf32(point) else _FLOAT32
-
-
-def _tf32(point: Point) -> bool:
-    """Whether float32 products may run in TF32, which costs time to avoid."""
-    on_gpu = point.device.type == "cuda" and point.dtype == torch.float32
-    return on_gpu and (tf32_products(point.device) or torch.backends.cudnn.allow_tf32)
 
 
 @dataclass(frozen=True)
@@ -89,7 +58,7 @@ class Cross:
     every 100 calls it checks its decision, and may then move to a more exact way, never back.
 
     - Where λ only weights examples or penalties (:mod:`hyperkron.cross.weighting`): the finite difference of the row
-      losses at two radii, whose distance is its error; where that is above ``tolerance`` at every radius, forward mode,
+      losses at two radii, whose distance is its error; where that is too large at every radius, forward mode,
       and for models in TF32 the difference in full float32. A backward pass tells whether the row losses move as their
       gradients say; if not, the next way is tried, and last double backward.
     - There, if the model runs in half precision or under autocast, a difference is lost in rounding. The changes of
@@ -104,14 +73,11 @@ class Cross:
 
     Args:
         mode: ``auto``, ``reverse``, ``forward`` or ``difference``.
-        radius: ε‖v‖ of the finite difference; ``None`` tries those of the model's precision (:class:`_Precision`).
-        tolerance: relative error at which a finite difference is exact enough; ``None`` means 5 %, an angle of 3°
-            (float64: 1e-6). Models of smooth activations stay far below, those of ReLU and batch norm come close.
+        radius: ε‖v‖ of the finite difference; ``None`` tries those of the model's precision (:class:`Precision`).
     """
 
     mode: Mode = "auto"
     radius: float | None = None
-    tolerance: float | None = None
 
     def __post_init__(self) -> None:
         check_one_of("cross", self.mode, ("auto", "reverse", "forward", "difference"))
@@ -193,7 +159,7 @@ class Cross:
             if found is None:
                 continue
             best = found if best is None or found.error < best.error else best
-            if found.error <= self._tolerance(point):
+            if found.error <= precision(point).tolerance:
                 stopped = not _moves_by_gradient(point, v, loss, found)  # or at a kink: forward mode may be right
                 if not stopped:
                     return found
@@ -213,8 +179,8 @@ class Cross:
                 return exact
             if exact is not None:
                 reasons.append("forward: gradients are stopped by no_grad")
-        best, tolerance = None, self._tolerance(point)
-        for full in (True, False) if half(point) else (False, True) if _tf32(point) else (False,):
+        best, tolerance = None, precision(point).tolerance
+        for full in (True, False) if half(point) else (False, True) if tf32(point) else (False,):
             near = self._tried(point, v, Way("difference", full=full), reasons)
             best = near if best is None or (near is not None and near.error < best.error) else best
             if best is not None and best.error <= tolerance:
@@ -237,7 +203,7 @@ class Cross:
 
     def _difference(self, point: Point, v: Tree, loss: Loss, form: str) -> _Found:
         """The finite difference of a given radius, where one of a small radius shows it to be right."""
-        fine, reasons = Cross(tolerance=self.tolerance), list[str]()
+        fine, reasons = Cross(), list[str]()
         near = fine._searched(point, v, Way("difference", form))
         if form:
             right = _moves_by_gradient(point, v, loss, near)
@@ -247,7 +213,7 @@ class Cross:
             if truth is None:
                 right = moves_as_its_gradient(point, v, fine._radii(point)[0])
             else:
-                right = _distance(near.cross, truth.cross) <= max(5 * near.error, _precision(point).exact)
+                right = _distance(near.cross, truth.cross) <= max(5 * near.error, precision(point).exact)
         exact = None if right else self._replaced(truth, reasons)
         if exact is not None:
             return exact
@@ -281,11 +247,8 @@ class Cross:
     def _radii(self, point: Point, full: bool = False) -> tuple[float, ...]:
         if self.radius is not None:
             return (self.radius, self.radius / 3)
-        precision = _precision(point)
-        return (_FLOAT32 if full and precision is not _FLOAT64 else precision).radii
-
-    def _tolerance(self, point: Point) -> float:
-        return self.tolerance or _precision(point).tolerance
+        usual = precision(point)
+        return (FLOAT32 if full and usual is not FLOAT64 else usual).radii
 
     def _tried(self, point: Point, v: Tree, way: Way, reasons: list[str], *, needed: bool = True) -> _Found | None:
         """X(v) by ``way``; ``None`` and the reason where that is impossible.
@@ -318,7 +281,7 @@ class Cross:
             if best is None or error < best.error:
                 spread = 1.5 * _distance({"": wide.changes}, {"": narrow.changes}) if wide.parts else 0.0
                 best = _Found(at, wide.cross, wide.changes, error, spread)
-            if error <= self._tolerance(point):
+            if error <= precision(point).tolerance:
                 break
             wide = narrow
         assert best is not None
@@ -352,7 +315,7 @@ def _weighted_ways(point: Point, form: str, state: CrossState, coarse: bool) -> 
     Where the inner loss is ``coarse``, partly in half precision, a difference is mostly rounding.
     """
     plain, exact, full = Way("difference", form), Way("forward", form), Way("difference", form, full=True)
-    finer = [full] if _tf32(point) else []
+    finer = [full] if tf32(point) else []
     if half(point):
         ways = [Way("adjoint", form), exact, full]
     elif coarse:
@@ -372,7 +335,7 @@ def _moves_by_gradient(point: Point, v: Tree, loss: Loss, found: _Found) -> bool
         loss = point.inner(differentiable=True)
     by_example = found.way.mode == "adjoint"
     rows = (example_losses if by_example else weighting.row_losses)(loss, found.way.form)
-    usual = _HALF if in_half_precision(loss.value) else _precision(point)
+    usual = HALF if in_half_precision(loss.value) else precision(point)
     agreement = ADJOINT_AGREEMENT if by_example else usual.agreement
     gap = weighting.disagreement(point, rows, v, found.changes)
     return point.problem.group.all(gap <= max(5 * found.spread, agreement))
@@ -382,7 +345,7 @@ def _tangent_is_slope(point: Point, v: Tree, tangent: Tensor) -> bool:
     """Whether J_in's tangent along v is ⟨∂_θ J_in, v⟩; ``no_grad`` stops gradients, but not tangents."""
     told, size, _ = slope(point, v)
     gap, scale = abs(float(tangent) - float(told)), max(abs(float(tangent)), abs(float(told)))
-    return gap <= _precision(point).agreement * scale + weighting.rounding(point) * float(size * trees.norm(v))
+    return gap <= precision(point).agreement * scale + weighting.rounding(point) * float(size * trees.norm(v))
 
 
 def _distance(found: Tree, wanted: Tree) -> float:

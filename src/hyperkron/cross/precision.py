@@ -1,0 +1,42 @@
+"""How far changes along v can be trusted, by the precision in which the model runs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hyperkron.evaluation.point import Point
+from hyperkron.kernels.linalg import tf32_products
+
+
+class Precision(NamedTuple):
+    """What follows from the precision in which the model runs."""
+
+    radii: tuple[float, ...]  # of finite differences, to be tried; coarse weights lose a small step
+    tolerance: float
+    """Relative error at which a finite difference is exact enough; 5 % is an angle of 3°. Models of smooth activations
+    stay far below, those of ReLU and batch norm come close."""
+    agreement: float  # by how much changes along v may differ from what gradients say, by rounding
+    exact: float  # how near a finite difference comes to an exact way where nothing is stopped
+
+
+FLOAT64 = Precision((1e-4, 1e-5, 1e-6), tolerance=1e-6, agreement=1e-6, exact=1e-5)
+FLOAT32 = Precision((1e-2, 3e-3, 1e-3, 3e-4), tolerance=0.05, agreement=0.03, exact=0.05)
+TF32 = Precision((1e-1, 3e-2, 1e-2, 3e-3), tolerance=0.05, agreement=0.06, exact=0.1)
+HALF = Precision((1e-1, 3e-2, 1e-2, 3e-3), tolerance=0.05, agreement=0.25, exact=0.1)  # autocast, too
+
+
+def precision(point: Point) -> Precision:
+    """Of the model at ``point``."""
+    if point.dtype == torch.float64:
+        return FLOAT64
+    if point.dtype != torch.float32 or point.autocast is not None:
+        return HALF
+    return TF32 if tf32(point) else FLOAT32
+
+
+def tf32(point: Point) -> bool:
+    """Whether float32 products may run in TF32, which costs time to avoid."""
+    on_gpu = point.device.type == "cuda" and point.dtype == torch.float32
+    return on_gpu and (tf32_products(point.device) or torch.backends.cudnn.allow_tf32)
