@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from hyperkron import trees
 from hyperkron.cross.ways import along, filled, forward_mode, sides, slope_of, step_of
-from hyperkron.evaluation.differentiation import gradient_tree
+from hyperkron.evaluation.differentiation import gradient_tree, graph_nodes
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import Loss
 from hyperkron.sharding import is_sharded
@@ -212,21 +212,10 @@ def _product(factors: Factors) -> Tensor | None:
     return product
 
 
-def _leaves(tensors: Iterable[Tensor], stop: set[Node] | None = None) -> set[int]:
+def _leaves(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> set[int]:
     """The ids of the leaves behind ``tensors``, not looking behind the nodes in ``stop``."""
-    seen: set[Node] = set(stop or ())
-    waiting = [get_gradient_edge(x).node for x in tensors if x.requires_grad]
-    found: set[int] = set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.add(id(variable))
-        waiting += [further for further, _ in node.next_functions if further is not None]
-    return found
+    variables = (getattr(node, "variable", None) for node in graph_nodes(tensors, stop))
+    return {id(x) for x in variables if x is not None}
 
 
 def _ids(tree: Tree) -> set[int]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 
 from hyperkron import trees
 from hyperkron.solution import HyperkronError
@@ -40,7 +41,7 @@ def gradients_of(
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` for first and second derivatives, with a named refusal where there is no second one."""
     watched: AbstractContextManager[None] = nullcontext()
-    foreign: list[torch.autograd.graph.Node] = []
+    foreign: list[Node] = []
     if create_graph:
         foreign = _checked_nodes([outputs] if isinstance(outputs, Tensor) else outputs)
         watched = _refusing_lost_graphs(foreign) if foreign else watched
@@ -60,7 +61,7 @@ def gradients_of(
 
 
 @contextmanager
-def _refusing_lost_graphs(nodes: list[torch.autograd.graph.Node]) -> Iterator[None]:
+def _refusing_lost_graphs(nodes: list[Node]) -> Iterator[None]:
     """Refuse a custom function whose backward pass runs outside autograd: its terms would be lost in silence.
 
     Its gradients are linear in those it is given, so where these have a graph, its own must have one.
@@ -83,7 +84,7 @@ def _refusing_lost_graphs(nodes: list[torch.autograd.graph.Node]) -> Iterator[No
         raise UndifferentiableError(f"the backward pass of {lost[0].removesuffix('Backward')} records no graph")
 
 
-def _checked_nodes(outputs: list[Tensor]) -> list[torch.autograd.graph.Node]:
+def _checked_nodes(outputs: list[Tensor]) -> list[Node]:
     """The nodes behind ``outputs`` that are not torch's own; refuses two derivatives that torch computes wrongly.
 
     The third derivative of batch norm, which the second one of a penalty on gradients needs, takes the statistics of
@@ -106,17 +107,16 @@ def _checked_nodes(outputs: list[Tensor]) -> list[torch.autograd.graph.Node]:
     return foreign
 
 
-def graph_nodes(tensors: list[Tensor]) -> Iterator[torch.autograd.graph.Node]:
-    """Every node of the autograd graph behind ``tensors``, once."""
-    seen: set[torch.autograd.graph.Node] = set()
-    waiting = [t.grad_fn for t in tensors if t.grad_fn is not None]
+def graph_nodes(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> Iterator[Node]:
+    """Every node of the autograd graph behind ``tensors``, once; not those in ``stop``, nor what lies behind these."""
+    waiting = [get_gradient_edge(x).node for x in tensors if x.requires_grad]
+    seen = {*stop}
     while waiting:
         node = waiting.pop()
-        yield node
-        for further, _ in node.next_functions:
-            if further is not None and further not in seen:
-                seen.add(further)
-                waiting.append(further)
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [further for further, _ in node.next_functions if further is not None]
 
 
 def in_half_precision(value: Tensor) -> bool:
