@@ -266,14 +266,10 @@ class KroneckerOperator(Invertible):
     def matvec_stacked(self, v: Tree) -> Tree:
         if self._refresh is not None:
             self._settle()
-        if not self.inverses.vectorizes or self._state.owners is not None:
+        if not self._vectorizes:
             return super().matvec_stacked(v)
         self.products += len(next(iter(v.values())))
-
-        def product(one: Tree) -> Tree:
-            return self._apply(one, self.inverses.matvec, torch.mul, lambda xs, ds: list(map(torch.mul, xs, ds)))
-
-        return torch.func.vmap(product)(v)
+        return self._apply_stacked(v, self.inverses.matvec, torch.mul)
 
     def solve(self, b: Tree) -> Tree:
         self._ready()
@@ -283,31 +279,29 @@ class KroneckerOperator(Invertible):
 
     def solve_stacked(self, b: Tree) -> Tree:
         self._ready()
-        if not self.inverses.vectorizes or self._state.owners is not None:
-            return super().solve_stacked(b)
-
-        def solve(one: Tree) -> Tree:
-            return self._apply(one, self.inverses.solve, torch.div, lambda xs, ds: list(map(torch.div, xs, ds)))
-
-        return torch.func.vmap(solve)(b)
+        return self._apply_stacked(b, self.inverses.solve, torch.div) if self._vectorizes else super().solve_stacked(b)
 
     def function(self, f: Callable[[Tensor], Tensor], v: Tree) -> Tree:
         """f(A + δI) v for stacked vectors, by the eigenvalues of the blocks, which EKFAC has."""
         self._ready()
-        inverses = self.inverses
         if self._state.owners is not None:
             raise HyperkronError("a function of the curvature needs one process; here several share the blocks.")
-        if self.scales or not isinstance(inverses, EigenInverses):
+        if self.scales or not isinstance(self.inverses, EigenInverses):
             raise HyperkronError(
                 "a function of the curvature needs its eigenvalues: use hk.curvature.EKFAC(), with the same L2 penalty "
                 "for all parameters of a layer."
             )
+        return self._apply_stacked(v, partial(self.inverses.function, f), lambda x, d: x * f(d))
 
-        def times(x: Tensor, d: Tensor) -> Tensor:
-            return x * f(d)
+    @property
+    def _vectorizes(self) -> bool:
+        return self.inverses.vectorizes and self._state.owners is None
 
+    def _apply_stacked(
+        self, v: Tree, on_blocks: Callable[[Matrices], Matrices], by: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tree:
         def one(x: Tree) -> Tree:
-            return self._apply(x, partial(inverses.function, f), times, lambda xs, ds: list(map(times, xs, ds)))
+            return self._apply(x, on_blocks, by, lambda xs, ds: list(map(by, xs, ds)))
 
         return torch.func.vmap(one)(v)
 
