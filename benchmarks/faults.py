@@ -39,6 +39,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "support"))
 import faults_clean
 import faults_files
 import faults_runtime
+import faults_writers
 import hostile
 from common import write_result
 
@@ -364,7 +365,8 @@ def main() -> int:
             lambda: signals(options.signals, scratch, chance),
             *(lambda method=method: consecutive(method, options.steps, scratch) for method in options.methods),
         ]
-        faults += faults_runtime.faults(Child, written, scratch, options.races)
+        faults += faults_runtime.faults(Child, written, scratch)
+        faults.append(lambda: faults_writers.writers(Child, options.races, scratch))
         if not options.no_cases:
             faults += faults_files.faults(Child, written, scratch)
             faults += faults_clean.faults(written, scratch)

@@ -39,7 +39,6 @@ TOLERANCE = 1e-6
 GENERIC = Quadratic(examples=6, noise=0.3)  # no two of its matrices commute
 INTERPOLATING = Quadratic(ridge=0.0)  # g* = 0
 SUM, BATCH = Quadratic(examples=8, noise=0.2), 3  # batches of 3, 3 and 2 that disagree
-REALIZABLE = Quadratic(direct=0.0, realizable=True)  # b = 0 at the optimum
 
 D = Dense(GENERIC)
 (MU, L), (MU_PHI, L_PHI), L_F = D.inner, D.outer, D.outer_smoothness
@@ -282,36 +281,7 @@ def test_comes_to_rest_where_it_should(name: str, monkeypatch: pytest.MonkeyPatc
     assert error <= case.tolerance, f"relative error {error:.2e} to {case.where}, {case.bias:.2g} from λ*"
 
 
-# --- noise, and what has no point of rest of its own
-
-
-def noisy(kind: Any, *first: Any, slower: float, steps: int, **options: Any) -> Any:
-    """γ is smaller by ``slower``, the oracle's second moment in terms of its squared mean."""
-    dense = Dense(REALIZABLE)
-    algorithm = kind(*first, inner_rate=1 / dense.inner[1], outer_rate=1 / (slower * dense.outer[1]), **options)
-    return pytest.param(algorithm, steps, id=kind.__name__)
-
-
-ROUND = 1 / Dense(REALIZABLE).inner[1]
-SPREAD = 3 * Dense(REALIZABLE).inner[1] / Dense(REALIZABLE).inner[0]  # K = 3 for HIA, κ for the single loop
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "steps"),
-    [
-        noisy(hk.algorithms.TTSA, 3, ROUND, slower=SPREAD, steps=90),
-        noisy(hk.algorithms.BSA, 3, ROUND, 5, slower=3, steps=50),
-        noisy(hk.algorithms.SUSTAIN, slower=SPREAD, steps=90, terms=3, step_size=ROUND, momentum=0.5),
-        noisy(hk.algorithms.PZOBO, 5, slower=1.4, steps=25),  # 1 + (dim λ + 1)/samples for Gaussian directions
-    ],
-)
-def test_noise_that_vanishes_with_b_does_not_keep_it_from_the_optimum(algorithm: Algorithm, steps: int) -> None:
-    """The random oracles themselves, where their variance is proportional to ‖b‖² and b = 0 at the optimum."""
-    model, hyper = REALIZABLE.modules()
-    state, batches = algorithm.init(REALIZABLE.problem(), model, hyper), REALIZABLE.batches()
-    for _ in range(steps):
-        algorithm.step(state, batches)
-    assert relative(hyper().detach(), REALIZABLE.solution()) <= 1e-4
+# --- what has no point of rest of its own
 
 
 def test_bsg1_follows_its_map_and_rests_where_only_the_direct_term_is_left() -> None:
