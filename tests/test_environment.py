@@ -1,8 +1,7 @@
-"""The environment, the package's metadata, and the rules that hold for every source file."""
+"""The environment, what the package ships and imports, and the examples of the README."""
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import importlib.util
 import re
@@ -10,8 +9,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -23,50 +20,8 @@ from blobs import blobs, quicken, write_csv
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "hyperkron"
 SOURCES = sorted(SRC.rglob("*.py"))
-MAX_LINES = 450
-
-# Each module imports only from those before it (docs/architecture.md). The package's __init__ may import all.
-LAYERS = (
-    "sharding",
-    "trees",
-    "kernels",
-    "solution",
-    "validation",
-    "collectives",
-    "sharded_functions",
-    "losses",
-    "problem",
-    "evaluation",
-    "curvature",
-    "solvers",
-    "cross",
-    "hypergradient",
-    "batches",
-    "optimizers",
-    "algorithms",
-    "hyper",
-    "training",
-    "sweeps",
-    "attribution",
-    "cleaning.data",
-    "cleaning.models",
-    "cleaning",
-    "cleaning.report",
-    "cli",
-)
 
 HEAVY = ("sklearn", "transformers", "datasets", "pandas", "matplotlib", "optuna")
-
-PICKLERS = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"})
-OBJECTS = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list")
-PICKLING = frozenset(
-    {"torch.load", "torch.save", "pandas.read_pickle", *(f"torch.distributed.{name}" for name in OBJECTS)}
-)
-
-
-def _name(path: Path) -> str:
-    return str(path.relative_to(SRC))
-
 
 # --- the environment ---------------------------------------------------------------------------------------
 
@@ -179,219 +134,6 @@ def test_import_is_light() -> None:
     program = f"import sys, hyperkron; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == []
-
-
-# --- the layers --------------------------------------------------------------------------------------------
-
-
-def _layer(module: str) -> str | None:
-    """The layer of a dotted module name; None for the package itself and for other packages."""
-    parts = module.split(".")
-    if parts[0] != "hyperkron" or len(parts) == 1:
-        return None
-    inner = ".".join(parts[1:3])  # the application's parts have an order of their own
-    return inner if inner in LAYERS else parts[1]
-
-
-def _imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Yield (line, absolute dotted name) for everything a module imports, wherever in the file it does.
-
-    `from hyperkron import x` counts as hyperkron.x; imports for type checking count too.
-    """
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = module.split(".")
-                above = above[: len(above) - node.level + is_package]
-                base = ".".join([*above, base] if base else above)
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-
-
-def _layer_faults(source: str, module: str, is_package: bool = False) -> list[str]:
-    """What in a module of the package breaks the order of LAYERS."""
-    own = _layer(module)
-    if own is None or own == "__main__":
-        return []  # the package's face may import all
-    if own not in LAYERS:
-        return [f"{module}: layer {own!r} is not in LAYERS; give it its place in the order"]
-    faults = []
-    for line, name in _imports(ast.parse(source), module, is_package):
-        if name.split(".")[0] != "hyperkron":
-            continue
-        other = _layer(name)
-        if other not in LAYERS:
-            faults.append(f"{module}:{line} imports {name} from the package's face; name the module it lives in")
-        elif LAYERS.index(other) > LAYERS.index(own):
-            faults.append(f"{module}:{line} imports {name}, which lies below {own!r}")
-    return faults
-
-
-def test_no_two_modules_import_each_other() -> None:
-    """Not even for type checking, and not by way of others: a reader can begin at the top and go down."""
-    names = {_module(path): path for path in SOURCES if path.name != "__init__.py"}
-    imports = {name: _imports(ast.parse(path.read_text("utf-8")), name, False) for name, path in names.items()}
-    graph = {
-        name: {module for _, full in found for module in (full, full.rpartition(".")[0]) if module in names} - {name}
-        for name, found in imports.items()
-    }
-    assert sum(map(len, graph.values())) > 500
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
-
-
-# What each folder may not import: the library nothing outside itself, tests and benchmarks not each other.
-APART = {
-    "src/hyperkron": ("experiments", "benchmarks", "tests", "support", "examples"),
-    "experiments": ("benchmarks", "tests", "examples"),
-    "support": ("experiments", "benchmarks", "tests", "examples"),
-    "benchmarks": ("experiments", "tests", "examples"),
-    "tests": ("benchmarks",),
-}
-
-
-def _stranger_faults(source: str, strangers: tuple[str, ...]) -> list[str]:
-    """Imports of other folders, by their name or that of a module in them, and other folders put on ``sys.path``."""
-    modules = {path.stem: name for name in strangers for path in (ROOT / name).glob("*.py")}
-    modules |= {name: name for name in strangers}
-    tree = ast.parse(source)
-    found = [(line, modules.get(name.split(".")[0])) for line, name in _imports(tree, "outside", False)]
-    for node in ast.walk(tree) if "sys.path." in source else ():
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("sys.path."):
-            words = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
-            found += [(node.lineno, word) for word in words if word in strangers]
-    return [f"line {line} reaches into {name}/" for line, name in found if name is not None]
-
-
-@pytest.mark.parametrize("folder", APART)
-def test_folders_that_are_apart_do_not_import_each_other(folder: str) -> None:
-    faults = {
-        str(path.relative_to(ROOT)): found
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if (found := _stranger_faults(path.read_text("utf-8"), APART[folder]))
-    }
-    assert faults == {}
-
-
-@pytest.mark.parametrize(
-    ("source", "strangers", "faults"),
-    [
-        ("import scaling", ("benchmarks",), 1),
-        ("def f():\n    from benchmarks.common import seconds", ("benchmarks",), 1),
-        ("sys.path.append(str(ROOT / 'benchmarks'))", ("benchmarks",), 1),
-        ("subprocess.run(['python', 'benchmarks/faults.py'])", ("benchmarks",), 0),
-        ("import oracles", ("experiments", "tests"), 1),
-        ("from experiments.paper import page", ("experiments", "tests"), 1),
-        ("import resuming", ("benchmarks",), 0),
-    ],
-)
-def test_the_check_of_folders_sees(source: str, strangers: tuple[str, ...], faults: int) -> None:
-    assert len(_stranger_faults(source, strangers)) == faults
-
-
-def _module(path: Path) -> str:
-    parts = ("hyperkron", *path.relative_to(SRC).with_suffix("").parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_imports_respect_the_layers(path: Path) -> None:
-    assert _layer_faults(path.read_text("utf-8"), _module(path), path.name == "__init__.py") == []
-
-
-@pytest.mark.parametrize(
-    ("module", "source", "faults"),
-    [
-        ("hyperkron.curvature.kfac.factors", "from ...trees import dot", 0),
-        ("hyperkron.curvature.kfac.factors", "from ..base import Operator", 0),
-        ("hyperkron.curvature.kfac.factors", "from ...solvers.cg import CG", 1),
-        ("hyperkron.curvature.kfac.factors", "from hyperkron import trees, solvers", 1),
-        ("hyperkron.trees", "def f():\n    import hyperkron.losses", 1),
-        (
-            "hyperkron.trees",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import cross",
-            1,
-        ),
-        ("hyperkron.cross", "from . import trees\nfrom .solution import Status\nimport torch", 0),
-        ("hyperkron.cross", "import hyperkron as hk", 1),
-        ("hyperkron.cross", "from . import kfac", 1),
-        ("hyperkron.newcomer", "import torch", 1),
-        ("hyperkron", "from hyperkron.cli import main", 0),
-    ],
-)
-def test_the_layer_check_sees(module: str, source: str, faults: int) -> None:
-    assert len(_layer_faults(source, module)) == faults
-
-
-def test_the_layer_check_resolves_relative_imports_of_a_package() -> None:
-    assert _layer_faults("from .cg import CG", "hyperkron.solvers", is_package=True) == []
-    assert _layer_faults("from ..curvature import KFAC", "hyperkron.solvers", is_package=True) == []
-    assert len(_layer_faults("from ..cross import product", "hyperkron.solvers", is_package=True)) == 1
-
-
-# --- no pickle, no long files ------------------------------------------------------------------------------
-
-
-def _pickle_faults(source: str) -> list[str]:
-    """Imports of pickling modules, and uses of functions that pickle, also under another name."""
-    tree = ast.parse(source)
-    known = {}  # local name -> what it stands for
-    faults = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [(alias.asname or alias.name.split(".")[0], alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [(alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names]
-        else:
-            continue
-        for local, full in names:
-            known[local] = full if isinstance(node, ast.ImportFrom) or local != full.split(".")[0] else local
-            if full.split(".")[0] in PICKLERS or full in PICKLING:
-                faults.append(f"line {node.lineno}: imports {full}")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            root, _, rest = ast.unparse(node).partition(".")
-            if f"{known.get(root, root)}.{rest}" in PICKLING:
-                faults.append(f"line {node.lineno}: uses {ast.unparse(node)}")
-        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
-            faults.append(f"line {node.value.lineno}: allow_pickle")
-    return faults
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_nothing_pickles(path: Path) -> None:
-    """A file from a stranger must never run code: safetensors and JSON instead."""
-    assert _pickle_faults(path.read_text("utf-8")) == []
-
-
-@pytest.mark.parametrize(
-    ("source", "faults"),
-    [
-        ("import pickle", 1),
-        ("def f():\n    from cloudpickle import dumps", 1),
-        ("import torch\nx = torch.load('a')", 1),
-        ("import torch as t\nt.save({}, 'a')", 1),
-        ("from torch import load as read", 1),
-        ("import torch.nn as nn\nimport torch\ntorch.load('a')", 1),
-        ("import numpy as np\nnp.load('a', allow_pickle=True)", 1),
-        ("import torch.distributed as dist\ndist.broadcast_object_list([])", 1),
-        ("import json\njson.load(open('a'))", 0),
-        ("from safetensors.torch import load, save_file", 0),
-    ],
-)
-def test_the_pickle_check_sees(source: str, faults: int) -> None:
-    assert len(_pickle_faults(source)) == faults
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_files_are_short(path: Path) -> None:
-    lines = len(path.read_text("utf-8").splitlines())
-    assert lines <= MAX_LINES, f"{lines} lines; split it by concept (at most {MAX_LINES}, better 400)"
-
-
-def test_there_are_sources_to_check() -> None:
-    assert {"trees.py", "solution.py", "problem.py"} <= {path.name for path in SOURCES}
 
 
 # --- the README --------------------------------------------------------------------------------------------
