@@ -85,9 +85,10 @@ def measure(
             return found if owners is None else over_ranks(found, plan, owners.group)
         counts = rows(loss.terms, recorder.batch_size)  # counting rows waits for the device
         whole.add(found, counts)
-        for one in keeps:
-            vectors = one.vectors(loss) or _vectors(loss, size, fisher, samples, generator, checked)
-            one.add(recorder.gradients(vectors, retain=one is not keeps[-1]), counts[0])
+        if keeps:
+            kinds = [one.vectors(loss) or _vectors(loss, size, fisher, samples, generator, checked) for one in keeps]
+            for one, gradients in zip(keeps, recorder.gradients(kinds), strict=True):
+                one.add(gradients, counts[0])
         del loss, vectors, found, recorder
     found = whole.finish()
     found.kept = kept

@@ -7,7 +7,7 @@ no second forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +38,16 @@ class LayerGradients:
     pair: tuple[Tensor, Tensor]
 
     @staticmethod
-    def of(block: Block, x: Tensor, g: Tensor, dtype: torch.dtype) -> LayerGradients:
+    def of(block: Block, x: Tensor, gs: Sequence[Tensor], dtype: torch.dtype) -> list[LayerGradients]:
+        """Those of each of ``gs``, gradients at the output of one call."""
         layer, count = block.layer, block.layer.examples(x)
         size = layer.groups * layer.d_out * (layer.d_in + 1)
-        if not by_gradients(block, x, g) or count * size > x.numel() + g.numel():
-            return LayerGradients(block, False, (x, g))
-        chunks = layer.gradients_of_examples(
-            cast_floating(x, dtype), g.to(dtype), max(1, GRADIENTS.get(x.device.type, 2**24) // size)
-        )
-        weight, bias = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-        return LayerGradients(block, True, (weight, bias))
+        if not by_gradients(block, x, gs[0]) or count * size > x.numel() + gs[0].numel():
+            return [LayerGradients(block, False, (x, g)) for g in gs]
+        most = max(1, GRADIENTS.get(x.device.type, 2**24) // (size * len(gs)))
+        chunks = layer.gradients_of_several(cast_floating(x, dtype), [g.to(dtype) for g in gs], most)
+        pairs = (tuple(map(torch.cat, zip(*chunk, strict=True))) for chunk in zip(*chunks, strict=True))
+        return [LayerGradients(block, True, (weight, bias)) for weight, bias in pairs]
 
     @property
     def numbers(self) -> int:

@@ -27,6 +27,8 @@ from hyperkron.curvature.kfac.correlation import patch_gram, side_by_side_gram
 from hyperkron.solution import HyperkronError
 
 WeightSharing = Literal["expand", "reduce"]
+Pair = tuple[Tensor, Tensor]
+"""Gradients of examples in the weight (n, groups, d_out, d_in) and in the bias (n, groups, d_out)."""
 
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**24}
 """Patches are materialised at most this many numbers at a time, by device type."""
@@ -112,12 +114,16 @@ class Layer(ABC):
         """How many examples an input has."""
         return len(x)
 
-    def gradients_of_examples(self, x: Tensor, g: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def gradients_of_examples(self, x: Tensor, g: Tensor, most: int) -> Iterator[Pair]:
         """Chunks of at most ``most`` examples: their gradients Σ_s g_s a_sᵀ (n, groups, d_out, d_in), columns ordered
         as in :meth:`inputs`, and Σ_s g_s (n, groups, d_out)."""
         for inputs, gradients in self.positions(x, g):
             for a, b in zip(inputs.split(most), gradients.split(most), strict=True):
                 yield b.mT @ a.to(b.dtype), b.sum(-2)
+
+    def gradients_of_several(self, x: Tensor, gs: Sequence[Tensor], most: int) -> Iterator[tuple[Pair, ...]]:
+        """:meth:`gradients_of_examples` for each of several output gradients ``gs`` of one input."""
+        return zip(*(self.gradients_of_examples(x, g, most) for g in gs), strict=True)
 
     def to_matrix(self, weight: Tensor) -> Tensor:
         """The weight as (groups, d_out, d_in)."""
@@ -281,41 +287,63 @@ class ConvLayer(Layer):
             rows = self._rows(self.patches(part))
             yield rows.view(self.groups, len(part), -1, self.d_in).transpose(0, 1), gradient
 
-    def gradients_of_examples(self, x: Tensor, g: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """On a CPU from rows of pixels, a product for each row of the kernel, in place of patches; for few channels
-        from patches that are transposed.
+    def gradients_of_examples(self, x: Tensor, g: Tensor, most: int) -> Iterator[Pair]:
+        if self._side_by_side(x):
+            return (made for (made,) in self._from_rows_of_pixels(x, [g], most))
+        return super().gradients_of_examples(self._batched(x), self._batched(g), most)
+
+    def gradients_of_several(self, x: Tensor, gs: Sequence[Tensor], most: int) -> Iterator[tuple[Pair, ...]]:
+        if self._side_by_side(x):
+            return self._from_rows_of_pixels(x, gs, most)
+        return super().gradients_of_several(x, gs, most)
+
+    def _side_by_side(self, x: Tensor) -> bool:
+        """Whether gradients of examples are made without patches."""
+        m = self.module
+        return x.device.type == "cpu" and isinstance(m, nn.Conv2d) and m.groups == 1 and m.stride[0] == 1
+
+    def _from_rows_of_pixels(self, x: Tensor, gs: Sequence[Tensor], most: int) -> Iterator[tuple[Pair, ...]]:
+        """Gradients of examples from rows of pixels, a product for each row of the kernel, in place of patches; for few
+        channels from patches that are transposed. Either is copied once for all output gradients.
 
         A row of the kernel meets kw neighbouring pixels. With these side by side, (N, height, W_out, kw·C), what it
         meets at all positions is a slice of the image, which need not be copied for every row of the kernel.
         """
-        m, x, g = self.module, self._batched(x), self._batched(g)
-        if x.device.type != "cpu" or not isinstance(m, nn.Conv2d) or m.groups > 1 or m.stride[0] > 1:
-            yield from super().gradients_of_examples(x, g, most)
-            return
-        (kh, kw), channels, (high, wide) = m.kernel_size, x.shape[1], g.shape[2:]
-        step = CACHED_ELEMENTS // (x.shape[2:].numel() * kw * channels + g.shape[1:].numel())
+        m, x, gs = self.module, self._batched(x), [self._batched(g) for g in gs]
+        kw, channels, (high, wide) = m.kernel_size[1], x.shape[1], gs[0].shape[2:]
+        step = CACHED_ELEMENTS // (x.shape[2:].numel() * kw * channels + len(gs) * gs[0].shape[1:].numel())
         step = max(1, min(step, most))
-        for part, gradient in zip(x.split(step), g.split(step), strict=True):
-            b = gradient.movedim(1, -1).reshape(len(part), high * wide, self.d_out)
+        for part, *gradients in zip(*(t.split(step) for t in (x, *gs)), strict=True):
+            flat = [g.movedim(1, -1).reshape(len(part), high * wide, self.d_out) for g in gradients]
             if channels <= FEW_CHANNELS:
-                yield (self._planes(part, high, wide) @ b).mT.contiguous()[:, None], b.sum(1)[:, None]
+                planes = self._planes(part, high, wide)
+                joint = [(planes @ b).mT[:, None] for b in flat]
+                yield tuple((made[..., :-1].contiguous(), made[..., -1]) for made in joint)
                 continue
-            padded = self._padded(part)
-            n, height, (images, lines, pixels, _) = len(part), padded.shape[1], padded.stride()
-            size = (n, height, wide, kw, channels)
-            side_by_side = padded.as_strided(size, (images, lines, m.stride[1] * pixels, m.dilation[1] * pixels, 1))
-            rows = side_by_side.reshape(n, height, wide, kw * channels).contiguous()  # reshape alone may be a view
-            taps = [rows[:, i * m.dilation[0] : i * m.dilation[0] + high].flatten(1, 2) for i in range(kh)]
-            yield torch.cat([b.mT @ a for a in taps], -1)[:, None], b.sum(1)[:, None]
+            taps = self._taps(part, high, wide)
+            yield tuple((torch.cat([b.mT @ a for a in taps], -1)[:, None], b.sum(1)[:, None]) for b in flat)
+
+    def _taps(self, x: Tensor, high: int, wide: int) -> list[Tensor]:
+        """What each row of the kernel meets at all positions, (N, high·wide, kw·C)."""
+        m, padded = self.module, self._padded(x)
+        (kh, kw), (images, lines, pixels, _) = m.kernel_size, padded.stride()
+        size = (len(x), padded.shape[1], wide, kw, x.shape[1])
+        side_by_side = padded.as_strided(size, (images, lines, m.stride[1] * pixels, m.dilation[1] * pixels, 1))
+        rows = side_by_side.reshape(*size[:3], kw * x.shape[1]).contiguous()  # reshape alone may be a view
+        return [rows[:, i * m.dilation[0] : i * m.dilation[0] + high].flatten(1, 2) for i in range(kh)]
 
     def _planes(self, x: Tensor, high: int, wide: int) -> Tensor:
-        """The patches of images, transposed, (N, d_in, high·wide): whole lines of pixels are copied, for each tap."""
+        """The patches of images, transposed, and a row of ones, (N, d_in + 1, high·wide): whole lines of pixels are
+        copied, for each tap."""
         m, padded = self.module, self._padded(x).movedim(-1, 1).contiguous()
         (kh, kw), (images, planes, lines, _) = m.kernel_size, padded.stride()
         size = (len(x), kh, kw, x.shape[1], high, wide)
         taps = (m.dilation[0] * lines, m.dilation[1])
         shifted = padded.as_strided(size, (images, *taps, planes, m.stride[0] * lines, m.stride[1]))
-        return shifted.reshape(len(x), self.d_in, high * wide)
+        found = padded.new_empty(len(x), self.d_in + 1, high * wide)
+        found[:, :-1].view(size).copy_(shifted)
+        found[:, -1] = 1.0
+        return found
 
     def _examples_per_chunk(self, x: Tensor) -> int:
         per_example = x.shape[1:].numel() * (self.d_in * self.groups // x.shape[1])

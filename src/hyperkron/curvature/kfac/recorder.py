@@ -7,7 +7,7 @@ the batch is divided among processes, contributions go to the owner of the layer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -66,7 +66,8 @@ class Recorder:
     ) -> None:
         """With ``keeps`` inputs are held until the graph is gone, for :meth:`gradients`."""
         self.keeps = keeps
-        self._kept: list[LayerGradients] | None = None  # what gradients become while they are asked for
+        self._kept: dict[_Call, list[tuple[int, Tensor]]] | None = None  # gradients, while they are asked for,
+        self._kind = 0  # of vectors of this kind
         self.plan, self.basis, self.low_rank, self.diagonal, self.owners = plan, basis, low_rank, diagonal, owners
         self.like, self.dtype = like, like.dtype  # of factors
         self.token = torch.zeros((), requires_grad=True)
@@ -218,14 +219,23 @@ class Recorder:
         self._finish()
         return found
 
-    def gradients(self, vectors: Iterable[tuple[Tensor, Tensor]], retain: bool) -> list[LayerGradients]:
-        """Backpropagate other vectors, after :meth:`backward`: the gradients of single examples. Unless the graph is
-        to be ``retained`` for more of them, it is gone then."""
-        found: list[LayerGradients] = []
-        self._kept = found
-        for output, vector, last in _with_last(vectors):
-            torch.autograd.grad(output, self.token, vector, retain_graph=retain or not last, allow_unused=True)
+    def gradients(self, kinds: Sequence[Iterable[tuple[Tensor, Tensor]]]) -> list[list[LayerGradients]]:
+        """Backpropagate vectors of other kinds, after :meth:`backward`: the gradients of single examples for each kind.
+        The graph is gone then."""
+        passed = self._kept = {}
+        for self._kind, vectors in enumerate(kinds):
+            for output, vector, last in _with_last(vectors):
+                retain = not last or self._kind + 1 < len(kinds)
+                torch.autograd.grad(output, self.token, vector, retain_graph=retain, allow_unused=True)
         self._kept = None
+        found: list[list[LayerGradients]] = [[] for _ in kinds]
+        for call in list(passed):
+            given = passed.pop(call)  # held no longer than needed
+            assert call.input is not None
+            with plainly(call.input):
+                made = LayerGradients.of(call.block, call.input, [g for _, g in given], self.dtype)
+            for (kind, _), one in zip(given, made, strict=True):
+                found[kind].append(one)
         return found
 
     def _finish(self) -> None:
@@ -329,9 +339,7 @@ class Recorder:
         """B's share of a call, or that of EKFAC's S."""
         block, found, layer = call.block, self.measured, call.block.layer
         if self._kept is not None:
-            assert call.input is not None
-            with plainly(g):
-                self._kept.append(LayerGradients.of(block, call.input, g, self.dtype))
+            self._kept.setdefault(call, []).append((self._kind, g))
             return
         found.in_half = found.in_half or g.dtype in HALF
         with plainly(g):
