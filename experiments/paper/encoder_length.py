@@ -4,10 +4,12 @@ The printed set-up of figure 4: the last layer of an encoder and a head, AdamW 1
 ten inner steps, λ by SGD with momentum 0.9, weights within [0, 1], damping 1e-3, CG with 3 steps, SAMA's radius 0.1,
 1000 outer steps. The step size of λ runs over seven powers of ten: the printed grid (0.01 to 100) and two beyond it.
 For MPNet the plan is smaller: of the printed grid only the step size that won with MiniLM and its neighbours, with seed
-0, and the best of them with two further seeds; the rule of the verdict is the same.
+0, and the best of them with two further seeds; the rule of the verdict is the same. So is the plan for more tuned
+layers, whose runs have files of their own.
 
     python -m experiments.paper.encoder_length --device cuda --workers 12 --limit-minutes 9   # continues an earlier run
     python -m experiments.paper.encoder_length --encoder mpnet --device cuda --workers 8 --limit-minutes 9
+    python -m experiments.paper.encoder_length --encoder mpnet --layers 7 --device cuda --workers 3 --limit-minutes 9
     python -m experiments.paper.encoder_length --table                                        # the recorded runs
     python -m experiments.paper.encoder_length --figure                                       # and their figure
 """
@@ -107,21 +109,21 @@ def around(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, ...
     return found
 
 
-def run(source: Source, task: Task, case: TextCase, folder: Path | None = None) -> dict[str, Any]:
-    """One run of ``case.steps`` outer steps; its curve, and what became of the weights.
+def run(source: Source, task: Task, case: TextCase, folder: Path | None = None, layers: int = 1) -> dict[str, Any]:
+    """One run of ``case.steps`` outer steps with ``layers`` tuned; its curve, and what became of the weights.
 
     With a ``folder`` for checkpoints it continues where an earlier one was cut off.
     """
     dataset, name, rate, seed = task
-    split = source.split(Part(dataset, "one", ()), 1, seed)
+    split = source.split(Part(dataset, "one", ()), layers, seed)
     setting = {"inner": 1e-5, "rate": rate, "outer": 0.0, "damping": 1e-3, "alpha": 0.1}
     method = text_methods(TextRates())[TRIALS.get(name, name)]
-    model = source.model(split.classes, 1, seed)
+    model = source.model(split.classes, layers, seed)
     trial = TextTrial(case, split, model, method, setting, seed, case.steps)
     if name in METHODS:
         state = trial.run.state
         state.hypergradient = METHODS[name](state.inner.optimizer, seed)
-    trial.train(test=True, saved=Saved.of(json.dumps([task, case.steps]), folder, SAVED_EVERY))
+    trial.train(test=True, saved=Saved.of(json.dumps([task, case.steps, layers]), folder, SAVED_EVERY))
     weights = trial.weights.weight.detach()
     return {
         "dataset": dataset,
@@ -129,6 +131,7 @@ def run(source: Source, task: Task, case: TextCase, folder: Path | None = None) 
         "rate": rate,
         "seed": seed,
         "steps": case.steps,
+        "layers": layers,
         "visits": case.steps * case.batch / len(split.train),
         "mean_weight": float(weights.mean()),
         "zero": float((weights <= 0).float().mean()),
@@ -144,12 +147,23 @@ def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:
     settings = SimpleNamespace(case=case)
     job = SimpleNamespace(data=options.data, device=torch.device(options.device), settings=settings)
     source = Source(job, options.encoder)  # type: ignore[arg-type]  # it needs these three of a job
-    return lambda task: run(source, task, case, options.checkpoints)
+    return lambda task: run(source, task, case, options.checkpoints, options.layers)
 
 
 def key(row: dict[str, Any]) -> Task:
     """The task of a recorded run."""
     return row["dataset"], row["method"], row["rate"], row["seed"]
+
+
+def result_of(encoder: str, layers: int) -> Path:
+    """The file of the runs of an encoder.
+
+    Example:
+        >>> result_of("mpnet", 7).name
+        'encoder-length-mpnet-7-layers.jsonl'
+    """
+    found = MPNET if encoder == "mpnet" else RESULT
+    return found if layers == 1 else found.with_stem(f"{found.stem}-{layers}-layers")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -264,14 +278,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--checkpoints", type=Path, default=Path("runs/encoder-length"), help="folder of cut-off runs")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--encoder", default="minilm")
+    parser.add_argument("--layers", type=int, default=1, help="tuned layers, counted from the last; default: 1")
     parser.add_argument("--datasets", nargs="+", default=["trec", "youtube", "semeval"])
-    parser.add_argument("--seeds", type=int, default=None, help=f"default: {SEEDS}, with mpnet {FEWEST}")
+    parser.add_argument("--seeds", type=int, default=None, help=f"default: {SEEDS}, of a smaller plan {FEWEST}")
     parser.add_argument("--steps", type=int, default=1000, help="outer steps; default: 1000")
     parser.add_argument("--workers", type=int, default=1, help="runs that share the device; default: 1")
     parser.add_argument("--limit-minutes", type=float, default=1e9, help="no run begins after this time")
     options = parser.parse_args(arguments)
-    smaller = options.encoder == "mpnet"
-    lines = Lines(options.out or (MPNET if smaller else RESULT))
+    smaller = options.encoder == "mpnet" or options.layers > 1
+    lines = Lines(options.out or result_of(options.encoder, options.layers))
     seeds = options.seeds or (FEWEST if smaller else SEEDS)
     grids = around(Lines(RESULT).rows) if smaller else None
     if options.table:

@@ -45,6 +45,8 @@ PASSES = 2
 """Over the parts: those of the arm ``long`` begin when step sizes have been chosen."""
 DEFENDED = ("label flip", NOISE, "TGDA-CG", "TGDA-KFAC-EMP")
 """The poisoned sets that the defence is measured on, for the first seed; of TGDA those of its own step sizes."""
+FINER = (3e-7, 1e-6)
+"""Of the CNN, where CG's best step was the smallest of the others."""
 SHEETS = 5
 """Training sheets of CIFAR-10."""
 
@@ -55,13 +57,14 @@ class Part:
 
     In the arm ``printed`` all have the step sizes that the paper prints. In the arm ``own`` each has the relative step
     of λ that costs a network trained from scratch most on held-out rows. ``long`` is ``own`` with :data:`LONG` times as
-    many steps, and ``reference`` needs none.
+    many steps, and ``reference`` needs none. ``finer`` are relative steps that are tried besides those of the settings.
     """
 
     model: str
     arm: str
     methods: tuple[str, ...]
     seeds: int | None = None
+    finer: tuple[float, ...] = ()
 
     @property
     def stage(self) -> str:
@@ -183,7 +186,8 @@ def entry(job: Job, source: Source, part: Part, name: str, tuned: Setting | None
 
     grid: Grid = {} if name in REFERENCES else PRINTED
     if own:
-        grid = {"bound": settings.bounds} if name == NOISE else {**PRINTED, "inner": (0.1,), "outer": settings.outer}
+        outer = (*part.finer, *settings.outer)
+        grid = {"bound": settings.bounds} if name == NOISE else {**PRINTED, "inner": (0.1,), "outer": outer}
     if tuned is not None:
         grid = {key: (value,) for key, value in tuned.items()}
     return Entry(name, grid, score, final)
@@ -244,7 +248,8 @@ def _stages(job: Job, source: Source) -> list[Stage]:
         if part.arm == "long":
             tuned = dict(_chosen(job, [stage for stage in made if stage.name == f"{part.model}/own"], part.methods))
         entries = [] if waits else [entry(job, source, part, name, setting) for name, setting in tuned.items()]
-        made.append(Stage(part.stage, entries, part.seeds, int(job.settings.trials) if part.arm == "own" else 1))
+        trials = int(job.settings.trials) + len(part.finer) if part.arm == "own" else 1
+        made.append(Stage(part.stage, entries, part.seeds, trials))
     return made
 
 
@@ -308,7 +313,8 @@ def parts_for(models: Sequence[str], seeds: int | None = None) -> tuple[Part, ..
     """The decisive methods of every model first, then a long attack, the printed step sizes, and further curvatures."""
     first = []
     for model in models:
-        first += [Part(model, "reference", REFERENCES, seeds), Part(model, "own", DECISIVE, seeds)]
+        finer = FINER if model == "CNN" else ()
+        first += [Part(model, "reference", REFERENCES, seeds), Part(model, "own", DECISIVE, seeds, finer)]
         first += [Part(model, "long", DECISIVE[1:], 1)] if model == "MLP" else []
     first += [Part(model, "long", DECISIVE[:1], 1) for model in models if model == "MLP"]
     first += [Part(model, "own", (*FIRST[2:], NOISE), seeds) for model in models]

@@ -96,6 +96,27 @@ def test_a_run_of_each_method() -> None:
         assert json.loads(json.dumps(far))["steps"] == 4
 
 
+def test_more_tuned_layers_have_the_smaller_plan_and_a_file_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    case = TextCase(batch=16, inner_steps=1, steps=1, looks=1, tokens=16)
+    job = SimpleNamespace(data=None, device=torch.device("cpu"), settings=SimpleNamespace(case=case))
+    source, task = Source(job, MADE_UP), (MADE_UP, "KFAC", 100.0, 0)  # type: ignore[arg-type]
+    made, tuned = source.model, list[int]()
+    monkeypatch.setattr(source, "model", lambda *of: tuned.append(made(*of).layers) or made(*of))
+    found = [encoder_length.run(source, task, case, layers=layers) for layers in (1, 2)]
+    assert [row["layers"] for row in found] == tuned == [1, 2]
+    seen = list[tuple[set[Any], int]]()
+    monkeypatch.setattr(
+        encoder_length, "tasks", lambda names, seeds, rows, grids: seen.append((set(grids or ()), seeds)) or iter(())
+    )
+    for arguments in ([], ["--layers", "7"]):
+        encoder_length.main(arguments)
+    rows = Lines(encoder_length.RESULT).rows
+    assert seen[0] == (set(), encoder_length.SEEDS)
+    assert seen[-1] == (set(encoder_length.around(rows)), encoder_length.FEWEST)
+    assert encoder_length.result_of("minilm", 7).name == "encoder-length-7-layers.jsonl"
+
+
 def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in its fourth step, it continues from the third with the same batches, momentum and schedule."""
     pytest.importorskip("transformers")

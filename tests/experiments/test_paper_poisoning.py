@@ -296,6 +296,22 @@ def test_long_attacks_take_the_step_size_of_the_short_ones_and_wait_for_it(tmp_p
     assert poisoning_page.tables(result)[1].rows == [["MLP", "TGDA-CG", "1.48", "1.00", "1.50", "30 %", "1"]]
 
 
+def test_a_part_may_try_finer_steps_of_every_method_and_keeps_what_is_recorded(tmp_path: Path) -> None:
+    recipe, whole = poisoning.RECIPES[0], poisoning.SETTINGS["smoke"]
+    plain = poisoning.Part("CNN", "own", poisoning.DECISIVE)
+
+    def made(part: poisoning.Part) -> tuple[str, list[list[float]]]:
+        settings = replace(whole, parts=(part,), trials=len(whole.outer))
+        job = replace(recipe, settings={"smoke": settings}).job("smoke", 1, torch.device("cpu"), tmp_path)
+        (stage,) = poisoning._stages(job, poisoning.Source(job))
+        tried = [task for _, task in missing(job, [stage], 1)]
+        return job.cells.mark, [[x.setting["outer"] for x in tried if x.entry == i] for i in (0, 1)]
+
+    (mark, before), (again, after) = made(plain), made(replace(plain, finer=poisoning.FINER))
+    assert mark == again and before == [list(whole.outer)] * 2
+    assert after == [[*poisoning.FINER, *whole.outer]] * 2 and max(poisoning.FINER) < min(whole.outer)
+
+
 def test_a_model_without_its_data_waits(tmp_path: Path) -> None:
     """Its stages are there but empty, so that tasks keep their numbers."""
     recipe = poisoning.RECIPES[0]

@@ -15,6 +15,10 @@ from hyperkron.solution import HyperkronError
 
 Coefficient = float | Tensor
 
+SMALL = 2**18
+"""Parameters of up to this many numbers are joined into one tensor, because each operation costs more than its numbers.
+Larger ones are not, because the joined tensor is kept for the backward pass."""
+
 
 def l2(parameters: nn.Module | Tensor | Iterable[Tensor], coefficient: Coefficient | Sequence[Coefficient]) -> Loss:
     r"""The penalty Σ_p α_p ‖p‖² (not ½α‖p‖²), which adds 2α_p to the Hessian at p.
@@ -46,22 +50,41 @@ def l2(parameters: nn.Module | Tensor | Iterable[Tensor], coefficient: Coefficie
             "per parameter (frozen ones included), or a single number."
         )
     trained = isinstance(parameters, nn.Module) and any(p.requires_grad for p in tensors)
-    values, records, divided = [], [], list[tuple[Tensor, Coefficient]]()
-    for parameter, alpha in zip(tensors, given, strict=True):
-        if trained and not parameter.requires_grad:
-            continue
+    chosen = [(p, alpha) for p, alpha in zip(tensors, given, strict=True) if p.requires_grad or not trained]
+    for parameter, alpha in chosen:
         _check_coefficient(alpha, parameter)
-        records.append(L2(parameter, alpha.detach() if isinstance(alpha, Tensor) else float(alpha), (alpha,)))
-        if is_sharded(parameter):
-            divided.append((parameter, alpha))
-            continue
-        squares = parameter.to(torch.promote_types(parameter.dtype, torch.float32)).square()
-        spread = isinstance(alpha, Tensor) and alpha.ndim > 0
-        values.append((alpha * squares).sum() if spread else alpha * squares.sum())
+    divided = [(p, alpha) for p, alpha in chosen if is_sharded(p)]
+    values = [_value(group, alpha) for group, alpha in _groups(pair for pair in chosen if not is_sharded(pair[0]))]
     if divided:
         norms = squared_norms([parameter for parameter, _ in divided])
         values += [alpha * norm for (_, alpha), norm in zip(divided, norms, strict=True)]
-    return Loss(torch.stack(values).sum(), l2=tuple(records))
+    value = values[0] if len(values) == 1 else torch.stack(values).sum()
+    return Loss(value, l2=tuple(L2(p, a.detach() if isinstance(a, Tensor) else float(a), (a,)) for p, a in chosen))
+
+
+def _groups(pairs: Iterable[tuple[Tensor, Coefficient]]) -> list[tuple[list[Tensor], Coefficient]]:
+    """Parameters whose penalty is computed together: small ones of one kind with one number as coefficient."""
+    found: dict[Any, tuple[list[Tensor], Coefficient]] = {}
+    for number, (p, alpha) in enumerate(pairs):
+        one = id(alpha) if isinstance(alpha, Tensor) else alpha
+        alone = not 0 < p.numel() <= SMALL or (isinstance(alpha, Tensor) and alpha.ndim > 0)
+        key = number if alone else (one, p.dtype, p.device, p.requires_grad)
+        found.setdefault(key, ([], alpha))[0].append(p)
+    return list(found.values())
+
+
+def _value(parameters: list[Tensor], alpha: Coefficient) -> Tensor:
+    """Σ_p α ‖p‖² of a group."""
+    joined = parameters[0] if len(parameters) == 1 else torch.cat([_flat(p) for p in parameters])
+    squares = joined.to(torch.promote_types(joined.dtype, torch.float32)).square()
+    return (alpha * squares).sum() if isinstance(alpha, Tensor) and alpha.ndim > 0 else alpha * squares.sum()
+
+
+def _flat(p: Tensor) -> Tensor:
+    """The numbers of ``p`` in the order of its memory, so that they need not be copied."""
+    if not p.is_contiguous():
+        p = p.permute(sorted(range(p.ndim), key=p.stride, reverse=True))
+    return p.reshape(-1)
 
 
 def _tensors(parameters: Any) -> list[Tensor]:
