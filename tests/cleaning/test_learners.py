@@ -13,7 +13,7 @@ from blobs import quicken
 from hyperkron.cleaning import OURS, CleanConfig, learners
 from hyperkron.cleaning.alternatives import fitted
 from hyperkron.cleaning.config import BOOSTED, FOREST, NETWORK
-from hyperkron.cleaning.learners import chosen_learner, grow, half_answers, name_of, told
+from hyperkron.cleaning.learners import best, chosen_learner, grow, half_answers, name_of, told
 from hyperkron.cleaning.method import Outcome, clean_labels
 from hyperkron.cleaning.models import linear, trees
 from hyperkron.cleaning.stages import Stages
@@ -56,6 +56,17 @@ def test_trees_where_a_line_cannot_tell_the_classes_apart_and_a_network_where_it
     work, outcome = prepared(squares=False)
     assert chosen_learner(work, outcome) == NETWORK
     assert name_of(fitted(OURS, [work], [outcome], "stage")[0]) == NETWORK
+
+
+def test_trees_need_a_clear_lead() -> None:
+    random = torch.Generator().manual_seed(0)
+    network, noise = -torch.rand(2, 100, generator=random)
+    noise = (noise - noise.mean()) / noise.std()
+    for lead, kind in ((2.9, NETWORK), (3.1, BOOSTED)):  # of a standard error of 10
+        told = {NETWORK: network, FOREST: network - 0.1, BOOSTED: network + noise + lead / 10}
+        assert best(told) == kind
+    assert best({NETWORK: network, FOREST: network, BOOSTED: network}) == NETWORK
+    assert best({NETWORK: network, FOREST: network + noise + 1, BOOSTED: network + noise + 0.9}) == FOREST
 
 
 def test_both_kinds_of_trees_learn_the_posterior_and_not_the_labels() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from blobs import quicken
 from experiments.cleaning import development, trust_data
-from experiments.cleaning.development import MADE, SOURCES, jobs, made, measure, split, summary
+from experiments.cleaning.development import MADE, SOURCES, chosen, jobs, made, measure, split, summary
 from hyperkron.cleaning.config import BOOSTED, FOREST, NETWORK
 from hyperkron.cleaning.models import trees
 
@@ -49,7 +49,7 @@ def test_a_setting_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trees, "ROUNDS", 5)
     monkeypatch.setattr(development, "ROWS", 200)
     found = measure(("boxes", "uniform-20", 100, 10), Path())
-    assert set(found["test"]) == {NETWORK, FOREST, BOOSTED, "rival"} and found["chosen"] in found["test"]
+    assert set(found["test"]) == {NETWORK, FOREST, BOOSTED, "rival"} and chosen(found) in found["test"]
     for evidence in found["evidence"].values():
         assert all(len(pair) == 2 and pair[1] > 0 for pair in evidence.values())
 
@@ -61,15 +61,19 @@ def test_jobs_take_all_tables_in_turn() -> None:
 
 
 def test_the_summary_by_hand() -> None:
-    def row(name: str, chosen: str, *accuracies: float) -> dict[str, Any]:
-        kinds = (NETWORK, FOREST, BOOSTED, "rival")
-        return {"job": [name, "class-40", 100, 10], "chosen": chosen, "test": dict(zip(kinds, accuracies, strict=True))}
+    def row(name: str, leads: tuple[float, float], *accuracies: float) -> dict[str, Any]:
+        test = dict(zip((NETWORK, FOREST, BOOSTED, "rival"), accuracies, strict=True))
+        evidence = {
+            k: {"noisy": [v, 3.0], "trusted": [1.0, 4.0]} for k, v in zip((FOREST, BOOSTED), leads, strict=True)
+        }
+        return {"job": [name, "class-40", 100, 10], "test": test, "evidence": evidence}
 
     rows = [
-        row("x", FOREST, 0.5, 0.7, 0.6, 0.6),
-        row("x", NETWORK, 0.9, 0.8, 0.7, 0.6),
-        row("y", BOOSTED, 0.6, 0.7, 0.5, 0.6),
+        row("x", (20, 16), 0.5, 0.7, 0.6, 0.6),  # both trees lead by more than three times 5
+        row("x", (12, -5), 0.9, 0.8, 0.7, 0.6),
+        row("y", (10, 30), 0.6, 0.7, 0.5, 0.6),
     ]
+    assert [chosen(one) for one in rows] == [FOREST, NETWORK, BOOSTED]
     text = summary(rows)
     assert "| x | 2 | 70.0 | 75.0 | 65.0 | 60.0 | 80.0 | 1, 1, 0 |" in text
     assert "Trees in 2 of 3: +5.0" in text and "better in 1, worse in 1" in text

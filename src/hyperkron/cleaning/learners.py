@@ -1,13 +1,14 @@
 """The learner that comes out: a network, a forest or boosted trees, all fitted to the same cleaned labels.
 
 Each is fitted to the noisy rows of one half, with the posterior q as soft labels, and to the trusted rows of the other
-half, and asked about the rest. The one whose answers explain labels it has not seen best is fitted to all rows:
+half, and asked about the rest. What counts is how well the answers explain labels that the learner has not seen,
 
     S(f) = max_τ  Σ_n log Σ_k f_τ(k | x_n) P(y_n | k, x_n)  +  Σ_m log f_τ(y_m | x_m) ,      f_τ ∝ f^τ ,
 
-over the noisy rows n and the trusted rows m. Trusted rows are few; the given labels of the noisy rows are many, and
-through the noise they say the same about f, less clearly. How sure a learner is of itself does not count: τ takes it
-away.
+over the noisy rows n and the trusted rows m. The best trees are fitted to all rows where their lead over the network is
+more than MARGIN standard errors of the difference, else a network. Trusted rows are few; the given labels of the noisy
+rows are many, and through the noise they say the same about f, less clearly. How sure a learner is of itself does not
+count: τ takes it away.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from hyperkron.cleaning.work import Work
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.4, 2.0, 3.0)
 """τ, of which each learner has the one that suits it best."""
+MARGIN = 3.0
+"""Standard errors by which trees must lead: two models of each kind were asked, and all rows share their luck."""
 
 
 def name_of(model: nn.Module) -> str:
@@ -80,8 +83,14 @@ def evidence(work: Work, outcome: Outcome) -> dict[str, Tensor]:
 
 
 def best(told: dict[str, Tensor]) -> str:
-    """The learner with most evidence."""
-    return max(told, key=lambda kind: float(told[kind].sum()))
+    """The learner with most evidence, but a network where its lead is not clear."""
+
+    def lead(kind: str) -> float:
+        difference = (told[kind] - told[NETWORK]).double()
+        return float(difference.sum() / (difference.std() * len(difference) ** 0.5).clamp(min=1e-12))
+
+    ahead = [kind for kind in told if kind != NETWORK and lead(kind) > MARGIN]
+    return max(ahead, key=lambda kind: float(told[kind].sum()), default=NETWORK)
 
 
 def chosen_learner(work: Work, outcome: Outcome) -> str:
