@@ -150,7 +150,7 @@ def measure(job: Job, table: dict[str, np.ndarray], encoder: str | None, alone: 
     p = np.asarray(result.error_probability, dtype=float)
     used = np.isfinite(p)
     wrong = (split.given != split.gold)[used]
-    keys = ("name", "accuracy", "low", "high", "rows", "test_accuracy", "seconds", "different")
+    keys = ("name", "accuracy", "low", "high", "rows", "test_accuracy", "seconds", "different", "learner")
     noise = {key: value for key, value in result.summary["noise"].items() if key != "matrix"}
     return {
         "dataset": name,
@@ -167,7 +167,7 @@ def measure(job: Job, table: dict[str, np.ndarray], encoder: str | None, alone: 
         "wrong": float(wrong.mean()),
         "estimated": noise,
         "chosen": result.chosen,
-        "model": type(result.model).__name__,
+        "learner": result.summary["learner"],
         "verdict": result.verdict,
         "candidates": [{key: c.get(key) for key in keys} for c in result.candidates],
         "average_precision": average_precision(wrong, p[used]),

@@ -213,7 +213,7 @@ def prepare(rda: Path, data: Path, names: list[str]) -> None:
             np.savez_compressed(folder / "pool.npz", x=x, y=y)
             print(name, x.shape, flush=True)
             continue
-        frame = _table(source, rda) if source.kind == "table" else _texts(source, data)
+        frame = r_table(source, rda) if source.kind == "table" else _texts(source, data)
         if source.kind == "text":
             frame = frame.drop_duplicates("text")
         if len(frame) > POOL_ROWS:
@@ -227,7 +227,8 @@ def prepare(rda: Path, data: Path, names: list[str]) -> None:
         print(name, frame.shape, dict(Counter(frame["label"])), flush=True)
 
 
-def _table(source: Source, rda: Path) -> pandas.DataFrame:
+def r_table(source: Source, rda: Path) -> pandas.DataFrame:
+    """A data frame of an R package, its classes in the column ``label``."""
     import rdata
 
     file = next(rda.glob(f"**/{source.origin}/data/{source.item}.rda"))

@@ -15,6 +15,7 @@ from typing import Any
 
 from experiments.pieces import Lines
 from hyperkron.cleaning import OURS
+from hyperkron.cleaning.config import BOOSTED, FOREST
 
 Run = dict[str, Any]
 Z = 1.96
@@ -80,7 +81,8 @@ def delivered(run: Run) -> float:
 
 def delivers_trees(run: Run) -> bool:
     """Whether the chosen model is one of trees; our own method's can be (older runs do not say)."""
-    return run["chosen"] in TREES or run.get("model") == "TreeEnsemble"
+    kind = run.get("learner") or run.get("model")  # older runs have the name of a class, or nothing
+    return run["chosen"] in TREES or kind in (FOREST, BOOSTED, "TreeEnsemble")
 
 
 def best_network(run: Run) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from blobs import Blobs, Watch, blobs, quicken, write_csv
-from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig, clean, load, resume, run
+from hyperkron.cleaning import ALTERNATIVES, OURS, CleanConfig, alternatives, clean, load, resume, run
 from hyperkron.cleaning.alternatives import GOLD_SHARE, TREES, available, fitted, targets_for
 from hyperkron.cleaning.annotators import Votes
+from hyperkron.cleaning.config import BOOSTED, FOREST, NETWORK
 from hyperkron.cleaning.filters import neighbour_votes
 from hyperkron.cleaning.method import Opinion, Outcome
 from hyperkron.cleaning.models import linear, trees
@@ -26,7 +28,7 @@ from hyperkron.solution import HyperkronError
 
 NOISY, TRUSTED = torch.arange(20), torch.arange(20, 26)
 GIVEN = torch.cat([torch.arange(20) % 2, torch.tensor([0, 0, 0, 1, 1, 1])])
-NETWORK = CleanConfig(epochs=1, compare=())
+ALONE = CleanConfig(epochs=1, compare=())
 
 
 @pytest.fixture(autouse=True)
@@ -103,21 +105,6 @@ def test_trees_are_grown_from_the_rows_that_are_kept(name: str, monkeypatch: pyt
         targets_for(name, work, outcome)
 
 
-def test_ours_is_a_forest_where_forests_predict_trusted_rows_better() -> None:
-    pytest.importorskip("sklearn")
-    work, outcome = views(trees=True, tree_model=True)
-    wrong = outcome.fold_models.flip(1)
-    object.__setattr__(outcome, "fold_models", wrong)
-    two = views(trees=True, tree_model=True)
-    object.__setattr__(two[1], "cleaned_forest", wrong)
-    grown, network = fitted(OURS, [work, two[0]], [outcome, two[1]], "stage")
-    assert isinstance(grown, TreeEnsemble) and not isinstance(network, TreeEnsemble)
-    x = torch.tensor([[-2.0], [2.0]])
-    assert grown(x).argmax(1).tolist() == [0, 1]  # learnt from the posterior, not from the labels
-    only = views(trees=True)[0]
-    assert not outcome.prefers_trees(only)  # somebody gave a network
-
-
 def test_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     names, messages = available(ALTERNATIVES, table=False, vectors=False)
     assert not {"forest", "boosted", "neighbours"} & set(names) and not messages
@@ -137,21 +124,25 @@ def data() -> Blobs:
 
 
 @pytest.mark.long
-def test_a_forest_that_is_delivered_can_be_loaded_and_resumed(
-    data: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [FOREST, BOOSTED])
+def test_trees_that_are_delivered_can_be_loaded_and_resumed(
+    kind: str, data: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("sklearn")
-    monkeypatch.setattr(Outcome, "prefers_trees", lambda self, work: work.tree_model)
+    monkeypatch.setattr(alternatives, "chosen_learner", lambda work, _: kind if work.tree_model else NETWORK)
     train, trusted = write_csv(tmp_path / "a.csv", data.train), write_csv(tmp_path / "b.csv", data.trusted)
     found = clean(train, trusted, out=tmp_path / "run", config=CleanConfig(epochs=1, compare=("forest",)))
     assert isinstance(found.model, TreeEnsemble)
+    told = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert found.summary["learner"] == told["learner"] == kind
+    assert next(c for c in told["candidates"] if c["name"] == OURS)["learner"] == kind
     columns = {"across": data.test[0][:, 0].numpy(), "up": data.test[0][:, 1].numpy()}
     answers = found.predict(columns)
     assert float((answers.argmax(1) == data.test[1]).double().mean()) > 0.85
     for again in (load(tmp_path / "run"), resume(tmp_path / "run")):
         assert torch.equal(again.predict(columns), answers)
-    network = clean(train, trusted, model=partial(linear, 2, 3), config=NETWORK)
-    assert not isinstance(network.model, TreeEnsemble)
+    network = clean(train, trusted, model=partial(linear, 2, 3), config=ALONE)
+    assert not isinstance(network.model, TreeEnsemble) and network.summary["learner"] == NETWORK
 
 
 def test_an_estimator_of_ones_own(data: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +153,9 @@ def test_an_estimator_of_ones_own(data: Blobs, tmp_path: Path, monkeypatch: pyte
     watch = Watch()
     estimator = KNeighborsClassifier(15)
     train, trusted = write_csv(tmp_path / "a.csv", data.train), write_csv(tmp_path / "b.csv", data.trusted)
-    found = clean(train, trusted, estimator=estimator, out=tmp_path / "run", config=NETWORK, progress=watch)
+    found = clean(train, trusted, estimator=estimator, out=tmp_path / "run", config=ALONE, progress=watch)
     assert [c["name"] for c in found.candidates] == [OURS, "estimator", "estimator-cleaned"]
-    assert isinstance(found.model, EstimatorModel)
+    assert isinstance(found.model, EstimatorModel) and found.summary["learner"] == "KNeighborsClassifier"
     assert float((found.predict(data.test[0]).argmax(1) == data.test[1]).double().mean()) > 0.85
     assert any("model.safetensors holds the cleaned model" in message for message in watch.messages)
     assert not isinstance(load(tmp_path / "run").model, EstimatorModel)

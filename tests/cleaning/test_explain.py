@@ -14,10 +14,10 @@ import torch
 
 from blobs import blobs, quicken, write_csv
 from hyperkron.attribution import Attribution
-from hyperkron.cleaning import CleanConfig, clean, explain
+from hyperkron.cleaning import CleanConfig, alternatives, clean, explain
 from hyperkron.cleaning.api import continued
+from hyperkron.cleaning.config import FOREST, NETWORK
 from hyperkron.cleaning.explain import Explained, Explanation, Witness
-from hyperkron.cleaning.method import Outcome
 from hyperkron.cleaning.report import write_explanation
 from hyperkron.cli.app import main
 from hyperkron.solution import HyperkronError, Status
@@ -26,7 +26,7 @@ from hyperkron.solution import HyperkronError, Status
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     quicken(monkeypatch)
-    monkeypatch.setattr(Outcome, "prefers_trees", lambda *_: False)
+    monkeypatch.setattr(alternatives, "chosen_learner", lambda *_: NETWORK)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_csv(folder / f"{name}.csv", getattr(data, name))
     with pytest.MonkeyPatch.context() as patch:
         quicken(patch, least=200)
-        patch.setattr(Outcome, "prefers_trees", lambda *_: False)
+        patch.setattr(alternatives, "chosen_learner", lambda *_: NETWORK)
         config = CleanConfig(compare=())
         clean(folder / "train.csv", folder / "trusted.csv", out=folder / "run", config=config)
     return folder
@@ -169,7 +169,7 @@ def test_reopening_gives_the_result_that_was(folder: Path) -> None:
 def test_where_trees_have_won_a_network_is_explained(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Outcome, "prefers_trees", lambda *_: True)
+    monkeypatch.setattr(alternatives, "chosen_learner", lambda *_: FOREST)
     run = tmp_path / "run"
     result = clean(folder / "train.csv", folder / "trusted.csv", out=run, config=CleanConfig(compare=()))
     assert not list(result.model.parameters())

@@ -96,13 +96,12 @@ def test_a_run_is_one_record(pools: Path, monkeypatch: pytest.MonkeyPatch) -> No
     def cleaned(train: Any, trusted: Any, **options: Any) -> Any:
         assert "label" in train and len(options["test"]) == 100
         one = {"name": "hyperkron", "accuracy": 0.8, "low": 0.7, "high": 0.9, "rows": 30, "test_accuracy": 0.75}
-        summary = {"noise": {"rate": 0.2, "matrix": [[1.0]]}, "seconds": {"total": 1.0}}
+        summary = {"learner": "network", "noise": {"rate": 0.2, "matrix": [[1.0]]}, "seconds": {"total": 1.0}}
         return SimpleNamespace(
             error_probability=doubt,
             summary=summary,
             candidates=[one],
             chosen="hyperkron",
-            model=torch.nn.Linear(1, 1),
             verdict="",
             classes=(0, 1, 2),
         )
@@ -112,7 +111,7 @@ def test_a_run_is_one_record(pools: Path, monkeypatch: pytest.MonkeyPatch) -> No
     record = trust.measure(("vehicle", 0, 10), {}, None)
     assert record["average_precision"] == 1 and record["rows"] == len(split.given) - 1
     assert record["reliability"]["sure"][0] == record["reliability"]["sure"][1] > 0
-    assert record["estimated"] == {"rate": 0.2} and record["model"] == "Linear" and record["outside"]["test"] == 0.7
+    assert record["estimated"] == {"rate": 0.2} and record["learner"] == "network" and record["outside"]["test"] == 0.7
     assert trust.measure(("vehicle", 0, 10), {}, None, alone=True)["outside"] is None
 
 

@@ -16,10 +16,11 @@ from torch.nn.functional import one_hot
 
 from hyperkron import losses
 from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, derivatives
-from hyperkron.cleaning.config import ALTERNATIVES, OURS
+from hyperkron.cleaning.config import ALTERNATIVES, NETWORK, OURS
 from hyperkron.cleaning.evidence import label_evidence, noise_matrix_from_trusted, of_label
 from hyperkron.cleaning.filters import agreeing, confident, neighbour_votes
-from hyperkron.cleaning.method import Outcome, certainty, evidence_forest, vectors
+from hyperkron.cleaning.learners import chosen_learner, grow
+from hyperkron.cleaning.method import Outcome, certainty, vectors
 from hyperkron.cleaning.models import trees
 from hyperkron.cleaning.own import fit_estimator
 from hyperkron.cleaning.trainer import TrainingTargets, optimizer_for, predict, seeded, updates
@@ -129,9 +130,8 @@ def fitted(name: str, works: Sequence[Work], outcomes: Sequence[Outcome], stage:
         return [_without_network(name, work, outcome, stage) for work, outcome in views]
     found: dict[int, nn.Module] = {}
     for i, (work, outcome) in enumerate(views):
-        if name == OURS and outcome.prefers_trees(work):
-            q = outcome.final.posterior
-            found[i] = evidence_forest(work, q, certainty(q, work.given[work.noisy]))[0].eval()
+        if name == OURS and (kind := chosen_learner(work, outcome)) != NETWORK:
+            found[i] = grow(kind, work, torch.cat([work.noisy, work.trusted]), outcome.final.posterior)
     seen = [i for i in range(len(views)) if i not in found][: 1 if name in BLIND else None]
     plans = {i: views[i][1].paced(works[i], works[i].last) if name == OURS else works[i].last for i in seen}
     for plan in dict.fromkeys(plans.values()):

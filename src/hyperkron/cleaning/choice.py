@@ -10,7 +10,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from hyperkron.cleaning.config import OURS
+from hyperkron.cleaning.config import NETWORK, OURS
 
 Z = 1.96
 """Of a 95 % interval of rows that one model answers."""
@@ -183,13 +183,16 @@ def verdict(
     *,
     classes: int,
     test: tuple[int, int] | None = None,
+    learner: str = NETWORK,
 ) -> str:
     """Two or three sentences for a person: the model, how it compares, and the labels.
 
-    ``test`` is how many answers of the chosen one on the test rows are right, and how many those rows are.
+    ``test`` is how many answers of the chosen one on the test rows are right, and how many those rows are; ``learner``
+    what kind of model it is.
     """
     won = next(c for c in candidates if c.name == chosen)
-    named = {OURS: "The cleaned model", "trusted": "Train on the trusted set alone: its model"}
+    kind = "" if learner == NETWORK else f" ({learner})"
+    named = {OURS: f"The cleaned model{kind}", "trusted": "Train on the trusted set alone: its model"}
     name = named.get(chosen, f"The alternative '{chosen}'")
     held = f"{int(won.right.sum())} of {won.rows} trusted rows it had not seen"
     if test is not None:

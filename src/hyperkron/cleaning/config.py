@@ -28,6 +28,9 @@ ALTERNATIVES = (
 
 OURS = "hyperkron"
 
+NETWORK, FOREST, BOOSTED = "network", "random forest", "boosted trees"
+"""Learners: what the delivered model can be, beside an estimator of the user's."""
+
 
 @dataclass(frozen=True)
 class CleanConfig:

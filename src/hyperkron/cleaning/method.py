@@ -46,8 +46,6 @@ from hyperkron.cleaning.work import Work, staged
 
 PRESETS = ((0.35, 1.0, 0.3), (0.35, 1.0, 0.03), (0.35, 1.0, 1.0))
 """(κ, β, γ) of which held-out trusted rows pick one."""
-TEMPERATURES = (0.5, 0.7, 1.0, 1.4, 2.0, 3.0)
-"""Inverse temperatures at which forests and networks are compared."""
 LEARNING_RATE_BOOST = 3.0
 """Factor of its learning rate where the fold models were not trained enough."""
 CONFIDENCE_MARGIN = 0.2
@@ -254,7 +252,16 @@ def error_probability(posterior: Tensor, given: Tensor) -> Tensor:
     return torch.where(given >= 0, 1 - of_label(posterior, given), torch.nan)
 
 
-def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequence[Tensor]) -> list[Tensors]:
+def half_opinion(work: Work, first: Opinion, own: Tensor) -> Tensor:
+    """log p̄ of the noisy rows (N, C), those of half h by experts that saw no trusted row of half h.
+
+    ``own`` is what networks of half of the trusted rows say; only pool, π and T were fitted to all of the view.
+    """
+    log_p = first.pool(torch.cat([logs(own)[None], first.experts[1:]]))[work.noisy]
+    return (log_p + first.shift).log_softmax(1)
+
+
+def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halves: Sequence[Tensor]) -> list[Tensors]:
     """Networks of the noisy rows of one half and the trusted rows of the other, for every preset.
 
     Their opinion on rows they have not seen (``asked``) under the preset whose cross-entropy on the trusted rows,
@@ -262,15 +269,13 @@ def fold_models(works: Sequence[Work], firsts: Sequence[Opinion], halved: Sequen
     rows nor the trusted rows of half h; only the pool and T behind it were fitted to all trusted rows of the view.
     """
 
-    def targets(work: Work, first: Opinion, own: Tensor) -> list[TrainingTargets]:
-        log_p = first.pool(torch.cat([logs(own)[None], first.experts[1:]]))[work.noisy]
-        log_p = (log_p + first.shift).log_softmax(1)
-        rows = [torch.cat([work.side(h, work.noisy), work.side(1 - h, work.trusted)]) for h in (0, 1)]
+    def targets(work: Work, first: Opinion, log_p: Tensor) -> list[TrainingTargets]:
         told = first.votes.log_likelihood
+        rows = [torch.cat([work.side(h, work.noisy), work.side(1 - h, work.trusted)]) for h in (0, 1)]
         return [evidence_targets(work, rows[h], log_p, told, scale) for scale in PRESETS for h in (0, 1)]
 
     def compute() -> list[Tensors]:
-        told = [targets(*view) for view in zip(works, firsts, halved, strict=True)]
+        told = [targets(*view) for view in zip(works, firsts, halves, strict=True)]
         flat = [one for view in told for one in view]
         plan = works[0].quick(-(-len(works[0].noisy) // 2))
         seeds = [work.shift + seed for work in works for _ in PRESETS for seed in (11, 12)]
@@ -311,6 +316,7 @@ class Outcome:
         trusted_expert, noisy_expert, matrix_expert, fold_models: opinions (rows, C) on rows each had not seen.
         scale: κ, β and γ.
         noisy_forest, cleaned_forest: opinions of forests; None where there are none.
+        half_opinion: log p̄ of the noisy rows that the fold models learnt from (N, C).
     """
 
     first: Opinion
@@ -322,25 +328,11 @@ class Outcome:
     scale: tuple[float, float, float]
     noisy_forest: Tensor | None = None
     cleaned_forest: Tensor | None = None
+    half_opinion: Tensor | None = None
 
     def targets(self, work: Work, rows: Tensor) -> TrainingTargets:
         """What the network learns of these rows."""
         return evidence_targets(work, rows, self.final.log_p, self.final.votes.log_likelihood, self.scale)
-
-    def prefers_trees(self, work: Work) -> bool:
-        """Whether the forest of q predicts the trusted rows of the view, out of sample, better than the fold models.
-
-        By cross-entropy, each at the temperature that suits it best: how sure they are is not what is asked. This leans
-        to the forest: its answers are out of bag, but q of the rows it learnt from rests on the same trusted labels.
-        """
-        if self.cleaned_forest is None or not work.tree_model:
-            return False
-        labels, sharper = work.given[work.trusted], torch.tensor(TEMPERATURES, device=work.device)[:, None, None]
-        told = [
-            (sharper * logs(p[work.trusted])).log_softmax(2)[:, torch.arange(len(labels)), labels].sum(1).max()
-            for p in (self.cleaned_forest, self.fold_models)
-        ]
-        return bool(told[0] > told[1])
 
     def paced(self, work: Work, plan: TrainingPlan) -> TrainingPlan:
         """``plan`` for a network trained on :meth:`targets`: at a higher rate where training was too gentle.
@@ -365,10 +357,12 @@ def clean_labels(works: Sequence[Work]) -> list[Outcome]:
     experts = [[a["asked"], said, m, *more] for a, said, m in zip(alone, noisy, matrix, strict=True)]
     firsts = [opinion(work, told, said) for work, told, said in zip(works, experts, noisy, strict=True)]
     halved = [a["halved"] for a in alone]
-    learnt, grown = fold_models(works, firsts, halved), cleaned_forests(works, firsts)
+    halves = [half_opinion(*view) for view in zip(works, firsts, halved, strict=True)]
+    learnt, grown = fold_models(works, firsts, halves), cleaned_forests(works, firsts)
     found = []
-    for work, told, said, first, own, cleaned in zip(works, experts, noisy, firsts, learnt, grown, strict=True):
+    views = zip(works, experts, noisy, firsts, halves, learnt, grown, strict=True)
+    for work, told, said, first, half, own, cleaned in views:
         final = opinion(work, [*told, own["asked"], *([] if cleaned is None else [cleaned])], said)
         networks = told[0], said, told[2], own["asked"]
-        found.append(Outcome(first, final, *networks, PRESETS[int(own["best"])], trees, cleaned))
+        found.append(Outcome(first, final, *networks, PRESETS[int(own["best"])], trees, cleaned, half))
     return found

@@ -22,6 +22,7 @@ from hyperkron.cleaning.config import OURS, CleanConfig, EmbeddingBar, Progress,
 from hyperkron.cleaning.data import Labelled
 from hyperkron.cleaning.folder import RunFolder
 from hyperkron.cleaning.given import Given
+from hyperkron.cleaning.learners import name_of
 from hyperkron.cleaning.method import clean_labels, error_probability
 from hyperkron.cleaning.models import HASHED, EncoderUnavailable, TextEncoder, choose_encoder, load_encoder, trees
 from hyperkron.cleaning.own import EstimatorModel, Own
@@ -100,29 +101,31 @@ class CleaningRun:
             try:
                 now = recorded.environment(self.device)
                 self.folder.record("environment", now, lambda began: self._say(recorded.environment_notes(began, now)))
-                self.prepared = self._prepare()
-                with self.prepared.threads(self.device):
-                    return self._train()
+                with self.working() as work:
+                    return self._train(work)
             finally:
                 self.progress.stop()
 
     def help(self) -> None:
         """Compute stages of a run that another process writes: the comparison first, which needs little of it."""
-        with self.signals:
-            self.prepared = self._prepare()
-            with self.prepared.threads(self.device):
-                work = self._make_work()
-                views = work.views()
-                outcomes = clean_labels(views)
-                for name in in_turn(work.stages, [*reversed(self.names), OURS], "judged-"):
-                    judged(name, views, outcomes)
-                if self.prepared.test is not None:
-                    [outcome] = clean_labels([work])
-                    for name in in_turn(work.stages, self.names[::-1], "network-"):
-                        delivered(name, work, outcome)
+        with self.signals, self.working() as work:
+            views = work.views()
+            outcomes = clean_labels(views)
+            for name in in_turn(work.stages, [*reversed(self.names), OURS], "judged-"):
+                judged(name, views, outcomes)
+            if self.prepared.test is not None:
+                [outcome] = clean_labels([work])
+                for name in in_turn(work.stages, self.names[::-1], "network-"):
+                    delivered(name, work, outcome)
 
-    def _train(self) -> CleanResult:
-        work = self._make_work()
+    @contextmanager
+    def working(self) -> Iterator[Work]:
+        """Prepare the inputs, and give what every stage needs."""
+        self.prepared = self._prepare()
+        with self.prepared.threads(self.device):
+            yield self._make_work()
+
+    def _train(self, work: Work) -> CleanResult:
         total = steps_of(work, work.plan, self.names, self.prepared.test is not None)
         finished = sum(int(line["steps"]) for line in self.folder.logged("stage"))
         self.progress.start(max(1, (total - finished) // self.sharing.count))
@@ -306,12 +309,15 @@ class CleaningRun:
         if won is not None:
             assert self.noise is not None
             test = None if mine is None else (int(mine.sum()), len(mine))
-            more["verdict"] = verdict(chosen, self.table, self.noise, classes=self.work.classes, test=test)
+            more["verdict"] = verdict(
+                chosen, self.table, self.noise, classes=self.work.classes, test=test, learner=self._learner(chosen)
+            )
             more["per_class"] = per_class(self.parts, suspect, won.right, mine)
         return {
             **about_run(self.parts, self.config, self.work.plan, self.device, self.command, self.messages),
             "seconds": self._seconds(),
             "chosen": chosen,
+            "learner": self._learner(chosen),
             **more,
             "candidates": [self._candidate(c, won, right) for c in self.table],
             **scores_summary(self.outcome.scale, self.posterior, self.scores, self.noise, self.work, self.parts[0]),
@@ -368,7 +374,12 @@ class CleaningRun:
             "chosen": c is won,
             "different": None if won is None or c is won else different(won, c, len(self.table) - 1),
             "test_accuracy": float(right[c.name].float().mean()) if c.name in right else None,
+            "learner": self._learner(c.name) if c.name in self.networks else None,
         }
+
+    def _learner(self, name: str) -> str:
+        """What kind of model a candidate that was made from all rows is."""
+        return name_of(self.networks[name])
 
     def _spent_on(self, name: str) -> float:
         """Seconds of training and judging a candidate."""

@@ -46,7 +46,7 @@ class Work:
         stages: finished results.
         tick: called with the stage's name and steps done.
         trees: whether there are forests among the experts.
-        tree_model: whether a forest may be delivered in place of a network.
+        tree_model: whether trees may be delivered in place of a network.
         probabilities: of all rows (rows, C), from a model of the user's; None where there is none.
         estimator: a classifier of the user's; None where there is none.
         held_out: numbers of the trusted rows that are left out of a view, to judge what is made from it.

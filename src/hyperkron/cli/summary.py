@@ -77,6 +77,8 @@ def _suspect(s: Suspect) -> str:
 def _files(run: RunContents) -> str:
     names = (("report", "report.html"), ("rows", "rows.csv"), ("model", "model.safetensors"))
     lines = [f"{title:7} {run.folder / file}" for title, file in names if (run.folder / file).exists()]
+    if learner := run.result.text("learner"):
+        lines = [f"{line} ({learner})" if line.startswith("model") else line for line in lines]
     total = run.result.child("seconds").number("total")
     return "\n".join([*lines, *([f"{'time':7} {lasting(total)}"] if total is not None else [])])
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hyperkron.cleaning.models import trees
-from hyperkron.cleaning.models.trees import as_tensors, boosted, forest, rebuilt
+from hyperkron.cleaning.models.trees import as_tensors, boosted, forest, rebuilt, soft_boosted
 from hyperkron.solution import HyperkronError
 
 ensemble = pytest.importorskip("sklearn.ensemble")
@@ -119,3 +119,29 @@ def test_other_estimators_are_not_converted() -> None:
     assert as_tensors(fitted, 2) is None and as_tensors(object(), 2) is None
     bag = ensemble.BaggingClassifier(n_estimators=2).fit(x.numpy(), y.numpy())
     assert as_tensors(bag, 2) is None
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_boosting_of_certain_labels_is_that_of_soft_ones(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "ROUNDS", 8)
+    x, y = rows(classes)
+    q = nn.functional.one_hot(y, classes).float()
+    soft, hard = soft_boosted(x, q, torch.ones(len(x))), boosted(x, y, classes)
+    assert torch.allclose(soft(x), hard(x), atol=1e-5)
+
+
+def test_boosted_trees_answer_with_the_weighted_mean_of_soft_labels() -> None:
+    group = torch.arange(120) % 2
+    q = torch.where(torch.arange(120)[:, None] < 60, torch.tensor([0.8, 0.2]), torch.tensor([0.3, 0.7]))
+    weight = torch.where((torch.arange(120) < 60) == (group == 0), 1.0, 0.5)  # of group 0 the first half counts twice
+    found = soft_boosted(group[:, None].float(), q, weight)(torch.tensor([[0.0], [1.0]])).softmax(1)[:, 1]
+    assert torch.allclose(found, torch.tensor([(2 * 0.2 + 0.7) / 3, (0.2 + 2 * 0.7) / 3]), atol=1e-3)
+
+
+def test_a_column_of_many_values_is_cut_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "BINS", 16)
+    x = torch.linspace(-1, 1, 400)[:, None]
+    model = soft_boosted(x, nn.functional.one_hot((x[:, 0] > 0.26).long(), 2).float(), torch.ones(400))
+    assert float((model(x).argmax(1) == (x[:, 0] > 0.26)).float().mean()) > 0.95
+    used = model.threshold[model.branches[:, 0] != torch.arange(len(model.branches))]
+    assert len(used.unique()) <= 16 and not set(used.tolist()) & set(x[:, 0].tolist())

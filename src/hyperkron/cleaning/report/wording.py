@@ -162,7 +162,9 @@ def reason(run: RunContents) -> str:
         return ""
     much = f"by more than {PREFERENCE} standard errors on the same rows"
     if run.chosen == OURS:
-        return f"The cleaned model is chosen unless an alternative is better {much}; none is."
+        learner = run.result.text("learner")
+        what = f"The cleaned model{f', of the kind “{learner}”,' if learner else ''}"
+        return f"{what} is chosen unless an alternative is better {much}; none is."
     return f"“{run.chosen}” was chosen because it is better than the cleaned model {much}."
 
 

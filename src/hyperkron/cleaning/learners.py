@@ -1,0 +1,98 @@
+"""The learner that comes out: a network, a forest or boosted trees, all fitted to the same cleaned labels.
+
+Each is fitted to the noisy rows of one half, with the posterior q as soft labels, and to the trusted rows of the other
+half, and asked about the rest. What counts is how well the answers explain labels that the learner has not seen,
+
+    S(f) = max_τ  Σ_n log Σ_k f_τ(k | x_n) P(y_n | k, x_n)  +  Σ_m log f_τ(y_m | x_m) ,      f_τ ∝ f^τ ,
+
+over the noisy rows n and the trusted rows m. The best trees are fitted to all rows where their lead over the network is
+more than MARGIN standard errors of the difference, else a network. Trusted rows are few; the given labels of the noisy
+rows are many, and through the noise they say the same about f, less clearly. How sure a learner is of itself does not
+count: τ takes it away.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from hyperkron.cleaning.config import BOOSTED, FOREST, NETWORK
+from hyperkron.cleaning.evidence import logs
+from hyperkron.cleaning.method import Outcome, certainty, vectors
+from hyperkron.cleaning.models import trees
+from hyperkron.cleaning.models.trees import TreeEnsemble
+from hyperkron.cleaning.own import EstimatorModel
+from hyperkron.cleaning.trainer import predict
+from hyperkron.cleaning.work import Work
+
+TEMPERATURES = (0.5, 0.7, 1.0, 1.4, 2.0, 3.0)
+"""τ, of which each learner has the one that suits it best."""
+MARGIN = 3.0
+"""Standard errors by which trees must lead: two models of each kind were asked, and all rows share their luck."""
+
+
+def name_of(model: nn.Module) -> str:
+    """What kind of learner a fitted model is."""
+    if isinstance(model, TreeEnsemble):
+        return BOOSTED if len(model.base) else FOREST
+    return type(model.estimator).__name__ if isinstance(model, EstimatorModel) else NETWORK
+
+
+def grow(kind: str, work: Work, rows: Tensor, posterior: Tensor) -> TreeEnsemble:
+    """Trees of rows of a view: noisy ones with soft labels q, weighted by how sure q is, and trusted ones."""
+    work.tick(f"{kind} of cleaned labels", 0)
+    q = one_hot(work.given.clamp(min=0), work.classes).to(posterior)
+    weight = torch.ones(len(q), device=work.device)
+    q[work.noisy], weight[work.noisy] = posterior, certainty(posterior, work.given[work.noisy])
+    x, seed = vectors(work, rows), work.config.seed + work.shift
+    if kind == FOREST:
+        return trees.forest(x, q[rows], weight[rows], seed=seed)[0].eval()
+    return trees.soft_boosted(x, q[rows], weight[rows], seed=seed).eval()
+
+
+def half_answers(kind: str, work: Work, posterior: Tensor) -> Tensor:
+    """What trees of one half of the noisy rows and the other half of the trusted rows say of the rest (rows, C)."""
+    asked = torch.zeros(len(work.given), work.classes, device=work.device)
+    for half in (0, 1):  # as the fold models
+        learn = torch.cat([work.side(half, work.noisy), work.side(1 - half, work.trusted)])
+        ask = torch.cat([work.side(1 - half, work.noisy), work.side(half, work.trusted)])
+        asked[ask] = predict(grow(kind, work, learn, posterior), work.inputs, ask)
+    return asked
+
+
+def told(work: Work, outcome: Outcome, answers: Tensor) -> Tensor:
+    """The log-likelihood of the labels under a learner's answers (rows, C), at its best τ: of noisy rows, then trusted.
+
+    Rows without a label have 0.
+    """
+    through = outcome.final.votes.log_likelihood
+    evidence = torch.cat([through - through.max(1, keepdim=True).values, work.known(work.trusted)])
+    rows = torch.cat([work.noisy, work.trusted])
+    sharper = torch.tensor(TEMPERATURES, device=work.device)[:, None, None]
+    found = ((sharper * logs(answers[rows])).log_softmax(2) + evidence).logsumexp(2)
+    return found[found.sum(1).argmax()]
+
+
+def evidence(work: Work, outcome: Outcome) -> dict[str, Tensor]:
+    """For each learner the log-likelihood of the labels of all rows, asked of models that had not seen them."""
+    assert outcome.half_opinion is not None
+    q = (outcome.half_opinion + outcome.first.votes.log_likelihood).softmax(1)
+    answers = {kind: half_answers(kind, work, q) for kind in (FOREST, BOOSTED)}
+    return {kind: told(work, outcome, asked) for kind, asked in {NETWORK: outcome.fold_models, **answers}.items()}
+
+
+def best(told: dict[str, Tensor]) -> str:
+    """The learner with most evidence, but a network where its lead is not clear."""
+
+    def lead(kind: str) -> float:
+        difference = (told[kind] - told[NETWORK]).double()
+        return float(difference.sum() / (difference.std() * len(difference) ** 0.5).clamp(min=1e-12))
+
+    ahead = [kind for kind in told if kind != NETWORK and lead(kind) > MARGIN]
+    return max(ahead, key=lambda kind: float(told[kind].sum()), default=NETWORK)
+
+
+def chosen_learner(work: Work, outcome: Outcome) -> str:
+    """The learner of a view; nothing of it looks at the rows that are held out."""
+    return best(evidence(work, outcome)) if work.trees and work.tree_model else NETWORK
