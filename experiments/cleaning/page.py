@@ -7,9 +7,11 @@ from collections.abc import Callable
 from statistics import stdev
 from typing import Any
 
+from experiments.cleaning import development
 from experiments.cleaning import trust_summary as summary
 from experiments.cleaning.trust_data import SOURCES, TOUCHED
 from experiments.cleaning.trust_summary import Run, against_best, candidate, mean, settings
+from experiments.pieces import Lines
 from experiments.records import PAGES, RESULTS
 from hyperkron.cleaning import OURS
 
@@ -17,6 +19,10 @@ RUNS = RESULTS / "cleaning" / "trust.jsonl"
 BEFORE = RUNS.with_name("trust-before.jsonl")
 LATER = RUNS.with_name("trust-later.jsonl")
 """Runs of the version after the table, under the same splits; most without alternatives (``--alone``)."""
+LEARNERS = RUNS.with_name("trust-learners.jsonl")
+"""Runs of tables after boosted trees became a learner of the method; without alternatives, under the same splits."""
+DEVELOPMENT = RUNS.with_name("development.jsonl")
+"""What the learner was decided on, and settings that were run after that; ``experiments.cleaning.development``."""
 PAGE = PAGES / "cleaning.md"
 HISTORY = RUNS.with_name("trust-decided.md")
 """What was decided when, and what the page cannot compute."""
@@ -201,6 +207,40 @@ def paired(runs: list[Run], later: list[Run]) -> list[str]:
     return table(["runs", "figure", "table", "later", "change"], rows)
 
 
+def learners(runs: list[Run], later: list[Run], now: list[Run]) -> list[str]:
+    """Our model of tables before and after boosted trees became one of its learners, against the table's rivals."""
+    key = lambda r: (r["dataset"], r["seed"], r["per_class"])  # noqa: E731
+    old, middle = ({key(r): r for r in group} for group in (runs, later))
+    rows, joined = [], []
+    shared = [r for r in now if key(r) in old and key(r) in middle]
+    for r in sorted(shared, key=lambda r: (r["dataset"], r["per_class"], r["seed"])):
+        ours, was = candidate(r, OURS), middle[key(r)]
+        others = [c for c in old[key(r)]["candidates"] if c["name"] != OURS]
+        joined.append({**old[key(r)], "chosen": OURS, "candidates": [ours, *others]})
+        best = against_best([joined[-1]])
+        rows.append(
+            [
+                f"{r['dataset']}{' (unseen)' if r['unseen'] else ''} {r['noise']} {r['per_class']}/class, {r['seed']}",
+                "forest" if was["model"] == "TreeEnsemble" else "network",
+                percent(candidate(was, OURS)["test_accuracy"]),
+                r["learner"],
+                percent(ours["test_accuracy"]),
+                f"{percent(best['score'])} ± {percent(best['margin'])} ({best['best']})",
+                f"{percent(ours['low'])}–{percent(ours['high'])}",
+            ]
+        )
+    change = [candidate(r, OURS)["test_accuracy"] - candidate(middle[key(r)], OURS)["test_accuracy"] for r in joined]
+    half = 196 * stdev(change) / len(change) ** 0.5
+    return [
+        *table(["run, seed", "was", "test", "is", "test", "best rival", "interval"], rows),
+        "",
+        f"Change in {len(change)} runs: {100 * mean(change):+.2f} ± {half:.2f} points (95 %), higher in "
+        f"{sum(c > 0 for c in change)}, lower in {sum(c < 0 for c in change)}; in the interval in "
+        f"{sum(summary.covered(candidate(r, OURS), r['test_rows']) for r in joined)}. Below the best rival by more "
+        f"than the interval, were ours always delivered: {below(joined)}.",
+    ]
+
+
 def page() -> str:
     """The whole page."""
     runs, before, failed = measured()
@@ -220,6 +260,14 @@ def page() -> str:
     later = summary.load(LATER)[0]
     commits = ", ".join(sorted({r["commit"] for r in later}))
     lines += [f"## The version after the table ({commits}), under the same splits", "", *paired(runs, later), ""]
+    now = summary.load(LEARNERS)[0]
+    commits = ", ".join(sorted({r["commit"] for r in now}))
+    lines += [
+        "## Network, forest or boosted trees: development tables",
+        "",
+        development.summary(Lines(DEVELOPMENT).rows),
+    ]
+    lines += ["", f"## The same on tables of the trust table ({commits})", "", *learners(runs, later, now), ""]
     lines += ["## Every run", "", *every_run(runs, before), "", HISTORY.read_text("utf-8").rstrip()]
     return HEAD.format(**facts) + "\n".join(lines) + "\n"
 

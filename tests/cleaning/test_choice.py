@@ -118,6 +118,12 @@ def test_the_spread_of_the_noise_is_that_of_the_views() -> None:
     assert noise_of(torch.zeros(3), [torch.zeros(3)], 0.5).stable == 1.0  # no suspects at all
 
 
+def test_the_verdict_says_where_the_cleaned_model_is_trees() -> None:
+    ours, noise = candidate(OURS, [1] * 9 + [0]), Noise(0.231, 0.209, 0.251, 101, 500, 0.9)
+    said = verdict(OURS, [ours], noise, classes=2, learner="boosted trees")
+    assert said.startswith("The cleaned model (boosted trees) is right on 52.1% to 98.8% of new rows")
+
+
 def test_the_verdict_leads_with_the_interval() -> None:
     ours, alone = candidate(OURS, [1] * 9 + [0]), candidate("trusted", [1] * 8 + [0] * 2)
     first = "The cleaned model is right on 52.1% to 98.8% of new rows (95 % interval, from 9 of 10 trusted rows it "

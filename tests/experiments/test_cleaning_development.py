@@ -76,5 +76,5 @@ def test_the_summary_by_hand() -> None:
     assert [chosen(one) for one in rows] == [FOREST, NETWORK, BOOSTED]
     text = summary(rows)
     assert "| x | 2 | 70.0 | 75.0 | 65.0 | 60.0 | 80.0 | 1, 1, 0 |" in text
-    assert "Trees in 2 of 3: +5.0" in text and "better in 1, worse in 1" in text
+    assert "All: trees in 2 of 3, +5.0" in text and "better in 1, worse in 1" in text
     assert "Below the best of the three: 6.67 points" in text  # 0, 0 and 20

@@ -172,6 +172,8 @@ def test_figures_of_made_up_runs() -> None:
 def test_trees_of_our_own_method_count_as_trees_and_are_right_where_no_network_is_better() -> None:
     ours = run("a", 0, 0.8, 0.7, model="TreeEnsemble")
     assert trust_summary.delivers_trees(ours) and not trust_summary.delivers_trees(run("a", 0, 0.8, 0.7))
+    assert trust_summary.delivers_trees(run("a", 0, 0.8, 0.7, learner="boosted trees"))
+    assert not trust_summary.delivers_trees(run("a", 0, 0.8, 0.7, learner="network"))
     ours["candidates"].append({**ours["candidates"][0], "name": "pooled", "test_accuracy": 0.75})
     assert trust_summary.best_network(ours) == 0.75
 
@@ -195,6 +197,20 @@ def test_the_page_has_every_promise_and_every_run() -> None:
     assert len(page.every_run(runs, runs)) == 4 and "0.900 | 0.900 | 0.500" in page.every_run(runs, runs)[-1]
     assert page.candidates(runs)[2].startswith("| hyperkron | 2 | 80.0 | +0.0 | +2.0 ± 0.0 | 100% | 2 | 2 |")
     assert page.below(runs) == "none"
+
+
+def test_our_model_is_compared_run_by_run() -> None:
+    more = {"noise": "uniform-20", "commit": "abc"}
+    runs = [run("vehicle", seed, 0.8, 0.9, **more) for seed in (0, 1)]
+    later = [run("vehicle", 0, 0.8, 0.9, model="TreeEnsemble"), run("vehicle", 1, 0.8, 0.9, model="Sequential")]
+    kinds = ((0, 0.85, "boosted trees"), (1, 0.8, "network"))
+    now = [run("vehicle", seed, score, 0.1, learner=kind, **more) for seed, score, kind in kinds]
+    lines = page.learners(runs, later, [*now, run("dna", 5, 0.1, 0.1, learner="network", **more)])
+    first, second = (line.removeprefix("| vehicle uniform-20 10/class, ") for line in lines[2:4])
+    assert first.startswith("0 | forest | 80.0 | boosted trees | 85.0 | 90.0 ± 1.9 (forest) |")
+    assert second.startswith("1 | network | 80.0 | network | 80.0 |") and lines[4] == ""
+    assert "Change in 2 runs: +2.50" in lines[5] and "higher in 1, lower in 0" in lines[5]
+    assert "vehicle 10/class (82.5 against 90.0, forest)" in lines[5]
 
 
 def test_the_pages_are_up_to_date() -> None:

@@ -100,13 +100,14 @@ class LayerProducts(Products):
 
     def gradients(self, batch: Any, count: int) -> Tree:
         """The gradient of each example, stacked."""
-        found: Tree = {}
+        found = {name: p.new_zeros(count, *p.shape) for name, p in self.point.params.items()}
         for call in self._calls(batch, count):
-            parts = list(call.gradients())
-            for name in parts[0]:
-                x = parts[0][name] if len(parts) == 1 else torch.cat([part[name] for part in parts])
-                found[name] = found[name] + x if name in found else x
-        return {n: found[n] if n in found else p.new_zeros(count, *p.shape) for n, p in self.point.params.items()}
+            start = 0
+            for part in call.gradients():
+                for name, x in part.items():
+                    found[name][start : start + len(x)] += x
+                start += len(x)
+        return found
 
     def _calls(self, batch: Any, count: int) -> list[_LayerCall]:
         """Every call of a layer that the loss depends on, with its input and output gradient."""

@@ -134,9 +134,9 @@ class CleaningRun:
         with self._timed("cleaning"):
             [outcome] = clean_labels([work])
             self.outcome, self.posterior = outcome, outcome.final.posterior
+        self._score_rows()
         with self._timed("network"):
             self.networks[OURS] = delivered(OURS, work, outcome)
-        self._score_rows()
         self.folder.write_inputs(self._about_inputs(), self.prepared.transform.tensors())
         self.folder.write_model(self.networks[OURS])
         with self._timed("comparison"):
@@ -388,9 +388,12 @@ class CleaningRun:
         return round(ours + sum(self.work.stages.seconds.get(stage, 0.0) for stage in stages), 2)
 
     def _seconds(self) -> dict[str, float]:
-        """Of the whole, of the method, and of one plain training, scaled from the network's by their steps."""
-        rows = len(self.work.given)
-        spent = {"total": sum(self.seconds.values()), **self.seconds}
+        """Of the whole, of the method, and of one plain training, scaled by steps from that of a network."""
+        work, spent = self.work, {"total": sum(self.seconds.values()), **self.seconds}
         spent["cleaning"] = self.seconds["cleaning"] + self.seconds["network"]
-        spent["plain"] = self.seconds["network"] * self.work.plan.steps(rows) / self.work.last.steps(rows)
+        each = self.seconds["network"] / work.last.steps(len(work.given))
+        if work.trees and work.tree_model:  # then trees were tried in that time; the noisy expert is two networks
+            half = -(-len(work.noisy) // 2)
+            each = work.stages.seconds.get("noisy-expert", 0.0) / 2 / work.quick(half).steps(half)
+        spent["plain"] = each * work.plan.steps(len(work.given))
         return {name: round(value, 2) for name, value in spent.items()}

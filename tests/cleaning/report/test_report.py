@@ -16,6 +16,7 @@ import pytest
 
 from hyperkron.cleaning.report import page, wording, write_report
 from hyperkron.cleaning.report.folder import read_run
+from hyperkron.cli.summary import summary
 from hyperkron.solution import HyperkronError
 from run_folder import CLASSES, make_rows, picture, write_json, write_run_folder, write_suspects
 
@@ -76,6 +77,15 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> _Reader:
 def test_the_parts_stand_in_their_order(report: _Reader) -> None:
     found = [attributes.get("id") for tag, attributes in report.elements if tag == "section"]
     assert found == ["accuracy", "suspects", "weights", "noise", "cost", "messages", "configuration"]
+
+
+def test_report_and_command_say_what_kind_of_model_it_is(tmp_path: Path) -> None:
+    folder = write_run_folder(tmp_path / "mine")
+    result = json.loads((folder / "result.json").read_text("utf-8"))
+    write_json(folder / "result.json", {**result, "learner": "random forest"})
+    (folder / "model.safetensors").touch()
+    assert wording.reason(read_run(folder)).startswith("The cleaned model (random forest) is chosen unless")
+    assert f"model   {folder / 'model.safetensors'} (random forest)\n" in summary(folder)
 
 
 @pytest.mark.parametrize(

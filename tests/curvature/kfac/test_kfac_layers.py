@@ -294,5 +294,7 @@ def test_gradients_of_examples_are_those_of_patches(
     torch.testing.assert_close(bias, b.sum(-2))
     alone = next(iter(layer.gradients_of_examples(x[0], g[0], most)))[0]
     torch.testing.assert_close(alone, weight[:1])
-    for found, factor in zip(layer.gradients_of_several(x, [g, -2 * g], most), (1, -2), strict=True):
-        torch.testing.assert_close(found, (factor * weight, factor * bias))
+    several = list(zip(*layer.gradients_of_several(x, [g, -2 * g], most), strict=True))
+    for chunks, factor in zip(several, (1, -2), strict=True):
+        for found, wanted in zip(map(torch.cat, zip(*chunks, strict=True)), (weight, bias), strict=True):
+            torch.testing.assert_close(found, factor * wanted)

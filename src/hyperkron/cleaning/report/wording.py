@@ -162,9 +162,8 @@ def reason(run: RunContents) -> str:
         return ""
     much = f"by more than {PREFERENCE} standard errors on the same rows"
     if run.chosen == OURS:
-        learner = run.result.text("learner")
-        what = f"The cleaned model{f', of the kind “{learner}”,' if learner else ''}"
-        return f"{what} is chosen unless an alternative is better {much}; none is."
+        kind = f" ({learner})" if (learner := run.result.text("learner")) else ""
+        return f"The cleaned model{kind} is chosen unless an alternative is better {much}; none is."
     return f"“{run.chosen}” was chosen because it is better than the cleaned model {much}."
 
 

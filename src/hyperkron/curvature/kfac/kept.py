@@ -45,8 +45,9 @@ class LayerGradients:
         if not by_gradients(block, x, gs[0]) or count * size > x.numel() + gs[0].numel():
             return [LayerGradients(block, False, (x, g)) for g in gs]
         most = max(1, GRADIENTS.get(x.device.type, 2**24) // (size * len(gs)))
-        pairs = layer.gradients_of_several(cast_floating(x, dtype), [g.to(dtype) for g in gs], most)
-        return [LayerGradients(block, True, pair) for pair in pairs]
+        chunks = layer.gradients_of_several(cast_floating(x, dtype), [g.to(dtype) for g in gs], most)
+        pairs = (tuple(map(torch.cat, zip(*chunk, strict=True))) for chunk in zip(*chunks, strict=True))
+        return [LayerGradients(block, True, (weight, bias)) for weight, bias in pairs]
 
     @property
     def numbers(self) -> int:

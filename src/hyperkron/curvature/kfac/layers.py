@@ -121,10 +121,9 @@ class Layer(ABC):
             for a, b in zip(inputs.split(most), gradients.split(most), strict=True):
                 yield b.mT @ a.to(b.dtype), b.sum(-2)
 
-    def gradients_of_several(self, x: Tensor, gs: Sequence[Tensor], most: int) -> list[Pair]:
-        """:meth:`gradients_of_examples` of all examples, for each of several output gradients ``gs`` of one input."""
-        chunks = (zip(*self.gradients_of_examples(x, g, most), strict=True) for g in gs)
-        return [(torch.cat(weights), torch.cat(biases)) for weights, biases in chunks]
+    def gradients_of_several(self, x: Tensor, gs: Sequence[Tensor], most: int) -> Iterator[tuple[Pair, ...]]:
+        """:meth:`gradients_of_examples` for each of several output gradients ``gs`` of one input."""
+        return zip(*(self.gradients_of_examples(x, g, most) for g in gs), strict=True)
 
     def to_matrix(self, weight: Tensor) -> Tensor:
         """The weight as (groups, d_out, d_in)."""
@@ -289,49 +288,40 @@ class ConvLayer(Layer):
             yield rows.view(self.groups, len(part), -1, self.d_in).transpose(0, 1), gradient
 
     def gradients_of_examples(self, x: Tensor, g: Tensor, most: int) -> Iterator[Pair]:
-        x, g = self._batched(x), self._batched(g)
-        if not self._without_patches(x):
-            yield from super().gradients_of_examples(x, g, most)
-            return
-        for part, gradient in zip(x.split(most), g.split(most), strict=True):
-            yield from self.gradients_of_several(part, [gradient], most)
+        if self._side_by_side(x):
+            return (made for (made,) in self._from_rows_of_pixels(x, [g], most))
+        return super().gradients_of_examples(self._batched(x), self._batched(g), most)
 
-    def gradients_of_several(self, x: Tensor, gs: Sequence[Tensor], most: int) -> list[Pair]:
-        x, gs = self._batched(x), [self._batched(g) for g in gs]
-        if not self._without_patches(x):
-            return super().gradients_of_several(x, gs, most)
-        found = [(g.new_empty(len(g), 1, self.d_out, self.d_in), g.new_empty(len(g), 1, self.d_out)) for g in gs]
-        numbers = x.shape[1:].numel() * self.module.kernel_size[1] + len(gs) * gs[0].shape[1:].numel()
-        step = max(1, CACHED_ELEMENTS // numbers)
-        for i in range(0, len(x), step):
-            some = slice(i, i + step)
-            self._write_gradients(
-                x[some], [g[some] for g in gs], [(weight[some], bias[some]) for weight, bias in found]
-            )
-        return found
+    def gradients_of_several(self, x: Tensor, gs: Sequence[Tensor], most: int) -> Iterator[tuple[Pair, ...]]:
+        if self._side_by_side(x):
+            return self._from_rows_of_pixels(x, gs, most)
+        return super().gradients_of_several(x, gs, most)
 
-    def _without_patches(self, x: Tensor) -> bool:
-        """Whether gradients of examples are made from rows of pixels."""
+    def _side_by_side(self, x: Tensor) -> bool:
+        """Whether gradients of examples are made without patches."""
         m = self.module
         return x.device.type == "cpu" and isinstance(m, nn.Conv2d) and m.groups == 1 and m.stride[0] == 1
 
-    def _write_gradients(self, x: Tensor, gs: Sequence[Tensor], room: Sequence[Pair]) -> None:
-        """Write gradients of examples into ``room``: from rows of pixels, a product for each row of the kernel, instead
-        of patches; for few channels from patches that are transposed. Either is copied once for all of ``gs``.
+    def _from_rows_of_pixels(self, x: Tensor, gs: Sequence[Tensor], most: int) -> Iterator[tuple[Pair, ...]]:
+        """Gradients of examples from rows of pixels, a product for each row of the kernel, in place of patches; for few
+        channels from patches that are transposed. Either is copied once for all output gradients.
 
         A row of the kernel meets kw neighbouring pixels. With these side by side, (N, height, W_out, kw·C), what it
         meets at all positions is a slice of the image, which need not be copied for every row of the kernel.
         """
-        few, (high, wide) = x.shape[1] <= FEW_CHANNELS, gs[0].shape[2:]
-        planes, taps = (self._planes(x, high, wide), []) if few else (None, self._taps(x, high, wide))
-        for g, (weight, bias) in zip(gs, room, strict=True):
-            b = g.movedim(1, -1).reshape(len(x), high * wide, self.d_out)
-            if planes is not None:
-                joint = (planes @ b).mT
-                weight[:, 0], bias[:, 0] = joint[..., :-1], joint[..., -1]
-            else:
-                torch.cat([b.mT @ a for a in taps], -1, out=weight[:, 0])
-                torch.sum(b, 1, out=bias[:, 0])
+        m, x, gs = self.module, self._batched(x), [self._batched(g) for g in gs]
+        kw, channels, (high, wide) = m.kernel_size[1], x.shape[1], gs[0].shape[2:]
+        step = CACHED_ELEMENTS // (x.shape[2:].numel() * kw * channels + len(gs) * gs[0].shape[1:].numel())
+        step = max(1, min(step, most))
+        for part, *gradients in zip(*(t.split(step) for t in (x, *gs)), strict=True):
+            flat = [g.movedim(1, -1).reshape(len(part), high * wide, self.d_out) for g in gradients]
+            if channels <= FEW_CHANNELS:
+                planes = self._planes(part, high, wide)
+                joint = [(planes @ b).mT[:, None] for b in flat]
+                yield tuple((made[..., :-1].contiguous(), made[..., -1]) for made in joint)
+                continue
+            taps = self._taps(part, high, wide)
+            yield tuple((torch.cat([b.mT @ a for a in taps], -1)[:, None], b.sum(1)[:, None]) for b in flat)
 
     def _taps(self, x: Tensor, high: int, wide: int) -> list[Tensor]:
         """What each row of the kernel meets at all positions, (N, high·wide, kw·C)."""
