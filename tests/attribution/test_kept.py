@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -134,3 +135,28 @@ def test_with_layers_of_a_user_nothing_is_kept(arguments: Any) -> None:
     plain = hk.Implicit(KFAC(1e-3, fisher="type-2", fallback="zero"), hk.solvers.Direct())
     found, wanted = (hk.attribute(*arguments, method=m, batch_size=16, way="layers").scores for m in (own, plain))
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("most", [kept.MOST, 1000])
+def test_nothing_else_of_a_part_is_left_when_the_next_begins(
+    most: int, arguments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the graph with its recorder, which has the inputs of all layers, nor gradients that were too many."""
+    made, left = list[Any](), list[set[str]]()
+    of = kept.LayerGradients.of
+
+    def noted(found: Any) -> Any:
+        made.append(weakref.ref(found))
+        return found
+
+    class Watched(capture.Recorder):
+        def __init__(self, *args: Any) -> None:
+            left.append({type(one()).__name__ for one in made} - {"NoneType"})
+            super().__init__(*args)
+            noted(self)
+
+    monkeypatch.setattr(capture, "Recorder", Watched)
+    monkeypatch.setattr(kept.LayerGradients, "of", staticmethod(lambda *args: [noted(one) for one in of(*args)]))
+    monkeypatch.setattr(kept, "MOST", most)
+    hk.attribute(*arguments, method=method(), batch_size=16, way="layers")
+    assert left[:3] == [set(), *2 * [set() if most == 1000 else {"LayerGradients"}]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -183,6 +184,18 @@ def kfac_matrix(case: Case, curvature: hk.curvature.KFAC) -> Tensor:
     """B ⊗ A and its damping at the point of ``case``, column by column."""
     with case.point() as point:
         return oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
+
+
+def test_a_solver_that_overrides_solve_is_asked_by_it() -> None:
+    asked = []
+
+    class Noted(hk.solvers.CG):
+        def solve(self, operator: Any, b: Any, **options: Any) -> Any:
+            asked.append(sorted(options))
+            return super().solve(operator, b, **options)
+
+    hk.Implicit(hk.curvature.GGN(1.0), Noted(3)).compute(*convex().arguments)
+    assert asked == [["preconditioner", "start"]]
 
 
 @pytest.mark.parametrize("steps", [1, 3])

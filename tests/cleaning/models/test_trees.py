@@ -145,3 +145,10 @@ def test_a_column_of_many_values_is_cut_between_them(monkeypatch: pytest.MonkeyP
     assert float((model(x).argmax(1) == (x[:, 0] > 0.26)).float().mean()) > 0.95
     used = model.threshold[model.branches[:, 0] != torch.arange(len(model.branches))]
     assert len(used.unique()) <= 16 and not set(used.tolist()) & set(x[:, 0].tolist())
+
+
+def test_boosting_where_a_single_class_is_likely() -> None:
+    x, q = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0.04, 0.96, 0.0]).expand(40, 3)
+    for classes in (2, 3):
+        found = soft_boosted(x, q[:, :classes], torch.ones(40))(x).softmax(1)
+        assert torch.equal(found, nn.functional.one_hot(torch.ones(40, dtype=torch.long), classes).float())

@@ -166,7 +166,8 @@ def _fit_boosted(x: Tensor, labels: Tensor, classes: int, weight: Tensor | None,
 def soft_boosted(x: Tensor, q: Tensor, weight: Tensor, *, seed: int = 0) -> TreeEnsemble:
     """Gradient-boosted trees of soft labels q (N, C): every row counts ``weight`` · q(k) as one of class k.
 
-    Columns are cut at BINS quantiles beforehand: with weights scikit-learn takes five times as long to find them.
+    Columns are cut beforehand, at BINS places at most: with weights scikit-learn takes five times as long to find them.
+    A class that is likely for no row has probability 0.
     """
     at, labels = (q > LEAST_SHARE).nonzero(as_tuple=True)
     columns = x.flatten(1).float().T.contiguous()
@@ -221,17 +222,18 @@ def as_tensors(estimator: Any, classes: int) -> TreeEnsemble | None:
 
 
 def _boosted(estimator: Any, known: Tensor, classes: int) -> TreeEnsemble:
-    """Trees of one output each: of its class, or of the second of two."""
+    """Trees of one output each: of its class, or of the second of two; of a single class nothing is left to say."""
     parts, many = [], len(known) > 2
     for trees in estimator._predictors:
         for k, tree in enumerate(trees):
             nodes, value = tree.nodes, torch.zeros(len(tree.nodes), classes, dtype=torch.float64)
-            value[:, known[k if many else 1]] = torch.from_numpy(nodes["value"].astype("float64"))
+            if len(known) > 1:
+                value[:, known[k if many else 1]] = torch.from_numpy(nodes["value"].astype("float64"))
             leaf = nodes["is_leaf"].astype(bool)
             parts.append((nodes["feature_idx"], nodes["num_threshold"], nodes["left"], nodes["right"], leaf, value))
     base = torch.full((classes,), -1e4, dtype=torch.float64)
     begin = torch.from_numpy(estimator._baseline_prediction.reshape(-1).astype("float64"))
-    base[known] = begin if many else torch.cat([torch.zeros(1, dtype=torch.float64), begin])
+    base[known] = begin if many else torch.cat([torch.zeros(1, dtype=torch.float64), begin])[: len(known)]
     return _joined(parts, base.float())
 
 

@@ -89,6 +89,7 @@ def measure(
             kinds = [one.vectors(loss) or _vectors(loss, size, fisher, samples, generator, checked) for one in keeps]
             for one, gradients in zip(keeps, recorder.gradients(kinds), strict=True):
                 one.add(gradients, counts[0])
+            del kinds, gradients  # a kind may hold the graph, and with it the recorder
         del loss, vectors, found, recorder
     found = whole.finish()
     found.kept = kept

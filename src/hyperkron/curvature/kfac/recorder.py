@@ -66,8 +66,9 @@ class Recorder:
     ) -> None:
         """With ``keeps`` inputs are held until the graph is gone, for :meth:`gradients`."""
         self.keeps = keeps
-        self._kept: dict[_Call, list[tuple[int, Tensor]]] | None = None  # gradients, while they are asked for,
-        self._kind = 0  # of vectors of this kind
+        self._kept: list[list[LayerGradients]] | None = None  # of each kind of vectors, while they are asked for
+        self._kind, self._waits = 0, False  # of the vector that passes, and whether its gradients are to wait
+        self._passed: dict[_Call, list[tuple[int, Tensor]]] = {}  # gradients that wait, and their kinds
         self.plan, self.basis, self.low_rank, self.diagonal, self.owners = plan, basis, low_rank, diagonal, owners
         self.like, self.dtype = like, like.dtype  # of factors
         self.token = torch.zeros((), requires_grad=True)
@@ -221,22 +222,30 @@ class Recorder:
 
     def gradients(self, kinds: Sequence[Iterable[tuple[Tensor, Tensor]]]) -> list[list[LayerGradients]]:
         """Backpropagate vectors of other kinds, after :meth:`backward`: the gradients of single examples for each kind.
-        The graph is gone then."""
-        passed = self._kept = {}
+        The graph is gone then.
+
+        What the last vector of a kind gives at a layer's output waits for the next kind, so that both use one copy of
+        the input; no more of them wait, for their memory.
+        """
+        self._kept = [[] for _ in kinds]
         for self._kind, vectors in enumerate(kinds):
             for output, vector, last in _with_last(vectors):
-                retain = not last or self._kind + 1 < len(kinds)
+                self._waits = last and self._kind + 1 < len(kinds)
+                retain = not last or self._waits
                 torch.autograd.grad(output, self.token, vector, retain_graph=retain, allow_unused=True)
-        self._kept = None
-        found: list[list[LayerGradients]] = [[] for _ in kinds]
-        for call in list(passed):
-            given = passed.pop(call)  # held no longer than needed
-            assert call.input is not None
-            with plainly(call.input):
-                made = LayerGradients.of(call.block, call.input, [g for _, g in given], self.dtype)
-            for (kind, _), one in zip(given, made, strict=True):
-                found[kind].append(one)
+        for call in list(self._passed):
+            self._keep(call)
+        found, self._kept = self._kept, None
         return found
+
+    def _keep(self, call: _Call) -> None:
+        """Make gradients of single examples of those that have passed a call."""
+        passed = self._passed.pop(call)
+        assert call.input is not None and self._kept is not None
+        with plainly(call.input):
+            made = LayerGradients.of(call.block, call.input, [g for _, g in passed], self.dtype)
+        for (kind, _), one in zip(passed, made, strict=True):
+            self._kept[kind].append(one)
 
     def _finish(self) -> None:
         """Sums of a aᵀ become means; blocks that no gradient reached are left out."""
@@ -339,7 +348,9 @@ class Recorder:
         """B's share of a call, or that of EKFAC's S."""
         block, found, layer = call.block, self.measured, call.block.layer
         if self._kept is not None:
-            self._kept.setdefault(call, []).append((self._kind, g))
+            self._passed.setdefault(call, []).append((self._kind, g))
+            if not self._waits:
+                self._keep(call)
             return
         found.in_half = found.in_half or g.dtype in HALF
         with plainly(g):
