@@ -203,9 +203,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--summary", type=Path, help="sum up this file and stop")
     options = parser.parse_args()
-    if options.summary is not None or options.out is None:
-        print(summary(Lines(options.summary or options.out).rows))
+    if options.summary is not None:
+        print(summary(Lines(options.summary).rows))
         return
+    if options.out is None:
+        parser.error("--out FILE says where the results go, --summary FILE which to sum up; give one of them.")
     lines = Lines(options.out)
     done = [row["job"] for row in lines.rows]
     numbers = ([int(v) for v in text.split(",")] for text in (options.seeds, options.per_class))
