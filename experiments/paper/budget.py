@@ -69,7 +69,7 @@ def missing(results: Mapping[str, Result]) -> dict[str, Missing]:
     found = {**_resnet(), **_linear()}
     if "cnn-cifar" in results:
         found["cnn-cifar"] = _cnn(results["cnn-cifar"])
-    if "encoder-base" in results:
+    if "encoder-base" in results and results["encoder-base"].figures["prices"].keys() >= {"1", *DEEP}:  # not at smoke
         found["encoder-base"] = _mpnet(results["encoder-base"])
     if "encoder-frozen" in results:
         frozen = results["encoder-frozen"]
@@ -138,6 +138,8 @@ def _cnn(result: Result) -> Missing:
     return Missing(minutes({sum(ms): TRIALS * SHORT + SEEDS * STEPS}), "nine methods, batch 256")
 
 
+DEEP = ("7", "12")
+"""Tuned layers, beside one."""
 LONGEST = {"trec": 41, "youtube": 100, "semeval": 100}
 """Tokens of the longest text, to which batches are padded on a GPU; MPNet's steps were timed with 40."""
 
@@ -157,7 +159,7 @@ def _mpnet(result: Result) -> Missing:
         price = prices[layers][encoder_length.TRIALS.get(name, name)]["seconds"]
         return price * LONGEST[dataset] / timed * STEPS / 60
 
-    deep = {layers: sum(run_minutes(layers, "trec", name) for name in encoder_length.METHODS) for layers in ("7", "12")}
+    deep = {layers: sum(run_minutes(layers, "trec", name) for name in encoder_length.METHODS) for layers in DEEP}
     more = " and ".join(f"{rounded(x)} with {layers}" for layers, x in deep.items())
     plan = f"SAMA, KFAC and CG, last layer, {len(todo)} runs, at most: timed before hypergradients were recorded"
     what = f"{plan}; one run of each on TREC with more layers: {more}"
