@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 
 from hyperkron.cleaning.config import BOOSTED, FOREST, NETWORK
 from hyperkron.cleaning.evidence import logs
-from hyperkron.cleaning.method import Outcome, certainty, vectors
+from hyperkron.cleaning.method import Outcome, soft_labels, vectors
 from hyperkron.cleaning.models import trees
 from hyperkron.cleaning.models.trees import TreeEnsemble
 from hyperkron.cleaning.own import EstimatorModel
@@ -42,9 +41,7 @@ def name_of(model: nn.Module) -> str:
 def grow(kind: str, work: Work, rows: Tensor, posterior: Tensor) -> TreeEnsemble:
     """Trees of rows of a view: noisy ones with soft labels q, weighted by how sure q is, and trusted ones."""
     work.tick(f"{kind} of cleaned labels", 0)
-    q = one_hot(work.given.clamp(min=0), work.classes).to(posterior)
-    weight = torch.ones(len(q), device=work.device)
-    q[work.noisy], weight[work.noisy] = posterior, certainty(posterior, work.given[work.noisy])
+    q, weight = soft_labels(work, posterior)
     x, seed = vectors(work, rows), work.config.seed + work.shift
     if kind == FOREST:
         return trees.forest(x, q[rows], weight[rows], seed=seed)[0].eval()

@@ -39,7 +39,7 @@ from hyperkron.cleaning.evidence import (
     stack,
 )
 from hyperkron.cleaning.label_noise import label_noise, under_frequencies
-from hyperkron.cleaning.models.trees import TreeEnsemble, forest
+from hyperkron.cleaning.models.trees import forest
 from hyperkron.cleaning.stages import Tensors
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, predict
 from hyperkron.cleaning.work import Work, staged
@@ -163,20 +163,27 @@ def noisy_forest(work: Work) -> Tensor:
     return work.stages("forest-expert", compute)["asked"]
 
 
-def evidence_forest(work: Work, posterior: Tensor, weight: Tensor) -> tuple[TreeEnsemble, Tensor]:
-    """A forest of the noisy rows with soft labels q and of the trusted rows, and what it says of all rows (rows, C).
+def soft_labels(work: Work, posterior: Tensor) -> tuple[Tensor, Tensor]:
+    """q of all rows (rows, C), that of a trusted row being its label, and how much each row counts (rows,)."""
+    q = one_hot(work.given.clamp(min=0), work.classes).to(posterior)
+    weight = torch.ones(len(q), device=work.device)
+    q[work.noisy], weight[work.noisy] = posterior, certainty(posterior, work.given[work.noisy])
+    return q, weight
 
-    Its answers for rows that it learnt from are out of bag: no label of the row itself has a part in them, though q of
-    other rows rests on all trusted labels of the view. ``weight`` is how much each noisy row counts (N,).
+
+def forest_answers(work: Work, posterior: Tensor) -> Tensor:
+    """What a forest of soft labels q says of all rows (rows, C).
+
+    Its answers are out of bag: no label of the row itself has a part in them, though q of other rows rests on all
+    trusted labels of the view.
     """
     work.tick(FOREST, 0)
     rows = torch.cat([work.noisy, work.trusted])
-    q = torch.cat([posterior, one_hot(work.given[work.trusted], work.classes).to(posterior)])
-    weight = torch.cat([weight, torch.ones(len(work.trusted), device=work.device)])
-    trees, answers = forest(vectors(work, rows), q, weight, seed=work.config.seed + work.shift)
+    q, weight = soft_labels(work, posterior)
+    answers = forest(vectors(work, rows), q[rows], weight[rows], seed=work.config.seed + work.shift)[1]
     asked = torch.zeros(len(work.given), work.classes, device=work.device)
     asked[rows] = answers
-    return trees, asked
+    return asked
 
 
 # --- opinion, fold models, verdict ----------------------------------------------------------------------------
@@ -300,7 +307,7 @@ def cleaned_forests(works: Sequence[Work], firsts: Sequence[Opinion]) -> list[Te
 
     def compute() -> list[Tensors]:
         views = zip(works, (first.posterior for first in firsts), strict=True)
-        return [{"asked": evidence_forest(w, q, certainty(q, w.given[w.noisy]))[1]} for w, q in views]
+        return [{"asked": forest_answers(w, q)} for w, q in views]
 
     if not works[0].trees:
         return [None] * len(works)

@@ -166,7 +166,7 @@ def _fit_boosted(x: Tensor, labels: Tensor, classes: int, weight: Tensor | None,
 def soft_boosted(x: Tensor, q: Tensor, weight: Tensor, *, seed: int = 0) -> TreeEnsemble:
     """Gradient-boosted trees of soft labels q (N, C): every row counts ``weight`` · q(k) as one of class k.
 
-    Columns are cut beforehand, at BINS places at most: with weights scikit-learn takes five times as long to find them.
+    Columns are cut beforehand, at BINS places at most: with weights scikit-learn takes two to five times as long.
     A class that is likely for no row has probability 0.
     """
     at, labels = (q > LEAST_SHARE).nonzero(as_tuple=True)
