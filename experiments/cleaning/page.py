@@ -17,10 +17,8 @@ from hyperkron.cleaning import OURS
 
 RUNS = RESULTS / "cleaning" / "trust.jsonl"
 BEFORE = RUNS.with_name("trust-before.jsonl")
-LATER = RUNS.with_name("trust-later.jsonl")
-"""Runs of the version after the table, under the same splits; most without alternatives (``--alone``)."""
-LEARNERS = RUNS.with_name("trust-learners.jsonl")
-"""Runs of tables after boosted trees became a learner of the method; without alternatives, under the same splits."""
+PREVIOUS = RUNS.with_name("trust-previous.jsonl")
+"""The table before, under the same splits."""
 DEVELOPMENT = RUNS.with_name("development.jsonl")
 """What the learner was decided on, and settings that were run after that; ``experiments.cleaning.development``."""
 PAGE = PAGES / "cleaning.md"
@@ -176,12 +174,13 @@ def below(runs: list[Run]) -> str:
     return "; ".join(named) if named else "none"
 
 
-def paired(runs: list[Run], later: list[Run]) -> list[str]:
-    """The runs of the later version against the table's runs of the same set, seed and trusted rows."""
-    old = {(r["dataset"], r["seed"], r["per_class"]): r for r in runs}
-    pairs = [(old[key], r) for r in later if (key := (r["dataset"], r["seed"], r["per_class"])) in old]
+def paired(runs: list[Run], previous: list[Run]) -> list[str]:
+    """The runs against those of the table before of the same set, seed and trusted rows."""
+    old = {(r["dataset"], r["seed"], r["per_class"]): r for r in previous}
+    pairs = [(old[key], r) for r in runs if (key := (r["dataset"], r["seed"], r["per_class"])) in old]
     parts = {
         "all": pairs,
+        "tables": [(a, b) for a, b in pairs if b["kind"] == "table"],
         "unseen sets": [(a, b) for a, b in pairs if b["unseen"] and b["dataset"] not in TOUCHED],
         "weak labels": [(a, b) for a, b in pairs if b["noise"] == "weak"],
         **{f"{n} per class": [(a, b) for a, b in pairs if b["per_class"] == n] for n in (10, 50)},
@@ -193,6 +192,7 @@ def paired(runs: list[Run], later: list[Run]) -> list[str]:
         "rate within 3 points, %": lambda r: 100 * (abs(r["estimated"]["rate"] - r["wrong"]) <= 0.03),
         "rate in its interval, %": lambda r: 100 * (r["estimated"]["low"] <= r["wrong"] <= r["estimated"]["high"]),
         "our model, test %": lambda r: 100 * candidate(r, OURS)["test_accuracy"],
+        "delivered model, test %": lambda r: 100 * summary.delivered(r),
         "in the 95 % interval, %": lambda r: 100 * summary.covered(candidate(r, OURS), r["test_rows"]),
     }
     rows = []
@@ -204,41 +204,33 @@ def paired(runs: list[Run], later: list[Run]) -> list[str]:
             was, now = (mean(value(pair[i]) for pair in own) for i in (0, 1))
             cells = f"{was:.{digits}f}", f"{now:.{digits}f}", f"{mean(change):+.{digits}f} ± {error:.{digits}f}"
             rows.append([f"{name} ({len(own)})", figure, *cells])
-    return table(["runs", "figure", "table", "later", "change"], rows)
+    return table(["runs", "figure", "before", "now", "change"], rows)
 
 
-def learners(runs: list[Run], later: list[Run], now: list[Run]) -> list[str]:
-    """Our model of tables before and after boosted trees became one of its learners, against the table's rivals."""
-    key = lambda r: (r["dataset"], r["seed"], r["per_class"])  # noqa: E731
-    old, middle = ({key(r): r for r in group} for group in (runs, later))
-    rows, joined = [], []
-    shared = [r for r in now if key(r) in old and key(r) in middle]
-    for r in sorted(shared, key=lambda r: (r["dataset"], r["per_class"], r["seed"])):
-        ours, was = candidate(r, OURS), middle[key(r)]
-        others = [c for c in old[key(r)]["candidates"] if c["name"] != OURS]
-        joined.append({**old[key(r)], "chosen": OURS, "candidates": [ours, *others]})
-        best = against_best([joined[-1]])
-        rows.append(
+def learners(runs: list[Run]) -> list[str]:
+    """What our model of tables is, and how it does against the best rival that is no forest and no boosted trees."""
+    own = [r for r in runs if r["kind"] == "table"]
+    kind_of = lambda r: candidate(r, OURS)["learner"]  # noqa: E731
+    rows = []
+    for kind in sorted({kind_of(r) for r in own}):
+        some = [r for r in own if kind_of(r) == kind]
+        ours = [candidate(r, OURS)["test_accuracy"] for r in some]
+        network, trees = (
             [
-                f"{r['dataset']}{' (unseen)' if r['unseen'] else ''} {r['noise']} {r['per_class']}/class, {r['seed']}",
-                "forest" if was["model"] == "TreeEnsemble" else "network",
-                percent(candidate(was, OURS)["test_accuracy"]),
-                r["learner"],
-                percent(ours["test_accuracy"]),
-                f"{percent(best['score'])} ± {percent(best['margin'])} ({best['best']})",
-                f"{percent(ours['low'])}–{percent(ours['high'])}",
+                max(
+                    c["test_accuracy"]
+                    for c in r["candidates"]
+                    if c["name"] != OURS and (c["name"] in summary.TREES) is t
+                )
+                for r in some
             ]
+            for t in (False, True)
         )
-    change = [candidate(r, OURS)["test_accuracy"] - candidate(middle[key(r)], OURS)["test_accuracy"] for r in joined]
-    half = 196 * stdev(change) / len(change) ** 0.5
-    return [
-        *table(["run, seed", "was", "test", "is", "test", "best rival", "interval"], rows),
-        "",
-        f"Change in {len(change)} runs: {100 * mean(change):+.2f} ± {half:.2f} points (95 %), higher in "
-        f"{sum(c > 0 for c in change)}, lower in {sum(c < 0 for c in change)}; in the interval in "
-        f"{sum(summary.covered(candidate(r, OURS), r['test_rows']) for r in joined)}. Below the best rival by more "
-        f"than the interval, were ours always delivered: {below(joined)}.",
-    ]
+        better = sum(a > b for a, b in zip(ours, network, strict=True))
+        figures = [percent(mean(x)) for x in (ours, network, trees)]
+        rows.append([kind, str(len(some)), *figures, f"{better} of {len(some)}"])
+    header = ["our model", "runs", "test", "best network among the rivals", "better of forest and boosted trees"]
+    return table([*header, "better than that network"], rows)
 
 
 def page() -> str:
@@ -257,17 +249,11 @@ def page() -> str:
     if failed:
         lines += ["Failed: " + "; ".join(f"{r['dataset']} {r['seed']}: {r['failure']}" for r in failed) + ".", ""]
     lines += ["## Data sets", "", *short(runs), "", "## Candidates", "", *candidates(runs), ""]
-    later = summary.load(LATER)[0]
-    commits = ", ".join(sorted({r["commit"] for r in later}))
-    lines += [f"## The version after the table ({commits}), under the same splits", "", *paired(runs, later), ""]
-    now = summary.load(LEARNERS)[0]
-    commits = ", ".join(sorted({r["commit"] for r in now}))
-    lines += [
-        "## Network, forest or boosted trees: development tables",
-        "",
-        development.summary(Lines(DEVELOPMENT).rows),
-    ]
-    lines += ["", f"## The same on tables of the trust table ({commits})", "", *learners(runs, later, now), ""]
+    previous = summary.load(PREVIOUS)[0]
+    commits = ", ".join(sorted({r["commit"] for r in previous}))
+    lines += [f"## Against the table before ({commits}), under the same splits", "", *paired(runs, previous), ""]
+    lines += ["## Network, forest or boosted trees: the table's runs", "", *learners(runs), ""]
+    lines += ["## The same on development tables", "", development.summary(Lines(DEVELOPMENT).rows), ""]
     lines += ["## Every run", "", *every_run(runs, before), "", HISTORY.read_text("utf-8").rstrip()]
     return HEAD.format(**facts) + "\n".join(lines) + "\n"
 

@@ -199,18 +199,28 @@ def test_the_page_has_every_promise_and_every_run() -> None:
     assert page.below(runs) == "none"
 
 
-def test_our_model_is_compared_run_by_run() -> None:
-    more = {"noise": "uniform-20", "commit": "abc"}
-    runs = [run("vehicle", seed, 0.8, 0.9, **more) for seed in (0, 1)]
-    later = [run("vehicle", 0, 0.8, 0.9, model="TreeEnsemble"), run("vehicle", 1, 0.8, 0.9, model="Sequential")]
-    kinds = ((0, 0.85, "boosted trees"), (1, 0.8, "network"))
-    now = [run("vehicle", seed, score, 0.1, learner=kind, **more) for seed, score, kind in kinds]
-    lines = page.learners(runs, later, [*now, run("dna", 5, 0.1, 0.1, learner="network", **more)])
-    first, second = (line.removeprefix("| vehicle uniform-20 10/class, ") for line in lines[2:4])
-    assert first.startswith("0 | forest | 80.0 | boosted trees | 85.0 | 90.0 ± 1.9 (forest) |")
-    assert second.startswith("1 | network | 80.0 | network | 80.0 |") and lines[4] == ""
-    assert "Change in 2 runs: +2.50" in lines[5] and "higher in 1, lower in 0" in lines[5]
-    assert "vehicle 10/class (82.5 against 90.0, forest)" in lines[5]
+def test_our_model_is_told_by_its_kind_against_networks_and_trees() -> None:
+    def made(seed: int, ours: float, network: float, kind: str) -> dict[str, Any]:
+        found = run("vehicle", seed, ours, 0.5, noise="uniform-20", commit="abc")
+        found["candidates"][0]["learner"] = kind
+        found["candidates"].append({**found["candidates"][0], "name": "pooled", "test_accuracy": network})
+        return found
+
+    runs = [made(0, 0.9, 0.8, "boosted trees"), made(1, 0.7, 0.8, "boosted trees"), made(2, 0.6, 0.5, "network")]
+    lines = page.learners([*runs, {**made(3, 0.1, 0.2, "network"), "kind": "text"}])
+    assert lines[2:] == [
+        "| boosted trees | 2 | 80.0 | 80.0 | 50.0 | 1 of 2 |",
+        "| network | 1 | 60.0 | 50.0 | 50.0 | 1 of 1 |",
+    ]
+
+
+def test_a_table_is_compared_with_the_one_before_run_by_run() -> None:
+    more = {"noise": "uniform-20", "commit": "abc", "estimated": {"rate": 0.31, "low": 0.2, "high": 0.4}}
+    before = [run("vehicle", seed, 0.8, 0.1, **more) for seed in (0, 1)]
+    now = [run("vehicle", seed, score, 0.1, **more) for seed, score in ((0, 0.85), (1, 0.8), (2, 0.1))]
+    lines = page.paired(now, before)
+    assert "| all (2) | our model, test % | 80.0 | 82.5 | +2.5 ± 2.5 |" in lines
+    assert "| tables (2) | delivered model, test % | 80.0 | 82.5 | +2.5 ± 2.5 |" in lines
 
 
 def test_the_pages_are_up_to_date() -> None:
