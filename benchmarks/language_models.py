@@ -8,7 +8,9 @@ bfloat16 autocast. Each line tells the time over that of the ten steps, the peak
 and reserved (recordings keep memory for themselves, so of these only what is reserved counts); the first line of a
 workload has the memory of the ten steps alone. For the methods named by ``--stages`` another line has the milliseconds
 of every stage of one hypergradient, with the device waited for in between. "every 5" measures the curvature in one of
-five calls, "kept" in none of those timed. ``exactness.py`` has the error of bfloat16.
+five calls, "kept" in none of those timed. ``--most 1.1`` gives every method after SAMA at most 1.1 times the memory
+that was reserved for SAMA: one that needs more fails, which is a line, and the others are timed as they run within it.
+``exactness.py`` has the error of bfloat16.
 """
 
 from __future__ import annotations
@@ -101,6 +103,13 @@ def peaks(function: Callable[[], Any], device: str) -> dict[str, float]:
     return dict(zip(("allocated_gib", "reserved_gib", "recordings_gib"), (x / 2**30 for x in found), strict=True))
 
 
+def allow(gib: float | None, device: str) -> None:
+    """At most so much memory from now on, where there is a GPU; None: all of it."""
+    if device == "cuda":
+        whole = torch.cuda.get_device_properties(device).total_memory / 2**30
+        torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else gib / whole)
+
+
 def stages(work: Workload, method: Method, device: str) -> dict[str, Any]:
     """Milliseconds of every stage of one hypergradient, after those that decide something."""
     hypergradient = method.make(work)
@@ -125,6 +134,7 @@ def stages(work: Workload, method: Method, device: str) -> dict[str, Any]:
 def rows_of(name: str, args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
     """All lines of one workload; a method that fails is a line, not the end."""
     started = time.perf_counter()
+    allow(None, args.device)
     work = LANGUAGE[name](args.device, args.small)
     work.inner_steps()
     freed(args.device)
@@ -139,6 +149,10 @@ def rows_of(name: str, args: argparse.Namespace, keep: Callable[[dict[str, Any]]
             least = row if method.name == "SAMA" else least
             row |= {f"{x}_over_sama": row[f"{x}_gib"] / least[f"{x}_gib"] for x in ("peak", "reserved") if least}
             row["seconds"] = time.perf_counter() - started
+            if args.most and method.name == "SAMA":
+                freed(args.device)
+                allow(args.most * row["reserved_gib"], args.device)
+                keep({"workload": work.name, "allowed_gib": args.most * row["reserved_gib"]})
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}"[:300]
         keep(row)
@@ -157,6 +171,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=[m.name for m in METHODS])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--stages", nargs="+", default=[], choices=[m.name for m in METHODS])
+    parser.add_argument("--most", type=float, help="memory for the methods after SAMA, over SAMA's")
     parser.add_argument("--out", help="file of JSON lines, which are appended")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")

@@ -16,11 +16,13 @@ from workloads import LANGUAGE
 def test_a_line_for_every_method() -> None:
     rows: list[dict[str, Any]] = []
     methods = ["SAMA", "KFAC reduce", "KFAC reduce, passes"]
-    args = argparse.Namespace(device="cpu", small=True, methods=methods, repeats=1, stages=["KFAC reduce"])
+    args = argparse.Namespace(device="cpu", small=True, methods=methods, repeats=1, stages=["KFAC reduce"], most=1.1)
     language_models.rows_of("llama07", args, rows.append)
     json.dumps(rows)
     assert not [row for row in rows if "error" in row]
     assert rows[0]["method"] == "ten steps"
+    allowed = [row["allowed_gib"] for row in rows if "allowed_gib" in row]
+    assert allowed == [pytest.approx(1.1 * next(row["reserved_gib"] for row in rows if row.get("method") == "SAMA"))]
     timed = [row for row in rows if "ratio" in row]
     assert [row["method"] for row in timed] == args.methods
     assert all(row["ratio"] > 1 and row["reserved_over_sama"] > 0 for row in timed)
