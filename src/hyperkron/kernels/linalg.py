@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyperkron.kernels import triangles
 from hyperkron.kernels.split_products import (
     bounded,
     full_precision,
@@ -317,30 +318,30 @@ def factorize(matrices: Tensor, lean: bool = False, own: bool = False) -> tuple[
         few_and_small = matrices.shape[0] <= FEW and matrices.shape[1] <= 2 * LARGE_LEAF
         leaf = LARGE_LEAF if few_and_small and not (recorded or lean) else LEAF
         given = matrices if own else matrices.clone()
-        return _scaled(given, leaf) if splits(matrices.shape[1] // 2, like=matrices) else _halved(given, leaf)
+        make = _scaled if splits(matrices.shape[1] // 2, like=matrices) else _halved
+        return make(given, leaf, recorded)
 
 
-def _scaled(m: Tensor, leaf: int) -> tuple[Halves, Tensor]:
+def _scaled(m: Tensor, leaf: int, recorded: bool = False) -> tuple[Halves, Tensor]:
     """The factorisation of M, which is used up, with its entries in the range of float16."""
     largest = m.diagonal(dim1=1, dim2=2).amax(-1).clamp(1e-25, 1e25)
     scale = torch.ldexp(torch.ones_like(largest), LARGEST - torch.frexp(largest.sqrt())[1])
     with bounded():
-        found, info = _halved(m.mul_(scale.square()[:, None, None]), leaf)
+        found, info = _halved(m.mul_(scale.square()[:, None, None]), leaf, recorded)
     return Scaled(found, scale), info
 
 
-def _halved(m: Tensor, leaf: int) -> tuple[Halves, Tensor]:
-    """The factorisation of M, which is used up."""
+def _halved(m: Tensor, leaf: int, recorded: bool = False) -> tuple[Halves, Tensor]:
+    """The factorisation of M, which is used up; launches cost nothing where they are ``recorded``."""
     n = m.shape[-1]
     if n <= leaf:
         factor, info = torch.linalg.cholesky_ex(m)
-        eye = torch.eye(n, dtype=m.dtype, device=m.device).expand_as(m)
-        return Leaf(torch.linalg.solve_triangular(factor, eye, upper=False)), info
+        return Leaf(triangles.inverse(factor, blocks=recorded)), info
     k = n // 2 if n <= 128 else (n // 2 + 63) // 64 * 64  # aligned; a lone last row, a bias, ends in the tail
-    head, info_head = _halved(m[:, :k, :k], leaf)
+    head, info_head = _halved(m[:, :k, :k], leaf, recorded)
     found = m.new_empty(m.shape[0], k, n - k)
     head.forward(m[:, :k, k:], found)
-    tail, info_tail = _halved(subtract_gram(m[:, k:, k:], found), leaf)
+    tail, info_tail = _halved(subtract_gram(m[:, k:, k:], found), leaf, recorded)
     return Node(head, found.mT, tail), info_head + info_tail
 
 
