@@ -244,6 +244,7 @@ def test_what_cannot_be_resumed_says_why(files: Files, tmp_path: Path) -> None:
 
 def test_a_budget_is_decided_once(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "seconds_per_step", lambda work: 1.0)
+    monkeypatch.setattr(budget, "seconds_of", lambda fits, measured: 0.0)
     config = CleanConfig(epochs=3, compare=("noisy",), budget=20.0)
     with pytest.raises(Interrupted):
         clean(files.train, files.trusted, out=tmp_path / "run", config=config, progress=Watch(3))
@@ -290,3 +291,14 @@ def test_other_code_of_this_library_is_said(files: Files, tmp_path: Path) -> Non
     found = resume(changed(files, tmp_path / "run", environment=others))
     [told] = [m for m in found.summary["data"]["messages"] if "The run began with" in m]
     assert "code of hyperkron 0123456789ab (now " in told
+
+
+def test_the_time_of_a_plain_training_is_left_out_where_it_is_not_known(files: Files, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")  # trees are tried, so the noisy expert tells
+    out = changed(files, tmp_path / "run")
+    assert files.result.summary["seconds"]["plain"] > 0
+    about = json.loads((out / "stages" / "noisy-expert.json").read_text())
+    (out / "stages" / "noisy-expert.json").write_text(json.dumps(about | {"seconds": 0.0}))
+    seconds = resume(out).summary["seconds"]
+    assert "plain" not in seconds and seconds["cleaning"] > 0
+    assert "× one plain training" not in write_report(out).read_text()

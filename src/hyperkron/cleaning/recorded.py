@@ -61,7 +61,7 @@ def refuse_other_rules(kept: Mapping[str, Any], out: str | Path) -> None:
     began = environment.get("hyperkron") if isinstance(environment, dict) else None
     rules = f"rules {kept['rules']}" if "rules" in kept else "rules that were not recorded"
     raise HyperkronError(
-        f"out={str(out)!r}: the run was begun by hyperkron {began or 'of an unknown version'} with {rules}, and "
+        f"the run in {str(out)!r} was begun by hyperkron {began or 'of an unknown version'} with {rules}, and "
         f"hyperkron {installed_version('hyperkron')}, which runs now, has rules {RULES}: what it computes would not "
         "belong to the finished stages. Continue with the version that began it, or begin a new run. Results that are "
         "there can still be used by load, predict, export and report."
