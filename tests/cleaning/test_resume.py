@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,12 @@ from torch import nn
 
 from blobs import Blobs, Watch, blobs, quicken, write_csv
 from hyperkron import solution
-from hyperkron.cleaning import OURS, CleanConfig, CleanResult, budget, clean, resume
+from hyperkron.cleaning import OURS, CleanConfig, CleanResult, budget, clean, load, resume
+from hyperkron.cleaning.api import assist
 from hyperkron.cleaning.data import read_pair
 from hyperkron.cleaning.folder import fingerprint
 from hyperkron.cleaning.report import write_report
-from hyperkron.cleaning.stages import Stages
+from hyperkron.cleaning.stages import RULES, Stages
 from hyperkron.cli.output import finished as run_finished
 from hyperkron.solution import HyperkronError, HyperkronWarning
 from hyperkron.training import Interrupted
@@ -240,6 +244,7 @@ def test_what_cannot_be_resumed_says_why(files: Files, tmp_path: Path) -> None:
 
 def test_a_budget_is_decided_once(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "seconds_per_step", lambda work: 1.0)
+    monkeypatch.setattr(budget, "seconds_of", lambda fits, measured: 0.0)
     config = CleanConfig(epochs=3, compare=("noisy",), budget=20.0)
     with pytest.raises(Interrupted):
         clean(files.train, files.trusted, out=tmp_path / "run", config=config, progress=Watch(3))
@@ -247,3 +252,53 @@ def test_a_budget_is_decided_once(files: Files, tmp_path: Path, monkeypatch: pyt
     found = resume(tmp_path / "run")
     assert found.summary["config"]["epochs_used"] == 1.0 and [c["name"] for c in found.candidates] == [OURS]
     assert found.summary["data"]["messages"][0].startswith("Training is shortened to 1.0 epochs")
+
+
+def changed(files: Files, out: Path, **settings: Any) -> Path:
+    """A copy of the whole run with other entries in config.json; None removes one."""
+    shutil.copytree(files.whole, out, dirs_exist_ok=True)
+    kept = json.loads((out / "config.json").read_text()) | settings
+    gone = [name for name, value in settings.items() if value is None]
+    (out / "config.json").write_text(json.dumps({name: x for name, x in kept.items() if name not in gone}))
+    return out
+
+
+def test_a_run_that_other_rules_began_is_not_continued(files: Files, tmp_path: Path) -> None:
+    kept = json.loads((files.whole / "config.json").read_text())
+    assert kept["rules"] == RULES
+    for began, told in ((RULES - 1, f"with rules {RULES - 1}"), (None, "with rules that were not recorded")):
+        out = changed(files, tmp_path / "run", rules=began)
+        for go_on in (partial(resume, out), partial(assist, out, 2)):
+            with pytest.raises(HyperkronError, match=told) as error:
+                go_on()
+            wanted = f"begun by hyperkron {kept['environment']['hyperkron']} .*, has rules {RULES}: .*begin a new run"
+            assert re.search(wanted, str(error.value))
+        assert len(load(out).weights) == len(files.result.weights)
+
+
+def test_stages_of_other_rules_are_refused_though_config_json_was_changed(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hyperkron.cleaning.recorded.RULES", RULES + 1)
+    with pytest.raises(HyperkronError, match="was computed with other data, settings"):
+        resume(changed(files, tmp_path / "run", rules=RULES + 1))
+
+
+def test_other_code_of_this_library_is_said(files: Files, tmp_path: Path) -> None:
+    kept = json.loads((files.whole / "config.json").read_text())
+    assert re.fullmatch("[0-9a-f]{12}", kept["environment"]["code of hyperkron"])
+    others = kept["environment"] | {"code of hyperkron": "0123456789ab"}
+    found = resume(changed(files, tmp_path / "run", environment=others))
+    [told] = [m for m in found.summary["data"]["messages"] if "The run began with" in m]
+    assert "code of hyperkron 0123456789ab (now " in told
+
+
+def test_the_time_of_a_plain_training_is_left_out_where_it_is_not_known(files: Files, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")  # trees are tried, so the noisy expert tells
+    out = changed(files, tmp_path / "run")
+    assert files.result.summary["seconds"]["plain"] > 0
+    about = json.loads((out / "stages" / "noisy-expert.json").read_text())
+    (out / "stages" / "noisy-expert.json").write_text(json.dumps(about | {"seconds": 0.0}))
+    seconds = resume(out).summary["seconds"]
+    assert "plain" not in seconds and seconds["cleaning"] > 0
+    assert "× one plain training" not in write_report(out).read_text()

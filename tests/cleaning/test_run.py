@@ -185,6 +185,7 @@ def test_without_cleanlab_it_is_left_out_and_said(data: Blobs, monkeypatch: pyte
 @pytest.mark.long
 def test_a_budget_shortens_training_then_leaves_out_alternatives(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "seconds_per_step", lambda work: 1.0)
+    monkeypatch.setattr(budget, "seconds_of", lambda fits, measured: 0.0)
     config = CleanConfig(epochs=3, compare=("noisy", "sama"), budget=30.0)
     watch = Watch()
     found = clean(data.train, data.trusted, config=config, progress=watch)

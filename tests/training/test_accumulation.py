@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import namedtuple
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hyperkron as hk
-from hyperkron import cross, trees
+from hyperkron import cross, solution, trees
 from hyperkron.curvature.hessian import HessianOperator
 from hyperkron.evaluation.point import Point
 from hyperkron.training.accumulation import length, refuse_what_is_no_mean, split
@@ -298,3 +299,38 @@ def test_batches_of_any_structure_are_cut() -> None:
     assert split(batch, 5) == [batch] and split(None, 2) == [None] and length(None) == 0
     with pytest.raises(hk.HyperkronError, match=r"lengths \[3, 4\]"):
         split((torch.zeros(3), torch.zeros(4)), 2)
+
+
+class Tokens(nn.Module):
+    """Words, and their places with or without a dimension for examples."""
+
+    def __init__(self, expanded: bool) -> None:
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(7, 4), nn.Embedding(5, 4), nn.Linear(4, 7)
+        self.expanded = expanded
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1])[None]
+        return self.head(self.words(tokens) + self.places(places.expand_as(tokens) if self.expanded else places))
+
+
+@pytest.mark.parametrize("expanded", [True, False])
+def test_layers_without_a_dimension_for_examples_are_named(expanded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solution, "_warned", {"kfac-coverage"})
+    torch.manual_seed(0)
+    model, weights = Tokens(expanded).double(), hk.SampleWeights(6).double()
+    batch = torch.randint(7, (6, 5)), torch.arange(6)
+
+    def inner(model: Any, weights: Any, batch: Any) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(model(batch[0]), batch[0], weight=weights(batch[1])[:, None].expand(-1, 5))
+
+    whole = hk.BilevelProblem(inner, lambda m, w, b: hk.losses.cross_entropy(m(b[0]), b[0].flip(1)))
+    found = []
+    for problem in (whole, hk.training.Accumulated(whole, micro_batch=2)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found.append(hk.kfac(1e-2, fisher="type-2").compute(problem, model, weights, batch, batch).grads)
+        told = [str(warning.message) for warning in caught if "dimension for examples" in str(warning.message)]
+        assert bool(told) is (problem is not whole and not expanded), told
+    [(_, first)], [(_, second)] = (grads.items() for grads in found)
+    assert torch.allclose(first, second, rtol=1e-6) is expanded

@@ -15,10 +15,17 @@ from hyperkron.cleaning.folder import FORMAT, RunFolder, replacing
 from hyperkron.cleaning.given import Given
 from hyperkron.cleaning.own import Own, own_paths
 from hyperkron.cleaning.prepare import refuse_early
-from hyperkron.cleaning.recorded import encoder_to_load, recorded_paths, refuse_other_model, refuse_other_settings
+from hyperkron.cleaning.recorded import (
+    encoder_to_load,
+    recorded_paths,
+    refuse_other_model,
+    refuse_other_rules,
+    refuse_other_settings,
+)
 from hyperkron.cleaning.result import CleanResult
 from hyperkron.cleaning.run import ALONE, CleaningRun, Sharing
 from hyperkron.cleaning.sources import model_name, plain_sources, read_parts
+from hyperkron.cleaning.stages import RULES
 from hyperkron.solution import HyperkronError
 
 
@@ -95,7 +102,8 @@ def clean(
             "own": brought,
             "estimator": None if estimator is None else type(estimator).__name__,
         }
-        folder.write_json("config.json", {"format": FORMAT, **about, "config": asdict(config), "data": own.data})
+        begun = {"format": FORMAT, "rules": RULES}
+        folder.write_json("config.json", {**begun, **about, "config": asdict(config), "data": own.data})
         given = Given.of(train, parts[0])
         return CleaningRun(
             parts, own, config, folder, model, shown, command, given, config.encoder, on_result, sharing
@@ -113,8 +121,9 @@ def resume(
 ) -> CleanResult:
     """Continue an interrupted run after its last finished stage; a finished run is read again.
 
-    Data, settings, network and encoder must be the same as at the start of the run; otherwise an error is raised.
-    Another version of torch or hyperkron, or another kind of device, is reported in the messages of the result.
+    Data, settings, network, encoder and the rules of the method must be the same as at the start of the run; otherwise
+    an error is raised. Another version of torch or hyperkron with the same rules, other code of hyperkron, or another
+    kind of device is reported in the messages of the result.
 
     Args:
         out: the run folder.
@@ -170,6 +179,7 @@ def _opened(
             f"out={str(out)!r} was made from data in memory, which is not kept; call clean() again with it."
         )
     expected = {name: value for name, value in (expected or {}).items() if value is not None}
+    refuse_other_rules(kept, out)
     refuse_other_settings(kept, expected)
     refuse_other_model(kept, model)
     parts = read_parts(source["train"], source["trusted"], source["test"], source["reading"])

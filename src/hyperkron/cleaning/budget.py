@@ -6,12 +6,19 @@ import time
 from dataclasses import replace
 
 import torch
+from torch.nn.functional import one_hot
 
 from hyperkron.cleaning.alternatives import BLIND, ESTIMATORS, TREES
-from hyperkron.cleaning.config import OURS
-from hyperkron.cleaning.method import PRESETS
+from hyperkron.cleaning.config import ALTERNATIVES, BOOSTED, FOREST, OURS
+from hyperkron.cleaning.method import PRESETS, vectors
+from hyperkron.cleaning.models import trees
 from hyperkron.cleaning.trainer import TrainingPlan, TrainingTargets, train
 from hyperkron.cleaning.work import Work
+
+MEASURED_ROWS = 2000
+"""Rows of the trees whose time is measured, at most."""
+ONE_PROCESS = "The budget is planned as if there were one process; with several the run may take less time."
+"""What is said where several processes share the work."""
 
 
 def steps_of(work: Work, plan: TrainingPlan, names: list[str], test: bool) -> int:
@@ -66,35 +73,79 @@ def seconds_per_step(work: Work, steps: int = 20) -> float:
     return (time.perf_counter() - begin) / plan.steps(len(rows))
 
 
+Fit = tuple[str, int]
+"""A fit of trees: FOREST or BOOSTED, and its rows."""
+
+
+def tree_fits(work: Work, names: list[str], test: bool) -> list[Fit]:
+    """The fits of trees of a whole run: of the method, and of the candidates among ``names``."""
+    views, rows = len(work.views()), len(work.noisy) + len(work.trusted)
+    found = [fit for name in names for fit in _fits_of_candidate(name, views + test, rows)]
+    if work.trees:  # the noisy forest, and those of the cleaned labels
+        found += [(FOREST, rows)] * (2 + views)
+    if work.trees and work.tree_model:  # both kinds of each half are asked; at most one is fitted to all rows
+        halves = [(kind, -(-rows // 2)) for kind in (FOREST, BOOSTED) for _ in range(2)]
+        found += [*halves, (FOREST, rows)] * (1 + views)
+    return found
+
+
+def _fits_of_candidate(name: str, times: int, rows: int) -> list[Fit]:
+    return [({"forest": FOREST, "boosted": BOOSTED}[name], rows)] * times if name in TREES else []
+
+
+def seconds_per_fit(work: Work, kinds: set[str]) -> dict[Fit, float]:
+    """Of trees of each kind and of two sizes, measured on rows of this run; the trees are thrown away."""
+    found, rows = {}, torch.cat([work.labelled(work.noisy), work.trusted])
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:MEASURED_ROWS].to(rows.device)]
+    for kind in sorted(kinds):
+        import sklearn.ensemble  # noqa: F401  (loading it is not part of a fit)
+
+        for count in (-(-len(rows) // 2), len(rows)):
+            x, labels, begin = vectors(work, rows[:count]), work.given[rows[:count]], time.perf_counter()
+            if kind == FOREST:
+                trees.forest(x, one_hot(labels, work.classes).float())
+            else:
+                trees.boosted(x, labels, work.classes)
+            found[kind, count] = time.perf_counter() - begin
+    return found
+
+
+def seconds_of(fits: list[Fit], measured: dict[Fit, float]) -> float:
+    """Of fits of trees, on the straight line in their rows through the two sizes that were measured."""
+    total = 0.0
+    for kind, rows in fits:
+        (low, first), (high, second) = sorted((n, t) for (k, n), t in measured.items() if k == kind)
+        total += first + max(0.0, second - first) * (rows - low) / (high - low)
+    return total
+
+
 def within(work: Work, names: list[str], test: bool, seconds: float) -> tuple[TrainingPlan, list[str], list[str]]:
     """A plan and the alternatives that fit into this many seconds, and messages about what was given up.
 
     Training is shortened first, to a third of its epochs at most; then alternatives are left out, most expensive first.
     """
+    fits, begin = tree_fits(work, names, test), time.perf_counter()
+    measured = seconds_per_fit(work, {kind for kind, _ in fits})
     each = seconds_per_step(work)
+    seconds = max(1.0, seconds - (time.perf_counter() - begin))
+
+    def expected(plan: TrainingPlan, names: list[str]) -> float:
+        return steps_of(work, plan, names, test) * each + seconds_of(tree_fits(work, names, test), measured)
+
     messages, names, plan = [], list(names), work.plan
     for share in (1.0, 0.75, 0.5, 1 / 3):
         least = max(60, round(work.plan.least * share))
         plan = replace(work.plan, epochs=work.plan.epochs * share, least=least)
-        if steps_of(work, plan, names, test) * each <= seconds:
+        if expected(plan, names) <= seconds:
             break
-    for name in (
-        "sama",
-        "gold-loss",
-        "neighbours",
-        "cleanlab",
-        "small-loss",
-        "trusted-confidence",
-        "noisy",
-        "pooled",
-        "trusted",
-    ):
-        if steps_of(work, plan, names, test) * each > seconds and name in names:
+    alone = {name: expected(plan, [name]) for name in names if name in ALTERNATIVES}
+    why = f"to stay within the {seconds:.0f} s that are left of the budget."
+    for name in sorted(alone, key=lambda name: (-alone[name], -ALTERNATIVES.index(name))):
+        if expected(plan, names) > seconds:
             names.remove(name)
-            messages.append(f"'{name}' is left out of the comparison to stay within the budget of {seconds:.0f} s.")
+            messages.append(f"'{name}' is left out of the comparison {why}")
     if plan.epochs < work.plan.epochs:
-        messages.insert(0, f"Training is shortened to {plan.epochs:.1f} epochs to stay within {seconds:.0f} s.")
-    expected = steps_of(work, plan, names, test) * each
-    if expected > seconds:
-        messages.append(f"This will still take about {expected:.0f} s, more than the budget of {seconds:.0f} s.")
+        messages.insert(0, f"Training is shortened to {plan.epochs:.1f} epochs {why}")
+    if (still := expected(plan, names)) > seconds:
+        messages.append(f"This will still take about {still:.0f} s, more than the {seconds:.0f} s left of the budget.")
     return plan, names, messages

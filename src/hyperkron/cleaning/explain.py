@@ -106,7 +106,7 @@ def explain(
     if not (out / "result.json").exists() or read_result(out).items("unfinished"):
         kept = (out / "config.json").exists()
         remedy = f"it has not finished: continue with `hyperkron resume {out}`" if kept else "name one of clean()"
-        raise HyperkronError(f"out={str(out)!r} holds no finished run; {remedy}.")
+        raise HyperkronError(f"{str(out)!r} holds no finished run; {remedy}.")
     result = continued(out, model, None, progress, writes=False)
     if isinstance(result.model, EstimatorModel):
         raise HyperkronError(

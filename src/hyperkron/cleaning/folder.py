@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.cleaning.data import Labelled, RowHashes
+from hyperkron.cleaning.data.values import day_of
 from hyperkron.cleaning.recorded import digest
 from hyperkron.cleaning.stages import SharedStages, Stages
 from hyperkron.solution import HyperkronError
@@ -286,9 +287,10 @@ def shown(train: Labelled, inputs: Any) -> dict[str, Any]:
         found["image"] = _picture(inputs)
     else:
         names = train.encoding.names if train.encoding is not None else ()
+        dates = train.encoding.dates if train.encoding is not None else frozenset[str]()
         values = [float(v) for v in inputs]
         found["features"] = {
-            str(name): (None if value != value else round(value, 6))
+            str(name): None if value != value else day_of(value) if name in dates else round(value, 6)
             for name, value in list(zip(names, values, strict=False))[:12]
         }
     return found

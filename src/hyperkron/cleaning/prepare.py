@@ -75,6 +75,8 @@ class InputTransform:
         """With the mean and deviation of the training rows."""
         if self.form.kind == "table":  # already encoded
             return self
+        if isinstance(self.vectors, HashedNgrams):  # what texts share least would count as much as what they share most
+            return replace(self, mean=values.mean(0, keepdim=True))
         dims = (0,) if self.form.kind == "text" else (0, 2, 3)
         deviation = values.std(dims, keepdim=True).nan_to_num(1.0).clamp(min=1e-6)
         return replace(self, mean=values.mean(dims, keepdim=True), deviation=deviation)

@@ -10,6 +10,7 @@ import os
 import textwrap
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from hyperkron.cleaning.models import HASHED, TextEncoder
 from hyperkron.cleaning.models.encoder import VARIABLE
 from hyperkron.cleaning.sources import absolute, model_name
+from hyperkron.cleaning.stages import RULES
 from hyperkron.solution import HyperkronError
 
 _SOURCES = ("train", "trusted", "test")
@@ -49,6 +51,21 @@ def refuse_other_settings(kept: Mapping[str, Any], expected: Mapping[str, Any]) 
                 f"{name}={value!r}, but the run began with {name} {usual}; leave it out to continue that run, or begin "
                 "a new one."
             )
+
+
+def refuse_other_rules(kept: Mapping[str, Any], out: str | Path) -> None:
+    """Meet a run that a version with other rules began: its finished stages and the next would not belong together."""
+    if kept.get("rules") == RULES:
+        return
+    environment = kept.get("environment")
+    began = environment.get("hyperkron") if isinstance(environment, dict) else None
+    rules = f"rules {kept['rules']}" if "rules" in kept else "rules that were not recorded"
+    raise HyperkronError(
+        f"the run in {str(out)!r} was begun by hyperkron {began or 'of an unknown version'} with {rules}, and "
+        f"hyperkron {installed_version('hyperkron')}, which runs now, has rules {RULES}: what it computes would not "
+        "belong to the finished stages. Continue with the version that began it, or begin a new run. Results that are "
+        "there can still be used by load, predict, export and report."
+    )
 
 
 def refuse_other_model(kept: Mapping[str, Any], model: Callable[[], nn.Module] | None) -> None:
@@ -136,8 +153,17 @@ def _code(kind: type) -> str:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Versions and the kind of device, whose change is said and not refused."""
-    return {"device": device.type, **{name: installed_version(name) for name in ("hyperkron", "torch")}}
+    """Versions, the code and the kind of device, whose change is said and not refused."""
+    versions = {name: installed_version(name) for name in ("hyperkron", "torch")}
+    return {"device": device.type, **versions, "code of hyperkron": _own_code()[:12]}
+
+
+def _own_code() -> str:
+    """The SHA-256 of this library's files, which tells versions apart that are still being written."""
+    place, found = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(place.rglob("*.py")):
+        found.update(file.relative_to(place).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return found.hexdigest()
 
 
 def installed_version(package: str) -> str:
@@ -182,7 +208,7 @@ def refuse_other_network(began: Any, found: str) -> None:
 def digest(kept: Mapping[str, Any]) -> str:
     """The SHA-256 of all that a stage of a run depends on."""
     encoder = recorded_encoder(kept) or {}
-    told = [kept["config"], kept["data"], kept["model"], kept.get("network"), encoder.get("sha256")]
+    told = [kept["config"], kept["data"], kept["model"], kept.get("network"), encoder.get("sha256"), kept.get("rules")]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hyperkron.cleaning import recorded
 from hyperkron.cleaning.alternatives import DESCRIPTIONS, ESTIMATORS, TREES, available, delivered, judged, targets_for
-from hyperkron.cleaning.budget import steps_of, within
+from hyperkron.cleaning.budget import ONE_PROCESS, steps_of, within
 from hyperkron.cleaning.choice import Judged, Noise, choose, different, first_verdict, judge, noise_of, verdict
 from hyperkron.cleaning.config import OURS, CleanConfig, EmbeddingBar, Progress, SilentProgress, stage_in_words
 from hyperkron.cleaning.data import Labelled
@@ -244,7 +244,7 @@ class CleaningRun:
             self.folder.log("plan", **kept)
         self.work = replace(self.work, plan=replace(self.work.plan, epochs=kept["epochs"], least=kept["least"]))
         self.names = kept["compare"]
-        return list(kept["messages"])
+        return [*kept["messages"], *([ONE_PROCESS] if self.sharing.count > 1 else [])]
 
     def _tick(self, stage: str, steps: int) -> None:
         before, done = self.stage
@@ -388,12 +388,12 @@ class CleaningRun:
         return round(ours + sum(self.work.stages.seconds.get(stage, 0.0) for stage in stages), 2)
 
     def _seconds(self) -> dict[str, float]:
-        """Of the whole, of the method, and of one plain training, scaled by steps from that of a network."""
+        """Of the whole, of the method, and of one plain training if known, scaled by steps from that of a network."""
         work, spent = self.work, {"total": sum(self.seconds.values()), **self.seconds}
         spent["cleaning"] = self.seconds["cleaning"] + self.seconds["network"]
         each = self.seconds["network"] / work.last.steps(len(work.given))
         if work.trees and work.tree_model:  # then trees were tried in that time; the noisy expert is two networks
             half = -(-len(work.noisy) // 2)
             each = work.stages.seconds.get("noisy-expert", 0.0) / 2 / work.quick(half).steps(half)
-        spent["plain"] = each * work.plan.steps(len(work.given))
+        spent |= {"plain": each * work.plan.steps(len(work.given))} if each else {}
         return {name: round(value, 2) for name, value in spent.items()}

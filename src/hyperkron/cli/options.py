@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -213,7 +215,8 @@ SWEEP = (
 DOCTOR = (JSON, SPEAKING[1])
 
 _ARGUMENTS = {option.key: option for option in (*SWEEP, *PREDICT, *CLEAN, *EXPORT, *ATTRIBUTE)} | {"run_folder": RUN}
-_ARGUMENT = re.compile(rf"(?<![\w.`'-])({'|'.join(_ARGUMENTS)})(\[\d+\])?=(True\b|\.\.\.)?")
+_VALUE = r"True\b|\[?\.\.\.\]?|\[(?:'[^']*'(?:, )?)+\]"
+_ARGUMENT = re.compile(rf"(?<![\w.`'-])({'|'.join(_ARGUMENTS)})(\[\d+\])?=({_VALUE})?")
 
 
 def as_options(text: str) -> str:
@@ -222,10 +225,17 @@ def as_options(text: str) -> str:
     Example:
         >>> as_options("label='x' is not a column; name it with trusted_column=..., or pass overwrite=True.")
         "--label='x' is not a column; name it with --trusted-column ..., or pass --overwrite."
+        >>> as_options("If so, pass id=['order no', 'day'].")
+        "If so, pass --id 'order no' day."
     """
 
     def named(found: re.Match[str]) -> str:
         name, value = _ARGUMENTS[found[1]].shown, found[3]
-        return name if value == "True" else f"{name} ..." if value else f"{name}{found[2] or ''}="
+        if not value:
+            return f"{name}{found[2] or ''}="
+        if value.startswith("['"):
+            remedy = found.string[: found.start()].endswith("pass ")  # to be copied; else a value that was given
+            return f"{name} {shlex.join(ast.literal_eval(value))}" if remedy else f"{name}={value}"
+        return name if value == "True" else f"{name} ..."
 
     return re.sub(r"(--[\w-]+) \.\.\., \1", r"\1", _ARGUMENT.sub(named, text))

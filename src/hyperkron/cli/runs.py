@@ -79,9 +79,19 @@ def export(options: Any, given: list[str]) -> int:
         also = f", {len(trusted)} of them trusted" if trusted else ""
         said = ", ".join(f"{n} {'suspects ' if name == 'dropped' else ''}{name}" for name, n in done.items())
         say(f"{count} rows written{also}; {said}.")
-        say("Rows that were left out when the data was read are not included.")
+        if left_out := _count_left_out(folder):
+            say(f"{left_out} rows that were left out when the data was read are not included.")
         print(written)
     return 0
+
+
+def _count_left_out(folder: Path) -> int:
+    """Rows of the source that the run did not use; trusted ones, which are written too, apart."""
+    try:
+        lines = (folder / "left_out.csv").read_text(encoding="utf-8").splitlines()[1:]
+    except (OSError, ValueError):
+        return 0
+    return sum(not line.endswith(",trusted") for line in lines)
 
 
 def _refuse_strange(decided: dict[int, str], rows: list[CsvRow], file: str | None) -> None:

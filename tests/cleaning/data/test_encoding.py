@@ -7,7 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from hyperkron.cleaning.data import TableEncoding, read_pair
+from hyperkron.cleaning.data import TableEncoding, read, read_pair
+from hyperkron.cleaning.folder import shown
+from hyperkron.cleaning.report import wording
 from hyperkron.solution import HyperkronError
 
 
@@ -87,3 +89,12 @@ def test_errors() -> None:
         encoding.standardise(np.zeros((2, 2)))
     with pytest.raises(HyperkronError, match="no column can be used"):
         TableEncoding.fit({"a": [1, 1]})
+
+
+def test_a_person_sees_dates_and_whole_numbers_as_they_are() -> None:
+    table = {"when": ["24.02.2022", "", "13.01.2021", "01.12.2020"], "order": [1482262, 1090954, 1779390, 1607018]}
+    rows = read({**table, "label": ["a", "b", "a", "b"]})
+    assert rows.encoding is not None and rows.encoding.dates == {"when"}
+    seen = [shown(rows, inputs)["features"] for inputs in rows.inputs]
+    assert [row["when"] for row in seen] == ["2022-02-24", None, "2021-01-13", "2020-12-01"]
+    assert [wording.value(row["order"]) for row in seen][:2] == ["1482262", "1090954"]

@@ -43,6 +43,24 @@ def test_trusted_rows_of_the_same_table_have_the_label_column() -> None:
     assert len(train) == 3 and trusted.labels.tolist() == [1] and trusted.votes is None
 
 
+def test_the_label_may_name_a_column_of_the_trusted_rows_alone() -> None:
+    checked = {"text": TRUSTED["text"], "gold": TRUSTED["label"]}
+    train, trusted = read_pair(WIDE, checked, annotators=["ann", "bob", "cyd"], label="gold")
+    assert trusted.labels.tolist() == [0, 1] and train.labels.tolist() == [0, 1, -1, 0]
+    with pytest.raises(HyperkronError, match=r"label='glod' is not a column of trusted.*Did you mean 'gold'"):
+        read_pair(WIDE, checked, annotators=["ann", "bob", "cyd"], label="glod")
+
+
+def test_a_label_beside_the_votes_is_not_learnt_from() -> None:
+    table = {"a": [1.5, 2.5, 3.5, 4.5], "b": [1, 0, 2, 5], "label": ["x", "y", "y", "x"]}
+    votes = {name: WIDE[name] for name in ("ann", "bob", "cyd")}
+    checked = {"a": [1.0, 2.0], "b": [3, 4], "label": ["x", "y"]}
+    for label in (None, "label"):
+        train, trusted = read_pair(table | votes, checked, annotators=list(votes), label=label)
+        assert train.encoding is not None and [column.name for column in train.encoding.columns] == ["a", "b"]
+        assert train.labels.tolist() == [0, 1, -1, 0] and trusted.labels.tolist() == [0, 1]
+
+
 def test_a_line_for_each_row_and_annotator() -> None:
     train, _ = read_pair(LONG, TRUSTED, annotator="who", id="doc")
     assert train.inputs == ["a b", "c d", "e f"] and train.rows.tolist() == [0, 2, 4]

@@ -353,6 +353,16 @@ def test_hashed_ngrams_keep_what_texts_share() -> None:
     assert hashed([]).shape == (0, 8)
 
 
+def test_what_few_texts_share_stays_small_beside_what_many_do() -> None:
+    texts = [f"{('the cat sat on the mat', 'stocks fell on the market')[i % 2]} number {i}" for i in range(30)]
+    hashed = HashedNgrams(texts, dim=16)
+    transform = InputTransform(InputForm("text", Roles(text="text")), hashed).fitted(hashed(texts))
+    inputs = transform(texts, torch.device("cpu")).values
+    assert inputs.mean(0).abs().max() < 1e-5
+    wide = inputs.std(0)
+    assert wide[-1] < 0.5 * wide[1] and torch.allclose(wide, hashed(texts).std(0))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

@@ -154,7 +154,7 @@ def without_overlap(train: Raw, trusted: Raw, keep: bool, shared: Array) -> Raw:
     if shared.all():
         raise HyperkronError(
             f"every row of {train.name} is also in the trusted set ({trusted.name}), so nothing is left to clean; give "
-            "another trusted set, or pass ReadOptions(keep_overlap=True)."
+            "another trusted set."
         )
     rest = train.without(shared, "also in the trusted set")
     return rest.noting(f"{about} {_were(count)} removed from training: rows {where}.")

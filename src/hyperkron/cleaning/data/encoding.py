@@ -107,6 +107,12 @@ class TableEncoding:
         """What each column of ``matrix`` is."""
         return tuple(name for column in self.columns for name in column.inputs)
 
+    @property
+    def dates(self) -> frozenset[str]:
+        """The columns that hold days since 1970."""
+        numbers = (column for column in self.columns if isinstance(column, Number))
+        return frozenset(column.name for column in numbers if column.form.startswith("date"))
+
     @classmethod
     def fit(cls, columns: Columns, max_categories: int = 50) -> tuple[TableEncoding, list[str]]:
         """The encoding of a training table, and what was noticed."""

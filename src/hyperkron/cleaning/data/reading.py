@@ -154,7 +154,8 @@ def read_pair(
     if trusted is None:
         ours, theirs = _by_flag(ours, str(trusted_column))
     else:
-        single = replace(found, id=(), annotator=None, annotators=())
+        named = asked.label if asked.annotators else found.label
+        single = replace(found, label=named, id=(), annotator=None, annotators=())
         theirs, _ = _load(trusted, "trusted", single, options, ours.shape, gold=True)
         checks.refuse_other_kind(theirs, ours.kind, ours.shape, ours.name)
     return _pair(ours, theirs, options)

@@ -29,12 +29,15 @@ def resolve(frame: Frame, asked: Roles) -> tuple[Roles, list[str]]:
     """Every role of a frame's columns, named or inferred, and what to say about it."""
     several_columns = ("features", "id", "annotators")
     named = {f"{role}[{i}]": name for role in several_columns for i, name in enumerate(getattr(asked, role) or ())}
+    voted = bool(asked.annotators) and asked.trusted_column is None
+    if voted and asked.label not in frame.columns:  # votes take its place here; other sources may have it
+        asked = replace(asked, label=_first_of(frame.name, frame.columns, LABELS))
     for argument, name in (vars(asked) | dict.fromkeys(several_columns) | named).items():
         if name is not None:
             _require(frame.name, frame.columns, argument, name)
     doubts = "".join(message.partition(": ")[2] for message in frame.messages if "first line" in message)
     label = asked.label
-    if not asked.annotators or asked.trusted_column is not None or label is not None:
+    if not voted:
         label = label_column(frame.name, list(frame.columns), label, doubts[:1].upper() + doubts[1:])
     if label is not None and label in (*asked.inputs(), *asked.id):
         raise HyperkronError(f"label={label!r} is also named as another column's role; the label cannot be an input.")

@@ -244,8 +244,7 @@ def form_note(name: str, form: NumberForm, values: Values) -> str:
     example = max((value for value in odd if not read_numbers([value], form)[1]), key=len)
     number = read_numbers([example], form)[0][0]
     if form.startswith("date"):
-        day = (_EPOCH + datetime.timedelta(days=float(number))).date().isoformat()
-        return f"column {name!r} holds dates, read as days: {example!r} is {day}."
+        return f"column {name!r} holds dates, read as days: {example!r} is {day_of(float(number))}."
     return f"column {name!r} holds numbers with commas: {example!r} is read as {number:.12g}."
 
 
@@ -266,6 +265,16 @@ def _decimal_comma(value: Any) -> float | None:
     if isinstance(value, str) and _COMMA.fullmatch(value.strip()):
         return float(value.replace(".", "").replace(",", "."))
     return as_number(value)
+
+
+def day_of(days: float) -> str:
+    """The date that is this many days after the first of January 1970.
+
+    Example:
+        >>> day_of(19047.6)
+        '2022-02-24'
+    """
+    return (_EPOCH + datetime.timedelta(days=days)).date().isoformat()
 
 
 def _days(value: Any, day_first: bool) -> float | None:

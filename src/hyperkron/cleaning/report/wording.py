@@ -68,9 +68,16 @@ def moment(iso: str) -> str:
 
 
 def value(x: Any) -> str:
-    """A value of the configuration or a feature."""
+    """A value of the configuration or a feature.
+
+    Example:
+        >>> value(1482262.0), value(0.123456789), value([1, 2])
+        ('1482262', '0.123457', '[1, 2]')
+    """
     if isinstance(x, str):
         return x
+    if isinstance(x, float) and x.is_integer() and abs(x) < 1e15:
+        return str(int(x))
     if isinstance(x, float):
         return f"{x:.6g}"
     return json.dumps(x, ensure_ascii=False)

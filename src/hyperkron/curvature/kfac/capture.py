@@ -70,8 +70,8 @@ def measure(
             recorder.saw(loss, readable=not point.recording, unmasked=unmasked)
         if owners is not None:
             _check_alike(recorder, owners.group)
-            if loss.terms:
-                _warn_without_batch(recorder.lengths, len(loss.terms[0].row_losses))
+        if loss.terms and (owners is not None or len(parts) > 1):
+            _warn_without_batch(recorder.lengths, len(loss.terms[0].row_losses))
         if basis is not None and fisher == "type-2" and sharing == "expand":
             _warn_together(loss, recorder.batch_size)
         recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
@@ -103,13 +103,14 @@ def _wanted(point: Point, parts: int) -> KeptGradients | None:
 
 
 def _warn_without_batch(lengths: dict[str, int], examples: int) -> None:
-    """Say which layers have inputs without a dimension for examples: on each process all its examples are one row."""
+    """Say which layers have inputs without a dimension for examples: all examples of a process or piece are one row."""
     names = [name for name, length in lengths.items() if length % max(examples, 1)]
     if names:
         warn_once(
             "kfac-without-batch",
             f"{', '.join(names[:3])} of the model is called on inputs without a dimension for examples (positions?): "
-            "its curvature depends on the number of processes; expand its input to one row for each example.",
+            "its curvature depends on how the batch is divided among processes or into pieces; expand its input to one "
+            "row for each example.",
         )
 
 

@@ -1,0 +1,105 @@
+"""A budget counts what a run will do: steps of networks and fits of trees."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blobs import Watch, blobs, quicken
+from hyperkron.cleaning import CleanConfig, budget, clean
+from hyperkron.cleaning.config import BOOSTED, FOREST
+from hyperkron.cleaning.models import trees
+from hyperkron.cleaning.run import Sharing
+
+pytest.importorskip("sklearn")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch)
+
+
+@pytest.mark.long
+def test_fits_of_trees_are_those_that_the_run_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, made, counted = blobs(rows=60), list[str](), list[budget.Fit]()
+
+    def counting(kind: str, fit: Any, *given: Any, **named: Any) -> Any:
+        made.append(kind)
+        return fit(*given, **named)
+
+    for kind, name in ((FOREST, "forest"), (BOOSTED, "_fit_boosted")):
+        counted_fit = partial(counting, kind, getattr(trees, name))
+        for module in ("models.trees", "method"):
+            monkeypatch.setattr(f"hyperkron.cleaning.{module}.{name}", counted_fit, raising=False)
+
+    def measured(work: Any, kinds: set[str]) -> dict[budget.Fit, float]:
+        counted[:] = budget.tree_fits(work, ["forest", "boosted"], True)
+        return {(kind, rows): 1e-6 for kind in kinds for rows in (1, 2)}
+
+    monkeypatch.setattr(budget, "seconds_per_fit", measured)
+    config = CleanConfig(epochs=1, compare=("forest", "boosted"), budget=1e6)
+    assert len(clean(data.train, data.trusted, test=data.test, config=config).candidates) == 3
+    views = 5
+    last = len(made) - (len(counted) - (1 + views))  # of trees that won: at most one of all rows in each view
+    assert 0 <= last <= 1 + views
+    assert [kind for kind, _ in counted].count(BOOSTED) <= made.count(BOOSTED) <= made.count(FOREST)
+    assert {rows for _, rows in counted} == {84, 42}
+
+
+def test_seconds_lie_on_the_line_through_two_sizes() -> None:
+    measured = {(FOREST, 100): 1.0, (FOREST, 200): 1.5, (BOOSTED, 100): 2.0, (BOOSTED, 200): 1.9}
+    assert budget.seconds_of([(FOREST, 100), (FOREST, 400)], measured) == pytest.approx(1.0 + 2.5)
+    assert budget.seconds_of([(BOOSTED, 200)], measured) == 2.0  # no fit of more rows takes less time
+    assert budget.seconds_of([], {}) == 0.0
+
+
+def test_trees_count_and_the_most_expensive_alternative_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = blobs(rows=60)
+    monkeypatch.setattr(budget, "seconds_per_step", lambda work: 1e-6)
+    prices = {(kind, rows): price for kind, price in ((FOREST, 1.0), (BOOSTED, 2.0)) for rows in (42, 84)}
+    monkeypatch.setattr(budget, "seconds_per_fit", lambda work, kinds: prices)
+    asked: list[Any] = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(work: Any, plan: Any, names: list[str], test: bool) -> int:
+        asked.append((work, names))
+        raise Stop
+
+    monkeypatch.setattr("hyperkron.cleaning.run.steps_of", stop)  # called once the plan is made
+    watch = Watch()
+    # 1 + 6 forests, 6 times two halves of both kinds and a forest, and 5 of each alternative
+    method, forest, boosted = 7 + 6 * (2 + 4 + 1), 5.0, 10.0
+    for seconds, left in ((method + forest + boosted + 1, 3), (method + forest + 1, 2), (method + 1, 1)):
+        config = CleanConfig(epochs=1, compare=("noisy", "forest", "boosted"), budget=float(seconds))
+        with pytest.raises(Stop):
+            clean(data.train, data.trusted, config=config, progress=watch)
+        assert budget.ONE_PROCESS not in watch.messages and asked[-1][1] == ["noisy", "forest", "boosted"][:left]
+    told = [m.split(" to stay")[0] for m in watch.messages if "left out of the comparison" in m]
+    with pytest.raises(Stop):
+        clean(data.train, data.trusted, config=config, progress=watch, out=tmp_path / "run", sharing=Sharing(2))
+    assert budget.ONE_PROCESS in watch.messages
+    assert told == [f"'{name}' is left out of the comparison" for name in ("boosted", "boosted", "forest")]
+
+
+def test_trees_of_two_sizes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, found = blobs(rows=60), dict[str, Any]()
+
+    class Stop(Exception):
+        pass
+
+    def look(work: Any, names: list[str], test: bool, seconds: float) -> Any:
+        found["measured"] = budget.seconds_per_fit(work, {FOREST, BOOSTED})
+        raise Stop
+
+    monkeypatch.setattr("hyperkron.cleaning.run.within", look)
+    with pytest.raises(Stop):
+        clean(data.train, data.trusted, config=CleanConfig(epochs=1, compare=(), budget=5.0))
+    assert sorted(found["measured"]) == [(BOOSTED, 42), (BOOSTED, 84), (FOREST, 42), (FOREST, 84)]
+    assert min(found["measured"].values()) > 0
