@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from experiments import paper
 from experiments.paper.recipe import SCALES
@@ -14,6 +15,7 @@ from hyperkron.solution import HyperkronError
 
 OK, ERROR, OUT_OF_TIME, INTERRUPTED = 0, 1, 3, 130
 """Exit codes; a mistake in the command is 2."""
+PAGE_HELP = "folder for paper.md, paper.html and figures (default: FOLDER/pages; of the recorded results, their pages)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +77,9 @@ def _run(options: argparse.Namespace, given: list[str]) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     """Write the page and print the names of its files."""
-    written = [str(path) for path in paper.report(options.folder, options.out)]
+    folder = Path(options.folder)
+    own = paper.PAGES if folder.resolve() == Path(paper.RESULTS).resolve() else folder / "pages"
+    written = [str(path) for path in paper.report(folder, options.out or own)]
     print(json.dumps({"files": written}) if options.json else "\n".join(written))
     return OK
 
@@ -111,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--data", metavar="FOLDER", help="folder with mnist/, cifar10/, wrench/ (default: ./data)")
     run.add_argument("--quiet", action="store_true", help="print only errors and the result")
     report.add_argument("--folder", default=paper.RESULTS, help="folder of results")
-    report.add_argument("-o", "--out", default=paper.PAGES, help="folder for paper.md, paper.html and figures")
+    report.add_argument("-o", "--out", help=PAGE_HELP)
     for part in parts.values():
         part.add_argument("--json", action="store_true", help="print one JSON object")
     return top

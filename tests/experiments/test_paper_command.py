@@ -88,6 +88,9 @@ def test_paper_report_writes_the_page(monkeypatch: pytest.MonkeyPatch, capsys: C
     assert main(["report", "--folder", "results", "--out", "page"]) == 0
     written = capsys.readouterr().out.splitlines()
     assert "page/paper.md" in written and "page/paper.html" in written and Path("page/paper.md").exists()
+    assert main(["report", "--folder", "results"]) == 0  # the recorded pages are left alone
+    assert all(Path(line).is_relative_to("results/pages") for line in capsys.readouterr().out.split())
+    assert Path("results/pages/paper.md").exists()
     assert main(["report", "--folder", "results", "--out", "page", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == written
 
