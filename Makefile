@@ -23,10 +23,10 @@ PYTEST_ARGS ?=
 PIP_FLAGS   ?=
 
 PY    := .venv/bin/python
-# Without --no-compile, pip would compile all modules of all packages; Python compiles those it imports.
-INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS)
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 PIP    := $(INSTALL) -c constraints.txt
-HASHED := $(INSTALL) --require-hashes --no-deps --only-binary :all:
+# Without --no-compile, pip would compile all modules of all these packages; Python compiles those it imports.
+HASHED := $(INSTALL) --require-hashes --no-deps --only-binary :all: --no-compile
 STAMP := .venv/.installed
 CODE  := $(wildcard src tests support examples benchmarks experiments docs conftest.py)
 BENCHMARKS ?= $(sort $(wildcard benchmarks/bench_*.py))
