@@ -23,8 +23,10 @@ PYTEST_ARGS ?=
 PIP_FLAGS   ?=
 
 PY    := .venv/bin/python
-PIP   := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
-HASHED := $(PY) -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary :all: $(PIP_FLAGS)
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
+PIP    := $(INSTALL) -c constraints.txt
+# Without --no-compile, pip would compile all modules of all these packages; Python compiles those it imports.
+HASHED := $(INSTALL) --require-hashes --no-deps --only-binary :all: --no-compile
 STAMP := .venv/.installed
 CODE  := $(wildcard src tests support examples benchmarks experiments docs conftest.py)
 BENCHMARKS ?= $(sort $(wildcard benchmarks/bench_*.py))
@@ -54,7 +56,7 @@ $(STAMP): pyproject.toml constraints.txt requirements/lock.txt $(STALE)
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "Making .venv with `$(PYTHON) --version`"; $(PYTHON) -m venv --clear .venv; }
 	@echo "Installing the pinned environment into .venv (the first time takes a few minutes: torch is large)"
-	@$(HASHED) -r requirements/lock.txt
+	@$(PIP) --no-deps torch & torch=$$!; $(HASHED) -r requirements/lock.txt; status=$$?; wait $$torch && exit $$status
 	@$(PIP) torch
 	@$(PIP) --no-build-isolation --no-deps -e .
 	@printf '%s\n' "$(CURDIR)" > $@

@@ -1,15 +1,22 @@
-"""Examples in the docstrings of the cleaning tool run with small forests, as its tests do."""
+"""What all tests and examples share: little work for the garbage collector, and quick examples of the cleaning tool."""
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def _small_forests_in_examples(request: pytest.FixtureRequest) -> None:
-    if isinstance(request.node, pytest.DoctestItem) and "cleaning" in request.node.path.parts:
-        from hyperkron.cleaning.models import trees
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: collections of garbage, of which some tests ask for many, pass over them."""
+    gc.collect()
+    gc.freeze()
 
-        monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
-        monkeypatch.setattr(trees, "TREES", 12)
-        monkeypatch.setattr(trees, "ROUNDS", 5)
+
+@pytest.fixture(autouse=True)
+def _quick_examples(request: pytest.FixtureRequest) -> None:
+    """Examples in the docstrings of the cleaning tool run with short trainings and small forests, as its tests do."""
+    if isinstance(request.node, pytest.DoctestItem) and "cleaning" in request.node.path.parts:
+        from blobs import quicken
+
+        quicken(request.getfixturevalue("monkeypatch"))

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hyperkron.cleaning import run
+from hyperkron.cleaning import method, run
+from hyperkron.cleaning.label_noise import label_noise
 from hyperkron.cleaning.models import trees
 from hyperkron.cleaning.trainer import TrainingPlan
 
@@ -56,10 +57,11 @@ def write_csv(path: Path, part: tuple[Tensor, Tensor]) -> Path:
     return path
 
 
-def quicken(monkeypatch: pytest.MonkeyPatch, least: int = 24) -> None:
-    """Trainings of a dozen steps instead of hundreds, and forests of a dozen trees."""
+def quicken(monkeypatch: pytest.MonkeyPatch, least: int = 24, forest: int = 6) -> None:
+    """Trainings of a dozen steps instead of hundreds, forests of a few trees, and few iterations of EM."""
     monkeypatch.setattr(run, "TrainingPlan", partial(TrainingPlan, least=least))
-    monkeypatch.setattr(trees, "TREES", 12)
+    monkeypatch.setattr(method, "label_noise", partial(label_noise, iterations=20))
+    monkeypatch.setattr(trees, "TREES", forest)
     monkeypatch.setattr(trees, "ROUNDS", 5)
 
 

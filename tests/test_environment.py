@@ -9,13 +9,16 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import hyperkron
 from blobs import blobs, quicken, write_csv
+from hyperkron.cleaning import CleanConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "hyperkron"
@@ -95,8 +98,6 @@ def test_everything_that_is_installed_but_torch_is_locked_with_hashes() -> None:
 
 
 def test_metadata() -> None:
-    import hyperkron
-
     metadata = importlib.metadata.metadata("hyperkron")
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
@@ -109,8 +110,6 @@ def test_metadata() -> None:
 
 def test_the_wheel_ships_all_sources_types_and_licence(tmp_path: Path) -> None:
     from hatchling.builders.wheel import WheelBuilder
-
-    import hyperkron
 
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -145,6 +144,7 @@ def test_the_readme_examples_run_and_find_the_wrong_labels(
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
     quicken(monkeypatch)
+    monkeypatch.setattr(hyperkron, "clean", partial(hyperkron.clean, config=CleanConfig(epochs=1, compare=("noisy",))))
     data = blobs(rows=60)
     for name, rows in (("train", data.train), ("trusted", data.trusted), ("new", data.test)):
         write_csv(tmp_path / f"{name}.csv", rows)

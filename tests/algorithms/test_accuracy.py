@@ -261,8 +261,8 @@ CASES: dict[str, Case] = {
 }
 
 
-SLOW = {"PBGD", "Unrolled", "ScaleBiO", "MRBO", "MRBO-KFAC", "SUSTAIN"}
-"""These, and variants (with a comma in their name), take seconds each."""
+SLOW = {"PBGD", "Unrolled", "ScaleBiO", "MRBO", "MRBO-KFAC", "SUSTAIN", "VRBO", "FSLA", "PZOBO"}
+"""These, and variants (with a comma in their name), take seconds each; ``test_equations.py`` has steps of theirs."""
 PARTED = [pytest.param(name, marks=pytest.mark.long) if name in SLOW or "," in name else name for name in CASES]
 
 

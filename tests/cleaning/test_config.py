@@ -22,7 +22,7 @@ def test_settings_are_plain_values() -> None:
 
 def test_no_limit_may_be_said_by_infinity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quicken(monkeypatch)
-    data, config = blobs(rows=60), CleanConfig(compare=(), budget=float("inf"))
+    data, config = blobs(rows=60), CleanConfig(epochs=1, compare=(), budget=float("inf"))
     assert config.budget is None
     assert clean(data.train, data.trusted, config=config, out=tmp_path / "run").chosen == "hyperkron"
     assert (tmp_path / "run" / "config.json").exists()

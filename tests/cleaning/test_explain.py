@@ -23,10 +23,14 @@ from hyperkron.cli.app import main
 from hyperkron.solution import HyperkronError, Status
 
 
+def quick_network(patch: pytest.MonkeyPatch, least: int = 24) -> None:
+    quicken(patch, least)
+    patch.setattr(alternatives, "chosen_learner", lambda *_: NETWORK)
+
+
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    quicken(monkeypatch)
-    monkeypatch.setattr(alternatives, "chosen_learner", lambda *_: NETWORK)
+    quick_network(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("train", "trusted", "test"):
         write_csv(folder / f"{name}.csv", getattr(data, name))
     with pytest.MonkeyPatch.context() as patch:
-        quicken(patch, least=200)
-        patch.setattr(alternatives, "chosen_learner", lambda *_: NETWORK)
+        quick_network(patch, least=200)
         config = CleanConfig(compare=())
         clean(folder / "train.csv", folder / "trusted.csv", out=folder / "run", config=config)
     return folder
@@ -46,10 +49,19 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_rows_near_a_query_speak_for_it_and_nothing_is_changed(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def labelled(folder: Path) -> Explanation:
+    """The explanation of the test rows, which has changed nothing."""
     before = files_of(folder / "run")
-    found = explain(folder / "run", folder / "test.csv", count=3)
+    with pytest.MonkeyPatch.context() as patch:
+        quick_network(patch)
+        found = explain(folder / "run", folder / "test.csv", count=3)
     assert files_of(folder / "run") == before
+    return found
+
+
+def test_rows_near_a_query_speak_for_it_and_nothing_is_changed(labelled: Explanation) -> None:
+    found = labelled
     assert len(found.queries) == 60 and found.attribution.scores.shape == (60, 144)
     strongest = [query.helpful[0] for query in found.queries]
     same = sum(x.learnt == query.prediction for x, query in zip(strongest, found.queries, strict=True))
@@ -61,12 +73,12 @@ def test_rows_near_a_query_speak_for_it_and_nothing_is_changed(folder: Path) -> 
     assert trusted and max(trusted) < 24
 
 
-def test_a_query_needs_no_label(folder: Path, tmp_path: Path) -> None:
+def test_a_query_needs_no_label(folder: Path, labelled: Explanation, tmp_path: Path) -> None:
     lines = (folder / "test.csv").read_text().splitlines()
     place = lines[0].split(",").index("label")
     bare = tmp_path / "bare.csv"
     bare.write_text("\n".join(",".join(c for i, c in enumerate(x.split(",")) if i != place) for x in lines))
-    found, labelled = explain(folder / "run", bare, count=3), explain(folder / "run", folder / "test.csv", count=3)
+    found = explain(folder / "run", bare, count=3)
     assert torch.equal(found.attribution.scores, labelled.attribution.scores)
     assert [replace(query, label=None) for query in labelled.queries] == found.queries
     assert any("without their labels" in message and "'label'" in message for message in found.messages)

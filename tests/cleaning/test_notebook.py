@@ -25,11 +25,21 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def result() -> CleanResult:
-    data = blobs(rows=90)
+def shown() -> tuple[CleanResult, str]:
+    """A result, and what was shown while it was computed."""
+    data, told = blobs(rows=90), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         quicken(patch)
-        return clean(data.train, data.trusted, test=data.test, config=CONFIG)
+        patch.setattr(sys, "stderr", told)
+        bar = BarProgress()
+        bar.message("before")
+        found = clean(data.train, data.trusted, test=data.test, config=CONFIG, progress=bar)
+    return found, told.getvalue()
+
+
+@pytest.fixture
+def result(shown: tuple[CleanResult, str]) -> CleanResult:
+    return shown[0]
 
 
 def test_the_result_is_shown_in_two_lines(result: CleanResult) -> None:
@@ -58,14 +68,10 @@ def test_progress_is_shown_where_somebody_looks(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(shown_progress(None), BarProgress)
 
 
-def test_the_bar_and_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", told)
-    shown, data = BarProgress(), blobs(rows=60)
-    shown.message("before")
-    clean(data.train, data.trusted, config=CONFIG, progress=shown)
-    assert "before\n" in told.getvalue() and "60 training rows, 24 trusted rows" in told.getvalue()
-    assert "fold models" in told.getvalue() and "left" in told.getvalue()
+def test_the_bar_and_the_messages(shown: tuple[CleanResult, str]) -> None:
+    _, told = shown
+    assert "before\n" in told and "90 training rows, 24 trusted rows" in told
+    assert "fold models" in told and "left" in told
 
 
 @pytest.mark.long

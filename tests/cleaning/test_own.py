@@ -20,7 +20,7 @@ NONE = CleanConfig(epochs=1, compare=())
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    quicken(monkeypatch)
+    quicken(monkeypatch, forest=12)
 
 
 @pytest.fixture(scope="module")

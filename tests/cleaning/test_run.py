@@ -32,6 +32,23 @@ def data() -> Blobs:
     return blobs()
 
 
+@pytest.fixture(scope="module")
+def compared(data: Blobs) -> CleanResult:
+    """With every alternative, and tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        quicken(patch)
+        return clean(data.train, data.trusted, test=data.test, config=CleanConfig(epochs=1))
+
+
+@pytest.fixture(scope="module")
+def treeless(data: Blobs) -> tuple[CleanResult, Watch]:
+    """Where scikit-learn is not installed, and what was said meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        quicken(patch)
+        patch.setattr("hyperkron.cleaning.models.trees.installed", lambda: False)
+        return clean(data.train, data.trusted, config=NONE, progress=(watch := Watch())), watch
+
+
 def auroc(scores: Tensor, wrong: Tensor) -> float:
     """How often a wrong row scores higher than a right one."""
     pairs = scores[wrong][:, None] - scores[~wrong][None]
@@ -55,7 +72,7 @@ def same(a: CleanResult, b: CleanResult) -> bool:
 
 
 def test_wrong_labels_are_found_and_put_right(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    quicken(monkeypatch, least=60)
+    quicken(monkeypatch, least=60, forest=12)
     found = clean(data.train, data.trusted, config=CleanConfig(epochs=3, compare=()))
     assert auroc(found.error_probability, data.wrong) > 0.97
     assert float((found.suggested == data.true).double().mean()) > 0.95
@@ -116,15 +133,18 @@ def test_images_of_a_dataset() -> None:
     assert found.model(torch.zeros(2, 1, 8, 8)).shape == (2, 2)
 
 
-def test_a_model_of_ones_own(data: Blobs) -> None:
-    found = clean(data.train, data.trusted, model=lambda: nn.Linear(2, 3), config=NONE)
-    assert isinstance(found.model, nn.Linear) and found.model(torch.zeros(1, 2)).shape == (1, 3)
+def test_a_model_of_ones_own_whose_batch_statistics_never_meet_a_single_row(data: Blobs) -> None:
+    """17 trusted rows in batches of 16 would leave one over."""
+    few = (data.trusted[0][:17], data.trusted[1][:17])
+    build = lambda: nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))  # noqa: E731
+    found = clean(data.train, few, model=build, config=NONE)
+    assert len(found.weights) == len(data.noisy)
+    assert [type(layer) for layer in found.model.children()] == [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Linear]
+    assert found.model(torch.zeros(1, 2)).shape == (1, 3)
 
 
-def test_the_stages_are_said(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hyperkron.cleaning.models.trees.installed", lambda: False)
-    watch = Watch()
-    found = clean(data.train, data.trusted, config=NONE, progress=watch)
+def test_the_stages_are_said(treeless: tuple[CleanResult, Watch]) -> None:
+    found, watch = treeless
     assert set(found.summary["evidence"]) == {"experts", "label", "belief"}
     assert watch.messages[0] == "200 training rows, 24 trusted rows" and watch.stops == 1
     assert list(dict.fromkeys(watch.stages)) == [
@@ -140,9 +160,9 @@ def test_the_stages_are_said(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> No
 # --- the comparison -----------------------------------------------------------------------------------------
 
 
-def test_every_alternative_is_trained_judged_and_tested(data: Blobs) -> None:
+def test_every_alternative_is_trained_judged_and_tested(data: Blobs, compared: CleanResult) -> None:
     pytest.importorskip("cleanlab")
-    found = clean(data.train, data.trusted, test=data.test, config=CleanConfig(epochs=1))
+    found = compared
     assert [c["name"] for c in found.candidates] == [OURS, *ALTERNATIVES]
     for c in found.candidates:
         assert c["rows"] == 24 and 0 <= c["low"] <= c["accuracy"] <= c["high"] <= 1 and c["description"]
@@ -162,9 +182,11 @@ def test_every_alternative_is_trained_judged_and_tested(data: Blobs) -> None:
     assert 0.8 < alone.candidates[0]["accuracy"] <= 1
 
 
-def test_the_winner_is_what_comes_out(data: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_winner_is_what_comes_out(
+    data: Blobs, treeless: tuple[CleanResult, Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = treeless
     monkeypatch.setattr("hyperkron.cleaning.models.trees.installed", lambda: False)
-    plain = clean(data.train, data.trusted, config=NONE)
     monkeypatch.setattr(run, "choose", lambda table: "trusted")
     found = clean(data.train, data.trusted, config=CleanConfig(epochs=1, compare=("trusted", "noisy")))
     assert found.chosen == "trusted" and found.verdict.startswith("Train on the trusted set alone")
@@ -313,22 +335,15 @@ def test_embedding_can_be_interrupted_and_resumed(texts: Texts, tmp_path: Path) 
     assert watch.stages == [] and watch.stops == 1
 
 
-def test_the_result_predicts_further_rows(data: Blobs) -> None:
-    found = clean(data.train, data.trusted, test=data.test, config=CleanConfig(epochs=2, compare=()))
-    probabilities = found.predict(data.test[0].numpy())
+def test_the_result_predicts_further_rows(data: Blobs, compared: CleanResult) -> None:
+    probabilities = compared.predict(data.test[0].numpy())
     assert torch.allclose(probabilities.sum(1), torch.ones(len(data.test[0])), atol=1e-5)
     right = (probabilities.argmax(1) == data.test[1]).float().mean()
-    assert float(right) == pytest.approx(found.candidates[0]["test_accuracy"], abs=1e-6)
+    [chosen] = [c for c in compared.candidates if c["chosen"]]
+    assert float(right) == pytest.approx(chosen["test_accuracy"], abs=1e-6)
 
 
 @pytest.mark.parametrize("network", [nn.Linear(2, 5), nn.Linear(7, 3)], ids=["outputs", "inputs"])
 def test_a_network_that_does_not_fit_is_refused(data: Blobs, network: nn.Module) -> None:
     with pytest.raises(HyperkronError, match=r"model (gives an output of shape|does not take inputs of shape)"):
         clean(data.train, data.trusted, model=lambda: network, config=NONE)
-
-
-def test_batch_statistics_never_meet_a_single_row(data: Blobs) -> None:
-    """17 trusted rows in batches of 16 would leave one over."""
-    few = (data.trusted[0][:17], data.trusted[1][:17])
-    build = lambda: nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))  # noqa: E731
-    assert len(clean(data.train, few, model=build, config=NONE).weights) == len(data.noisy)

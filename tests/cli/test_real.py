@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from blobs import quicken
 from hyperkron import cleaning
 from hyperkron.cli import main
 from hyperkron.cli.output import Lines
@@ -32,6 +33,7 @@ def test_the_settings_are_those_of_the_task() -> None:
 def test_a_real_run_from_a_mistake_and_an_interruption_to_export(
     monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
+    quicken(monkeypatch)
     lines = write_table()
     given = ["clean", "train.csv", "--label", "kind", "--epochs", "1", "--compare", "none", "--out", "runs/mine"]
     assert main([*given, "--trusted-column", "chekced"]) == 1

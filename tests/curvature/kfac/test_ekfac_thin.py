@@ -18,11 +18,11 @@ from hyperkron.curvature.kfac.eigen import EigenInverses
 from hyperkron.curvature.kfac.factors import LowRank
 
 WIDE: dict[str, Callable[[], Case]] = {
-    "wide": lambda: make(mlp(14, 10, 3), (14,), loss="cross_entropy", count=4, hyper=random_weights(4)),
-    "no bias": lambda: make(mlp(14, 10, 3, bias=False), (14,), loss="cross_entropy", count=4),
-    "dependent rows": lambda: _dependent(make(mlp(14, 12, 3), (14,), loss="cross_entropy", count=6)),
+    "wide": lambda: make(mlp(10, 7, 3), (10,), loss="cross_entropy", count=4, hyper=random_weights(4)),
+    "no bias": lambda: make(mlp(10, 7, 3, bias=False), (10,), loss="cross_entropy", count=4),
+    "dependent rows": lambda: _dependent(make(mlp(12, 9, 3), (12,), loss="cross_entropy", count=6)),
     "convolution": lambda: make(
-        nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.Tanh(), Mean(True), nn.Linear(8, 3)),
+        nn.Sequential(nn.Conv2d(3, 6, 3, stride=2), nn.Tanh(), Mean(True), nn.Linear(6, 3)),
         (3, 5, 5),
         loss="cross_entropy",
         count=3,
@@ -34,8 +34,8 @@ WIDE: dict[str, Callable[[], Case]] = {
         count=3,
     ),
     "l2": lambda: make(
-        mlp(14, 10, 3),
-        (14,),
+        mlp(10, 7, 3),
+        (10,),
         loss="cross_entropy",
         count=4,
         decay={"0.weight": torch.tensor(0.3, dtype=DOUBLE), "0.bias": torch.tensor(0.3, dtype=DOUBLE)},
