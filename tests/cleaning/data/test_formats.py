@@ -159,6 +159,9 @@ def test_folder_by_class(tmp_path: Path) -> None:
     assert (train.classes, train.labels.tolist()) == (("cat", "dog"), [0, 0, 1, 1])
     assert trusted.inputs[:, 0, 0, 0].tolist() == [97, 117, 107, 127]
     assert train.messages == trusted.messages == ()
+    assert train.ids == {"file": ["train/cat/0.png", "train/cat/2.png", "train/dog/1.png", "train/dog/3.png"]}
+    (tmp_path / "train" / "cat" / "0.png").write_bytes(b"no picture")
+    assert read_pair(tmp_path)[0].ids == {"file": train.ids["file"][1:]}  # a row that is left out takes its name along
     assert len(read(f"{tmp_path}:test", like=train)) == 4
     with pytest.raises(HyperkronError, match=r"part='dev' is not a folder of .*; there is train, valid, test"):
         read(f"{tmp_path}:dev")

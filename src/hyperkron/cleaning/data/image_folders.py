@@ -44,7 +44,7 @@ def class_files(folder: Path, part: str | None = None) -> list[tuple[str, str]]:
 
 
 def read_class_folder(place: Place) -> Raw:
-    """Images in one folder per class; the name of a folder is the name of its class."""
+    """Images in one folder per class; the name of a folder is the name of its class. Rows are known by their file."""
     files = class_files(place.path, place.part)
     if not files:
         raise HyperkronError(
@@ -53,7 +53,7 @@ def read_class_folder(place: Place) -> Raw:
         )
     paths, labels = [path for path, _ in files], [name for _, name in files]
     pictures, broken, notes = load_images(paths, place.path, place.name, place.options, place.shape)
-    raw = Raw(place.name, "image", pictures, [*labels], np.arange(len(files)), tuple(notes))
+    raw = Raw(place.name, "image", pictures, [*labels], np.arange(len(files)), tuple(notes), ids={"file": paths})
     return raw.without(broken, "unreadable image")
 
 
