@@ -212,7 +212,7 @@ def first_verdict(rate: float, suspects: int, alternatives: int) -> str:
     """What can be said before the alternatives are known."""
     return (
         f"First result: about {rate:.0%} of the labels look wrong; {suspects} rows are marked as suspects. The "
-        f"comparison with {alternatives} alternatives is still running."
+        f"comparison with {alternatives} alternative{'s' * (alternatives != 1)} is still running."
     )
 
 

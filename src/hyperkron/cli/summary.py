@@ -40,11 +40,11 @@ def _candidates(found: list[Candidate]) -> str:
     if not found:
         return ""
     tested = any(c.test_accuracy is not None for c in found)
-    lines = [["  candidate", *(["test accuracy"] if tested else []), "95 % interval", "held-out accuracy"]]
+    lines = [["  candidate", *(["test accuracy"] if tested else []), "held-out accuracy", "its 95 % interval"]]
     for c in sorted(found, key=lambda c: (c.accuracy is None, -(c.accuracy or 0.0))):
         between = "" if c.low is None or c.high is None else f"{_percent(c.low)[:-2]}–{_percent(c.high)}"
         test = [_percent(c.test_accuracy)] if tested else []
-        lines.append([f"{'*' if c.chosen else ' '} {c.name}", *test, between, _percent(c.accuracy)])
+        lines.append([f"{'*' if c.chosen else ' '} {c.name}", *test, _percent(c.accuracy), between])
     return _table(lines) + "\n* chosen on held-out trusted rows; its model is the one saved"
 
 
