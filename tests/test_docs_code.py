@@ -99,8 +99,7 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
     write_texts(tmp_path)
     fit = hk.fit
     monkeypatch.setattr(hk, "fit", lambda *given, steps, **more: fit(*given, steps=min(steps, STEPS), **more))
-    short = CleanConfig(epochs=1, compare=("noisy",))
-    monkeypatch.setattr(hk, "clean", partial(hk.clean, config=short))
+    monkeypatch.setattr(hk, "clean", partial(hk.clean, config=CleanConfig(epochs=1)))
     sweep = hk.sweeps.sweep
     monkeypatch.setattr(hk.sweeps, "sweep", lambda *given, trials, **more: sweep(*given, trials=STEPS, **more))
     names: Names = {}
