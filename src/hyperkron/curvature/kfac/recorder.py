@@ -219,7 +219,7 @@ class Recorder:
             with plainly(vector):
                 self._diagonals.flush()
             if not last:  # those of the last vector wait for :meth:`gradients`, no more, for their memory
-                self._keep()
+                self._keep(*self._passed)
             for name, gradient in zip(names, gradients[2:], strict=True):
                 if gradient is not None:
                     wide = {name: gradient.to(self.dtype)}  # perhaps divided among processes
@@ -243,13 +243,13 @@ class Recorder:
         self._for = "others"
         for output, vector, last in with_last(others):
             torch.autograd.grad(output, self.tokens, vector, retain_graph=not last, allow_unused=True)
-        self._keep()
+        self._keep(*self._passed)
         return self._kept
 
-    def _keep(self) -> None:
-        """Make gradients of single examples of those that have passed since the last time."""
-        while self._passed:
-            call, passed = self._passed.popitem()
+    def _keep(self, *calls: _Call) -> None:
+        """Make gradients of single examples of those that have passed these calls."""
+        for call in calls:
+            passed = self._passed.pop(call)
             assert call.input is not None
             with plainly(call.input):
                 made = LayerGradients.of(call.block, call.input, [g for _, g in passed], self.dtype)
@@ -358,6 +358,8 @@ class Recorder:
         block, found, layer = call.block, self.measured, call.block.layer
         if self._for == "others" or (self.keeps_own and call.single == (self._for == "spectrum")):
             self._passed.setdefault(call, []).append((self._for == "others", g))
+        if self._for == "others":
+            self._keep(call)  # at once, for its memory
         if self._for != "factors":
             return
         found.in_half = found.in_half or g.dtype in HALF
