@@ -75,10 +75,11 @@ def trak(model: nn.Module, setting: Setting, width: int = 512, seed: int = 0) ->
     return (queries @ torch.linalg.solve(gram, train.T)) * (1 - p)
 
 
-def kronfluence(damping: float | None, aggregate: bool = False) -> Any:
+def kronfluence(damping: float | None, aggregate: bool = False, share: int = 1, batch_size: int = 600) -> Any:
     """kronfluence's EK-FAC; ``None`` is its default damping, a tenth of the mean eigenvalue of each layer.
 
-    With ``aggregate`` the gradients of all queries are added up, and there is one row of scores.
+    With ``aggregate`` the gradients of all queries are added up, and there is one row of scores. Factors and spectrum
+    are measured on one of ``share`` rows.
     """
 
     def score(model: nn.Module, setting: Setting) -> Tensor:
@@ -114,16 +115,16 @@ def kronfluence(damping: float | None, aggregate: bool = False) -> Any:
                 disable_tqdm=True,
                 disable_model_save=True,
             )
-            analyzer.fit_all_factors(
-                "f", train, per_device_batch_size=600, factor_args=FactorArguments(strategy="ekfac")
-            )
+            most = None if share == 1 else len(train) // share
+            measured = FactorArguments(strategy="ekfac", covariance_max_examples=most, lambda_max_examples=most)
+            analyzer.fit_all_factors("f", train, per_device_batch_size=batch_size, factor_args=measured)
             analyzer.compute_pairwise_scores(
                 "s",
                 "f",
                 queries,
                 train,
                 per_device_query_batch_size=100,
-                per_device_train_batch_size=600,
+                per_device_train_batch_size=batch_size,
                 score_args=ScoreArguments(damping_factor=damping, aggregate_query_gradients=aggregate),
             )
             found: Tensor = analyzer.load_pairwise_scores("s")["all_modules"]

@@ -36,9 +36,9 @@ def ours(setting: Setting, aggregate: bool, batch_size: int, share: int = 1) -> 
     )
 
 
-def theirs(setting: Setting, aggregate: bool) -> Callable[[torch.nn.Module], Any]:
+def theirs(setting: Setting, aggregate: bool, batch_size: int, share: int = 1) -> Callable[[torch.nn.Module], Any]:
     """The same by kronfluence."""
-    return lambda model: kronfluence(None, aggregate)(model, setting)
+    return lambda model: kronfluence(None, aggregate, share, batch_size)(model, setting)
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, float | None]:
@@ -56,14 +56,18 @@ def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, float |
     return seconds, (torch.cuda.max_memory_allocated() - before) / 2**20 if device.type == "cuda" else None
 
 
-def compare(setting: Setting, aggregate: bool, batch_size: int = 600) -> dict[str, Any]:
+def compare(setting: Setting, aggregate: bool, batch_size: int = 600, peer_batch_size: int = 600) -> dict[str, Any]:
     """Seconds and memory of both, one run after the other in turn; an untrained network takes as long."""
     device = setting.train[0].device
     torch.manual_seed(0)
     model = setting.network().to(device)
-    calls = {"hyperkron": ours(setting, aggregate, batch_size), "kronfluence": theirs(setting, aggregate)}
+    calls = {
+        "hyperkron": ours(setting, aggregate, batch_size),
+        "kronfluence": theirs(setting, aggregate, peer_batch_size),
+    }
     if device.type == "cpu":
         calls["hyperkron, A on a quarter"] = ours(setting, aggregate, batch_size, 4)
+        calls["kronfluence, A on a quarter"] = theirs(setting, aggregate, peer_batch_size, 4)
     found: dict[str, list[tuple[float, float | None]]] = {name: [] for name in calls}
     for _ in range(1 + RUNS):
         for name, call in calls.items():
@@ -98,7 +102,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--settings", nargs="*", default=["fashion_mlp", "cifar_cnn"], choices=list(SETTINGS))
     parser.add_argument("--rows", type=int, help="training rows. Default: all")
-    parser.add_argument("--batch-size", type=int, default=600, help="of hyperkron; kronfluence has 600")
+    parser.add_argument("--batch-size", type=int, default=600, help="of hyperkron")
+    parser.add_argument("--peer-batch-size", type=int, default=600, help="of kronfluence")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -107,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
         x, y = whole.train
         setting = replace(whole, train=(x[: options.rows], y[: options.rows]))
         for aggregate in (False, True):
-            found = compare(setting, aggregate, options.batch_size)
+            found = compare(setting, aggregate, options.batch_size, options.peer_batch_size)
             print(name, "aggregate" if aggregate else "100 queries", found, flush=True)
 
 

@@ -98,6 +98,40 @@ def test_one_pass_over_the_data_in_place_of_three(arguments: Any, monkeypatch: p
     assert calls(arguments) == 3 * 2 + 1
 
 
+def test_only_layers_of_single_rows_have_drawn_vectors_of_their_own(
+    arguments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second vectors of a part are zero here, and so are spectra that are made of them; they go back no further."""
+    vectors, spectra, passed = capture._vectors, kept.KeptGradients.spectra, capture.Recorder._on_gradient
+    seen, found, reached = list[Tensor](), dict[str, Tensor](), set[tuple[str, str]]()
+
+    def second_zero(part: Any, *args: Any) -> list[tuple[Tensor, Tensor]]:
+        again = any(part.value is one for one in seen)
+        seen.append(part.value)
+        return [(output, v * (not again)) for output, v in vectors(part, *args)]
+
+    def noted(self: Any, call: Any, g: Tensor) -> None:
+        reached.add((self._for, call.block.name))
+        passed(self, call, g)
+
+    def kept_spectra(*args: Any) -> Any:
+        found.update(spectra(*args))
+        return found
+
+    monkeypatch.setattr(capture, "_vectors", second_zero)
+    monkeypatch.setattr(kept.KeptGradients, "spectra", kept_spectra)
+    monkeypatch.setattr(capture.Recorder, "_on_gradient", noted)
+    hk.attribute(*arguments, method=method(), batch_size=16, way="layers")
+    assert {name: bool(s.any()) for name, s in found.items()} == {
+        "first": True,
+        "same": True,
+        "down": True,
+        "out": False,
+    }
+    assert {name for kind, name in reached if kind == "spectrum"} == {"out"}
+    assert {name for kind, name in reached if kind == "others"} == {"first", "same", "down", "out"}
+
+
 def test_too_many_are_not_kept(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn_alike(monkeypatch)
     wanted = hk.attribute(*arguments, method=method(), batch_size=16, way="layers").scores

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.attribution import development, early, explicit, lds, peers, settings, study, text
+from experiments.attribution import development, draws, early, explicit, lds, peers, settings, study, text
 from experiments.paper import texts
 from experiments.pieces import Cells, Lines
 
@@ -28,6 +28,25 @@ def test_a_method_that_knows_the_losses_scores_one_and_a_random_one_nothing() ->
     losses = -(masks.float() @ scores.T)
     assert lds.lds(scores, masks, losses)[0] > 0.999
     assert abs(lds.lds(torch.randn(5, 32), masks, losses)[0]) < 0.5
+
+
+def test_vectors_of_the_spectrum_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where images have many positions, one way draws other vectors than the other; the record says nothing of tiny."""
+    base = tiny()
+    train, queries = ((x.reshape(-1, 1, 2, 2), y) for x, y in (base.train, base.queries))
+    network = lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(8, 2))  # noqa: E731
+    setting = dataclasses.replace(base, network=network, train=train, queries=queries, epochs=5)
+    monkeypatch.setattr(draws, "retrained", lambda name: torch.randn(6, 8, generator=torch.Generator().manual_seed(0)))
+    monkeypatch.setattr(draws, "find_spec", lambda name: None)
+    monkeypatch.setitem(draws.SETTINGS, "tiny", lambda data: setting)
+    monkeypatch.setattr(draws, "BATCH", 8)
+    draws.main(["--settings", "tiny", "--seeds", "2", "--out", str(tmp_path / "draws.jsonl")])
+    (found,) = Lines(tmp_path / "draws.jsonl").rows
+    assert 0 < found["shared"]["distance"] != found["own"]["distance"] > 0
+
+
+def test_retrained_networks_are_on_record() -> None:
+    assert draws.retrained("cifar_cnn").shape == (80, 100)
 
 
 @pytest.mark.long

@@ -4,7 +4,7 @@ r"""Inner products ⟨V_q, ∂_θ c_n⟩ of many examples n with some vectors V_
   positions s at which it is used, so that inputs and output gradients are all it takes: one matrix product scores all
   vectors. Norms and embeddings give the gradients of single examples by ``torch.func.vmap``. On the first batch these
   gradients are added up and compared with autograd's.
-- ``forward``: one forward-mode pass for each vector. It needs no layers, and is the cheaper way for one vector.
+- ``forward``: one forward-mode pass for each vector, see :mod:`~hyperkron.attribution.forward_products`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.forward_ad import dual_level, unpack_dual
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, vjp, vmap
 
 from hyperkron import trees
-from hyperkron.cross.ways import NoForwardModeError, along, forward_mode
 from hyperkron.curvature.kfac.coverage import Block, plan
 from hyperkron.curvature.kfac.kept import KeptGradients, LayerGradients
 from hyperkron.curvature.kfac.layers import cast_floating
 from hyperkron.evaluation.differentiation import gradient_tree
-from hyperkron.evaluation.inputs import map_tensors
 from hyperkron.evaluation.point import Level, Point
 from hyperkron.kernels.split_products import full_precision
 from hyperkron.losses import Loss
@@ -71,9 +68,6 @@ def without_penalties(loss: Loss) -> Tensor:
     if loss.opaque or not loss.terms:
         return loss.value
     return torch.stack([(term.coefficients * term.row_losses).sum() for term in loss.terms]).sum()
-
-
-# --- by layers ---------------------------------------------------------------------------------------------
 
 
 class LayerProducts(Products):
@@ -355,57 +349,3 @@ class _ModuleCall(_LayerCall):
             products = [tree[name].flatten(1) @ x.flatten(1).to(tree[name].dtype).T for name, x in part.items()]
             pieces.append(torch.stack(products).sum(0))
         return torch.cat(pieces, dim=1)
-
-
-# --- by forward mode ---------------------------------------------------------------------------------------
-
-
-class ForwardProducts(Products):
-    """The way by forward mode; see the module's docstring."""
-
-    name = "forward"
-
-    def __init__(self, point: Point) -> None:
-        super().__init__(point)
-        self._contiguous = False  # whether images must have their channels first
-
-    def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
-        try:
-            found = torch.stack([self._along(batch, v) for v in trees.unstacked(vectors)])
-        except NoForwardModeError as error:
-            raise UnsuitableError(
-                f"way='forward' does not pass through this model ({error.why}); use way='layers'."
-            ) from error
-        if found.shape[1] != count:
-            raise UnsuitableError(
-                f"a batch of {count} examples has {found.shape[1]} rows in the loss; give it a target for each example "
-                "(tokens as a second dimension)."
-            )
-        return found
-
-    def _along(self, batch: Any, v: Tree) -> Tensor:
-        if not self._contiguous:
-            try:
-                return self._tangents(batch, v)
-            except RuntimeError as error:  # torch's tangent of group_norm takes views that channels last do not allow
-                if "view size is not compatible" not in str(error):
-                    raise
-                self._contiguous = True
-        return self._tangents(map_tensors(Tensor.contiguous, batch), v)
-
-    def _tangents(self, batch: Any, v: Tree) -> Tensor:
-        with torch.no_grad(), forward_mode(), dual_level():
-            loss, _ = along(self.point, trees.cast(v, self.point.params), batch)
-            if not loss.terms:
-                raise UnsuitableError(
-                    "loss returned a plain tensor, which does not tell the losses of single examples; return "
-                    "hyperkron.losses.cross_entropy(...), mse(...) or binary_cross_entropy(...)."
-                )
-            pairs = [(unpack_dual(term.row_losses).tangent, term.coefficients) for term in loss.terms]
-        found = [(tangent * w).reshape(len(tangent), -1).sum(1) for tangent, w in pairs if tangent is not None]
-        if not found:
-            raise HyperkronError(
-                "the loss of the training examples does not depend on the model's parameters; compute it from the "
-                "model it is given, without detach() or torch.no_grad()."
-            )
-        return torch.stack(found).sum(0)

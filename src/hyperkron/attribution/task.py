@@ -14,10 +14,10 @@ from tqdm.auto import tqdm
 
 from hyperkron import trees
 from hyperkron.attribution.data import ExampleRows, Parts
+from hyperkron.attribution.forward_products import ForwardProducts
 from hyperkron.attribution.inner_products import (
     CHUNK,
     FEW,
-    ForwardProducts,
     KeptProducts,
     LayerProducts,
     Products,

@@ -56,15 +56,15 @@ def measure(
     :attr:`Measured.scales`. Of a batch that is divided among processes each of the ``owners`` gets the factors, or
     spectra, of its blocks. A recording cannot read whether the loss masks tokens: with ``unmasked`` it takes for
     granted that it masks none, and factors are nan where it does. Of a batch in parts ``keep`` asks for
-    :attr:`Measured.kept`, with drawn vectors of its own; the first pass also keeps what the point wants.
+    :attr:`Measured.kept`, of the vectors that B is made of; the first pass also keeps what the point wants.
     """
     like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
     parts, whole = point.problem.parts(point.curvature_batch), _Merged()
     kept = KeptGradients(len(parts)) if keep and len(parts) > 1 else None
     wanted = _wanted(point, len(parts)) if basis is None and owners is None else None
     for part in parts:
-        keeps = [one for one in (kept, wanted) if one is not None and one.fits]
-        recorder = Recorder(plan, sharing, basis, like, low_rank, diagonal, wide, owners, bool(keeps))
+        keeps = [one is not None and one.fits for one in (wanted, kept)]
+        recorder = Recorder(plan, sharing, basis, like, low_rank, diagonal, wide, owners, *keeps)
         with recorder.attached():
             loss = point.inner(part)
             recorder.saw(loss, readable=not point.recording, unmasked=unmasked)
@@ -85,11 +85,13 @@ def measure(
             return found if owners is None else over_ranks(found, plan, owners.group)
         counts = rows(loss.terms, recorder.batch_size)  # counting rows waits for the device
         whole.add(found, counts)
-        if keeps:
-            kinds = [one.vectors(loss) or _vectors(loss, size, fisher, samples, generator, checked) for one in keeps]
-            for one, gradients in zip(keeps, recorder.gradients(kinds), strict=True):
-                one.add(gradients, counts[0])
-            del kinds, gradients  # a kind may hold the graph, and with it the recorder
+        if any(keeps):
+            own = _vectors(loss, size, fisher, samples, generator, checked)
+            others = wanted.vectors(loss) if wanted is not None and wanted.fits else []
+            for one, gradients in zip((kept, wanted), recorder.gradients(own, others), strict=True):
+                if one is not None and one.fits:
+                    one.add(gradients, counts[0])
+            del own, others, gradients  # vectors may hold the graph, and with it the recorder
         del loss, vectors, found, recorder
     found = whole.finish()
     found.kept = kept

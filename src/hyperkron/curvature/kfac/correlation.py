@@ -49,14 +49,18 @@ def patch_gram(x: Tensor, kernel: Pair, dilation: Pair, padding: tuple[Pair, Pai
 
     ``padding`` has the zeros before and after, for both dimensions.
     """
-    channels, (kh, kw) = x.shape[1], kernel
-    pixels = x.permute(2, 3, 0, 1).contiguous()
-    blocks = x.new_zeros(kh, kw, kh, kw, channels, channels)
-    for rows in segments(x.shape[2], kh, dilation[0], padding[0]):
+    return _pixel_gram(x.permute(2, 3, 0, 1).contiguous(), kernel, dilation, padding)
+
+
+def _pixel_gram(pixels: Tensor, kernel: Pair, dilation: Pair, padding: tuple[Pair, Pair]) -> Tensor:
+    """The same of images (H, W, N, C)."""
+    channels, (kh, kw) = pixels.shape[-1], kernel
+    blocks = pixels.new_zeros(kh, kw, kh, kw, channels, channels)
+    for rows in segments(pixels.shape[0], kh, dilation[0], padding[0]):
         below = rows.distance * dilation[0]
         upper, lower = pixels[rows.begin : rows.end], pixels[rows.begin + below : rows.end + below]
         of_rows = blocks.diagonal(rows.distance, 0, 2)[..., rows.taps[0] : rows.taps[-1] + 1]
-        for columns in segments(x.shape[3], kw, dilation[1], padding[1]):
+        for columns in segments(pixels.shape[1], kw, dilation[1], padding[1]):
             aside = columns.distance * dilation[1]
             for flip in (False, True) if rows.distance and columns.distance else (False,):
                 near, far = (aside, 0) if flip else (0, aside)
@@ -77,9 +81,9 @@ def side_by_side_gram(x: Tensor, kernel: Pair, dilation: Pair, padding: tuple[Pa
     (kh, kw), (count, channels, height, _) = kernel, x.shape
     padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, *padding[1])).contiguous()
     wide, (images, lines, pixels, _) = padded.shape[2] - dilation[1] * (kw - 1), padded.stride()
-    size, strides = (count, height, wide, kw, channels), (images, lines, pixels, dilation[1] * pixels, 1)
-    rows = padded.as_strided(size, strides).reshape(count, height, wide, kw * channels)
-    found = patch_gram(rows.permute(0, 3, 1, 2), (kh, 1), (dilation[0], 1), (padding[0], (0, 0)))
+    size, strides = (height, count, wide, kw, channels), (lines, images, pixels, dilation[1] * pixels, 1)
+    rows = padded.as_strided(size, strides).reshape(height, 1, count * wide, kw * channels)  # columns count as images
+    found = _pixel_gram(rows, (kh, 1), (dilation[0], 1), (padding[0], (0, 0)))
     ordered = found.view(kw, channels, kh, kw, channels, kh).permute(1, 2, 0, 4, 5, 3)
     return ordered.reshape(found.shape)
 

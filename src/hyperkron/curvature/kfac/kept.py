@@ -1,8 +1,7 @@
 """Gradients of single examples at every layer, kept from one pass over the data, so that the next needs none.
 
 EKFAC measures its spectrum in the eigenbasis of factors that are known only after a pass over all data. Where the point
-allows it, the gradients that it is made of are kept from that pass, if they are few enough: a backward pass more, and
-no second forward pass.
+allows it, the gradients of that pass are kept, if they are few enough, and the spectrum needs no pass of its own.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class KeptGradients:
         self.fits = True
 
     def vectors(self, loss: Loss) -> list[tuple[Tensor, Tensor]]:
-        """Which are backpropagated; none stands for those that the curvature is measured with."""
+        """Which are backpropagated besides those that the curvature is measured with."""
         return []
 
     def add(self, gradients: Iterable[LayerGradients], rows: float) -> None:

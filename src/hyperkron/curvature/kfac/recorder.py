@@ -7,11 +7,11 @@ the batch is divided among processes, contributions go to the owner of the layer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from hyperkron.curvature.kfac.kept import LayerGradients
 from hyperkron.curvature.kfac.layers import WeightSharing
 from hyperkron.curvature.kfac.measured import Basis, Measured
 from hyperkron.curvature.kfac.owners import Owners
-from hyperkron.curvature.kfac.taps import Tap, plainly
+from hyperkron.curvature.kfac.taps import Tap, plainly, with_last
 from hyperkron.losses import BatchPlace, Loss
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
@@ -47,6 +47,8 @@ class _Call:
     """Of x."""
     input: Tensor | None = None
     """x once more, where gradients are kept."""
+    single: bool = False
+    """Whether each example has a single row."""
 
 
 class Recorder:
@@ -63,15 +65,17 @@ class Recorder:
         wide: bool,
         owners: Owners | None = None,
         keeps: bool = False,
+        keeps_own: bool = False,
     ) -> None:
-        """With ``keeps`` inputs are held until the graph is gone, for :meth:`gradients`."""
-        self.keeps = keeps
-        self._kept: list[list[LayerGradients]] | None = None  # of each kind of vectors, while they are asked for
-        self._kind, self._waits = 0, False  # of the vector that passes, and whether its gradients are to wait
-        self._passed: dict[_Call, list[tuple[int, Tensor]]] = {}  # gradients that wait, and their kinds
+        """With ``keeps`` inputs are held until the graph is gone, for :meth:`gradients`; with ``keeps_own`` also
+        gradients for EKFAC's spectrum."""
+        self.keeps, self.keeps_own = keeps or keeps_own, keeps_own
+        self._for: Literal["factors", "spectrum", "others"] = "factors"  # what the vector that passes is for
+        self._passed: dict[_Call, list[tuple[bool, Tensor]]] = {}  # gradients to keep, and whether for others
+        self._kept: tuple[list[LayerGradients], list[LayerGradients]] = ([], [])  # for the spectrum, for others
         self.plan, self.basis, self.low_rank, self.diagonal, self.owners = plan, basis, low_rank, diagonal, owners
         self.like, self.dtype = like, like.dtype  # of factors
-        self.token = torch.zeros((), requires_grad=True)
+        self.tokens = [torch.zeros((), requires_grad=True) for _ in range(2)]  # the second of calls with single rows
         self.batch_size = 1
         self.lengths: dict[str, int] = {}  # of the inputs of layers, along their first dimension
         self.called: set[str] = set()
@@ -115,7 +119,8 @@ class Recorder:
         self.calls[block.name] = self.calls.get(block.name, 0) + 1
         call = self._begun(block, x, output)
         call.input = x.detach() if self.keeps else None
-        return Tap.apply(output, self.token, partial(self._on_gradient, call))
+        call.single = call.rows == block.layer.examples(x)
+        return Tap.apply(output, self.tokens[call.single], partial(self._on_gradient, call))
 
     def _on_diagonal(
         self, names: dict[str, str], module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
@@ -127,11 +132,11 @@ class Recorder:
         self.lengths[next(iter(names.values()))] = len(x) if x.dim() else 1
 
         def receive(g: Tensor) -> None:
-            if self._kept is None:
+            if self._for == "factors":
                 with plainly(g):
                     self._diagonals.add(module, names, x, g)
 
-        return Tap.apply(output, self.token, receive)
+        return Tap.apply(output, self.tokens[False], receive)
 
     def _begun(self, block: Block, x: Tensor, output: Tensor) -> _Call:
         """A call whose input is summed now, or, where A is larger than it and autograd keeps it, when the backward pass
@@ -200,8 +205,8 @@ class Recorder:
         layered += [n for _, names in plan.diagonal for n in names.values()]
         found.uncalled = [n for n in layered if n not in self.called]
         names = [*plan.rest, *found.uncalled] if self.diagonal and plan.fallback == "diagonal" else []
-        inputs = [self.token, *(params[name] for name in names)]
-        for output, vector, last in _with_last(vectors):
+        inputs = [*self.tokens, *(params[name] for name in names)]
+        for output, vector, last in with_last(vectors):
             if names and signs is not None and vector.dim() > 0:
                 shape = (vector.shape[0], *[1] * (vector.dim() - 1))
                 toss = partial(torch.randint, 0, 2, generator=signs, device=vector.device)
@@ -213,39 +218,43 @@ class Recorder:
             )
             with plainly(vector):
                 self._diagonals.flush()
-            for name, gradient in zip(names, gradients[1:], strict=True):
+            if not last:  # those of the last vector wait for :meth:`gradients`, no more, for their memory
+                self._keep(*self._passed)
+            for name, gradient in zip(names, gradients[2:], strict=True):
                 if gradient is not None:
                     wide = {name: gradient.to(self.dtype)}  # perhaps divided among processes
                     add_to(found.diagonal, name, trees.dot(wide, wide) / gradient.numel())
         self._finish()
         return found
 
-    def gradients(self, kinds: Sequence[Iterable[tuple[Tensor, Tensor]]]) -> list[list[LayerGradients]]:
-        """Backpropagate vectors of other kinds, after :meth:`backward`: the gradients of single examples for each kind.
-        The graph is gone then.
+    def gradients(
+        self, own: Iterable[tuple[Tensor, Tensor]], others: Iterable[tuple[Tensor, Tensor]]
+    ) -> tuple[list[LayerGradients], list[LayerGradients]]:
+        """After :meth:`backward`: the gradients of single examples for EKFAC's spectrum, where they are kept, and those
+        of ``others``. The graph is gone then.
 
-        What the last vector of a kind gives at a layer's output waits for the next kind, so that both use one copy of
-        the input; no more of them wait, for their memory.
+        The spectrum of a layer with many rows for each example is made of the vectors that B was made of. A layer with
+        a single one has fewer rows, which its eigenbasis fits more closely than it fits new ones, so its spectrum needs
+        vectors of its ``own``. These go back no further than to the first such layer, mostly near the output.
         """
-        self._kept = [[] for _ in kinds]
-        for self._kind, vectors in enumerate(kinds):
-            for output, vector, last in _with_last(vectors):
-                self._waits = last and self._kind + 1 < len(kinds)
-                retain = not last or self._waits
-                torch.autograd.grad(output, self.token, vector, retain_graph=retain, allow_unused=True)
-        for call in list(self._passed):
-            self._keep(call)
-        found, self._kept = self._kept, None
-        return found
+        self._for = "spectrum"
+        for output, vector in own if self.keeps_own else ():
+            torch.autograd.grad(output, self.tokens[True], vector, retain_graph=True, allow_unused=True)
+        self._for = "others"
+        for output, vector, last in with_last(others):
+            torch.autograd.grad(output, self.tokens, vector, retain_graph=not last, allow_unused=True)
+        self._keep(*self._passed)
+        return self._kept
 
-    def _keep(self, call: _Call) -> None:
-        """Make gradients of single examples of those that have passed a call."""
-        passed = self._passed.pop(call)
-        assert call.input is not None and self._kept is not None
-        with plainly(call.input):
-            made = LayerGradients.of(call.block, call.input, [g for _, g in passed], self.dtype)
-        for (kind, _), one in zip(passed, made, strict=True):
-            self._kept[kind].append(one)
+    def _keep(self, *calls: _Call) -> None:
+        """Make gradients of single examples of those that have passed these calls."""
+        for call in calls:
+            passed = self._passed.pop(call)
+            assert call.input is not None
+            with plainly(call.input):
+                made = LayerGradients.of(call.block, call.input, [g for _, g in passed], self.dtype)
+            for (for_others, _), one in zip(passed, made, strict=True):
+                self._kept[for_others].append(one)
 
     def _finish(self) -> None:
         """Sums of a aᵀ become means; blocks that no gradient reached are left out."""
@@ -347,10 +356,11 @@ class Recorder:
     def _on_gradient(self, call: _Call, g: Tensor) -> None:
         """B's share of a call, or that of EKFAC's S."""
         block, found, layer = call.block, self.measured, call.block.layer
-        if self._kept is not None:
-            self._passed.setdefault(call, []).append((self._kind, g))
-            if not self._waits:
-                self._keep(call)
+        if self._for == "others" or (self.keeps_own and call.single == (self._for == "spectrum")):
+            self._passed.setdefault(call, []).append((self._for == "others", g))
+        if self._for == "others":
+            self._keep(call)  # at once, for its memory
+        if self._for != "factors":
             return
         found.in_half = found.in_half or g.dtype in HALF
         with plainly(g):
@@ -380,14 +390,3 @@ class Recorder:
                 add_to(found.corrected, block.name, corrected(block, call.x, g, q_a, q_b))
                 if self._complete(block.name):
                     self._send(block.name)
-
-
-def _with_last(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Each pair, and whether it is the last."""
-    previous: tuple[Tensor, Tensor] | None = None
-    for pair in pairs:
-        if previous is not None:
-            yield (*previous, False)
-        previous = pair
-    if previous is not None:
-        yield (*previous, True)

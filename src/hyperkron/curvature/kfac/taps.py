@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -38,3 +38,14 @@ class Tap(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ctx.receive(gradient)
         return gradient, None, None
+
+
+def with_last(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Each pair, and whether it is the last."""
+    previous: tuple[Tensor, Tensor] | None = None
+    for pair in pairs:
+        if previous is not None:
+            yield (*previous, False)
+        previous = pair
+    if previous is not None:
+        yield (*previous, True)

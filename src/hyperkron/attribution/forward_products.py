@@ -1,0 +1,68 @@
+"""Inner products ⟨V_q, ∂_θ c_n⟩ by one forward-mode pass for each vector: without layers, and cheap for one vector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import dual_level, unpack_dual
+
+from hyperkron import trees
+from hyperkron.attribution.inner_products import Products, UnsuitableError
+from hyperkron.cross.ways import NoForwardModeError, along, forward_mode
+from hyperkron.evaluation.inputs import map_tensors
+from hyperkron.evaluation.point import Point
+from hyperkron.solution import HyperkronError
+from hyperkron.trees import Tree
+
+
+class ForwardProducts(Products):
+    """The way by forward mode."""
+
+    name = "forward"
+
+    def __init__(self, point: Point) -> None:
+        super().__init__(point)
+        self._contiguous = False  # whether images must have their channels first
+
+    def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
+        try:
+            found = torch.stack([self._along(batch, v) for v in trees.unstacked(vectors)])
+        except NoForwardModeError as error:
+            raise UnsuitableError(
+                f"way='forward' does not pass through this model ({error.why}); use way='layers'."
+            ) from error
+        if found.shape[1] != count:
+            raise UnsuitableError(
+                f"a batch of {count} examples has {found.shape[1]} rows in the loss; give it a target for each example "
+                "(tokens as a second dimension)."
+            )
+        return found
+
+    def _along(self, batch: Any, v: Tree) -> Tensor:
+        if not self._contiguous:
+            try:
+                return self._tangents(batch, v)
+            except RuntimeError as error:  # torch's tangent of group_norm takes views that channels last do not allow
+                if "view size is not compatible" not in str(error):
+                    raise
+                self._contiguous = True
+        return self._tangents(map_tensors(Tensor.contiguous, batch), v)
+
+    def _tangents(self, batch: Any, v: Tree) -> Tensor:
+        with torch.no_grad(), forward_mode(), dual_level():
+            loss, _ = along(self.point, trees.cast(v, self.point.params), batch)
+            if not loss.terms:
+                raise UnsuitableError(
+                    "loss returned a plain tensor, which does not tell the losses of single examples; return "
+                    "hyperkron.losses.cross_entropy(...), mse(...) or binary_cross_entropy(...)."
+                )
+            pairs = [(unpack_dual(term.row_losses).tangent, term.coefficients) for term in loss.terms]
+        found = [(tangent * w).reshape(len(tangent), -1).sum(1) for tangent, w in pairs if tangent is not None]
+        if not found:
+            raise HyperkronError(
+                "the loss of the training examples does not depend on the model's parameters; compute it from the "
+                "model it is given, without detach() or torch.no_grad()."
+            )
+        return torch.stack(found).sum(0)
