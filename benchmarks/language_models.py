@@ -174,6 +174,8 @@ def main() -> None:
     parser.add_argument("--most", type=float, help="memory for the methods after SAMA, over SAMA's")
     parser.add_argument("--out", help="file of JSON lines, which are appended")
     args = parser.parse_args()
+    if args.most and args.methods and "SAMA" not in args.methods:
+        parser.error("--most needs SAMA among the methods: it is over SAMA's memory.")
     torch.set_float32_matmul_precision("high")
     keep = line_writer(args.out)
     keep({"hardware": hardware(), "versions": versions(), "repeats": args.repeats, "seed": 0})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,7 +64,10 @@ def test_trees_count_and_the_most_expensive_alternative_goes_first(
     monkeypatch.setattr(budget, "seconds_per_step", lambda work: 1e-6)
     prices = {(kind, rows): price for kind, price in ((FOREST, 1.0), (BOOSTED, 2.0)) for rows in (42, 84)}
     monkeypatch.setattr(budget, "seconds_per_fit", lambda work, kinds: prices)
-    asked: list[Any] = []
+    monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    within, asked = budget.within, list[Any]()
+    whole = lambda work, names, test, left: within(work, names, test, config.budget)  # noqa: E731
+    monkeypatch.setattr("hyperkron.cleaning.run.within", whole)
 
     class Stop(Exception):
         pass

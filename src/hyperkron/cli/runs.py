@@ -80,7 +80,8 @@ def export(options: Any, given: list[str]) -> int:
         said = ", ".join(f"{n} {'suspects ' if name == 'dropped' else ''}{name}" for name, n in done.items())
         say(f"{count} rows written{also}; {said}.")
         if left_out := _count_left_out(folder):
-            say(f"{left_out} rows that were left out when the data was read are not included.")
+            gone, are = ("1 row that was", "is") if left_out == 1 else (f"{left_out} rows that were", "are")
+            say(f"{gone} left out when the data was read {are} not included.")
         print(written)
     return 0
 

@@ -59,6 +59,24 @@ def test_a_label_beside_the_votes_is_not_learnt_from() -> None:
         train, trusted = read_pair(table | votes, checked, annotators=list(votes), label=label)
         assert train.encoding is not None and [column.name for column in train.encoding.columns] == ["a", "b"]
         assert train.labels.tolist() == [0, 1, -1, 0] and trusted.labels.tolist() == [0, 1]
+        assert "train: columns not used: 'label'." in train.messages
+
+
+@pytest.mark.parametrize("role", ["annotators", "features", "id"])
+def test_a_column_with_a_role_is_not_taken_for_the_label_beside_the_votes(role: str) -> None:
+    table = {"a": [1.5, 2.5, 3.5, 4.5], "class": [1, 0, 2, 5], **{name: WIDE[name] for name in ("ann", "bob", "cyd")}}
+    checked = {"a": [1.0, 2.0], "class": [3, 4], "label": ["x", "y"]}
+    roles: dict[str, Any] = {"annotators": ["ann", "bob", "cyd"]}
+    if role == "annotators":
+        table["y"] = table.pop("ann")
+        roles["annotators"] = ["y", "bob", "cyd"]
+        del table["class"], checked["class"]
+    else:
+        roles[role] = ["a", "class"] if role == "features" else ["class"]
+    train, trusted = read_pair(table, checked, **roles)
+    assert train.labels.tolist() == [0, 1, -1, 0] and trusted.labels.tolist() == [0, 1]
+    assert train.encoding is not None
+    assert [column.name for column in train.encoding.columns] == (["a", "class"] if role == "features" else ["a"])
 
 
 def test_a_line_for_each_row_and_annotator() -> None:

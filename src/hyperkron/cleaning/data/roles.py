@@ -31,7 +31,8 @@ def resolve(frame: Frame, asked: Roles) -> tuple[Roles, list[str]]:
     named = {f"{role}[{i}]": name for role in several_columns for i, name in enumerate(getattr(asked, role) or ())}
     voted = bool(asked.annotators) and asked.trusted_column is None
     if voted and asked.label not in frame.columns:  # votes take its place here; other sources may have it
-        asked = replace(asked, label=_first_of(frame.name, frame.columns, LABELS))
+        free = [name for name in frame.columns if name not in (*asked.inputs(), *asked.id)]
+        asked = replace(asked, label=_first_of(frame.name, free, LABELS))
     for argument, name in (vars(asked) | dict.fromkeys(several_columns) | named).items():
         if name is not None:
             _require(frame.name, frame.columns, argument, name)
@@ -46,7 +47,8 @@ def resolve(frame: Frame, asked: Roles) -> tuple[Roles, list[str]]:
     found = replace(asked, label=label)
     if not asked.given("text", "image", "features"):
         found = infer_input(frame, found)
-    unused = [name for name in frame.columns if name != label and name not in (*found.inputs(), *found.id)]
+    used = (*found.inputs(), *found.id, *([] if voted else [label]))
+    unused = [name for name in frame.columns if name not in used]
     messages = []
     if unused:
         messages.append(f"{frame.name}: columns not used: {listing(map(repr, unused), 12)}.")
