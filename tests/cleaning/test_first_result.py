@@ -61,6 +61,10 @@ def test_results_come_as_they_are_known(files: Path) -> None:
     assert "still" not in write_report("run").read_text("utf-8").split("<script")[0]
 
 
+def stop_at_once(*given: object, **named: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_after_an_interruption_the_first_result_can_be_used(
     files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,7 +87,15 @@ def test_after_an_interruption_the_first_result_can_be_used(
     assert main(["resume", "run"]) == 0
     told = capsys.readouterr().err
     assert "Continuing run" in told and "unfinished" not in Path("run/result.json").read_text()
-    assert main(["resume", "run"]) == 0 and "is finished" in capsys.readouterr().err
+    written = list[Path]()
+    hk.cleaning.resume("run", on_result=written.append)  # finished: no first result takes the place of the whole one
+    assert main(["resume", "run"]) == 0 and not written
+    told = capsys.readouterr().err
+    assert "is finished" in told and "still running" not in told
+    before = {name: (Path("run") / name).read_bytes() for name in (*ROWS, "result.json", "model.safetensors")}
+    monkeypatch.setattr(run, "judge", stop_at_once)  # after the first result, before the choice
+    assert main(["resume", "run"]) == 130
+    assert before == {name: (Path("run") / name).read_bytes() for name in before}
 
 
 def test_what_is_said_of_a_row_is_the_mean_over_the_whole_and_the_views(

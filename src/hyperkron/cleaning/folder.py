@@ -155,6 +155,12 @@ class RunFolder:
         if self.writes:
             self._put(name, json.dumps(content, indent=2, allow_nan=False).encode("ascii"))
 
+    def finished(self) -> bool:
+        """Whether there is a result with all alternatives."""
+        with suppress(OSError, ValueError, HyperkronError):
+            return "unfinished" not in json.loads(read_plain(self.path / "result.json"))
+        return False
+
     def write_hashes(self, hashes: RowHashes) -> dict[str, Any]:
         """Put ``HASHES`` in place; what config.json says of it."""
         self._put(HASHES, hashes.each)

@@ -134,11 +134,13 @@ class CleaningRun:
         with self._timed("cleaning"):
             [outcome] = clean_labels([work])
             self.outcome, self.posterior = outcome, outcome.final.posterior
-        self._score_rows()
+        whole = self.folder.finished()  # then it stays whole, whenever this is interrupted
+        self._score_rows(write=not whole)
         with self._timed("network"):
             self.networks[OURS] = delivered(OURS, work, outcome)
         self.folder.write_inputs(self._about_inputs(), self.prepared.transform.tensors())
-        self.folder.write_model(self.networks[OURS])
+        if not whole:
+            self.folder.write_model(self.networks[OURS])
         with self._timed("comparison"):
             self._write_first()
             views = work.views()
@@ -272,7 +274,7 @@ class CleaningRun:
             self.seconds[name] += taken
             self.folder.log("part", name=name, seconds=round(taken, 3))
 
-    def _score_rows(self) -> None:
+    def _score_rows(self, write: bool = True) -> None:
         """Write what is known of every training row: by the method on the whole, later by its mean with the views."""
         probability = error_probability(self.posterior, self.work.given[self.work.noisy]).cpu()
         self.scores = {
@@ -282,13 +284,14 @@ class CleaningRun:
             "suggested": self.posterior.argmax(1).cpu(),
             "history": torch.cat([history(self.outcome, self.work).cpu(), 1 - probability[:, None]], 1),
         }
-        self.folder.write_rows(self.parts[0], self.scores)
+        if write:
+            self.folder.write_rows(self.parts[0], self.scores)
 
     def _write_first(self) -> None:
         """result.json as far as it is known, before the alternatives and, now and then, between them."""
         due = not self.table or time.monotonic() - self.written >= SECONDS_BETWEEN_RESULTS
         due = due and 0 < len(self.names) >= len(self.table)  # not all are known
-        if not self.folder.writes or not due:
+        if not self.folder.writes or not due or self.folder.finished():
             return
         summary = self._summary(OURS)
         done = [c.name for c in self.table]
