@@ -61,6 +61,18 @@ def test_results_come_as_they_are_known(files: Path) -> None:
     assert "still" not in write_report("run").read_text("utf-8").split("<script")[0]
 
 
+def test_a_result_that_lies_in_the_folder_of_a_new_run_is_not_taken_for_its_own(files: Path) -> None:
+    Path("run").mkdir()
+    Path("run/result.json").write_text("{}")
+    seen: list[bool] = []
+
+    def look(folder: Path) -> None:
+        seen.append("unfinished" in json.loads((folder / "result.json").read_text()))
+
+    hk.clean("train.csv", "trusted.csv", out="run", config=CleanConfig(epochs=1, compare=("noisy",)), on_result=look)
+    assert seen and all(seen)
+
+
 def stop_at_once(*given: object, **named: object) -> None:
     raise KeyboardInterrupt
 

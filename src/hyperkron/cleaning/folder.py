@@ -87,11 +87,16 @@ class RunFolder:
         path: made if it does not exist; None for a run that keeps nothing.
         new: True refuses a folder that holds a run; False continues that run.
         writes: False leaves the folder as it is.
+
+    Attributes:
+        finished: whether the run that is continued had finished: then its result, rows and model stay in place until
+            they are written again as a whole.
     """
 
     def __init__(self, path: str | Path | None, *, new: bool, writes: bool = True) -> None:
         self.kept, self.path = path is not None, Path(path or "")
         self.writes = writes and self.kept
+        self.finished = not new and self._has_whole_result()
         if not self.kept:
             return
         if new and (self.path / "config.json").exists():
@@ -155,7 +160,7 @@ class RunFolder:
         if self.writes:
             self._put(name, json.dumps(content, indent=2, allow_nan=False).encode("ascii"))
 
-    def finished(self) -> bool:
+    def _has_whole_result(self) -> bool:
         """Whether there is a result with all alternatives."""
         with suppress(OSError, ValueError, HyperkronError):
             return "unfinished" not in json.loads(read_plain(self.path / "result.json"))

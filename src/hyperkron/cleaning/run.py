@@ -134,12 +134,11 @@ class CleaningRun:
         with self._timed("cleaning"):
             [outcome] = clean_labels([work])
             self.outcome, self.posterior = outcome, outcome.final.posterior
-        whole = self.folder.finished()  # then it stays whole, whenever this is interrupted
-        self._score_rows(write=not whole)
+        self._score_rows(write=not self.folder.finished)
         with self._timed("network"):
             self.networks[OURS] = delivered(OURS, work, outcome)
         self.folder.write_inputs(self._about_inputs(), self.prepared.transform.tensors())
-        if not whole:
+        if not self.folder.finished:
             self.folder.write_model(self.networks[OURS])
         with self._timed("comparison"):
             self._write_first()
@@ -241,6 +240,7 @@ class CleaningRun:
         kept = next(self.folder.logged("plan"), None)
         if kept is None:
             left = max(1.0, budget - self.seconds.get("preparation", 0.0))
+            self.progress.message("Measuring how long trainings and trees take, to plan for the budget")
             plan, names, notes = within(self.work, self.names, self.prepared.test is not None, left)
             kept = {"epochs": plan.epochs, "least": plan.least, "compare": names, "messages": notes}
             self.folder.log("plan", **kept)
@@ -291,7 +291,7 @@ class CleaningRun:
         """result.json as far as it is known, before the alternatives and, now and then, between them."""
         due = not self.table or time.monotonic() - self.written >= SECONDS_BETWEEN_RESULTS
         due = due and 0 < len(self.names) >= len(self.table)  # not all are known
-        if not self.folder.writes or not due or self.folder.finished():
+        if not self.folder.writes or not due or self.folder.finished:
             return
         summary = self._summary(OURS)
         done = [c.name for c in self.table]
