@@ -1,6 +1,6 @@
 """Factorisation and solve of a few equal systems as a CUDA graph: small triangles by blocks, against the library.
 
-    python benchmarks/triangles.py --device cuda --out triangles.jsonl    # seconds; a CPU has no graphs and shows nothing
+    python benchmarks/triangles.py --device cuda --out triangles.jsonl    # seconds; a CPU has no graphs
 
 Milliseconds of both, the medians of three times twenty in turns, and the errors of the solves relative to float64.
 """
