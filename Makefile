@@ -6,6 +6,7 @@
 #   make bench    speed and memory against peers
 #   make faults   kill, signal and damage runs, and count those that survive
 #   make grid     every model × λ × hypergradient against an oracle, and count those silently wrong
+#   make site     the documentation as web pages, in build/site
 #   make audit    known vulnerabilities of the pinned versions, where the database can be reached
 #   make ranks    1 to 4 processes give the same numbers, and survive a kill of one
 #   make sweeps   kill one of four sweep workers, 20 times, and count trials that are lost, stuck or done twice
@@ -42,7 +43,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint types unit long bench faults ranks sweeps grid audit soak format clean distclean stale
+.PHONY: help venv demo test lint types unit long bench faults ranks sweeps grid site audit soak format clean distclean stale
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -102,6 +103,17 @@ sweeps: $(STAMP)
 grid: export OMP_NUM_THREADS := 1
 grid: $(STAMP)
 	$(PY) benchmarks/correctness_grid.py
+
+# The generator has an environment of its own: it reads the source, and imports nothing of it. A broken link is an error.
+build/site-env/.installed: requirements/site.txt
+	@$(PYTHON) -m venv --clear build/site-env
+	@build/site-env/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --no-deps -r $<
+	@touch $@
+
+site: $(STAMP) build/site-env/.installed
+	$(PY) docs/site/sources.py build/site-sources
+	build/site-env/bin/zensical build --clean --strict
+	@echo "Open build/site/index.html"
 
 audit: $(STAMP)
 	$(PY) requirements/audit.py
