@@ -19,7 +19,7 @@ from pathlib import Path
 import hyperkron as hk
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("docs/*.md", "experiments/pages/**/*.md", "benchmarks/*.md", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = ("docs/*.md", "experiments/**/*.md", "benchmarks/*.md", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 PICTURES = ("docs/images/*", "experiments/pages/**/*.png", "experiments/pages/**/*.svg")
 PARTS = ("losses", "curvature", "solvers", "hypergradient", "algorithms", "training")
 """The parts of the package that have names beside those at the top."""
@@ -100,7 +100,7 @@ def at(path: str) -> str:
 
 
 def write(folder: Path, root: Path = ROOT) -> int:
-    """Everything into ``folder``, which is made anew; the number of pages."""
+    """Everything into ``folder``, which is emptied first; the number of pages."""
     shutil.rmtree(folder, ignore_errors=True)
     texts = pages(root)
     pictures = [p.relative_to(root).as_posix() for pattern in PICTURES for p in root.glob(pattern) if p.is_file()]
@@ -117,6 +117,6 @@ def write(folder: Path, root: Path = ROOT) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="The sources of the documentation site.")
-    parser.add_argument("folder", type=Path, help="made anew")
+    parser.add_argument("folder", type=Path, help="emptied first")
     where = parser.parse_args().folder
     print(f"{write(where)} pages in {os.fspath(where)}")
