@@ -145,6 +145,7 @@ def candidates(runs: list[Run]) -> list[str]:
     for name, count in names.most_common():
         own = [r for r in runs if any(c["name"] == name for c in r["candidates"])]
         gap, error = summary.by_dataset(own, lambda r, n=name: summary.optimism(r, n))  # type: ignore[misc]
+        more = summary.by_dataset(own, lambda r, n=name: summary.optimism(r, OURS) - summary.optimism(r, n))  # type: ignore[misc]
         inside = mean(float(summary.covered(candidate(r, name), r["test_rows"], widened=True)) for r in own)
         gain = mean(candidate(r, name)["test_accuracy"] - candidate(r, OURS)["test_accuracy"] for r in own)
         wins = sum(max(r["candidates"], key=lambda c: c["test_accuracy"])["name"] == name for r in own)
@@ -156,13 +157,14 @@ def candidates(runs: list[Run]) -> list[str]:
                 percent(mean(candidate(r, name)["test_accuracy"] for r in own)),
                 f"{100 * gain:+.1f}",
                 f"{gap:+.1f} ± {error:.1f}",
+                "–" if name == OURS else f"{more[0]:+.1f} ± {more[1]:.1f}",
                 f"{inside:.0%}",
                 str(wins),
                 str(chosen),
             ]
         )
-    header = ["candidate", "runs", "test", "minus ours", "held-out minus test", "interval holds, widened", "best in"]
-    return table([*header, "chosen in"], rows)
+    header = ["candidate", "runs", "test", "minus ours", "held-out minus test", "ours minus that"]
+    return table([*header, "interval holds, widened", "best in", "chosen in"], rows)
 
 
 def below(runs: list[Run]) -> str:

@@ -195,7 +195,7 @@ def test_the_page_has_every_promise_and_every_run() -> None:
     assert len(page.promises(runs, [])) == 2 + len(trust_summary.verdicts(runs, []))
     assert [line.split(" | ")[0] for line in page.short(runs)[2:]] == ["| vehicle", "| dna (unseen)"]
     assert len(page.every_run(runs, runs)) == 4 and "0.900 | 0.900 | 0.500" in page.every_run(runs, runs)[-1]
-    assert page.candidates(runs)[2].startswith("| hyperkron | 2 | 80.0 | +0.0 | +2.0 ± 0.0 | 100% | 2 | 2 |")
+    assert page.candidates(runs)[2].startswith("| hyperkron | 2 | 80.0 | +0.0 | +2.0 ± 0.0 | – | 100% | 2 | 2 |")
     assert page.below(runs) == "none"
 
 
