@@ -78,3 +78,14 @@ def test_group_norm_goes_forward_with_channels_first(way):
     }
     found, layers = (hk.attribute(loss, model, train, queries, way=w, **options).scores for w in (way, "layers"))
     torch.testing.assert_close(found, layers, rtol=1e-10, atol=1e-12)
+
+
+def test_group_norm_behind_frozen_layers_keeps_channels_first():
+    """torch's backward pass ends the process if they are last and the input of the layer has no gradient."""
+    model, train, queries = made(nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4)))
+    model[0][0].requires_grad_(False)
+    method = hk.kfac(1e-2, fisher="type-2")
+    layers, forward = (
+        hk.attribute(loss, model, train, queries, method=method, way=way).scores for way in ("layers", "forward")
+    )
+    torch.testing.assert_close(layers, forward, rtol=1e-10, atol=1e-12)

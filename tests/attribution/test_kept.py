@@ -171,6 +171,32 @@ def test_with_layers_of_a_user_nothing_is_kept(arguments: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-14)
 
 
+class Tied(nn.Module):
+    """A small language model: the output layer has the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(torch.tanh(self.mix(self.embed(x))))
+        return found
+
+
+@pytest.mark.parametrize("made", [None, hk.kfac(1e-2, fisher="type-2"), hk.pcg(60, 1e-2, tolerance=1e-12)])
+def test_a_weight_that_an_embedding_shares_counts_with_both_its_uses(made: hk.Implicit | None) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randint(0, 7, (40, 3)), torch.randint(0, 7, (40, 3))
+    given = lambda model, batch: hk.losses.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+    arguments = given, Tied().double(), (x, y), (x[:5].flip(1), y[:5])
+    found, wanted = (
+        hk.attribute(*arguments, method=made, batch_size=16, way=way).scores  # type: ignore[arg-type]
+        for way in ("layers", "forward")
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("most", [kept.MOST, 1000])
 def test_nothing_else_of_a_part_is_left_when_the_next_begins(
     most: int, arguments: Any, monkeypatch: pytest.MonkeyPatch

@@ -164,3 +164,59 @@ def test_all_queries_go_through_one_pass_whether_or_not_the_loss_says_that_none_
 
     hk.attribute(loss, model, train, queries, query_loss=counted)
     assert passes.count(20) == 1 and len(passes) <= 3  # with two of a single query, to see that it can be done
+
+
+class Placed(nn.Module):
+    """Token embeddings plus those of their positions, which are looked up once for all examples."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(7, 4), nn.Embedding(length, 4), nn.Linear(4, 3)
+        self.length = length
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.tokens(x) + self.places(torch.arange(self.length))).mean(1))
+
+
+def test_as_many_positions_as_examples_are_no_examples():
+    """Sums over the batch would agree with autograd's, but the gradients of single examples would not be theirs."""
+    torch.manual_seed(0)
+    model, x, y = Placed(6).double(), torch.randint(0, 7, (6, 6)), torch.randint(0, 3, (6,))
+    arguments = loss, model, (x, y), (x[:4].flip(1), y[:4])
+    found = hk.attribute(*arguments, method=hk.identity())
+    wanted = hk.attribute(*arguments, method=hk.identity(), way="forward")
+    torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-10, atol=1e-12)
+    with pytest.raises(hk.HyperkronError, match="first dimension"):
+        hk.attribute(*arguments, method=hk.identity(), way="layers")
+
+
+class Padded(nn.Module):
+    """The output layer has the weight of the embedding, whose padding gets no gradient by being looked up."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4, padding_idx=0), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.embed(x)))
+
+
+def test_tangents_of_padding_are_not_taken_for_gradients():
+    torch.manual_seed(0)
+    model, x, y = Padded().double(), torch.randint(0, 5, (20, 3)), torch.randint(0, 5, (20, 3))
+    nn.init.normal_(model.embed.weight)
+    arguments = loss, model, (x, y), (x[:2].flip(1), y[:2])
+    found = hk.attribute(*arguments, method=hk.identity())
+    wanted = []
+    for rows in [(x[n : n + 1], y[n : n + 1]) for n in range(20)]:
+        (gradient,) = torch.autograd.grad(F.cross_entropy(model(rows[0])[0], rows[1][0]), model.embed.weight)
+        wanted.append(gradient)
+    queries = [
+        torch.autograd.grad(loss(model, (a[None], b[None])).terms[0].row_losses.mean(), model.embed.weight)[0]
+        for a, b in zip(x[:2].flip(1), y[:2], strict=True)
+    ]
+    exact = torch.stack([torch.stack([(q * g).sum() for g in wanted]) for q in queries]) / 20
+    torch.testing.assert_close(found.scores, exact, rtol=1e-10, atol=1e-12)
+    with pytest.raises(hk.HyperkronError, match="stops gradients"):
+        hk.attribute(*arguments, method=hk.identity(), way="forward")

@@ -1,4 +1,8 @@
-"""Inner products ⟨V_q, ∂_θ c_n⟩ by one forward-mode pass for each vector: without layers, and cheap for one vector."""
+"""Inner products ⟨V_q, ∂_θ c_n⟩ by one forward-mode pass for each vector: without layers, and cheap for one vector.
+
+On the first batch they are added up and compared with the gradient of the batch, for tangents pass where gradients do
+not: to the row of an embedding's ``padding_idx``, and through ``torch.no_grad()``.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,16 @@ from torch import Tensor
 from torch.autograd.forward_ad import dual_level, unpack_dual
 
 from hyperkron import trees
-from hyperkron.attribution.inner_products import Products, UnsuitableError
+from hyperkron.attribution.inner_products import Products, UnsuitableError, without_penalties
 from hyperkron.cross.ways import NoForwardModeError, along, forward_mode
+from hyperkron.evaluation.differentiation import gradient_tree, in_half_precision
 from hyperkron.evaluation.inputs import map_tensors
 from hyperkron.evaluation.point import Point
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
+
+AGREEMENT, HALF_AGREEMENT = {torch.float64: 1e-6, torch.float32: 1e-3}, 0.1
+"""By how much the sum over a batch may differ from what its gradient says, relative to the sum of sizes."""
 
 
 class ForwardProducts(Products):
@@ -25,6 +33,7 @@ class ForwardProducts(Products):
     def __init__(self, point: Point) -> None:
         super().__init__(point)
         self._contiguous = False  # whether images must have their channels first
+        self._compared = False
 
     def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
         try:
@@ -38,7 +47,24 @@ class ForwardProducts(Products):
                 f"a batch of {count} examples has {found.shape[1]} rows in the loss; give it a target for each example "
                 "(tokens as a second dimension)."
             )
+        if not self._compared:
+            self._compare(batch, vectors, found)
+            self._compared = True
         return found
+
+    def _compare(self, batch: Any, vectors: Tree, found: Tensor) -> None:
+        """Refuse tangents that are not those of the gradient."""
+        value = without_penalties(self.point.evaluate("inner", batch))
+        coarse = in_half_precision(value)
+        gradient = gradient_tree(value, self.point.params)
+        near = HALF_AGREEMENT if coarse else AGREEMENT.get(self.point.dtype, HALF_AGREEMENT)
+        for v, moved in zip(trees.unstacked(vectors), found, strict=True):
+            gap = float(trees.dot(gradient, trees.cast(v, gradient)) - moved.sum())
+            if abs(gap) > near * float(moved.abs().sum()):
+                raise UnsuitableError(
+                    "way='forward' does not see what stops gradients in this model (padding_idx of an embedding whose "
+                    "weight is used elsewhere too, torch.no_grad()); use way='layers'."
+                )
 
     def _along(self, batch: Any, v: Tree) -> Tensor:
         if not self._contiguous:

@@ -108,12 +108,13 @@ class LayerProducts(Products):
         if self._compared:
             return self._reached(batch, count)[0]
         with full_precision():
-            calls, value = self._reached(batch, count, retain_graph=True)
-            self._compare(calls, gradient_tree(value, self.point.params))
+            calls, loss = self._reached(batch, count, retain_graph=True)
+            self._refuse_mixed(calls, loss, count)
+            self._compare(calls, gradient_tree(without_penalties(loss), self.point.params))
         self._compared = True
         return calls
 
-    def _reached(self, batch: Any, count: int, retain_graph: bool = False) -> tuple[list[_LayerCall], Tensor]:
+    def _reached(self, batch: Any, count: int, retain_graph: bool = False) -> tuple[list[_LayerCall], Loss]:
         with self._watched() as calls:
             loss = self.point.evaluate(self.level, batch)
             value = without_penalties(loss)
@@ -135,7 +136,24 @@ class LayerProducts(Products):
                 f"a batch of {count} examples reaches layers as {min(lengths)} rows, so which belong to an example is "
                 "open; use way='forward', or layers whose first dimension is the example."
             )
-        return reached, value
+        return reached, loss
+
+    def _refuse_mixed(self, calls: list[_LayerCall], loss: Loss, count: int) -> None:
+        """Refuse layers whose first dimension is another one as long as the batch, such as positions: if every second
+        example counts twice, so must every second row of a gradient."""
+        if loss.opaque or any(len(term.row_losses) % count for term in loss.terms):
+            return
+        twice = 1.0 + torch.arange(count, device=calls[0].g.device) % 2
+        rows = [(term.coefficients * term.row_losses).reshape(count, -1).sum(1) for term in loss.terms]
+        value = torch.stack([(x * twice.to(x)).sum() for x in rows]).sum()
+        found = torch.autograd.grad(value, [call.edge for call in calls], retain_graph=True)
+        for call, g in zip(calls, found, strict=True):
+            wanted = call.g * twice.to(g).reshape(-1, *[1] * (g.dim() - 1))
+            if float((g - wanted).norm()) > self._near(calls) * float(wanted.norm()):
+                raise UnsuitableError(
+                    f"the first dimension of a layer's output, {tuple(g.shape)}, is not that of the {count} examples "
+                    "of a batch; use way='forward'."
+                )
 
     def _compare(self, calls: list[_LayerCall], wanted: Tree) -> None:
         """Refuse gradients that are not autograd's: of weights that are used outside their layers, for example."""
@@ -143,8 +161,7 @@ class LayerProducts(Products):
         for call in calls:
             for name, x in call.total().items():
                 found[name] += x
-        eps = max(torch.finfo(dtype).eps for dtype in {self.point.dtype, *(call.g.dtype for call in calls)})
-        near = eps * (ROUNDINGS if eps < 1e-4 else HALF_ROUNDINGS)
+        near = self._near(calls)
         largest = max(float(x.abs().max()) for x in wanted.values())
         for name, x in wanted.items():
             if float((found[name] - x).norm()) > near * (float(x.norm()) + largest):
@@ -152,6 +169,11 @@ class LayerProducts(Products):
                     f"way='layers' does not see all of the gradient of {name}, which is used outside the layers that "
                     "KFAC covers; use way='forward'."
                 )
+
+    def _near(self, calls: list[_LayerCall]) -> float:
+        """By how much gradients may differ from autograd's, relative to their size."""
+        eps = max(torch.finfo(dtype).eps for dtype in {self.point.dtype, *(call.g.dtype for call in calls)})
+        return eps * (ROUNDINGS if eps < 1e-4 else HALF_ROUNDINGS)
 
     @contextmanager
     def _watched(self) -> Iterator[list[_LayerCall]]:

@@ -133,8 +133,14 @@ class Task:
             yield start, _products(ways, batch, vectors, size) * (size / len(self.train.rows))
 
     def _keeping(self, way: Products) -> KeptProducts | None:
-        """Where gradients of the training examples may be kept while A is measured on them."""
+        """Where gradients of the training examples may be kept while A is measured on them.
+
+        Those of Kronecker blocks are: not of a weight that an embedding uses as well.
+        """
         if not way.point.keeps or not isinstance(way, LayerProducts) or self.curvature.rows is not self.train.rows:
+            return None
+        in_blocks = {name for block in way.plan.blocks.values() for name in block.names}
+        if any(in_blocks & set(names.values()) for _, names in way.plan.diagonal):
             return None
         if any(getattr(one, "layers", ()) for one in (self.method.curvature, self.method.preconditioner)):
             return None  # gradients by layers of the user's own are not compared with autograd's
@@ -285,7 +291,7 @@ class Task:
         for level, rows in levels:
             rows.channels_last = True
             try:
-                with torch.no_grad():
+                with _group_norms_checked(self.model):
                     point.evaluate(level, rows.batch(0, COMPARED))
             except RuntimeError:
                 rows.channels_last = False
@@ -309,6 +315,24 @@ class Task:
             return [forward]
         several = count > FEW or self.train.rows.channels_last
         return [layers, forward] if several and not layers.plan.rest else [forward, layers]
+
+
+@contextmanager
+def _group_norms_checked(model: nn.Module) -> Iterator[None]:
+    """Refuse an input of GroupNorm without gradient, as behind frozen layers: on a CPU, if its channels are last, the
+    backward pass of torch (2.13) ends the process."""
+
+    def check(module: nn.Module, given: tuple[Any, ...]) -> None:
+        if given and not given[0].requires_grad:
+            raise RuntimeError("the input of GroupNorm has no gradient")
+
+    norms = (module for module in model.modules() if isinstance(module, nn.GroupNorm))
+    handles = [module.register_forward_pre_hook(check) for module in norms]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _layers(point: Point, level: Level = "inner", alike: bool = False) -> LayerProducts | None:

@@ -134,7 +134,7 @@ class Cross:
         if form and self.mode != "forward":
             unmoved = half(point) or (coarse and self.mode == "auto")  # by the ways that will be tried
             moves = unmoved or state.weights == f"{form}m"  # and will again, also if it does not here
-            form = f"{form}m" if moves else weighting.with_motion(point, v, radius, form)
+            form = f"{form}m" if moves else _with_motion(point, v, radius, form)
         if self.mode == "forward":
             chosen = self._forward(point, v, loss, form)
         elif self.mode == "difference" and not half(point):
@@ -196,9 +196,15 @@ class Cross:
 
     def _forward(self, point: Point, v: Tree, loss: Loss, form: str) -> _Found:
         """Forward mode, where its tangents are what the gradients say."""
-        found = self._searched(point, v, Way("forward", form))
-        right = _moves_by_gradient(point, v, loss, found) if form else _tangent_is_slope(point, v, found.changes)
         reasons: list[str] = []
+        try:
+            found = self._searched(point, v, Way("forward", form))
+        except ChangedError:  # where θ carries no gradient, the loss is another
+            exact = self._tried(point, v, Way("reverse"), reasons)
+            if exact is None:
+                raise
+            return self._replaced(exact, reasons) or exact
+        right = _moves_by_gradient(point, v, loss, found) if form else _tangent_is_slope(point, v, found.changes)
         return found if right else self._replaced(self._tried(point, v, Way("reverse"), reasons), reasons) or found
 
     def _difference(self, point: Point, v: Tree, loss: Loss, form: str) -> _Found:
@@ -286,6 +292,17 @@ class Cross:
             wide = narrow
         assert best is not None
         return best
+
+
+def _with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
+    """:func:`hyperkron.cross.weighting.with_motion`; empty where the loss cannot be evaluated, or is another, if θ
+    carries no gradient: as with penalties of those parameters that require one."""
+    try:
+        return weighting.with_motion(point, v, radius, form)
+    except torch.OutOfMemoryError:
+        raise
+    except (HyperkronError, RuntimeError):
+        return ""
 
 
 def _by_pass(point: Point, v: Tree, way: Way) -> Tree:

@@ -101,7 +101,7 @@ def _tensors(parameters: Any) -> list[Tensor]:
     if not found:
         raise HyperkronError(
             f"parameters ({type(parameters).__name__}) has no tensor in it; pass a module with parameters, "
-            "or a list (a generator can be read only once)."
+            "or a list (a generator can be read only once; no parameter requires a gradient during finite differences)."
         )
     for p in found:
         if not isinstance(p, Tensor):

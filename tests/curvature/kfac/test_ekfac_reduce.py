@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 import oracles
 from cases import DOUBLE, Case, Mean, make, mlp, random_weights
+from hyperkron.evaluation.point import Point
 
 DAMPING = 0.1
 
@@ -80,3 +82,48 @@ def test_the_cases_have_the_ranks_they_are_named_for() -> None:
         for side, factor in enumerate(factors):
             missing = factor.shape[-1] - int(torch.linalg.matrix_rank(factor[0], hermitian=True))
             assert (missing > 1) == (side in sides)
+
+
+def matrix_of(case: Case, problem: hk.BilevelProblem) -> Tensor:
+    curvature = hk.curvature.EKFAC(DAMPING, fisher="empirical", sharing="reduce")
+    with Point(problem, *case.arguments[1:]) as point:
+        return oracles.dense(curvature.operator(point, curvature.init()).matvec, case.params)
+
+
+class Indexed(Case):
+    """Its batches bring the numbers of their examples, so that they can be cut into pieces."""
+
+    def inner(self, model: nn.Module, hyper: nn.Module, batch: Any) -> hk.losses.Loss:
+        x, y, index = batch
+        return hk.losses.cross_entropy(model(x), y, weight=hyper()[index])
+
+
+def test_in_uneven_pieces_it_is_the_same() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), Mean(), nn.Linear(6, 3))
+    case = make(model, (5, 3), loss="cross_entropy", count=3, hyper=random_weights(3))
+    x, y = case.inner_batch
+    x[2] *= 4
+    indexed = Indexed(case.model, case.hyper, (x, y, torch.arange(3)), case.outer_batch, case.loss)  # type: ignore[arg-type]
+    whole, pieces = indexed.problem, hk.training.Accumulated(indexed.problem, 2)
+    assert oracles.relative(matrix_of(indexed, pieces), matrix_of(indexed, whole)) < 1e-9
+
+
+class Attention(nn.Module):
+    """The gradients of its keys add up to zero over the positions of an example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(2, 2, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.q(x) @ self.k(x).mT).softmax(-1) @ self.v(x)).mean(1)
+
+
+def test_the_basis_is_not_made_of_roundings_where_sums_over_positions_vanish() -> None:
+    torch.manual_seed(0)
+    case = make(Attention(), (3, 2), loss="cross_entropy", hyper=random_weights(5))
+    one = matrix_of(case, case.problem) - DAMPING * torch.eye(12, dtype=DOUBLE)
+    scaled = hk.BilevelProblem(lambda *given: 3.7 * case.inner(*given), case.outer)
+    other = matrix_of(case, scaled) - DAMPING * torch.eye(12, dtype=DOUBLE)
+    assert oracles.relative(other, 3.7 * one) < 1e-9

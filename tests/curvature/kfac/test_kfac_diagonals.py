@@ -40,6 +40,21 @@ def normed(*layers: nn.Module, head: int, mean: nn.Module | None = None) -> nn.M
     return nn.Sequential(*layers, nn.Tanh(), mean or nn.Identity(), nn.Linear(head, 2))
 
 
+class ChannelNorm(nn.LayerNorm):
+    """LayerNorm over the second dimension, as in ConvNeXt."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def test_a_norm_layer_with_a_forward_of_its_own_has_no_diagonal_of_the_usual_one() -> None:
+    case = make(nn.Sequential(nn.Conv2d(1, 4, 1), ChannelNorm(4), Mean(True), nn.Linear(4, 2)), (1, 4, 4))
+    rows = {row.parameter: row.curvature for row in hk.curvature.KFAC().coverage(case.model).rows}
+    assert rows["1.weight"] == rows["1.bias"] == "scaled identity"
+    found = case.measured("mc").diagonal["1.weight"]
+    assert found.dim() == 0 and float(found) > 0
+
+
 class Warm(nn.BatchNorm2d):
     """BatchNorm in evaluation mode with running statistics of its own."""
 

@@ -104,3 +104,51 @@ def test_unrolling_refuses_a_function_without_second_derivative() -> None:
     case = make(nn.Sequential(nn.Linear(3, 4), Once(), nn.Linear(4, 2)), (3,))
     with pytest.raises(hk.HyperkronError, match="twice"):
         hk.unrolled(3).compute(*case.arguments)
+
+
+class Placed(nn.Module):
+    """Tokens, and positions that are looked up once for all examples."""
+
+    def __init__(self, ids: Tensor) -> None:
+        super().__init__()
+        self.tokens, self.places, self.linear = nn.Embedding(5, 2), nn.Embedding(3, 2), nn.Linear(2, 2)
+        self.register_buffer("ids", ids)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear((self.tokens(x) + self.places(self.ids)).tanh().mean(1))
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "empirical"])
+@pytest.mark.parametrize("count", [3, 20], ids=["as many examples as positions", "more"])
+@pytest.mark.parametrize("ids", [torch.arange(3), torch.arange(3)[None]], ids=["positions", "one row of them"])
+def test_mixed_products_of_examples_vanish_on_average_where_a_layer_works_for_all(
+    ids: Tensor, count: int, fisher: Any
+) -> None:
+    case = make(Placed(ids), (3,), loss="cross_entropy", tokens=5, count=count)
+    term = case.inner(case.model, case.hyper, case.inner_batch).terms[0]
+    exact = oracles.fisher(term.output, list(term.vectors(fisher)), [case.params["places.weight"]]).diagonal()
+    draws = [case.measured(fisher, seed=seed).diagonal["places.weight"].reshape(-1) for seed in range(50)]
+    assert oracles.relative(torch.stack(draws).mean(0), exact) < 0.3
+
+
+class Shared(nn.Module):
+    """A weight that is used by layers and, with ``outside``, by a function."""
+
+    def __init__(self, outside: bool) -> None:
+        super().__init__()
+        self.embed, self.mix, self.norm = nn.Embedding(5, 3), nn.Linear(3, 3), nn.LayerNorm(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight, self.outside = self.embed.weight, outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(torch.tanh(self.mix(torch.tanh(self.mix(self.embed(x))))))
+        return F.linear(h, self.embed.weight) if self.outside else self.head(h)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_use_of_a_weight_outside_its_layers_is_said(outside: bool) -> None:
+    case = make(Shared(outside), (3,), loss="cross_entropy", tokens=5)
+    if outside:
+        case.model.head = nn.Identity()
+    result = hk.kfac(0.1).compute(*case.arguments)
+    assert result.stats.get("used elsewhere") == ("embed.weight" if outside else None)

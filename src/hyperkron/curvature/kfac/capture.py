@@ -7,6 +7,7 @@ depends on, and the hooks of :mod:`~hyperkron.curvature.kfac.recorder` collect w
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,6 +24,7 @@ from hyperkron.curvature.kfac.measured import Basis, Measured
 from hyperkron.curvature.kfac.owners import Owners
 from hyperkron.curvature.kfac.penalty import column_scales
 from hyperkron.curvature.kfac.recorder import Recorder
+from hyperkron.evaluation.differentiation import graph_nodes
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import DRAWN, Fisher, Loss
 from hyperkron.problem import rows, shares
@@ -46,6 +48,7 @@ def measure(
     owners: Owners | None = None,
     unmasked: bool = False,
     keep: bool = False,
+    first: bool = False,
 ) -> Measured:
     """Run J_in on the curvature batch and collect the factors, or, given a ``basis``, EKFAC's corrected spectrum.
 
@@ -57,6 +60,7 @@ def measure(
     spectra, of its blocks. A recording cannot read whether the loss masks tokens: with ``unmasked`` it takes for
     granted that it masks none, and factors are nan where it does. Of a batch in parts ``keep`` asks for
     :attr:`Measured.kept`, of the vectors that B is made of; the first pass also keeps what the point wants.
+    The ``first`` measurement warns of parameters that are used outside their layers too.
     """
     like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
     parts, whole = point.problem.parts(point.curvature_batch), _Merged()
@@ -68,6 +72,9 @@ def measure(
         with recorder.attached():
             loss = point.inner(part)
             recorder.saw(loss, readable=not point.recording, unmasked=unmasked)
+        if first:
+            _warn_used_elsewhere(recorder, loss, point)
+            first = False
         if owners is not None:
             _check_alike(recorder, owners.group)
         if loss.terms and (owners is not None or len(parts) > 1):
@@ -80,7 +87,8 @@ def measure(
         vectors = _vectors(loss, size, fisher, samples, generator, checked)
         # drawn vectors of different examples are independent already
         place = loss.terms[0].place if loss.terms else None  # of these examples in the whole batch
-        found = recorder.backward(point.params, vectors, None if fisher in DRAWN else generator, place)
+        signs = None if fisher in DRAWN else generator
+        found = recorder.backward(point.params, vectors, signs, place, _unbatched(recorder, loss))
         if len(parts) == 1:
             return found if owners is None else over_ranks(found, plan, owners.group)
         counts = rows(loss.terms, recorder.batch_size)  # counting rows waits for the device
@@ -102,6 +110,31 @@ def _wanted(point: Point, parts: int) -> KeptGradients | None:
     """Where the point wants gradients kept, before the first of them."""
     wanted: KeptGradients | None = point.kept
     return wanted if parts > 1 and wanted is not None and wanted.left == parts else None
+
+
+def _warn_used_elsewhere(recorder: Recorder, loss: Loss, point: Point) -> None:
+    """Say on which parameters outputs depend by more than the calls of their layers: the graph has more edges to them.
+
+    ``F.linear(x, layer.weight)`` makes one.
+    """
+    edges: Counter[int] = Counter()
+    for node in graph_nodes([term.output for term in loss.terms]):
+        edges.update(id(getattr(further, "variable", None)) for further, _ in node.next_functions)
+    names = [name for name, calls in recorder.uses.items() if edges[id(point.params[name])] > calls]
+    if names:
+        point.notes["used elsewhere"] = ", ".join(names)
+        warn_once(
+            f"kfac-used-elsewhere {names}",
+            f"{', '.join(names[:3])} of the model is used outside its layer too, as F.linear(x, layer.weight) does; "
+            "KFAC does not see that, and its curvature is too small. Call a layer that shares the parameter instead, "
+            "or use cg(curvature=GGN(...)) or pcg().",
+        )
+
+
+def _unbatched(recorder: Recorder, loss: Loss) -> bool:
+    """Whether a layer was called on inputs that have no dimension for examples, or may have none, as positions do."""
+    examples = {len(term.row_losses) for term in loss.terms}
+    return recorder.plain_lookups or any(length not in examples for length in recorder.lengths.values())
 
 
 def _warn_without_batch(lengths: dict[str, int], examples: int) -> None:
@@ -183,10 +216,11 @@ class _Merged:
         for name, factor in part.a.items():
             add_to(whole.a, name, scaled(factor, part.rows[name]))
             self.rows[name] = self.rows.get(name, 0) + part.rows[name]
-        for wide, found in zip(whole.wide, part.wide, strict=True):
-            for name, factor in found.items():
-                add_to(wide, name, factor)
-        summed: Any = ((whole.b, part.b), (whole.diagonal, part.diagonal), (whole.corrected, part.corrected))
+        (wide_a, wide_b), (part_a, part_b) = whole.wide, part.wide
+        for name, factor in part_a.items():
+            add_to(wide_a, name, factor)
+        summed: Any = ((whole.b, part.b), (wide_b, part_b), (whole.diagonal, part.diagonal))
+        summed += ((whole.corrected, part.corrected),)
         for sums, new in summed:
             for name, value in new.items():
                 add_to(sums, name, scaled(value, counts[0]))

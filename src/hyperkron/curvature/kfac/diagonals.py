@@ -17,12 +17,15 @@ from hyperkron.curvature.kfac.factors import add_to
 WAITING = 2**19
 """Batch norm layers wait for each other, to be treated together, until this many numbers are held for them."""
 
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
 
 
 def has_diagonal(module: nn.Module) -> bool:
-    """Whether the exact per-example diagonal of ``module``'s block is known in closed form."""
-    return isinstance(module, _NORMS) or type(module) is nn.Embedding
+    """Whether the exact per-example diagonal of ``module``'s block is known in closed form.
+
+    Not so for a norm layer of another forward pass, such as one whose channels are in the second dimension.
+    """
+    return type(module).forward in {kind.forward for kind in _NORMS} or type(module) is nn.Embedding
 
 
 def squared_gradients(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:

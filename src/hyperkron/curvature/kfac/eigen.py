@@ -209,7 +209,10 @@ def completed(bases: Bases, wide: tuple[dict[str, Factor], dict[str, Factor]], s
 
 
 def _completed(values: Tensor, q: Tensor, wide: Tensor) -> Tensor:
-    rounding = torch.finfo(values.dtype).eps * values.shape[-1] * values.amax(-1, keepdim=True)
+    eps = torch.finfo(values.dtype).eps
+    rounding = eps * values.shape[-1] * values.amax(-1, keepdim=True)
+    # sums over positions that vanish, as those of attention keys do, leave the squares of roundings
+    rounding = rounding.clamp_min(100 * eps**2 * wide.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True))
     made = q.clone()
     for group, count in enumerate((values <= rounding).sum(-1).tolist()):  # eigenvalues ascend
         if count > 1:

@@ -195,6 +195,7 @@ class Kronecker(Curvature):
                 owners=state.owners,
                 unmasked=bool(state.unmasked),
                 keep=basis is None and state.owners is None and self._keeps(at),
+                first=state.refreshes == 0 and basis is None and not at.recording,
             )
             if not at.recording and basis is None:
                 state.unmasked = found.unmasked and state.unmasked is not False

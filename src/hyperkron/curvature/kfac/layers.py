@@ -213,7 +213,7 @@ class ConvLayer(Layer):
         x = x.movedim(1, -1)
         if any(pad) and m.padding_mode == "zeros":
             x = F.pad(x, [0, 0, *pad])  # copies into the new order at once
-        return x.contiguous()
+        return x.contiguous().view(-1).view(x.shape)  # strides of one pixel, which contiguous leaves, are set too
 
     def ordered(self, rows: Tensor) -> Tensor:
         """Reorder the last dimension from (*kernel, C/groups), the order of patches, to that of the weight."""

@@ -7,6 +7,7 @@ the batch is divided among processes, contributions go to the owner of the layer
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,7 +79,9 @@ class Recorder:
         self.tokens = [torch.zeros((), requires_grad=True) for _ in range(2)]  # the second of calls with single rows
         self.batch_size = 1
         self.lengths: dict[str, int] = {}  # of the inputs of layers, along their first dimension
+        self.plain_lookups = False  # whether an embedding was given indices of one dimension, of examples or positions
         self.called: set[str] = set()
+        self.uses: Counter[str] = Counter()  # calls, by parameter, that the loss may see
         self.measured = found = Measured()
         self._factors: list[tuple[dict[str, Factor], dict[str, Factor], WeightSharing]]
         self._factors = [(found.a, found.b, sharing)]
@@ -116,6 +119,7 @@ class Recorder:
         x: Tensor = given[0] if given else next(iter(named.values()))
         self.batch_size = max(self.batch_size, x.shape[0] if x.dim() > 1 else 1)
         self.lengths[block.name] = len(x) if x.dim() else 1
+        self.uses.update(block.names)
         self.calls[block.name] = self.calls.get(block.name, 0) + 1
         call = self._begun(block, x, output)
         call.input = x.detach() if self.keeps else None
@@ -129,7 +133,9 @@ class Recorder:
         if not self.diagonal or not output.requires_grad:
             return output
         x = (given[0] if given else named["input"]).detach()
+        self.uses.update(names.values())
         self.lengths[next(iter(names.values()))] = len(x) if x.dim() else 1
+        self.plain_lookups = self.plain_lookups or not (x.is_floating_point() or x.dim() > 1)
 
         def receive(g: Tensor) -> None:
             if self._for == "factors":
@@ -193,12 +199,13 @@ class Recorder:
         vectors: Iterable[tuple[Tensor, Tensor]],
         signs: torch.Generator | None,
         place: BatchPlace | None = None,
+        unbatched: bool = False,
     ) -> Measured:
         """Backpropagate pairs (output, vector); what passes the hooks becomes the factors.
 
-        Parameters outside layers are measured by the square of a whole batch's gradient. There ``signs`` gives examples
-        random signs, which make the mixed terms vanish on average and change no factor; ``place`` tells which
-        examples of a divided batch these are.
+        Parameters outside layers are measured by the square of a whole batch's gradient, and so are ``unbatched``
+        layers. There ``signs`` gives examples random signs, which make the mixed terms vanish on average and change no
+        factor, if no batch norm mixes examples; ``place`` tells which examples of a divided batch these are.
         """
         plan, found = self.plan, self.measured
         layered = [n for block in plan.blocks.values() for n in block.names]
@@ -207,7 +214,7 @@ class Recorder:
         names = [*plan.rest, *found.uncalled] if self.diagonal and plan.fallback == "diagonal" else []
         inputs = [*self.tokens, *(params[name] for name in names)]
         for output, vector, last in with_last(vectors):
-            if names and signs is not None and vector.dim() > 0:
+            if (names or unbatched) and signs is not None and vector.dim() > 0:
                 shape = (vector.shape[0], *[1] * (vector.dim() - 1))
                 toss = partial(torch.randint, 0, 2, generator=signs, device=vector.device)
                 coin = toss(shape) if place is None else place.of(toss, shape)

@@ -1,0 +1,93 @@
+"""Cross terms of an inner loss that is not the same function with every batch, or without gradients of θ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hyperkron as hk
+import oracles
+from cases import mlp
+from crossing import Lambda, X, Y, dense_cross, setting
+from hyperkron.cross import Cross, CrossState, Mode
+
+MODES = ["auto", "forward", "difference"]
+Inner = Callable[[nn.Module, Any, Any], hk.losses.Loss]
+
+
+def both() -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    return Lambda(a=torch.randn(5, generator=generator), b=torch.randn(5, 3, generator=generator))
+
+
+def corrected(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+    """The labels of some batches are λ's."""
+    return hk.losses.cross_entropy(model(X), hyper.b.softmax(-1) if batch else Y, weight=hyper.a.sigmoid())
+
+
+def penalised(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+    """Some batches have a penalty, as a plain tensor."""
+    loss = hk.losses.cross_entropy(model(X), Y, weight=hyper.a.sigmoid())
+    return loss + hyper.b.sum() * sum(p.square().sum() for p in model.parameters()) if batch else loss
+
+
+def shared(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+    """The weights of some batches are part of their labels too."""
+    weight = hyper.a.sigmoid()
+    labels = torch.eye(3, dtype=torch.float64)[Y]
+    return hk.losses.cross_entropy(model(X), labels * weight[:, None] if batch else labels, weight=weight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inner", [corrected, penalised, shared])
+def test_what_lambda_does_may_differ_from_batch_to_batch(inner: Inner, mode: Mode) -> None:
+    model, hyper, state = mlp(3, 4, 3), both(), CrossState()
+    for batch in (False, True, False, True):
+        point, v = setting(inner, hyper, model)
+        point.inner_batch = point.curvature_batch = batch
+        with point:
+            found = Cross(mode).term(point, v, None, state)
+        wanted = dense_cross(lambda m, h, _, now=batch: inner(m, h, now), model, hyper, v)
+        assert oracles.relative(found, wanted) < 1e-6
+
+
+def one_by_one(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+    loss = hk.losses.cross_entropy(model(X), Y, weight=hyper.a.sigmoid())
+    for p in model.parameters():
+        loss = loss + hk.losses.l2(p, hyper.b.mean().exp()) if p.requires_grad else loss
+    return loss
+
+
+def as_list(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return hk.losses.cross_entropy(model(X), Y, weight=hyper.a.sigmoid()) + hk.losses.l2(trained, 0.1)
+
+
+def as_tensors(model: nn.Module, hyper: Any, batch: Any) -> hk.losses.Loss:
+    norms = torch.stack([p.square().sum() for p in model.parameters() if p.requires_grad])
+    return hk.losses.cross_entropy(model(X), Y, weight=hyper.a.sigmoid()) + 0.1 * norms.sum()
+
+
+@pytest.mark.parametrize("inner", [one_by_one, as_list, as_tensors])
+def test_penalties_may_ask_which_parameters_require_a_gradient(inner: Inner) -> None:
+    """None does where θ is moved, so that the loss is another there, or fails."""
+    model, hyper, state = mlp(3, 4, 3), both(), CrossState()
+    point, v = setting(inner, hyper, model)
+    with point:
+        found = Cross().term(point, v, None, state)
+    assert state.mode == "reverse"
+    assert oracles.relative(found, dense_cross(inner, model, hyper, v)) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["forward", "difference"])
+def test_a_way_asked_for_is_replaced_where_the_penalty_vanishes(mode: Mode) -> None:
+    model, hyper, state = mlp(3, 4, 3), both(), CrossState()
+    point, v = setting(one_by_one, hyper, model)
+    with point:
+        found = Cross(mode).term(point, v, None, state)
+    assert state.mode == "reverse"
+    assert oracles.relative(found, dense_cross(one_by_one, model, hyper, v)) < 1e-12
