@@ -164,3 +164,77 @@ def test_all_queries_go_through_one_pass_whether_or_not_the_loss_says_that_none_
 
     hk.attribute(loss, model, train, queries, query_loss=counted)
     assert passes.count(20) == 1 and len(passes) <= 3  # with two of a single query, to see that it can be done
+
+
+class Positions(nn.Module):
+    """Tokens with an embedding of positions, which sees T rows, whatever the number of examples is."""
+
+    def __init__(self, length):
+        super().__init__()
+        torch.manual_seed(0)
+        self.token, self.position, self.last = nn.Embedding(7, 4), nn.Embedding(length, 4), nn.Linear(4, 7)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.token(x) + self.position(torch.arange(x.shape[1]))))
+
+
+class Sorted(Plain):
+    """A layer that is given the rows in another order, as by a router."""
+
+    def forward(self, x):
+        order = x[:, 0].argsort()
+        return self.last(torch.tanh(self.first(x[order]))[order.argsort()])
+
+
+class TimeFirst(Plain):
+    """A layer whose first dimension is time."""
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x.transpose(0, 1))).mean(0))
+
+
+@pytest.mark.parametrize("kind", ["positions", "flattened", "sorted", "time first"])
+def test_as_many_rows_as_examples_are_not_taken_for_them(kind):
+    count = 16  # examples of the first batch, and positions
+    torch.manual_seed(0)
+    model, x = Positions(count), torch.randint(0, 7, (count, count))
+    if kind == "sorted":
+        model, x = Sorted(), torch.randn(count, 5)
+    elif kind == "time first":
+        model, x = TimeFirst(), torch.randn(count, count, 5)
+    train = x, torch.randint(0, 3, (count,) if kind in ("sorted", "time first") else x.shape)
+
+    def criterion(model, batch):
+        logits, y = model(batch[0]), batch[1]
+        return hk.losses.cross_entropy(logits, y)
+
+    def flattened(model, batch):
+        return hk.losses.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    queries, method = tuple(t[:4] for t in train), hk.identity()
+    wanted = hk.attribute(criterion, model, train, queries, method=method, way="forward").scores
+    if kind == "flattened":
+        with pytest.raises(hk.HyperkronError, match="16 examples has 256 rows in the loss"):
+            hk.attribute(flattened, model, train, queries, method=method)
+    else:
+        found = hk.attribute(criterion, model, train, queries, method=method)
+        assert found.stats["way"] == "forward"
+        assert torch.allclose(found.scores, wanted, rtol=1e-4, atol=1e-7)
+    selves = hk.attribution.self_influence(criterion, model, train, method=method, batch_size=count)
+    assert torch.allclose(selves[:4], wanted.diagonal()[:4], rtol=1e-4, atol=1e-7)
+    with pytest.raises(hk.HyperkronError, match=r"rows are not the examples in their order; use way='forward'"):
+        hk.attribute(criterion, model, train, queries, method=method, way="layers")
+
+
+def test_tokens_may_be_rows_of_the_loss():
+    torch.manual_seed(0)
+    model, x, y = Tagger(), torch.randn(12, 4, 5), torch.randint(0, 3, (12, 4))
+    method = hk.identity()
+    wanted = hk.attribute(loss, model, (x, y), (x[:3], y[:3]), method=method).scores
+
+    def flattened(model, batch):
+        return hk.losses.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    found = hk.attribute(flattened, model, (x, y), (x[:3], y[:3]), method=method)
+    assert found.stats["way"] == "layers"
+    assert torch.allclose(found.scores, wanted, rtol=1e-4, atol=1e-7)

@@ -3,7 +3,7 @@ r"""Inner products ⟨V_q, ∂_θ c_n⟩ of many examples n with some vectors V_
 - ``layers``: one backward pass over a batch. The gradient of example n in a layer's weight is Σ_s g_ns a_nsᵀ, over the
   positions s at which it is used, so that inputs and output gradients are all it takes: one matrix product scores all
   vectors. Norms and embeddings give the gradients of single examples by ``torch.func.vmap``. On the first batch these
-  gradients are added up and compared with autograd's.
+  gradients are added up, each with a weight of its own, and compared with autograd's.
 - ``forward``: one forward-mode pass for each vector, see :mod:`~hyperkron.attribution.forward_products`.
 """
 
@@ -63,11 +63,28 @@ class Products(ABC):
         """
 
 
-def without_penalties(loss: Loss) -> Tensor:
-    """Σ_n c_n, the part of a loss that its examples make."""
+def without_penalties(loss: Loss, weights: Tensor | None = None) -> Tensor:
+    """Σ_n w_n c_n, the part of a loss that its examples make; w_n = 1 by default, and where it does not tell rows."""
     if loss.opaque or not loss.terms:
         return loss.value
-    return torch.stack([(term.coefficients * term.row_losses).sum() for term in loss.terms]).sum()
+    rows = [term.coefficients * term.row_losses for term in loss.terms]
+    if weights is not None:
+        rows = [each * spread(weights, each) for each in rows]
+    return torch.stack([each.sum() for each in rows]).sum()
+
+
+def telling(count: int, loss: Loss) -> Tensor:
+    """A weight for each example, few of them alike and exact in every precision; ones, if the loss tells no rows."""
+    lengths = [len(term.row_losses) for term in loss.terms]
+    if loss.opaque or not lengths or any(length % count for length in lengths):
+        return loss.value.new_ones(count)
+    return 1 + (torch.arange(count, device=loss.value.device) % 61).to(loss.value.dtype) / 64
+
+
+def spread(weights: Tensor, rows: Tensor) -> Tensor:
+    """The weights of examples, as those of their rows."""
+    each = weights.repeat_interleave(len(rows) // len(weights)).to(rows.dtype)
+    return each.reshape(-1, *[1] * (rows.dim() - 1))
 
 
 class LayerProducts(Products):
@@ -108,12 +125,13 @@ class LayerProducts(Products):
         if self._compared:
             return self._reached(batch, count)[0]
         with full_precision():
-            calls, value = self._reached(batch, count, retain_graph=True)
-            self._compare(calls, gradient_tree(value, self.point.params))
+            calls, loss = self._reached(batch, count, retain_graph=True)
+            weights = telling(count, loss)
+            self._compare(calls, weights, gradient_tree(without_penalties(loss, weights), self.point.params))
         self._compared = True
         return calls
 
-    def _reached(self, batch: Any, count: int, retain_graph: bool = False) -> tuple[list[_LayerCall], Tensor]:
+    def _reached(self, batch: Any, count: int, retain_graph: bool = False) -> tuple[list[_LayerCall], Loss]:
         with self._watched() as calls:
             loss = self.point.evaluate(self.level, batch)
             value = without_penalties(loss)
@@ -135,13 +153,13 @@ class LayerProducts(Products):
                 f"a batch of {count} examples reaches layers as {min(lengths)} rows, so which belong to an example is "
                 "open; use way='forward', or layers whose first dimension is the example."
             )
-        return reached, value
+        return reached, loss
 
-    def _compare(self, calls: list[_LayerCall], wanted: Tree) -> None:
-        """Refuse gradients that are not autograd's: of weights that are used outside their layers, for example."""
+    def _compare(self, calls: list[_LayerCall], weights: Tensor, wanted: Tree) -> None:
+        """Refuse gradients that are not autograd's: of layers that see examples in another order, for example."""
         found = trees.zeros_like(wanted)
         for call in calls:
-            for name, x in call.total().items():
+            for name, x in call.total(weights).items():
                 found[name] += x
         eps = max(torch.finfo(dtype).eps for dtype in {self.point.dtype, *(call.g.dtype for call in calls)})
         near = eps * (ROUNDINGS if eps < 1e-4 else HALF_ROUNDINGS)
@@ -150,7 +168,7 @@ class LayerProducts(Products):
             if float((found[name] - x).norm()) > near * (float(x.norm()) + largest):
                 raise UnsuitableError(
                     f"way='layers' does not see all of the gradient of {name}, which is used outside the layers that "
-                    "KFAC covers; use way='forward'."
+                    "KFAC covers, or by a layer whose rows are not the examples in their order; use way='forward'."
                 )
 
     @contextmanager
@@ -231,9 +249,14 @@ class _LayerCall(ABC):
     def gradients(self) -> Iterator[Tree]:
         """The gradients of single examples, stacked, as many at a time as memory allows."""
 
-    def total(self) -> Tree:
-        """The gradients of all examples, added up."""
-        parts = [trees.map(lambda x: x.sum(0), part) for part in self.gradients()]
+    def total(self, weights: Tensor) -> Tree:
+        """The gradients of all examples, weighted and added up."""
+        start, parts = 0, []
+        for part in self.gradients():
+            size = len(next(iter(part.values())))
+            w = weights[start : start + size]
+            parts.append({name: torch.tensordot(w.to(x.dtype), x, 1) for name, x in part.items()})
+            start += size
         return trees.map(lambda x: x.sum(0), trees.stacked(parts))
 
     @abstractmethod
