@@ -110,8 +110,12 @@ def test_the_cheaper_way_is_taken():
     assert hk.attribute(loss, model, train, queries).stats["way"] == "layers"
     assert hk.attribute(loss, model, train, queries, aggregate=True).stats["way"] == "forward"
     model.extra = nn.Parameter(torch.zeros(()))
-    used = hk.attribute(lambda m, b: loss(m, (b[0] + m.extra, b[1])), model, train, queries)
-    assert used.stats["way"] == "forward"
+
+    def moved(model, batch):
+        return loss(model, (batch[0] + model.extra, batch[1]))
+
+    assert hk.attribute(moved, model, train, queries).stats["way"] == "layers"  # for it is left out
+    assert hk.attribute(moved, model, train, queries, method=hk.identity()).stats["way"] == "forward"
 
 
 def test_layers_over_flattened_tokens_go_the_other_way():
@@ -238,3 +242,48 @@ def test_tokens_may_be_rows_of_the_loss():
     found = hk.attribute(flattened, model, (x, y), (x[:3], y[:3]), method=method)
     assert found.stats["way"] == "layers"
     assert torch.allclose(found.scores, wanted, rtol=1e-4, atol=1e-7)
+
+
+class Scale(nn.Module):
+    """A norm of the user's own, which KFAC does not know."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.weight * x / x.norm(dim=-1, keepdim=True)
+
+
+class Language(nn.Module):
+    """A language model with positions (1, T), as transformers have them, and a head that may be tied."""
+
+    def __init__(self, tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.token, self.position, self.norm = nn.Embedding(7, 4), nn.Embedding(6, 4), Scale(4)
+        self.middle, self.head = nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, x):
+        z = self.token(x) + self.position(torch.arange(x.shape[1])[None])
+        return self.head(torch.tanh(self.middle(self.norm(z))))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("batch_size", [16, 256])
+def test_language_models_go_by_layers_where_the_method_leaves_out_the_others(tied, batch_size):
+    model, tokens = Language(tied).double(), torch.randint(0, 7, (40, 6), generator=torch.Generator().manual_seed(0))
+
+    def next_token(model, batch):
+        return hk.losses.cross_entropy(model(batch)[:, :-1], batch[:, 1:])
+
+    found, wanted = (
+        hk.attribute(next_token, model, tokens, tokens[:5], batch_size=batch_size, way=way)
+        for way in ("auto", "forward")
+    )
+    assert found.stats["way"] == "layers"
+    assert torch.allclose(found.scores, wanted.scores, rtol=1e-9, atol=1e-14)
+    everything = hk.attribute(next_token, model, tokens, tokens[:5], method=hk.identity())
+    assert everything.stats["way"] == "forward"

@@ -88,15 +88,21 @@ def spread(weights: Tensor, rows: Tensor) -> Tensor:
 
 
 class LayerProducts(Products):
-    """The way by layers; see the module's docstring."""
+    """The way by layers; see the module's docstring.
+
+    Attributes:
+        by_blocks: whether the gradients of the first batch came from layers that KFAC covers alone.
+    """
 
     name = "layers"
+    by_blocks = False
 
     def __init__(self, point: Point, level: Level = "inner", alike: bool = False) -> None:
         """With ``alike`` a loss that is not a mean over all examples of a batch, for some are masked, is refused."""
         super().__init__(point)
         self.level, self.alike, self.plan = level, alike, plan(point.model, "diagonal")
-        self._compared, self._vectors = False, _Vectors({})
+        self._compared: set[str] = set()  # the parameters whose gradients were found to be autograd's
+        self._vectors = _Vectors({})
         for name, module in point.model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
                 raise UnsuitableError(
@@ -107,12 +113,13 @@ class LayerProducts(Products):
     def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
         if self._vectors.tree is not vectors:
             self._vectors = _Vectors(vectors)
-        return torch.stack([call.scores(self._vectors) for call in self._calls(batch, count)]).sum(0)
+        calls = self._calls(batch, count, self._vectors.used or set(vectors))
+        return torch.stack([call.scores(self._vectors) for call in calls]).sum(0)
 
     def gradients(self, batch: Any, count: int) -> Tree:
         """The gradient of each example, stacked."""
         found = {name: p.new_zeros(count, *p.shape) for name, p in self.point.params.items()}
-        for call in self._calls(batch, count):
+        for call in self._calls(batch, count, set(found)):
             start = 0
             for part in call.gradients():
                 for name, x in part.items():
@@ -120,19 +127,21 @@ class LayerProducts(Products):
                 start += len(x)
         return found
 
-    def _calls(self, batch: Any, count: int) -> list[_LayerCall]:
-        """Every call of a layer that the loss depends on, with its input and output gradient."""
-        if self._compared:
-            return self._reached(batch, count)[0]
+    def _calls(self, batch: Any, count: int, used: set[str]) -> list[_LayerCall]:
+        """Every call of a layer with parameters ``used`` that the loss depends on: its input and output gradient."""
+        if used <= self._compared:
+            return self._reached(batch, count, used)[0]
         with full_precision():
-            calls, loss = self._reached(batch, count, retain_graph=True)
-            weights = telling(count, loss)
-            self._compare(calls, weights, gradient_tree(without_penalties(loss, weights), self.point.params))
-        self._compared = True
+            calls, loss = self._reached(batch, count, used, retain_graph=True)
+            weights, params = telling(count, loss), {n: p for n, p in self.point.params.items() if n in used}
+            self._compare(calls, weights, gradient_tree(without_penalties(loss, weights), params))
+        self._compared, self.by_blocks = used, all(isinstance(call, _BlockCall) for call in calls)
         return calls
 
-    def _reached(self, batch: Any, count: int, retain_graph: bool = False) -> tuple[list[_LayerCall], Loss]:
-        with self._watched() as calls:
+    def _reached(
+        self, batch: Any, count: int, used: set[str], retain_graph: bool = False
+    ) -> tuple[list[_LayerCall], Loss]:
+        with self._watched(used) as calls:
             loss = self.point.evaluate(self.level, batch)
             value = without_penalties(loss)
         if self.alike and not all(term.valid is None or bool(term.valid.all()) for term in loss.terms):
@@ -160,7 +169,8 @@ class LayerProducts(Products):
         found = trees.zeros_like(wanted)
         for call in calls:
             for name, x in call.total(weights).items():
-                found[name] += x
+                if name in found:
+                    found[name] += x
         eps = max(torch.finfo(dtype).eps for dtype in {self.point.dtype, *(call.g.dtype for call in calls)})
         near = eps * (ROUNDINGS if eps < 1e-4 else HALF_ROUNDINGS)
         largest = max(float(x.abs().max()) for x in wanted.values())
@@ -172,8 +182,8 @@ class LayerProducts(Products):
                 )
 
     @contextmanager
-    def _watched(self) -> Iterator[list[_LayerCall]]:
-        """Hooks that note the input and output of every call of a layer, while the block runs."""
+    def _watched(self, used: set[str]) -> Iterator[list[_LayerCall]]:
+        """Hooks that note the input and output of every call of a layer with ``used``, while the block runs."""
         calls: list[_LayerCall] = []
         params, handles = self.point.params, []
 
@@ -184,9 +194,15 @@ class LayerProducts(Products):
                 calls.append(call)
 
         makers: list[tuple[nn.Module, Callable[[], _LayerCall]]] = [
-            (module, partial(_BlockCall, self.plan.blocks[name], params)) for module, name in self.plan.feeds
+            (module, partial(_BlockCall, self.plan.blocks[name], params))
+            for module, name in self.plan.feeds
+            if not used.isdisjoint(self.plan.blocks[name].names)
         ]
-        makers += [(module, partial(_ModuleCall, module, names)) for module, names in self.plan.diagonal]
+        makers += [
+            (module, partial(_ModuleCall, module, names))
+            for module, names in self.plan.diagonal
+            if not used.isdisjoint(names.values())
+        ]
         try:
             for module, make in makers:
                 handles.append(module.register_forward_hook(partial(hook, make), with_kwargs=True))
@@ -216,6 +232,7 @@ class _Vectors:
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
+        self.used = {name for name, v in tree.items() if bool(v.any())}  # the others are left out by the method
         self._parts: dict[str, tuple[Tensor | None, Tensor | None]] = {}
 
     def of(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
@@ -364,9 +381,6 @@ class _ModuleCall(_LayerCall):
 
     def scores(self, vectors: _Vectors) -> Tensor:
         tree = vectors.tree
-        own = [tree[name] for name in self.names.values()]
-        if not any(bool(v.any()) for v in own):  # left out by the method
-            return own[0].new_zeros(len(own[0]), len(self.x))
         pieces = []
         for part in self.gradients():
             products = [tree[name].flatten(1) @ x.flatten(1).to(tree[name].dtype).T for name, x in part.items()]

@@ -161,7 +161,7 @@ class Task:
             return None
         start, stop = self.train.spans[0]
         _products(ways, self.train.rows.batch(start, stop), vectors, stop - start)
-        if not isinstance(ways[0], LayerProducts):
+        if not (isinstance(ways[0], LayerProducts) and ways[0].by_blocks):  # a tied embedding has gradients, too
             return None
         sizes = [(start, (stop - start) / len(self.train.rows)) for start, stop in self.curvature.spans]
         found = kept.products(vectors, self.params)
@@ -317,7 +317,8 @@ class Task:
         if layers is None:
             return [forward]
         several = count > FEW or self.train.rows.channels_last
-        return [layers, forward] if several and not layers.plan.rest else [forward, layers]
+        covered = not layers.plan.rest or getattr(self.method.curvature, "fallback", "") == "zero"
+        return [layers, forward] if several and covered else [forward, layers]
 
 
 def _layers(point: Point, level: Level = "inner", alike: bool = False) -> LayerProducts | None:
