@@ -98,6 +98,19 @@ row(
     ".to(torch.float32)",
 )
 row(
+    "model of another dtype than everything else",
+    touching(lambda g: g.model.double()),
+    "inner_batch[0] is torch.float32",
+    "model is torch.float64",
+    ".to(torch.float64)",
+)
+row(
+    "no outer batch",
+    touching(lambda g: setattr(g, "held", None)),
+    "outer failed on a batch that is None",
+    "give outer_data",
+)
+row(
     "curvature batch of another dtype",
     touching(lambda g: setattr(g, "curvature_batch", (g.x.double(), g.y))),
     "curvature_batch[0] is torch.float64",

@@ -95,7 +95,8 @@ class Updates:
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise HyperkronError(
                 f"optimizer={self.optimizer!r:.60} is not a torch.optim.Optimizer; pass one over the parameters "
-                "of this level, such as torch.optim.SGD(model.parameters(), lr=0.1)."
+                "of this level, such as torch.optim.SGD(model.parameters(), lr=0.1), with a scheduler as "
+                "hyperkron.algorithms.Updates(optimizer, scheduler)."
             )
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise HyperkronError(
@@ -139,14 +140,29 @@ class LevelOptimizer:
             )
         self.project = project
         self.factor = 1.0
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        missing = [name for name, p in params.items() if id(p) not in held]
+        self._check_held(level)
+        if isinstance(project, type):
+            raise HyperkronError(f"projection={project.__name__} is a class; pass an instance, {project.__name__}(…).")
+        self._project()
+
+    def _check_held(self, level: str) -> None:
+        """Refuse an optimizer of fewer parameters, and one that would move others, such as those of the other level."""
+        held = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        missing = [name for name, p in self.params.items() if id(p) not in held]
         if missing:
             raise HyperkronError(
                 f"{level}_optimizer does not hold {missing[0]} (and {len(missing) - 1} others); give it all "
                 "trainable parameters of this level, or freeze those with requires_grad_(False)."
             )
-        self._project()
+        own = {id(p) for p in self.params.values()}
+        foreign = [p for key, p in held.items() if key not in own and p.requires_grad]
+        if foreign and self.params:
+            whose = "model" if level == "inner" else "hyper"
+            raise HyperkronError(
+                f"{level}_optimizer also holds a tensor of shape {tuple(foreign[0].shape)} (and {len(foreign) - 1} "
+                f"others) that {whose} does not have; give it {whose}.parameters() alone: each level is moved by its "
+                "own optimizer."
+            )
 
     @property
     def lr(self) -> float:

@@ -57,6 +57,26 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
         hk.algorithms.Unroll(3).init(problem.problem(), model, hyper, inner=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize("level", ["inner", "outer"])
+def test_an_optimizer_that_would_move_the_other_level_is_refused(level: str) -> None:
+    problem = Quadratic()
+    model, hyper = problem.modules()
+    whose = {"inner": "model", "outer": "hyper"}[level]
+    optimizer = torch.optim.SGD([*model.parameters(), *hyper.parameters()], lr=0.1, weight_decay=0.1)
+    with pytest.raises(hk.HyperkronError, match=rf"{level}_optimizer also holds .* {whose}.parameters\(\) alone"):
+        hk.algorithms.aid_cg().init(problem.problem(), model, hyper, **{level: optimizer})
+    with pytest.raises(hk.HyperkronError, match="optimizer holds value of hyper"):
+        hk.InnerLoop(problem.problem(), model, hyper, optimizer)
+
+
+def test_frozen_parameters_may_stay_in_an_optimizer() -> None:
+    problem = Quadratic()
+    model, hyper = problem.modules()
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer = torch.optim.SGD([*model.parameters(), frozen], lr=0.1)
+    hk.algorithms.aid_cg().init(problem.problem(), model, hyper, inner=optimizer)
+
+
 def test_divergence_is_named() -> None:
     problem = Quadratic()
     algorithm = hk.algorithms.SOBA(inner_rate=1e200, outer_rate=1e200)

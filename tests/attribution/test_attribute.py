@@ -173,3 +173,33 @@ def test_an_array_of_rows_is_a_dataset():
 
     tensors, rows = (hk.attribute(loss, model, given, given[:2]).scores for given in (x, x.numpy()))
     torch.testing.assert_close(rows, tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_that_is_a_sum_over_queries_is_that_of_each_alone(dtype):
+    model, (x, y), _ = made()
+    model, x = model.to(dtype), x.to(dtype)
+
+    def total(model, batch):
+        return hk.losses.cross_entropy(model(batch[0]), batch[1]) * len(batch[1])
+
+    options = {"query_loss": total, "method": hk.identity(), "way": "layers"}
+    found = hk.attribute(loss, model, (x, y), (x[:4], y[:4]), **options)
+    assert found.scores.dtype == torch.float32  # which numpy has
+    for q in range(4):
+        alone = hk.attribute(loss, model, (x, y), (x[q : q + 1], y[q : q + 1]), **options).scores[0]
+        assert float((found.scores[q] - alone).norm()) < (1e-5 if dtype == torch.float32 else 0.05) * alone.norm()
+
+
+def test_several_processes_and_models_divided_among_them_are_named(monkeypatch):
+    model, train, queries = made()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(hk.solution, "_warned", set())
+    with pytest.warns(hk.HyperkronWarning) as caught:
+        hk.attribute(loss, model, train, queries, method=hk.identity())
+    assert len(caught) == 1
+    assert "attribution does not share work among them" in str(caught[0].message)
+    monkeypatch.setattr("hyperkron.attribution.task.is_sharded", lambda p: True)
+    with pytest.raises(hk.HyperkronError, match=r"0.weight is divided among processes .* plain copy on one process"):
+        hk.attribution.self_influence(loss, model, train)

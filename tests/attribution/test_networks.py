@@ -110,8 +110,12 @@ def test_the_cheaper_way_is_taken():
     assert hk.attribute(loss, model, train, queries).stats["way"] == "layers"
     assert hk.attribute(loss, model, train, queries, aggregate=True).stats["way"] == "forward"
     model.extra = nn.Parameter(torch.zeros(()))
-    used = hk.attribute(lambda m, b: loss(m, (b[0] + m.extra, b[1])), model, train, queries)
-    assert used.stats["way"] == "forward"
+
+    def moved(model, batch):
+        return loss(model, (batch[0] + model.extra, batch[1]))
+
+    assert hk.attribute(moved, model, train, queries).stats["way"] == "layers"  # for it is left out
+    assert hk.attribute(moved, model, train, queries, method=hk.identity()).stats["way"] == "forward"
 
 
 def test_layers_over_flattened_tokens_go_the_other_way():
@@ -186,7 +190,7 @@ def test_as_many_positions_as_examples_are_no_examples():
     found = hk.attribute(*arguments, method=hk.identity())
     wanted = hk.attribute(*arguments, method=hk.identity(), way="forward")
     torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-10, atol=1e-12)
-    with pytest.raises(hk.HyperkronError, match="first dimension"):
+    with pytest.raises(hk.HyperkronError, match="rows are not the examples"):
         hk.attribute(*arguments, method=hk.identity(), way="layers")
 
 
@@ -220,3 +224,122 @@ def test_tangents_of_padding_are_not_taken_for_gradients():
     torch.testing.assert_close(found.scores, exact, rtol=1e-10, atol=1e-12)
     with pytest.raises(hk.HyperkronError, match="stops gradients"):
         hk.attribute(*arguments, method=hk.identity(), way="forward")
+
+
+class Positions(nn.Module):
+    """Tokens with an embedding of positions, which sees T rows, whatever the number of examples is."""
+
+    def __init__(self, length):
+        super().__init__()
+        torch.manual_seed(0)
+        self.token, self.position, self.last = nn.Embedding(7, 4), nn.Embedding(length, 4), nn.Linear(4, 7)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.token(x) + self.position(torch.arange(x.shape[1]))))
+
+
+class Sorted(Plain):
+    """A layer that is given the rows in another order, as by a router."""
+
+    def forward(self, x):
+        order = x[:, 0].argsort()
+        return self.last(torch.tanh(self.first(x[order]))[order.argsort()])
+
+
+class TimeFirst(Plain):
+    """A layer whose first dimension is time."""
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x.transpose(0, 1))).mean(0))
+
+
+@pytest.mark.parametrize("kind", ["positions", "flattened", "sorted", "time first"])
+def test_as_many_rows_as_examples_are_not_taken_for_them(kind):
+    count = 16  # examples of the first batch, and positions
+    torch.manual_seed(0)
+    model, x = Positions(count), torch.randint(0, 7, (count, count))
+    if kind == "sorted":
+        model, x = Sorted(), torch.randn(count, 5)
+    elif kind == "time first":
+        model, x = TimeFirst(), torch.randn(count, count, 5)
+    train = x, torch.randint(0, 3, (count,) if kind in ("sorted", "time first") else x.shape)
+
+    def criterion(model, batch):
+        logits, y = model(batch[0]), batch[1]
+        return hk.losses.cross_entropy(logits, y)
+
+    def flattened(model, batch):
+        return hk.losses.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    queries, method = tuple(t[:4] for t in train), hk.identity()
+    wanted = hk.attribute(criterion, model, train, queries, method=method, way="forward").scores
+    if kind == "flattened":
+        with pytest.raises(hk.HyperkronError, match="16 examples has 256 rows in the loss"):
+            hk.attribute(flattened, model, train, queries, method=method)
+    else:
+        found = hk.attribute(criterion, model, train, queries, method=method)
+        assert found.stats["way"] == "forward"
+        assert torch.allclose(found.scores, wanted, rtol=1e-4, atol=1e-7)
+    selves = hk.attribution.self_influence(criterion, model, train, method=method, batch_size=count)
+    assert torch.allclose(selves[:4], wanted.diagonal()[:4], rtol=1e-4, atol=1e-7)
+    with pytest.raises(hk.HyperkronError, match=r"rows are not the examples in their order; use way='forward'"):
+        hk.attribute(criterion, model, train, queries, method=method, way="layers")
+
+
+def test_tokens_may_be_rows_of_the_loss():
+    torch.manual_seed(0)
+    model, x, y = Tagger(), torch.randn(12, 4, 5), torch.randint(0, 3, (12, 4))
+    method = hk.identity()
+    wanted = hk.attribute(loss, model, (x, y), (x[:3], y[:3]), method=method).scores
+
+    def flattened(model, batch):
+        return hk.losses.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    found = hk.attribute(flattened, model, (x, y), (x[:3], y[:3]), method=method)
+    assert found.stats["way"] == "layers"
+    assert torch.allclose(found.scores, wanted, rtol=1e-4, atol=1e-7)
+
+
+class Scale(nn.Module):
+    """A norm of the user's own, which KFAC does not know."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.weight * x / x.norm(dim=-1, keepdim=True)
+
+
+class Language(nn.Module):
+    """A language model with positions (1, T), as transformers have them, and a head that may be tied."""
+
+    def __init__(self, tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.token, self.position, self.norm = nn.Embedding(7, 4), nn.Embedding(6, 4), Scale(4)
+        self.middle, self.head = nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, x):
+        z = self.token(x) + self.position(torch.arange(x.shape[1])[None])
+        return self.head(torch.tanh(self.middle(self.norm(z))))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("batch_size", [16, 256])
+def test_language_models_go_by_layers_where_the_method_leaves_out_the_others(tied, batch_size):
+    model, tokens = Language(tied).double(), torch.randint(0, 7, (40, 6), generator=torch.Generator().manual_seed(0))
+
+    def next_token(model, batch):
+        return hk.losses.cross_entropy(model(batch)[:, :-1], batch[:, 1:])
+
+    found, wanted = (
+        hk.attribute(next_token, model, tokens, tokens[:5], batch_size=batch_size, way=way)
+        for way in ("auto", "forward")
+    )
+    assert found.stats["way"] == "layers"
+    assert torch.allclose(found.scores, wanted.scores, rtol=1e-9, atol=1e-14)
+    everything = hk.attribute(next_token, model, tokens, tokens[:5], method=hk.identity())
+    assert everything.stats["way"] == "forward"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -319,3 +320,37 @@ def test_a_direct_solve_is_the_inverse_of_the_product(curvature: hk.curvature.KF
     assert oracles.relative(matrix @ inverse, eye) < 1e-10
     found = hk.Implicit(curvature, hk.solvers.Direct(), cross="reverse").compute(*case.arguments).grads
     assert oracles.relative(found, oracles.implicit(case, matrix)) < 1e-8
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hk.kfac(1e-2, fisher="type-2", refresh_every=5),
+        lambda: hk.ekfac(1e-2, fisher="type-2", ema=0.9),
+        lambda: hk.cg(2, warm_start=True),
+        lambda: hk.pcg(2, preconditioner=hk.curvature.KFAC(1e-2, fisher="type-2", refresh_every=5)),
+    ],
+)
+@pytest.mark.parametrize("width", [4, 5])
+def test_what_is_known_of_a_model_is_not_used_for_another(make: Any, width: int) -> None:
+    def inner(model: Any, weights: Any, batch: Any) -> Any:
+        return hk.losses.cross_entropy(model(batch[0]), batch[1], weight=weights())
+
+    def outer(model: Any, weights: Any, batch: Any) -> Any:
+        return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+    torch.manual_seed(0)
+    problem, weights = hk.BilevelProblem(inner, outer), hk.as_hyper(torch.rand(8))
+    batch = torch.randn(8, 3), torch.randint(0, 2, (8,))
+    first, second = (nn.Sequential(nn.Linear(3, w), nn.Tanh(), nn.Linear(w, 2)) for w in (4, width))
+    used, fresh = make(), make()
+    for _ in range(2):
+        used.compute(problem, first, weights, batch, batch)
+    for _ in range(2):  # the second call has a memory of its own
+        found = used.compute(problem, second, weights, batch, batch)
+        wanted = fresh.compute(problem, second, weights, batch, batch)
+        assert torch.equal(found.grads["value"], wanted.grads["value"])
+    resumed = make()
+    resumed.load_state_dict(used.state_dict())
+    moved = resumed.compute(problem, copy.deepcopy(second), weights, batch, batch)  # as in another process
+    assert torch.equal(moved.grads["value"], used.compute(problem, second, weights, batch, batch).grads["value"])

@@ -282,3 +282,18 @@ def test_bad_arguments_are_named() -> None:
         prepare(1, hk.cg(3))
     with pytest.raises(hk.HyperkronError, match="steps=-1"):
         prepare(-1)
+    with pytest.raises(hk.HyperkronError, match=r"AID'> is a class, .* hyperkron.AID\(hypergradient"):
+        prepare(1, hk.AID)
+    with pytest.raises(hk.HyperkronError, match=r"Checkpoint.* pass an instance, Checkpoint\(…\)"):
+        prepare(1, callbacks=[hk.Checkpoint])
+    with pytest.raises(hk.HyperkronError, match=r"projection=Box is a class; pass an instance, Box\(…\)"):
+        prepare(1, projection=hk.Box)
+
+
+def test_a_callback_with_a_misspelt_method_is_warned_of() -> None:
+    class Mine(hk.training.Callback):
+        def on_step_end(self, run: Any) -> None:
+            raise AssertionError
+
+    with pytest.warns(hk.HyperkronWarning, match=r"Mine.on_step_end is never called: .* on_step,"):
+        prepare(1, callbacks=[Mine()])

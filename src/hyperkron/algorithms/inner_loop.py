@@ -69,6 +69,12 @@ class InnerLoop:
         if not isinstance(optimizer, LevelOptimizer):
             own = optimizer.optimizer if isinstance(optimizer, Updates) else optimizer
             params = [p for group in own.param_groups for p in group["params"] if p.requires_grad]
+            hypers = {id(p): name for name, p in hyper.named_parameters()}
+            if name := next((hypers[id(p)] for p in params if id(p) in hypers), ""):
+                raise HyperkronError(
+                    f"optimizer holds {name} of hyper, which would be trained on the inner loss; give it "
+                    "model.parameters() alone."
+                )
             optimizer = LevelOptimizer({str(i): p for i, p in enumerate(params)}, optimizer, Rate(0.0))
         self.problem, self.model, self.hyper, self.optimizer = problem, model, hyper, optimizer
         self._objective: Objective = problem.inner

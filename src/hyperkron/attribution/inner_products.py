@@ -3,7 +3,7 @@ r"""Inner products ⟨V_q, ∂_θ c_n⟩ of many examples n with some vectors V_
 - ``layers``: one backward pass over a batch. The gradient of example n in a layer's weight is Σ_s g_ns a_nsᵀ, over the
   positions s at which it is used, so that inputs and output gradients are all it takes: one matrix product scores all
   vectors. Norms and embeddings give the gradients of single examples by ``torch.func.vmap``. On the first batch these
-  gradients are added up and compared with autograd's.
+  gradients are added up, each with a weight of its own, and compared with autograd's.
 - ``forward``: one forward-mode pass for each vector, see :mod:`~hyperkron.attribution.forward_products`.
 """
 
@@ -63,23 +63,46 @@ class Products(ABC):
         """
 
 
-def without_penalties(loss: Loss) -> Tensor:
-    """Σ_n c_n, the part of a loss that its examples make."""
+def without_penalties(loss: Loss, weights: Tensor | None = None) -> Tensor:
+    """Σ_n w_n c_n, the part of a loss that its examples make; w_n = 1 by default, and where it does not tell rows."""
     if loss.opaque or not loss.terms:
         return loss.value
-    return torch.stack([(term.coefficients * term.row_losses).sum() for term in loss.terms]).sum()
+    rows = [term.coefficients * term.row_losses for term in loss.terms]
+    if weights is not None:
+        rows = [each * spread(weights, each) for each in rows]
+    return torch.stack([each.sum() for each in rows]).sum()
+
+
+def telling(count: int, loss: Loss) -> Tensor:
+    """A weight for each example, few of them alike and exact in every precision; ones, if the loss tells no rows."""
+    lengths = [len(term.row_losses) for term in loss.terms]
+    if loss.opaque or not lengths or any(length % count for length in lengths):
+        return loss.value.new_ones(count)
+    return 1 + (torch.arange(count, device=loss.value.device) % 61).to(loss.value.dtype) / 64
+
+
+def spread(weights: Tensor, rows: Tensor) -> Tensor:
+    """The weights of examples, as those of their rows."""
+    each = weights.repeat_interleave(len(rows) // len(weights)).to(rows.dtype)
+    return each.reshape(-1, *[1] * (rows.dim() - 1))
 
 
 class LayerProducts(Products):
-    """The way by layers; see the module's docstring."""
+    """The way by layers; see the module's docstring.
+
+    Attributes:
+        by_blocks: whether the gradients of the first batch came from layers that KFAC covers alone.
+    """
 
     name = "layers"
+    by_blocks = False
 
     def __init__(self, point: Point, level: Level = "inner", alike: bool = False) -> None:
         """With ``alike`` a loss that is not a mean over all examples of a batch, for some are masked, is refused."""
         super().__init__(point)
         self.level, self.alike, self.plan = level, alike, plan(point.model, "diagonal")
-        self._compared, self._vectors = False, _Vectors({})
+        self._compared: set[str] = set()  # the parameters whose gradients were found to be autograd's
+        self._vectors = _Vectors({})
         for name, module in point.model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
                 raise UnsuitableError(
@@ -90,12 +113,13 @@ class LayerProducts(Products):
     def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
         if self._vectors.tree is not vectors:
             self._vectors = _Vectors(vectors)
-        return torch.stack([call.scores(self._vectors) for call in self._calls(batch, count)]).sum(0)
+        calls = self._calls(batch, count, self._vectors.used or set(vectors))
+        return torch.stack([call.scores(self._vectors) for call in calls]).sum(0)
 
     def gradients(self, batch: Any, count: int) -> Tree:
         """The gradient of each example, stacked."""
         found = {name: p.new_zeros(count, *p.shape) for name, p in self.point.params.items()}
-        for call in self._calls(batch, count):
+        for call in self._calls(batch, count, set(found)):
             start = 0
             for part in call.gradients():
                 for name, x in part.items():
@@ -103,19 +127,21 @@ class LayerProducts(Products):
                 start += len(x)
         return found
 
-    def _calls(self, batch: Any, count: int) -> list[_LayerCall]:
-        """Every call of a layer that the loss depends on, with its input and output gradient."""
-        if self._compared:
-            return self._reached(batch, count)[0]
+    def _calls(self, batch: Any, count: int, used: set[str]) -> list[_LayerCall]:
+        """Every call of a layer with parameters ``used`` that the loss depends on: its input and output gradient."""
+        if used <= self._compared:
+            return self._reached(batch, count, used)[0]
         with full_precision():
-            calls, loss = self._reached(batch, count, retain_graph=True)
-            self._refuse_mixed(calls, loss, count)
-            self._compare(calls, gradient_tree(without_penalties(loss), self.point.params))
-        self._compared = True
+            calls, loss = self._reached(batch, count, used, retain_graph=True)
+            weights, params = telling(count, loss), {n: p for n, p in self.point.params.items() if n in used}
+            self._compare(calls, weights, gradient_tree(without_penalties(loss, weights), params))
+        self._compared, self.by_blocks = used, all(isinstance(call, _BlockCall) for call in calls)
         return calls
 
-    def _reached(self, batch: Any, count: int, retain_graph: bool = False) -> tuple[list[_LayerCall], Loss]:
-        with self._watched() as calls:
+    def _reached(
+        self, batch: Any, count: int, used: set[str], retain_graph: bool = False
+    ) -> tuple[list[_LayerCall], Loss]:
+        with self._watched(used) as calls:
             loss = self.point.evaluate(self.level, batch)
             value = without_penalties(loss)
         if self.alike and not all(term.valid is None or bool(term.valid.all()) for term in loss.terms):
@@ -138,46 +164,26 @@ class LayerProducts(Products):
             )
         return reached, loss
 
-    def _refuse_mixed(self, calls: list[_LayerCall], loss: Loss, count: int) -> None:
-        """Refuse layers whose first dimension is another one as long as the batch, such as positions: if every second
-        example counts twice, so must every second row of a gradient."""
-        if loss.opaque or any(len(term.row_losses) % count for term in loss.terms):
-            return
-        twice = 1.0 + torch.arange(count, device=calls[0].g.device) % 2
-        rows = [(term.coefficients * term.row_losses).reshape(count, -1).sum(1) for term in loss.terms]
-        value = torch.stack([(x * twice.to(x)).sum() for x in rows]).sum()
-        found = torch.autograd.grad(value, [call.edge for call in calls], retain_graph=True)
-        for call, g in zip(calls, found, strict=True):
-            wanted = call.g * twice.to(g).reshape(-1, *[1] * (g.dim() - 1))
-            if float((g - wanted).norm()) > self._near(calls) * float(wanted.norm()):
-                raise UnsuitableError(
-                    f"the first dimension of a layer's output, {tuple(g.shape)}, is not that of the {count} examples "
-                    "of a batch; use way='forward'."
-                )
-
-    def _compare(self, calls: list[_LayerCall], wanted: Tree) -> None:
-        """Refuse gradients that are not autograd's: of weights that are used outside their layers, for example."""
+    def _compare(self, calls: list[_LayerCall], weights: Tensor, wanted: Tree) -> None:
+        """Refuse gradients that are not autograd's: of layers that see examples in another order, for example."""
         found = trees.zeros_like(wanted)
         for call in calls:
-            for name, x in call.total().items():
-                found[name] += x
-        near = self._near(calls)
+            for name, x in call.total(weights).items():
+                if name in found:
+                    found[name] += x
+        eps = max(torch.finfo(dtype).eps for dtype in {self.point.dtype, *(call.g.dtype for call in calls)})
+        near = eps * (ROUNDINGS if eps < 1e-4 else HALF_ROUNDINGS)
         largest = max(float(x.abs().max()) for x in wanted.values())
         for name, x in wanted.items():
             if float((found[name] - x).norm()) > near * (float(x.norm()) + largest):
                 raise UnsuitableError(
                     f"way='layers' does not see all of the gradient of {name}, which is used outside the layers that "
-                    "KFAC covers; use way='forward'."
+                    "KFAC covers, or by a layer whose rows are not the examples in their order; use way='forward'."
                 )
 
-    def _near(self, calls: list[_LayerCall]) -> float:
-        """By how much gradients may differ from autograd's, relative to their size."""
-        eps = max(torch.finfo(dtype).eps for dtype in {self.point.dtype, *(call.g.dtype for call in calls)})
-        return eps * (ROUNDINGS if eps < 1e-4 else HALF_ROUNDINGS)
-
     @contextmanager
-    def _watched(self) -> Iterator[list[_LayerCall]]:
-        """Hooks that note the input and output of every call of a layer, while the block runs."""
+    def _watched(self, used: set[str]) -> Iterator[list[_LayerCall]]:
+        """Hooks that note the input and output of every call of a layer with ``used``, while the block runs."""
         calls: list[_LayerCall] = []
         params, handles = self.point.params, []
 
@@ -188,9 +194,15 @@ class LayerProducts(Products):
                 calls.append(call)
 
         makers: list[tuple[nn.Module, Callable[[], _LayerCall]]] = [
-            (module, partial(_BlockCall, self.plan.blocks[name], params)) for module, name in self.plan.feeds
+            (module, partial(_BlockCall, self.plan.blocks[name], params))
+            for module, name in self.plan.feeds
+            if not used.isdisjoint(self.plan.blocks[name].names)
         ]
-        makers += [(module, partial(_ModuleCall, module, names)) for module, names in self.plan.diagonal]
+        makers += [
+            (module, partial(_ModuleCall, module, names))
+            for module, names in self.plan.diagonal
+            if not used.isdisjoint(names.values())
+        ]
         try:
             for module, make in makers:
                 handles.append(module.register_forward_hook(partial(hook, make), with_kwargs=True))
@@ -220,6 +232,7 @@ class _Vectors:
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
+        self.used = {name for name, v in tree.items() if bool(v.any())}  # the others are left out by the method
         self._parts: dict[str, tuple[Tensor | None, Tensor | None]] = {}
 
     def of(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
@@ -253,9 +266,14 @@ class _LayerCall(ABC):
     def gradients(self) -> Iterator[Tree]:
         """The gradients of single examples, stacked, as many at a time as memory allows."""
 
-    def total(self) -> Tree:
-        """The gradients of all examples, added up."""
-        parts = [trees.map(lambda x: x.sum(0), part) for part in self.gradients()]
+    def total(self, weights: Tensor) -> Tree:
+        """The gradients of all examples, weighted and added up."""
+        start, parts = 0, []
+        for part in self.gradients():
+            size = len(next(iter(part.values())))
+            w = weights[start : start + size]
+            parts.append({name: torch.tensordot(w.to(x.dtype), x, 1) for name, x in part.items()})
+            start += size
         return trees.map(lambda x: x.sum(0), trees.stacked(parts))
 
     @abstractmethod
@@ -363,9 +381,6 @@ class _ModuleCall(_LayerCall):
 
     def scores(self, vectors: _Vectors) -> Tensor:
         tree = vectors.tree
-        own = [tree[name] for name in self.names.values()]
-        if not any(bool(v.any()) for v in own):  # left out by the method
-            return own[0].new_zeros(len(own[0]), len(self.x))
         pieces = []
         for part in self.gradients():
             products = [tree[name].flatten(1) @ x.flatten(1).to(tree[name].dtype).T for name, x in part.items()]

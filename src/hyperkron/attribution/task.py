@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -32,6 +33,7 @@ from hyperkron.hyper import as_hyper
 from hyperkron.hypergradient import Implicit
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem
+from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError, HyperkronWarning, Solution, Status, warn_once, worst
 from hyperkron.training.program import Program
 from hyperkron.trees import Tree
@@ -43,6 +45,8 @@ LossOf = Callable[[nn.Module, Any], Loss | Tensor]
 
 TOGETHER = 32
 """Right-hand sides that are solved for at once."""
+LIKENESS = 0.1
+"""By how much the gradient of a query among others may differ from the one it has alone, in half precision."""
 COMPARED = 16
 """Examples in the first batch, with which gradients by layers are compared with autograd's."""
 
@@ -52,6 +56,10 @@ class _TrainingProblem(BilevelProblem):
 
     def parts(self, batch: Any) -> Any:
         return batch if isinstance(batch, Parts) else [batch]
+
+    @property
+    def divided(self) -> bool:
+        return True  # among this process alone, which is said in words of attribution
 
 
 class Task:
@@ -72,6 +80,7 @@ class Task:
         check_whole("batch_size", batch_size)
         _warn_of_reduced(method, model)
         self.model, self.params, self.method = model, trainable(model, "model"), method
+        _check_processes(self.params)
         self.loss, self.query_loss = _checked("loss", loss), _checked("query_loss", query_loss)
         first = next(iter(self.params.values()))
 
@@ -113,7 +122,7 @@ class Task:
             if store is None:
                 kept = self._kept_pieces(point.kept, ways, vectors)
                 pieces = self.pieces(ways, vectors, 0, progress) if kept is None else kept
-                scores = torch.cat([piece for _, piece in pieces], 1)
+                scores = trees.widened({"": torch.cat([piece for _, piece in pieces], 1)})[""]
             else:
                 for start, piece in self.pieces(ways, vectors, store.done, progress):
                     point.settle()
@@ -158,7 +167,7 @@ class Task:
             return None
         start, stop = self.train.spans[0]
         _products(ways, self.train.rows.batch(start, stop), vectors, stop - start)
-        if not isinstance(ways[0], LayerProducts):
+        if not (isinstance(ways[0], LayerProducts) and ways[0].by_blocks):  # a tied embedding has gradients, too
             return None
         sizes = [(start, (stop - start) / len(self.train.rows)) for start, stop in self.curvature.spans]
         found = kept.products(vectors, self.params)
@@ -244,7 +253,7 @@ class Task:
         first = next(trees.unstacked(found))
         alone = self._gradient(point, "outer", self.queries.batch(0, 1))
         error = trees.norm(trees.add(first, alone, alpha=-1.0))
-        alike = error <= 1e3 * torch.finfo(point.dtype).eps * trees.norm(alone)
+        alike = error <= min(1e3 * torch.finfo(point.dtype).eps, LIKENESS) * trees.norm(alone)
         return (layers, found) if alike else (None, None)
 
     def _mean_gradient(self, point: Point, start: int, stop: int) -> Tree:
@@ -314,7 +323,8 @@ class Task:
         if layers is None:
             return [forward]
         several = count > FEW or self.train.rows.channels_last
-        return [layers, forward] if several and not layers.plan.rest else [forward, layers]
+        covered = not layers.plan.rest or getattr(self.method.curvature, "fallback", "") == "zero"
+        return [layers, forward] if several and covered else [forward, layers]
 
 
 @contextmanager
@@ -351,6 +361,22 @@ def _products(ways: list[Products], batch: Any, vectors: Tree, count: int) -> Te
             if len(ways) == 1:
                 raise
             del ways[0]
+
+
+def _check_processes(params: Tree) -> None:
+    """Refuse a model of which this process has a part, and say that several processes do not share the work."""
+    for name, p in params.items():
+        if is_sharded(p):
+            raise HyperkronError(
+                f"model parameter {name} is divided among processes (fully_shard), and attribution needs the whole "
+                "model: load its state_dict into a plain copy on one process."
+            )
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warn_once(
+            "attribution processes",
+            f"there are {dist.get_world_size()} processes, but attribution does not share work among them: each that "
+            "calls it computes all scores for itself. Call it on one process (rank 0), or give each its own queries.",
+        )
 
 
 def _warn_of_reduced(method: Implicit, model: nn.Module) -> None:

@@ -177,6 +177,10 @@ class Point:
                     "outside, under torch.no_grad() if need be, or clone() it."
                 ) from error
             raise
+        except TypeError as error:
+            if batch is None:
+                raise HyperkronError(f"{level} failed on a batch that is None ({error}); give {level}_data.") from error
+            raise
         try:
             loss = as_loss(value)
         except HyperkronError as error:
@@ -306,7 +310,8 @@ class Point:
             if x.device != self.device:
                 place = str(self.device)
                 return f"{name} is on {x.device} but the model is on {place}; use .to({place!r})."
-        for name, x in self._tensors():
+        named = sorted(self._tensors(), key=lambda pair: "_batch" not in pair[0])  # first: λ may be wider than θ
+        for name, x in named:
             if x.is_floating_point() and x.dtype != self.dtype:
                 return f"{name} is {x.dtype} but the model is {self.dtype}; use .to({self.dtype})."
         return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ class ImplicitState:
     start: Tree | None = None
     calls: int = 0
     plain: bool = False  # whether the objectives are evaluated without autocast, for it was found too coarse
+    parameters: list[weakref.ref[Tensor]] = field(default_factory=list, repr=False)  # of the model; not saved
 
 
 class Implicit(Hypergradient):
@@ -176,6 +178,7 @@ class Implicit(Hypergradient):
         curvature_batch: Any = None,
     ) -> HypergradientResult:
         """dΦ/dλ at the current (λ, θ); ``curvature_batch`` measures A on another batch than the cross term."""
+        self._meet(model)
         answer, start = None, self.state.start if self.warm_start else None
         place = functools.partial(
             Point, problem, model, hyper, inner_batch, outer_batch, curvature_batch=curvature_batch
@@ -203,6 +206,16 @@ class Implicit(Hypergradient):
             stats["autocast"] = "too coarse"
         (outer_loss,) = answer.value.wait()
         return HypergradientResult(answer.grads, solution.status, outer_loss, solution, stats)
+
+    def _meet(self, model: nn.Module) -> None:
+        """Forget curvature, solution and choices that belong to another model, as that of the next fold."""
+        parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
+        known = [reference() for reference in self.state.parameters]
+        same = len(known) == len(parameters) and all(x is p for x, p in zip(known, parameters, strict=True))
+        if known and not same:
+            self._forget()
+        if not same:
+            self.state.parameters = [weakref.ref(p) for p in parameters]
 
     def _answer(self, point: Point, start: Tree | None) -> Answer:
         """The formula at ``point``; on a GPU its numbers have been asked for, not waited for, but for the solver's."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import enum
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hyperkron.algorithms import StepReport
+from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.training.history import Value
 
 
@@ -67,3 +69,19 @@ class Callback:
         """Continue from a :meth:`state_dict`."""
         for name in self.remembers:
             setattr(self, name, copy.copy(state[name.lstrip("_")]))
+
+
+def checked(callbacks: Sequence[Callback]) -> list[Callback]:
+    """The callbacks of a run; classes and functions in their place are refused, and misspelt methods named."""
+    for one in callbacks:
+        if not isinstance(one, Callback):
+            remedy = f"pass an instance, {one.__name__}(…)" if isinstance(one, type) else "derive it from Callback"
+            raise HyperkronError(f"callbacks holds {one!r:.60}, which is not a hyperkron.training.Callback; {remedy}.")
+        for name in dir(one):
+            if name.startswith("on_") and not hasattr(Callback, name):
+                known = ", ".join(own for own in vars(Callback) if own.startswith("on_"))
+                warn_once(
+                    f"callback {type(one).__name__}.{name}",
+                    f"{type(one).__name__}.{name} is never called: the methods of a Callback are {known}.",
+                )
+    return list(callbacks)

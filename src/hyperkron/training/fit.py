@@ -94,8 +94,9 @@ def fit(
         True
     """
     if not isinstance(algorithm, Algorithm):
+        kind = "class" if isinstance(algorithm, type) else type(algorithm).__name__
         raise HyperkronError(
-            f"algorithm={algorithm!r:.60} is a {type(algorithm).__name__}, not an Algorithm; wrap a hypergradient "
+            f"algorithm={algorithm!r:.60} is a {kind}, not an Algorithm; wrap a hypergradient "
             "as hyperkron.AID(hypergradient, inner_steps=10)."
         )
     model = synchronised(problem, model, hyper)

@@ -17,7 +17,7 @@ from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, der
 from hyperkron.collectives import Group
 from hyperkron.solution import HyperkronError, Status
 from hyperkron.training import checkpoint, fingerprint
-from hyperkron.training.callback import Callback
+from hyperkron.training.callback import Callback, checked
 from hyperkron.training.divided import holds_rows, redivided, write_rows
 from hyperkron.training.encoding import CheckpointError
 from hyperkron.training.history import History, JSONLog, Value
@@ -55,7 +55,7 @@ class Run:
         self.algorithm, self.state = algorithm, state
         derivatives.check_curvature_data(state, batches)
         self.batches = RecordedBatches(batches.inner_source, batches.outer_source, batches.curvature_source)
-        self.callbacks = list(callbacks)
+        self.callbacks = checked(callbacks)
         self.clock, self.record_failure = clock, record_failure
         self.history = History()
         self.row: dict[str, Value] = {}
