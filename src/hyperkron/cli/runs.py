@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hyperkron.cleaning.data import ReadOptions, RowHashes, export_rows, read_pair, row_hashes
-from hyperkron.cleaning.fields import Fields, read_object
+from hyperkron.cleaning.data import NoLabelColumn, ReadOptions, RowHashes, export_rows, read_pair, row_hashes
+from hyperkron.cleaning.fields import Fields, read_object, read_result
 from hyperkron.cleaning.folder import HASHES
 from hyperkron.cleaning.loading import CsvRow, finished_rows, load, read_decisions
 from hyperkron.cleaning.report import write_explanation, write_report
@@ -23,6 +23,8 @@ from hyperkron.cli.output import UsageError, say, say_json
 from hyperkron.solution import HyperkronError, HyperkronWarning
 from hyperkron.training.writing import in_words, read_plain, whole_file
 
+MAJORITY = "the labels written are the majority of the votes on each row, apart from those that were changed."
+"""What is said where a file of several labels per row gets one."""
 FORMATS = (".csv", ".jsonl")
 """What predictions are written as."""
 
@@ -52,20 +54,25 @@ def export(options: Any, given: list[str]) -> int:
     new = {row.row: row.suggested for row in open_suspects} if options.relabel else {}
     new |= {row.row: decided[row.row] for row in rows if decided.get(row.row, row.given) != row.given}
     keep = [row.row for row in rows if row.row not in dropped]
-    labels: list[str | None] = [new.get(row) for row in keep]
+    voted = _voted(rows, reading, relabel=bool(options.relabel or options.decisions))
+    notes += [MAJORITY] if voted else []
+    labels: list[str | None] = [new.get(row, voted.get(row)) for row in keep]
     trusted = _flagged(train, reading)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HyperkronWarning)
-        written = export_rows(
-            train,
-            keep + trusted,
-            options.out,
-            labels + [None] * len(trusted) if new else None,
-            label=reading.get("label"),
-            overwrite=options.overwrite,
-            formulas=options.formulas,
-            options=how,
-        )
+        try:
+            written = export_rows(
+                train,
+                keep + trusted,
+                options.out,
+                labels + [None] * len(trusted) if new or voted else None,
+                label=reading.get("label"),
+                overwrite=options.overwrite,
+                formulas=options.formulas,
+                options=how,
+            )
+        except NoLabelColumn as error:
+            raise _without_labels(train, folder, error) from error
     notes += [as_options(str(warning.message)) for warning in caught]
     for note in notes:
         say(f"warning: {note}")
@@ -84,6 +91,27 @@ def export(options: Any, given: list[str]) -> int:
             say(f"{gone} left out when the data was read {are} not included.")
         print(written)
     return 0
+
+
+def _voted(rows: list[CsvRow], reading: dict[str, Any], *, relabel: bool) -> dict[int, str]:
+    """The majority of the votes on each row, where the file has several labels per row and one is to be written.
+
+    Of lines by several annotators only the first of each row is written, whose own label is one vote. With a column
+    for each annotator the votes stay, and a column of labels is filled in if there are new ones.
+    """
+    needed = reading.get("annotator") is not None or (relabel and reading.get("annotators") is not None)
+    return {row.row: row.given for row in rows if row.given} if needed else {}
+
+
+def _without_labels(train: str, folder: Path, error: NoLabelColumn) -> HyperkronError:
+    """The same error, or for rows with votes one that says what can be done instead."""
+    if not read_result(folder).raw.get("sources"):
+        return error
+    return HyperkronError(
+        f"{Path(train).name} holds the votes of several annotators and no column with one label for each row, so no "
+        f"row can be relabelled. Use --drop suspects alone, or take the labels from {folder / 'rows.csv'} (columns "
+        "row, given and suggested)."
+    )
 
 
 def _count_left_out(folder: Path) -> int:

@@ -87,11 +87,15 @@ def _next(run: RunContents) -> str:
     source = run.config.get("source")
     train = source.get("train") if isinstance(source, dict) else None
     suffix = _suffix(train if isinstance(train, str) else "train.csv")
+    reading = source.get("reading") if isinstance(source, dict) else None
+    votes = isinstance(reading, dict) and reading.get("annotators")  # such rows have no label that could be replaced
     folder = shlex.quote(str(run.folder))
-    return (
-        f"next:\n  hyperkron export {folder} --drop suspects -o clean{suffix}\n"
-        f"  hyperkron export {folder} --relabel suspects -o relabelled{suffix}\n"
-        f"  hyperkron predict {folder} NEW -o predictions.csv"
+    return "\n".join(
+        [
+            f"next:\n  hyperkron export {folder} --drop suspects -o clean{suffix}",
+            *([] if votes else [f"  hyperkron export {folder} --relabel suspects -o relabelled{suffix}"]),
+            f"  hyperkron predict {folder} NEW -o predictions.csv",
+        ]
     )
 
 
