@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hyperkron.cleaning.data import NoLabelColumn, ReadOptions, RowHashes, export_rows, read_pair, row_hashes
+from hyperkron.cleaning.data.kept import FormulaCells, Formulas
 from hyperkron.cleaning.fields import Fields, read_object, read_result
 from hyperkron.cleaning.folder import HASHES
 from hyperkron.cleaning.loading import CsvRow, finished_rows, load, read_decisions
@@ -191,15 +192,20 @@ def predict(options: Any, given: list[str]) -> int:
     result = load(options.run, model=load_model(options.model), encoder=options.encoder, device=options.device)
     reading = ReadOptions() if options.charset is None else ReadOptions(charset=options.charset)
     found, probabilities = result.predicted(options.rows, id=options.id, options=reading)
-    notes = [as_options(message) for message in found.messages]
-    for note in notes:
-        say(f"warning: {note}")
     lines = [
         _line(i, {name: values[i] for name, values in found.ids.items()}, result.classes, row)
         for i, row in enumerate(probabilities.tolist())
     ]
     as_lines = out is not None and out.suffix.lower() == ".jsonl"
-    text = "".join(json.dumps(line) + "\n" for line in lines) if as_lines else _csv(lines, result.classes, found.ids)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HyperkronWarning)
+        if as_lines:
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+        else:
+            text = _csv(lines, result.classes, found.ids, options.formulas)
+    notes = [as_options(message) for message in (*found.messages, *(str(w.message) for w in caught))]
+    for note in notes:
+        say(f"warning: {note}")
     if out is None:
         print(text, end="")
         return 0
@@ -228,14 +234,16 @@ def _line(row: int, ids: dict[str, Any], classes: tuple[str, ...], probabilities
     }
 
 
-def _csv(lines: list[dict[str, Any]], classes: tuple[str, ...], ids: Any) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", *ids, "label", "probability", *(f"p({name})" for name in classes)])
+def _csv(lines: list[dict[str, Any]], classes: tuple[str, ...], ids: Any, formulas: Formulas) -> str:
+    text, header = io.StringIO(), ["row", *ids, "label", "probability", *(f"p({name})" for name in classes)]
+    writer, found = csv.writer(text, lineterminator="\n"), FormulaCells(formulas, header)
+    writer.writerow(found.row(header) or header)
     for line in lines:
-        writer.writerow(
-            [line["row"], *line["id"].values(), line["label"], line["probability"], *line["probabilities"].values()]
-        )
+        numbers = [line["probability"], *line["probabilities"].values()]
+        named = ["" if cell is None else str(cell) for cell in (*line["id"].values(), line["label"])]
+        cells = [str(line["row"]), *named, *("" if number is None else str(number) for number in numbers)]
+        writer.writerow(found.row(cells, line["row"]) or cells)
+    found.tell("the file of predictions")
     return text.getvalue()
 
 

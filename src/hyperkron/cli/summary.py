@@ -12,7 +12,6 @@ from hyperkron.cli.output import lasting
 TOP = 5
 """Suspects that are named."""
 _WIDTH = 100
-_EXPORTED = {".csv", ".tsv", ".jsonl", ".json", ".parquet"}
 
 
 def summary(folder: Path) -> str:
@@ -65,7 +64,7 @@ def _suspect(s: Suspect) -> str:
     known = "".join(f" ({name} {value})" for name, value in s.id.items())
     line = f"  row {s.row}{known}: {s.given} → {s.suggested}"
     if s.error_probability is not None:  # a percentage that never claims to be certain
-        sure = "over 99" if 0.995 <= s.error_probability < 1 else f"{100 * s.error_probability:.0f}"
+        sure = "over 99" if s.error_probability >= 0.995 else f"{100 * s.error_probability:.0f}"
         line += f", {sure} % likely wrong"
     shown = " ".join(s.text.split())
     if shown:
@@ -84,9 +83,7 @@ def _files(run: RunContents) -> str:
 
 
 def _next(run: RunContents) -> str:
-    source = run.config.get("source")
-    train = source.get("train") if isinstance(source, dict) else None
-    suffix = _suffix(train if isinstance(train, str) else "train.csv")
+    source, suffix = run.config.get("source"), run.suffix
     reading = source.get("reading") if isinstance(source, dict) else None
     votes = isinstance(reading, dict) and reading.get("annotators")  # such rows have no label that could be replaced
     folder = shlex.quote(str(run.folder))
@@ -97,14 +94,3 @@ def _next(run: RunContents) -> str:
             f"  hyperkron predict {folder} NEW -o predictions.csv",
         ]
     )
-
-
-def _suffix(train: str) -> str:
-    """What the exported rows of a source may be called."""
-    if train.startswith("hf:"):
-        return ".parquet"
-    plain = Path(train.removesuffix(".gz")).suffix.lower()
-    if plain in _EXPORTED:
-        return plain
-    weak = {".json": ("train.json",), ".jsonl": ("train.jsonl", "train.jsonl.gz")}
-    return next((end for end, names in weak.items() if any((Path(train) / name).exists() for name in names)), ".npz")
