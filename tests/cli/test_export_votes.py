@@ -44,6 +44,13 @@ def write_run(source: str, positions: list[int], **reading: Any) -> None:
     (RUN / "rows.csv").write_text("row,given,suggested,error_probability,weight,suspect\n" + "".join(lines))
 
 
+def test_the_share_of_suspects_is_that_of_the_rows_with_a_vote() -> None:
+    run_folder.write_run_folder(RUN, rows=20)
+    lines = (RUN / "rows.csv").read_text().splitlines()
+    (RUN / "rows.csv").write_text("\n".join([lines[0], *lines[1:11], *(f"{i},,cat,,,false" for i in range(10, 20))]))
+    assert " of 10 (" in summary(RUN) and "labelled rows look mislabelled" in summary(RUN)
+
+
 def labels(file: str, column: str = "label") -> list[str]:
     with open(file, newline="") as lines:
         return [line[column] for line in csv.DictReader(lines)]

@@ -49,15 +49,22 @@ def _candidates(found: list[Candidate]) -> str:
 
 def _suspects(run: RunContents) -> str:
     count = run.result.child("suspects").count("count")
-    rows = run.result.child("data").count("train_rows")
+    rows = sum(1 for row in run.rows if row.given) if run.rows else run.result.child("data").count("train_rows")
     count = len(run.suspects) if count is None else count
     if not count:
         return "No row looks mislabelled."
     share = f" of {rows} ({100 * count / rows:.0f} %)" if rows else ""
-    text = f"{count}{share} rows look mislabelled."
+    text = (
+        f"{count}{share} labelled rows look mislabelled." if _silent(run) else f"{count}{share} rows look mislabelled."
+    )
     if run.suspects:
         text += " The most suspicious (rows count from 0, without a header):"
     return "\n".join([text, *(_suspect(s) for s in run.suspects[:TOP])])
+
+
+def _silent(run: RunContents) -> bool:
+    """Whether there are rows without a label."""
+    return any(not row.given for row in run.rows or ())
 
 
 def _suspect(s: Suspect) -> str:

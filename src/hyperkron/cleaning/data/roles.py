@@ -70,7 +70,7 @@ def label_column(source: str, columns: Sequence[str], label: str | None, hint: s
     if found is None:
         raise NoLabelColumn(
             f"{source} has no column called {', '.join(LABELS[:-1])} or {LABELS[-1]}; name the one that holds the "
-            f"labels with label=... Columns: {_names(columns)}.{' ' + hint if hint else ''}"
+            f"labels with label=..., out of these: {_names(columns)}.{' ' + hint if hint else ''}"
         )
     return found
 
