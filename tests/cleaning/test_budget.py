@@ -85,11 +85,50 @@ def test_trees_count_and_the_most_expensive_alternative_goes_first(
         with pytest.raises(Stop):
             clean(data.train, data.trusted, config=config, progress=watch)
         assert budget.ONE_PROCESS not in watch.messages and asked[-1][1] == ["noisy", "forest", "boosted"][:left]
+        assert asked[-1][0].trees
     told = [m.split(" to stay")[0] for m in watch.messages if "left out of the comparison" in m]
     with pytest.raises(Stop):
         clean(data.train, data.trusted, config=config, progress=watch, out=tmp_path / "run", sharing=Sharing(2))
     assert budget.ONE_PROCESS in watch.messages
     assert told == [f"'{name}' is left out of the comparison" for name in ("boosted", "boosted", "forest")]
+
+
+def test_a_budget_that_is_too_short_for_trees_leaves_them_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, watch = blobs(rows=60), Watch()
+    monkeypatch.setattr(budget, "seconds_per_step", lambda work: 1e-6)
+    prices = {(kind, rows): 1000.0 for kind in (FOREST, BOOSTED) for rows in (42, 84)}
+    monkeypatch.setattr(budget, "seconds_per_fit", lambda work, kinds: prices)
+    out = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr("hyperkron.cleaning.models.trees.forest", None)  # not called
+        patched.setattr("hyperkron.cleaning.method.forest", None)
+        config = CleanConfig(epochs=1, compare=("noisy", "forest"), budget=900.0)
+        result = clean(data.train, data.trusted, config=config, progress=watch, out=out)
+    assert [c["name"] for c in result.candidates] == ["hyperkron", "noisy"]  # what is cheap stays
+    assert any("without trees" in message for message in watch.messages)
+    assert not any("still take" in message for message in watch.messages)
+
+
+def test_only_a_part_of_the_trees_is_fitted_to_measure_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, asked = blobs(rows=60), list[dict[str, int]]()
+
+    class Stop(Exception):
+        pass
+
+    def look(work: Any, names: list[str], test: bool, seconds: float) -> Any:
+        monkeypatch.setattr(trees, "TREES", 100)
+        monkeypatch.setattr(trees, "ROUNDS", 100)
+        for name in ("forest", "boosted"):
+            monkeypatch.setattr(trees, name, lambda *_, **named: asked.append(named))
+        now = iter(range(100))
+        monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
+        assert set(budget.seconds_per_fit(work, {FOREST, BOOSTED}).values()) == {10.0}  # a tenth takes a second
+        raise Stop
+
+    monkeypatch.setattr("hyperkron.cleaning.run.within", look)
+    with pytest.raises(Stop):
+        clean(data.train, data.trusted, config=CleanConfig(epochs=1, compare=(), budget=5.0))
+    assert asked == [{"rounds": 10}] * 2 + [{"trees": 10}] * 2
 
 
 def test_trees_of_two_sizes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,15 @@ def test_the_verdict_never_boasts_of_a_hundred_per_cent_and_concludes_nothing_fr
     )
 
 
+def test_the_verdict_explains_an_interval_that_does_not_hold_the_share_of_right_rows() -> None:
+    """28 rows of a frequent class are all right, ten of a class that seems to be rare are all wrong."""
+    labels = torch.tensor([0] * 28 + [1] * 10)
+    answers = torch.tensor([[0.9, 0.1]]).expand(38, 2)
+    found = told(OURS, [judge(OURS, answers, labels, torch.tensor([0.99, 0.01]))])
+    assert "28 of 38 trusted rows it had not seen, each class counted as often as it seems to be among" in found
+    assert "each class" not in told(OURS, [judge(OURS, answers, labels, torch.tensor([28.0, 10.0]))])
+
+
 def test_with_a_test_set_the_verdict_leads_with_it() -> None:
     whole, other = candidate(OURS, [1] * 10), candidate("noisy", [1] * 9 + [0])
     assert told(OURS, [whole, other], classes=3, test=(463, 500)) == (

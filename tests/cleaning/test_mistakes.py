@@ -83,7 +83,7 @@ COMMANDS = {
     "no header": Mistake("has no header", "Add a line that names the columns", CLEAN, {"train.csv": "1,2\n3,4\n"}),
     "no header, with words": Mistake("has no column called label", "add a line that names the columns", CLEAN, {"train.csv": "5.1,3.5,setosa\n4.9,3.0,setosa\n6.2,2.9,versi\n"}),
     "ragged rows": Mistake("line 3 has 3", "Put quotes around fields that contain ','", CLEAN, {"train.csv": "text,label\na,x\nb,c,y\n"}),
-    "latin-1": Mistake("is not encoded as --charset='utf-8'", "--charset='cp1252'", CLEAN, {"train.csv": TEXT.replace("good", "g\xfct").encode("latin-1")}),
+    "latin-1": Mistake("is not encoded as --charset='utf-8'", "pass --charset cp1252", CLEAN, {"train.csv": TEXT.replace("good", "g\xfct").encode("latin-1")}),
     "an encoding nobody knows": Mistake("--charset='utf-9' is not an encoding", "try 'utf-8' or 'latin-1'", [*CLEAN, "--charset", "utf-9"]),
     "a pickle": Mistake("may be a pickle", "np.savez", ["clean", "train.pkl", *CLEAN[2:]], {"train.pkl": b"\x80\x04"}),
     "a Word document": Mistake("suffix that says nothing about its format", "Known: .csv", ["clean", "train.docx", *CLEAN[2:]], {"train.docx": "x"}),

@@ -71,7 +71,7 @@ def test_progress_is_shown_where_somebody_looks(monkeypatch: pytest.MonkeyPatch)
 def test_the_bar_and_the_messages(shown: tuple[CleanResult, str]) -> None:
     _, told = shown
     assert "before\n" in told and "90 training rows, 24 trusted rows" in told
-    assert "fold models" in told and "left" in told
+    assert "boosted trees of cleaned labels" in told and "left" in told
 
 
 @pytest.mark.long

@@ -214,6 +214,21 @@ def test_lines_tell_the_time_left(capsys: Captured) -> None:
     ]
 
 
+def test_lines_announce_what_makes_no_steps_and_guess_nothing_at_once(capsys: Captured) -> None:
+    now = [-10.0]
+    lines = output.Lines(lambda: now[0])
+    now[0] = 0.0
+    lines.start(100)
+    lines.advance(1, "teacher")
+    for second in (1.0, 3.0, 4.0, 6.0):  # too soon; said; the same again; the same again
+        now[0] = second
+        lines.advance(0, "boosted trees")
+    assert capsys.readouterr().err.splitlines() == [
+        "[0 s] teacher: step 1 of 100 (1%)",
+        "[3 s] boosted trees: step 1 of 100 (1%)",
+    ]
+
+
 def test_after_a_stop_lines_begin_anew(capsys: Captured) -> None:
     now = [0.0]
     lines = output.Lines(lambda: now[0])

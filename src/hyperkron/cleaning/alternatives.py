@@ -16,7 +16,7 @@ from torch.nn.functional import one_hot
 
 from hyperkron import losses
 from hyperkron.algorithms import Algorithm, BatchSources, State, StepReport, derivatives
-from hyperkron.cleaning.config import ALTERNATIVES, NETWORK, OURS
+from hyperkron.cleaning.config import ALTERNATIVES, BOOSTED, FOREST, NETWORK, OURS
 from hyperkron.cleaning.evidence import label_evidence, noise_matrix_from_trusted, of_label
 from hyperkron.cleaning.filters import agreeing, confident, neighbour_votes
 from hyperkron.cleaning.learners import chosen_learner, grow
@@ -144,8 +144,8 @@ def fitted(name: str, works: Sequence[Work], outcomes: Sequence[Outcome], stage:
 
 def _without_network(name: str, work: Work, outcome: Outcome, stage: str) -> nn.Module:
     """Trees, or the user's estimator, made from a view."""
-    work.tick(stage, 0)
     if name in ESTIMATORS:
+        work.tick(stage, 0)
         cleaned, q = name == "estimator-cleaned", outcome.final.posterior
         rows = torch.cat([work.noisy if cleaned else work.labelled(work.noisy), work.trusted])
         labels, weight = work.given[rows], torch.ones(len(rows), device=work.device)
@@ -154,6 +154,7 @@ def _without_network(name: str, work: Work, outcome: Outcome, stage: str) -> nn.
             weight[: len(q)] = certainty(q, work.given[work.noisy])
         return fit_estimator(work.estimator, vectors(work, rows), labels, weight, work.classes).eval()
     rows = _kept(name, work, outcome)
+    work.fitting(stage, BOOSTED if name == "boosted" else FOREST, len(rows))
     if name == "boosted":
         return trees.boosted(vectors(work, rows), work.given[rows], work.classes, seed=work.config.seed).eval()
     labels = one_hot(work.given[rows], work.classes).float()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn.functional import one_hot
@@ -17,6 +18,12 @@ from hyperkron.cleaning.work import Work
 
 MEASURED_ROWS = 2000
 """Rows of the trees whose time is measured, at most."""
+MEASURED_PART = 10
+"""One tenth of the trees of a forest, or of the rounds of boosting, is fitted to measure the time of all."""
+LITTLE = 0.1
+"""Of the time left: trees that take no more are not given up."""
+SHARES = (1.0, 0.75, 0.5, 1 / 3)
+"""Of the epochs, to which training is shortened."""
 ONE_PROCESS = "The budget is planned as if there were one process; with several the run may take less time."
 """What is said where several processes share the work."""
 
@@ -94,7 +101,7 @@ def _fits_of_candidate(name: str, times: int, rows: int) -> list[Fit]:
 
 
 def seconds_per_fit(work: Work, kinds: set[str]) -> dict[Fit, float]:
-    """Of trees of each kind and of two sizes, measured on rows of this run; the trees are thrown away."""
+    """Of trees of each kind and of two sizes, from a part of the trees of each on rows of this run."""
     found, rows = {}, torch.cat([work.labelled(work.noisy), work.trusted])
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:MEASURED_ROWS].to(rows.device)]
     for kind in sorted(kinds):
@@ -102,11 +109,13 @@ def seconds_per_fit(work: Work, kinds: set[str]) -> dict[Fit, float]:
 
         for count in (-(-len(rows) // 2), len(rows)):
             x, labels, begin = vectors(work, rows[:count]), work.given[rows[:count]], time.perf_counter()
+            whole = trees.TREES if kind == FOREST else trees.ROUNDS
+            part = max(1, whole // MEASURED_PART)
             if kind == FOREST:
-                trees.forest(x, one_hot(labels, work.classes).float())
+                trees.forest(x, one_hot(labels, work.classes).float(), trees=part)
             else:
-                trees.boosted(x, labels, work.classes)
-            found[kind, count] = time.perf_counter() - begin
+                trees.boosted(x, labels, work.classes, rounds=part)
+            found[kind, count] = whole / part * (time.perf_counter() - begin)
     return found
 
 
@@ -119,10 +128,33 @@ def seconds_of(fits: list[Fit], measured: dict[Fit, float]) -> float:
     return total
 
 
-def within(work: Work, names: list[str], test: bool, seconds: float) -> tuple[TrainingPlan, list[str], list[str]]:
-    """A plan and the alternatives that fit into this many seconds, and messages about what was given up.
+@dataclass(frozen=True)
+class Fitted:
+    """What a run does to end in time.
 
-    Training is shortened first, to a third of its epochs at most; then alternatives are left out, most expensive first.
+    Attributes:
+        plan: of a full training.
+        names: the alternatives that stay.
+        trees: whether trees are among the experts, and may be delivered in place of a network.
+        messages: about what was given up.
+    """
+
+    plan: TrainingPlan
+    names: list[str]
+    trees: bool
+    messages: list[str]
+
+    def record(self) -> dict[str, Any]:
+        """As the log of a run keeps it."""
+        kept = {"epochs": self.plan.epochs, "least": self.plan.least, "compare": self.names}
+        return kept | {"trees": self.trees, "messages": self.messages}
+
+
+def within(work: Work, names: list[str], test: bool, seconds: float) -> Fitted:
+    """What fits into this many seconds.
+
+    Where networks without any alternative would take too long with the trees of the method, those are given up. Then
+    training is shortened, to a third of its epochs at most; then alternatives are left out, most expensive first.
     """
     fits, begin = tree_fits(work, names, test), time.perf_counter()
     measured = seconds_per_fit(work, {kind for kind, _ in fits})
@@ -132,20 +164,24 @@ def within(work: Work, names: list[str], test: bool, seconds: float) -> tuple[Tr
     def expected(plan: TrainingPlan, names: list[str]) -> float:
         return steps_of(work, plan, names, test) * each + seconds_of(tree_fits(work, names, test), measured)
 
-    messages, names, plan = [], list(names), work.plan
-    for share in (1.0, 0.75, 0.5, 1 / 3):
-        least = max(60, round(work.plan.least * share))
-        plan = replace(work.plan, epochs=work.plan.epochs * share, least=least)
-        if expected(plan, names) <= seconds:
-            break
-    alone = {name: expected(plan, [name]) for name in names if name in ALTERNATIVES}
+    messages, names = list[str](), list(names)
     why = f"to stay within the {seconds:.0f} s that are left of the budget."
+    plans = [
+        replace(work.plan, epochs=work.plan.epochs * share, least=max(60, round(work.plan.least * share)))
+        for share in SHARES
+    ]
+    of_trees = seconds_of(tree_fits(work, [], test), measured)
+    if of_trees > LITTLE * seconds and expected(plans[-1], []) > seconds:
+        work = replace(work, trees=False)
+        messages.append(f"Networks alone are trained, without trees, {why} Accuracy may be lower.")
+    plan = next((plan for plan in plans if expected(plan, names) <= seconds), plans[-1])
+    if plan.epochs < work.plan.epochs:
+        messages.append(f"Training is shortened to {plan.epochs:.1f} epochs {why}")
+    alone = {name: expected(plan, [name]) for name in names if name in ALTERNATIVES}
     for name in sorted(alone, key=lambda name: (-alone[name], -ALTERNATIVES.index(name))):
         if expected(plan, names) > seconds:
             names.remove(name)
             messages.append(f"'{name}' is left out of the comparison {why}")
-    if plan.epochs < work.plan.epochs:
-        messages.insert(0, f"Training is shortened to {plan.epochs:.1f} epochs {why}")
     if (still := expected(plan, names)) > seconds:
         messages.append(f"This will still take about {still:.0f} s, more than the {seconds:.0f} s left of the budget.")
-    return plan, names, messages
+    return Fitted(plan, names, work.trees, messages)

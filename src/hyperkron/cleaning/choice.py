@@ -204,6 +204,9 @@ def verdict(
             f"best. Add trusted rows, at least {FEW_PER_CLASS} of each class. {noise}"
         )
     else:
+        plain = float(won.right.sum()) / won.rows
+        if not won.low - 1e-6 <= plain <= won.high + 1e-6:  # else the two figures would seem to contradict each other
+            held += ", each class counted as often as it seems to be among the training rows"
         said = f"{name} is right on {_score(won.low, won.high)} of new rows (95 % interval, from {held})."
     return f"{said}{_compared(won, candidates, test is not None)} {noise}"
 

@@ -111,7 +111,7 @@ class BarProgress:
     def advance(self, steps: int, stage: str) -> None:
         """Move it."""
         if self._bar is not None:
-            self._bar.set_description_str(stage, refresh=False)
+            self._bar.set_description_str(stage, refresh=not steps)  # where nothing moves, say what is being done
             self._bar.update(min(steps, self._bar.total - self._bar.n))
 
     def message(self, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -105,7 +106,11 @@ def explain(
     out = Path(out)
     if not (out / "result.json").exists() or read_result(out).items("unfinished"):
         kept = (out / "config.json").exists()
-        remedy = f"it has not finished: continue with `hyperkron resume {out}`" if kept else "name one of clean()"
+        remedy = (
+            f"it has not finished: continue with `hyperkron resume {quote(str(out))}`"
+            if kept
+            else "name one of clean()"
+        )
         raise HyperkronError(f"{str(out)!r} holds no finished run; {remedy}.")
     result = continued(out, model, None, progress, writes=False)
     if isinstance(result.model, EstimatorModel):

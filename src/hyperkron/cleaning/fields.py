@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeAlias, TypeVar
 
 from hyperkron.cleaning.folder import FORMAT
@@ -179,7 +180,7 @@ def read_result(folder: Path) -> Fields:
     if not folder.is_dir():
         raise HyperkronError(f"run_folder={str(folder)!r} is not a folder; name one that `hyperkron clean` wrote.")
     file = folder / "result.json"
-    why = f"the run has not finished; continue it with `hyperkron resume {folder}`"
+    why = f"the run has not finished; continue it with `hyperkron resume {quote(str(folder))}`"
     result = read_object(file, f"run_folder={str(folder)!r} has no result.json: {why}.")
     found = result.raw.get("format")
     if found != FORMAT or isinstance(found, bool):

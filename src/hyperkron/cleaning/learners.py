@@ -40,7 +40,7 @@ def name_of(model: nn.Module) -> str:
 
 def grow(kind: str, work: Work, rows: Tensor, posterior: Tensor) -> TreeEnsemble:
     """Trees of rows of a view: noisy ones with soft labels q, weighted by how sure q is, and trusted ones."""
-    work.tick(f"{kind} of cleaned labels", 0)
+    work.fitting(f"{kind} of cleaned labels", kind, len(rows))
     q, weight = soft_labels(work, posterior)
     x, seed = vectors(work, rows), work.config.seed + work.shift
     if kind == FOREST:

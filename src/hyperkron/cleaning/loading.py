@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +116,8 @@ def finished_rows(folder: Path) -> list[CsvRow]:
     rows = read_rows(folder)
     if rows is None:
         raise HyperkronError(
-            f"run={str(folder)!r} has no rows.csv: it has not finished; continue with `hyperkron resume {folder}`."
+            f"run={str(folder)!r} has no rows.csv: it has not finished; continue with "
+            f"`hyperkron resume {quote(str(folder))}`."
         )
     return rows
 
@@ -135,7 +137,8 @@ def _predictor(
     folder: Path, model: Callable[[], nn.Module] | None, encoder: str | None, device: str
 ) -> tuple[InputTransform, nn.Module]:
     """What makes inputs of new rows, and the network."""
-    why = f"it was made by an earlier version, or has not finished; finish it with `hyperkron resume {folder}`"
+    how = f"`hyperkron resume {quote(str(folder))}`"
+    why = f"it was made by an earlier version, or has not finished; finish it with {how}"
     about = read_object(folder / "inputs.json", f"run={str(folder)!r} has no inputs.json: {why}.")
     refuse_other_model({"model": about.text("model") or None}, model)
     try:

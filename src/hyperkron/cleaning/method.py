@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from hyperkron.cleaning.annotators import Votes, weigh_votes
+from hyperkron.cleaning.config import FOREST
 from hyperkron.cleaning.evidence import (
     Pool,
     frequencies,
@@ -52,7 +53,7 @@ CONFIDENCE_MARGIN = 0.2
 """Nats by which a network that is trained enough is surer of new rows than it is right; with less it is too gentle."""
 PRIOR_LOSS = 6.0
 """Nats added to the sum over the trusted rows, as if one more had been answered wrongly: few rows decide nothing."""
-FOREST = "forest expert"
+FOREST_EXPERT = "forest expert"
 """What the progress calls forests."""
 
 
@@ -152,11 +153,13 @@ def noisy_forest(work: Work) -> Tensor:
     """
 
     def compute() -> Tensors:
-        work.tick(FOREST, 0)
         noisy = work.labelled(work.noisy)
+        work.fitting(FOREST_EXPERT, FOREST, len(noisy))
         labels = one_hot(work.given[noisy], work.classes).float()
         trees, answers = forest(vectors(work, noisy), labels, seed=work.config.seed)
-        asked = predict(trees, work.inputs, torch.arange(len(work.given), device=work.device))
+        asked = torch.zeros(len(work.given), work.classes, device=work.device)
+        others = torch.ones(len(work.given), dtype=torch.bool, device=work.device).index_fill(0, noisy, False)
+        asked[others] = predict(trees, work.inputs, others.nonzero()[:, 0])
         asked[noisy] = answers
         return {"asked": asked}
 
@@ -177,8 +180,8 @@ def forest_answers(work: Work, posterior: Tensor) -> Tensor:
     Its answers are out of bag: no label of the row itself has a part in them, though q of other rows rests on all
     trusted labels of the view.
     """
-    work.tick(FOREST, 0)
     rows = torch.cat([work.noisy, work.trusted])
+    work.fitting(FOREST_EXPERT, FOREST, len(rows))
     q, weight = soft_labels(work, posterior)
     answers = forest(vectors(work, rows), q[rows], weight[rows], seed=work.config.seed + work.shift)[1]
     asked = torch.zeros(len(work.given), work.classes, device=work.device)

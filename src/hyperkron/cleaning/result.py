@@ -129,7 +129,7 @@ class CleanResult:
         ]
         positions = self.suspects[:SHOWN_SUSPECTS]
         probability, suggested = (torch.as_tensor(list(x)) for x in (self.error_probability, self.suggested))
-        rows = [[int(i), self.classes[int(suggested[i])], f"{float(probability[i]):.1%}"] for i in positions]
+        rows = [[int(i), self.classes[int(suggested[i])], _sure(float(probability[i]))] for i in positions]
         return (
             f"<p><b>{html.escape(self.verdict)}</b></p>"
             + _html_table(["candidate", "held-out accuracy", "test accuracy"], lines)
@@ -202,6 +202,11 @@ class CleanResult:
             answers = predict(self.model, inputs, torch.arange(len(inputs), device=device)).cpu()
             probabilities[torch.as_tensor(found.rows)] = answers
         return found, probabilities
+
+
+def _sure(probability: float) -> str:
+    """A percentage that never claims to be certain."""
+    return "over 99%" if probability >= 0.995 else f"{probability:.1%}"
 
 
 def _html_table(header: list[str], lines: list[list[Any]]) -> str:

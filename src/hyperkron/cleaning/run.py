@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hyperkron.cleaning import recorded
 from hyperkron.cleaning.alternatives import DESCRIPTIONS, ESTIMATORS, TREES, available, delivered, judged, targets_for
-from hyperkron.cleaning.budget import ONE_PROCESS, steps_of, within
+from hyperkron.cleaning.budget import ONE_PROCESS, steps_of, tree_fits, within
 from hyperkron.cleaning.choice import Judged, Noise, choose, different, first_verdict, judge, noise_of, verdict
 from hyperkron.cleaning.config import OURS, CleanConfig, EmbeddingBar, Progress, SilentProgress, stage_in_words
 from hyperkron.cleaning.data import Labelled
@@ -39,7 +39,7 @@ from hyperkron.cleaning.result import (
 from hyperkron.cleaning.sources import model_name
 from hyperkron.cleaning.stages import in_turn
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, predict, train
-from hyperkron.cleaning.work import Work, folds
+from hyperkron.cleaning.work import Work, fit_steps, folds
 from hyperkron.solution import HyperkronWarning
 from hyperkron.training.signals import Interrupted, Signals
 
@@ -90,6 +90,7 @@ class CleaningRun:
     written: float = field(default=0.0, init=False)  # when result.json was
     noise: Noise | None = field(default=None, init=False)  # known once the views are
     stage: tuple[str, int] = field(default=("", 0), init=False)  # that is being computed, and its steps so far
+    owed: int = field(default=0, init=False)  # steps that the trees which are being fitted count for
 
     def __post_init__(self) -> None:
         self.device = pick_device(self.config.device)
@@ -126,7 +127,9 @@ class CleaningRun:
             yield self._make_work()
 
     def _train(self, work: Work) -> CleanResult:
-        total = steps_of(work, work.plan, self.names, self.prepared.test is not None)
+        test = self.prepared.test is not None
+        total = steps_of(work, work.plan, self.names, test)
+        total += sum(fit_steps(*fit, work.classes) for fit in tree_fits(work, self.names, test))
         finished = sum(int(line["steps"]) for line in self.folder.logged("stage"))
         self.progress.start(max(1, (total - finished) // self.sharing.count))
         if self.sharing.announce is not None:
@@ -223,6 +226,7 @@ class CleaningRun:
             None if self.own.probabilities is None else self.own.probabilities.to(self.device),
             self.own.estimator,
             votes=None if self.parts[0].votes is None else torch.as_tensor(self.parts[0].votes).to(self.device),
+            begin_fit=self._begin_fit,
         )
         if self.config.budget is not None:
             notes = notes + self._fit_budget(self.config.budget)
@@ -241,20 +245,28 @@ class CleaningRun:
         if kept is None:
             left = max(1.0, budget - self.seconds.get("preparation", 0.0))
             self.progress.message("Measuring how long trainings and trees take, to plan for the budget")
-            plan, names, notes = within(self.work, self.names, self.prepared.test is not None, left)
-            kept = {"epochs": plan.epochs, "least": plan.least, "compare": names, "messages": notes}
+            kept = within(self.work, self.names, self.prepared.test is not None, left).record()
             self.folder.log("plan", **kept)
-        self.work = replace(self.work, plan=replace(self.work.plan, epochs=kept["epochs"], least=kept["least"]))
+        plan = replace(self.work.plan, epochs=kept["epochs"], least=kept["least"])
+        self.work = replace(self.work, plan=plan, trees=self.work.trees and kept.get("trees", True))
         self.names = kept["compare"]
         return [*kept["messages"], *([ONE_PROCESS] if self.sharing.count > 1 else [])]
 
     def _tick(self, stage: str, steps: int) -> None:
-        before, done = self.stage
+        (before, done), owed, self.owed = self.stage, self.owed, 0
+        if owed:  # the trees are there
+            self.progress.advance(owed, stage_in_words(before))
+            done += owed
         if before and stage != before:  # that one is finished and on the disk
             self.folder.log("stage", name=before, steps=done)
         self.stage = stage, steps + (done if stage == before else 0)
         self.progress.advance(steps, stage_in_words(stage))
         self._check_signals()
+
+    def _begin_fit(self, stage: str, steps: int) -> None:
+        """Trees are fitted, which counts for this many steps once they are there."""
+        self._tick(stage, 0)
+        self.owed = steps
 
     def _check_signals(self) -> None:
         if self.signals.received is not None:

@@ -190,9 +190,10 @@ class Single(NetworkGroup):
 
 
 def updates(optimizer: torch.optim.Optimizer, steps: int) -> Updates:
-    """One cycle: the rate goes up over the first fifth, and down to nearly nothing at the end."""
+    """One cycle: the rate goes up over the first fifth (one step at least), and down to nearly nothing at the end."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1, pct_start=0.2)
+    rising = max(0.2, 2 / (steps + 1))
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1, pct_start=rising)
     return Updates(optimizer, cycle, schedule="update")
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted: Any = None
     try:
         try:
-            with _terminable():
+            with _terminable(), _worded_warnings():
                 wanted = parse(given)
                 if getattr(wanted, "config", None) is not None:
                     wanted = parse(given, read_config(wanted.config))
@@ -112,6 +113,24 @@ def _interrupted(options: Any, code: int) -> int:
     if getattr(options, "json", False):
         say_json({"error": text, "type": "Interrupted"})
     return code
+
+
+@contextmanager
+def _worded_warnings() -> Iterator[None]:
+    """Warnings of the library are said as messages, without the place in the code and in the words of the options."""
+    before = warnings.showwarning
+
+    def show(message: Any, category: type[Warning], *more: Any, **named: Any) -> None:
+        if category.__name__ == "HyperkronWarning":
+            say(f"warning: {as_options(str(message))}")
+        else:
+            before(message, category, *more, **named)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 @contextmanager

@@ -80,6 +80,15 @@ CHARSET = Option("--charset", "text", "encoding of CSV and JSON files (default: 
 ENCODER = Option("--encoder", "text", "text encoder: a Hugging Face model name or a folder", "NAME", group=_TRAINING)
 DEVICE = Option("--device", "text", "device: auto, cpu, cuda, cuda:1, ...", "DEVICE", "auto", group=_TRAINING)
 
+FORMULAS = Option(
+    "--formulas",
+    "text",
+    "CSV cells that a spreadsheet would run as formulas (=1+1): keep them with a warning, escape them with an "
+    "apostrophe, or refuse to write (JSON and Parquet are not affected)",
+    default="keep",
+    choices=("keep", "escape", "refuse"),
+)
+
 CLEAN = (
     Option("train", "text", "the training rows: a file, a folder, or hf:NAME", "TRAIN"),
     Option("--trusted", "text", "rows with correct labels: a second file, a folder, or hf:NAME", "PATH", group=_DATA),
@@ -150,14 +159,7 @@ EXPORT = (
     Option("--threshold", "number", "treat rows with at least this error probability as suspects", "P"),
     Option("--out", "text", "the file to write, in the format of the training rows", "FILE", short="-o", required=True),
     Option("--overwrite", "flag", "replace that file"),
-    Option(
-        "--formulas",
-        "text",
-        "CSV cells that a spreadsheet would run as formulas (=1+1): keep them with a warning, escape them with an "
-        "apostrophe, or refuse to write (JSON and Parquet are not affected)",
-        default="keep",
-        choices=("keep", "escape", "refuse"),
-    ),
+    FORMULAS,
     JSON,
     *SPEAKING,
 )
@@ -166,6 +168,7 @@ PREDICT = (
     Option("rows", "text", "the new rows: a file or folder with the columns of training", "NEW", required=True),
     Option("--out", "text", "the file to write, .csv or .jsonl (default: CSV on stdout)", "FILE", short="-o"),
     Option("--overwrite", "flag", "replace that file"),
+    FORMULAS,
     ID,
     CHARSET,
     MODEL,
@@ -215,7 +218,8 @@ SWEEP = (
 DOCTOR = (JSON, SPEAKING[1])
 
 _ARGUMENTS = {option.key: option for option in (*SWEEP, *PREDICT, *CLEAN, *EXPORT, *ATTRIBUTE)} | {"run_folder": RUN}
-_VALUE = r"True\b|\[?\.\.\.\]?|\[(?:'[^']*'(?:, )?)+\]"
+_TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_VALUE = rf"True\b|\[?\.\.\.\]?|\[(?:(?:{_TEXT})(?:, )?)+\]|{_TEXT}"
 _ARGUMENT = re.compile(rf"(?<![\w.`'-])({'|'.join(_ARGUMENTS)})(\[\d+\])?=({_VALUE})?")
 
 
@@ -227,15 +231,22 @@ def as_options(text: str) -> str:
         "--label='x' is not a column; name it with --trusted-column ..., or pass --overwrite."
         >>> as_options("If so, pass id=['order no', 'day'].")
         "If so, pass --id 'order no' day."
+        >>> print(as_options('pass id=["the customer\\'s"], or pass label="it\\'s".'))
+        pass --id 'the customer'"'"'s', or pass --label 'it'"'"'s'.
     """
 
     def named(found: re.Match[str]) -> str:
         name, value = _ARGUMENTS[found[1]].shown, found[3]
         if not value:
             return f"{name}{found[2] or ''}="
-        if value.startswith("['"):
-            remedy = found.string[: found.start()].endswith("pass ")  # to be copied; else a value that was given
-            return f"{name} {shlex.join(ast.literal_eval(value))}" if remedy else f"{name}={value}"
+        if value[0] in "'\"" or value[:2] in ("['", '["'):
+            if not found.string[: found.start()].endswith("pass "):  # a value that was given, not one to be copied
+                return f"{name}{found[2] or ''}={value}"
+            try:
+                read = ast.literal_eval(value)
+            except (SyntaxError, ValueError):  # no text as Python writes it
+                return f"{name}={value}"
+            return f"{name} {shlex.join([read] if isinstance(read, str) else read)}"
         return name if value == "True" else f"{name} ..."
 
     return re.sub(r"(--[\w-]+) \.\.\., \1", r"\1", _ARGUMENT.sub(named, text))

@@ -17,6 +17,10 @@ from hyperkron.cli.options import as_options
 
 SECONDS_BETWEEN_LINES = 10.0
 """How often a progress without a terminal says where it is."""
+SECONDS_BEFORE_FIT = 2.0
+"""How soon after a line it says that trees are fitted, of which nothing more is heard until that is done."""
+SECONDS_BEFORE_GUESS = 5.0
+"""How long steps are watched before the time left is guessed."""
 _UNSEEN = dict.fromkeys(map(ord, "\ufeff\u200b\u2060\u00ad"))
 
 
@@ -121,12 +125,15 @@ def lasting(seconds: float) -> str:
 
 
 class Lines:
-    """A progress for files and pipes: messages at once, and a line with the time left every ten seconds."""
+    """A progress for files and pipes: messages at once, and a line with the time left every ten seconds.
+
+    What makes no steps for a while, as trees do, is announced when it begins.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._total, self._done, self._begin = 0, 0, clock()
-        self._last = self._begin
+        self._last, self._stage = self._begin, ""
 
     def start(self, total: int) -> None:
         """This many steps in all; those done stay done, unless it was stopped in between."""
@@ -138,14 +145,16 @@ class Lines:
         """Count, and say so if it is time."""
         self._done += steps
         now = self._clock()
-        if now - self._last >= SECONDS_BETWEEN_LINES:
-            self._last = now
+        silent = not steps and stage != self._stage
+        if now - self._last >= (SECONDS_BEFORE_FIT if silent else SECONDS_BETWEEN_LINES):
+            self._last, self._stage = now, stage
             elapsed = now - self._begin
             text = f"[{lasting(elapsed)}] {stage}: step {self._done}"
             if self._total > 0:
                 left = elapsed / max(self._done, 1) * max(self._total - self._done, 0)
                 share = min(self._done / self._total, 1)
-                text += f" of {self._total} ({share:.0%}), about {lasting(left)} left"
+                text += f" of {self._total} ({share:.0%})"
+                text += f", about {lasting(left)} left" if elapsed >= SECONDS_BEFORE_GUESS else ""
             say(text)
 
     def message(self, text: str) -> None:

@@ -12,8 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hyperkron.cleaning.data import ReadOptions, RowHashes, export_rows, read_pair, row_hashes
-from hyperkron.cleaning.fields import Fields, read_object
+from hyperkron.cleaning.data import NoLabelColumn, ReadOptions, RowHashes, export_rows, read_pair, row_hashes
+from hyperkron.cleaning.data.kept import FormulaCells, Formulas
+from hyperkron.cleaning.fields import Fields, read_object, read_result
 from hyperkron.cleaning.folder import HASHES
 from hyperkron.cleaning.loading import CsvRow, finished_rows, load, read_decisions
 from hyperkron.cleaning.report import write_explanation, write_report
@@ -23,6 +24,8 @@ from hyperkron.cli.output import UsageError, say, say_json
 from hyperkron.solution import HyperkronError, HyperkronWarning
 from hyperkron.training.writing import in_words, read_plain, whole_file
 
+MAJORITY = "the labels written are the majority of the votes on each row, apart from those that were changed."
+"""What is said where a file of several labels per row gets one."""
 FORMATS = (".csv", ".jsonl")
 """What predictions are written as."""
 
@@ -52,20 +55,25 @@ def export(options: Any, given: list[str]) -> int:
     new = {row.row: row.suggested for row in open_suspects} if options.relabel else {}
     new |= {row.row: decided[row.row] for row in rows if decided.get(row.row, row.given) != row.given}
     keep = [row.row for row in rows if row.row not in dropped]
-    labels: list[str | None] = [new.get(row) for row in keep]
+    voted = _voted(rows, reading, relabel=bool(options.relabel or options.decisions))
+    notes += [MAJORITY] if voted else []
+    labels: list[str | None] = [new.get(row, voted.get(row)) for row in keep]
     trusted = _flagged(train, reading)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HyperkronWarning)
-        written = export_rows(
-            train,
-            keep + trusted,
-            options.out,
-            labels + [None] * len(trusted) if new else None,
-            label=reading.get("label"),
-            overwrite=options.overwrite,
-            formulas=options.formulas,
-            options=how,
-        )
+        try:
+            written = export_rows(
+                train,
+                keep + trusted,
+                options.out,
+                labels + [None] * len(trusted) if new or voted else None,
+                label=reading.get("label"),
+                overwrite=options.overwrite,
+                formulas=options.formulas,
+                options=how,
+            )
+        except NoLabelColumn as error:
+            raise _without_labels(train, folder, error) from error
     notes += [as_options(str(warning.message)) for warning in caught]
     for note in notes:
         say(f"warning: {note}")
@@ -84,6 +92,27 @@ def export(options: Any, given: list[str]) -> int:
             say(f"{gone} left out when the data was read {are} not included.")
         print(written)
     return 0
+
+
+def _voted(rows: list[CsvRow], reading: dict[str, Any], *, relabel: bool) -> dict[int, str]:
+    """The majority of the votes on each row, where the file has several labels per row and one is to be written.
+
+    Of lines by several annotators only the first of each row is written, whose own label is one vote. With a column
+    for each annotator the votes stay, and a column of labels is filled in if there are new ones.
+    """
+    needed = reading.get("annotator") is not None or (relabel and reading.get("annotators") is not None)
+    return {row.row: row.given for row in rows if row.given} if needed else {}
+
+
+def _without_labels(train: str, folder: Path, error: NoLabelColumn) -> HyperkronError:
+    """The same error, or for rows with votes one that says what can be done instead."""
+    if not read_result(folder).raw.get("sources"):
+        return error
+    return HyperkronError(
+        f"{Path(train).name} holds the votes of several annotators and no column with one label for each row, so no "
+        f"row can be relabelled. Use --drop suspects alone, or take the labels from {folder / 'rows.csv'} (columns "
+        "row, given and suggested)."
+    )
 
 
 def _count_left_out(folder: Path) -> int:
@@ -163,15 +192,20 @@ def predict(options: Any, given: list[str]) -> int:
     result = load(options.run, model=load_model(options.model), encoder=options.encoder, device=options.device)
     reading = ReadOptions() if options.charset is None else ReadOptions(charset=options.charset)
     found, probabilities = result.predicted(options.rows, id=options.id, options=reading)
-    notes = [as_options(message) for message in found.messages]
-    for note in notes:
-        say(f"warning: {note}")
     lines = [
         _line(i, {name: values[i] for name, values in found.ids.items()}, result.classes, row)
         for i, row in enumerate(probabilities.tolist())
     ]
     as_lines = out is not None and out.suffix.lower() == ".jsonl"
-    text = "".join(json.dumps(line) + "\n" for line in lines) if as_lines else _csv(lines, result.classes, found.ids)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HyperkronWarning)
+        if as_lines:
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+        else:
+            text = _csv(lines, result.classes, found.ids, options.formulas)
+    notes = [as_options(message) for message in (*found.messages, *(str(w.message) for w in caught))]
+    for note in notes:
+        say(f"warning: {note}")
     if out is None:
         print(text, end="")
         return 0
@@ -200,14 +234,16 @@ def _line(row: int, ids: dict[str, Any], classes: tuple[str, ...], probabilities
     }
 
 
-def _csv(lines: list[dict[str, Any]], classes: tuple[str, ...], ids: Any) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", *ids, "label", "probability", *(f"p({name})" for name in classes)])
+def _csv(lines: list[dict[str, Any]], classes: tuple[str, ...], ids: Any, formulas: Formulas) -> str:
+    text, header = io.StringIO(), ["row", *ids, "label", "probability", *(f"p({name})" for name in classes)]
+    writer, found = csv.writer(text, lineterminator="\n"), FormulaCells(formulas, header)
+    writer.writerow(found.row(header) or header)
     for line in lines:
-        writer.writerow(
-            [line["row"], *line["id"].values(), line["label"], line["probability"], *line["probabilities"].values()]
-        )
+        numbers = [line["probability"], *line["probabilities"].values()]
+        named = ["" if cell is None else str(cell) for cell in (*line["id"].values(), line["label"])]
+        cells = [str(line["row"]), *named, *("" if number is None else str(number) for number in numbers)]
+        writer.writerow(found.row(cells, line["row"]) or cells)
+    found.tell("the file of predictions")
     return text.getvalue()
 
 

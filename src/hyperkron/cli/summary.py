@@ -12,7 +12,6 @@ from hyperkron.cli.output import lasting
 TOP = 5
 """Suspects that are named."""
 _WIDTH = 100
-_EXPORTED = {".csv", ".tsv", ".jsonl", ".json", ".parquet"}
 
 
 def summary(folder: Path) -> str:
@@ -50,22 +49,29 @@ def _candidates(found: list[Candidate]) -> str:
 
 def _suspects(run: RunContents) -> str:
     count = run.result.child("suspects").count("count")
-    rows = run.result.child("data").count("train_rows")
+    rows = sum(1 for row in run.rows if row.given) if run.rows else run.result.child("data").count("train_rows")
     count = len(run.suspects) if count is None else count
     if not count:
         return "No row looks mislabelled."
     share = f" of {rows} ({100 * count / rows:.0f} %)" if rows else ""
-    text = f"{count}{share} rows look mislabelled."
+    text = (
+        f"{count}{share} labelled rows look mislabelled." if _silent(run) else f"{count}{share} rows look mislabelled."
+    )
     if run.suspects:
         text += " The most suspicious (rows count from 0, without a header):"
     return "\n".join([text, *(_suspect(s) for s in run.suspects[:TOP])])
+
+
+def _silent(run: RunContents) -> bool:
+    """Whether there are rows without a label."""
+    return any(not row.given for row in run.rows or ())
 
 
 def _suspect(s: Suspect) -> str:
     known = "".join(f" ({name} {value})" for name, value in s.id.items())
     line = f"  row {s.row}{known}: {s.given} → {s.suggested}"
     if s.error_probability is not None:  # a percentage that never claims to be certain
-        sure = "over 99" if 0.995 <= s.error_probability < 1 else f"{100 * s.error_probability:.0f}"
+        sure = "over 99" if s.error_probability >= 0.995 else f"{100 * s.error_probability:.0f}"
         line += f", {sure} % likely wrong"
     shown = " ".join(s.text.split())
     if shown:
@@ -84,23 +90,14 @@ def _files(run: RunContents) -> str:
 
 
 def _next(run: RunContents) -> str:
-    source = run.config.get("source")
-    train = source.get("train") if isinstance(source, dict) else None
-    suffix = _suffix(train if isinstance(train, str) else "train.csv")
+    source, suffix = run.config.get("source"), run.suffix
+    reading = source.get("reading") if isinstance(source, dict) else None
+    votes = isinstance(reading, dict) and reading.get("annotators")  # such rows have no label that could be replaced
     folder = shlex.quote(str(run.folder))
-    return (
-        f"next:\n  hyperkron export {folder} --drop suspects -o clean{suffix}\n"
-        f"  hyperkron export {folder} --relabel suspects -o relabelled{suffix}\n"
-        f"  hyperkron predict {folder} NEW -o predictions.csv"
+    return "\n".join(
+        [
+            f"next:\n  hyperkron export {folder} --drop suspects -o clean{suffix}",
+            *([] if votes else [f"  hyperkron export {folder} --relabel suspects -o relabelled{suffix}"]),
+            f"  hyperkron predict {folder} NEW -o predictions.csv",
+        ]
     )
-
-
-def _suffix(train: str) -> str:
-    """What the exported rows of a source may be called."""
-    if train.startswith("hf:"):
-        return ".parquet"
-    plain = Path(train.removesuffix(".gz")).suffix.lower()
-    if plain in _EXPORTED:
-        return plain
-    weak = {".json": ("train.json",), ".jsonl": ("train.jsonl", "train.jsonl.gz")}
-    return next((end for end, names in weak.items() if any((Path(train) / name).exists() for name in names)), ".npz")

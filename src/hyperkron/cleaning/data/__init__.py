@@ -8,6 +8,7 @@ from hyperkron.cleaning.data.limits import ReadOptions
 from hyperkron.cleaning.data.new_rows import InputForm, NewRows
 from hyperkron.cleaning.data.provenance import RowHashes
 from hyperkron.cleaning.data.reading import read, read_pair
+from hyperkron.cleaning.data.roles import NoLabelColumn
 from hyperkron.cleaning.data.sources import row_hashes
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "InputForm",
     "Labelled",
     "NewRows",
+    "NoLabelColumn",
     "ReadOptions",
     "RowHashes",
     "TableEncoding",

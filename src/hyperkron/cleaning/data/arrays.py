@@ -19,6 +19,7 @@ from hyperkron.cleaning.data.files import listing, need, np
 from hyperkron.cleaning.data.kept import Kept
 from hyperkron.cleaning.data.labelled import Place, Raw
 from hyperkron.cleaning.data.limits import Bounds, ReadOptions, read_bounded
+from hyperkron.cleaning.data.roles import NoLabelColumn
 from hyperkron.cleaning.data.values import Array, label_names
 from hyperkron.cleaning.data.votes import Ballot
 from hyperkron.solution import HyperkronError
@@ -187,6 +188,8 @@ def write_npz(place: Place, kept: Kept) -> bytes:
     cut = {name: value[rows] if belongs(name, value) else value for name, value in content.items()}
     if kept.labels:
         old = cut[y]
+        if old.ndim > 1:
+            raise NoLabelColumn(f"{y!r} of {place.path.name} holds the votes of several annotators, not one label.")
         if "classes" in content and old.dtype.kind in "iu":
             kept = kept.numbered([str(name) for name in content["classes"].tolist()])
         labels = [kept.labels.get(row, value) for row, value in zip(rows, old.tolist(), strict=True)]

@@ -57,25 +57,31 @@ def resolve(frame: Frame, asked: Roles) -> tuple[Roles, list[str]]:
     return found, messages
 
 
+class NoLabelColumn(HyperkronError):
+    """There is no column with one label for each row."""
+
+
 def label_column(source: str, columns: Sequence[str], label: str | None, hint: str = "") -> str:
     """The column of the labels, named or inferred; ``hint`` ends the error where there is none."""
     if label is not None:
-        _require(source, columns, "label", label)
+        _require(source, columns, "label", label, NoLabelColumn)
         return label
     found = _first_of(source, columns, LABELS)
     if found is None:
-        raise HyperkronError(
+        raise NoLabelColumn(
             f"{source} has no column called {', '.join(LABELS[:-1])} or {LABELS[-1]}; name the one that holds the "
-            f"labels with label=... Columns: {_names(columns)}.{' ' + hint if hint else ''}"
+            f"labels with label=..., out of these: {_names(columns)}.{' ' + hint if hint else ''}"
         )
     return found
 
 
-def _require(source: str, columns: Collection[str], argument: str, name: str) -> None:
+def _require(
+    source: str, columns: Collection[str], argument: str, name: str, error: type[HyperkronError] = HyperkronError
+) -> None:
     if name not in columns:
         names = list(columns)
         hint = nearest(name, names)
-        raise HyperkronError(f"{argument}={name!r} is not a column of {source}.{hint} Columns: {_names(names)}.")
+        raise error(f"{argument}={name!r} is not a column of {source}.{hint} Columns: {_names(names)}.")
 
 
 def _names(columns: Iterable[str]) -> str:

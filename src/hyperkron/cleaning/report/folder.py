@@ -16,6 +16,7 @@ from hyperkron.solution import HyperkronError
 MAX_PICTURE = 2**18
 """Characters of a picture."""
 _PICTURE = re.compile(r"data:image/png;base64,([A-Za-z0-9+/]+={0,2})\Z")
+_EXPORTED = {".csv", ".tsv", ".tab", ".jsonl", ".ndjson", ".json", ".parquet", ".pq"}
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -65,6 +66,25 @@ class RunContents:
     suspects: list[Suspect]
     rows: list[CsvRow] | None
     notes: list[str]
+
+    @property
+    def suffix(self) -> str:
+        """What the name of a file with the exported rows may end in."""
+        source = self.config.get("source")
+        train = source.get("train") if isinstance(source, dict) else None
+        return _suffix(train if isinstance(train, str) else "train.csv")
+
+
+def _suffix(train: str) -> str:
+    if train.startswith("hf:"):
+        return ".parquet"
+    plain = Path(train.removesuffix(".gz")).suffix.lower()
+    if plain in _EXPORTED:
+        return plain
+    if plain.startswith((".xlsx", ".xls")):  # perhaps with a sheet after it
+        return ".csv"
+    weak = {".json": ("train.json",), ".jsonl": ("train.jsonl", "train.jsonl.gz")}
+    return next((end for end, names in weak.items() if any((Path(train) / name).exists() for name in names)), ".npz")
 
 
 def read_run(folder: Path) -> RunContents:

@@ -9,6 +9,7 @@ import math
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from hyperkron.cleaning.choice import FEW_PER_CLASS, STABLE
@@ -186,6 +187,7 @@ def _context(run: RunContents) -> dict[str, Any]:
     return {
         "run": run,
         "name": run.folder.resolve().name,
+        "export": f"hyperkron export {quote(str(run.folder))} --decisions decisions.json -o clean{run.suffix}",
         "wording": wording,
         "candidates": candidates,
         "winner": next((c for c in candidates if c.chosen), None),
