@@ -152,3 +152,16 @@ def test_a_use_of_a_weight_outside_its_layers_is_said(outside: bool) -> None:
         case.model.head = nn.Identity()
     result = hk.kfac(0.1).compute(*case.arguments)
     assert result.stats.get("used elsewhere") == ("embed.weight" if outside else None)
+
+
+@pytest.mark.parametrize("size", [(2, 1), (1, 2), (2, 2)])
+def test_a_single_image_may_have_its_channels_last(size: tuple[int, int]) -> None:
+    """Hooks must not change how the memory of an output is laid out: the backward pass of batch norm goes by that."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.GELU(), nn.Flatten(), nn.LazyLinear(2))
+    net(torch.zeros(1, 2, *size))
+    case = make(net.eval(), (2, *size), count=1)
+    wanted = case.measured("type-2").b["0"]
+    x, y = case.inner_batch
+    case.inner_batch = (x.contiguous(memory_format=torch.channels_last), y)
+    assert oracles.relative(case.measured("type-2").b["0"], wanted) < 1e-12
