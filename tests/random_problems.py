@@ -95,7 +95,7 @@ class Images(nn.Module):
         return self.head(z.mean((2, 3)))
 
     def rows(self, count: int) -> Tensor:
-        return torch.randn(count, self.channels, 4, 3, dtype=DOUBLE)
+        return torch.randn(count, self.channels, 5, 5, dtype=DOUBLE)
 
 
 class Lambda(nn.Module):

@@ -18,7 +18,8 @@ SHORT = (0, 6, 14)  # a network of each kind
 SEEDS = [*SHORT, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(200) if seed not in SHORT)]
 DAMPING = 0.05
 METHODS = {
-    "kfac": lambda damping: hk.kfac(damping, fisher="type-2", cross="reverse"),
+    # the split by π is not continuous where B vanishes, as that of attention keys may up to rounding
+    "kfac": lambda damping: hk.kfac(damping, fisher="type-2", split="exact", cross="reverse"),
     "ekfac": lambda damping: hk.ekfac(damping, fisher="type-2", cross="reverse"),
     "kfac, empirical, reduce, exact": lambda damping: hk.kfac(
         damping, fisher="empirical", sharing="reduce", split="exact", cross="reverse"
