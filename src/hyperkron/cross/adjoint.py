@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 from hyperkron.cross.weighting import Read, Weighted, weighted_sum
+from hyperkron.curvature.kfac.taps import same_memory
 from hyperkron.evaluation.inputs import tensors_of
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.selection import WithoutAutocast
@@ -103,7 +104,7 @@ class _LayerTap(torch.autograd.Function):
     ) -> Tensor:
         ctx.receive = receive
         ctx.save_for_backward(x)
-        return torch.ops.aten._unsafe_view.default(output, output.shape)
+        return same_memory(output)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:

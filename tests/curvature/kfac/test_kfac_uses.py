@@ -152,3 +152,63 @@ def test_a_use_of_a_weight_outside_its_layers_is_said(outside: bool) -> None:
         case.model.head = nn.Identity()
     result = hk.kfac(0.1).compute(*case.arguments)
     assert result.stats.get("used elsewhere") == ("embed.weight" if outside else None)
+
+
+@pytest.mark.parametrize("size", [(2, 1), (1, 2), (2, 2)])
+def test_a_single_image_may_have_its_channels_last(size: tuple[int, int]) -> None:
+    """Hooks must not change how the memory of an output is laid out: the backward pass of batch norm goes by that."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.GELU(), nn.Flatten(), nn.LazyLinear(2))
+    net(torch.zeros(1, 2, *size))
+    case = make(net.eval(), (2, *size), count=1)
+    wanted = case.measured("type-2").b["0"]
+    x, y = case.inner_batch
+    case.inner_batch = (x.contiguous(memory_format=torch.channels_last), y)
+    assert oracles.relative(case.measured("type-2").b["0"], wanted) < 1e-12
+
+
+@pytest.mark.parametrize("fallback", ["diagonal", "zero", "identity"])
+def test_an_embedding_that_is_not_measured_is_no_use_outside_the_layers(fallback: Any) -> None:
+    case = make(Shared(False), (3,), loss="cross_entropy", tokens=5)
+    curvature = hk.curvature.KFAC(0.1, fallback=fallback)
+    with case.point() as point:
+        curvature.operator(point, curvature.init())
+        assert "used elsewhere" not in point.notes
+
+
+class Mixing(nn.Module):
+    """Attention over tokens, with a loss at each of them."""
+
+    def __init__(self, places: bool) -> None:
+        super().__init__()
+        self.tokens, self.q, self.head = nn.Embedding(5, 2), nn.Linear(2, 2), nn.Linear(2, 3)
+        self.places = nn.Embedding(4, 2) if places else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tokens(x) if self.places is None else self.tokens(x) + self.places(torch.arange(4))
+        return self.head((self.q(h) @ h.mT).softmax(-1) @ h)
+
+
+@pytest.mark.parametrize("places", [False, True])
+def test_factors_of_a_loss_over_flattened_tokens_are_those_of_tokens_in_rows(places: bool) -> None:
+    """Random signs of examples change no factor; random signs of tokens would."""
+    case = make(Mixing(places), (4,), loss="cross_entropy", tokens=5, count=3)
+    x, y = case.inner_batch
+
+    def inner(flat: bool) -> Any:
+        def loss(model: nn.Module, hyper: nn.Module, batch: Any) -> hk.losses.Loss:
+            output = model(x)
+            weight = hyper()[:, None].expand(y.shape)
+            if flat:
+                return hk.losses.cross_entropy(output.flatten(0, 1), y.flatten(), weight=weight.flatten())
+            return hk.losses.cross_entropy(output, y, weight=weight)
+
+        return loss
+
+    found = []
+    for flat in (False, True):
+        case.inner = inner(flat)  # type: ignore[method-assign]
+        found.append(case.measured("empirical"))
+    for name in ("q", "head"):
+        assert oracles.relative(found[1].a[name], found[0].a[name]) < 1e-12
+        assert oracles.relative(found[1].b[name], found[0].b[name]) < 1e-12

@@ -115,12 +115,16 @@ def _wanted(point: Point, parts: int) -> KeptGradients | None:
 def _warn_used_elsewhere(recorder: Recorder, loss: Loss, point: Point) -> None:
     """Say on which parameters outputs depend by more than the calls of their layers: the graph has more edges to them.
 
-    ``F.linear(x, layer.weight)`` makes one.
+    ``F.linear(x, layer.weight)`` makes one. Calls of modules that are not measured, as an embedding's with
+    ``fallback="zero"``, are not counted: parameters of these are left out.
     """
     edges: Counter[int] = Counter()
     for node in graph_nodes([term.output for term in loss.terms]):
         edges.update(id(getattr(further, "variable", None)) for further, _ in node.next_functions)
-    names = [name for name, calls in recorder.uses.items() if edges[id(point.params[name])] > calls]
+    measured = {id(module) for module, _ in (*recorder.plan.feeds, *recorder.plan.diagonal)}
+    others = {id(p) for m in point.model.modules() if id(m) not in measured for p in m._parameters.values()}
+    used = {name: id(point.params[name]) for name in recorder.uses}
+    names = [name for name, p in used.items() if p not in others and edges[p] > recorder.uses[name]]
     if names:
         point.notes["used elsewhere"] = ", ".join(names)
         warn_once(
@@ -132,9 +136,17 @@ def _warn_used_elsewhere(recorder: Recorder, loss: Loss, point: Point) -> None:
 
 
 def _unbatched(recorder: Recorder, loss: Loss) -> bool:
-    """Whether a layer was called on inputs that have no dimension for examples, or may have none, as positions do."""
-    examples = {len(term.row_losses) for term in loss.terms}
-    return recorder.plain_lookups or any(length not in examples for length in recorder.lengths.values())
+    """Whether a layer was called on inputs that have no dimension for examples, or may have none, as positions do.
+
+    Not asked where a row of the loss is a token and not an example: there signs would tell tokens apart, too.
+    """
+    counted = Counter(recorder.lengths.values()).most_common(1)
+    if not counted or any(len(term.row_losses) != counted[0][0] for term in loss.terms):
+        return False
+    n = counted[0][0]
+    return recorder.plain_lookups or any(
+        length == 1 < n or (length % n > 0 and n % length > 0) for length in recorder.lengths.values()
+    )
 
 
 def _warn_without_batch(lengths: dict[str, int], examples: int) -> None:

@@ -130,10 +130,11 @@ class Recorder:
         self, names: dict[str, str], module: nn.Module, given: tuple[Any, ...], named: Any, output: Tensor
     ) -> Tensor:
         self.called.update(names.values())
+        if output.requires_grad:
+            self.uses.update(names.values())
         if not self.diagonal or not output.requires_grad:
             return output
         x = (given[0] if given else named["input"]).detach()
-        self.uses.update(names.values())
         self.lengths[next(iter(names.values()))] = len(x) if x.dim() else 1
         self.plain_lookups = self.plain_lookups or not (x.is_floating_point() or x.dim() > 1)
 

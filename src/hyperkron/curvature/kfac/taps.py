@@ -22,6 +22,16 @@ def _without_autocast(kind: str) -> Iterator[None]:
         yield
 
 
+def same_memory(x: Tensor) -> Tensor:
+    """A tensor with the memory and the strides of ``x`` that is not a view of it.
+
+    The strides of dimensions of one are set too: for a single image whose channels are last the backward pass of batch
+    norm (torch 2.13) goes by them.
+    """
+    made: Tensor = torch.ops.aten._unsafe_view.default(x, x.shape)
+    return made if made.stride() == x.stride() else made.as_strided_(x.shape, x.stride())
+
+
 class Tap(torch.autograd.Function):
     """The identity on a layer's output; hands the gradient that passes through to ``receive``.
 
@@ -32,7 +42,7 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, token: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
         ctx.receive = receive
-        return torch.ops.aten._unsafe_view.default(output, output.shape)
+        return same_memory(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
