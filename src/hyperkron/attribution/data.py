@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from hyperkron.evaluation.inputs import map_tensors
+from hyperkron.evaluation.point import Point
+from hyperkron.losses import Loss
+from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError
 
 
@@ -82,6 +85,33 @@ class Parts:
 
     def __iter__(self) -> Iterator[Any]:
         return (self.rows.batch(*span) for span in self.spans)
+
+
+def shares_of(losses: Iterable[Loss], sizes: Sequence[int]) -> list[float]:
+    """What each of some losses, of ``sizes`` examples, counts in the mean over the rows (tokens) of all of them."""
+    return shares([rows(loss.terms, size) for loss, size in zip(losses, sizes, strict=True)])
+
+
+def batch_shares(point: Point, parts: Parts) -> list[float]:
+    """What each batch counts in J_in: by its examples, or where the loss is a mean over tokens, by these.
+
+    Which of them count is known only after a forward pass over the data.
+    """
+
+    def evaluated(start: int, stop: int) -> Loss:
+        with torch.no_grad():
+            return point.evaluate("inner", parts.rows.batch(start, stop))
+
+    def examples_count(few: int) -> bool:
+        try:
+            return all(t.valid is None and t.row_losses.numel() == few for t in evaluated(0, few).terms)
+        except HyperkronError:  # so few may have no token that counts
+            return False
+
+    sizes = [stop - start for start, stop in parts.spans]
+    if examples_count(min(2, len(parts.rows))):
+        return [size / len(parts.rows) for size in sizes]
+    return shares_of((evaluated(*span) for span in parts.spans), sizes)
 
 
 def _tensors(given: Any) -> list[Tensor]:

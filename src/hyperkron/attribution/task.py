@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hyperkron import trees
-from hyperkron.attribution.data import ExampleRows, Parts
+from hyperkron.attribution.data import ExampleRows, Parts, batch_shares, shares_of
 from hyperkron.attribution.forward_products import ForwardProducts
 from hyperkron.attribution.inner_products import (
     CHUNK,
@@ -136,10 +136,11 @@ class Task:
         self, ways: list[Products], vectors: Tree, first: int = 0, progress: bool = False
     ) -> Iterator[tuple[int, Tensor]]:
         """1/N ⟨v_q, ∂_θ c_n⟩ of a batch of examples after the other, with the first row of each, from ``first`` on."""
-        spans = [span for span in self.train.spans if span[0] >= first]
-        for start, stop in tqdm(spans, disable=not progress, unit="batch", desc="scores", dynamic_ncols=True):
-            batch, size = self.train.rows.batch(start, stop), stop - start
-            yield start, _products(ways, batch, vectors, size) * (size / len(self.train.rows))
+        counted = zip(self.train.spans, batch_shares(ways[0].point, self.train), strict=True)
+        spans = [(span, share) for span, share in counted if span[0] >= first]
+        for (start, stop), share in tqdm(spans, disable=not progress, unit="batch", desc="scores", dynamic_ncols=True):
+            batch = self.train.rows.batch(start, stop)
+            yield start, _products(ways, batch, vectors, stop - start) * share
 
     def _keeping(self, way: Products) -> KeptProducts | None:
         """Where gradients of the training examples may be kept while A is measured on them.
@@ -169,9 +170,9 @@ class Task:
         _products(ways, self.train.rows.batch(start, stop), vectors, stop - start)
         if not (isinstance(ways[0], LayerProducts) and ways[0].by_blocks):  # a tied embedding has gradients, too
             return None
-        sizes = [(start, (stop - start) / len(self.train.rows)) for start, stop in self.curvature.spans]
+        each = zip(self.curvature.spans, batch_shares(ways[0].point, self.curvature), strict=True)
         found = kept.products(vectors, self.params)
-        return ((start, piece * share) for (start, share), piece in zip(sizes, found, strict=True))
+        return ((span[0], piece * share) for (span, share), piece in zip(each, found, strict=True))
 
     def self_influence(self, progress: bool) -> Tensor:
         found: list[Tensor] = []
@@ -180,8 +181,9 @@ class Task:
         statuses = set()
         with self.point() as point:
             inverse, layers = self.method.inverse(point), _layers(point)
-            for start, stop in tqdm(parts.spans, disable=not progress, unit="batch", dynamic_ncols=True):
-                gradients, layers = self._gradients(point, layers, start, stop)
+            counted = list(zip(parts.spans, batch_shares(point, parts), strict=True))
+            for (start, stop), share in tqdm(counted, disable=not progress, unit="batch", dynamic_ncols=True):
+                gradients, layers = self._gradients(point, layers, start, stop, share)
                 solution = inverse(gradients)
                 statuses.add(solution.status)
                 dots = [(solution.value[name] * g).reshape(len(g), -1).sum(1) for name, g in gradients.items()]
@@ -190,17 +192,24 @@ class Task:
         return torch.cat(found)
 
     def _gradients(
-        self, point: Point, layers: LayerProducts | None, start: int, stop: int
+        self, point: Point, layers: LayerProducts | None, start: int, stop: int, share: float
     ) -> tuple[Tree, LayerProducts | None]:
-        """∂_θ of the losses of single training examples, stacked: by layers, or where that fails one by one."""
+        """∂_θ of the losses of single training examples, stacked: by layers, or where that fails one by one.
+
+        ``share`` is what these examples count in J_in together.
+        """
+        total = len(self.train.rows)
         if layers is not None:
             try:
                 found = layers.gradients(self.train.rows.batch(start, stop), stop - start)
-                return trees.scale(found, float(stop - start)), layers
+                return trees.scale(found, share * total), layers
             except UnsuitableError:
                 pass
-        each = [self._gradient(point, "inner", self.train.rows.batch(n, n + 1)) for n in range(start, stop)]
-        return trees.stacked(each), None
+        batches = [self.train.rows.batch(n, n + 1) for n in range(start, stop)]
+        with torch.no_grad():
+            own = shares_of([point.evaluate("inner", batch) for batch in batches], [1] * len(batches))
+        each = [self._gradient(point, "inner", batch) for batch in batches]
+        return trees.stacked([trees.scale(g, x * share * total) for g, x in zip(each, own, strict=True)]), None
 
     def _vectors(self, point: Point, aggregate: bool, progress: bool) -> tuple[Tree, dict[str, Any]]:
         """A⁻¹ ∂_θ f_q of every query, stacked, and what is to be told of the solves."""
@@ -310,9 +319,10 @@ class Task:
         """J_in of a batch; of all batches where a curvature asks for the whole set at once."""
         if not isinstance(batch, Parts):
             return self.loss(model, batch)
-        shares = ((stop - start) / len(batch.rows) for start, stop in batch.spans)
-        parts = (share * self.loss(model, part) for share, part in zip(shares, batch, strict=True))
-        return sum(parts, Loss(torch.zeros(())))
+        parts = [self.loss(model, part) for part in batch]
+        counted = shares_of(parts, [stop - start for start, stop in batch.spans])
+        weighted = (share * part for share, part in zip(counted, parts, strict=True))
+        return sum(weighted, Loss(torch.zeros(())))
 
     def ways(self, point: Point, way: Way, count: int) -> list[Products]:
         """The ways to try, the cheapest first: by layers for several queries, and for images on a CPU; else by forward

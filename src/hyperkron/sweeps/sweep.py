@@ -37,6 +37,8 @@ class Trial:
         self.number = [chain[0].number for chain in queue.chains()].index(origin)
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self.settings:
+            raise KeyError(f"{name} is not searched, only {', '.join(self.settings)}; add it to the space (--search).")
         return self.settings[name]
 
     def pruning(self, figure: str = "outer_loss", every: int = 10) -> Evaluate:

@@ -1,0 +1,55 @@
+"""Losses that are means over tokens, of which some do not count: every token has the same weight in J_in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyperkron as hk
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> hk.losses.Loss:
+    return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.fixture
+def made() -> tuple[Any, ...]:
+    """Sequences sorted by length, so that batches have different numbers of tokens, and their gradients in J_in."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, y = torch.randn(40, 8, 5, dtype=torch.float64), torch.randint(0, 3, (40, 8))
+    y[torch.arange(8) >= torch.arange(1, 41)[:, None] // 5] = -100
+    y[2:5, 0] = 1  # the first two have no token at all
+    queries = x[:4].flip(1), torch.randint(0, 3, (4, 8))
+
+    def gradient(x: Tensor, y: Tensor) -> Tensor:
+        value = nn.functional.cross_entropy(model(x), y, reduction="sum", ignore_index=-100)
+        return torch.cat([g.flatten() for g in torch.autograd.grad(value, list(model.parameters()))])
+
+    shares = torch.stack([gradient(*one) for one in zip(x, y, strict=True)]) / (y != -100).sum()
+    return model, (x, y), queries, shares, torch.stack([gradient(*one) / 8 for one in zip(*queries, strict=True)])
+
+
+@pytest.mark.parametrize("way", ["layers", "forward"])
+@pytest.mark.parametrize("batch_size", [7, 256])
+def test_scores_do_not_depend_on_the_batches(made: tuple[Any, ...], way: Any, batch_size: int, tmp_path: Any) -> None:
+    model, train, queries, shares, wanted = made
+    options = {"method": hk.identity(), "way": way, "batch_size": batch_size}
+    found = hk.attribute(loss, model, train, queries, **options).scores
+    assert torch.allclose(found, wanted @ shares.T, rtol=1e-9, atol=1e-14)
+    written = hk.attribute(loss, model, train, queries, **options, out=tmp_path).scores
+    assert torch.allclose(written, found.float(), rtol=1e-5, atol=1e-9)
+    selves = hk.attribution.self_influence(loss, model, train, method=hk.identity(), batch_size=batch_size)
+    assert torch.allclose(selves, shares.square().sum(1) * 40, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("method", [hk.kfac(1e-2, fisher="type-2"), hk.cg(30, curvature=hk.curvature.GGN(1e-2))])
+def test_curvature_and_kept_gradients_neither(made: tuple[Any, ...], method: hk.Implicit) -> None:
+    model, train, queries, _, _ = made
+    few, all_at_once = (
+        hk.attribute(loss, model, train, queries, method=method, batch_size=size).scores for size in (7, 256)
+    )
+    assert torch.allclose(few, all_at_once, rtol=1e-6, atol=1e-12)
