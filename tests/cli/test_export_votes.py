@@ -67,6 +67,17 @@ def test_of_one_line_per_annotator_the_majority_is_written(how: str, expected: l
     assert "majority of the votes" in capsys.readouterr().err
 
 
+def test_a_suspect_whose_label_is_still_the_most_likely_is_not_counted_as_relabelled(capsys: Captured) -> None:
+    Path("plain.csv").write_text("f,label\n1,cat\n2,dog\n3,cat\n")
+    write_run("plain.csv", [0, 1, 2], label="label")
+    rows = (RUN / "rows.csv").read_text()
+    (RUN / "rows.csv").write_text(rows.replace("1,dog,dog,0.1,0.9,false", "1,dog,dog,0.6,0.4,true"))
+    assert main(["export", "runs/mine", "--relabel", "suspects", "-o", "new.csv"]) == 0
+    err = capsys.readouterr().err
+    assert "1 of the suspects keep their label" in err and "3 rows written; 1 relabelled." in err
+    assert labels("new.csv") == ["cat", "dog", "dog"]
+
+
 def test_columns_of_annotators_alone_cannot_be_relabelled(capsys: Captured) -> None:
     Path("wide.csv").write_text("f,ann,bob\n1,cat,cat\n2,dog,dog\n3,cat,cat\n")
     write_run("wide.csv", [0, 1, 2], annotators=["ann", "bob"])

@@ -173,6 +173,7 @@ def within(work: Work, names: list[str], test: bool, seconds: float) -> Fitted:
     of_trees = seconds_of(tree_fits(work, [], test), measured)
     if of_trees > LITTLE * seconds and expected(plans[-1], []) > seconds:
         work = replace(work, trees=False)
+        names = [name for name in names if name not in TREES]  # which need the forest that is an expert
         messages.append(f"Networks alone are trained, without trees, {why} Accuracy may be lower.")
     plan = next((plan for plan in plans if expected(plan, names) <= seconds), plans[-1])
     if plan.epochs < work.plan.epochs:

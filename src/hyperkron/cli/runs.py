@@ -52,7 +52,9 @@ def export(options: Any, given: list[str]) -> int:
     _refuse_strange(decided, rows, options.decisions)
     open_suspects = [row for row in rows if row.suspect and row.row not in decided]
     dropped = {row.row for row in open_suspects} if options.drop else set()
-    new = {row.row: row.suggested for row in open_suspects} if options.relabel else {}
+    new = {row.row: row.suggested for row in open_suspects if row.suggested != row.given} if options.relabel else {}
+    if options.relabel and (same := len(open_suspects) - len(new)):
+        notes.append(f"{same} of the suspects keep their label: it is in doubt, but no other one is more likely.")
     new |= {row.row: decided[row.row] for row in rows if decided.get(row.row, row.given) != row.given}
     keep = [row.row for row in rows if row.row not in dropped]
     voted = _voted(rows, reading, relabel=bool(options.relabel or options.decisions))

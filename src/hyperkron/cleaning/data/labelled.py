@@ -86,7 +86,8 @@ class Place:
 class Frame:
     """Named columns of one length, whose roles are not known yet.
 
-    Paths of images are relative to ``folder``; ``class_names`` has the names of classes that a column has numbers of.
+    Paths of images are relative to ``folder``; ``class_names`` has the names of classes that a column has numbers of;
+    ``ids`` are columns that identify rows without being asked to.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Frame:
     folder: Path | None = None
     messages: tuple[str, ...] = ()
     class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self):

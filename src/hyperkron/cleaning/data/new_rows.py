@@ -124,7 +124,10 @@ class InputForm:
         if self.encoding is not None and isinstance(inputs, Mapping):
             whole = list(inputs) == list(self.encoding.names)
             inputs = np.stack(list(inputs.values()), axis=1) if whole else self._matrix(inputs, raw.name)[0]
-        return NewRows(inputs, raw.rows, len(raw.rows), messages=raw.messages)
+        count = len(raw.rows) + sum(map(len, raw.left_out.values()))
+        known = {name: dict(zip(raw.rows.tolist(), cells(values), strict=True)) for name, values in raw.ids.items()}
+        ids = {name: [values.get(row, "") for row in range(count)] for name, values in known.items()}
+        return NewRows(inputs, raw.rows, count, ids, raw.messages)
 
     def _matrix(self, columns: Columns, name: str) -> tuple[Array, list[str]]:
         """A table as the training rows are encoded, and what to say about its cells."""
@@ -139,7 +142,8 @@ class InputForm:
         return self.encoding.matrix(columns), notes
 
     def _from_columns(self, frame: Frame, id: Sequence[str] | str | None, options: ReadOptions) -> NewRows:
-        kept = [name for name in self.roles.id if name in frame.columns] if id is None else Roles(id=id).id
+        known = [name for name in (*self.roles.id, *frame.ids) if name in frame.columns]
+        kept = known if id is None else Roles(id=id).id
         _require_columns(list(kept), frame.columns, frame.name, "named as id")
         rows, notes = np.arange(len(frame)), list(frame.messages)
         inputs: Any
@@ -152,7 +156,7 @@ class InputForm:
                 seen.append(f"{frame.name}: columns that the model does not use: {listing(map(repr, extra), 12)}.")
             notes += seen
         else:
-            column = self.roles.text or self.roles.image
+            column = self.roles.text or ("image" if frame.ids else self.roles.image)
             if column is None:
                 guess = infer_input(frame, Roles())
                 column = guess.text or guess.image
@@ -175,7 +179,7 @@ def _open_path(source: str | os.PathLike[str], options: ReadOptions, shape: tupl
     if path.is_dir():
         files = sorted(entry.name for entry in path.iterdir() if entry.name.lower().endswith(SUFFIXES))
         if files:
-            return Frame(path.name, {"image": files}, path)
+            return Frame(path.name, {"image": files, "file": files}, path, ids=("file",))
     form, place = locate(source, "rows", options, shape=shape, labelled=False)
     return form.read(place)
 
