@@ -68,10 +68,12 @@ def test_channels_are_last_in_memory_where_the_model_goes_through():
     torch.testing.assert_close(same.scores, found.scores, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("way", ["forward", "auto"])
-def test_group_norm_goes_forward_with_channels_first(way):
+def test_group_norm_goes_forward_with_channels_first(way, channels):
     torch.manual_seed(0)
-    model, train, queries = made(nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4)))
+    model, *data = made(nn.Sequential(nn.Conv2d(channels, 4, 3, padding=1), nn.GroupNorm(2, 4)))
+    train, queries = ((x[:, :channels].contiguous(), y) for x, y in data)
     options = {
         "method": hk.Implicit(EKFAC(1e-2, fisher="type-2", fallback="zero"), hk.solvers.Direct()),
         "batch_size": 3,

@@ -74,7 +74,7 @@ class ForwardProducts(Products):
                 if "view size is not compatible" not in str(error):
                     raise
                 self._contiguous = True
-        return self._tangents(map_tensors(Tensor.contiguous, batch), v)
+        return self._tangents(map_tensors(_channels_first, batch), v)
 
     def _tangents(self, batch: Any, v: Tree) -> Tensor:
         with torch.no_grad(), forward_mode(), dual_level():
@@ -92,3 +92,8 @@ class ForwardProducts(Products):
                 "model it is given, without detach() or torch.no_grad()."
             )
         return torch.stack(found).sum(0)
+
+
+def _channels_first(x: Tensor) -> Tensor:
+    """``x`` with the strides of its shape; ``contiguous`` leaves those of images with one channel as they are."""
+    return x.contiguous().view(-1).view(x.shape)
