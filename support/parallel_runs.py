@@ -208,8 +208,48 @@ class Dropped(nn.Module):
         return self.weight * self.dropout(x)  # type: ignore[no-any-return]
 
 
+class Scaled(nn.Module):
+    """λ: a weight for each of eight examples, and a factor of the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.full((8,), 0.5, dtype=torch.float64))
+        self.factor = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+
+def changing_use(divide: bool) -> dict[str, Tensor]:
+    """A hypergradient where the examples of one process get the factor of λ, after one where none did."""
+
+    def inner(model: nn.Module, hyper: Scaled, batch: tuple[Tensor, ...]) -> hk.losses.Loss:
+        x, y, index = batch
+        out = model(x) * (1 + hyper.factor) if float(x.max()) > 50 else model(x)
+        return hk.losses.cross_entropy(out, y, weight=hyper.weights[index])
+
+    def outer(model: nn.Module, hyper: Scaled, batch: tuple[Tensor, ...]) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+    def whole(model: nn.Module, hyper: Scaled, batch: tuple[Tensor, ...]) -> hk.losses.Loss:
+        x, y, index = batch
+        large = torch.arange(8)[:, None] < 2  # the examples of the first of four processes
+        return hk.losses.cross_entropy(model(x) * (1 + large * hyper.factor), y, weight=hyper.weights[index])
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 4, dtype=torch.float64, generator=generator)
+    y, index, model = torch.arange(8) % 3, torch.arange(8), nn.Linear(4, 3).double()
+    nn.init.constant_(model.bias, 0.1)
+    nn.init.eye_(model.weight)
+    marked = x.clone()
+    marked[0, 0] = 60.0
+    if not divide:
+        method = hk.identity(cross="reverse")
+        return method.compute(hk.BilevelProblem(whole, outer), model, Scaled(), (marked, y, index), (x, y)).grads
+    problem, method, hyper = hk.training.DataParallel(hk.BilevelProblem(inner, outer)), hk.identity(), Scaled()
+    method.compute(problem, model, hyper, (x, y, index), (x, y))
+    return method.compute(problem, model, hyper, (marked, y, index), (x, y)).grads
+
+
 def ways_of_use(rank: int) -> dict[str, bool]:
-    """What else must hold: batches of one's own, a wrapped model, masks of one's own and one random state."""
+    """What else must hold: batches of one's own, a wrapped model, masks of one's own, one random state and one loss."""
     problem, model, hyper, rows, trusted = make(torch.float64)
     cut = slice(EXAMPLES * rank // 4, EXAMPLES * (rank + 1) // 4)
     own = [tuple(x[cut] for x in batch) for batch in (rows, trusted)]
@@ -233,7 +273,9 @@ def ways_of_use(rank: int) -> dict[str, bool]:
     noisy.inner(Dropped(), nn.Module(), torch.ones(64))
     masks = group.gather(seen[-1])
     after = group.gather(torch.rand(3))
+    changed, alone = changing_use(divide=True), changing_use(divide=False)
     return {
+        "changed on one": all(torch.allclose(changed[n], alone[n], rtol=1e-6, atol=1e-12) for n in alone),
         "own batches": all(torch.equal(found[name], wanted[name]) for name in wanted),
         "wrapped": run.state.model is net.module and all(torch.equal(x, y) for x, y in pairs),
         "masks": len({tuple(x.tolist()) for x in masks}) == 4,

@@ -140,28 +140,26 @@ class LevelOptimizer:
             )
         self.project = project
         self.factor = 1.0
-        self._check_held(level)
-        if isinstance(project, type):
-            raise HyperkronError(f"projection={project.__name__} is a class; pass an instance, {project.__name__}(…).")
-        self._project()
-
-    def _check_held(self, level: str) -> None:
-        """Refuse an optimizer of fewer parameters, and one that would move others, such as those of the other level."""
-        held = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
-        missing = [name for name, p in self.params.items() if id(p) not in held]
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        missing = [name for name, p in params.items() if id(p) not in held]
         if missing:
             raise HyperkronError(
                 f"{level}_optimizer does not hold {missing[0]} (and {len(missing) - 1} others); give it all "
                 "trainable parameters of this level, or freeze those with requires_grad_(False)."
             )
-        own = {id(p) for p in self.params.values()}
-        foreign = [p for key, p in held.items() if key not in own and p.requires_grad]
-        if foreign and self.params:
-            whose = "model" if level == "inner" else "hyper"
+        if isinstance(project, type):
+            raise HyperkronError(f"projection={project.__name__} is a class; pass an instance, {project.__name__}(…).")
+        self._project()
+
+    def refuse(self, others: Tree, level: str) -> None:
+        """Refuse to be the optimizer of this ``level`` and to move the parameters of the other one."""
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        foreign = [name for name, p in others.items() if id(p) in held]
+        if foreign:
+            whose, other = ("model", "hyper") if level == "inner" else ("hyper", "model")
             raise HyperkronError(
-                f"{level}_optimizer also holds a tensor of shape {tuple(foreign[0].shape)} (and {len(foreign) - 1} "
-                f"others) that {whose} does not have; give it {whose}.parameters() alone: each level is moved by its "
-                "own optimizer."
+                f"{level}_optimizer also holds {foreign[0]} (and {len(foreign) - 1} others) of {other}; give it "
+                f"{whose}.parameters() alone: each level is moved by its own optimizer."
             )
 
     @property

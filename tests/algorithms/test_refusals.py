@@ -69,6 +69,15 @@ def test_an_optimizer_that_would_move_the_other_level_is_refused(level: str) -> 
         hk.InnerLoop(problem.problem(), model, hyper, optimizer)
 
 
+def test_parameters_of_neither_level_may_be_in_an_optimizer() -> None:
+    problem = Quadratic()
+    model, hyper = problem.modules()
+    other = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*model.parameters(), other], lr=0.1)
+    hk.algorithms.aid_cg().init(problem.problem(), model, hyper, inner=optimizer)
+    hk.InnerLoop(problem.problem(), model, None, optimizer)
+
+
 def test_frozen_parameters_may_stay_in_an_optimizer() -> None:
     problem = Quadratic()
     model, hyper = problem.modules()

@@ -343,3 +343,37 @@ def test_language_models_go_by_layers_where_the_method_leaves_out_the_others(tie
     assert torch.allclose(found.scores, wanted.scores, rtol=1e-9, atol=1e-14)
     everything = hk.attribute(next_token, model, tokens, tokens[:5], method=hk.identity())
     assert everything.stats["way"] == "forward"
+
+
+class Own(nn.Module):
+    """Weights outside layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.ParameterList([nn.Parameter(torch.randn(64, 64) / 8) for _ in range(3)])
+        self.last = nn.Parameter(torch.randn(64, 10) / 8)
+
+    def forward(self, x):
+        for weight in self.hidden:
+            x = torch.tanh(x @ weight)
+        return x @ self.last
+
+
+def test_rounding_of_half_precision_is_not_taken_for_stopped_gradients():
+    """The vectors are nearly orthogonal to the gradients of a trained model: their products are mostly rounding."""
+    torch.manual_seed(0)
+    model, x, y = Own(), torch.randn(64, 64), torch.randint(0, 10, (64,))
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss(model, (x, y)).value.backward()
+        optimizer.step()
+
+    def coarse(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(batch[0])
+        return hk.losses.cross_entropy(logits.float(), batch[1])
+
+    method = hk.Implicit(hk.curvature.GGN(damping=1e-6), hk.solvers.CG(40))
+    found = hk.attribute(coarse, model, (x, y), (torch.randn(4, 64), y[:4]), method=method, batch_size=64)
+    assert found.stats["way"] == "forward" and bool(found.scores.isfinite().all())

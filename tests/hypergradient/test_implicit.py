@@ -353,4 +353,8 @@ def test_what_is_known_of_a_model_is_not_used_for_another(make: Any, width: int)
     resumed = make()
     resumed.load_state_dict(used.state_dict())
     moved = resumed.compute(problem, copy.deepcopy(second), weights, batch, batch)  # as in another process
-    assert torch.equal(moved.grads["value"], used.compute(problem, second, weights, batch, batch).grads["value"])
+    both = copy.deepcopy((used, second))
+    wanted = used.compute(problem, second, weights, batch, batch)
+    assert torch.equal(moved.grads["value"], wanted.grads["value"])
+    assert torch.equal(both[0].compute(problem, both[1], weights, batch, batch).grads["value"], wanted.grads["value"])
+    assert both[0].state.calls == used.state.calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,16 @@ def test_bad_arguments_are_named() -> None:
         prepare(1, callbacks=[hk.Checkpoint])
     with pytest.raises(hk.HyperkronError, match=r"projection=Box is a class; pass an instance, Box\(…\)"):
         prepare(1, projection=hk.Box)
+
+
+def test_callbacks_may_be_a_generator() -> None:
+    class Mine(hk.training.Callback):
+        on_cpu = True  # no method, so nothing that is never called
+
+    mine = Mine()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert prepare(1, callbacks=(one for one in [mine])).callbacks.count(mine) == 1
 
 
 def test_a_callback_with_a_misspelt_method_is_warned_of() -> None:

@@ -267,6 +267,8 @@ class Algorithm(ABC):
             hyper = nn.Module()
         hypers = trainable(hyper, "hyper") if self.moves_hyper else {}
         lam = LevelOptimizer(hypers, outer, as_rate(self.outer_rate), project=project, level="outer")
+        theta.refuse(dict(hyper.named_parameters()), "inner")
+        lam.refuse(theta.params, "outer")
         state = State(problem, model, hyper, theta, lam, self.seed, graph)
         method = self.method()
         state.hypergradient = None if method is None else method.fresh()

@@ -69,7 +69,7 @@ class InnerLoop:
         if not isinstance(optimizer, LevelOptimizer):
             own = optimizer.optimizer if isinstance(optimizer, Updates) else optimizer
             params = [p for group in own.param_groups for p in group["params"] if p.requires_grad]
-            hypers = {id(p): name for name, p in hyper.named_parameters()}
+            hypers = {} if hyper is None else {id(p): name for name, p in hyper.named_parameters()}
             if name := next((hypers[id(p)] for p in params if id(p) in hypers), ""):
                 raise HyperkronError(
                     f"optimizer holds {name} of hyper, which would be trained on the inner loss; give it "

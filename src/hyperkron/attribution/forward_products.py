@@ -23,6 +23,8 @@ from hyperkron.trees import Tree
 
 AGREEMENT, HALF_AGREEMENT = {torch.float64: 1e-6, torch.float32: 1e-3}, 0.1
 """By how much the sum over a batch may differ from what its gradient says, relative to the sum of sizes."""
+HALF_ROUNDING = 0.03
+"""Of the sizes of the gradient and of a vector: what rounding may leave of their product in half precision."""
 
 
 class ForwardProducts(Products):
@@ -58,9 +60,11 @@ class ForwardProducts(Products):
         coarse = in_half_precision(value)
         gradient = gradient_tree(value, self.point.params)
         near = HALF_AGREEMENT if coarse else AGREEMENT.get(self.point.dtype, HALF_AGREEMENT)
+        rounding = HALF_ROUNDING if coarse else min(100 * torch.finfo(self.point.dtype).eps, HALF_ROUNDING)
         for v, moved in zip(trees.unstacked(vectors), found, strict=True):
             gap = float(trees.dot(gradient, trees.cast(v, gradient)) - moved.sum())
-            if abs(gap) > near * float(moved.abs().sum()):
+            noise = rounding * float(trees.norm(gradient)) * float(trees.norm(v))  # where the two are nearly orthogonal
+            if abs(gap) > near * float(moved.abs().sum()) + noise:
                 raise UnsuitableError(
                     "way='forward' does not see what stops gradients in this model (padding_idx of an embedding whose "
                     "weight is used elsewhere too, torch.no_grad()); use way='layers'."

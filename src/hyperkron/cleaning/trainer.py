@@ -192,7 +192,7 @@ class Single(NetworkGroup):
 def updates(optimizer: torch.optim.Optimizer, steps: int) -> Updates:
     """One cycle: the rate goes up over the first fifth (one step at least), and down to nearly nothing at the end."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    rising = max(0.2, 2 / (steps + 1))
+    rising = max(0.2, 2 / (steps + 1)) if steps else 0.2
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=steps + 1, pct_start=rising)
     return Updates(optimizer, cycle, schedule="update")
 

@@ -62,7 +62,7 @@ def adjoint(point: Point, v: Tree, form: str) -> Weighted:
     taps = _LayerHooks(point, v, own=point.gives_vectors and "p" not in form)  # penalties need v itself
     with taps.attached():
         loss = point.inner()
-        read = Read.of(form, point.hypers, loss, point.params)
+        read = Read.of(form, point, loss, point.params)
         weights, losses = _by_example(_term(loss, form))
         changes = taps.backward(losses)
     return weighted_sum(point, v, [weights], [changes.to(weights.dtype)], read.decays)

@@ -130,6 +130,7 @@ class Cross:
             return found
         loss = point.inner()
         form = weighting.structure(point, loss)
+        form = form if point.problem.group.all(bool(form)) else ""  # of all processes, or of none
         coarse = half(point) or in_half_precision(loss.value)
         if form and self.mode != "forward":
             unmoved = half(point) or (coarse and self.mode == "auto")  # by the ways that will be tried

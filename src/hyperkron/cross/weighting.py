@@ -74,12 +74,13 @@ def structure(point: Point, loss: Loss) -> str:
         penalised = penalised or bool(weighted)
         sources += weighted
     letters += "p" * penalised
-    return letters if sources and not _beside(loss, sources, hypers) and _adds_up(point, loss) else ""
+    alone = bool(sources) and not _beside(loss, sources, hypers)
+    return letters if point.problem.group.all(alone) and _adds_up(point, loss) else ""
 
 
 def with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
     """``form``, with ``m`` where weights move with θ: they are functions of it that were stopped."""
-    up, down = sides(point, v, step_of(v, radius), False, partial(Read.of, form, point.hypers))
+    up, down = sides(point, v, step_of(v, radius), False, partial(Read.of, form, point))
     pairs = [*zip(up.weights, down.weights, strict=True), *((up.decays[n], down.decays[n]) for n in up.decays)]
     still = point.problem.group.all(all(torch.equal(a, b) for a, b in pairs))
     return form if still else f"{form}m"
@@ -88,12 +89,12 @@ def with_motion(point: Point, v: Tree, radius: float, form: str) -> str:
 def difference(point: Point, v: Tree, radius: float, form: str, full: bool = False) -> Weighted:
     """X(v) from a central difference of the row losses; ``form`` is the :func:`structure` of the loss."""
     epsilon = step_of(v, radius)
-    up, down = sides(point, v, epsilon, full, partial(Read.of, form, point.hypers))
+    up, down = sides(point, v, epsilon, full, partial(Read.of, form, point))
     changes = [(a - b) / (2 * epsilon).to(a.dtype) for a, b in zip(up.losses, down.losses, strict=True)]
     still = up
     if form.endswith("m"):
         with point.moved(trees.map(Tensor.detach, point.params)):
-            still = Read.of(form, point.hypers, point.inner(), point.params)
+            still = Read.of(form, point, point.inner(), point.params)
     return weighted_sum(point, v, still.weights, changes, still.decays)
 
 
@@ -101,7 +102,7 @@ def forward(point: Point, v: Tree, form: str) -> Weighted:
     """X(v) from the tangents of the row losses."""
     with forward_mode(), dual_level():
         loss, params = along(point, v)
-        read = Read.of(form, point.hypers, loss, params)
+        read = Read.of(form, point, loss, params)
         terms = [t for t, letter in zip(loss.terms, form, strict=False) if letter == "w"]
         tangents = [unpack_dual(t.row_losses).tangent for t in terms]
         changes = [torch.zeros_like(c) if t is None else t for c, t in zip(read.losses, tangents, strict=True)]
@@ -151,7 +152,7 @@ class Read:
     decays: dict[str, Tensor]
 
     @classmethod
-    def of(cls, form: str, hypers: Tree, loss: Loss, params: Tree) -> Read:
+    def of(cls, form: str, point: Point, loss: Loss, params: Tree) -> Read:
         """From a loss at θ, ``params``; it must have the form that was decided on, and reach λ by it alone."""
         names = {id(x): name for name, x in params.items()}
         found = [(_product(term.factors), term.row_losses.detach()) for term in loss.terms]
@@ -161,10 +162,10 @@ class Read:
             if alpha is not None and name is not None:
                 decays[name] = decays[name] + alpha if name in decays else alpha
         now = "".join("-" if w is None else "w" for w, _ in found) + "p" * bool(decays)
-        if now != form.removesuffix("m"):
-            raise ChangedError(f"the inner loss has the form {now!r}, not {form!r}")
         factors = [x for some in loss.terms for x in some.factors] + [x for some in loss.l2 for x in some.factors]
-        if _beside(loss, [x for x in factors if isinstance(x, Tensor) and x.requires_grad], _ids(hypers)):
+        weights = [x for x in factors if isinstance(x, Tensor) and x.requires_grad]
+        same = now == form.removesuffix("m") and not _beside(loss, weights, _ids(point.hypers))
+        if not (same if point.recording else point.problem.group.all(same)):  # all processes decide anew, or none
             raise ChangedError(f"λ does more in the inner loss than weight it as {form!r} says, for this batch")
         live = [(w, c) for w, c in found if w is not None]
         return cls([w for w, _ in live], [c for _, c in live], decays)
@@ -198,9 +199,11 @@ def _adds_up(point: Point, loss: Loss) -> bool:
 
 def _beside(loss: Loss, sources: Iterable[Tensor], hypers: set[int]) -> bool:
     """Whether ``loss`` depends on λ by another way than through ``sources``, its weights."""
-    if _leaves(term.row_losses for term in loss.terms) & hypers:
+    rows = [term.row_losses for term in loss.terms]
+    if _leaves(rows) & hypers:
         return True
-    return bool(_leaves([loss.value], {get_gradient_edge(x).node for x in sources}) & hypers)
+    known = [*sources, *(x for x in rows if x.requires_grad)]
+    return bool(_leaves([loss.value], {get_gradient_edge(x).node for x in known}) & hypers)
 
 
 def _weighted(factors: Factors, hypers: set[int], params: set[int]) -> list[Tensor] | None:

@@ -45,7 +45,12 @@ class ImplicitState:
     start: Tree | None = None
     calls: int = 0
     plain: bool = False  # whether the objectives are evaluated without autocast, for it was found too coarse
-    parameters: list[weakref.ref[Tensor]] = field(default_factory=list, repr=False)  # of the model; not saved
+    modules: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)  # of the model; not saved
+
+    def __deepcopy__(self, memory: dict[int, Any]) -> ImplicitState:
+        """A copy belongs to the model that it meets first, such as the copy of this one's."""
+        kept = {f.name: copy.deepcopy(getattr(self, f.name), memory) for f in dataclasses.fields(self)}
+        return ImplicitState(**{**kept, "modules": []})
 
 
 class Implicit(Hypergradient):
@@ -208,14 +213,17 @@ class Implicit(Hypergradient):
         return HypergradientResult(answer.grads, solution.status, outer_loss, solution, stats)
 
     def _meet(self, model: nn.Module) -> None:
-        """Forget curvature, solution and choices that belong to another model, as that of the next fold."""
-        parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
-        known = [reference() for reference in self.state.parameters]
-        same = len(known) == len(parameters) and all(x is p for x, p in zip(known, parameters, strict=True))
+        """Forget curvature, solution and choices that belong to another model, as that of the next fold.
+
+        A model is known by its modules: their parameters may be replaced, as those of ``fully_shard`` are.
+        """
+        modules = list(model.modules()) if isinstance(model, nn.Module) else []
+        known = [reference() for reference in self.state.modules]
+        same = len(known) == len(modules) and all(x is m for x, m in zip(known, modules, strict=True))
         if known and not same:
             self._forget()
         if not same:
-            self.state.parameters = [weakref.ref(p) for p in parameters]
+            self.state.modules = [weakref.ref(module) for module in modules]
 
     def _answer(self, point: Point, start: Tree | None) -> Answer:
         """The formula at ``point``; on a GPU its numbers have been asked for, not waited for, but for the solver's."""

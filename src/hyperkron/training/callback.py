@@ -73,15 +73,16 @@ class Callback:
 
 def checked(callbacks: Sequence[Callback]) -> list[Callback]:
     """The callbacks of a run; classes and functions in their place are refused, and misspelt methods named."""
-    for one in callbacks:
+    found = list(callbacks)  # a generator is read once
+    for one in found:
         if not isinstance(one, Callback):
             remedy = f"pass an instance, {one.__name__}(…)" if isinstance(one, type) else "derive it from Callback"
             raise HyperkronError(f"callbacks holds {one!r:.60}, which is not a hyperkron.training.Callback; {remedy}.")
         for name in dir(one):
-            if name.startswith("on_") and not hasattr(Callback, name):
+            if name.startswith("on_") and not hasattr(Callback, name) and callable(getattr(one, name)):
                 known = ", ".join(own for own in vars(Callback) if own.startswith("on_"))
                 warn_once(
                     f"callback {type(one).__name__}.{name}",
                     f"{type(one).__name__}.{name} is never called: the methods of a Callback are {known}.",
                 )
-    return list(callbacks)
+    return found
