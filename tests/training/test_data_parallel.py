@@ -200,6 +200,28 @@ def test_a_model_that_fully_shard_has_given_to_one_process_is_the_model_itself(t
         assert float((found[name] - x).norm() / x.norm()) < 1e-10, name
 
 
+def test_an_evaluation_of_a_divided_model_changes_nothing(tmp_path: Path) -> None:
+    """A forward pass without gradients leaves the parameters of the root whole; they were taken for plain ones."""
+
+    class Evaluating(hk.training.Callback):
+        def on_step(self, run: hk.Run, report: Any) -> None:
+            with torch.no_grad():
+                run.state.model(sharded_runs.batches()[0][0])
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        ends = []
+        for callbacks in ([], [Evaluating()]):
+            model, hyper = sharded_runs.sharded(sharded_runs.network()), sharded_runs.Lambda().double()
+            problem, method = hk.training.DataParallel(sharded_runs.PROBLEM), hk.kfac(1e-2, refresh_every=3)
+            data = sharded_runs.batches()
+            hk.fit(problem, model, hyper, hk.AID(method, inner_steps=2), *data, steps=4, callbacks=callbacks)
+            ends.append(torch.cat([p.detach().reshape(-1) for p in hyper.parameters()]))
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(*ends)
+
+
 def test_example_weights_divided_among_processes_are_those_of_one(tensors: dict[str, Tensor], four: Path) -> None:
     """The same hypergradients and runs; a run of 2, then 4 processes continues on 1."""
     for name in sharded_runs.WEIGHTED:

@@ -77,6 +77,7 @@ def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> boo
                 f"hyper parameter {name} is divided among processes, but problem is not; use "
                 "hyperkron.training.DataParallel(problem)."
             )
+    divide_again(model)
     found = {name: p for name, p in model.named_parameters() if is_sharded(p)}
     if not found:
         return False
@@ -109,6 +110,14 @@ def check(model: nn.Module, hyper: nn.Module | None, group: Group | None) -> boo
     for unit in made:
         _check_policies(unit)
     return True
+
+
+def divide_again(model: nn.Module) -> None:
+    """A forward pass without gradients, as an evaluation makes, leaves the parameters of the root whole: they would be
+    taken for plain ones, and their changes be lost."""
+    for unit in units(model):
+        if unit not in _PLAIN:
+            unit.reshard()  # type: ignore[operator]
 
 
 def _check_policies(unit: Any) -> None:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hyperkron.collectives import Group, replicated
 from hyperkron.evaluation.inputs import map_tensors, tensors_of
-from hyperkron.evaluation.sharded import check, gathering, units
+from hyperkron.evaluation.sharded import check, divide_again, gathering, units
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.losses import BatchPlace, Loss, as_loss
 from hyperkron.problem import BilevelProblem, Both, Objective
@@ -129,6 +129,7 @@ class _Divided:
         model = unwrapped(model)
         if self.group.size == 1 and not units(model):
             return self.function(model, hyper, batch)
+        divide_again(model)
         device = next(model.parameters()).device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("collectives of several processes are not recorded")
