@@ -165,7 +165,7 @@ class Read:
         factors = [x for some in loss.terms for x in some.factors] + [x for some in loss.l2 for x in some.factors]
         weights = [x for x in factors if isinstance(x, Tensor) and x.requires_grad]
         same = now == form.removesuffix("m") and not _beside(loss, weights, _ids(point.hypers))
-        if not (same if point.recording else point.problem.group.all(same)):  # all processes decide anew, or none
+        if not (same if point.recording else point.problem.group.all(same)):  # all processes decide again, or none
             raise ChangedError(f"λ does more in the inner loss than weight it as {form!r} says, for this batch")
         live = [(w, c) for w, c in found if w is not None]
         return cls([w for w, _ in live], [c for _, c in live], decays)

@@ -15,6 +15,7 @@ import hyperkron as hk
 import oracles
 from cases import DOUBLE, Case, Mean, make, mlp, random_weights
 from hyperkron.curvature.kfac.factors import dense as as_matrix
+from hyperkron.curvature.kfac.inverse import split_damping
 
 
 def only(model: nn.Module, *trained: str) -> nn.Module:
@@ -388,3 +389,10 @@ def _same(a: object, b: object) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
     return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+
+
+def test_the_damping_of_vanishing_gradients_is_not_rounded_to_nothing() -> None:
+    delta = torch.tensor([1e-3])
+    for sizes in ((1.0, 2.5e-40), (2.5e-40, 1.0)):
+        a, b = split_damping(*(torch.tensor([x]) for x in sizes), delta, "pi")
+        assert a > 0 and b > 0 and torch.allclose(a * b, delta)

@@ -45,6 +45,8 @@ Split = Literal["pi", "plain", "exact"] | SplitFunction
 
 
 BlockInverses = FactoredInverses | EigenInverses
+MOST_RATIO = 1e24
+"""Of the sizes of two factors: beyond it, as where gradients vanish in a deep network, one of the dampings would be 0."""
 
 
 def load_inverses(state: dict[str, Any]) -> BlockInverses:
@@ -62,7 +64,7 @@ def split_damping(mean_a: Tensor, mean_b: Tensor, damping: Tensor, split: str) -
     root = damping.sqrt()
     if split == "plain":
         return root, root
-    pi = torch.where((mean_a > 0) & (mean_b > 0), (mean_a / mean_b).sqrt(), 1.0)
+    pi = torch.where((mean_a > 0) & (mean_b > 0), (mean_a / mean_b).clamp(1 / MOST_RATIO, MOST_RATIO).sqrt(), 1.0)
     return pi * root, root / pi
 
 
