@@ -46,7 +46,7 @@ Split = Literal["pi", "plain", "exact"] | SplitFunction
 
 BlockInverses = FactoredInverses | EigenInverses
 MOST_RATIO = 1e24
-"""Of the sizes of two factors: beyond it, as where gradients vanish in a deep network, one of the dampings would be 0."""
+"""Of the sizes of two factors: beyond it, as where gradients vanish in a deep network, one damping would be 0."""
 
 
 def load_inverses(state: dict[str, Any]) -> BlockInverses:
