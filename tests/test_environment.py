@@ -19,6 +19,7 @@ import torch
 import hyperkron
 from blobs import blobs, quicken, write_csv
 from hyperkron.cleaning import CleanConfig
+from scripts import loaded
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "hyperkron"
@@ -83,10 +84,7 @@ def test_everything_that_is_installed_but_torch_is_locked_with_hashes() -> None:
     pins, locked = _pinned(ROOT / "constraints.txt"), _pinned(lock)
     assert {key: pins.get(key) for key in locked} == locked, "run requirements/lock.py"
     names, missing = {name for name, _ in locked}, []
-    spec = importlib.util.spec_from_file_location("lock", ROOT / "requirements" / "lock.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = loaded(ROOT / "requirements" / "lock.py")
     for name in module.needed("hyperkron[dev]") - {"hyperkron"}:
         if name not in names and not module.UNHASHED.fullmatch(name):
             missing.append(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ import pytest
 import yaml
 
 import hyperkron as hk
+from scripts import loaded
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ("experiments/", "benchmarks/")
@@ -20,11 +20,7 @@ RECORDS = ("experiments/", "benchmarks/")
 
 @pytest.fixture(scope="module")
 def sources() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_sources", ROOT / "docs/site/sources.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "docs/site/sources.py")
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def reference() -> dict[str, str]:
 def _listed(title: str, names: list[str], module: object) -> str:
     about = (inspect.getdoc(module) or "").splitlines()[0]
     entries = [f"::: {_home(module, name)}\n    options:\n      heading: {name}\n" for name in names]
-    return "\n".join([f"# {title}\n", f"{plain(about)}\n", *entries])
+    return "\n".join([f"# {title}\n", f"{about}\n", *entries])
 
 
 def _home(module: object, name: str) -> str:
@@ -66,11 +66,6 @@ def _home(module: object, name: str) -> str:
     if inspect.isclass(found) or inspect.isfunction(found):
         return f"{found.__module__}.{found.__qualname__}"
     return f"{getattr(module, '__name__', 'hyperkron')}.{name}"
-
-
-def plain(docstring: str) -> str:
-    """A docstring in the words of Markdown: roles such as ``:class:`` become code."""
-    return re.sub(r":(?:class|func|meth|mod|data|attr):`~?(?:hyperkron\.)?([^`]*)`", r"`\1`", docstring)
 
 
 def linked(text: str, page: str, site: set[str]) -> str:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import hyperkron as hk
+from scripts import loaded
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_the_table_of_algorithms_is_current() -> None:
-    spec = importlib.util.spec_from_file_location("make_algorithms_table", DOCS / "make_algorithms_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = loaded(DOCS / "make_algorithms_table.py")
     written = (DOCS / "algorithms.md").read_text("utf-8")
     assert written == script.page(), "run `python docs/make_algorithms_table.py`"
     for name in ("AID", "AmIGO", "MRBO", "ScaleBiO"):

@@ -119,6 +119,17 @@ def test_an_interruption_while_reading_has_nothing_to_resume(fake: FakeCleaning,
     assert "Nothing was written" in err and "resume" not in err
 
 
+def test_an_interrupted_sweep_keeps_its_trials(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("stopped.py").write_text("def error(trial):\n    raise KeyboardInterrupt\n")
+    monkeypatch.syspath_prepend(".")
+    assert main(["sweep", "stopped:error", "--search", "x=0..4", "--trials", "2", "-o", "trials.csv"]) == 130
+    err = capsys.readouterr().err
+    assert "Trials that were finished are kept" in err and "Nothing was written" not in err
+
+
 def test_an_interruption_after_the_end_does_not_speak_of_resuming(
     fake: FakeCleaning, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

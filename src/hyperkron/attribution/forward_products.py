@@ -15,6 +15,7 @@ from torch.autograd.forward_ad import dual_level, unpack_dual
 from hyperkron import trees
 from hyperkron.attribution.inner_products import Products, UnsuitableError, without_penalties
 from hyperkron.cross.ways import NoForwardModeError, along, forward_mode
+from hyperkron.curvature.kfac.taps import in_order
 from hyperkron.evaluation.differentiation import gradient_tree, in_half_precision
 from hyperkron.evaluation.inputs import map_tensors
 from hyperkron.evaluation.point import Point
@@ -78,7 +79,7 @@ class ForwardProducts(Products):
                 if "view size is not compatible" not in str(error):
                     raise
                 self._contiguous = True
-        return self._tangents(map_tensors(_channels_first, batch), v)
+        return self._tangents(map_tensors(in_order, batch), v)
 
     def _tangents(self, batch: Any, v: Tree) -> Tensor:
         with torch.no_grad(), forward_mode(), dual_level():
@@ -96,8 +97,3 @@ class ForwardProducts(Products):
                 "model it is given, without detach() or torch.no_grad()."
             )
         return torch.stack(found).sum(0)
-
-
-def _channels_first(x: Tensor) -> Tensor:
-    """``x`` with the strides of its shape; ``contiguous`` leaves those of images with one channel as they are."""
-    return x.contiguous().view(-1).view(x.shape)

@@ -102,7 +102,9 @@ def _interrupted(options: Any, code: int) -> int:
         return code
     folder = getattr(options, "run", None) or getattr(options, "out", None)
     text = "Interrupted. Nothing was written; run the same command again."
-    if folder and getattr(options, "command", "") in ("clean", "resume"):
+    if getattr(options, "command", "") == "sweep":
+        text = "Interrupted. Trials that were finished are kept; run the same command again to go on."
+    elif folder and getattr(options, "command", "") in ("clean", "resume"):
         if finished(Path(folder)):
             text = f"Interrupted. The run in {folder} is finished; see `hyperkron report {shlex.quote(folder)}`."
         elif (Path(folder) / "config.json").exists():

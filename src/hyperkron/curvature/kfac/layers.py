@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperkron.curvature.kfac.correlation import patch_gram, side_by_side_gram
+from hyperkron.curvature.kfac.taps import in_order
 from hyperkron.solution import HyperkronError
 
 WeightSharing = Literal["expand", "reduce"]
@@ -213,7 +214,7 @@ class ConvLayer(Layer):
         x = x.movedim(1, -1)
         if any(pad) and m.padding_mode == "zeros":
             x = F.pad(x, [0, 0, *pad])  # copies into the new order at once
-        return x.contiguous().view(-1).view(x.shape)  # strides of one pixel, which contiguous leaves, are set too
+        return in_order(x)
 
     def ordered(self, rows: Tensor) -> Tensor:
         """Reorder the last dimension from (*kernel, C/groups), the order of patches, to that of the weight."""

@@ -32,6 +32,11 @@ def same_memory(x: Tensor) -> Tensor:
     return made if made.stride() == x.stride() else made.as_strided_(x.shape, x.stride())
 
 
+def in_order(x: Tensor) -> Tensor:
+    """``x`` contiguous, with the strides of its shape; ``contiguous`` alone leaves those of dimensions of one."""
+    return x.contiguous().view(-1).view(x.shape)
+
+
 class Tap(torch.autograd.Function):
     """The identity on a layer's output; hands the gradient that passes through to ``receive``.
 
