@@ -12,6 +12,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from hyperkron.cleaning.stages import RULES
+
 WORDS = ("how many", "cities", "does", "the river", "near which", "people", "of an old", "country", "built", "bridges")
 CLASSES = ("abbreviation", "description", "entity", "human", "location", "number")
 
@@ -162,7 +164,8 @@ def write_run_folder(
     folder.mkdir(parents=True, exist_ok=True)
     lines = make_rows(classes, rows, rate)
     result = {**make_result(classes, lines, kind, rate), **changes}
-    config = {"seed": 0, "outer_steps": 200, "damping": "auto", "source": {"train": "train.csv", "label": "label"}}
+    source = {"train": "train.csv", "label": "label"}
+    config = {"rules": RULES, "seed": 0, "outer_steps": 200, "damping": "auto", "source": source}
     write_json(folder / "config.json", config)
     write_json(folder / "result.json", result)
     write_suspects(folder, make_suspects(lines, kind))

@@ -64,7 +64,7 @@ def test_classes_count_as_they_are_frequent_among_new_rows() -> None:
 
 
 def test_ours_is_kept_on_ties_and_where_the_difference_is_chance() -> None:
-    """Won b rows and lost c: (b − c) / √(b + c − (b − c)²/n + 2) must be more than 1.28."""
+    """Won b rows and lost c: (b − c) / √(b + c − (b − c)²/n + 2) must be more than 1.64, for ten alternatives 2.58."""
     ours = candidate(OURS, [1] * 14 + [0] * 6)
     same = candidate("pooled", [1] * 14 + [0] * 6)
     assert choose([ours, same]) == choose([same, ours]) == OURS
@@ -76,13 +76,15 @@ def test_ours_is_kept_on_ties_and_where_the_difference_is_chance() -> None:
 
 def test_an_alternative_that_is_better_is_delivered() -> None:
     ours = candidate(OURS, [1] * 14 + [0] * 6)
-    better, best = candidate("noisy", [1] * 17 + [0] * 3), candidate("trusted", [1] * 18 + [0] * 2)
-    assert choose([ours, better]) == "noisy"  # 1.41
+    assert choose([ours, candidate("noisy", [1] * 17 + [0] * 3)]) == OURS  # 1.41
+    better, best = candidate("noisy", [1] * 19 + [0]), candidate("trusted", [1] * 20)  # 2.09 and 2.39
+    assert choose([ours, better]) == "noisy"
     assert choose([ours, better, best]) == choose([best, ours, better]) == "trusted"
-    assert choose([candidate(OURS, [0] * 4), candidate("noisy", [1] * 4)]) == "noisy"
+    rest = [candidate(f"other {i}", [0] * 20) for i in range(9)]
+    assert choose([ours, best, *rest]) == OURS  # of ten alternatives one is this good by chance
     # a higher accuracy alone does not count: the chosen one must be better on the same rows
-    scattered = candidate("pooled", [0] * 6 + [1] * 14)
-    assert choose([candidate(OURS, [1] * 12 + [0] * 8), scattered, candidate("sama", [1] * 16 + [0] * 4)]) == "sama"
+    ours, scattered = candidate(OURS, [1] * 10 + [0] * 10), candidate("pooled", [0] * 4 + [1] * 16)
+    assert choose([ours, scattered, candidate("sama", [1] * 15 + [0] * 5)]) == "sama"
 
 
 def test_more_alternatives_need_more_evidence_to_be_called_significant() -> None:
@@ -133,11 +135,11 @@ def test_the_verdict_leads_with_the_interval() -> None:
     )
     worse = candidate("noisy", [1] + [0] * 9)
     assert "It is significantly better than the best alternative ('noisy': 1 of 10)." in told(OURS, [ours, worse])
-    found = told("trusted", [ours, alone])
+    found = told("trusted", [candidate(OURS, [1] * 2 + [0] * 8), alone])
     assert found.startswith("Train on the trusted set alone: its model is right on 42.5% to 96.1% of new rows")
     assert found.endswith(
-        "It was better than the cleaned model on trusted rows (8 against 9 of 10), though not significantly so; the "
-        "noisy rows make the model worse here."
+        "It was significantly better than the cleaned model on trusted rows (8 against 2 of 10); the noisy rows make "
+        "the model worse here."
     )
     assert "The alternative 'pooled' is right on at least 63.5%" in told(
         "pooled", [ours, candidate("pooled", [1] * 10)]

@@ -18,8 +18,6 @@ FOLDS_Z = 2.4
 """The same for answers of several models that shared most of their training rows, and so their luck."""
 SIGNIFICANCE_LEVEL = 0.05
 """How often a difference may be called significant by chance."""
-PREFERENCE = 1.28
-"""Standard errors by which an alternative must be better than ours to be delivered."""
 RATE_ERROR = 0.025
 """Standard error of the noise rate that no comparison of views shows."""
 STABLE = 2 / 3
@@ -90,15 +88,11 @@ def judge(name: str, predicted: Tensor, labels: Tensor, frequent: Tensor, folds:
 
 
 def choose(candidates: list[Judged]) -> str:
-    """Ours, unless an alternative is better on the same rows by more than PREFERENCE standard errors; then the best.
-
-    A wrong switch among equals costs little, a missed one where an alternative is far better costs much: so this asks
-    for less than significance, and does not ask for more where more alternatives are tried.
-    """
+    """Ours, unless alternatives are significantly better on the same rows; then the most accurate of those."""
     ours = next((c for c in candidates if c.name == OURS), None)
     if ours is None:
         return max(candidates, key=lambda c: c.accuracy).name
-    better = [c for c in candidates if c is not ours and advantage(c, ours) > PREFERENCE]
+    better = [c for c in candidates if c is not ours and exceeds(c, ours, len(candidates) - 1)]
     return max(better, key=lambda c: c.accuracy).name if better else OURS
 
 
@@ -228,11 +222,9 @@ def _compared(won: Judged, candidates: list[Judged], tested: bool) -> str:
         ours = next((c for c in others if c.name == OURS), None)
         if ours is None:
             return ""
-        much = "significantly " if exceeds(won, ours, len(others)) else ""
         worse = "; the noisy rows make the model worse here" if won.name == "trusted" else ""
-        beside = "" if much else ", though not significantly so"
         counts = f"{int(won.right.sum())} against {int(ours.right.sum())} of {won.rows}"
-        return f" It was {much}better than the cleaned model on trusted rows ({counts}){beside}{worse}."
+        return f" It was significantly better than the cleaned model on trusted rows ({counts}){worse}."
     best = max(others, key=lambda c: c.accuracy)
     where = "On trusted rows " if tested else ""
     counts = f"'{best.name}': {int(best.right.sum())} of {best.rows}"

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from hyperkron.cleaning.choice import PREFERENCE, few, wilson
+from hyperkron.cleaning.choice import few, wilson
 from hyperkron.cleaning.config import OURS
 from hyperkron.cleaning.report.folder import Candidate, RunContents
+from hyperkron.cleaning.stages import RULES
 
 UNKNOWN = "–"
 NBSP = "\u00a0"
@@ -164,14 +165,14 @@ def tested_on(run: RunContents) -> tuple[int, float, float] | None:
 
 def reason(run: RunContents) -> str:
     """Why the chosen candidate was chosen; empty for a run that had another rule, or has not compared yet."""
-    known = run.result.child("noise").number("low") is not None and not run.result.items("unfinished")
+    known = run.config.get("rules") == RULES and not run.result.items("unfinished")
     if not known or OURS not in (c.name for c in run.candidates):
         return ""
-    much = f"by more than {PREFERENCE} standard errors on the same rows"
+    better = "significantly better"
     if run.chosen == OURS:
         kind = f" ({learner})" if (learner := run.result.text("learner")) else ""
-        return f"The cleaned model{kind} is chosen unless an alternative is better {much}; none is."
-    return f"“{run.chosen}” was chosen because it is better than the cleaned model {much}."
+        return f"The cleaned model{kind} is chosen unless an alternative is {better} on the same rows; none is."
+    return f"“{run.chosen}” was chosen because it is {better} than the cleaned model on the same rows."
 
 
 def difference(candidate: Candidate, winner: Candidate | None) -> str:
