@@ -18,13 +18,15 @@ from hyperkron.cli.output import say, say_json
 
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "data": (("numpy", "sklearn", "pandas", "pyarrow", "PIL", "datasets"), "dataset readers"),
+    "excel": (("pandas", "openpyxl"), "Excel sheets"),
     "text": (("transformers", "tokenizers"), "pretrained text encoders"),
     "report": (("jinja2", "matplotlib"), "reports"),
     "track": (("tensorboard",), "--tensorboard"),
     "compare": (("cleanlab",), "cleanlab among the alternatives"),
+    "sweep": (("optuna",), "hyperkron sweep"),
     "cli": (("yaml", "rich"), "configuration files in YAML, and RichProgress for fit"),
 }
-"""The packages of every extra by the names they are imported by, and what they are for."""
+"""The packages of every extra but single trackers, by the names they are imported by, and what they are for."""
 LITTLE_DISK = 2**30
 _REINSTALL = "install again: pip install --force-reinstall torch hyperkron"
 TOLERANCE = 1e-8
