@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.paper import poisoning, poisoning_attacks, poisoning_networks, poisoning_problem
+from experiments import records
+from experiments.paper import poisoning, poisoning_attacks, poisoning_networks, poisoning_page, poisoning_problem
+from experiments.paper.recipe import Result, Verdict
 from experiments.paper.tuning import shown
 from experiments.pieces import Lines
 
@@ -63,3 +65,23 @@ def test_the_first_network_of_an_attack_comes_before_the_others() -> None:
 def test_the_settings_of_several_networks_are_those_recorded() -> None:
     found = poisoning_networks.chosen("CNN")
     assert (found["TGDA-CG"]["outer"], found["TGDA-KFAC-EMP"]["outer"]) == (3e-6, 1e-5)
+
+
+def test_the_verdict_takes_the_mean_over_networks_where_all_are_recorded(tmp_path: Path) -> None:
+    """Recorded here as if CG's one bad network of the second seed had been chance."""
+    lines, accuracy = Lines(tmp_path / "x.jsonl"), {"clean": 58.0, "TGDA-CG": 57.0, "TGDA-KFAC-EMP": 54.0}
+    for method, base in accuracy.items():
+        for seed in (2, 1, 3):
+            for network in (0, 1):
+                test = base + 0.01 * seed + (0.2 if network else -0.2)
+                lines.append({"model": "CNN", "method": method, "seed": seed, "network": network, "test": test})
+    found = poisoning_page.by_networks(tmp_path / "x.jsonl")
+    assert found["CNN"]["TGDA-CG"] == pytest.approx([1.0] * 3)
+    assert found["CNN"]["TGDA-KFAC-EMP"] == pytest.approx([4.0] * 3)
+    lines.append({"model": "CNN", "method": "TGDA-CG", "seed": 1, "network": 2, "test": 9.0})
+    assert poisoning_page.by_networks(tmp_path / "x.jsonl") == {}  # the others have no such network yet
+    result = Result.read(records.RESULTS / "paper" / "poisoning-small.json")
+    assert poisoning_page.verdict(result).verdict is Verdict.REFUSED
+    result.figures["networks"] = found
+    judged = poisoning_page.verdict(result)
+    assert judged.verdict is Verdict.TREND and "TGDA-CG 1.00, TGDA-KFAC-EMP 4.00; KFAC less CG +3.00" in judged.because
