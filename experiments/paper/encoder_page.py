@@ -60,8 +60,7 @@ NOTE_BASE = NOTE + (
     "one layer tuned they have 40 steps, only Baseline, SAMA and KFAC are run, and no fresh network is trained "
     "with the final weights; what a step of the other methods costs is measured there all the same, on TREC. The "
     "Neumann series has two seeds. Our runs shared the GPU, eight at a time (as with --workers 8), and MPNet's table "
-    "of positions was kept on it; with some versions of transformers inner steps cannot be recorded otherwise, and "
-    "take longer than shown. "
+    "of positions was kept on it, as the library does now. "
     "The rest of table 7 is left to paper scale."
 )
 

@@ -44,18 +44,29 @@ class Judgement:
     because: str
 
 
-def by_cases(holds: Sequence[bool], because: str, *, first: bool = True, also: bool = True) -> Judgement:
+def by_cases(holds: Sequence[bool | None], because: str, *, first: bool = True, also: bool = True) -> Judgement:
     """The rule of every comparison in several cases. Reproduced: the claim clearly holds in all of them, and ``also``
     what else it says. In trend: it clearly holds in more than half of them. Not reproduced: otherwise, or where
-    ``first``, without which it means nothing, does not hold.
+    ``first``, without which it means nothing, does not hold. No verdict: where cases that cannot tell (``None``) would
+    decide between these.
 
     Example:
         >>> by_cases([True, True, False], "").verdict.value, by_cases([True, False], "").verdict.value
         ('reproduced in trend', 'not reproduced')
+        >>> by_cases([True, False, None], "").verdict.value, by_cases([False, False, None], "").verdict.value
+        ('no verdict', 'not reproduced')
     """
-    if first and all(holds) and also:
-        return Judgement(Verdict.REPRODUCED, because)
-    return Judgement(Verdict.TREND if first and sum(holds) > len(holds) / 2 else Verdict.FAILED, because)
+
+    def verdict(guess: bool) -> Verdict:
+        known = [guess if x is None else x for x in holds]
+        if first and all(known) and also:
+            return Verdict.REPRODUCED
+        return Verdict.TREND if first and sum(known) > len(known) / 2 else Verdict.FAILED
+
+    if verdict(True) is verdict(False):
+        return Judgement(verdict(True), because)
+    vague = sum(x is None for x in holds)
+    return Judgement(Verdict.REFUSED, f"Too few seeds to tell in {vague} of {len(holds)} cases. {because}")
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,16 @@ class Difference:
             return 0
         return 1 if self.mean > 0 else -1
 
+    def vague(self, wanted: float, close: float) -> bool:
+        """Whether it cannot tell: one seed, or an interval that holds ``wanted`` and is wider than ± that and ± close.
+
+        Example:
+            >>> [Difference(mean, 3.0, 3).vague(1.0, 0.5) for mean in (0.0, 9.0)]
+            [True, False]
+        """
+        wide = self.half > max(close, abs(wanted)) and abs(self.mean - wanted) <= self.half
+        return math.isnan(self.half) or wide
+
     def __format__(self, spec: str) -> str:
         """Its numbers formatted by ``spec``, one digit where there is none."""
         spec = spec or ".1f"

@@ -78,7 +78,10 @@ def test_the_verdict_follows_its_rule() -> None:
     alone = [row for row in runs({"a": good}) if row["seed"] < 1 or row["method"] != "CG-3"]
     assert encoder_length.judgement(alone).verdict.value == "no verdict"
     assert encoder_length.judgement(few).verdict.value == encoder_length.judgement([]).verdict.value == "no verdict"
-    assert "a +9.9 ± 0.2 with the printed grid" in encoder_length.judgement(runs({"a": good})).because
+    every = encoder_length.judgement(runs(dict.fromkeys("abc", good))).because
+    assert "1000 outer steps, 3 seeds. KFAC" in every and "a +9.9 ± 0.2 with the printed grid" in every
+    two = encoder_length.judgement(runs(dict.fromkeys("ab", good)))
+    assert (two.verdict.value, two.because) == ("no verdict", "So far a, b of 3 datasets.")
 
 
 def test_a_run_of_each_method() -> None:

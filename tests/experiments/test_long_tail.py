@@ -352,7 +352,7 @@ def _result(
             "MWN + KFAC-emp, printed": cell(kfac, **learned),
             "MWN + SAMA, printed": cell(sama, **learned),
         }
-        for imbalance, printed_base in [("100", 0.70), ("50", 0.74), ("10", 0.86)][:imbalances]
+        for imbalance, printed_base in [("100", 0.70), ("200", 0.65), ("10", 0.86)][:imbalances]
     }
     prices = {name: {"seconds": 0.1, "inner_steps": 10, "update": 0.01} for name in ("MWN + SAMA", "MWN + KFAC-emp")}
     one = {"held_out": 0.5, "moved": 0.2, "class_weights": [0.5, 2.0], "last_weights": [1.0] * 41}
@@ -384,6 +384,8 @@ def test_no_verdict_without_seeds_or_motion_and_none_for_a_base_that_is_far_off(
     for few in (_result([0.73], [0.70]), _result(ABOVE[:2], BELOW[:2]), _result(ABOVE, BELOW, imbalances=2)):
         judged = long_tail_page.verdict(few)
         assert judged.verdict is Verdict.REFUSED and "Fewer than three imbalances" in judged.because
+    scattered = long_tail_page.verdict(_result([0.70, 0.72, 0.71], [0.71, 0.70, 0.72]))
+    assert scattered.verdict is Verdict.REFUSED and "Too few seeds to tell in 3 of 3 cases" in scattered.because
     still = long_tail_page.verdict(_result(ABOVE, BELOW, moved=0.01))
     assert still.verdict is Verdict.REFUSED and "initial weight network" in still.because
     assert long_tail_page.verdict(_result(ABOVE, BELOW, base=0.6)).verdict is Verdict.FAILED

@@ -50,12 +50,16 @@ def test_the_missing_minutes_of_figure_1_follow_from_the_recorded_times() -> Non
 
 
 def test_the_missing_runs_of_mpnet_are_those_of_its_plan() -> None:
-    """Nothing of it has been run: all step sizes around MiniLM's winners, and two further seeds of each method."""
-    grids = encoder_length.around(Lines(encoder_length.RESULT).rows)
+    """Only reference lines have been run: all step sizes around MiniLM's winners, two further seeds of each method."""
+    grids, rows = (encoder_length.around(Lines(encoder_length.RESULT).rows), Lines(encoder_length.MPNET).rows)
     base = SHOWN["encoder-base"]
-    assert len(grids) == 9 and base is not None and not encoder_length.MPNET.exists()
+    assert len(grids) == 9 and base is not None and {row["method"] for row in rows} == {*encoder_length.REFERENCES}
     runs = sum(map(len, grids.values())) + 2 * len(grids)
-    assert f"last layer, {runs} runs" in budget.missing({"encoder-base": base})["encoder-base"].what
+    missing = budget.missing({"encoder-base": base})["encoder-base"]
+    assert f"last layer, {runs} runs" in missing.what
+    least = float(missing.what.split("the steps of θ alone take ")[1].split(";")[0])
+    assert 0 < least < missing.minutes
+    assert "encoder-base" not in longer()  # reference lines alone are no comparison
 
 
 def test_spent_minutes_are_shared_by_processes() -> None:
@@ -64,6 +68,14 @@ def test_spent_minutes_are_shared_by_processes() -> None:
     assert budget.spent(Result("x", "small", (1,), {}, seconds=960.0), "x") is None
     rows = [json.loads(line) for line in Path(resnet_length.RESULT).read_text("utf-8").splitlines()]
     assert budget.spent(None, "resnet-cifar") == pytest.approx(sum(x["seconds"] / x["workers"] for x in rows) / 60)
+
+
+def test_minutes_of_the_encoders_runs_are_those_recorded() -> None:
+    rows = [{"seconds": 90.0, "workers": 3}, {}]
+    assert budget._encoder(rows, 30.0) == 1.0
+    recorded = [row for row in Lines(encoder_length.RESULT).rows if "seconds" not in row]
+    assert len(recorded) == 136
+    assert (budget.spent(None, "encoder") or 0) >= 136 * 22.5 / 60
 
 
 def test_runs_of_the_linear_model_belong_to_one_study() -> None:

@@ -258,6 +258,20 @@ def test_the_verdict_follows_the_rule(result: Result, wanted: Verdict) -> None:
     assert "KFAC less CG" in found.because
 
 
+def _noisy(result: Result, model: str) -> Result:
+    """The same, with CG's drops in a model so far apart that the interval holds what is printed, and much else."""
+    result.figures["models"][model]["arms"]["own"]["TGDA-CG"]["drop"] = [-2.6, 8.8, -0.5]
+    return result
+
+
+@pytest.mark.parametrize(("mlp", "wanted"), [(0.9, Verdict.REFUSED), (2.0, Verdict.REFUSED)])
+def test_no_verdict_where_a_model_that_cannot_tell_would_decide(mlp: float, wanted: Verdict) -> None:
+    found = poisoning_page.verdict(_noisy(_result({"LR": 3.0, "MLP": mlp, "CNN": 2.5}), "CNN"))
+    assert found.verdict is wanted and "Too few seeds to tell in 1 of 3 cases" in found.because
+    sure = poisoning_page.verdict(_noisy(_result({"LR": 0.9, "MLP": 0.9, "CNN": 2.5}), "CNN"))
+    assert sure.verdict is Verdict.FAILED  # whatever the CNN would say
+
+
 def test_no_verdict_without_a_model() -> None:
     result = _result({"LR": 3.0, "CNN": 2.0})
     del result.figures["models"]["CNN"]["arms"]["own"]

@@ -36,7 +36,7 @@ def _capture(graph: Any, pool: Any = None) -> Any:
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
 
-def test_the_first_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_error_is_told_and_the_remedy_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, stand_in in (("CUDAGraph", _Graph), ("graph", _capture), ("current_device", lambda: 0)):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch.cuda, "default_generators", [_Generator()])
@@ -46,6 +46,12 @@ def test_the_first_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(RuntimeError, match="nonzero waits for the device"):
         Recording(failing)
+
+    def copying() -> None:
+        raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless it is pinned.")
+
+    with pytest.raises(RuntimeError, match="made on the CPU is copied; make it on the device of the batch"):
+        Recording(copying)
 
 
 class _Shared:

@@ -75,7 +75,7 @@ class Recording(Generic[T]):
         except BaseException as error:  # generators would take the recording to go on for ever
             for generator, state in zip(drawn, before, strict=True):
                 generator.graphsafe_set_state(state)
-            raise _first(error) from None
+            raise _reason(error) from None
 
     @property
     def pool(self) -> Any:
@@ -153,10 +153,12 @@ class GeneratorCopies:
             copy.set_state(now)
 
 
-def _first(error: BaseException) -> BaseException:
+def _reason(error: BaseException) -> BaseException:
     """What went wrong first: the end of a recording that failed raises an error of its own, which says nothing."""
     while error.__context__ is not None:
         error = error.__context__
+    if isinstance(error, RuntimeError) and "copy between CPU and CUDA tensors" in str(error):
+        return RuntimeError("a tensor made on the CPU is copied; make it on the device of the batch, or keep a buffer")
     return error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ class EncoderHead(nn.Module):
         self._prepares = False
         if layers:
             self.upper = _upper(model, layers)
+            _keep_positions(self.upper, width)
             self._prepares = _takes_prepared(self.upper, width)
             for module in self.upper.modules():
                 if isinstance(module, nn.Dropout):
@@ -131,6 +133,31 @@ def _takes_prepared(upper: nn.Module, width: int) -> bool:
     finally:
         upper.train(was)
     return bool(torch.allclose(plain, ours, rtol=1e-4, atol=1e-5))
+
+
+@torch.no_grad()
+def _keep_positions(upper: Any, width: int) -> None:
+    """Let an encoder with a bias for relative positions, such as MPNet, look up their buckets in a buffer.
+
+    It computes them at every call, with versions 4 of transformers on the CPU, which a CUDA graph cannot record. The
+    bias is still made of its parameters at every call. Where the two ways differ, the encoder is left as it is.
+    """
+    parts = ("compute_position_bias", "relative_position_bucket", "relative_attention_bias")
+    for module in [m for m in upper.modules() if all(hasattr(m, name) for name in parts)]:
+        weight, most = module.relative_attention_bias.weight, int(upper.config.max_position_embeddings)
+        buckets = module.relative_position_bucket(torch.arange(1 - most, most)).to(weight.device)
+        module.register_buffer("position_buckets", buckets, persistent=False)
+        states = torch.empty(1, most, width, device=weight.device)
+        if torch.equal(_position_bias(module, states), module.compute_position_bias(states)):
+            module.compute_position_bias = partial(_position_bias, module)
+
+
+def _position_bias(module: Any, states: Tensor) -> Tensor:
+    """What is added to attention scores (N, heads, T, T) of states (N, T, H): a number for every distance of tokens."""
+    place = torch.arange(states.shape[1], device=states.device)
+    distance = place - place[:, None] + len(module.position_buckets) // 2
+    bias: Tensor = module.relative_attention_bias(module.position_buckets[distance]).permute(2, 0, 1)
+    return bias.expand(len(states), -1, -1, -1).contiguous()
 
 
 class _Given(nn.Module):
