@@ -37,10 +37,11 @@ def losses(mixture):  # in place of Trainer's; evaluations are without weights
 
 class MixtureCallback(transformers.TrainerCallback):
     def __init__(self, mixture, *data):
-        loaders = [DataLoader(rows, 16, sampler=RandomSampler(rows, True, 10**9)) for rows in data]
+        self.problem = hk.training.DataParallel(hk.BilevelProblem(inner, outer), divide=False)  # on several processes
+        own = torch.Generator().manual_seed(torch.initial_seed() + self.problem.group.rank)  # Trainer seeds all alike
+        loaders = [DataLoader(rows, 16, sampler=RandomSampler(rows, True, 10**9, own)) for rows in data]
         self.batches, self.mixture = zip(*loaders, strict=True), mixture
         self.optimizer, self.hypergradient = torch.optim.Adam(mixture.parameters(), lr=0.1), hk.kfac(damping=1e-2)
-        self.problem = hk.training.DataParallel(hk.BilevelProblem(inner, outer), divide=False)  # on several processes
 
     def on_step_end(self, args, state, control, model=None, **_):
         if state.global_step % 10 == 0:

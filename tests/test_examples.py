@@ -140,6 +140,19 @@ def test_a_checkpoint_of_trainer_has_the_domain_weights(tmp_path: Path) -> None:
     assert resumed.optimizer.state_dict()["state"][0]["step"] == 1
 
 
+def test_each_process_of_trainer_has_its_own_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer seeds all processes alike, so that all would move λ by the same few texts."""
+    pytest.importorskip("transformers")
+    module = load("domain_weights_trainer")
+    rows, first = module.texts(torch.arange(400) % 4), []
+    for rank in range(2):
+        group = SimpleNamespace(rank=rank)
+        monkeypatch.setattr(hk.training, "DataParallel", lambda *_, group=group, **__: SimpleNamespace(group=group))
+        torch.manual_seed(0)
+        first.append(next(module.MixtureCallback(hk.DomainWeights(4), rows).batches)[0]["input_ids"])
+    assert not torch.equal(*first)
+
+
 def test_domain_weights_inside_the_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With evaluations, and resumed from a checkpoint."""
     pytest.importorskip("transformers")
