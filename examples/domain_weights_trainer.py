@@ -28,12 +28,20 @@ def inner(model, mixture, batch):
     return outer(model, mixture, batch, mixture(batch["domain"]))
 
 
+def losses(mixture):  # in place of Trainer's; evaluations are without weights
+    def compute_loss(model, batch, return_outputs=False, **_):
+        return (outer(model, mixture, batch).value, {}) if return_outputs else inner(model, mixture, batch).value
+
+    return compute_loss
+
+
 class MixtureCallback(transformers.TrainerCallback):
     def __init__(self, mixture, *data):
-        loaders = [DataLoader(rows, 16, sampler=RandomSampler(rows, True, 10**9)) for rows in data]
+        self.problem = hk.training.DataParallel(hk.BilevelProblem(inner, outer), divide=False)  # on several processes
+        own = torch.Generator().manual_seed(torch.initial_seed() + self.problem.group.rank)  # Trainer seeds all alike
+        loaders = [DataLoader(rows, 16, sampler=RandomSampler(rows, True, 10**9, own)) for rows in data]
         self.batches, self.mixture = zip(*loaders, strict=True), mixture
         self.optimizer, self.hypergradient = torch.optim.Adam(mixture.parameters(), lr=0.1), hk.kfac(damping=1e-2)
-        self.problem = hk.training.DataParallel(hk.BilevelProblem(inner, outer), divide=False)  # on several processes
 
     def on_step_end(self, args, state, control, model=None, **_):
         if state.global_step % 10 == 0:
@@ -42,17 +50,29 @@ class MixtureCallback(transformers.TrainerCallback):
             self.hypergradient.backward(self.problem, model, self.mixture, *batches)
             self.optimizer.step()
 
+    def on_save(self, args, state, control, **_):  # λ belongs to the checkpoint
+        if args.should_save:
+            saved = self.mixture.state_dict(), self.optimizer.state_dict()
+            torch.save(saved, f"{args.output_dir}/checkpoint-{state.global_step}/mixture.pt")
 
-def main(**options):
+    def on_train_begin(self, args, state, control, **_):
+        if state.global_step > 0:  # by resume_from_checkpoint
+            saved = torch.load(f"{args.output_dir}/checkpoint-{state.global_step}/mixture.pt")
+            self.mixture.load_state_dict(saved[0])
+            self.optimizer.load_state_dict(saved[1])
+
+
+def main(resume=None, **options):
     train, target = texts(torch.arange(400) % DOMAINS), texts(torch.zeros(40, dtype=torch.long))
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, **SIZES))
-    options |= {"learning_rate": 3e-3, "report_to": "none", "save_strategy": "no"}
+    options = {"learning_rate": 3e-3, "report_to": "none", "save_strategy": "no"} | options
     options |= {"remove_unused_columns": False}  # 1: the objectives need the domains
-    trainer = transformers.Trainer(model, transformers.TrainingArguments(**options), train_dataset=train)
-    mixture = hk.DomainWeights(DOMAINS).to(trainer.args.device)  # 2
-    trainer.compute_loss = lambda model, batch, **_: inner(model, mixture, batch).value  # 3
+    args = transformers.TrainingArguments(**options)
+    trainer = transformers.Trainer(model, args, train_dataset=train, eval_dataset=target)
+    mixture = hk.DomainWeights(DOMAINS).to(args.device)  # 2
+    trainer.compute_loss, trainer.model_accepts_loss_kwargs = losses(mixture), False  # 3: each a mean over its batch
     trainer.add_callback(MixtureCallback(mixture, train, target))  # 4
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return mixture.proportions().tolist()
 
 

@@ -99,7 +99,7 @@ def check_mixture(found: list[float], name: str) -> None:
     assert sum(found) == pytest.approx(1)
     assert found[0] == max(found) > 0.3
     lines = (EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()
-    assert len(lines) <= 60
+    assert len(lines) <= 80
     assert 4 <= sum(any(f"  # {i}" in line for i in range(1, 10)) for line in lines) <= 5
 
 
@@ -122,12 +122,67 @@ def test_domain_weights_trainer() -> None:
     check_mixture(mixture.proportions().tolist(), "domain_weights_trainer")
 
 
+def test_a_checkpoint_of_trainer_has_the_domain_weights(tmp_path: Path) -> None:
+    """Else a resumed run would begin with equal weights again, and nothing would say so."""
+    pytest.importorskip("transformers")
+    module = load("domain_weights_trainer")
+    args, state = SimpleNamespace(output_dir=tmp_path, should_save=True), SimpleNamespace(global_step=20)
+    (tmp_path / "checkpoint-20").mkdir()
+    rows = module.texts(torch.arange(4))
+    saved, resumed = (module.MixtureCallback(hk.DomainWeights(4), rows) for _ in range(2))
+    saved.mixture.logits.grad = torch.arange(4.0)
+    saved.optimizer.step()
+    saved.on_save(args, state, None)
+    resumed.on_train_begin(args, SimpleNamespace(global_step=0), None)
+    assert not resumed.mixture.logits.any()
+    resumed.on_train_begin(args, state, None)
+    assert torch.equal(resumed.mixture.logits, saved.mixture.logits)
+    assert resumed.optimizer.state_dict()["state"][0]["step"] == 1
+
+
+def test_each_process_of_trainer_has_its_own_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer seeds all processes alike, so that all would move λ by the same few texts."""
+    pytest.importorskip("transformers")
+    module = load("domain_weights_trainer")
+    rows, first = module.texts(torch.arange(400) % 4), []
+    for rank in range(2):
+        group = SimpleNamespace(rank=rank)
+        monkeypatch.setattr(hk.training, "DataParallel", lambda *_, group=group, **__: SimpleNamespace(group=group))
+        torch.manual_seed(0)
+        first.append(next(module.MixtureCallback(hk.DomainWeights(4), rows).batches)[0]["input_ids"])
+    assert not torch.equal(*first)
+
+
 def test_domain_weights_inside_the_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With evaluations, and resumed from a checkpoint."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    check_mixture(load("domain_weights_trainer").main(max_steps=60, use_cpu=True), "domain_weights_trainer")
+    options = {"use_cpu": True, "save_strategy": "steps", "save_steps": 40, "eval_strategy": "steps", "eval_steps": 40}
+    module = load("domain_weights_trainer")
+    check_mixture(module.main(max_steps=60, **options), "domain_weights_trainer")
+    resumed = module.main(str(next(tmp_path.glob("*/checkpoint-40"))), max_steps=60, **options)
+    assert resumed[0] == max(resumed) > 0.3
+
+
+def test_trainer_accumulates_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four batches of two in a step have the gradient of one batch of eight, not four times that."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    module, norms = load("domain_weights_trainer"), []
+
+    class Watching(module.MixtureCallback):  # type: ignore[misc, name-defined]
+        def on_pre_optimizer_step(self, *_: object, model: torch.nn.Module, **__: object) -> None:
+            norms.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm())
+
+    monkeypatch.setattr(module, "MixtureCallback", Watching)
+    for size in (8, 2):
+        transformers.set_seed(0)
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
+        module.main(max_steps=1, use_cpu=True, max_grad_norm=0.0, **options)
+    assert float(norms[1]) == pytest.approx(float(norms[0]), rel=1e-4)
 
 
 @pytest.mark.parametrize("real", [False, True])

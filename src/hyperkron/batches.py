@@ -66,12 +66,13 @@ class Loader(Source):
     """Epoch after epoch of an iterable such as ``torch.utils.data.DataLoader``.
 
     To resume inside an epoch the random state at its start is remembered and the epoch replayed up to the same
-    batch, so a loader shuffled by torch's generators continues with the batches it would have given.
+    batch, so a loader shuffled by torch's generators continues with the batches it would have given. Samplers that
+    want the number of an epoch, as ``DistributedSampler`` does for a new order, are told it.
     """
 
     def __init__(self, iterable: Iterable[Any]) -> None:
         self.iterable = iterable
-        self.served = 0
+        self.epoch, self.served = 0, 0
         self._iterator: Iterator[Any] | None = None
         self._start: dict[str, Tensor] = {}
 
@@ -79,6 +80,9 @@ class Loader(Source):
         """The next batch, from a new epoch where the last one is exhausted."""
         for attempt in range(2):
             if self._iterator is None:
+                for part in self._parts().values():
+                    if callable(told := getattr(part, "set_epoch", None)):
+                        told(self.epoch)
                 self._start = self._random()
                 self._iterator, self.served = iter(self.iterable), 0
             try:
@@ -86,7 +90,7 @@ class Loader(Source):
             except StopIteration:
                 if attempt == 1 or self.served == 0:
                     break
-                self._iterator = None
+                self._iterator, self.epoch = None, self.epoch + 1
                 continue
             self.served += 1
             return batch
@@ -95,21 +99,31 @@ class Loader(Source):
             "iterated again (a DataLoader, not an iterator over it) and is not empty."
         )
 
+    def _parts(self) -> dict[str, Any]:
+        """The loader, what it takes its batches from, and what that takes its examples from."""
+        batches = getattr(self.iterable, "batch_sampler", None)
+        examples = getattr(batches, "sampler", getattr(self.iterable, "sampler", None))
+        return {"own": self.iterable, "batch_sampler": batches, "sampler": examples}
+
+    def _generators(self) -> dict[str, torch.Generator]:
+        held = {name: getattr(part, "generator", None) for name, part in self._parts().items()}
+        return {name: found for name, found in held.items() if isinstance(found, torch.Generator)}
+
     def _random(self) -> dict[str, Tensor]:
-        own = getattr(self.iterable, "generator", None)
-        found = {"global": torch.get_rng_state()}
-        return {**found, "own": own.get_state()} if isinstance(own, torch.Generator) else found
+        own = {name: generator.get_state() for name, generator in self._generators().items()}
+        return {"global": torch.get_rng_state(), **own}
 
     def _set_random(self, state: dict[str, Tensor]) -> None:
         torch.set_rng_state(state["global"])
-        if "own" in state:
-            self.iterable.generator.set_state(state["own"])  # type: ignore[attr-defined]
+        for name, generator in self._generators().items():
+            if name in state:
+                generator.set_state(state[name])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"served": self.served, "random": dict(self._start)}
+        return {"epoch": self.epoch, "served": self.served, "random": dict(self._start)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._iterator, self.served = None, 0
+        self._iterator, self.epoch, self.served = None, state.get("epoch", 0), 0
         if not state["random"]:
             return
         now = self._random()

@@ -204,3 +204,30 @@ def test_a_graph_through_the_model_outlives_a_difference_in_float32() -> None:
     model.zero_grad()
     value.backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+
+
+class Adapted(nn.Module):
+    """A frozen base in bfloat16 with adapters in float32, as peft makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)).bfloat16().requires_grad_(False)
+        self.down = nn.ModuleList(nn.Linear(WIDTH, 4, bias=False) for _ in range(4))
+        self.up = nn.ModuleList(nn.Linear(4, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.base[0].weight.dtype)
+        for base, down, up in zip(self.base, self.down, self.up, strict=True):
+            x = torch.tanh(base(x) + up(down(x.to(down.weight.dtype))).to(x.dtype))
+        return x[:, :3]
+
+
+def test_sama_is_not_blamed_for_the_rounding_of_smaller_steps() -> None:
+    """Its own step is large enough; a smaller one, to compare with, is lost in the rounding of a frozen base."""
+    made = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    data = [(x, batches()[0][1]) for x in made]
+    found, wanted = (
+        hk.sama().compute(PROBLEM, model, Weights(), *data).grads["a"] for model in (Adapted(), Adapted().double())
+    )
+    assert float((found - wanted).norm()) < 0.05 * float(wanted.norm())

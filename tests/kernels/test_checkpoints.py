@@ -68,6 +68,46 @@ def test_hypergradients_are_those_without_checkpoints(name: str, reentrant: bool
     assert oracles.relative(found, wanted) < 1e-8
 
 
+class Attending(Net):
+    """The first block mixes the rows by attention, whose fused kernel has no second derivative, or under autocast."""
+
+    def __init__(self, reentrant: bool | None, autocast: bool = False) -> None:
+        super().__init__(reentrant)
+        own, self.first = self.first, nn.Module()
+        self.first.add_module("own", own)
+
+        def forward(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                h = own[0](x)[None, None]
+                return nn.functional.scaled_dot_product_attention(h, h, h)[0, 0].to(x.dtype)
+
+        self.first.forward = forward
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_computed_again_takes_the_kernels_of_the_first_time(name: str, reentrant: bool) -> None:
+    """Else torch finds other tensors than in the forward pass, or a kernel without a second derivative."""
+    weights = hk.SampleWeights(6).to(DOUBLE)
+    wanted, found = (
+        METHODS[name]().compute(PROBLEM, Attending(kind), weights, None, None).grads for kind in (None, reentrant)
+    )
+    assert oracles.relative(found, wanted) < 1e-8
+
+
+@pytest.mark.parametrize("name", ["kfac", "cg"])
+def test_what_is_computed_again_stays_without_autocast(name: str) -> None:
+    def single(objective: Any) -> Any:  # autocast leaves double precision alone
+        return lambda model, hyper, batch: objective(lambda x: model(x.float()), hyper, batch)
+
+    problem, weights = hk.BilevelProblem(single(inner), single(outer), autocast=False), hk.SampleWeights(6)
+    wanted, found = (
+        METHODS[name]().compute(problem, Attending(kind, autocast=True).float(), weights, None, None).grads
+        for kind in (None, False)
+    )
+    assert oracles.relative(found, wanted) < 1e-6
+
+
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
 def test_fit_is_what_it_is_without_checkpoints(reentrant: bool) -> None:
     ends = []

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 import hyperkron as hk
+from hyperkron.batches import Loader
 from hyperkron.training.callback import Callback
 from quadratic import Quadratic
 
@@ -148,6 +149,29 @@ def test_an_exhausted_or_empty_loader_is_named() -> None:
         prepare(1, data=(DataLoader([], batch_size=1), PROBLEM.data()[1]))
     with pytest.raises(hk.HyperkronError, match="inner_data is a"):
         prepare(1, data=(iter([1]), None))
+
+
+def sampled(kind: str) -> DataLoader[Any]:
+    data = TensorDataset(torch.arange(12))
+    if kind == "distributed":  # of one of two processes
+        return DataLoader(data, 2, sampler=DistributedSampler(data, num_replicas=2, rank=0))  # type: ignore[arg-type]
+    order = RandomSampler(data, generator=torch.Generator().manual_seed(5))
+    if kind == "batches":
+        return DataLoader(data, batch_sampler=BatchSampler(order, 2, False))
+    return DataLoader(data, 2, sampler=order)
+
+
+@pytest.mark.parametrize("kind", ["distributed", "examples", "batches"])
+def test_samplers_have_a_new_order_in_every_epoch_and_are_resumed_in_it(kind: str) -> None:
+    """``DistributedSampler`` repeats its order unless it is told the epoch; others draw from their own generator."""
+    source, seen, length = Loader(sampled(kind)), [], len(sampled(kind))
+    for count in range(3 * length):
+        resumed = Loader(sampled(kind))
+        resumed.load_state_dict(source.state_dict())
+        (rows,) = source.next()
+        assert resumed.next()[0].tolist() == rows.tolist(), count
+        seen.append(rows.tolist())
+    assert len({str(seen[i : i + length]) for i in range(0, len(seen), length)}) == 3
 
 
 # --- seeds and resuming ------------------------------------------------------------------------------------

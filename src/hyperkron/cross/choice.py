@@ -228,6 +228,9 @@ class Cross:
         cross = _computed(point, v, way).cross
         away = _distance(cross, near.cross)
         error = max(away, near.error)
+        if error > NOTICEABLE and form and in_half_precision(loss.value):  # small steps are lost in rounding, not this
+            exact = self._tried(point, v, Way("adjoint", form), reasons, needed=False)
+            error = error if exact is None else _distance(cross, exact.cross)
         if error > NOTICEABLE:
             warn_once(
                 "cross-radius",

@@ -24,6 +24,7 @@ class Precision(NamedTuple):
 FLOAT64 = Precision((1e-4, 1e-5, 1e-6), tolerance=1e-6, agreement=1e-6, exact=1e-5)
 FLOAT32 = Precision((1e-2, 3e-3, 1e-3, 3e-4), tolerance=0.05, agreement=0.03, exact=0.05)
 TF32 = Precision((1e-1, 3e-2, 1e-2, 3e-3), tolerance=0.05, agreement=0.06, exact=0.1)
+HALF_TYPES = (torch.float16, torch.bfloat16)
 HALF = Precision((1e-1, 3e-2, 1e-2, 3e-3), tolerance=0.05, agreement=0.25, exact=0.1)  # autocast, too
 
 
@@ -31,7 +32,7 @@ def precision(point: Point) -> Precision:
     """Of the model at ``point``."""
     if point.dtype == torch.float64:
         return FLOAT64
-    if point.dtype != torch.float32 or point.autocast is not None:
+    if point.autocast is not None or any(p.dtype in HALF_TYPES for p in point.model.parameters()):  # frozen ones, too
         return HALF
     return TF32 if tf32(point) else FLOAT32
 

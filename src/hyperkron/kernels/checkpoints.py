@@ -2,7 +2,8 @@
 
 ``torch.utils.checkpoint`` knows two ways. The reentrant one stores gradients in ``.grad`` from inside the backward
 pass: ``torch.autograd.grad`` does not see the parameters inside it, and would leave them out in silence. The other one
-computes the activations again during the backward pass, with the parameters that the model has at that time.
+computes the activations again during the backward pass, with the parameters and by the kernels of that time: another
+attention than that of the forward pass would not have its second derivative.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch.utils import checkpoint
+
+from hyperkron.kernels.selection import same_kernels
 
 
 class _NotReentrant:
@@ -23,9 +27,22 @@ class _NotReentrant:
         return checkpoint.checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=preserve)
 
 
-def _kept(*_: Any, **__: Any) -> Iterator[None]:
-    """In place of what sets up the second computation: nothing, so that activations are kept."""
-    yield
+_KEEP: ContextVar[bool] = ContextVar("keep activations", default=False)
+_SECOND_TIME = checkpoint._checkpoint_without_reentrant_generator
+
+
+def _second_time(function: Callable[..., Any], *options: Any, **named: Any) -> Iterator[None]:
+    """In place of what sets up the second computation: by the same kernels, or none where activations are kept."""
+    if _KEEP.get():
+        yield
+        return
+    kernels = same_kernels()
+
+    def again(*inputs: Any, **more: Any) -> Any:
+        with kernels():
+            return function(*inputs, **more)
+
+    yield from _SECOND_TIME(again, *options, **named)
 
 
 class _Replacements:
@@ -59,15 +76,15 @@ def differentiable_checkpoints(*, keep: bool = False) -> Iterator[None]:
     """Reentrant checkpoints inside are taken the other way, which costs the same time and memory.
 
     With ``keep`` activations are kept instead of computed again: for parameters that are in place during the forward
-    pass only. Other threads keep theirs meanwhile, which only costs memory.
+    pass only.
     """
-    names: dict[str, Any] = {"CheckpointFunction": _NotReentrant}
-    if keep:
-        names["_checkpoint_without_reentrant_generator"] = _kept
+    names = {"CheckpointFunction": _NotReentrant, "_checkpoint_without_reentrant_generator": _second_time}
     for name, stand_in in names.items():
         _REPLACEMENTS.enter(name, stand_in)
+    before = _KEEP.set(keep or _KEEP.get())
     try:
         yield
     finally:
+        _KEEP.reset(before)
         for name in names:
             _REPLACEMENTS.leave(name)

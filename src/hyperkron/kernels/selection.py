@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from hyperkron.kernels.second_order import batch_norm, convolution, plain
 
@@ -168,22 +168,47 @@ def _conditions(device: torch.device, size: int) -> Hashable:
 @contextmanager
 def twice_differentiable(*modules: nn.Module) -> Iterator[None]:
     """Attention and weight norm of ``modules`` through kernels that have right second derivatives and forward mode."""
-    fast, cuda = torch.backends.mha.get_fastpath_enabled(), torch.backends.cuda
-    fused = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
-    before = (cuda.math_sdp_enabled(), *fused)
     normalised = any(map(_has_weight_norm, modules))
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        _set_attention(True, False, False, False)
-        with PlainWeightNorm() if normalised else nullcontext():
+    with _attention(False, True, False, False, False), PlainWeightNorm() if normalised else nullcontext():
+        yield
+
+
+def same_kernels() -> Callable[[], AbstractContextManager[None]]:
+    """What makes a context with the kernels that are chosen now, for what is computed again later."""
+    chosen, flags = (Kernels, PlainWeightNorm, WithoutAutocast), _attention_flags()
+    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, chosen)]
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with ExitStack() as stack:
+            for entered in (_attention(*flags), *modes):
+                stack.enter_context(entered)
             yield
+
+    return context
+
+
+def _attention_flags() -> tuple[bool, ...]:
+    """Which kernels attention may take: the fast path of transformer layers, unfused, flash, efficient, cuDNN."""
+    cuda = torch.backends.cuda
+    fused = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    return torch.backends.mha.get_fastpath_enabled(), cuda.math_sdp_enabled(), *fused
+
+
+@contextmanager
+def _attention(*flags: bool) -> Iterator[None]:
+    """Attention by these kernels (:func:`_attention_flags`) inside the block."""
+    before = _attention_flags()
+    try:
+        _set_attention(*flags)
+        yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         _set_attention(*before)
 
 
-def _set_attention(unfused: bool, flash: bool, efficient: bool, cudnn: bool) -> None:
-    """Which kernels attention may take: what ``torch.nn.attention.sdpa_kernel`` does, in a tenth of its time."""
+def _set_attention(fast_path: bool, unfused: bool, flash: bool, efficient: bool, cudnn: bool) -> None:
+    """What ``torch.nn.attention.sdpa_kernel`` does, in a tenth of its time, and the fast path."""
+    torch.backends.mha.set_fastpath_enabled(fast_path)
     torch.backends.cuda.enable_math_sdp(unfused)
     torch.backends.cuda.enable_flash_sdp(flash)
     torch.backends.cuda.enable_mem_efficient_sdp(efficient)
