@@ -200,6 +200,6 @@ def test_several_processes_and_models_divided_among_them_are_named(monkeypatch):
         hk.attribute(loss, model, train, queries, method=hk.identity())
     assert len(caught) == 1
     assert "attribution does not share work among them" in str(caught[0].message)
-    monkeypatch.setattr("hyperkron.attribution.task.is_sharded", lambda p: True)
+    monkeypatch.setattr("hyperkron.attribution.checks.is_sharded", lambda p: True)
     with pytest.raises(hk.HyperkronError, match=r"0.weight is divided among processes .* plain copy on one process"):
         hk.attribution.self_influence(loss, model, train)

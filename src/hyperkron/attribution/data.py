@@ -11,10 +11,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from hyperkron.evaluation.inputs import map_tensors
-from hyperkron.evaluation.point import Point
+from hyperkron.evaluation.point import Level, Point
 from hyperkron.losses import Loss
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError
+
+COMPARED = 16
+"""Examples in the first batch, on which gradients and losses are compared."""
 
 
 class ExampleRows:
@@ -92,15 +95,17 @@ def shares_of(losses: Iterable[Loss], sizes: Sequence[int]) -> list[float]:
     return shares([rows(loss.terms, size) for loss, size in zip(losses, sizes, strict=True)])
 
 
-def batch_shares(point: Point, parts: Parts) -> list[float]:
-    """What each batch counts in J_in: by its examples, or where the loss is a mean over tokens, by these.
+def batch_shares(point: Point, parts: Parts, level: Level = "inner") -> list[float]:
+    """What each batch counts in the loss of all: by its examples, or where the loss is a mean over tokens, by these.
 
     Which of them count is known only after a forward pass over the data.
     """
+    if len(parts) == 1:
+        return [1.0]
 
     def evaluated(start: int, stop: int) -> Loss:
         with torch.no_grad():
-            return point.evaluate("inner", parts.rows.batch(start, stop))
+            return point.evaluate(level, parts.rows.batch(start, stop))
 
     def examples_count(few: int) -> bool:
         try:
