@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hyperkron as hk
 from hyperkron.attribution import attribute, self_influence
@@ -86,6 +86,11 @@ def test_the_worst_status_of_all_solves_is_told():
     assert found.stats["status"] is Status.NONPOSITIVE_CURVATURE
 
 
+class Stream(IterableDataset):
+    def __len__(self):
+        return 3
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -94,6 +99,10 @@ def test_the_worst_status_of_all_solves_is_told():
         ({"way": "sideways"}, "way='sideways'"),
         ({"model": []}, "model is an empty list"),
         ({"train": 3}, "train is a int"),
+        ({"train": (torch.ones(3, 5), torch.ones(3), None)}, "train holds a NoneType beside .* leave out what is None"),
+        ({"train": {"x": {"ids": torch.ones(3, 5)}}}, "train holds a dict beside or in place of tensors"),
+        ({"queries": DataLoader(TensorDataset(torch.ones(3, 5)))}, "queries is a DataLoader; .* its .dataset"),
+        ({"train": Stream()}, r"train is a Stream; .* a dataset with len\(\) and \[i\]"),
         ({"train": (torch.ones(3, 5), torch.ones(2))}, r"train has tensors of \[2, 3\] rows"),
         ({"queries": (torch.ones(0, 5), torch.ones(0))}, "queries has no examples"),
         ({"loss": 1.0}, "loss=1.0 is not callable"),

@@ -372,7 +372,15 @@ class _ModuleCall(_LayerCall):
 
         size = max(1, CHUNK // max(1, sum(p.numel() for p in self.own.values())))
         for x, g in zip(self.x.split(size), self.g.split(size), strict=True):
-            yield {self.names[local]: gradient for local, gradient in vmap(pulled)(x, g).items()}
+            try:
+                found = vmap(pulled)(x, g)
+            except RuntimeError as error:  # such as an embedding with max_norm, which writes to its weight
+                kind, why = type(self.module).__name__, str(error).splitlines()[0]
+                raise UnsuitableError(
+                    f"way='layers' has no gradients of single examples in {next(iter(self.names.values()))}, of a "
+                    f"{kind} ({why}); use way='forward'."
+                ) from error
+            yield {self.names[local]: gradient for local, gradient in found.items()}
 
     def scores(self, vectors: _Vectors) -> Tensor:
         tree = vectors.tree
