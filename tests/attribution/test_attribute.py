@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hyperkron as hk
 from hyperkron.attribution import attribute, self_influence
@@ -86,6 +86,11 @@ def test_the_worst_status_of_all_solves_is_told():
     assert found.stats["status"] is Status.NONPOSITIVE_CURVATURE
 
 
+class Stream(IterableDataset):
+    def __len__(self):
+        return 3
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -94,6 +99,10 @@ def test_the_worst_status_of_all_solves_is_told():
         ({"way": "sideways"}, "way='sideways'"),
         ({"model": []}, "model is an empty list"),
         ({"train": 3}, "train is a int"),
+        ({"train": (torch.ones(3, 5), torch.ones(3), None)}, "train holds a NoneType beside .* leave out what is None"),
+        ({"train": {"x": {"ids": torch.ones(3, 5)}}}, "train holds a dict beside or in place of tensors"),
+        ({"queries": DataLoader(TensorDataset(torch.ones(3, 5)))}, "queries is a DataLoader; .* its .dataset"),
+        ({"train": Stream()}, r"train is a Stream; .* a dataset with len\(\) and \[i\]"),
         ({"train": (torch.ones(3, 5), torch.ones(2))}, r"train has tensors of \[2, 3\] rows"),
         ({"queries": (torch.ones(0, 5), torch.ones(0))}, "queries has no examples"),
         ({"loss": 1.0}, "loss=1.0 is not callable"),
@@ -200,6 +209,6 @@ def test_several_processes_and_models_divided_among_them_are_named(monkeypatch):
         hk.attribute(loss, model, train, queries, method=hk.identity())
     assert len(caught) == 1
     assert "attribution does not share work among them" in str(caught[0].message)
-    monkeypatch.setattr("hyperkron.attribution.task.is_sharded", lambda p: True)
+    monkeypatch.setattr("hyperkron.attribution.checks.is_sharded", lambda p: True)
     with pytest.raises(hk.HyperkronError, match=r"0.weight is divided among processes .* plain copy on one process"):
         hk.attribution.self_influence(loss, model, train)

@@ -49,15 +49,15 @@ def attribute(
     formula assumes one.
 
     Args:
-        loss: ``loss(model, batch)``, what the model was trained on, as a loss of :mod:`hyperkron.losses` (with its
-            L2 penalty, if there was one).
+        loss: ``loss(model, batch)``, what the model was trained on, a mean over the examples of the batch, as a loss of
+            :mod:`hyperkron.losses` (with its L2 penalty, if there was one).
         model: the trained network, or several (checkpoints, seeds), whose scores are averaged.
         train: the training examples: tensors with one row per example, such as ``(x, y)``, or a dataset.
         queries: examples of the same kind whose loss is to be explained.
         method: how A⁻¹ is applied. Default: that of ``hk.ekfac(1e-4, fisher="rademacher")``, without parameters outside
             Linear and convolution layers; ``hk.pcg(10)`` is more exact, ``hk.identity()`` the product of gradients.
         query_loss: f, where it differs from ``loss``, for example a margin.
-        aggregate: explain the mean loss of all queries, with a single row of scores; the cheapest use.
+        aggregate: explain the loss of all queries together, with a single row of scores; the cheapest use.
         curvature_data: examples on which A is measured. Default: ``train``.
         batch_size: training examples per step. Default: 256.
         way: ``layers`` (one backward pass for all queries), ``forward`` (one forward-mode pass for each), or ``auto``.

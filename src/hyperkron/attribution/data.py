@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from hyperkron.evaluation.inputs import map_tensors
-from hyperkron.evaluation.point import Point
+from hyperkron.evaluation.point import Level, Point
 from hyperkron.losses import Loss
 from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError
+
+COMPARED = 16
+"""Examples in the first batch, on which gradients and losses are compared."""
 
 
 class ExampleRows:
@@ -42,12 +45,19 @@ class ExampleRows:
             if len(counts) > 1:
                 raise HyperkronError(f"{name} has tensors of {sorted(counts)} rows; give one row per example in each.")
             self.count = counts.pop()
-        elif hasattr(given, "__getitem__") and hasattr(given, "__len__") and not isinstance(given, (str, bytes)):
+        elif odd := _beside_tensors(given):
+            raise HyperkronError(
+                f"{name} holds a {odd} beside or in place of tensors; give tensors alone, each with one row per "
+                "example (leave out what is None, unpack what is nested), or a dataset of items."
+            )
+        elif _is_dataset(given):
             self.count = len(given)
         else:
+            loader = hasattr(given, "dataset")
+            other = "its .dataset, with collate=" if loader else "a dataset with len() and [i]"
             raise HyperkronError(
-                f"{name} is a {type(given).__name__}; pass tensors with one row per example, such as (x, y), or a "
-                "dataset with len() and [i]."
+                f"{name} is a {type(given).__name__}; pass tensors with one row per example, such as (x, y), or "
+                f"{other}."
             )
         if not self.count:
             raise HyperkronError(f"{name} has no examples; pass at least one.")
@@ -92,15 +102,17 @@ def shares_of(losses: Iterable[Loss], sizes: Sequence[int]) -> list[float]:
     return shares([rows(loss.terms, size) for loss, size in zip(losses, sizes, strict=True)])
 
 
-def batch_shares(point: Point, parts: Parts) -> list[float]:
-    """What each batch counts in J_in: by its examples, or where the loss is a mean over tokens, by these.
+def batch_shares(point: Point, parts: Parts, level: Level = "inner") -> list[float]:
+    """What each batch counts in the loss of all: by its examples, or where the loss is a mean over tokens, by these.
 
     Which of them count is known only after a forward pass over the data.
     """
+    if len(parts) == 1:
+        return [1.0]
 
     def evaluated(start: int, stop: int) -> Loss:
         with torch.no_grad():
-            return point.evaluate("inner", parts.rows.batch(start, stop))
+            return point.evaluate(level, parts.rows.batch(start, stop))
 
     def examples_count(few: int) -> bool:
         try:
@@ -122,3 +134,18 @@ def _tensors(given: Any) -> list[Tensor]:
     if isinstance(values, (tuple, list)) and values and all(isinstance(x, Tensor) for x in values):
         return list(values)
     return []
+
+
+def _beside_tensors(given: Any) -> str:
+    """The type of what is not a tensor in a dictionary, or beside tensors in a tuple or list; empty if nothing is."""
+    values = list(given.values()) if isinstance(given, Mapping) else given
+    mixed = isinstance(values, (tuple, list)) and any(isinstance(x, Tensor) for x in values)
+    if not (mixed or isinstance(given, Mapping)):
+        return ""
+    return next((type(x).__name__ for x in values if not isinstance(x, Tensor)), "")
+
+
+def _is_dataset(given: Any) -> bool:
+    """Whether it has items by number: a DataLoader and an iterable dataset have not."""
+    known = hasattr(given, "__getitem__") and hasattr(given, "__len__")
+    return known and not isinstance(given, (str, bytes, IterableDataset))

@@ -98,17 +98,11 @@ class LayerProducts(Products):
     by_blocks = False
 
     def __init__(self, point: Point, level: Level = "inner", alike: bool = False) -> None:
-        """With ``alike`` a loss that is not a mean over all examples of a batch, for some are masked, is refused."""
+        """With ``alike`` a loss in which rows do not count alike, for some are masked or weighted, is refused."""
         super().__init__(point)
         self.level, self.alike, self.plan = level, alike, plan(point.model, "diagonal")
         self._compared: set[str] = set()  # the parameters whose gradients were found to be autograd's
         self._vectors = _Vectors({})
-        for name, module in point.model.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
-                raise UnsuitableError(
-                    f"{name} normalises by the statistics of the batch, which mixes its examples; use "
-                    "track_running_stats=True, or way='forward'."
-                )
 
     def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
         if self._vectors.tree is not vectors:
@@ -144,8 +138,9 @@ class LayerProducts(Products):
         with self._watched(used) as calls:
             loss = self.point.evaluate(self.level, batch)
             value = without_penalties(loss)
-        if self.alike and not all(term.valid is None or bool(term.valid.all()) for term in loss.terms):
-            raise UnsuitableError("the loss leaves out rows of the batch; use way='forward'.")
+        counted = [term.coefficients.flatten() for term in loss.terms]
+        if self.alike and not all(bool((x == x[0]).all()) for x in counted):
+            raise UnsuitableError("the loss leaves out rows of the batch, or weights them; use way='forward'.")
         reached: list[_LayerCall] = []
         if calls and value.requires_grad:
             edges = [call.edge for call in calls]
@@ -377,7 +372,15 @@ class _ModuleCall(_LayerCall):
 
         size = max(1, CHUNK // max(1, sum(p.numel() for p in self.own.values())))
         for x, g in zip(self.x.split(size), self.g.split(size), strict=True):
-            yield {self.names[local]: gradient for local, gradient in vmap(pulled)(x, g).items()}
+            try:
+                found = vmap(pulled)(x, g)
+            except RuntimeError as error:  # such as an embedding with max_norm, which writes to its weight
+                kind, why = type(self.module).__name__, str(error).splitlines()[0]
+                raise UnsuitableError(
+                    f"way='layers' has no gradients of single examples in {next(iter(self.names.values()))}, of a "
+                    f"{kind} ({why}); use way='forward'."
+                ) from error
+            yield {self.names[local]: gradient for local, gradient in found.items()}
 
     def scores(self, vectors: _Vectors) -> Tensor:
         tree = vectors.tree

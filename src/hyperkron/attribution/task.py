@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hyperkron import trees
-from hyperkron.attribution.data import ExampleRows, Parts, batch_shares, shares_of
+from hyperkron.attribution.checks import check_mean, check_processes, warn_of_reduced
+from hyperkron.attribution.data import COMPARED, ExampleRows, Parts, batch_shares, shares_of
 from hyperkron.attribution.forward_products import ForwardProducts
 from hyperkron.attribution.inner_products import (
     CHUNK,
@@ -33,8 +33,7 @@ from hyperkron.hyper import as_hyper
 from hyperkron.hypergradient import Implicit
 from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem
-from hyperkron.sharding import is_sharded
-from hyperkron.solution import HyperkronError, HyperkronWarning, Solution, Status, warn_once, worst
+from hyperkron.solution import HyperkronError, HyperkronWarning, Solution, Status, worst
 from hyperkron.training.program import Program
 from hyperkron.trees import Tree
 from hyperkron.validation import check_whole
@@ -47,8 +46,6 @@ TOGETHER = 32
 """Right-hand sides that are solved for at once."""
 LIKENESS = 0.1
 """By how much the gradient of a query among others may differ from the one it has alone, in half precision."""
-COMPARED = 16
-"""Examples in the first batch, with which gradients by layers are compared with autograd's."""
 
 
 class _TrainingProblem(BilevelProblem):
@@ -78,9 +75,9 @@ class Task:
         collate: Callable[[list[Any]], Any],
     ) -> None:
         check_whole("batch_size", batch_size)
-        _warn_of_reduced(method, model)
+        warn_of_reduced(method, model)
         self.model, self.params, self.method = model, trainable(model, "model"), method
-        _check_processes(self.params)
+        check_processes(self.params)
         self.loss, self.query_loss = _checked("loss", loss), _checked("query_loss", query_loss)
         first = next(iter(self.params.values()))
 
@@ -225,17 +222,22 @@ class Task:
 
     def query_gradients(self, point: Point, aggregate: bool = False, progress: bool = False) -> Iterator[Tree]:
         """∂_θ f_q of every query, or of their mean, several stacked at a time."""
+        if aggregate:
+            yield trees.stacked([self._aggregated(point)])
+            return
         count = len(self.queries)
-        spans = [(0, count)] if aggregate else [(q, q + 1) for q in range(count)]
-        batched, first = (None, None) if aggregate else self._batched(point)
-        with tqdm(total=len(spans), disable=not progress, unit="query", dynamic_ncols=True) as bar:
-            for i in range(0, len(spans), TOGETHER):
-                part = spans[i : i + TOGETHER]
+        batched, first = self._batched(point)
+        with tqdm(total=count, disable=not progress, unit="query", dynamic_ncols=True) as bar:
+            for start in range(0, count, TOGETHER):
+                stop = min(start + TOGETHER, count)
                 found, first = first, None  # those of the first queries are known already
                 if found is None and batched is not None:
-                    found = self._batched_gradients(batched, i, i + len(part))
-                yield trees.stacked([self._mean_gradient(point, *s) for s in part]) if found is None else found
-                bar.update(len(part))
+                    found = self._batched_gradients(batched, start, stop)
+                if found is None:
+                    alone = [self._gradient(point, "outer", self.queries.batch(q, q + 1)) for q in range(start, stop)]
+                    found = trees.stacked(alone)
+                yield found
+                bar.update(stop - start)
 
     def _batched_gradients(self, batched: LayerProducts, start: int, stop: int) -> Tree | None:
         """The gradients of these queries in one pass; ``None`` where they are not those of each alone."""
@@ -265,13 +267,14 @@ class Task:
         alike = error <= min(1e3 * torch.finfo(point.dtype).eps, LIKENESS) * trees.norm(alone)
         return (layers, found) if alike else (None, None)
 
-    def _mean_gradient(self, point: Point, start: int, stop: int) -> Tree:
-        """∂_θ of the mean loss of some queries, batch by batch."""
+    def _aggregated(self, point: Point) -> Tree:
+        """∂_θ of the loss of all queries, batch by batch."""
+        parts = Parts(self.queries, self.train.size)
+        if len(parts) > 1:
+            check_mean("query_loss", point, "outer", parts)
         total = trees.zeros_like(self.params)
-        for i in range(start, stop, self.train.size):
-            end = min(i + self.train.size, stop)
-            part = self._gradient(point, "outer", self.queries.batch(i, end))
-            total = trees.add(total, part, alpha=(end - i) / (stop - start))
+        for batch, share in zip(parts, batch_shares(point, parts, "outer"), strict=True):
+            total = trees.add(total, self._gradient(point, "outer", batch), alpha=share)
         return total
 
     def _gradient(self, point: Point, level: Level, batch: Any) -> Tree:
@@ -290,6 +293,7 @@ class Task:
         try:
             with Point(problem, self.model, self.hyper, None, None, curvature_batch=self.curvature) as point:
                 self._lay_out(point)
+                check_mean("loss", point, "inner", self.train)
                 point.keeps = point.device.type == "cpu"  # which has more memory than a GPU, and is slower
                 yield point
         finally:
@@ -371,34 +375,6 @@ def _products(ways: list[Products], batch: Any, vectors: Tree, count: int) -> Te
             if len(ways) == 1:
                 raise
             del ways[0]
-
-
-def _check_processes(params: Tree) -> None:
-    """Refuse a model of which this process has a part, and say that several processes do not share the work."""
-    for name, p in params.items():
-        if is_sharded(p):
-            raise HyperkronError(
-                f"model parameter {name} is divided among processes (fully_shard), and attribution needs the whole "
-                "model: load its state_dict into a plain copy on one process."
-            )
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        warn_once(
-            "attribution processes",
-            f"there are {dist.get_world_size()} processes, but attribution does not share work among them: each that "
-            "calls it computes all scores for itself. Call it on one process (rank 0), or give each its own queries.",
-        )
-
-
-def _warn_of_reduced(method: Implicit, model: nn.Module) -> None:
-    """Say that ``sharing="reduce"`` does not rank examples well where weights are shared over positions."""
-    if getattr(method.curvature, "sharing", "") != "reduce" or not isinstance(model, nn.Module):
-        return
-    if any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()):
-        warn_once(
-            "attribution reduce",
-            "sharing='reduce' with convolutions ranked training examples no better than products of gradients in our "
-            "measurements (docs/attribution.md); use sharing='expand', the default.",
-        )
 
 
 def _warn(stats: dict[str, Any]) -> None:

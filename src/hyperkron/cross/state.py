@@ -100,9 +100,9 @@ def described(function: Any, depth: int = 4) -> Hashable:
 
 
 def inner_key(problem: BilevelProblem, model: nn.Module, hyper: nn.Module) -> Hashable:
-    """What tells one inner loss from another: the function, and what of θ and λ may change its structure."""
-    names = tuple(name for name, _ in hyper.named_parameters())
-    return described(problem.inner), type(model), model.training, type(hyper), names
+    """What tells one inner loss from another: the function, and what of θ and λ changes its structure or precision."""
+    names, dtypes = tuple(name for name, _ in hyper.named_parameters()), {p.dtype for p in model.parameters()}
+    return described(problem.inner), type(model), model.training, frozenset(dtypes), type(hyper), names
 
 
 def _held(cell: types.CellType) -> tuple[Any, ...]:

@@ -19,7 +19,8 @@ class Snapshot:
 
     A module's own buffers are put aside and every evaluation gets fresh copies of them. So their memory and
     version are never touched, and a kept graph, the user's or a solver's, keeps the values it was made of. Parameters
-    are not written by any layer but embeddings with ``max_norm``; those are put back. What is recorded as a CUDA graph
+    are not written by any layer but embeddings with ``max_norm``; those are put back. Embeddings with ``sparse`` have
+    dense gradients for the while, which second derivatives and solvers need. What is recorded as a CUDA graph
     takes the random numbers of a GPU from ``generator_copies``.
     """
 
@@ -38,6 +39,7 @@ class Snapshot:
         self.groups = [list(group.values()) for group in by_dtype.values()]
         normed = [m for m in modules if vars(m).get("max_norm") is not None]
         self.weights = [(p, p.detach().clone()) for m in normed for p in m.parameters(recurse=False)]
+        self.sparse = [m for m in modules if vars(m).get("sparse") is True]
         self.device = device
         self.random = random.getstate()
         self.cpu = torch.get_rng_state()
@@ -53,6 +55,8 @@ class Snapshot:
             self.rewind_random()
             self._rewind_modes()
         self._evaluated = True
+        for module in self.sparse:
+            module.sparse = False  # type: ignore[assignment]
         if self.generator_copies is not None:
             self.generator_copies.rewind()
         fresh: dict[int, Tensor] = {}  # one copy for a buffer that modules share
@@ -76,6 +80,8 @@ class Snapshot:
                 module._buffers.clear()
                 module._buffers.update(own)
                 module._non_persistent_buffers_set = unsaved
+        for module in self.sparse:
+            module.sparse = True  # type: ignore[assignment]
         for p, own_values in self.weights:
             p.data.copy_(own_values)
         for p, flag in self.flags:

@@ -184,7 +184,7 @@ class Implicit(Hypergradient):
     ) -> HypergradientResult:
         """dΦ/dλ at the current (λ, θ); ``curvature_batch`` measures A on another batch than the cross term."""
         self._meet(model)
-        answer, start = None, self.state.start if self.warm_start else None
+        answer, start = None, self._start(model)
         place = functools.partial(
             Point, problem, model, hyper, inner_batch, outer_batch, curvature_batch=curvature_batch
         )
@@ -224,6 +224,12 @@ class Implicit(Hypergradient):
             self._forget()
         if not same:
             self.state.modules = [weakref.ref(module) for module in modules]
+
+    def _start(self, model: nn.Module) -> Tree | None:
+        """The last solution, for a warm start; ``None`` also where other parameters are trained now."""
+        start = self.state.start if self.warm_start else None
+        trained = {} if start is None else {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+        return start if start is not None and {name: x.shape for name, x in start.items()} == trained else None
 
     def _answer(self, point: Point, start: Tree | None) -> Answer:
         """The formula at ``point``; on a GPU its numbers have been asked for, not waited for, but for the solver's."""

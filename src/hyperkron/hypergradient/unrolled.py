@@ -289,9 +289,8 @@ class _Sweep:
         known = [(x, a) for x, a in pairs if a is not None and x.requires_grad]
         inputs = before.tensors()
         count = len(inputs)
-        found = torch.autograd.grad(
-            [x for x, _ in known], [*inputs, *self.point.hypers.values()], [a for _, a in known], allow_unused=True
-        )
+        wanted = [*inputs, *self.point.hypers.values()]
+        found = gradients_of([x for x, _ in known], wanted, [a for _, a in known])
         return found[:count], found[count:]
 
     def _recall(self, t: int) -> _Iterate:

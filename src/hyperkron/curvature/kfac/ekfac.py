@@ -15,7 +15,7 @@ from hyperkron.curvature.kfac.inverse import BlockInverses
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
 from hyperkron.curvature.kfac.measured import Basis, Measured
 from hyperkron.curvature.kfac.owners import agreed
-from hyperkron.curvature.kfac.state import KroneckerState, own_diagonal
+from hyperkron.curvature.kfac.state import KroneckerState, layout, own_diagonal
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.execution import Pending
 from hyperkron.losses import DRAWN
@@ -136,7 +136,7 @@ class EKFAC(Kronecker):
             self._keep(point, state, error)
             return True
         diagonal, age = own_diagonal(self._diagonal(made, measured), point.params), state.basis_age + 1
-        state.renew(inverses, Status.DIRECT, diagonal, measured, list(made.rows), age)
+        state.renew(inverses, Status.DIRECT, diagonal, measured, layout(point.params), age)
         return True
 
     def _invert(

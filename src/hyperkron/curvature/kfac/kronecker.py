@@ -20,7 +20,7 @@ from hyperkron.curvature.kfac.layers import LayerOf, WeightSharing, checked_laye
 from hyperkron.curvature.kfac.measured import Basis, Measured
 from hyperkron.curvature.kfac.owners import agreed
 from hyperkron.curvature.kfac.penalty import mean_damping, scaled_factor
-from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState, own_diagonal
+from hyperkron.curvature.kfac.state import KroneckerOperator, KroneckerState, layout, own_diagonal
 from hyperkron.evaluation.passes import Pass
 from hyperkron.evaluation.point import Point, independent
 from hyperkron.kernels.execution import Pending
@@ -81,7 +81,7 @@ class Kronecker(Curvature):
         state.divide(made, point, self._reuses)
         if self.strict:
             _refuse(made.coverage())
-        if state.parameters != list(made.rows):  # the first call, or others are trained now: what is kept does not fit
+        if state.parameters != layout(point.params):  # the first call, or θ is another: what is kept does not fit
             state.factors = {}
             state.let_go()
         if not self.due(state):
@@ -137,7 +137,7 @@ class Kronecker(Curvature):
                 return
             state.factors = averages
             diagonal = own_diagonal(self._diagonal(made, measured), point.params)
-            state.renew(inverses, status, diagonal, measured, list(made.rows))
+            state.renew(inverses, status, diagonal, measured, layout(point.params))
 
         return Pending(finish)
 

@@ -385,7 +385,7 @@ def kronecker_layer(module: nn.Module, layers: Sequence[LayerOf] = ()) -> Layer 
     if isinstance(module, UNCALLED):
         return None
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return LinearLayer(module.in_features, module.out_features)
+        return LinearLayer(*reversed(module.weight.shape))  # out_features may be old, if the weight was replaced
     if is_transposed(module):
         return TransposedLayer(*module.weight.shape)  # type: ignore[misc]
     for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):

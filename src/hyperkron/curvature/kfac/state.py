@@ -25,6 +25,11 @@ from hyperkron.solution import HyperkronError, Status
 from hyperkron.trees import Tree
 
 
+def layout(params: Tree) -> list[str]:
+    """Name, shape and dtype of every parameter: what factors and inverses fit."""
+    return [f"{name} {list(p.shape)} {p.dtype}" for name, p in params.items()]
+
+
 class KroneckerState(CurvatureState):
     """Factors, inverses and ages of a Kronecker curvature.
 
@@ -50,7 +55,7 @@ class KroneckerState(CurvatureState):
         self.inverses: BlockInverses | None = None
         self.diagonal: dict[str, Tensor] = {}
         self.scales: Matrices = {}  # E of the blocks that a penalty falls on unevenly
-        self.parameters: list[str] = []  # those that were trained when the inverse was made
+        self.parameters: list[str] = []  # the layout of those that were trained when the inverse was made
         self.uncalled: list[str] = []  # those of layers that were not called at the last refresh
         self.coverage: Coverage | None = None
         self.unmasked: bool | None = None  # whether all losses seen had a row for every token and masked none

@@ -1,0 +1,72 @@
+"""A method that keeps something, used while parameters are frozen, replaced or converted between its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyperkron as hk
+import oracles
+from hyperkron.curvature import GGN
+
+METHODS: dict[str, Callable[[], hk.Implicit]] = {
+    "kfac": lambda: hk.kfac(0.1, fisher="type-2", refresh_every=9),
+    "kfac, averages": lambda: hk.kfac(0.1, fisher="type-2", ema=0.9),
+    "ekfac": lambda: hk.ekfac(0.1, fisher="type-2", refresh_every=9),
+    "ekfac, one basis": lambda: hk.ekfac(0.1, fisher="type-2", basis_every=9),
+    "warm start": lambda: hk.Implicit(GGN(0.1), hk.solvers.CG(200, tolerance=1e-13), warm_start=True),
+}
+
+
+def frozen(model: nn.Sequential) -> None:
+    model[0].bias.requires_grad_(False)
+
+
+def unfrozen(model: nn.Sequential) -> None:
+    model[2].requires_grad_(True)
+
+
+def larger(model: nn.Sequential) -> None:
+    model[2].weight, model[2].bias = (
+        nn.Parameter(torch.randn(4, *p.shape[1:], dtype=p.dtype)) for p in model[2].parameters()
+    )
+
+
+def narrower(model: nn.Sequential) -> None:
+    model.float()
+
+
+def wider(model: nn.Sequential) -> None:
+    model.register_parameter("scale", nn.Parameter(torch.ones(4, dtype=torch.float64)))
+
+
+def inner(model: nn.Module, hyper: Any, batch: tuple[Tensor, Tensor]) -> hk.losses.Loss:
+    x = batch[0] * model.scale if hasattr(model, "scale") else batch[0]
+    return hk.losses.cross_entropy(model(x), batch[1], weight=hyper().sigmoid())
+
+
+def outer(model: nn.Module, hyper: Any, batch: tuple[Tensor, Tensor]) -> hk.losses.Loss:
+    return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.filterwarnings("ignore::hyperkron.HyperkronWarning")
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("change", [frozen, unfrozen, larger, narrower, wider])
+def test_what_does_not_fit_any_more_is_forgotten(name: str, change: Callable[[nn.Sequential], None]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model[2].requires_grad_(change is not unfrozen)
+    hyper, problem = hk.as_hyper(torch.randn(8, dtype=torch.float64)), hk.BilevelProblem(inner, outer)
+    batches = [(torch.randn(8, 4, dtype=torch.float64), torch.randint(0, 3, (8,))) for _ in range(2)]
+    method = METHODS[name]()
+    method.compute(problem, model, hyper, *batches)
+    change(model)
+    if change is narrower:
+        hyper, batches = hyper.float(), [(x.float(), y) for x, y in batches]
+    for _ in range(2):
+        found, wanted = (x.compute(problem, model, hyper, *batches) for x in (method, METHODS[name]()))
+        assert oracles.relative(oracles.flat(found.grads), oracles.flat(wanted.grads)) < 1e-4
