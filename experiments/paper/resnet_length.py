@@ -13,6 +13,7 @@ too short for it, so that all methods take λ's step size 0.3 and :data:`SETTLED
 weights were left at 0.001, 74 % at 0.01); the runs with 0.001 are the ones that are shown.
 
     python -m experiments.paper.resnet_length --device cuda --workers 7 --limit-minutes 9    # continues an earlier run
+    python -m experiments.paper.resnet_length --batch 2500 --methods AID-KFAC --steps 150 --seeds 1 --device cuda
     python -m experiments.paper.resnet_length --times --device cuda                          # ms a step, each alone
     python -m experiments.paper.resnet_length --table       # the recorded runs; or --figure
 """
@@ -36,7 +37,7 @@ from experiments import records
 from experiments.paper import cleaning, datasets, references, resnet_runs
 from experiments.paper.cleaning import Split
 from experiments.paper.resnet_runs import TAUS, Size
-from experiments.paper.tuning import Setting
+from experiments.paper.tuning import Setting, beyond
 from experiments.pieces import Lines
 from experiments.trial import Saved
 from experiments.workers import share
@@ -44,6 +45,7 @@ from experiments.workers import share
 RESULT = records.RESULTS / "paper" / "resnet-length.jsonl"
 TIMED = Size((10_000, 1_000, 1_000))
 """What times are measured with; they do not depend on the number of rows."""
+BATCH = Size().batch
 SMOKE = Size((20, 10, 10), 10, 2, 2)
 SHARING = 1.5
 """How much more work six processes get done on one H200 than one process, measured."""
@@ -189,7 +191,7 @@ class Contest:
         while True:
             tasks = [self._short(name, {"outer": rate, **self.first(name)}) for rate in tried]
             order = self._best(tasks)
-            more = None if order is None else beyond(order[0].setting["outer"], tried)
+            more = None if order is None else beyond(order[0].setting["outer"], tried, BEYOND)
             if more is None:
                 return tasks
             tried = sorted([*tried, more])
@@ -251,19 +253,6 @@ class Contest:
                 yield list(task), task
 
 
-def beyond(best: float, tried: Sequence[float]) -> float | None:
-    """The next step size beyond an edge that is best; ``None`` where the best lies inside or there is no further one.
-
-    Example:
-        >>> beyond(0.1, RELATIVE), beyond(0.3, RELATIVE), beyond(0.03, RELATIVE)
-        (None, 1.0, 0.01)
-    """
-    place = BEYOND.index(best)
-    if best == max(tried) and place + 1 < len(BEYOND):
-        return BEYOND[place + 1]
-    return BEYOND[place - 1] if best == min(tried) and place > 0 else None
-
-
 def saved(task: Task, folder: Path | None, step_seconds: float) -> Saved | None:
     """Where and how often a run is saved: every :data:`SAVED_EVERY` seconds or so, if a step takes ``step_seconds``."""
     return Saved.of(key(task), folder, round(SAVED_EVERY / max(step_seconds, 1e-3)))
@@ -287,13 +276,24 @@ def run(
     found = resnet_runs.run(task.name, task.setting, split, task.seed, task.steps, size, **options)  # type: ignore[arg-type]
     if not test:
         del found["curve"]
-    return {"method": task.name, "setting": task.setting, "seed": task.seed, "wanted": task.steps, **found}
+    named = {"method": task.name, "setting": task.setting, "seed": task.seed, "wanted": task.steps}
+    return {**named, "batch": size.batch, **found}
+
+
+def result_of(batch: int) -> Path:
+    """The file of the runs with a size of batches.
+
+    Example:
+        >>> result_of(2500).name
+        'resnet-length-batch-2500.jsonl'
+    """
+    return RESULT if batch == BATCH else RESULT.with_stem(f"{RESULT.stem}-batch-{batch}")
 
 
 def _worker(options: argparse.Namespace) -> Callable[[Task], dict[str, Any]]:
     """What carries out a run; the data are on the device, and a split is made once for a seed."""
     torch.set_float32_matmul_precision("high")
-    size = SMOKE if options.smoke else Size()
+    size = SMOKE if options.smoke else Size(batch=options.batch)
     shape = (3, 32, 32)
     found = cleaning.made_up(shape, sum(size.counts), 10) if options.smoke else datasets.cifar10(options.data)
     parts = [(x.to(options.device), y.to(options.device)) for x, y in (found.train, found.test)]
@@ -341,6 +341,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--smoke", action="store_true", help="made-up images and a tiny network: does everything run?")
     for name, value in Plan()._asdict().items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
+    parser.add_argument("--batch", type=int, default=BATCH, help=f"rows of a batch; default: {BATCH}")
     parser.add_argument("--workers", type=int, default=1, help="runs that share the device; default: 1")
     parser.add_argument("--beside", type=int, default=0, help="runs of other commands on the device; default: 0")
     parser.add_argument(
@@ -354,8 +355,10 @@ def main(arguments: list[str] | None = None) -> None:
     from experiments.paper import resnet_length_page as page
 
     options = _parser().parse_args(arguments)
-    lines = Lines(options.out or (TIMES if options.times else RESULT))
-    alone = options.alone = {row["method"]: row["median"] for row in Lines(TIMES).rows}
+    lines, more = Lines(options.out or (TIMES if options.times else result_of(options.batch))), options.batch / BATCH
+    alone = options.alone = {row["method"]: more * row["median"] for row in Lines(TIMES).rows}
+    if options.batch != BATCH:
+        options.checkpoints /= f"batch-{options.batch}"
 
     def contest() -> Contest:
         return Contest(lines.rows, _plan(options), options.methods, alone, options.arms)

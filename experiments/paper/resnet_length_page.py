@@ -53,7 +53,7 @@ def judged(contest: Contest) -> dict[str, Rows]:
 def visits(row: Mapping[str, Any]) -> Visits:
     """How often weights had been updated at the look that counts."""
     size = Size()
-    return Visits(row["method"], row["best"]["step"] - MEASURED, size.batch, size.counts[0])
+    return Visits(row["method"], row["best"]["step"] - MEASURED, row.get("batch", size.batch), size.counts[0])
 
 
 def refused(found: Mapping[str, Rows], names: Sequence[str]) -> list[str]:

@@ -111,6 +111,20 @@ def at_edge(setting: Setting, grid: Grid) -> list[str]:
     return [name for name, values in grid.items() if len(values) > 1 and setting[name] in (min(values), max(values))]
 
 
+def beyond(best: float, tried: Sequence[float], values: Sequence[float]) -> float | None:
+    """The next of ``values`` beyond an edge of those tried that is best; ``None`` where the best lies inside or there
+    is no further one.
+
+    Example:
+        >>> [beyond(best, (0.1, 0.2, 0.3), (0.01, 0.1, 0.2, 0.3, 1.0)) for best in (0.1, 0.2, 0.3)]
+        [0.01, None, 1.0]
+    """
+    place = values.index(best)
+    if best == max(tried) and place + 1 < len(values):
+        return values[place + 1]
+    return values[place - 1] if best == min(tried) and place > 0 else None
+
+
 # 97.5 % points of Student's t by degrees of freedom
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -166,7 +167,9 @@ def test_no_verdict_without_two_pairs_or_with_unvisited_weights() -> None:
     assert resnet_length_page.verdict(judged(few), FAST).verdict is Verdict.REFUSED
     early = resnet_length_page.verdict(judged(PAIRED, at=80), FAST | SLOW)  # a batch is 1/80 of the rows
     assert early.verdict is Verdict.REFUSED and "had not been updated" in early.because
-    assert resnet_length_page.visits(row(Task("MRBO", {}, 0, 20), 1.0, at=82)).mean == 1.0
+    one = row(Task("MRBO", {}, 0, 20), 1.0, at=82)
+    assert resnet_length_page.visits(one).mean == 1.0
+    assert resnet_length_page.visits({**one, "batch": 2500}).mean == 5.0
 
 
 def test_the_verdict_on_figure_1() -> None:
@@ -342,6 +345,22 @@ def test_the_command_runs_what_is_missing(tmp_path: Path) -> None:
     assert trials == list(resnet_length.ABSOLUTE)
     assert len(rows) == len(trials) + 2  # the best of these, and its own step size, for longer
     assert len({key(resnet_length.task_of(x)) for x in rows}) == len(rows)
+
+
+def test_other_batches_have_records_checkpoints_and_times_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr(resnet_length, "_run_all", lambda options, lines, contest: seen.append(options))
+    for more in ([], ["--batch", "2500"]):
+        resnet_length.main(["--checkpoints", str(tmp_path), *more])
+    plain, large = seen
+    assert (plain.checkpoints, large.checkpoints) == (tmp_path, tmp_path / "batch-2500")
+    assert large.alone == {name: 5 * ms for name, ms in plain.alone.items()} != {}
+    assert resnet_length.result_of(500) == resnet_length.RESULT != resnet_length.result_of(2500)
+    split, size = small()
+    task = Task("AID-identity", {"outer": 0.1, "inner": 0.01}, 0, 1)
+    assert resnet_length.run(task, split, size, Plan(steps=1))["batch"] == size.batch
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ LENGTHS = (1, 7, 150)
 
 
 def on_the_cpu(self: Any, x: Tensor, position_ids: Tensor | None = None, num_buckets: int = 32) -> Tensor:
-    """MPNet's bias as versions 4 of transformers compute it."""
+    """MPNet's bias as older versions of transformers (4.57) compute it."""
     place = torch.arange(x.shape[1])
     bucket = self.relative_position_bucket(place[None] - place[:, None], num_buckets=num_buckets).to(x.device)
     values = self.relative_attention_bias(bucket).permute([2, 0, 1]).unsqueeze(0)

@@ -139,8 +139,8 @@ def _takes_prepared(upper: nn.Module, width: int) -> bool:
 def _keep_positions(upper: Any, width: int) -> None:
     """Let an encoder with a bias for relative positions, such as MPNet, look up their buckets in a buffer.
 
-    It computes them at every call, with versions 4 of transformers on the CPU, which a CUDA graph cannot record. The
-    bias is still made of its parameters at every call. Where the two ways differ, the encoder is left as it is.
+    It computes them at every call, with older versions of transformers (4.57) on the CPU, which a CUDA graph cannot
+    record. The bias is still made of its parameters at every call. Where the two ways differ, nothing is changed.
     """
     parts = ("compute_position_bias", "relative_position_bucket", "relative_attention_bias")
     for module in [m for m in upper.modules() if all(hasattr(m, name) for name in parts)]:
