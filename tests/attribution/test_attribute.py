@@ -87,6 +87,9 @@ def test_the_worst_status_of_all_solves_is_told():
 
 
 class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
     def __len__(self):
         return 3
 
@@ -99,7 +102,7 @@ class Stream(IterableDataset):
         ({"way": "sideways"}, "way='sideways'"),
         ({"model": []}, "model is an empty list"),
         ({"train": 3}, "train is a int"),
-        ({"train": (torch.ones(3, 5), torch.ones(3), None)}, "train holds a NoneType beside .* leave out what is None"),
+        ({"train": (torch.ones(3, 5), torch.ones(3), None)}, "train holds a NoneType beside .*leave out what is None"),
         ({"train": {"x": {"ids": torch.ones(3, 5)}}}, "train holds a dict beside or in place of tensors"),
         ({"queries": DataLoader(TensorDataset(torch.ones(3, 5)))}, "queries is a DataLoader; .* its .dataset"),
         ({"train": Stream()}, r"train is a Stream; .* a dataset with len\(\) and \[i\]"),

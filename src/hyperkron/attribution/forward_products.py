@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.autograd.forward_ad import dual_level, unpack_dual
 
 from hyperkron import trees
-from hyperkron.attribution.inner_products import Products, UnsuitableError, without_penalties
+from hyperkron.attribution.inner_products import (
+    Products,
+    UnsuitableError,
+    weighted_rows,
+    weights_move,
+    without_penalties,
+)
 from hyperkron.cross.ways import NoForwardModeError, along, forward_mode
 from hyperkron.curvature.kfac.taps import in_order
 from hyperkron.evaluation.differentiation import gradient_tree, in_half_precision
@@ -36,9 +42,11 @@ class ForwardProducts(Products):
     def __init__(self, point: Point) -> None:
         super().__init__(point)
         self._contiguous = False  # whether images must have their channels first
-        self._compared = False
+        self._compared = self._moving = False
 
     def __call__(self, batch: Any, vectors: Tree, count: int) -> Tensor:
+        if not self._compared:
+            self._moving = weights_move(self.point.evaluate("inner", batch))
         try:
             found = torch.stack([self._along(batch, v) for v in trees.unstacked(vectors)])
         except NoForwardModeError as error:
@@ -89,8 +97,8 @@ class ForwardProducts(Products):
                     "loss returned a plain tensor, which does not tell the losses of single examples; return "
                     "hyperkron.losses.cross_entropy(...), mse(...) or binary_cross_entropy(...)."
                 )
-            pairs = [(unpack_dual(term.row_losses).tangent, term.coefficients) for term in loss.terms]
-        found = [(tangent * w).reshape(len(tangent), -1).sum(1) for tangent, w in pairs if tangent is not None]
+            tangents = [unpack_dual(weighted_rows(term, self._moving)).tangent for term in loss.terms]
+        found = [tangent.reshape(len(tangent), -1).sum(1) for tangent in tangents if tangent is not None]
         if not found:
             raise HyperkronError(
                 "the loss of the training examples does not depend on the model's parameters; compute it from the "

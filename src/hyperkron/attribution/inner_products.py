@@ -9,10 +9,11 @@ r"""Inner products ⟨V_q, ∂_θ c_n⟩ of many examples n with some vectors V_
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +28,7 @@ from hyperkron.curvature.kfac.layers import cast_floating
 from hyperkron.evaluation.differentiation import gradient_tree
 from hyperkron.evaluation.point import Level, Point
 from hyperkron.kernels.split_products import full_precision
-from hyperkron.losses import Loss
+from hyperkron.losses import Loss, Term
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree
 
@@ -67,10 +68,22 @@ def without_penalties(loss: Loss, weights: Tensor | None = None) -> Tensor:
     """Σ_n w_n c_n, the part of a loss that its examples make; w_n = 1 by default, and where it does not tell rows."""
     if loss.opaque or not loss.terms:
         return loss.value
-    rows = [term.coefficients * term.row_losses for term in loss.terms]
+    moving = weights_move(loss)
+    rows = [weighted_rows(term, moving) for term in loss.terms]
     if weights is not None:
         rows = [each * spread(weights, each) for each in rows]
     return torch.stack([each.sum() for each in rows]).sum()
+
+
+def weights_move(loss: Loss) -> bool:
+    """Whether weights of the loss carry a gradient to θ, as those of a focal loss do."""
+    return any(isinstance(x, Tensor) and x.requires_grad for term in loss.terms for x in term.factors)
+
+
+def weighted_rows(term: Term, moving: bool) -> Tensor:
+    """w_r c_r, with what moves w_r along θ if ``moving``."""
+    weights = reduce(operator.mul, term.factors) if moving and term.factors else term.coefficients
+    return weights * term.row_losses
 
 
 def telling(count: int, loss: Loss) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hyperkron import trees
+from hyperkron.evaluation.differentiation import graph_nodes
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import Loss
 from hyperkron.solution import HyperkronError, Status, warn_once
@@ -242,6 +243,18 @@ def warn_opaque(who: str) -> None:
         f"the inner loss contains a plain tensor whose curvature {who} cannot see (harmless if it depends on λ only); "
         "write an L2 penalty as hyperkron.losses.l2(...) to have its curvature counted.",
     )
+
+
+def warn_moving(who: str, loss: Loss, params: Tree) -> None:
+    """Say once that weights of the inner loss carry a gradient to θ, as those of a focal loss do."""
+    attached = (x for term in loss.terms for x in term.factors if isinstance(x, Tensor) and x.requires_grad)
+    members = {id(p) for p in params.values()}
+    if any(id(getattr(node, "variable", None)) in members for node in graph_nodes(attached)):
+        warn_once(
+            f"moving {who}",
+            f"weights of the inner loss depend on the model's parameters, and {who} takes them for constants, so it is "
+            "not the curvature of this loss; detach() them if they are meant as constants, or use curvature=Hessian().",
+        )
 
 
 def l2_curvature(loss: Loss, params: Tree) -> dict[str, Tensor | float]:

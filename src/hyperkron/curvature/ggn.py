@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from hyperkron import trees
-from hyperkron.curvature.base import Curvature, CurvatureState, Operator, check_damping, l2_curvature, warn_opaque
+from hyperkron.curvature.base import (
+    Curvature,
+    CurvatureState,
+    Operator,
+    check_damping,
+    l2_curvature,
+    warn_moving,
+    warn_opaque,
+)
 from hyperkron.curvature.matrix_free import MatrixFreeOperator
 from hyperkron.evaluation.differentiation import gradients_of
 from hyperkron.evaluation.point import Point, independent
@@ -35,6 +43,7 @@ class GGNOperator(MatrixFreeOperator):
             )
         if loss.opaque:
             warn_opaque("the Gauss–Newton matrix")
+        warn_moving("the Gauss–Newton matrix", loss, self.params)
         return loss
 
     @cached_property

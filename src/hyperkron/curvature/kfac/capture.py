@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hyperkron.collectives import Group
-from hyperkron.curvature.base import l2_curvature, warn_opaque
+from hyperkron.curvature.base import l2_curvature, warn_moving, warn_opaque
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.factors import add_to, scaled, stored
 from hyperkron.curvature.kfac.kept import KeptGradients
@@ -60,7 +60,8 @@ def measure(
     spectra, of its blocks. A recording cannot read whether the loss masks tokens: with ``unmasked`` it takes for
     granted that it masks none, and factors are nan where it does. Of a batch in parts ``keep`` asks for
     :attr:`Measured.kept`, of the vectors that B is made of; the first pass also keeps what the point wants.
-    The ``first`` measurement warns of parameters that are used outside their layers too.
+    The ``first`` measurement warns of parameters that are used outside their layers too, and of weights that depend on
+    θ.
     """
     like = torch.empty((), device=point.device, dtype=torch.promote_types(point.dtype, torch.float32))
     parts, whole = point.problem.parts(point.curvature_batch), _Merged()
@@ -74,6 +75,7 @@ def measure(
             recorder.saw(loss, readable=not point.recording, unmasked=unmasked)
         if first:
             _warn_used_elsewhere(recorder, loss, point)
+            warn_moving("KFAC", loss, point.params)
             first = False
         if owners is not None:
             _check_alike(recorder, owners.group)
