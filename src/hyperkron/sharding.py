@@ -36,7 +36,7 @@ def with_rows(rows: Tensor, like: Any) -> Tensor:
     if rows.dtype != spec.tensor_meta.dtype:
         meta = spec.tensor_meta._replace(dtype=rows.dtype)
         spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
-    made: Tensor = kind(rows.contiguous(), spec, requires_grad=False)
+    made: Tensor = kind(rows.detach().contiguous(), spec, requires_grad=False)
     return made
 
 

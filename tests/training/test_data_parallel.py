@@ -200,6 +200,20 @@ def test_a_model_that_fully_shard_has_given_to_one_process_is_the_model_itself(t
         assert float((found[name] - x).norm() / x.norm()) < 1e-10, name
 
 
+def test_a_run_of_fully_shard_continues_on_one_process(tmp_path: Path) -> None:
+    """Its model is divided there, too, though into one part; checkpoints were read as those of plain models."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        for steps in (2, 4):
+            problem, hyper = hk.training.DataParallel(sharded_runs.PROBLEM), sharded_runs.Lambda().double()
+            model, algorithm = sharded_runs.sharded(sharded_runs.network()), sharded_runs.ALGORITHMS["kfac"]()
+            found = sharded_runs.trained(algorithm, problem, model, hyper, steps, tmp_path / "run")
+    finally:
+        dist.destroy_process_group()
+    for name, x in _alone("kfac", 4).items():
+        assert float((found[name] - x).abs().max()) < 1e-10, name
+
+
 def test_an_evaluation_of_a_divided_model_changes_nothing(tmp_path: Path) -> None:
     """A forward pass without gradients leaves the parameters of the root whole; they were taken for plain ones."""
 

@@ -278,7 +278,7 @@ class Run:
     @property
     def _divided(self) -> bool:
         """Whether parts of θ or λ are divided among processes."""
-        return self.group.size > 1 and holds_rows(self.state.model, self.state.hyper)
+        return holds_rows(self.state.model, self.state.hyper)
 
     def resume(self, folder: str | Path, *, step: int | None = None, allow_changes: bool = False) -> Run:
         """Continue from the newest intact checkpoint in ``folder``, bit for bit (on the CPU).
