@@ -170,14 +170,14 @@ class Difference:
         return 1 if self.mean > 0 else -1
 
     def vague(self, wanted: float, close: float) -> bool:
-        """Whether it cannot tell: one seed, or an interval that holds ``wanted`` and is wider than ± that and ± close.
+        """Whether it cannot tell: one seed, or an interval that holds 0 and ``wanted``, wider than ± that and ± close.
 
         Example:
-            >>> [Difference(mean, 3.0, 3).vague(1.0, 0.5) for mean in (0.0, 9.0)]
-            [True, False]
+            >>> [Difference(mean, half, 3).vague(1.0, 0.5) for mean, half in ((0.0, 3.0), (9.0, 3.0), (2.0, 1.5))]
+            [True, False, False]
         """
         wide = self.half > max(close, abs(wanted)) and abs(self.mean - wanted) <= self.half
-        return math.isnan(self.half) or wide
+        return math.isnan(self.half) or (wide and not self.sign)
 
     def __format__(self, spec: str) -> str:
         """Its numbers formatted by ``spec``, one digit where there is none."""
