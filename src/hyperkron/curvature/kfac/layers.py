@@ -385,7 +385,10 @@ def kronecker_layer(module: nn.Module, layers: Sequence[LayerOf] = ()) -> Layer 
     if isinstance(module, UNCALLED):
         return None
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return LinearLayer(*reversed(module.weight.shape))  # out_features may be old, if the weight was replaced
+        own = module._parameters.get(
+            "weight"
+        )  # a new one may have another shape; a parametrization is not computed here
+        return LinearLayer(module.in_features, module.out_features if own is None else own.shape[0])
     if is_transposed(module):
         return TransposedLayer(*module.weight.shape)  # type: ignore[misc]
     for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
