@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import hyperkron as hk
 import oracles
@@ -59,10 +62,59 @@ def test_random_numbers_and_saturated_networks_are_no_reason_to_refuse() -> None
     model, train = model.float(), (train[0].float(), train[1])
     noisy = lambda m, b: mean(m, (b[0] + torch.randn_like(b[0]), b[1]))  # noqa: E731
     hk.attribute(noisy, model, train, train, method=hk.identity())
+    of_numpy = lambda m, b: mean(m, (b[0] + torch.from_numpy(np.random.randn(*b[0].shape)).to(b[0]), b[1]))  # noqa: E731
+    hk.attribute(of_numpy, model, train, train, method=hk.identity())
     model[2].weight.data.mul_(300)
     sure = train[0], model(train[0]).argmax(1)
     assert mean(model, sure).item() < 1e-3
     hk.attribute(mean, model, sure, sure, method=hk.identity())
+
+
+class Disturbed(Dataset[Any]):
+    """Augmented at random, by Python's generator."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return torch.full((5,), float(i) + random.gauss(0, 9), dtype=torch.float64), i % 3
+
+
+def test_data_that_is_augmented_at_random_is_no_reason_to_refuse() -> None:
+    model, train, _ = made()
+    for _ in range(3):
+        hk.attribute(mean, model, Disturbed(), train, method=hk.identity())
+        hk.attribution.self_influence(mean, model, Disturbed(), method=hk.identity())
+
+    def masked(items: list[Any]) -> Batch:  # as collators of masked language models do
+        x, y = torch.utils.data.default_collate(items)
+        return x * torch.from_numpy(np.random.rand(*x.shape) < 0.7), y
+
+    hk.attribute(mean, model, list(zip(*train, strict=True)), train, method=hk.identity(), collate=masked)
+
+
+def test_examples_from_all_over_the_set_are_compared() -> None:
+    """Class weights of torch are normalised over the batch, which the first rows of a sorted set do not show."""
+    model, (x, _), queries = made()
+    y = torch.arange(20) // 7
+    with pytest.raises(hk.HyperkronError, match="not a mean over examples"):
+        hk.attribute(weighted, model, (x.repeat(3, 1), y.repeat_interleave(3)), queries, method=hk.identity())
+
+
+def test_criteria_with_different_masks_have_no_loss_of_all_batches() -> None:
+    model, train, queries = made(4)
+    masked = queries[1].clone()
+    masked[:3, 1:] = -100
+
+    def two(model: nn.Module, batch: Batch) -> hk.losses.Loss:
+        z, first, second = model(batch[0]), *batch[1:]
+        return hk.losses.cross_entropy(z, first) + hk.losses.cross_entropy(z, second, ignore_index=-100)
+
+    options = {"query_loss": two, "method": hk.identity(), "aggregate": True}
+    rows = (queries[0], queries[1], masked)
+    with pytest.raises(hk.HyperkronError, match=r"aggregate=True .* mask them alike.* With batch_size=10 or more"):
+        hk.attribute(mean, model, train, rows, batch_size=3, **options)
+    assert hk.attribute(mean, model, train, rows, batch_size=10, **options).scores.isfinite().all()
 
 
 @pytest.mark.parametrize("batch_size", [3, 256])

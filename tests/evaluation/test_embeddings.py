@@ -57,6 +57,27 @@ def test_sparse_gradients_are_dense_for_the_while(name: str) -> None:
     assert model.words.sparse
 
 
+class Gated(nn.Module):
+    """A layer of a user's own, with an attribute of that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sparse, self.linear = True, nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.linear(x.double())
+        return h.relu() if self.sparse else h
+
+
+def test_an_attribute_called_sparse_of_another_layer_stays() -> None:
+    torch.manual_seed(0)
+    model, hyper = Gated().double(), hk.as_hyper(torch.zeros(6)).double()
+    found = hk.identity().compute(PROBLEM, model, hyper, data(), data())
+    model.sparse = False
+    other = hk.identity().compute(PROBLEM, model, hyper, data(), data())
+    assert oracles.relative(oracles.flat(found.grads), oracles.flat(other.grads)) > 1e-2
+
+
 @pytest.mark.filterwarnings("ignore::hyperkron.HyperkronWarning")
 @pytest.mark.parametrize("options", [{"sparse": True}, {"max_norm": 0.5}])
 @pytest.mark.parametrize("method", [None, hk.identity()])

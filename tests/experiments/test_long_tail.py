@@ -395,9 +395,8 @@ def test_cells_say_how_ours_compares() -> None:
     result = _result([0.73, 0.731], [0.70, 0.70])
     cell = result.figures["found"]["100"]["MWN + KFAC-emp, own"]
     assert long_tail_page.cell_text(cell, 73.1).endswith("agrees")
-    assert long_tail_page.cell_text(cell, 60.0).endswith("higher") and long_tail_page.cell_text(cell, 80.0).endswith(
-        "lower"
-    )
+    assert long_tail_page.cell_text(cell, 60.0).endswith("higher")
+    assert long_tail_page.cell_text(cell, 80.0).endswith("lower")
     assert long_tail_page.cell_text(None, 70.0) == "70.0 / –" and long_tail_page.cell_text(None, None) == "–"
     quiet = _result([0.73], [0.7], moved=0.0).figures["found"]["100"]["MWN + KFAC-emp, own"]
     assert long_tail_page.cell_text(quiet, 73.1).endswith("λ still")

@@ -70,3 +70,19 @@ def test_what_does_not_fit_any_more_is_forgotten(name: str, change: Callable[[nn
     for _ in range(2):
         found, wanted = (x.compute(problem, model, hyper, *batches) for x in (method, METHODS[name]()))
         assert oracles.relative(oracles.flat(found.grads), oracles.flat(wanted.grads)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["kfac", "kfac, averages", "ekfac"])
+def test_states_of_earlier_versions_know_parameters_by_name(name: str) -> None:
+    """They kept no shapes; what they hold goes on."""
+    torch.manual_seed(0)
+    model, hyper = nn.Sequential(nn.Linear(4, 3)).double(), hk.as_hyper(torch.randn(8, dtype=torch.float64))
+    batches = [(torch.randn(8, 4, dtype=torch.float64), torch.randint(0, 3, (8,))) for _ in range(2)]
+    problem, method, resumed = hk.BilevelProblem(inner, outer), METHODS[name](), METHODS[name]()
+    method.compute(problem, model, hyper, *batches)
+    state = method.state_dict()
+    state["curvature"]["parameters"] = list(dict(model.named_parameters()))
+    resumed.load_state_dict(state)
+    batches = [(torch.randn(8, 4, dtype=torch.float64), y) for _, y in batches]
+    found, wanted = (x.compute(problem, model, hyper, *batches) for x in (resumed, method))
+    assert oracles.relative(oracles.flat(found.grads), oracles.flat(wanted.grads)) < 1e-12

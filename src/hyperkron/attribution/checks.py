@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyperkron.attribution.data import COMPARED, Parts, shares_of
+from hyperkron.attribution.data import COMPARED, Parts
 from hyperkron.attribution.forward_products import AGREEMENT, HALF_AGREEMENT, HALF_ROUNDING
 from hyperkron.attribution.inner_products import without_penalties
 from hyperkron.evaluation.differentiation import in_half_precision
 from hyperkron.evaluation.point import Level, Point
 from hyperkron.hypergradient import Implicit
 from hyperkron.kernels.split_products import full_precision
+from hyperkron.problem import rows, shares
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import Tree
@@ -21,7 +24,7 @@ from hyperkron.trees import Tree
 def check_mean(name: str, point: Point, level: Level, parts: Parts) -> None:
     """Refuse a loss that is not a mean over the examples of a batch: compare a few of them with their halves.
 
-    A loss that draws random numbers cannot be compared, nor one that refuses a half (all of it masked).
+    What draws random numbers cannot be compared, nor what refuses a half (all of it masked).
     """
     for module_name, module in point.model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
@@ -32,27 +35,46 @@ def check_mean(name: str, point: Point, level: Level, parts: Parts) -> None:
     count = min(COMPARED, parts.size, len(parts.rows))
     if count < 2:
         return
-    middle = count // 2
+    few, middle = parts.rows.spread(count), count // 2
     try:
-        with full_precision():
-            whole = point.evaluate(level, parts.rows.batch(0, count))
-            drew = point.drawn()
-            halves = [point.evaluate(level, parts.rows.batch(*span)) for span in ((0, middle), (middle, count))]
-        weights = shares_of(halves, [middle, count - middle])
+        whole = _looked_at(point, level, few(0, count), count)
+        halves = [_looked_at(point, level, few(0, middle), middle)]
+        halves.append(_looked_at(point, level, few(middle, count), count - middle))
+        weights = shares([half.rows for half in halves])
     except HyperkronError:
         return
-    values = [float(without_penalties(loss).detach()) for loss in (whole, *halves)]
-    mean = sum(share * value for share, value in zip(weights, values[1:], strict=True))
-    coarse = in_half_precision(whole.value)
-    near = HALF_AGREEMENT if coarse else AGREEMENT.get(point.dtype, HALF_AGREEMENT)
-    outputs = [float(term.output.detach().abs().max()) for term in whole.terms]
-    rounding = HALF_ROUNDING if coarse else min(100 * torch.finfo(point.dtype).eps, HALF_ROUNDING)
-    if not drew and abs(values[0] - mean) > near * max(map(abs, values)) + rounding * max(outputs, default=1.0):
+    mean = sum(share * half.value for share, half in zip(weights, halves, strict=True))
+    most = max(abs(whole.value), *(abs(half.value) for half in halves))
+    if whole.drew or abs(whole.value - mean) <= whole.near * most + whole.rounding:
+        return
+    if _looked_at(point, level, few(0, count), count).value == whole.value:  # else batches are made at random
         raise HyperkronError(
-            f"{name} is {values[0]:.6g} on {count} examples and {mean:.6g} on average over two halves of them: it is "
-            "not a mean over examples, and scores would depend on batch_size; divide sums by the number of examples, "
-            "and do not mix the examples of a batch (weights normalised over it, in-batch negatives)."
+            f"{name} is {whole.value:.6g} on {count} examples and {mean:.6g} on average over two halves of them: it "
+            "is not a mean over examples, and scores would depend on batch_size; divide sums by the number of "
+            "examples, take means over tokens by hk.losses.cross_entropy, which counts them, and do not mix the "
+            "examples of a batch (weights normalised over it, in-batch negatives)."
         )
+
+
+class _Looked(NamedTuple):
+    """A loss without its graph: over how many rows its means run, whether it drew, and how exact it is."""
+
+    value: float
+    rows: tuple[float, ...]
+    drew: bool
+    near: float
+    rounding: float
+
+
+def _looked_at(point: Point, level: Level, batch: Any, examples: int) -> _Looked:
+    with full_precision():
+        loss = point.evaluate(level, batch)
+    coarse = in_half_precision(loss.value)
+    near = HALF_AGREEMENT if coarse else AGREEMENT.get(point.dtype, HALF_AGREEMENT)
+    rounding = HALF_ROUNDING if coarse else min(100 * torch.finfo(point.dtype).eps, HALF_ROUNDING)
+    largest = max((float(term.output.detach().abs().max()) for term in loss.terms), default=1.0)
+    value = float(without_penalties(loss).detach())
+    return _Looked(value, rows(loss.terms, examples), point.drawn_anywhere(), near, rounding * largest)
 
 
 def check_processes(params: Tree) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from hyperkron.evaluation.inputs import map_tensors
 from hyperkron.evaluation.point import Level, Point
@@ -69,10 +69,19 @@ class ExampleRows:
         """The examples ``start`` ≤ i < ``stop``."""
         if self.tensors:
             return map_tensors(lambda x: self._placed(x[start:stop]), self.given)
-        rows = range(start, min(stop, self.count))
+        return map_tensors(self._placed, self.collate(self._items(range(start, min(stop, self.count)))))
+
+    def spread(self, count: int) -> Callable[[int, int], Any]:
+        """This many examples from all over the set, given out as :meth:`batch` does; each is fetched only once."""
+        rows = [i * self.count // count for i in range(count)]
+        if self.tensors:
+            return lambda start, stop: map_tensors(lambda x: self._placed(x[rows[start:stop]]), self.given)
+        items = self._items(rows)
+        return lambda start, stop: map_tensors(self._placed, self.collate(items[start:stop]))
+
+    def _items(self, rows: Sequence[int]) -> list[Any]:
         fetch = getattr(self.given, "__getitems__", None)  # as DataLoader does: many items at once, where that is known
-        items = [self.given[i] for i in rows] if fetch is None else fetch(list(rows))
-        return map_tensors(self._placed, self.collate(items))
+        return [self.given[i] for i in rows] if fetch is None else list(fetch(list(rows)))
 
     def _placed(self, x: Tensor) -> Tensor:
         image = self.channels_last and x.dim() == 4 and x.is_floating_point()
@@ -140,12 +149,15 @@ def _beside_tensors(given: Any) -> str:
     """The type of what is not a tensor in a dictionary, or beside tensors in a tuple or list; empty if nothing is."""
     values = list(given.values()) if isinstance(given, Mapping) else given
     mixed = isinstance(values, (tuple, list)) and any(isinstance(x, Tensor) for x in values)
-    if not (mixed or isinstance(given, Mapping)):
+    numbered = isinstance(given, Mapping) and set(given) == set(range(len(given)))  # items by number, as a dataset has
+    if numbered or not (mixed or isinstance(given, Mapping)):
         return ""
     return next((type(x).__name__ for x in values if not isinstance(x, Tensor)), "")
 
 
 def _is_dataset(given: Any) -> bool:
-    """Whether it has items by number: a DataLoader and an iterable dataset have not."""
+    """Whether it has items by number: a DataLoader has not, and an iterable dataset only if it says how."""
+    if isinstance(given, IterableDataset) and type(given).__getitem__ is Dataset.__getitem__:
+        return False
     known = hasattr(given, "__getitem__") and hasattr(given, "__len__")
-    return known and not isinstance(given, (str, bytes, IterableDataset))
+    return known and not isinstance(given, (str, bytes))

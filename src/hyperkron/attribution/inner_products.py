@@ -387,6 +387,8 @@ class _ModuleCall(_LayerCall):
         for x, g in zip(self.x.split(size), self.g.split(size), strict=True):
             try:
                 found = vmap(pulled)(x, g)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:  # such as an embedding with max_norm, which writes to its weight
                 kind, why = type(self.module).__name__, str(error).splitlines()[0]
                 raise UnsuitableError(

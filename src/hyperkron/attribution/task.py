@@ -273,7 +273,14 @@ class Task:
         if len(parts) > 1:
             check_mean("query_loss", point, "outer", parts)
         total = trees.zeros_like(self.params)
-        for batch, share in zip(parts, batch_shares(point, parts, "outer"), strict=True):
+        try:
+            counted = batch_shares(point, parts, "outer")
+        except HyperkronError as error:
+            raise HyperkronError(
+                f"aggregate=True with queries in {len(parts)} batches: {error} With batch_size={len(self.queries)} "
+                "or more they are one."
+            ) from error
+        for batch, share in zip(parts, counted, strict=True):
             total = trees.add(total, self._gradient(point, "outer", batch), alpha=share)
         return total
 

@@ -269,6 +269,10 @@ class Point:
         """Whether the last evaluation drew random numbers from torch, as dropout does."""
         return self._snapshot is not None and self._snapshot.drawn()
 
+    def drawn_anywhere(self) -> bool:
+        """The same, from torch, numpy or Python."""
+        return self.drawn() or (self._snapshot is not None and self._snapshot.drawn_elsewhere())
+
     @contextmanager
     def moved(self, displaced: Tree) -> Iterator[None]:
         """θ replaced by ``displaced``, detached: no graph through the model's parameters is recorded.

@@ -39,7 +39,7 @@ class Snapshot:
         self.groups = [list(group.values()) for group in by_dtype.values()]
         normed = [m for m in modules if vars(m).get("max_norm") is not None]
         self.weights = [(p, p.detach().clone()) for m in normed for p in m.parameters(recurse=False)]
-        self.sparse = [m for m in modules if vars(m).get("sparse") is True]
+        self.sparse = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
         self.device = device
         self.random = random.getstate()
         self.cpu = torch.get_rng_state()
@@ -55,8 +55,8 @@ class Snapshot:
             self.rewind_random()
             self._rewind_modes()
         self._evaluated = True
-        for module in self.sparse:
-            module.sparse = False  # type: ignore[assignment]
+        for embedding in self.sparse:
+            embedding.sparse = False
         if self.generator_copies is not None:
             self.generator_copies.rewind()
         fresh: dict[int, Tensor] = {}  # one copy for a buffer that modules share
@@ -71,6 +71,10 @@ class Snapshot:
         moved = not torch.equal(torch.get_rng_state(), self.cpu)
         return moved or (self.cuda is not None and not torch.equal(torch.cuda.get_rng_state(self.device), self.cuda))
 
+    def drawn_elsewhere(self) -> bool:
+        """Whether it drew some from Python's or numpy's own generators."""
+        return random.getstate() != self.random or (self.numpy is not None and self.numpy.moved())
+
     def restore(self) -> None:
         """The whole promise, kept when the with block ends."""
         self.rewind_random()
@@ -80,8 +84,8 @@ class Snapshot:
                 module._buffers.clear()
                 module._buffers.update(own)
                 module._non_persistent_buffers_set = unsaved
-        for module in self.sparse:
-            module.sparse = True  # type: ignore[assignment]
+        for embedding in self.sparse:
+            embedding.sparse = True
         for p, own_values in self.weights:
             p.data.copy_(own_values)
         for p, flag in self.flags:
@@ -126,8 +130,12 @@ class NumpyRandomState:
 
     def restore(self) -> None:
         """The generator as it was."""
-        if self.memory is None or _numpy_memory() != self.memory:
+        if self.moved():
             sys.modules["numpy"].random.set_state(self.state)
+
+    def moved(self) -> bool:
+        """Whether it may be another one; for certain where the memory is known."""
+        return self.memory is None or _numpy_memory() != self.memory
 
 
 def _numpy_memory() -> bytes | None:

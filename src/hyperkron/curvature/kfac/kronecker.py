@@ -81,7 +81,7 @@ class Kronecker(Curvature):
         state.divide(made, point, self._reuses)
         if self.strict:
             _refuse(made.coverage())
-        if state.parameters != layout(point.params):  # the first call, or θ is another: what is kept does not fit
+        if not state.fits(point.params):  # the first call, or θ is another
             state.factors = {}
             state.let_go()
         if not self.due(state):

@@ -203,6 +203,10 @@ class KroneckerState(CurvatureState):
             **(self._collected or {}),
         }
 
+    def fits(self, params: Tree) -> bool:
+        """Whether what is kept is of these parameters; states of earlier versions have their names alone."""
+        return self.parameters in (layout(params), list(params))
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self._NUMBERS:
             setattr(self, name, state[name])
