@@ -5,7 +5,8 @@ texts count more. Besides the objectives and the callback, an ordinary script ch
 
 import torch
 import transformers
-from torch.utils.data import DataLoader, RandomSampler
+from safetensors.torch import load_file, save_file
+from torch.utils.data import RandomSampler, default_collate
 
 import hyperkron as hk
 
@@ -28,52 +29,51 @@ def inner(model, mixture, batch):
     return outer(model, mixture, batch, mixture(batch["domain"]))
 
 
-def losses(mixture):  # in place of Trainer's; evaluations are without weights
-    def compute_loss(model, batch, return_outputs=False, **_):
-        return (outer(model, mixture, batch).value, {}) if return_outputs else inner(model, mixture, batch).value
-
-    return compute_loss
-
-
 class MixtureCallback(transformers.TrainerCallback):
     def __init__(self, mixture, *data):
         self.problem = hk.training.DataParallel(hk.BilevelProblem(inner, outer), divide=False)  # on several processes
-        own = torch.Generator().manual_seed(torch.initial_seed() + self.problem.group.rank)  # Trainer seeds all alike
-        loaders = [DataLoader(rows, 16, sampler=RandomSampler(rows, True, 10**9, own)) for rows in data]
-        self.batches, self.mixture = zip(*loaders, strict=True), mixture
+        self.mixture, self.data = mixture, data
         self.optimizer, self.hypergradient = torch.optim.Adam(mixture.parameters(), lr=0.1), hk.kfac(damping=1e-2)
+
+    def compute_loss(self, model, batch, return_outputs=False, **_):  # for Trainer; evaluations are without weights
+        loss = (outer if return_outputs else inner)(model, self.mixture, batch).value
+        return (loss, {}) if return_outputs else loss
+
+    def batches(self, seed, step):  # others on each process, and the same in a resumed run
+        own = torch.Generator().manual_seed(hash((seed, step, self.problem.group.rank)))
+        return [default_collate([rows[i] for i in RandomSampler(rows, True, 16, own)]) for rows in self.data]
 
     def on_step_end(self, args, state, control, model=None, **_):
         if state.global_step % 10 == 0:
-            batches = [{key: x.to(model.device) for key, x in batch.items()} for batch in next(self.batches)]
+            batches = self.batches(args.seed, state.global_step)
+            batches = [{key: x.to(model.device) for key, x in batch.items()} for batch in batches]
             self.optimizer.zero_grad()
             self.hypergradient.backward(self.problem, model, self.mixture, *batches)
             self.optimizer.step()
 
-    def on_save(self, args, state, control, **_):  # λ belongs to the checkpoint
+    def on_save(self, args, state, control, **_):  # λ belongs to the checkpoint; KFAC's random numbers start again
         if args.should_save:
-            saved = self.mixture.state_dict(), self.optimizer.state_dict()
-            torch.save(saved, f"{args.output_dir}/checkpoint-{state.global_step}/mixture.pt")
+            saved = self.mixture.state_dict() | self.optimizer.state_dict()["state"].get(0, {})
+            save_file(saved, f"{args.output_dir}/checkpoint-{state.global_step}/mixture.safetensors")
 
     def on_train_begin(self, args, state, control, **_):
-        if state.global_step > 0:  # by resume_from_checkpoint
-            saved = torch.load(f"{args.output_dir}/checkpoint-{state.global_step}/mixture.pt")
-            self.mixture.load_state_dict(saved[0])
-            self.optimizer.load_state_dict(saved[1])
+        if state.global_step > 0:  # resumed: not from args.output_dir, which may be another run's
+            saved = load_file(f"{args.resume_from_checkpoint}/mixture.safetensors")
+            self.mixture.load_state_dict({"logits": saved.pop("logits")})
+            self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": {0: saved}})
 
 
-def main(resume=None, **options):
+def main(**options):
     train, target = texts(torch.arange(400) % DOMAINS), texts(torch.zeros(40, dtype=torch.long))
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, **SIZES))
     options = {"learning_rate": 3e-3, "report_to": "none", "save_strategy": "no"} | options
-    options |= {"remove_unused_columns": False}  # 1: the objectives need the domains
-    args = transformers.TrainingArguments(**options)
+    args = transformers.TrainingArguments(remove_unused_columns=False, **options)  # 1: the objectives need the domains
     trainer = transformers.Trainer(model, args, train_dataset=train, eval_dataset=target)
-    mixture = hk.DomainWeights(DOMAINS).to(args.device)  # 2
-    trainer.compute_loss, trainer.model_accepts_loss_kwargs = losses(mixture), False  # 3: each a mean over its batch
-    trainer.add_callback(MixtureCallback(mixture, train, target))  # 4
-    trainer.train(resume_from_checkpoint=resume)
-    return mixture.proportions().tolist()
+    callback = MixtureCallback(hk.DomainWeights(DOMAINS).to(args.device), train, target)  # 2
+    trainer.compute_loss, trainer.model_accepts_loss_kwargs = callback.compute_loss, False  # 3: means over batches
+    trainer.add_callback(callback)  # 4
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    return callback.mixture.proportions().tolist()
 
 
 if __name__ == "__main__":

@@ -111,14 +111,14 @@ def test_domain_weights_trainer() -> None:
     train, target = module.texts(torch.arange(400) % 4), module.texts(torch.zeros(40, dtype=torch.long))
     mixture = hk.DomainWeights(4)
     callback = module.MixtureCallback(mixture, train, target)
-    assert [len(batch["domain"].unique()) for batch in next(callback.batches)] == [4, 1]
+    assert [len(batch["domain"].unique()) for batch in callback.batches(0, 0)] == [4, 1]
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=24, **module.SIZES))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer, args = torch.optim.AdamW(model.parameters(), lr=3e-3), SimpleNamespace(seed=0)
     for step in range(1, 61):
         optimizer.zero_grad()
-        module.inner(model, mixture, next(callback.batches)[0]).backward()
+        module.inner(model, mixture, callback.batches(1, step)[0]).backward()
         optimizer.step()
-        callback.on_step_end(None, SimpleNamespace(global_step=step), None, model=model, optimizer=optimizer)
+        callback.on_step_end(args, SimpleNamespace(global_step=step), None, model=model, optimizer=optimizer)
     check_mixture(mixture.proportions().tolist(), "domain_weights_trainer")
 
 
@@ -126,18 +126,45 @@ def test_a_checkpoint_of_trainer_has_the_domain_weights(tmp_path: Path) -> None:
     """Else a resumed run would begin with equal weights again, and nothing would say so."""
     pytest.importorskip("transformers")
     module = load("domain_weights_trainer")
-    args, state = SimpleNamespace(output_dir=tmp_path, should_save=True), SimpleNamespace(global_step=20)
-    (tmp_path / "checkpoint-20").mkdir()
-    rows = module.texts(torch.arange(4))
-    saved, resumed = (module.MixtureCallback(hk.DomainWeights(4), rows) for _ in range(2))
+    state, rows, folders = SimpleNamespace(global_step=20), module.texts(torch.arange(400) % 4), []
+    for name in ("first", "second"):  # both with a step 20; the first one is resumed by a run that writes to the second
+        folders.append(tmp_path / name / "checkpoint-20")
+        folders[-1].mkdir(parents=True)
+    old, new = (SimpleNamespace(output_dir=folder.parent, should_save=True) for folder in folders)
+    saved, other, resumed = (module.MixtureCallback(hk.DomainWeights(4), rows) for _ in range(3))
+    other.on_save(new, state, None)  # before its first step
     saved.mixture.logits.grad = torch.arange(4.0)
     saved.optimizer.step()
-    saved.on_save(args, state, None)
-    resumed.on_train_begin(args, SimpleNamespace(global_step=0), None)
+    saved.on_save(old, state, None)
+    assert [path.name for path in folders[0].iterdir()] == ["mixture.safetensors"]
+    new.resume_from_checkpoint = None
+    resumed.on_train_begin(new, SimpleNamespace(global_step=0), None)
     assert not resumed.mixture.logits.any()
-    resumed.on_train_begin(args, state, None)
+    with pytest.raises(FileNotFoundError):  # where the arguments do not say from which folder
+        resumed.on_train_begin(new, state, None)
+    new.resume_from_checkpoint = str(folders[0])
+    resumed.on_train_begin(new, state, None)
+    for callback in (saved, resumed):
+        callback.mixture.logits.grad = torch.ones(4)
+        callback.optimizer.step()
     assert torch.equal(resumed.mixture.logits, saved.mixture.logits)
-    assert resumed.optimizer.state_dict()["state"][0]["step"] == 1
+    new.resume_from_checkpoint = str(folders[1])
+    resumed.on_train_begin(new, state, None)
+    assert not resumed.mixture.logits.any()
+
+
+def test_a_resumed_trainer_has_the_batches_that_would_have_followed() -> None:
+    pytest.importorskip("transformers")
+    module = load("domain_weights_trainer")
+    rows, found = module.texts(torch.arange(400) % 4), []
+    for earlier in ((10,), ()):
+        callback = module.MixtureCallback(hk.DomainWeights(4), rows)
+        before = [callback.batches(0, step)[0]["input_ids"] for step in earlier]
+        random = torch.get_rng_state()
+        found.append(callback.batches(0, 20)[0]["input_ids"])
+        assert torch.equal(torch.get_rng_state(), random)  # those of θ are not changed
+        assert not any(torch.equal(found[-1], x) for x in before)
+    assert torch.equal(*found)
 
 
 def test_each_process_of_trainer_has_its_own_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +175,7 @@ def test_each_process_of_trainer_has_its_own_batches(monkeypatch: pytest.MonkeyP
     for rank in range(2):
         group = SimpleNamespace(rank=rank)
         monkeypatch.setattr(hk.training, "DataParallel", lambda *_, group=group, **__: SimpleNamespace(group=group))
-        torch.manual_seed(0)
-        first.append(next(module.MixtureCallback(hk.DomainWeights(4), rows).batches)[0]["input_ids"])
+        first.append(module.MixtureCallback(hk.DomainWeights(4), rows).batches(0, 10)[0]["input_ids"])
     assert not torch.equal(*first)
 
 
@@ -162,8 +188,26 @@ def test_domain_weights_inside_the_real_trainer(tmp_path: Path, monkeypatch: pyt
     options = {"use_cpu": True, "save_strategy": "steps", "save_steps": 40, "eval_strategy": "steps", "eval_steps": 40}
     module = load("domain_weights_trainer")
     check_mixture(module.main(max_steps=60, **options), "domain_weights_trainer")
-    resumed = module.main(str(next(tmp_path.glob("*/checkpoint-40"))), max_steps=60, **options)
+    checkpoint = str(next(tmp_path.glob("*/checkpoint-40")))
+    resumed = module.main(max_steps=60, resume_from_checkpoint=checkpoint, **options)
     assert resumed[0] == max(resumed) > 0.3
+
+
+def test_the_real_trainer_resumes_a_checkpoint_of_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the λ of the run that was not interrupted, by a hypergradient that draws no numbers of its own."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    module, found = load("domain_weights_trainer"), []
+    monkeypatch.setattr(hk, "kfac", lambda **_: hk.identity(cross="reverse"))
+    options = {"use_cpu": True, "save_strategy": "steps", "save_steps": 10, "max_steps": 20}
+    for more in ({"output_dir": "first"}, {"output_dir": "second", "resume_from_checkpoint": "first/checkpoint-10"}):
+        torch.manual_seed(0)  # the same texts
+        found.append(module.main(**options, **more))
+    assert found[1] == found[0] != [0.25] * 4
+    assert [path.name for path in (tmp_path / "second").iterdir()] == ["checkpoint-20"]  # not from the beginning
 
 
 def test_trainer_accumulates_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,12 +67,14 @@ class Loader(Source):
 
     To resume inside an epoch the random state at its start is remembered and the epoch replayed up to the same
     batch, so a loader shuffled by torch's generators continues with the batches it would have given. Samplers that
-    want the number of an epoch, as ``DistributedSampler`` does for a new order, are told it.
+    want the number of an epoch, as ``DistributedSampler`` does for a new order, are told it, counted from the one
+    that they have when the source is made.
     """
 
     def __init__(self, iterable: Iterable[Any]) -> None:
         self.iterable = iterable
-        self.epoch, self.served = 0, 0
+        told = [getattr(part, "epoch", 0) for part in self._parts().values() if hasattr(part, "set_epoch")]
+        self.epoch, self.served = max([epoch for epoch in told if isinstance(epoch, int)], default=0), 0
         self._iterator: Iterator[Any] | None = None
         self._start: dict[str, Tensor] = {}
 
@@ -123,7 +125,7 @@ class Loader(Source):
         return {"epoch": self.epoch, "served": self.served, "random": dict(self._start)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._iterator, self.epoch, self.served = None, state.get("epoch", 0), 0
+        self._iterator, self.epoch, self.served = None, state.get("epoch", self.epoch), 0
         if not state["random"]:
             return
         now = self._random()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -150,6 +151,28 @@ def test_threads_may_leave_in_any_order() -> None:
     assert checkpoint.CheckpointFunction is not own
     second.__exit__(None, None, None)
     assert checkpoint.CheckpointFunction is own
+
+
+def test_forward_passes_of_other_threads_keep_their_activations_too() -> None:
+    """``nn.DataParallel`` computes each part of a batch in a thread of its own; inner contexts do not change that."""
+    calls, found = [], []
+
+    def block(x: Tensor) -> Tensor:
+        calls.append(x)
+        return x.sin()
+
+    def forward() -> None:
+        with differentiable_checkpoints():
+            found.append(checkpoint.checkpoint(block, X.clone().requires_grad_(), use_reentrant=False))
+
+    for keep, count in ((True, 1), (False, 2)):
+        calls.clear()
+        with differentiable_checkpoints(keep=keep):
+            thread = threading.Thread(target=forward)
+            thread.start()
+            thread.join()
+            found.pop().sum().backward()
+        assert len(calls) == count
 
 
 def test_a_model_that_changes_flags_is_refused_in_forward_mode_by_name() -> None:

@@ -174,6 +174,21 @@ def test_samplers_have_a_new_order_in_every_epoch_and_are_resumed_in_it(kind: st
     assert len({str(seen[i : i + length]) for i in range(0, len(seen), length)}) == 3
 
 
+def test_a_loader_begins_at_the_epoch_that_its_sampler_was_told() -> None:
+    """A loop of one's own calls ``set_epoch`` before each ``fit``; a resumed run counts on from there."""
+    orders = []
+    for epoch in range(3):
+        loader = sampled("distributed")
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        source = Loader(loader)
+        resumed = Loader(sampled("distributed"))
+        resumed.load_state_dict(source.state_dict())
+        orders.append([source.next()[0].tolist() for _ in range(2 * len(loader))])
+        assert [resumed.next()[0].tolist() for _ in range(2 * len(loader))] == orders[-1]
+    assert orders[0][3:] == orders[1][:3] != orders[0][:3]
+    assert orders[1][3:] == orders[2][:3] != orders[1][:3]
+
+
 # --- seeds and resuming ------------------------------------------------------------------------------------
 
 

@@ -201,7 +201,13 @@ SWEEP = (
         "FUNCTION",
         required=True,
     ),
-    Option("--search", "texts", "settings: NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=FIRST,SECOND", "NAME=VALUES"),
+    Option(
+        "--search",
+        "texts",
+        "settings: NAME=LOW..HIGH (0..1 are two whole numbers, 0.0..1.0 all between), NAME=LOW..HIGH:log or "
+        "NAME=FIRST,SECOND",
+        "NAME=VALUES",
+    ),
     Option("--trials", "whole", "trials in all, of all workers", "N", 50),
     Option("--maximize", "flag", "search for the largest value"),
     Option("--config", "text", "for `sweep clean`: its data and other options, a YAML or JSON file", "FILE"),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from torch.utils import checkpoint
@@ -27,13 +26,12 @@ class _NotReentrant:
         return checkpoint.checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=preserve)
 
 
-_KEEP: ContextVar[bool] = ContextVar("keep activations", default=False)
 _SECOND_TIME = checkpoint._checkpoint_without_reentrant_generator
 
 
 def _second_time(function: Callable[..., Any], *options: Any, **named: Any) -> Iterator[None]:
     """In place of what sets up the second computation: by the same kernels, or none where activations are kept."""
-    if _KEEP.get():
+    if _REPLACEMENTS.keeping:
         yield
         return
     kernels = same_kernels()
@@ -53,6 +51,7 @@ class _Replacements:
         self.lock = threading.Lock()
         self.users: dict[str, int] = {}
         self.own: dict[str, Any] = {}
+        self.keeping = 0
 
     def enter(self, name: str, stand_in: Any) -> None:
         with self.lock:
@@ -67,6 +66,11 @@ class _Replacements:
             if not self.users[name]:
                 setattr(self.module, name, self.own.pop(name))
 
+    def count_keeping(self, change: int) -> None:
+        """Add ``change`` to the number of contexts in which activations are kept."""
+        with self.lock:
+            self.keeping += change
+
 
 _REPLACEMENTS = _Replacements(checkpoint)
 
@@ -76,15 +80,15 @@ def differentiable_checkpoints(*, keep: bool = False) -> Iterator[None]:
     """Reentrant checkpoints inside are taken the other way, which costs the same time and memory.
 
     With ``keep`` activations are kept instead of computed again: for parameters that are in place during the forward
-    pass only.
+    pass only. Other threads keep theirs meanwhile, which only costs memory.
     """
     names = {"CheckpointFunction": _NotReentrant, "_checkpoint_without_reentrant_generator": _second_time}
     for name, stand_in in names.items():
         _REPLACEMENTS.enter(name, stand_in)
-    before = _KEEP.set(keep or _KEEP.get())
+    _REPLACEMENTS.count_keeping(int(keep))
     try:
         yield
     finally:
-        _KEEP.reset(before)
+        _REPLACEMENTS.count_keeping(-int(keep))
         for name in names:
             _REPLACEMENTS.leave(name)
