@@ -99,7 +99,7 @@ def check_mixture(found: list[float], name: str) -> None:
     assert sum(found) == pytest.approx(1)
     assert found[0] == max(found) > 0.3
     lines = (EXAMPLES / f"{name}.py").read_text("utf-8").splitlines()
-    assert len(lines) <= 80
+    assert len(lines) <= (80 if name == "domain_weights_trainer" else 60)  # that one also saves and resumes λ
     assert 4 <= sum(any(f"  # {i}" in line for i in range(1, 10)) for line in lines) <= 5
 
 

@@ -38,8 +38,8 @@ NOTE = (
     "which may share the device; “seconds” is that time the number of steps. “Order” is the probability that a "
     "rightly labelled row weighs more than a wrongly labelled one: what the hypergradient achieved, whatever the "
     "network made of it; ½ is chance. Tables with fewer trusted rows, or with true labels of which half are drawn "
-    "anew in place of the weak ones, are not in the paper and do not count for the verdict. The caption of the paper's "
-    "figure 4 says test accuracy, its text validation accuracy; ours is on test rows. "
+    "at random in place of the weak ones, are not in the paper and do not count for the verdict. The caption of the "
+    "paper's figure 4 says test accuracy, its text validation accuracy; ours is on test rows. "
 )
 """What holds for every encoder."""
 

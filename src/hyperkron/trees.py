@@ -22,7 +22,8 @@ Tree = dict[str, Tensor]
 """A vector made of named tensors."""
 
 _DOT_LIMIT = 2**31 - 1  # torch.dot refuses longer vectors
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
+HALF_TYPES = (torch.float16, torch.bfloat16)
+"""The dtypes of half precision."""
 
 
 def _paired(a: Tree, b: Tree) -> tuple[list[Tensor], list[Tensor]]:
@@ -98,10 +99,10 @@ def dot(a: Tree, b: Tree) -> Tensor:
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
-    if x is y and x.dtype not in _LOW_PRECISION and x.numel() <= _DOT_LIMIT:
+    if x is y and x.dtype not in HALF_TYPES and x.numel() <= _DOT_LIMIT:
         x = x.reshape(-1)
         return torch.dot(x, x)
-    if x.dtype in _LOW_PRECISION or y.dtype in _LOW_PRECISION:
+    if x.dtype in HALF_TYPES or y.dtype in HALF_TYPES:
         x, y = x.float(), y.float()
     if x.dtype != y.dtype or x.numel() > _DOT_LIMIT:
         return (x * y).sum()
@@ -111,16 +112,16 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 def norm(a: Tree) -> Tensor:
     """The Euclidean norm ‖a‖ = √(aᵀa), as a 0-dimensional tensor."""
     tensors = list(a.values())
-    if tensors and all(x.is_cuda and x.dtype not in _LOW_PRECISION and not is_sharded(x) for x in tensors):
+    if tensors and all(x.is_cuda and x.dtype not in HALF_TYPES and not is_sharded(x) for x in tensors):
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))  # one launch for many tensors
     return dot(a, a).sqrt()  # float32 vector_norm sums naively on the CPU: 20 times the error of torch.dot
 
 
 def widened(a: Tree) -> Tree:
     """``a`` with tensors in half precision as float32; ``a`` itself where there are none."""
-    if all(x.dtype not in _LOW_PRECISION for x in a.values()):
+    if all(x.dtype not in HALF_TYPES for x in a.values()):
         return a
-    return {name: x.float() if x.dtype in _LOW_PRECISION else x for name, x in a.items()}
+    return {name: x.float() if x.dtype in HALF_TYPES else x for name, x in a.items()}
 
 
 def cast(a: Tree, like: Tree) -> Tree:

@@ -17,7 +17,7 @@ from hyperkron.problem import rows, shares
 from hyperkron.solution import HyperkronError
 
 COMPARED = 16
-"""Examples in the first batch, on which gradients and losses are compared."""
+"""Examples in the first batch, on which gradients are compared; losses on as many from all over the set."""
 
 
 class ExampleRows:

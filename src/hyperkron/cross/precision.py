@@ -8,6 +8,7 @@ import torch
 
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.linalg import tf32_products
+from hyperkron.trees import HALF_TYPES
 
 
 class Precision(NamedTuple):
@@ -24,7 +25,6 @@ class Precision(NamedTuple):
 FLOAT64 = Precision((1e-4, 1e-5, 1e-6), tolerance=1e-6, agreement=1e-6, exact=1e-5)
 FLOAT32 = Precision((1e-2, 3e-3, 1e-3, 3e-4), tolerance=0.05, agreement=0.03, exact=0.05)
 TF32 = Precision((1e-1, 3e-2, 1e-2, 3e-3), tolerance=0.05, agreement=0.06, exact=0.1)
-HALF_TYPES = (torch.float16, torch.bfloat16)
 HALF = Precision((1e-1, 3e-2, 1e-2, 3e-3), tolerance=0.05, agreement=0.25, exact=0.1)  # autocast, too
 
 

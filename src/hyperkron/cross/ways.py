@@ -24,7 +24,7 @@ from hyperkron.evaluation.sharded import dual
 from hyperkron.kernels.split_products import full_precision
 from hyperkron.losses import Loss
 from hyperkron.solution import HyperkronError
-from hyperkron.trees import Tree
+from hyperkron.trees import HALF_TYPES, Tree
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ def _refuse_normalisation(tangent: Tensor) -> None:
 
 def half(point: Point) -> bool:
     """Whether θ is held in half precision."""
-    return point.dtype in (torch.float16, torch.bfloat16)
+    return point.dtype in HALF_TYPES
 
 
 def step_of(v: Tree, radius: float) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from hyperkron.curvature.base import Curvature, CurvatureState, DiagonalOperator, Invertible
 from hyperkron.evaluation.point import Point
 from hyperkron.solution import HyperkronError, warn_once
+from hyperkron.trees import HALF_TYPES
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class AdamDiagonal(Curvature):
 
 def _wide(x: Tensor) -> Tensor:
     """Numbers in half precision as float32: the difference in D would be all rounding."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype in HALF_TYPES else x
 
 
 def _adam_jacobian(members: list[Tensor], memory: list[dict[str, Tensor]], group: dict[str, Any]) -> list[Tensor]:

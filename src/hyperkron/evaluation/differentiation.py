@@ -12,7 +12,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from hyperkron import trees
 from hyperkron.solution import HyperkronError
-from hyperkron.trees import Tree
+from hyperkron.trees import HALF_TYPES, Tree
 
 
 class UndifferentiableError(HyperkronError):
@@ -121,5 +121,4 @@ def graph_nodes(tensors: Iterable[Tensor], stop: Collection[Node] = ()) -> Itera
 
 def in_half_precision(value: Tensor) -> bool:
     """Whether a part of what ``value`` was computed from is in half precision, as under autocast."""
-    half = (torch.float16, torch.bfloat16)
-    return any(made.dtype in half for node in graph_nodes([value]) for made in node._input_metadata)
+    return any(made.dtype in HALF_TYPES for node in graph_nodes([value]) for made in node._input_metadata)

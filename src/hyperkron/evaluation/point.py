@@ -30,7 +30,7 @@ from hyperkron.losses import Loss, as_loss
 from hyperkron.problem import BilevelProblem, Both
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError, NonFiniteError
-from hyperkron.trees import Tree
+from hyperkron.trees import HALF_TYPES, Tree
 
 Level = Literal["inner", "outer"]
 T = TypeVar("T")
@@ -241,8 +241,7 @@ class Point:
     @property
     def roundoff(self) -> float:
         """The unit roundoff of a model in half precision; 0 for others, whose arithmetic is that of the vectors."""
-        half = self.dtype in (torch.float16, torch.bfloat16)
-        return float(torch.finfo(self.dtype).eps) if half else 0.0
+        return float(torch.finfo(self.dtype).eps) if self.dtype in HALF_TYPES else 0.0
 
     @property
     def small(self) -> bool:

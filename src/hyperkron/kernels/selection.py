@@ -24,6 +24,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from hyperkron.kernels.second_order import batch_norm, convolution, plain
+from hyperkron.trees import HALF_TYPES
 
 T = TypeVar("T")
 
@@ -262,5 +263,5 @@ def _is_channels_last(x: Tensor) -> bool:
 
 def _coarse(x: Tensor) -> bool:
     """Whether a convolution of ``x`` runs on tensor cores."""
-    half = x.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(x.device.type)
+    half = x.dtype in HALF_TYPES or torch.is_autocast_enabled(x.device.type)
     return half or (x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32)

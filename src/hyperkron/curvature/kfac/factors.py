@@ -28,8 +28,7 @@ from hyperkron.curvature.kfac.half_inverses import (
 )
 from hyperkron.kernels.linalg import Factorization, Halves, gram, load_factorization
 from hyperkron.kernels.split_products import LEAST, full_precision, half_product, product, subtract_product
-
-HALF = (torch.float16, torch.bfloat16)
+from hyperkron.trees import HALF_TYPES
 
 DUAL_RATIO = 0.5
 """Rows are kept where there are at most this many for each dimension."""
@@ -44,7 +43,7 @@ class LowRank:
 
     @property
     def in_half(self) -> bool:
-        return self.rows.dtype in HALF
+        return self.rows.dtype in HALF_TYPES
 
     @property
     def wide(self) -> Tensor:

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyperkron.curvature.kfac.coverage import Block
-from hyperkron.curvature.kfac.factors import HALF, Factor, LowRank, few_rows
+from hyperkron.curvature.kfac.factors import Factor, LowRank, few_rows
 from hyperkron.curvature.kfac.layers import WeightSharing, cast_floating
 from hyperkron.kernels.linalg import gram, in_blocks, tf32_products
+from hyperkron.trees import HALF_TYPES
 
 TOP = 2.0**14
 """The largest scaled number: whatever is within 2⁻²⁸ of it keeps all its bits, the rest does not show in the sum."""
@@ -141,7 +142,7 @@ def _plus_gram(total: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor
 
 def _stays_half(rows: Tensor, dtype: torch.dtype) -> bool:
     """Whether rows are multiplied in half precision and their sums are float32: only CUDA devices have that."""
-    return rows.dtype in HALF and rows.is_cuda and dtype == torch.float32
+    return rows.dtype in HALF_TYPES and rows.is_cuda and dtype == torch.float32
 
 
 def _plus_half_gram(total: Tensor | None, rows: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from hyperkron import trees
 from hyperkron.curvature.kfac.coverage import Block, Plan
 from hyperkron.curvature.kfac.deliveries import Deliveries
 from hyperkron.curvature.kfac.diagonals import Diagonals
-from hyperkron.curvature.kfac.factors import HALF, Factor, add_to, scaled, stored
+from hyperkron.curvature.kfac.factors import Factor, add_to, scaled, stored
 from hyperkron.curvature.kfac.grams import WIDE_OUTPUT, corrected, masked_gram, pooled, summed
 from hyperkron.curvature.kfac.input_grams import InputGrams
 from hyperkron.curvature.kfac.kept import LayerGradients
@@ -31,7 +31,7 @@ from hyperkron.curvature.kfac.owners import Owners
 from hyperkron.curvature.kfac.taps import Tap, plainly, with_last
 from hyperkron.losses import BatchPlace, Loss
 from hyperkron.solution import HyperkronError
-from hyperkron.trees import Tree
+from hyperkron.trees import HALF_TYPES, Tree
 
 
 @dataclass(eq=False)
@@ -370,7 +370,7 @@ class Recorder:
             self._keep(call)  # at once, for its memory
         if self._for != "factors":
             return
-        found.in_half = found.in_half or g.dtype in HALF
+        found.in_half = found.in_half or g.dtype in HALF_TYPES
         with plainly(g):
             if call.masked:
                 reached = (g != 0).any(-1)
