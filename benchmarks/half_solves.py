@@ -24,6 +24,7 @@ from workloads import Llama, inner, language, outer
 import hyperkron as hk
 from hyperkron.curvature.kfac import factors, grams, half_inverses, inverse, kfac
 from hyperkron.kernels import linalg, split_products
+from hyperkron.trees import HALF_TYPES
 
 SHAPE = Llama("Llama 4 x 96", 4, 96, 96, 384, vocabulary=256, tokens=32)
 """Its factors of 96 inputs are matrices, those of 384 are kept as their 128 rows."""
@@ -46,7 +47,7 @@ def as_on_gpu() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (kfac, "tf32_products", lambda device: True),
         (inverse, "factorize", lambda m, lean=False, own=False: linalg._scaled(m.clone(), 16)),
-        (grams, "_stays_half", lambda rows, dtype: rows.dtype in factors.HALF),
+        (grams, "_stays_half", lambda rows, dtype: rows.dtype in HALF_TYPES),
         (grams, "_plus_half_gram", plus_gram),
         *((module, "splits", split) for module in (split_products, linalg)),
         *((factors, name, 8) for name in ("LEAST", "LEAST_ROWS")),

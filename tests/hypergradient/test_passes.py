@@ -21,6 +21,7 @@ from hyperkron.hypergradient import passes
 from hyperkron.kernels import graphs, linalg, weight_casts
 from hyperkron.kernels.execution import Execution
 from hyperkron.losses import classification
+from hyperkron.trees import HALF_TYPES
 from replaying import PROBLEM, Batch, batch, close, network, outer, trained
 
 
@@ -135,7 +136,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(kfac, "tf32_products", lambda device: True)
     monkeypatch.setattr(inverse, "factorize", lambda m, lean=False, own=False: linalg._halved(m.clone(), 8))
-    monkeypatch.setattr(grams, "_stays_half", lambda rows, dtype: rows.dtype in factors.HALF)
+    monkeypatch.setattr(grams, "_stays_half", lambda rows, dtype: rows.dtype in HALF_TYPES)
     monkeypatch.setattr(grams, "_plus_half_gram", lambda total, rows: grams.gram(rows.float()))
     used, real = list[bool](), half_inverses.solve_both_sides
 

@@ -16,6 +16,7 @@ from hyperkron.curvature.kfac import factors, grams, half_inverses, inverse, kfa
 from hyperkron.curvature.kfac.factors import LowRank, System, inverses_of, load_factor_inverse, scaled
 from hyperkron.curvature.kfac.half_inverses import HalfDual, HalfInverse, HalfPrimal, HalfRows, solve_both_sides
 from hyperkron.kernels import linalg, split_products
+from hyperkron.trees import HALF_TYPES
 
 DOUBLE = torch.float64
 KINDS = pytest.mark.parametrize(
@@ -226,7 +227,7 @@ def test_kfac_uses_them_for_models_in_half_precision_only(
     exact = hk.kfac(**options).compute(problem(False), *where[1:])  # type: ignore[arg-type]
     monkeypatch.setattr(kfac, "tf32_products", lambda device: True)
     monkeypatch.setattr(inverse, "factorize", lambda m, lean=False, own=False: factorised(m.clone(), 8))
-    monkeypatch.setattr(grams, "_stays_half", lambda rows, dtype: rows.dtype in factors.HALF)
+    monkeypatch.setattr(grams, "_stays_half", lambda rows, dtype: rows.dtype in HALF_TYPES)
     monkeypatch.setattr(grams, "_plus_half_gram", lambda total, rows: grams.gram(rows.float()))  # of one chunk
     kept = []
     plain = LowRank.kernel
