@@ -198,7 +198,7 @@ def test_the_verdict_on_table_2() -> None:
 def test_a_judgement_is_given_where_the_records_decide(tmp_path: Path) -> None:
     runs, timed = Lines(tmp_path / "runs.jsonl"), Lines(tmp_path / "times.jsonl")
     assert resnet_length_page.judgement("Figure 2", runs.path, timed.path).verdict is Verdict.REFUSED
-    for found in judged(PAIRED, resnet_length.LENGTH).done.values():
+    for found in judged(PAIRED, resnet_length.plan_of(resnet_length.LARGE)).done.values():
         runs.append(found)
     judge = resnet_length_page.judgement("Figure 2", runs.path, timed.path)
     assert judge is not None and judge.verdict is Verdict.TREND  # no times are known
@@ -230,7 +230,7 @@ def test_what_the_page_says_of_the_runs() -> None:
         e for x in rows for step, e in zip(x["curve"]["step"], x["curve"]["test_error"], strict=True) if step >= 200
     ]
     assert min(late) > 0.53 and 0.56 < sum(late) / len(late) < 0.58
-    assert resnet_length_page.judgement("Figure 2").verdict is Verdict.REFUSED
+    assert resnet_length_page.judgement("Figure 2", batch=resnet_length.BATCH).verdict is Verdict.REFUSED
 
 
 def test_what_the_page_says_of_smaller_steps_of_theta() -> None:
@@ -245,7 +245,15 @@ def test_what_the_page_says_of_smaller_steps_of_theta() -> None:
     assert [x["best"]["step"] for x in faster] == [26]
     assert all(resnet_length_page.visits(x).never > 0.37 for x in [*ours, *theirs, *faster])
     for place in ("Figure 2", "Figure 1, top", "Table 2"):
-        assert "had not been updated" in resnet_length_page.judgement(place).because
+        assert "had not been updated" in resnet_length_page.judgement(place, batch=resnet_length.BATCH).because
+
+
+def test_theta_s_step_size_with_larger_batches_follows_from_the_pilot() -> None:
+    """The largest printed one at which at least four fifths of the weights were updated when the loss was lowest."""
+    rows = {x["setting"]["inner"]: x for x in Lines(resnet_length.result_of(2500)).rows if x["wanted"] == 150}
+    left = {inner: resnet_length_page.visits(x).never for inner, x in rows.items()}
+    assert left[0.001] < 0.06 and left[0.01] > 0.4 and left[0.05] > 0.4
+    assert resnet_length.plan_of(2500).inner == 0.001
 
 
 def test_batches_of_a_pass_have_every_row_once() -> None:

@@ -120,13 +120,26 @@ def test_blocks_inverted_in_parts_are_those_of_all_together(device: str, monkeyp
     monkeypatch.setattr(inverse, "STRETCH", 1)
     method, parts = build(graph="passes"), []
     real = inverse.stretches
-    monkeypatch.setattr(kfac, "stretches", lambda factors: parts.append(real(factors)) or parts[-1])
+    monkeypatch.setattr(kfac, "stretches", lambda *given: parts.append(real(*given)) or parts[-1])
     close(trained(method, device), expected)
     assert {len(part) for part in parts} == {2}
     bad = batch(3, device)
     bad[0][0] = float("nan")
     with pytest.raises(hk.NonFiniteError, match=r"inner_batch\[0\] holds 36 nan"):
         method.compute(PROBLEM, network(device), hk.SampleWeights(40).to(device), bad, batch(50, device))
+
+
+@pytest.mark.parametrize(("setting", "parts"), [("", (3, 3)), ("expandable_segments:True", (2, 4))])
+def test_parts_by_how_long_inverses_serve_and_by_allocator(
+    setting: str, parts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    monkeypatch.setattr(inverse, "STRETCH", 1)
+    factors = {str(i): (torch.eye(2)[None], torch.eye(2)[None]) for i in range(12)}
+    for kept, count in zip((False, True), parts, strict=True):
+        cut = inverse.stretches(factors, inverse.most_parts(kept))
+        assert [len(part) for part in cut] == [12 // count] * count
+        assert [name for part in cut for name in part] == list(factors)
 
 
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:

@@ -10,6 +10,7 @@ Martens & Grosse (2015) split δ as δ_A = π√δ, δ_B = √δ/π with π = �
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal
@@ -80,8 +81,8 @@ BRANCHES = 3
 """Factorisations of different sizes that run side by side in a CUDA graph; libraries keep memory for every branch."""
 
 
-STRETCHES, STRETCH = 3, 2**28
-"""The most parts that blocks are inverted in where memory counts, and the most numbers for which one part is enough."""
+STRETCH = 2**28
+"""Where memory counts, the most numbers that are inverted in one part."""
 
 
 class FactorsNeeded(Exception):
@@ -147,10 +148,22 @@ def factored_inverses(
     return Pending(finish)
 
 
-def stretches(factors: Factors) -> list[Factors]:
-    """The blocks in a few parts of about the same size, where their systems are large."""
+def most_parts(kept: bool) -> int:
+    """In how many parts large systems are inverted, for inverses that serve one call or are ``kept`` for several.
+
+    Every part is one more chain of small kernels, which costs little where it is made for several calls. Where torch's
+    allocator cannot let its blocks grow (``expandable_segments``), neither large nor many parts fit in well.
+    """
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    if not any("expandable_segments:true" in setting.lower().replace(" ", "") for setting in settings):
+        return 3
+    return 4 if kept else 2
+
+
+def stretches(factors: Factors, most: int) -> list[Factors]:
+    """The blocks in at most so many parts of about the same size, where their systems are large."""
     numbers = sum(len(x) * x.shape[1] ** 2 for pair in factors.values() for x in map(stored, pair))
-    count = min(STRETCHES, -(-numbers // STRETCH)) or 1
+    count = min(most, -(-numbers // STRETCH)) or 1
     names, step = list(factors), -(-len(factors) // count) or 1
     return [{n: factors[n] for n in names[begin : begin + step]} for begin in range(0, len(names), step)] or [factors]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hyperkron.curvature.kfac.coverage import Plan
 from hyperkron.curvature.kfac.eigen import Bases, eigen_bases
 from hyperkron.curvature.kfac.factors import FactoredInverses, Factors
-from hyperkron.curvature.kfac.inverse import BlockInverses, Split, factored_inverses, stretches
+from hyperkron.curvature.kfac.inverse import BlockInverses, Split, factored_inverses, most_parts, stretches
 from hyperkron.curvature.kfac.kronecker import Kronecker, finite
 from hyperkron.curvature.kfac.measured import Measured
 from hyperkron.curvature.kfac.owners import agreed
@@ -116,7 +116,8 @@ class KFAC(Kronecker):
         half = measured.in_half and tf32_products(point.device) and group.size == 1
         half = half and self.damping > 0 and not callable(self.split)
         options = {"keep": keep or not queued or group.size > 1, "own": own, "lean": self.lean, "half": half}
-        parts = stretches(factors) if own and queued and point.brief_passes else [factors]
+        cut = own and queued and point.brief_passes
+        parts = stretches(factors, most_parts(not self._serves_once)) if cut else [factors]
         begun = [
             factored_inverses(part, damping, self.split, good, point.execution, at_once=len(parts) > 1, **options)
             for part in parts
