@@ -161,7 +161,7 @@ def most_parts(kept: bool) -> int:
 
 
 def stretches(factors: Factors, most: int) -> list[Factors]:
-    """The blocks in at most so many parts of about the same size, where their systems are large."""
+    """The blocks in parts of about the same size, ``most`` of them where their systems are large."""
     numbers = sum(len(x) * x.shape[1] ** 2 for pair in factors.values() for x in map(stored, pair))
     count = min(most, -(-numbers // STRETCH)) or 1
     names, step = list(factors), -(-len(factors) // count) or 1
