@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperkron.cleaning.label_noise import FIRST_RATE, FIRST_SHARE, label_noise, under_frequencies
+from hyperkron.cleaning.label_noise import (
+    FIRST_RATE,
+    FIRST_SHARE,
+    corrected_frequencies,
+    label_noise,
+    under_frequencies,
+)
+from hyperkron.cleaning.method import opinion
 
 DOUBLE = torch.float64
 EVEN = torch.full((3,), 1 / 3, dtype=DOUBLE)
@@ -129,3 +139,42 @@ def test_experts_of_noisy_rows_are_put_under_the_frequencies_of_the_trusted_ones
     found = under_frequencies(torch.stack([balanced, own]), noisy, EVEN)
     assert torch.equal(found[0], balanced)
     assert float((found[1].exp() - balanced.exp()).abs().max()) < 0.03
+
+
+def test_frequencies_that_are_known_stay_as_they_are() -> None:
+    true, wanted = torch.arange(600) % 3, torch.tensor([0.6, 0.3, 0.1], dtype=DOUBLE)
+    log_p = (F.one_hot(true, 3).double() + 0.1).log().log_softmax(1)
+    assert torch.equal(label_noise(log_p, EVEN, true, frequent=wanted).frequent, wanted)
+
+
+def test_frequencies_follow_the_mistakes_on_many_trusted_rows_and_the_labels_where_there_are_few() -> None:
+    """The opinion answers 0 for 40 % of the rows of class 1, so that 0 seems twice as frequent as it is."""
+    answers, prior = torch.where(torch.arange(1000) < 700, 0, 1), torch.tensor([0.6, 0.4], dtype=DOUBLE)
+
+    def found(rows: int) -> Tensor:
+        labels = torch.arange(10 * rows) // 5 % 2
+        tested = torch.where(torch.arange(10 * rows) % 5 < 2, 0, labels)
+        return corrected_frequencies(answers, tested, labels, prior)
+
+    assert float(found(200)[0]) == pytest.approx(0.5, abs=0.01)
+    assert 0.5 < float(found(2)[0]) < 0.6
+
+
+def test_a_label_given_too_often_does_not_make_its_class_frequent() -> None:
+    """Three classes are as frequent, 60 % of the labels become 0, experts are weak, 30 rows a class are trusted."""
+    frequent, off = [], []
+    for seed in range(5):
+        random, true = torch.Generator().manual_seed(seed), torch.arange(1590) % 3
+        given = torch.where(torch.rand(1590, generator=random) < 0.6, 0, true)
+        given[1500:] = true[1500:]
+        signals = [0.8 * F.one_hot(true, 3) + torch.randn(1590, 3, generator=random) for _ in range(2)]
+        experts = [(0.8 * signal).softmax(1) for signal in signals]
+        said = 0.6 * F.one_hot(torch.zeros(1590, dtype=torch.long), 3) + 0.4 * experts[1]
+        rows = torch.arange(1590).split([1500, 90])
+        work = SimpleNamespace(given=given, noisy=rows[0], trusted=rows[1], classes=3, votes=None)
+        found = opinion(cast(Any, work), experts, said)
+        frequent.append(float(found.shift.exp()[0]) / 3)
+        right = found.posterior.gather(1, given[:1500, None]).mean()
+        off.append(float(1 - right) - float((given != true).float().mean()) * 1590 / 1500)
+    assert sum(frequent) / 5 < 0.45
+    assert abs(sum(off) / 5) < 0.04

@@ -37,6 +37,8 @@ FIRST_SHARE = 0.1
 LEAST_SHARE = 0.1
 """Of its frequency among the labels, what a class keeps at least in the prior of π."""
 ITERATIONS = 100
+FREQUENCY_PRIOR = 6.0
+"""Trusted rows a class that the frequencies told by the labels are worth, against those that the mistakes tell."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,12 @@ class LabelNoise:
 
 
 def label_noise(
-    log_p: Tensor, before: Tensor, given: Tensor, said: Tensor | None = None, iterations: int = ITERATIONS
+    log_p: Tensor,
+    before: Tensor,
+    given: Tensor,
+    said: Tensor | None = None,
+    iterations: int = ITERATIONS,
+    frequent: Tensor | None = None,
 ) -> LabelNoise:
     """T, π, w and the posterior by expectation maximisation, with the opinion kept fixed.
 
@@ -71,6 +78,7 @@ def label_noise(
         given: the labels (N,), −1 for none.
         said: n, probabilities of the given labels by a model that did not see the row (N, C); None for w = 0.
         iterations: of EM.
+        frequent: π (C,), where it is known; None estimates it.
 
     Example:
         >>> true = torch.arange(300) % 3
@@ -85,7 +93,8 @@ def label_noise(
     common, same = labels.sum(0) / rows, torch.eye(classes).to(log_p)
     direct = torch.zeros_like(log_p[:, :1]) if said is None else (said.to(log_p) * labels).sum(1, keepdim=True)
     rate, again, explained = log_p.new_tensor(FIRST_RATE), even, 0.0 if said is None else FIRST_SHARE
-    matrix, frequent = (1 - rate) * same + rate * again, _true_frequencies(common, rate, again)
+    matrix, known = (1 - rate) * same + rate * again, frequent
+    frequent = _true_frequencies(common, rate, again) if known is None else known
     for _ in range(iterations):
         p = (log_p + (frequent / before).log()).softmax(1)
         by_class, by_input = (1 - explained) * p * matrix[:, given].T, explained * p * direct
@@ -100,9 +109,10 @@ def label_noise(
         rate = ((drawn.sum() + unsure * FIRST_RATE) / (counts.sum() + unsure).clamp(min=1)).clamp(0, 1)
         again = drawn + rate * doubt.sum() * even + 1
         again = again / again.sum()
-        pull = (1 - explained) * (posterior * (1 - p) * told[:, None]).sum()
-        frequent = posterior.sum(0) + pull * _true_frequencies(common, rate, again) + 1
-        frequent = frequent / frequent.sum()
+        if known is None:
+            pull = (1 - explained) * (posterior * (1 - p) * told[:, None]).sum()
+            frequent = posterior.sum(0) + pull * _true_frequencies(common, rate, again) + 1
+            frequent = frequent / frequent.sum()
         counts = counts + (1 + MATRIX_PRIOR * doubt)[:, None] * ((1 - rate) * same + rate * again)
         matrix = counts / counts.sum(1, keepdim=True)
     log_p = (log_p + (frequent / before).log()).log_softmax(1)
@@ -115,6 +125,42 @@ def _true_frequencies(common: Tensor, rate: Tensor, again: Tensor) -> Tensor:
     """π of labels with the frequencies ``common``, were a share ``rate`` of them drawn again."""
     found = ((common - rate * again) / (1 - rate).clamp(min=0.05)).clamp(min=0) + LEAST_SHARE * common + 1e-6
     return found / found.sum()
+
+
+def corrected_frequencies(answers: Tensor, tested: Tensor, labels: Tensor, prior: Tensor) -> Tensor:
+    """Class frequencies π under which the mistakes seen on the trusted rows explain the answers on the noisy rows.
+
+        max_π  Σ_j m_j log Σ_k π_k M[k, j]  +  FREQUENCY_PRIOR · C / rows · Σ_k prior_k log π_k
+
+    m_j is the share of the noisy rows that are answered j, M[k, j] that of the trusted rows of class k, with one more
+    right answer for each. An opinion that answers a class too often also makes it seem frequent; M shows by how much.
+
+    Args:
+        answers: classes answered for the noisy rows (N,).
+        tested: classes answered for the trusted rows (rows,).
+        labels: their true classes.
+        prior: frequencies that the labels tell (C,), all positive.
+
+    References:
+        Lipton, Wang & Smola, 2018, "Detecting and correcting for label shift with black box predictors".
+
+    Example:
+        >>> true = torch.arange(100) % 2
+        >>> tested = torch.where(torch.arange(100) < 40, 0, true)  # of class 1 20 of 50 are answered 0
+        >>> even = torch.full((2,), 0.5)
+        >>> corrected_frequencies(torch.tensor([0] * 7 + [1] * 3), tested, true, even).allclose(even, atol=0.01)
+        True
+    """
+    classes = len(prior)
+    mistakes = torch.eye(classes).to(prior).index_put_((labels, tested), torch.ones_like(prior[:1]), accumulate=True)
+    mistakes = mistakes / mistakes.sum(1, keepdim=True)
+    share = torch.bincount(answers, minlength=classes).to(prior) / max(1, len(answers))
+    weight, found = FREQUENCY_PRIOR * classes / max(1, len(labels)), prior
+    for _ in range(ITERATIONS):
+        part = found[:, None] * mistakes
+        found = (part / part.sum(0).clamp(min=1e-30) * share).sum(1) + weight * prior
+        found = found / found.sum()
+    return found
 
 
 def under_frequencies(experts: Tensor, noisy: Tensor, before: Tensor) -> Tensor:

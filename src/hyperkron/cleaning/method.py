@@ -4,7 +4,8 @@
    they are, and one of all rows, trained through the noise matrix that the second one shows on the trusted rows; for
    tables a random forest of the noisy rows; and a model of the user's, where there is one.
 2. *Opinion*: their logarithmic pool, fitted to the trusted rows and carried over to the class frequencies of the noisy
-   ones. These, the noise matrix, and the share of labels that the inputs explain come from the labels by EM.
+   ones. These, the noise matrix, and the share of labels that the inputs explain come from the labels by EM; the
+   frequencies are then corrected by the mistakes of the opinion on the trusted rows.
 3. *Fold models*: networks of half of the rows, fitted to the evidence as the last network will be. Those of the preset
    (κ, β, γ) that predicts held-out trusted rows best are one more expert; so is a forest of the posterior q.
 4. *Verdict on each row*: q(k) ∝ p̄(k | x) P(y | k, x). A row is as wrong as 1 − q(y), and its suggestion is argmax q.
@@ -39,7 +40,7 @@ from hyperkron.cleaning.evidence import (
     overconfidence,
     stack,
 )
-from hyperkron.cleaning.label_noise import label_noise, under_frequencies
+from hyperkron.cleaning.label_noise import corrected_frequencies, label_noise, under_frequencies
 from hyperkron.cleaning.models.trees import forest
 from hyperkron.cleaning.stages import Tensors
 from hyperkron.cleaning.trainer import Dense, TrainingPlan, TrainingTargets, predict
@@ -225,7 +226,11 @@ def opinion(work: Work, experts: Sequence[Tensor], said: Tensor) -> Opinion:
     before = frequencies(labels, work.classes)
     stacked = under_frequencies(torch.stack([logs(p) for p in experts]), work.noisy, before)
     pool = stack(stacked[:, work.trusted], labels)
-    noise = label_noise(pool(stacked[:, work.noisy]), before, given, said=said[work.noisy])
+    log_p, said = pool(stacked[:, work.noisy]), said[work.noisy]
+    told = label_noise(log_p, before, given, said=said).posterior.sum(0) + 1
+    tested = pool(stacked[:, work.trusted]).argmax(1)
+    frequent = corrected_frequencies(log_p.argmax(1), tested, labels, told / told.sum())
+    noise = label_noise(log_p, before, given, said=said, frequent=frequent)
     votes = (
         Votes(noise.matrix[None], 0.0, noise.log_likelihood, noise.posterior)
         if work.votes is None
