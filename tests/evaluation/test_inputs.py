@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import cases
 import hyperkron as hk
 from hyperkron.evaluation.inputs import differentiable_batch, tensors_of
 from hyperkron.hypergradient.unrolled import Batches
@@ -177,3 +178,13 @@ def test_an_ordinary_failure_keeps_its_own_remedy() -> None:
     )
     with pytest.raises(hk.NonFiniteError, match="look for overflow in the model"):
         hk.identity().compute(problem, Log(), hk.as_hyper(torch.ones(4)), torch.ones(4, 1), torch.ones(4, 1))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_models_are_refused_by_name(nested: bool) -> None:
+    case = cases.make(nn.Linear(3, 2), (3,))
+    scripted = torch.jit.script(case.model)
+    case.model = nn.Sequential(scripted) if nested else scripted
+    with pytest.raises(hk.HyperkronError, match=r"torch.jit.script or torch.jit.trace.*pass the module it was made of"):
+        hk.cg(3, 0.1).compute(*case.arguments)
