@@ -85,6 +85,12 @@ class BilevelProblem:
         return True
 
 
+def check_problem(problem: object) -> None:
+    """Refuse what is not a problem, as a bare objective."""
+    if not isinstance(problem, BilevelProblem):
+        raise HyperkronError(f"problem is a {type(problem).__name__}; pass hyperkron.BilevelProblem(inner, outer).")
+
+
 class Both(nn.Module):
     """θ and λ in one module, so that ``torch.func.functional_call`` can substitute parameters of either."""
 

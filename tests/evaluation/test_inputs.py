@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict, namedtuple
-from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 
 import cases
 import hyperkron as hk
-from hyperkron.evaluation.inputs import differentiable_batch, tensors_of
+from hyperkron.batch_tensors import tensors_of
+from hyperkron.evaluation.inputs import differentiable_batch
 from hyperkron.hypergradient.unrolled import Batches
 from tests.hypergradient.test_compiled import METHODS, PROBLEM, modules
 
@@ -80,18 +80,11 @@ def test_batches_of_any_kind() -> None:
     assert differentiable_batch(usual) is usual
 
 
-@dataclass
-class Record:
-    """A batch that cannot be looked into."""
-
-    tensors: Any
-
-
 def test_what_cannot_be_looked_into_is_refused_with_a_remedy() -> None:
     model, weights, batch = modules()
     problem = hk.BilevelProblem(lambda m, w, b: PROBLEM.inner(m, w, b.tensors), PROBLEM.outer)
     with pytest.raises(hk.HyperkronError, match=r"inner uses a tensor made in torch.inference_mode.*clone\(\)"):
-        hk.cg().compute(problem, model, weights, Record(unfit(batch)), batch)
+        hk.cg().compute(problem, model, weights, SimpleNamespace(tensors=unfit(batch)), batch)
 
 
 @pytest.mark.parametrize("which", ["model", "hyper"])

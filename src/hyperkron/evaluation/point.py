@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from hyperkron.batch_tensors import tensors_of
 from hyperkron.evaluation import sharded
-from hyperkron.evaluation.inputs import culprits, differentiable_batch, tensors_of
+from hyperkron.evaluation.inputs import culprits, differentiable_batch
 from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.snapshot import Snapshot, reseed
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
@@ -27,7 +28,7 @@ from hyperkron.kernels.execution import Execution
 from hyperkron.kernels.graphs import GeneratorCopies
 from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small, twice_differentiable
 from hyperkron.losses import Loss, as_loss
-from hyperkron.problem import BilevelProblem, Both
+from hyperkron.problem import BilevelProblem, Both, check_problem
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError, NonFiniteError
 from hyperkron.trees import HALF_TYPES, Tree
@@ -77,8 +78,7 @@ class Point:
         variables: tuple[Tree, Tree] | None = None,
         passes: Passes | None = None,
     ) -> None:
-        if not isinstance(problem, BilevelProblem):
-            raise HyperkronError(f"problem is a {type(problem).__name__}; pass hyperkron.BilevelProblem(inner, outer).")
+        check_problem(problem)
         self.problem, self.model, self.hyper = problem, model, hyper
         self.inner_batch = differentiable_batch(inner_batch)
         self.outer_batch = differentiable_batch(outer_batch)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyperkron.batch_tensors import tensors_of
 from hyperkron.collectives import Group
 from hyperkron.curvature.base import l2_curvature, warn_moving, warn_opaque
 from hyperkron.curvature.kfac.coverage import Plan
@@ -25,7 +26,6 @@ from hyperkron.curvature.kfac.owners import Owners
 from hyperkron.curvature.kfac.penalty import column_scales
 from hyperkron.curvature.kfac.recorder import Recorder
 from hyperkron.evaluation.differentiation import graph_nodes
-from hyperkron.evaluation.inputs import tensors_of
 from hyperkron.evaluation.point import Point
 from hyperkron.losses import DRAWN, Fisher, Loss
 from hyperkron.problem import rows, shares
