@@ -6,7 +6,7 @@ replay, and whatever else was read must still be where it was: :func:`places` te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -156,10 +156,19 @@ def _reason(error: BaseException) -> BaseException:
 
 
 def places(*modules: nn.Module) -> tuple[object, ...]:
-    """The parts of modules, their modes and hooks, and where parameters and buffers lie: a recording is for these."""
+    """The parts of modules, what is switched on in them, and where their tensors lie: a recording is for these."""
     tensors = [x for m in modules for x in (*m.parameters(), *m.buffers())]
     parts = [part for m in modules for part in m.modules()]
-    return (
-        *((x.data_ptr(), x.requires_grad) for x in tensors),
-        *((id(part), part.training, len(part._forward_hooks), len(part._forward_pre_hooks)) for part in parts),
+    return (*((x.data_ptr(), x.requires_grad) for x in tensors), *map(id, parts), switches(parts))
+
+
+def switches(parts: Sequence[nn.Module]) -> tuple[object, ...]:
+    """What makes the same modules compute another function: modes, other attributes that are true or false, hooks."""
+    return tuple(
+        (
+            len(part._forward_hooks),
+            len(part._forward_pre_hooks),
+            *(x for x in vars(part).values() if x is True or x is False),
+        )
+        for part in parts
     )
