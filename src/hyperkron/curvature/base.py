@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
@@ -47,6 +47,10 @@ class Operator(ABC):
     def matvec_stacked(self, v: Tree) -> Tree:
         """:meth:`matvec` for each of many vectors, along the leading dimension of ``v``."""
         return trees.stacked([self.matvec(one) for one in trees.unstacked(v)])
+
+    def unreached(self) -> Collection[str]:
+        """The parameters that J_in does not depend on, where that is known: A and the cross term are zero there."""
+        return ()
 
     def release(self) -> None:  # noqa: B027 (most have nothing to let go of)
         """The solve is done: let go of memory that no later call needs."""
