@@ -69,6 +69,10 @@ class BilevelProblem:
         """The pieces of ``batch`` in which curvature is measured, one after the other; by default ``batch`` itself."""
         return [batch]
 
+    def words(self, level: str) -> tuple[str, str]:
+        """What errors call an objective, ``inner`` or ``outer``, and its batch."""
+        return level, f"{level}_batch"
+
     @property
     def group(self) -> Group:
         """The processes among which batches are divided; by default this one alone."""
