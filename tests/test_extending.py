@@ -101,14 +101,20 @@ def test_a_curvature_solves_directly() -> None:
 
 
 def test_a_curvature_is_made_definite_to_precondition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first head's parameters alone have curvature; a preconditioner that is zero elsewhere never gets there."""
+    """The first head's parameters alone have curvature; a preconditioner that is zero elsewhere never gets there.
+
+    On a curvature batch of its own, for else the other head is left out of the solve.
+    """
     case = two_heads()
+    other = tuple(x.clone() for x in case.inner_batch)
     params = list(oracles.trainable(case.model).values())
     matrix = oracles.hessian(case.plain_inner, params) + DELTA * torch.eye(16, dtype=torch.float64)
     method = hk.pcg(60, curvature=hk.curvature.Hessian(DELTA), preconditioner=SquaredGradient())
 
     def error() -> float:
-        return oracles.relative(oracles.flat(method.compute(*case.arguments).solution.value), solution(case, matrix))
+        found = method.compute(*case.arguments, curvature_batch=other).solution
+        assert found is not None
+        return oracles.relative(oracles.flat(found.value), solution(case, matrix))
 
     assert error() < 1e-6
     monkeypatch.setattr(Diagonal, "definite", Invertible.definite)

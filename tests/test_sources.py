@@ -18,6 +18,7 @@ MAX_LINES = 415
 LAYERS = (
     "sharding",
     "trees",
+    "batch_tensors",
     "kernels",
     "solution",
     "validation",

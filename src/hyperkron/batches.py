@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from hyperkron.evaluation.inputs import differentiable_batch
 from hyperkron.hypergradient.unrolled import Batches
@@ -77,6 +78,13 @@ class Loader(Source):
         self.epoch, self.served = max([epoch for epoch in told if isinstance(epoch, int)], default=0), 0
         self._iterator: Iterator[Any] | None = None
         self._start: dict[str, Tensor] = {}
+        self._draws_seed = True
+
+    @property
+    def _new_workers(self) -> bool:
+        """Whether the next epoch begins with a seed for workers, drawn from the loader's generator: those of
+        ``persistent_workers=True`` get one in the first epoch alone."""
+        return not isinstance(self.iterable, DataLoader) or self.iterable._iterator is None
 
     def next(self) -> Any:
         """The next batch, from a new epoch where the last one is exhausted."""
@@ -85,7 +93,7 @@ class Loader(Source):
                 for part in self._parts().values():
                     if callable(told := getattr(part, "set_epoch", None)):
                         told(self.epoch)
-                self._start = self._random()
+                self._start, self._draws_seed = self._random(), self._new_workers
                 self._iterator, self.served = iter(self.iterable), 0
             try:
                 batch = next(self._iterator)
@@ -122,19 +130,25 @@ class Loader(Source):
                 generator.set_state(state[name])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "served": self.served, "random": dict(self._start)}
+        state = {"epoch": self.epoch, "served": self.served, "random": dict(self._start)}
+        return state if self._draws_seed else {**state, "draws_seed": False}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._iterator, self.epoch, self.served = None, state.get("epoch", self.epoch), 0
         if not state["random"]:
             return
         now = self._random()
+        draws_seed = state.get("draws_seed", True)
+        if self._new_workers and not draws_seed:
+            iter(self.iterable)  # so that the workers are there already
         self._set_random(state["random"])
+        if draws_seed and not self._new_workers:
+            torch.empty((), dtype=torch.int64).random_(generator=self._generators().get("own"))
         for _ in range(state["served"]):
             self.next()
         after = self._random()
         self._set_random({**after, "global": now["global"]})
-        self._start = dict(state["random"])
+        self._start, self._draws_seed = dict(state["random"]), draws_seed
 
 
 class Examples(Source):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hyperkron import trees
-from hyperkron.solution import HyperkronError
+from hyperkron.solution import HyperkronError, warn_once
 from hyperkron.trees import Tree
 from hyperkron.validation import check_nonnegative, check_one_of, check_positive
 
@@ -160,6 +160,17 @@ class LevelOptimizer:
             raise HyperkronError(
                 f"{level}_optimizer also holds {foreign[0]} (and {len(foreign) - 1} others) of {other}; give it "
                 f"{whose}.parameters() alone: each level is moved by its own optimizer."
+            )
+
+    def warn_of_decay(self) -> None:
+        """Say once that the optimizer decays θ by itself, which hypergradients, made of J_in, do not count."""
+        decay = max(float(group.get("weight_decay") or 0.0) for group in self.optimizer.param_groups)
+        if decay > 0:
+            warn_once(
+                "optimizer-decay",
+                f"inner_optimizer has weight_decay={decay:g}, which is not part of the inner loss, so hypergradients "
+                f"do not count it; add hyperkron.losses.l2(model, {decay / 2:g}) to the inner loss and set "
+                "weight_decay=0 (harmless where it is small beside the damping).",
             )
 
     @property

@@ -69,6 +69,10 @@ class BilevelProblem:
         """The pieces of ``batch`` in which curvature is measured, one after the other; by default ``batch`` itself."""
         return [batch]
 
+    def words(self, level: str) -> tuple[str, str]:
+        """What errors call an objective, ``inner`` or ``outer``, and its batch."""
+        return level, f"{level}_batch"
+
     @property
     def group(self) -> Group:
         """The processes among which batches are divided; by default this one alone."""
@@ -83,6 +87,12 @@ class BilevelProblem:
     def divides(self) -> bool:
         """Whether each of several processes is given the whole batch, and takes its part of it."""
         return True
+
+
+def check_problem(problem: object) -> None:
+    """Refuse what is not a problem, as a bare objective."""
+    if not isinstance(problem, BilevelProblem):
+        raise HyperkronError(f"problem is a {type(problem).__name__}; pass hyperkron.BilevelProblem(inner, outer).")
 
 
 class Both(nn.Module):

@@ -37,6 +37,21 @@ def test_nonsense_is_refused_with_the_reason(make: Any, says: str) -> None:
         make()
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.02])
+@pytest.mark.parametrize("algorithm", [hk.AID(hk.cg(3)), hk.algorithms.SOBA(), hk.algorithms.InnerOnly()])
+def test_a_weight_decay_that_hypergradients_do_not_count_is_said(
+    algorithm: Any, decay: float, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr("hyperkron.solution._warned", set())
+    problem = Quadratic()
+    model, hyper = problem.modules()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=decay)
+    hk.fit(problem.problem(), model, hyper, algorithm, *problem.data(), steps=1, inner_optimizer=optimizer)
+    told = [str(warning.message) for warning in recwarn if "weight_decay=0.02" in str(warning.message)]
+    assert bool(told) is (decay > 0 and algorithm.moves_hyper)
+    assert not told or "l2(model, 0.01)" in told[0]
+
+
 @pytest.mark.parametrize(
     "algorithm", [hk.algorithms.SABA(), hk.algorithms.SRBA(), hk.algorithms.VRBO()], ids=lambda a: type(a).__name__
 )
@@ -92,3 +107,16 @@ def test_divergence_is_named() -> None:
     run = hk.fit(problem.problem(), *problem.modules(), algorithm, *problem.data(), steps=0)
     with pytest.raises(hk.NonFiniteError):
         run.advance(10)
+
+
+def test_an_objective_in_place_of_a_problem_is_refused() -> None:
+    problem = Quadratic()
+    model, hyper = problem.modules()
+    objective: Any = problem.problem().inner
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for refused in (
+        lambda: hk.fit(objective, model, hyper, hk.AID(hk.cg(3)), *problem.data(), steps=1),
+        lambda: hk.InnerLoop(objective, model, hyper, optimizer),
+    ):
+        with pytest.raises(hk.HyperkronError, match=r"problem is a function; pass hyperkron.BilevelProblem"):
+            refused()

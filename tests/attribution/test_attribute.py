@@ -215,3 +215,21 @@ def test_several_processes_and_models_divided_among_them_are_named(monkeypatch):
     monkeypatch.setattr("hyperkron.attribution.checks.is_sharded", lambda p: True)
     with pytest.raises(hk.HyperkronError, match=r"0.weight is divided among processes .* plain copy on one process"):
         hk.attribution.self_influence(loss, model, train)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda x: x.index_fill(0, torch.tensor([2]), torch.nan), r"{loss} is nan; {rows}\[0\] holds 4 nan"),
+        (lambda x: x.float(), r"{loss} failed: {rows}\[0\] is torch.float32 but the model is torch.float64"),
+    ],
+)
+@pytest.mark.parametrize("which", ["train", "queries"])
+def test_bad_rows_are_named_as_the_argument_they_are_in(which, change, says):
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 2).double(), torch.randn(6, 4, dtype=torch.float64), torch.randint(2, (6,))
+    data = {"train": (x, y), "queries": (x, y)}
+    data[which] = (change(x), y)
+    called = {"train": "loss", "queries": "query_loss"}[which]
+    with pytest.raises(hk.HyperkronError, match=says.format(loss=called, rows=which)):
+        hk.attribute(lambda m, b: hk.losses.cross_entropy(m(b[0]), b[1]), model, **data)

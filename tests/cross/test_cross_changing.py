@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hyperkron as hk
 import oracles
@@ -91,3 +91,44 @@ def test_a_way_asked_for_is_replaced_where_the_penalty_vanishes(mode: Mode) -> N
         found = Cross(mode).term(point, v, None, state)
     assert state.mode == "reverse"
     assert oracles.relative(found, dense_cross(one_by_one, model, hyper, v)) < 1e-12
+
+
+class Quantized(nn.Module):
+    """Rounds, straight through, where it is switched on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rounded(x) if self.on else x
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x + ((4 * x).round() / 4 - x).detach()
+
+
+def switched_on(model: nn.Sequential) -> None:
+    model[2].on = True
+
+
+def hooked(model: nn.Sequential) -> None:
+    model[1].register_forward_hook(lambda module, given, output: rounded(output))
+
+
+@pytest.mark.parametrize("change", [switched_on, hooked])
+def test_a_model_that_is_switched_between_two_calls_is_decided_for_again(
+    change: Callable[[nn.Sequential], None],
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(X.shape[1], 4), nn.Tanh(), Quantized(), nn.Linear(4, 3)).double()
+    problem = hk.BilevelProblem(
+        lambda m, h, _: hk.losses.cross_entropy(m(X), Y, weight=h.a.sigmoid()),
+        lambda m, h, _: hk.losses.cross_entropy(m(X + 0.1), Y),
+    )
+    hyper, method = Lambda(a=torch.randn(len(X))), hk.identity()
+    assert method.compute(problem, model, hyper, None, None).stats["cross"] == "difference"
+    change(model)
+    found = method.compute(problem, model, hyper, None, None).grads
+    wanted = hk.identity(cross="reverse").compute(problem, model, hyper, None, None).grads
+    assert oracles.relative(found, wanted) < 1e-12

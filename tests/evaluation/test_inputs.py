@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict, namedtuple
-from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import cases
 import hyperkron as hk
-from hyperkron.evaluation.inputs import differentiable_batch, tensors_of
+from hyperkron.batch_tensors import tensors_of
+from hyperkron.evaluation.inputs import differentiable_batch
 from hyperkron.hypergradient.unrolled import Batches
 from tests.hypergradient.test_compiled import METHODS, PROBLEM, modules
 
@@ -79,18 +80,11 @@ def test_batches_of_any_kind() -> None:
     assert differentiable_batch(usual) is usual
 
 
-@dataclass
-class Record:
-    """A batch that cannot be looked into."""
-
-    tensors: Any
-
-
 def test_what_cannot_be_looked_into_is_refused_with_a_remedy() -> None:
     model, weights, batch = modules()
     problem = hk.BilevelProblem(lambda m, w, b: PROBLEM.inner(m, w, b.tensors), PROBLEM.outer)
     with pytest.raises(hk.HyperkronError, match=r"inner uses a tensor made in torch.inference_mode.*clone\(\)"):
-        hk.cg().compute(problem, model, weights, Record(unfit(batch)), batch)
+        hk.cg().compute(problem, model, weights, SimpleNamespace(tensors=unfit(batch)), batch)
 
 
 @pytest.mark.parametrize("which", ["model", "hyper"])
@@ -177,3 +171,13 @@ def test_an_ordinary_failure_keeps_its_own_remedy() -> None:
     )
     with pytest.raises(hk.NonFiniteError, match="look for overflow in the model"):
         hk.identity().compute(problem, Log(), hk.as_hyper(torch.ones(4)), torch.ones(4, 1), torch.ones(4, 1))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_models_are_refused_by_name(nested: bool) -> None:
+    case = cases.make(nn.Linear(3, 2), (3,))
+    scripted = torch.jit.script(case.model)
+    case.model = nn.Sequential(scripted) if nested else scripted
+    with pytest.raises(hk.HyperkronError, match=r"torch.jit.script or torch.jit.trace.*pass the module it was made of"):
+        hk.cg(3, 0.1).compute(*case.arguments)

@@ -358,3 +358,42 @@ def test_what_is_known_of_a_model_is_not_used_for_another(make: Any, width: int)
     assert torch.equal(moved.grads["value"], wanted.grads["value"])
     assert torch.equal(both[0].compute(problem, both[1], weights, batch, batch).grads["value"], wanted.grads["value"])
     assert both[0].state.calls == used.state.calls
+
+
+class TwoHeads(nn.Module):
+    """A head for each level on one body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: hk.cg(3, damping=0.0),
+        lambda: hk.cg(3, curvature=hk.curvature.GGN(1e-3)),
+        lambda: hk.neumann(20),
+        lambda: hk.gradient_descent(20),
+        lambda: hk.pcg(3),
+    ],
+)
+def test_parameters_of_the_outer_loss_alone_do_not_disturb_the_solve(made: Any) -> None:
+    """A is zero there, and iterations would be spent on them, but their v has no effect: as if they were frozen."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3, dtype=torch.float64), torch.randint(2, (8,))
+    model, hyper = TwoHeads().double(), hk.as_hyper(torch.randn(8, dtype=torch.float64))
+
+    def inner(model: Any, hyper: Any, batch: Any) -> hk.losses.Loss:
+        decay = hk.losses.l2([*model.body.parameters(), *model.inner.parameters()], 0.3)
+        return hk.losses.cross_entropy(model.inner(model.body(x).tanh()), y, weight=hyper().sigmoid()) + decay
+
+    def outer(model: Any, hyper: Any, batch: Any) -> hk.losses.Loss:
+        return 10 * hk.losses.cross_entropy(model.outer(model.body(x + 0.3).tanh()), y)
+
+    problem = hk.BilevelProblem(inner, outer)
+    found = made().compute(problem, model, hyper, None, None)
+    model.outer.requires_grad_(False)
+    wanted = made().compute(problem, model, hyper, None, None)
+    assert found.status is wanted.status
+    assert oracles.relative(found.grads, wanted.grads) < 1e-6

@@ -330,7 +330,7 @@ def test_layers_without_a_dimension_for_examples_are_named(expanded: bool, monke
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found.append(hk.kfac(1e-2, fisher="type-2").compute(problem, model, weights, batch, batch).grads)
-        told = [str(warning.message) for warning in caught if "dimension for examples" in str(warning.message)]
+        told = [str(warning.message) for warning in caught if "not that of examples" in str(warning.message)]
         assert bool(told) is (problem is not whole and not expanded), told
     [(_, first)], [(_, second)] = (grads.items() for grads in found)
     assert torch.allclose(first, second, rtol=1e-6) is expanded

@@ -151,6 +151,32 @@ def test_an_exhausted_or_empty_loader_is_named() -> None:
         prepare(1, data=(iter([1]), None))
 
 
+@pytest.mark.parametrize("used", [False, True], ids=["new loader", "used loader"])
+@pytest.mark.parametrize("served", [1, 4, 7])
+def test_loaders_whose_workers_persist_continue_with_the_same_batches(used: bool, served: int) -> None:
+    """Their later epochs draw no seed for workers, so the order comes from other numbers than in the first epoch."""
+
+    def loader() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(0)
+        return DataLoader(
+            range(6),  # type: ignore[arg-type]
+            2,
+            shuffle=True,
+            generator=generator,
+            num_workers=1,
+            persistent_workers=True,
+        )
+
+    source, resumed = Loader(loader()), Loader(loader())
+    for _ in range(served):
+        source.next()
+    for _ in range(5 if used else 0):
+        resumed.next()
+    resumed.load_state_dict(source.state_dict())
+    for _ in range(8):
+        assert resumed.next().tolist() == source.next().tolist()
+
+
 def sampled(kind: str) -> DataLoader[Any]:
     data = TensorDataset(torch.arange(12))
     if kind == "distributed":  # of one of two processes

@@ -269,6 +269,8 @@ class Algorithm(ABC):
         lam = LevelOptimizer(hypers, outer, as_rate(self.outer_rate), project=project, level="outer")
         theta.refuse(dict(hyper.named_parameters()), "inner")
         lam.refuse(theta.params, "outer")
+        if self.moves_hyper:
+            theta.warn_of_decay()
         state = State(problem, model, hyper, theta, lam, self.seed, graph)
         method = self.method()
         state.hypergradient = None if method is None else method.fresh()

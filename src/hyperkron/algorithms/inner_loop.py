@@ -19,7 +19,7 @@ from hyperkron.kernels.graphs import Recording, StaticBatch, available
 from hyperkron.kernels.selection import LayoutError, evaluate
 from hyperkron.losses import as_loss
 from hyperkron.optimizers import LevelOptimizer, Rate, Updates
-from hyperkron.problem import BilevelProblem, Objective
+from hyperkron.problem import BilevelProblem, Objective, check_problem
 from hyperkron.solution import HyperkronError, warn_once
 
 WARM_UP = 3
@@ -64,6 +64,7 @@ class InnerLoop:
         graph: bool = True,
         autocast: torch.dtype | None = None,
     ) -> None:
+        check_problem(problem)
         if autocast not in (None, torch.bfloat16, torch.float16):
             raise HyperkronError(f"autocast={autocast!r} must be torch.bfloat16, torch.float16 or None.")
         if not isinstance(optimizer, LevelOptimizer):

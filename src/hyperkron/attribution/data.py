@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from hyperkron.evaluation.inputs import map_tensors
+from hyperkron.batch_tensors import map_tensors
 from hyperkron.evaluation.point import Level, Point
 from hyperkron.losses import Loss
 from hyperkron.problem import rows, shares

@@ -20,10 +20,10 @@ from hyperkron.attribution.inner_products import (
     weights_move,
     without_penalties,
 )
+from hyperkron.batch_tensors import map_tensors
 from hyperkron.cross.ways import NoForwardModeError, along, forward_mode
 from hyperkron.curvature.kfac.taps import in_order
 from hyperkron.evaluation.differentiation import gradient_tree, in_half_precision
-from hyperkron.evaluation.inputs import map_tensors
 from hyperkron.evaluation.point import Point
 from hyperkron.solution import HyperkronError
 from hyperkron.trees import Tree

@@ -213,7 +213,7 @@ class LayerProducts(Products):
         ]
         try:
             for module, make in makers:
-                handles.append(module.register_forward_hook(partial(hook, make), with_kwargs=True))
+                handles.append(module.register_forward_hook(partial(hook, make), with_kwargs=True, prepend=True))
             yield calls
         finally:
             for handle in handles:

@@ -54,6 +54,9 @@ class _TrainingProblem(BilevelProblem):
     def parts(self, batch: Any) -> Any:
         return batch if isinstance(batch, Parts) else [batch]
 
+    def words(self, level: str) -> tuple[str, str]:
+        return ("loss", "train") if level == "inner" else ("query_loss", "queries")
+
     @property
     def divided(self) -> bool:
         return True  # among this process alone, which is said in words of attribution

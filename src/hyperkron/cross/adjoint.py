@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
+from hyperkron.batch_tensors import tensors_of
 from hyperkron.cross.weighting import Read, Weighted, weighted_sum
 from hyperkron.curvature.kfac.taps import same_memory
-from hyperkron.evaluation.inputs import tensors_of
 from hyperkron.evaluation.point import Point
 from hyperkron.kernels.selection import WithoutAutocast
 from hyperkron.losses import Loss, Term

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hyperkron.kernels.graphs import switches
 from hyperkron.problem import BilevelProblem
 from hyperkron.trees import Tree
 
@@ -102,7 +103,8 @@ def described(function: Any, depth: int = 4) -> Hashable:
 def inner_key(problem: BilevelProblem, model: nn.Module, hyper: nn.Module) -> Hashable:
     """What tells one inner loss from another: the function, and what of θ and λ changes its structure or precision."""
     names, dtypes = tuple(name for name, _ in hyper.named_parameters()), {p.dtype for p in model.parameters()}
-    return described(problem.inner), type(model), model.training, frozenset(dtypes), type(hyper), names
+    switched = switches((*model.modules(), *hyper.modules()))
+    return described(problem.inner), type(model), switched, frozenset(dtypes), type(hyper), names
 
 
 def _held(cell: types.CellType) -> tuple[Any, ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from hyperkron import trees
 from hyperkron.evaluation.differentiation import graph_nodes
@@ -45,6 +47,10 @@ class Operator(ABC):
     def matvec_stacked(self, v: Tree) -> Tree:
         """:meth:`matvec` for each of many vectors, along the leading dimension of ``v``."""
         return trees.stacked([self.matvec(one) for one in trees.unstacked(v)])
+
+    def unreached(self) -> Collection[str]:
+        """The parameters that J_in does not depend on, where that is known: A and the cross term are zero there."""
+        return ()
 
     def release(self) -> None:  # noqa: B027 (most have nothing to let go of)
         """The solve is done: let go of memory that no later call needs."""
@@ -246,14 +252,17 @@ def warn_opaque(who: str) -> None:
 
 
 def warn_moving(who: str, loss: Loss, params: Tree) -> None:
-    """Say once that weights of the inner loss carry a gradient to θ, as those of a focal loss do."""
-    attached = (x for term in loss.terms for x in term.factors if isinstance(x, Tensor) and x.requires_grad)
+    """Say once that weights or targets of the inner loss carry a gradient to θ, as the weights of a focal loss do."""
+    weights = [x for term in loss.terms for x in term.factors if isinstance(x, Tensor) and x.requires_grad]
+    outputs = {get_gradient_edge(term.output).node for term in loss.terms if term.output.requires_grad}
+    targets = graph_nodes([term.row_losses for term in loss.terms], outputs)
     members = {id(p) for p in params.values()}
-    if any(id(getattr(node, "variable", None)) in members for node in graph_nodes(attached)):
+    if any(id(getattr(node, "variable", None)) in members for node in chain(graph_nodes(weights), targets)):
         warn_once(
             f"moving {who}",
-            f"weights of the inner loss depend on the model's parameters, and {who} takes them for constants, so it is "
-            "not the curvature of this loss; detach() them if they are meant as constants, or use curvature=Hessian().",
+            f"weights or targets of the inner loss depend on the model's parameters, and {who} takes them for "
+            "constants, so it is not the curvature of this loss; detach() them if they are meant as constants, write "
+            "mse(f, g) of two outputs as mse(f - g, zeros), or use curvature=Hessian().",
         )
 
 

@@ -60,6 +60,10 @@ class GGNOperator(MatrixFreeOperator):
         pulled = zip(self.params, found, strict=True)
         return outputs, seeds, {name: g for name, g in pulled if g is not None and g.requires_grad}
 
+    def unreached(self) -> list[str]:
+        _, _, pulled = self._graph  # what is opaque may depend on the others, too
+        return [] if self.loss.opaque else [name for name in self.params if name not in pulled and name not in self._l2]
+
     def _product(self, v: Tree) -> tuple[Tensor | None, ...]:
         outputs, seeds, pulled = self._graph
         pushed = gradients_of(list(pulled.values()), seeds, [v[name] for name in pulled], retain_graph=True)

@@ -33,6 +33,9 @@ class HessianOperator(MatrixFreeOperator):
     def gradients(self) -> Tree:
         return {n: torch.zeros_like(self.params[n]) if g is None else g.detach() for n, g in self._graph.items()}
 
+    def unreached(self) -> list[str]:
+        return [name for name, g in self._graph.items() if g is None]
+
     def _along(self, v: Tree, inputs: Tree) -> tuple[Tensor | None, ...]:
         """The derivative of vᵀ ∂_θ J_in in ``inputs``."""
         live = {name: g for name, g in self._graph.items() if g is not None and g.requires_grad}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hyperkron.batch_tensors import map_tensors, tensors_of
 
 EXTREME = {"model parameter": 1e4}
 """How large an entry must be to be named when a result is not finite; 1e6 for everything but θ."""
@@ -19,50 +20,12 @@ REMEDIES = {
 """What to do about parameters that are not finite, or extreme."""
 
 
-def tensors_of(name: str, batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch of any kind, by the expression that reaches them."""
-    if isinstance(batch, Tensor):
-        yield name, batch
-    elif isinstance(batch, Mapping):
-        for key, x in batch.items():
-            yield from tensors_of(f"{name}[{key!r}]", x)
-    elif isinstance(batch, (list, tuple)):
-        for i, x in enumerate(batch):
-            yield from tensors_of(f"{name}[{i}]", x)
-
-
 def differentiable_batch(batch: Any) -> Any:
     """``batch``, with copies that autograd takes of tensors made in ``torch.inference_mode()``."""
-    if not _holds_inference(batch):
+    if not any(x.is_inference() for _, x in tensors_of("", batch)):
         return batch
     with torch.inference_mode(False):
         return map_tensors(lambda x: x.clone() if x.is_inference() else x, batch)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """A batch of the same structure and types, such as a tokenizer's output, of what ``function`` makes of its tensors.
-
-    Example:
-        >>> map_tensors(lambda x: x[:1], {"x": torch.arange(3), "name": "train"})
-        {'x': tensor([0]), 'name': 'train'}
-    """
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        made = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
-        made.update({key: map_tensors(function, x) for key, x in batch.items()})
-        return made
-    if not isinstance(batch, (list, tuple)):
-        return batch
-    parts = [map_tensors(function, x) for x in batch]
-    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-
-
-def _holds_inference(batch: Any) -> bool:
-    if isinstance(batch, Tensor):
-        return batch.is_inference()
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return any(map(_holds_inference, parts))
 
 
 def culprits(tensors: Iterable[tuple[str, Tensor]]) -> str:

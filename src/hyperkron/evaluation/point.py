@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from hyperkron.batch_tensors import tensors_of
 from hyperkron.evaluation import sharded
-from hyperkron.evaluation.inputs import culprits, differentiable_batch, tensors_of
+from hyperkron.evaluation.inputs import culprits, differentiable_batch
 from hyperkron.evaluation.passes import Pass, Passes
 from hyperkron.evaluation.snapshot import Snapshot, reseed
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
@@ -27,7 +28,7 @@ from hyperkron.kernels.execution import Execution
 from hyperkron.kernels.graphs import GeneratorCopies
 from hyperkron.kernels.selection import LayoutError, WithoutAutocast, evaluate, small, twice_differentiable
 from hyperkron.losses import Loss, as_loss
-from hyperkron.problem import BilevelProblem, Both
+from hyperkron.problem import BilevelProblem, Both, check_problem
 from hyperkron.sharding import is_sharded
 from hyperkron.solution import HyperkronError, NonFiniteError
 from hyperkron.trees import HALF_TYPES, Tree
@@ -77,8 +78,7 @@ class Point:
         variables: tuple[Tree, Tree] | None = None,
         passes: Passes | None = None,
     ) -> None:
-        if not isinstance(problem, BilevelProblem):
-            raise HyperkronError(f"problem is a {type(problem).__name__}; pass hyperkron.BilevelProblem(inner, outer).")
+        check_problem(problem)
         self.problem, self.model, self.hyper = problem, model, hyper
         self.inner_batch = differentiable_batch(inner_batch)
         self.outer_batch = differentiable_batch(outer_batch)
@@ -159,6 +159,7 @@ class Point:
         """
         assert self._snapshot is not None, "a Point is used inside its with block"
         place = f" {where}" if where else ""
+        called, given = self.problem.words(level)
         self._snapshot.rewind()
         if stream:
             reseed(stream, self.device)
@@ -169,11 +170,11 @@ class Point:
                 raise
             return self.evaluate(level, batch, params, stream=stream, differentiable=differentiable, where=where)
         except RuntimeError as error:
-            if misplaced := self._misplaced(error):
-                raise HyperkronError(f"{level}{place} failed: {misplaced}") from error
+            if misplaced := self._misplaced(error, given, batch):
+                raise HyperkronError(f"{called}{place} failed: {misplaced}") from error
             if "nference tensor" in str(error):
                 raise HyperkronError(
-                    f"{level}{place} uses a tensor made in torch.inference_mode(), which has no gradients; make it "
+                    f"{called}{place} uses a tensor made in torch.inference_mode(), which has no gradients; make it "
                     "outside, under torch.no_grad() if need be, or clone() it."
                 ) from error
             raise
@@ -184,9 +185,10 @@ class Point:
         try:
             loss = as_loss(value)
         except HyperkronError as error:
-            raise HyperkronError(f"{level} did not return a loss: {error}") from None
-        remedy = f"look for nan, inf or extreme values in {level}_batch, in hyper and in the model's parameters"
-        self.finite(f"{level} loss{place}", loss.value, remedy)
+            raise HyperkronError(f"{called} did not return a loss: {error}") from None
+        remedy = f"look for nan, inf or extreme values in {given}, in hyper and in the model's parameters"
+        seen = None if self.execution.queued else batch  # a check that waits must not keep the batch
+        self.finite(f"{called} loss{place}" if called == level else called, loss.value, remedy, given, seen)
         return loss
 
     def _call(self, level: Level, batch: Any, params: Tree | None, differentiable: bool) -> Loss | Tensor:
@@ -249,10 +251,10 @@ class Point:
         with self.autocast or nullcontext():
             return small(self.model, self.device, _size(self.inner_batch))
 
-    def finite(self, name: str, value: Tensor, remedy: str) -> None:
+    def finite(self, name: str, value: Tensor, remedy: str, given: str = "", batch: Any = None) -> None:
         """Refuse a non-finite ``value``, a few numbers, by name; on a GPU all are read at once, in :meth:`settle`."""
         self.execution.check_finite(
-            value, lambda found: NonFiniteError(f"{name} is {found}; {self.culprits() or remedy}.")
+            value, lambda found: NonFiniteError(f"{name} is {found}; {self.culprits(given, batch) or remedy}.")
         )
 
     def settle(self) -> None:
@@ -291,8 +293,10 @@ class Point:
                 _look_at(p, own[name])
                 p.requires_grad_(True)
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor an objective sees, with the name a user knows it by; for error messages."""
+    def _tensors(self, given: str = "", batch: Any = None) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor an objective sees, on this ``batch``, with the name a user knows it by; for error messages."""
+        if all(batch is not own for own in (self.inner_batch, self.outer_batch, self.curvature_batch)):
+            yield from tensors_of(given, batch)
         for label, module in (("model", self.model), ("hyper", self.hyper)):
             for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
                 yield from ((f"{label} {kind} {name}", x) for name, x in named)
@@ -301,20 +305,21 @@ class Point:
         if self.curvature_batch is not self.inner_batch:
             yield from tensors_of("curvature_batch", self.curvature_batch)
 
-    def culprits(self) -> str:
+    def culprits(self, given: str = "", batch: Any = None) -> str:
         """The tensors that are empty, not finite or extreme, and what to do; an empty string if there are none."""
-        return culprits(self._tensors())
+        return culprits(self._tensors(given, batch))
 
-    def _misplaced(self, error: RuntimeError) -> str:
+    def _misplaced(self, error: RuntimeError, given: str, batch: Any) -> str:
         """The first tensor that differs from the model in device or dtype, if ``error`` is about that."""
         if isinstance(error, torch.OutOfMemoryError) or not ("device" in str(error) or "type" in str(error)):
             return ""
-        for name, x in self._tensors():
+        tensors = list(self._tensors(given, batch))
+        for name, x in tensors:
             if x.device != self.device:
                 place = str(self.device)
                 return f"{name} is on {x.device} but the model is on {place}; use .to({place!r})."
-        named = sorted(self._tensors(), key=lambda pair: "_batch" not in pair[0])  # first: λ may be wider than θ
-        for name, x in named:
+        batches_first = sorted(tensors, key=lambda pair: pair[0].startswith(("model ", "hyper ")))  # λ may be wider
+        for name, x in batches_first:
             if x.is_floating_point() and x.dtype != self.dtype:
                 return f"{name} is {x.dtype} but the model is {self.dtype}; use .to({self.dtype})."
         return ""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperkron.kernels.graphs import GeneratorCopies
+from hyperkron.solution import HyperkronError
 
 
 class Snapshot:
@@ -28,6 +29,11 @@ class Snapshot:
         self, model: nn.Module, hyper: nn.Module, device: torch.device, generator_copies: GeneratorCopies | None = None
     ) -> None:
         modules = [*model.modules(), *hyper.modules()]
+        if any(isinstance(m, torch.jit.ScriptModule) for m in modules):
+            raise HyperkronError(
+                "model or hyper has a part made by torch.jit.script or torch.jit.trace, whose layers cannot be looked "
+                "into; pass the module it was made of (torch.compile works)."
+            )
         self.training = [(m, m.training) for m in modules]
         self.flags = [(p, p.requires_grad) for m in modules for p in m._parameters.values() if p is not None]
         self.buffers = [(m, m._buffers.copy(), m._non_persistent_buffers_set.copy()) for m in modules]

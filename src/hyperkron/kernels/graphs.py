@@ -6,13 +6,14 @@ replay, and whatever else was read must still be where it was: :func:`places` te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from hyperkron.batch_tensors import map_tensors, shapes_of, tensors_of
 
 T = TypeVar("T")
 
@@ -26,25 +27,17 @@ class StaticBatch:
     """A batch in memory of its own (of its tensors unless ``own``) that others of its shape are copied into."""
 
     def __init__(self, batch: Any, own: bool = True) -> None:
-        leaves, self._structure = pytree.tree_flatten(batch)
-        self._leaves = [x.detach().clone() if own and isinstance(x, Tensor) else x for x in leaves]
-        self.value = pytree.tree_unflatten(self._leaves, self._structure)
+        self.value = map_tensors(lambda x: x.detach().clone(), batch) if own else batch
+        self._shapes = shapes_of(batch)
 
     def fits(self, batch: Any) -> bool:
         """Whether ``batch`` has the structure, shapes and dtypes of this one, and equal values outside tensors."""
-        leaves, structure = pytree.tree_flatten(batch)
-        return structure == self._structure and all(
-            x.shape == y.shape and x.dtype == y.dtype
-            if isinstance(x, Tensor) and isinstance(y, Tensor)
-            else x is y or x == y
-            for x, y in zip(leaves, self._leaves, strict=True)
-        )
+        return bool(shapes_of(batch) == self._shapes)
 
     def fill(self, batch: Any) -> None:
         """Copy the tensors of ``batch``."""
-        for mine, its in zip(self._leaves, pytree.tree_flatten(batch)[0], strict=True):
-            if isinstance(mine, Tensor):
-                mine.copy_(its, non_blocking=True)
+        for (_, mine), (_, its) in zip(tensors_of("", self.value), tensors_of("", batch), strict=True):
+            mine.copy_(its, non_blocking=True)
 
 
 class Recording(Generic[T]):
@@ -163,10 +156,19 @@ def _reason(error: BaseException) -> BaseException:
 
 
 def places(*modules: nn.Module) -> tuple[object, ...]:
-    """The parts of modules, their modes and hooks, and where parameters and buffers lie: a recording is for these."""
+    """The parts of modules, what is switched on in them, and where their tensors lie: a recording is for these."""
     tensors = [x for m in modules for x in (*m.parameters(), *m.buffers())]
     parts = [part for m in modules for part in m.modules()]
-    return (
-        *((x.data_ptr(), x.requires_grad) for x in tensors),
-        *((id(part), part.training, len(part._forward_hooks), len(part._forward_pre_hooks)) for part in parts),
+    return (*((x.data_ptr(), x.requires_grad) for x in tensors), *map(id, parts), switches(parts))
+
+
+def switches(parts: Sequence[nn.Module]) -> tuple[object, ...]:
+    """What makes the same modules compute another function: modes, other attributes that are true or false, hooks."""
+    return tuple(
+        (
+            len(part._forward_hooks),
+            len(part._forward_pre_hooks),
+            *(x for x in vars(part).values() if x is True or x is False),
+        )
+        for part in parts
     )

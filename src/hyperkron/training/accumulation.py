@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from hyperkron.batch_tensors import map_tensors, tensors_of
 from hyperkron.evaluation.differentiation import gradients_of
-from hyperkron.evaluation.inputs import map_tensors, tensors_of
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.kernels.selection import WithoutAutocast, twice_differentiable
 from hyperkron.losses import Loss, as_loss

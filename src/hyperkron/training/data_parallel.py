@@ -20,8 +20,8 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
+from hyperkron.batch_tensors import map_tensors, tensors_of
 from hyperkron.collectives import Group, replicated
-from hyperkron.evaluation.inputs import map_tensors, tensors_of
 from hyperkron.evaluation.sharded import check, divide_again, gathering, units
 from hyperkron.kernels.checkpoints import differentiable_checkpoints
 from hyperkron.losses import BatchPlace, Loss, as_loss

@@ -13,7 +13,7 @@ from torch import nn
 
 from hyperkron.algorithms import Algorithm, BatchSources, Updates
 from hyperkron.optimizers import Project
-from hyperkron.problem import BilevelProblem
+from hyperkron.problem import BilevelProblem, check_problem
 from hyperkron.solution import HyperkronError
 from hyperkron.training import checkpoint
 from hyperkron.training.callback import Callback
@@ -99,6 +99,7 @@ def fit(
             f"algorithm={algorithm!r:.60} is a {kind}, not an Algorithm; wrap a hypergradient "
             "as hyperkron.AID(hypergradient, inner_steps=10)."
         )
+    check_problem(problem)
     model = synchronised(problem, model, hyper)
     if seed is not None:
         seed_all(seed)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hyperkron import trees
 from hyperkron.algorithms import BatchSources, Examples, State, StepReport
-from hyperkron.evaluation.inputs import tensors_of
+from hyperkron.batch_tensors import tensors_of
 from hyperkron.optimizers import load_scaler
 from hyperkron.solution import NonFiniteError
 from hyperkron.training.callback import Callback, Verdict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import hyperkron as hk
 import oracles
 from cases import make
+from hyperkron import solution
 from tests.curvature.test_curvature_products import Once
 
 
@@ -212,3 +214,94 @@ def test_factors_of_a_loss_over_flattened_tokens_are_those_of_tokens_in_rows(pla
     for name in ("q", "head"):
         assert oracles.relative(found[1].a[name], found[0].a[name]) < 1e-12
         assert oracles.relative(found[1].b[name], found[0].b[name]) < 1e-12
+
+
+class Scaled(nn.Module):
+    """Goes on with a multiple of the output of its first layer, by the code of the model or by a hook on the layer."""
+
+    def __init__(self, hooked: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.factor = 1.0 if hooked else 3.0
+        if hooked:
+            self.first.register_forward_hook(lambda module, given, output: 3.0 * output)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.factor * self.first(x)))
+
+
+def test_hooks_that_change_the_output_of_a_layer_are_not_part_of_it() -> None:
+    cases = [make(Scaled(hooked), (3,), loss="cross_entropy") for hooked in (False, True)]
+    cases[1].model.load_state_dict(cases[0].model.state_dict())
+    wanted, found = (case.measured("type-2") for case in cases)
+    for name in ("first", "second"):
+        assert oracles.relative(found.b[name], wanted.b[name]) < 1e-12
+
+
+def test_scores_by_layers_do_not_depend_on_hooks_that_change_outputs() -> None:
+    cases = [make(Scaled(hooked), (3,), loss="cross_entropy") for hooked in (False, True)]
+    cases[1].model.load_state_dict(cases[0].model.state_dict())
+    rows = cases[0].inner_batch
+
+    def loss(model: nn.Module, batch: Any) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(model(batch[0]), batch[1])
+
+    wanted, found = (hk.attribute(loss, case.model, rows, rows, way="layers").scores for case in cases)
+    assert oracles.relative(found, wanted) < 1e-12
+
+
+class Mapped(nn.Module):
+    """Calls its second layer on one example at a time, by ``torch.vmap``, where hooks see no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(self.second)(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("made", [hk.kfac, hk.ekfac])
+def test_a_layer_inside_vmap_has_the_fallback_and_not_zero(made: Any) -> None:
+    case = make(Mapped(), (3,), loss="cross_entropy")
+    result = made(0.1).compute(*case.arguments)
+    assert result.stats["coverage"] == 16 / 26
+    assert "second.weight" in result.stats["uncalled"]
+    assert all(bool(v.any()) for v in result.solution.value.values())
+
+
+class Sequences(nn.Module):
+    """A layer over all steps of sequences of examples, which come first or second."""
+
+    def __init__(self, examples_first: bool) -> None:
+        super().__init__()
+        self.each, self.head, self.examples_first = nn.Linear(3, 4), nn.Linear(4, 2), examples_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = 1 if self.examples_first else 0
+        return self.head(torch.tanh(self.each(x if self.examples_first else x.transpose(0, 1))).mean(steps))
+
+
+@pytest.mark.parametrize("made", [hk.ekfac, lambda: hk.kfac(sharing="reduce"), hk.kfac])
+@pytest.mark.parametrize("examples_first", [True, False])
+@pytest.mark.parametrize("steps", [4, 5])
+def test_sequences_in_the_place_of_examples_are_said_where_they_matter(
+    made: Any, examples_first: bool, steps: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(solution, "_warned", set())
+    case = make(Sequences(examples_first), (steps, 3), count=8)
+    made().compute(*case.arguments)
+    told = [warning for warning in recwarn if "not that of examples" in str(warning.message)]
+    assert bool(told) is (not examples_first and made is not hk.kfac)
+
+
+def test_flattened_tokens_in_pieces_are_not_taken_for_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solution, "_warned", {"coverage"})
+    case = make(Mixing(False), (4,), loss="cross_entropy", tokens=5, count=6)
+
+    def loss(model: nn.Module, batch: Any) -> hk.losses.Loss:
+        return hk.losses.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hk.HyperkronWarning)
+        hk.attribute(loss, case.model, case.inner_batch, case.inner_batch, batch_size=3)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyperkron.batch_tensors import tensors_of
 from hyperkron.collectives import Group
 from hyperkron.curvature.base import l2_curvature, warn_moving, warn_opaque
 from hyperkron.curvature.kfac.coverage import Plan
@@ -73,6 +74,7 @@ def measure(
         with recorder.attached():
             loss = point.inner(part)
             recorder.saw(loss, readable=not point.recording, unmasked=unmasked)
+        _forget_hidden_calls(recorder, loss, point)
         if first:
             _warn_used_elsewhere(recorder, loss, point)
             warn_moving("KFAC", loss, point.params)
@@ -80,7 +82,9 @@ def measure(
         if owners is not None:
             _check_alike(recorder, owners.group)
         if loss.terms and (owners is not None or len(parts) > 1):
-            _warn_without_batch(recorder.lengths, len(loss.terms[0].row_losses))
+            _warn_without_batch(recorder.lengths, _examples(recorder, loss, part))
+        elif loss.terms and (basis is not None or sharing == "reduce"):
+            _warn_without_batch(recorder.sequences, _examples(recorder, loss, part))
         if basis is not None and fisher == "type-2" and sharing == "expand":
             _warn_together(loss, recorder.batch_size)
         recorder.measured.l2 = l2 = l2_curvature(loss, point.params)
@@ -114,15 +118,32 @@ def _wanted(point: Point, parts: int) -> KeptGradients | None:
     return wanted if parts > 1 and wanted is not None and wanted.left == parts else None
 
 
+def _edges(loss: Loss) -> Counter[int]:
+    """How many edges the graph of the outputs has to each leaf, by its id."""
+    edges: Counter[int] = Counter()
+    for node in graph_nodes([term.output for term in loss.terms]):
+        edges.update(id(getattr(further, "variable", None)) for further, _ in node.next_functions)
+    return edges
+
+
+def _forget_hidden_calls(recorder: Recorder, loss: Loss, point: Point) -> None:
+    """Layers whose calls had no gradient, but on whose parameters the outputs depend, count as not called.
+
+    Inside ``torch.vmap`` the output of a layer does not tell that it has a gradient, and none passes there.
+    """
+    hidden = recorder.called - recorder.uses.keys()
+    if hidden:
+        edges = _edges(loss)
+        recorder.called -= {name for name in hidden if edges[id(point.params[name])]}
+
+
 def _warn_used_elsewhere(recorder: Recorder, loss: Loss, point: Point) -> None:
     """Say on which parameters outputs depend by more than the calls of their layers: the graph has more edges to them.
 
     ``F.linear(x, layer.weight)`` makes one. Calls of modules that are not measured, as an embedding's with
     ``fallback="zero"``, are not counted: parameters of these are left out.
     """
-    edges: Counter[int] = Counter()
-    for node in graph_nodes([term.output for term in loss.terms]):
-        edges.update(id(getattr(further, "variable", None)) for further, _ in node.next_functions)
+    edges = _edges(loss)
     measured = {id(module) for module, _ in (*recorder.plan.feeds, *recorder.plan.diagonal)}
     others = {id(p) for m in point.model.modules() if id(m) not in measured for p in m._parameters.values()}
     used = {name: id(point.params[name]) for name in recorder.uses}
@@ -151,15 +172,25 @@ def _unbatched(recorder: Recorder, loss: Loss) -> bool:
     )
 
 
+def _examples(recorder: Recorder, loss: Loss, batch: Any) -> int:
+    """How many examples a batch has: a row of the loss is one, unless rows of all examples were flattened."""
+    rows = len(loss.terms[0].row_losses)
+    common = Counter(recorder.lengths.values()).most_common(1)
+    if not common or rows % max(common[0][0], 1) or any(x.dim() and len(x) == rows for _, x in tensors_of("", batch)):
+        return rows
+    return common[0][0]
+
+
 def _warn_without_batch(lengths: dict[str, int], examples: int) -> None:
-    """Say which layers have inputs without a dimension for examples: all examples of a process or piece are one row."""
+    """Say which layers have inputs whose first dimension is not that of examples, though KFAC takes it for that."""
     names = [name for name, length in lengths.items() if length % max(examples, 1)]
     if names:
         warn_once(
             "kfac-without-batch",
-            f"{', '.join(names[:3])} of the model is called on inputs without a dimension for examples (positions?): "
-            "its curvature depends on how the batch is divided among processes or into pieces; expand its input to one "
-            "row for each example.",
+            f"{', '.join(names[:3])} of the model is called on inputs whose first dimension is not that of examples "
+            "(positions, or batch_first=False?), but KFAC takes what has one index there for one example: its "
+            "curvature mixes examples and depends on how the batch is divided; put examples first, and expand "
+            "positions to one row for each example.",
         )
 
 

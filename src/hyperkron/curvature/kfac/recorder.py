@@ -79,6 +79,7 @@ class Recorder:
         self.tokens = [torch.zeros((), requires_grad=True) for _ in range(2)]  # the second of calls with single rows
         self.batch_size = 1
         self.lengths: dict[str, int] = {}  # of the inputs of layers, along their first dimension
+        self.sequences: dict[str, int] = {}  # of those that have several rows for what is taken for an example
         self.plain_lookups = False  # whether an embedding was given indices of one dimension, of examples or positions
         self.called: set[str] = set()
         self.uses: Counter[str] = Counter()  # calls, by parameter, that the loss may see
@@ -105,7 +106,7 @@ class Recorder:
         handles = []
         try:
             for module, hook in hooks:
-                handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
             yield
         finally:
             for handle in handles:
@@ -119,6 +120,8 @@ class Recorder:
         x: Tensor = given[0] if given else next(iter(named.values()))
         self.batch_size = max(self.batch_size, x.shape[0] if x.dim() > 1 else 1)
         self.lengths[block.name] = len(x) if x.dim() else 1
+        if block.layer.tokens and x.dim() > 2 and len(x) > 1:
+            self.sequences[block.name] = len(x)
         self.uses.update(block.names)
         self.calls[block.name] = self.calls.get(block.name, 0) + 1
         call = self._begun(block, x, output)
