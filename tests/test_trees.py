@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from hyperkron.solution import (
     worst,
 )
 from hyperkron.trees import Tree
+from storages import Storages
 
 
 def tree(seed: int, dtype: torch.dtype = torch.float64) -> Tree:
@@ -121,6 +123,23 @@ def test_different_names_are_refused_by_name(function: object) -> None:
     a, b = {"w": torch.ones(1), "b": torch.ones(1)}, {"w": torch.ones(1), "c": torch.ones(1)}
     with pytest.raises(ValueError, match=r"only in the first \['b'\], only in the second \['c'\]"):
         function(a, b)  # type: ignore[operator]
+
+
+def test_joined_holds_one_part_at_a_time() -> None:
+    size, width = 4, 1000
+
+    def parts() -> Iterator[Tree]:
+        return ({"w": torch.full((n, width), float(n))} for n in (size, size, size - 1))
+
+    with Storages() as count:
+        found = trees.joined(parts(), 3 * size - 1)
+    assert count.peak == 4 * width * (3 * size - 1 + size)
+    assert torch.equal(found["w"], torch.cat([part["w"] for part in parts()]))
+
+
+def test_a_single_part_is_not_copied() -> None:
+    part = tree(0)
+    assert trees.joined(iter([{"w": part["bias"]}]), 4)["w"] is part["bias"]
 
 
 @pytest.mark.parametrize("function", [trees.add, trees.dot])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -103,3 +105,21 @@ def warn_of_reduced(method: Implicit, model: nn.Module) -> None:
             "sharing='reduce' with convolutions ranked training examples no better than products of gradients in our "
             "measurements (docs/attribution.md); use sharing='expand', the default.",
         )
+
+
+@contextmanager
+def group_norms_checked(model: nn.Module) -> Iterator[None]:
+    """Refuse an input of GroupNorm without gradient, as behind frozen layers: on a CPU, if its channels are last, the
+    backward pass of torch (2.13) ends the process."""
+
+    def check(module: nn.Module, given: tuple[Any, ...]) -> None:
+        if given and not given[0].requires_grad:
+            raise RuntimeError("the input of GroupNorm has no gradient")
+
+    norms = (module for module in model.modules() if isinstance(module, nn.GroupNorm))
+    handles = [module.register_forward_pre_hook(check) for module in norms]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

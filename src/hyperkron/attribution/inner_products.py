@@ -34,7 +34,7 @@ from hyperkron.trees import Tree
 
 CHUNK = 2**26
 """Numbers held at once as gradients of single examples."""
-PIECE = {"cpu": 2**23, "cuda": 2**26}
+PIECE = {"cpu": 2**23, "cuda": 2**25}
 """The same where they are used up at once, by device type."""
 OUTPUTS = {"cpu": 2**20}
 """The same for outputs of layers, which on a CPU are used up while they are in its cache."""
@@ -340,7 +340,10 @@ class _BlockCall(_LayerCall):
                     piece += torch.einsum("ngsqo,ngso->qn", torch.einsum("ngsi,qgoi->ngsqo", a, weight), b)
                 pieces.append(piece if bias is None else piece + bias.flatten(1) @ b.sum(-2).flatten(1).T)
             return torch.cat(pieces, dim=1)
-        return torch.cat([_times_gradients(weight, bias, *made) for made in self._of_examples(numbers)], dim=1)
+        for made in self._of_examples(numbers):
+            pieces.append(_times_gradients(weight, bias, *made))
+            del made  # before the next ones are made
+        return torch.cat(pieces, dim=1)
 
     def _without_rows(self, vectors: Tree) -> Tensor | None:
         """Σ_s g_sᵀ (V_q a_s + v_q) as g times the output of the layer with V_q and v_q for weight and bias, where the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hyperkron import trees
-from hyperkron.attribution.checks import check_mean, check_processes, warn_of_reduced
+from hyperkron.attribution.checks import check_mean, check_processes, group_norms_checked, warn_of_reduced
 from hyperkron.attribution.data import COMPARED, ExampleRows, Parts, batch_shares, shares_of
 from hyperkron.attribution.forward_products import ForwardProducts
 from hyperkron.attribution.inner_products import (
@@ -42,8 +43,8 @@ Way = Literal["auto", "layers", "forward"]
 LossOf = Callable[[nn.Module, Any], Loss | Tensor]
 """J of a batch: a mean over its examples."""
 
-TOGETHER = 32
-"""Right-hand sides that are solved for at once."""
+TOGETHER, NUMBERS = 32, 2**25
+"""Right-hand sides that are solved for at once: at most this many, and this many numbers."""
 LIKENESS = 0.1
 """By how much the gradient of a query among others may differ from the one it has alone, in half precision."""
 
@@ -214,14 +215,29 @@ class Task:
     def _vectors(self, point: Point, aggregate: bool, progress: bool) -> tuple[Tree, dict[str, Any]]:
         """A⁻¹ ∂_θ f_q of every query, stacked, and what is to be told of the solves."""
         inverse = self.method.inverse(point)
-        found: list[Solution] = [inverse(g) for g in self.query_gradients(point, aggregate, progress)]
-        residuals = [x.residual for x in found if x.residual is not None]
+        told: list[Solution] = []
+
+        def solved() -> Iterator[Tree]:
+            for gradients in self.query_gradients(point, aggregate, progress):
+                solution = inverse(gradients)
+                told.append(replace(solution, value={}))
+                values = [solution.value]
+                del gradients, solution  # what is yielded is held nowhere else
+                yield values.pop()
+
+        vectors = trees.joined(solved(), 1 if aggregate else len(self.queries))
+        residuals = [x.residual for x in told if x.residual is not None]
         stats: dict[str, Any] = {
-            "status": worst(x.status for x in found).name,
-            "products": sum(x.products for x in found),
+            "status": worst(x.status for x in told).name,
+            "products": sum(x.products for x in told),
             **({"residual": max(residuals)} if residuals else {}),
         }
-        return {name: torch.cat([x.value[name] for x in found]) for name in self.params}, stats
+        return vectors, stats
+
+    @property
+    def _together(self) -> int:
+        """How many queries are differentiated and solved for at once."""
+        return max(1, min(TOGETHER, NUMBERS // sum(p.numel() for p in self.params.values()), len(self.queries)))
 
     def query_gradients(self, point: Point, aggregate: bool = False, progress: bool = False) -> Iterator[Tree]:
         """∂_θ f_q of every query, or of their mean, several stacked at a time."""
@@ -231,8 +247,8 @@ class Task:
         count = len(self.queries)
         batched, first = self._batched(point)
         with tqdm(total=count, disable=not progress, unit="query", dynamic_ncols=True) as bar:
-            for start in range(0, count, TOGETHER):
-                stop = min(start + TOGETHER, count)
+            for start in range(0, count, self._together):
+                stop = min(start + self._together, count)
                 found, first = first, None  # those of the first queries are known already
                 if found is None and batched is not None:
                     found = self._batched_gradients(batched, start, stop)
@@ -257,7 +273,7 @@ class Task:
         They are if the loss is a mean over queries that are all counted alike, which the first shows: its gradient
         among others is a share of the one it has alone.
         """
-        count = min(TOGETHER, len(self.queries))
+        count = self._together
         layers = _layers(point, "outer", alike=True) if count > 1 else None
         if layers is None or point.evaluate("outer", self.queries.batch(0, 1)).opaque:
             return None, None
@@ -323,7 +339,7 @@ class Task:
         for level, rows in levels:
             rows.channels_last = True
             try:
-                with _group_norms_checked(self.model):
+                with group_norms_checked(self.model):
                     point.evaluate(level, rows.batch(0, COMPARED))
             except RuntimeError:
                 rows.channels_last = False
@@ -349,24 +365,6 @@ class Task:
         several = count > FEW or self.train.rows.channels_last
         covered = not layers.plan.rest or getattr(self.method.curvature, "fallback", "") == "zero"
         return [layers, forward] if several and covered else [forward, layers]
-
-
-@contextmanager
-def _group_norms_checked(model: nn.Module) -> Iterator[None]:
-    """Refuse an input of GroupNorm without gradient, as behind frozen layers: on a CPU, if its channels are last, the
-    backward pass of torch (2.13) ends the process."""
-
-    def check(module: nn.Module, given: tuple[Any, ...]) -> None:
-        if given and not given[0].requires_grad:
-            raise RuntimeError("the input of GroupNorm has no gradient")
-
-    norms = (module for module in model.modules() if isinstance(module, nn.GroupNorm))
-    handles = [module.register_forward_pre_hook(check) for module in norms]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _layers(point: Point, level: Level = "inner", alike: bool = False) -> LayerProducts | None:

@@ -84,8 +84,7 @@ def attribute_unrolled(
 
     last = task(model)
     with last.point() as point:
-        gradients = list(last.query_gradients(point, progress=progress))
-    v: Tree = {name: torch.cat([part[name] for part in gradients]) for name in last.params}
+        v = trees.joined(last.query_gradients(point, progress=progress), len(last.queries))
     scores: Tensor | None = None
     for one, time in reversed(segments):
         found, v = _segment(task(one), v, time, progress)
