@@ -1,4 +1,4 @@
-"""The tensors that objectives see: how users call them, which of them autograd cannot take, and which are to blame."""
+"""The tensors of batches and modules: their names, copies that autograd accepts, and which of them are to blame."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensors_of(name: str, batch: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def differentiable_batch(batch: Any) -> Any:
-    """``batch``, with copies that autograd takes of tensors made in ``torch.inference_mode()``."""
+    """``batch``, with tensors made in ``torch.inference_mode()`` replaced by copies that autograd accepts."""
     if not _holds_inference(batch):
         return batch
     with torch.inference_mode(False):
@@ -40,7 +40,7 @@ def differentiable_batch(batch: Any) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """A batch of the same structure and types, such as a tokenizer's output, of what ``function`` makes of its tensors.
+    """``batch`` with ``function`` applied to its tensors; structure and types (a tokenizer's output) stay the same.
 
     Example:
         >>> map_tensors(lambda x: x[:1], {"x": torch.arange(3), "name": "train"})
@@ -66,7 +66,7 @@ def _holds_inference(batch: Any) -> bool:
 
 
 def culprits(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Those of the named tensors that are empty, not finite or, where all are finite, extreme, and what to do.
+    """Describes the named tensors that are empty or not finite (or extreme, if all are finite), with a remedy.
 
     Example:
         >>> culprits([("model parameter weight", torch.ones(2)), ("inner_batch[0]", torch.tensor([1.0, 1e30]))])
